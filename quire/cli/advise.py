@@ -4,21 +4,20 @@ A separate process, `python -m advisor`, does the work, because this package imp
 neither PyTorch nor the block store.
 """
 
-import argparse
 import json
 import subprocess
 import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from quire.cli.terminal import Columns, Commands, add_command, memory_size, positive, print_table
+import typer
+from typer import Option
+
+from quire.cli.flags import Json, with_flags
+from quire.cli.output import Columns, print_table
+from quire.sizes import memory_size
 from quire.supervisor.model_source import EMBEDDED, find_model
-
-_ADVISOR_FLAGS = (
-    *("workload", "pool-memory", "dtype", "backend", "threads", "requests"),
-    *("redis-url", "weights-cache"),
-)
-"""Flags that are also flags of `python -m advisor`."""
 
 Costs = dict[str, Any]
 """The costs of one block size, as `advisor` prints them."""
@@ -38,63 +37,59 @@ _COLUMNS: Columns[Costs] = {
 }
 
 
-def add_commands(commands: Commands) -> None:
-    advise = commands.add_parser("advise", help="recommend settings for a recorded workload")
-    subjects = advise.add_subparsers(title="settings", metavar="SETTING", required=True)
-    command = add_command(
-        subjects,
-        "block-size",
-        block_size,
-        help_text="recommend the --block-size for a recorded workload, with reasons",
-    )
-    command.add_argument(
-        "--workload",
-        type=Path,
-        required=True,
-        metavar="FILE",
-        help="JSON lines of num_prompt_tokens and num_generated_tokens, or a gateway's JSON log",
-    )
-    command.add_argument(
-        "--model", default=EMBEDDED, metavar="DIR|ID", help="as for `quire serve`; %(default)s"
-    )
-    command.add_argument(
-        "--pool-memory",
-        type=memory_size,
-        metavar="SIZE",
-        help="the pool's KV memory; default: room for 64 average requests",
-    )
-    command.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto")
-    command.add_argument("--backend", choices=("cpu", "reference"), default="cpu")
-    command.add_argument(
-        "--threads", type=positive, default=1, metavar="N", help="threads of a worker; %(default)s"
-    )
-    command.add_argument(
-        "--requests",
-        type=positive,
-        default=2000,
-        metavar="N",
-        help="use the last N requests of the workload; %(default)s",
-    )
-    command.add_argument(
-        "--redis-url",
-        metavar="URL",
-        help="an idle Redis or Valkey to time, of no deployment; default: an embedded Valkey",
-    )
-    command.add_argument(
-        "--weights-cache", metavar="DIR", help="as for `quire serve`; default: ~/.cache/quire"
-    )
-    command.add_argument("--json", action="store_true", help="print JSON for scripts")
+app = typer.Typer(help="Recommend settings for a recorded workload.")
 
 
-def block_size(args: argparse.Namespace) -> int:
-    model = find_model(args.model)
-    options = {name: getattr(args, name.replace("-", "_")) for name in _ADVISOR_FLAGS}
-    options["model"] = model.directory
-    found = _run_advisor({name: str(value) for name, value in options.items() if value is not None})
+@dataclass(frozen=True)
+class AdvisorFlags:
+    """Flags that are also flags of `python -m advisor`."""
+
+    workload: Annotated[
+        Path,
+        Option(
+            metavar="FILE",
+            help="JSON lines of num_prompt_tokens and num_generated_tokens, or a gateway's JSON "
+            "log",
+        ),
+    ]
+    model: Annotated[str, Option(metavar="DIR|ID", help="as for `quire serve`")] = EMBEDDED
+    pool_memory: Annotated[
+        str | None,
+        Option(
+            metavar="SIZE",
+            parser=memory_size,
+            help="the pool's KV memory; default: room for 64 average requests",
+        ),
+    ] = None
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    backend: Literal["cpu", "reference"] = "cpu"
+    threads: Annotated[int, Option(min=1, metavar="N", help="threads of a worker")] = 1
+    requests: Annotated[
+        int, Option(min=1, metavar="N", help="use the last N requests of the workload")
+    ] = 2000
+    redis_url: Annotated[
+        str | None,
+        Option(
+            metavar="URL",
+            help="an idle Redis or Valkey to time, of no deployment; default: an embedded Valkey",
+        ),
+    ] = None
+    weights_cache: Annotated[
+        str | None,
+        Option(metavar="DIR", help="as for `quire serve`; default: ~/.cache/quire"),
+    ] = None
+
+
+def block_size(flags: AdvisorFlags, as_json: Json = False) -> int:
+    """Recommend the --block-size for a recorded workload, with reasons."""
+    options = asdict(flags) | {"model": find_model(flags.model).directory}
+    found = _run_advisor(
+        {name.replace("_", "-"): str(v) for name, v in options.items() if v is not None}
+    )
     if "error" in found:
         print(f"quire: {found['error']}", file=sys.stderr)
         return 1
-    if args.json:
+    if as_json:
         print(json.dumps(found))
         return 0
     print_table(_COLUMNS, found["sizes"])
@@ -102,6 +97,11 @@ def block_size(args: argparse.Namespace) -> int:
     for text in (*found["reasons"], *found["notes"]):
         print(f"  {text}")
     return 0
+
+
+app.command("block-size")(with_flags(block_size))
+# Without a callback, typer takes the only command for the group itself.
+app.callback()(lambda: None)
 
 
 def _run_advisor(options: dict[str, str]) -> dict[str, Any]:

@@ -1,11 +1,34 @@
-"""The options of `quire serve`."""
+"""The options of `quire serve`. A field is a flag: its name, its help and the services that get it
+are declared here and nowhere else."""
 
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, fields
+from enum import Enum
+from functools import partial
+from typing import Annotated, Literal, get_args, get_type_hints
+
+from typer import Option
+
+from quire.sizes import duration, memory_size
+from quire.supervisor.model_source import EMBEDDED
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_GRPC_PORT = 50051
 DEFAULT_HTTP_PORT = 8000
+EMBEDDED_POOL_MEMORY = "256MiB"
+"""Enough for hundreds of chats with the embedded model. The default for other models, half of the
+free memory, would take longer to allocate than the embedded model takes to load."""
+
+
+class To(Enum):
+    """The services that get an option as a setting of the same name."""
+
+    WORKERS = "prefill and decode workers"
+    GATEWAYS = "gateways"
+
+
+_engine = partial(Option, rich_help_panel="Engine", show_default=False)
+_network = partial(Option, rich_help_panel="Network", show_default=False)
+_port = partial(Option, rich_help_panel="Network", metavar="PORT", min=0, max=65535)
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,39 +37,216 @@ class ServeOptions:
     defaults.
 
     `grpc_port`, `http_port`, `operations_port`: ports of the first gateway; each further gateway
-    takes the next ones. `threads`: per worker. `pool_memory`, `swap_memory`: sizes such as 2GiB.
-    `redis_url`: None starts an embedded Valkey.
+    takes the next ones. `model`: as the user names it; `quire.cli.serve` resolves it to a path.
     """
 
-    model: Path
-    model_name: str
-    num_prefill: int = 1
-    num_decode: int = 1
-    num_gateways: int = 1
-    host: str = DEFAULT_HOST
-    grpc_port: int = DEFAULT_GRPC_PORT
-    http_port: int = DEFAULT_HTTP_PORT
-    operations_port: int | None = None
-    allowed_hosts: str | None = None
-    redis_url: str | None = None
-    pool_memory: str | None = None
-    swap_memory: str | None = None
-    preemption: str | None = None
-    block_size: int | None = None
-    dtype: str | None = None
-    backend: str | None = None
-    isa: str | None = None
-    quantize: str | None = None
-    kv_dtype: str | None = None
-    cpus: str | None = None
-    numa: str | None = None
-    max_gap_ms: float | None = None
-    threads: int | None = None
-    weights_cache: str | None = None
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    park_window_s: float | None = None
-    client_priority: bool = False
-    report_cached_tokens: bool = False
-    log_level: str = "info"
+    model: Annotated[
+        str,
+        To.WORKERS,
+        Option(
+            metavar="DIR|FILE|ID",
+            help="a directory in Hugging Face format, a GGUF file, an id in the local Hugging Face "
+            f"cache, or `{EMBEDDED}`, the small model that comes with Quire",
+        ),
+    ] = EMBEDDED
+    model_name: Annotated[
+        str | None,
+        To.WORKERS,
+        Option(
+            "--served-model-name",
+            metavar="NAME",
+            help="the model's name for clients; default: its id, or the name of the directory or "
+            "file",
+        ),
+    ] = None
+    num_prefill: Annotated[int, Option("--prefill", min=1, metavar="N", help="prefill workers")] = 1
+    num_decode: Annotated[int, Option("--decode", min=1, metavar="N", help="decode workers")] = 1
+    num_gateways: Annotated[
+        int, Option("--gateways", min=1, metavar="N", help="gateways, each on the next ports")
+    ] = 1
+
+    pool_memory: Annotated[
+        str | None,
+        To.WORKERS,
+        _engine(
+            metavar="SIZE",
+            parser=memory_size,
+            help="the pool's KV memory, such as 2GiB; default: half of what is free after the "
+            f"weights ({EMBEDDED_POOL_MEMORY} for the embedded model)",
+        ),
+    ] = None
+    swap_memory: Annotated[
+        str | None,
+        To.WORKERS,
+        _engine(
+            metavar="SIZE",
+            parser=memory_size,
+            help="memory beside the pool to which preempted requests are copied; default: none",
+        ),
+    ] = None
+    preemption: Annotated[
+        Literal["auto", "swap", "recompute"] | None,
+        To.WORKERS,
+        _engine(help="how requests are preempted; default: auto, swap if that costs less"),
+    ] = None
+    block_size: Annotated[
+        int | None,
+        To.WORKERS,
+        _engine(min=1, metavar="TOKENS", help="positions of a block; default: 16"),
+    ] = None
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float32"] | None,
+        To.WORKERS,
+        _engine(help="weights and activations; default: auto, by the model and the processor"),
+    ] = None
+    backend: Annotated[
+        Literal["cpu", "reference", "triton", "flash"] | None,
+        To.WORKERS,
+        _engine(help="kernels; default: cpu"),
+    ] = None
+    isa: Annotated[
+        Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "portable"] | None,
+        To.WORKERS,
+        _engine(
+            help="instruction set of the CPU kernels; default: auto, the fastest one here, "
+            "measured if in doubt"
+        ),
+    ] = None
+    quantize: Annotated[
+        Literal["int8", "int4", "int4-32", "int4-128"] | None,
+        To.WORKERS,
+        _engine(
+            help="run linears with 8-bit or 4-bit weights (groups of 64, 32 or 128 inputs) and "
+            "8-bit activations"
+        ),
+    ] = None
+    kv_dtype: Annotated[
+        Literal["auto", "int8"] | None,
+        To.WORKERS,
+        _engine(help="keys and values; default: auto, as --dtype; int8: half of bfloat16's memory"),
+    ] = None
+    cpus: Annotated[
+        str | None,
+        To.WORKERS,
+        _engine(
+            metavar="LIST",
+            help="CPUs that the workers share, such as 0-3,6; default: auto, one of each core",
+        ),
+    ] = None
+    threads: Annotated[
+        int | None,
+        To.WORKERS,
+        _engine(min=1, metavar="N", help="threads of each worker, on any CPU; excludes --cpus"),
+    ] = None
+    numa: Annotated[
+        Literal["auto", "off"] | None,
+        To.WORKERS,
+        _engine(
+            help="auto: on a host with several NUMA nodes, threads and memory of a worker are on "
+            "nodes of its own; off: all CPUs are one node; default: auto"
+        ),
+    ] = None
+    max_gap_ms: Annotated[
+        float | None,
+        To.WORKERS,
+        _engine(
+            parser=duration,
+            metavar="MS",
+            help="the inter-token latency up to which prompts may use the CPUs of decode workers "
+            "too; 0: never; default: 100",
+        ),
+    ] = None
+    weights_cache: Annotated[
+        str | None,
+        To.WORKERS,
+        _engine(
+            metavar="DIR", help="directory of packed weights, or none; default: ~/.cache/quire"
+        ),
+    ] = None
+    max_model_len: Annotated[
+        int | None,
+        To.WORKERS,
+        _engine(
+            min=1,
+            metavar="TOKENS",
+            help="longest prompt + generation; default: the model's context",
+        ),
+    ] = None
+    max_num_seqs: Annotated[
+        int | None,
+        To.WORKERS,
+        _engine(min=1, metavar="N", help="sequences of one decode worker; default: 64"),
+    ] = None
+    max_num_batched_tokens: Annotated[
+        int | None, To.WORKERS, _engine(min=1, metavar="N", help="tokens of one step")
+    ] = None
+    park_window_s: Annotated[
+        float | None,
+        To.WORKERS,
+        _engine(
+            "--park-window",
+            parser=duration,
+            metavar="SECONDS",
+            help="how long decode workers keep requests whose gateway is gone; default: 10",
+        ),
+    ] = None
+
+    host: Annotated[
+        str, Option(help="address on which the gateways listen", rich_help_panel="Network")
+    ] = DEFAULT_HOST
+    grpc_port: Annotated[int, _port(help="gRPC; 0 takes a free one")] = DEFAULT_GRPC_PORT
+    http_port: Annotated[int, _port(help="OpenAI HTTP; 0 takes a free one")] = DEFAULT_HTTP_PORT
+    operations_port: Annotated[
+        int | None,
+        _port(
+            help="serve operations (drain, scale, audit ...) on this port of 127.0.0.1 too; "
+            "default: only on a socket of this user"
+        ),
+    ] = None
+    allowed_hosts: Annotated[
+        str | None,
+        To.GATEWAYS,
+        _network(
+            metavar="LIST",
+            help="hosts that HTTP requests may name, such as localhost,*.example.com; default: any",
+        ),
+    ] = None
+    redis_url: Annotated[
+        str | None,
+        _network(metavar="URL", help="redis://, rediss:// or unix://; default: an embedded Valkey"),
+    ] = None
+    client_priority: Annotated[
+        bool,
+        To.GATEWAYS,
+        _network(
+            "--client-priority",
+            help="accept priorities from clients; without it, any priority other than 0 is refused",
+        ),
+    ] = False
+    report_cached_tokens: Annotated[
+        bool,
+        To.GATEWAYS,
+        _network(
+            "--report-cached-tokens",
+            help="report to every client how many of its prompt's tokens were cached; default: "
+            "only to requests with a cache_salt",
+        ),
+    ] = False
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        Option(help="the lowest level that the services log"),
+    ] = "info"
+
+    def settings(self, services: To) -> dict[str, str]:
+        """The settings that the user has chosen for these services, by name in capitals."""
+        hints = get_type_hints(type(self), include_extras=True)
+        chosen = {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if services in get_args(hints[field.name])[1:]
+        }
+        return {
+            name.upper(): "true" if value is True else str(value)
+            for name, value in chosen.items()
+            if value is not None and value is not False
+        }

@@ -63,7 +63,7 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         started = loop.time()
         # Valkey starts beside the check, because its start waits more than it computes.
-        checking = self._spawn(asyncio.to_thread(check_model, self._options.model))
+        checking = self._spawn(asyncio.to_thread(check_model, Path(self._options.model)))
         await self._start_store()
         await checking
         self._console.note(f"Quire starts {self._options.model_name} in {self._directory}")

@@ -13,20 +13,12 @@ from pathlib import Path
 
 from quire.supervisor import service, valkey
 from quire.supervisor.child import ChildSpec, Stage
-from quire.supervisor.options import ServeOptions
+from quire.supervisor.options import ServeOptions, To
 
 LOOPBACK = "127.0.0.1"
 
 STOP_GRACE_S = 15.0
 """How long a service may take to end after SIGTERM; the service gets this limit as a setting."""
-
-_WORKER_OPTIONS = (
-    *("model", "model_name", "pool_memory", "swap_memory", "preemption", "block_size", "dtype"),
-    *("backend", "isa", "quantize", "kv_dtype", "cpus", "numa", "threads"),
-    *("weights_cache", "max_gap_ms", "max_model_len", "max_num_seqs"),
-    *("max_num_batched_tokens", "park_window_s"),
-)
-"""Options that are settings of a worker, with the same names."""
 
 
 def services(
@@ -41,7 +33,11 @@ def services(
         "HOST": LOOPBACK,
         "STOP_GRACE_S": str(STOP_GRACE_S),
     }
-    worker = {**common, **_worker_settings(options)}
+    worker = {
+        **common,
+        **options.settings(To.WORKERS),
+        "NUM_EXPECTED_WORKERS": str(options.num_prefill + options.num_decode),
+    }
     return (
         _service("block_manager", "block-manager", Stage.BLOCK_MANAGER, common),
         *_workers("prefill", options.num_prefill, worker),
@@ -60,12 +56,6 @@ def store(options: ServeOptions, run: Path) -> ChildSpec | None:
     return ChildSpec("redis", valkey.command(run), Stage.STORE, noise=valkey.NOISE)
 
 
-def _worker_settings(options: ServeOptions) -> dict[str, str]:
-    values = {name: getattr(options, name) for name in _WORKER_OPTIONS}
-    values["num_expected_workers"] = options.num_prefill + options.num_decode
-    return {name.upper(): str(value) for name, value in values.items() if value is not None}
-
-
 def _workers(module: str, number: int, settings: dict[str, str]) -> list[ChildSpec]:
     return [
         _service(module, f"{module}-{index + 1}", Stage.WORKER, settings, index)
@@ -78,19 +68,14 @@ def _gateway(
 ) -> ChildSpec:
     settings = {
         **common,
+        **options.settings(To.GATEWAYS),
         "HOST": options.host,
         "PORT": str(options.grpc_port + index),
         "HTTP_PORT": str(options.http_port + index),
         "SUPERVISOR": supervisor,
     }
-    if options.report_cached_tokens:
-        settings["REPORT_CACHED_TOKENS"] = "true"
-    if options.allowed_hosts is not None:
-        settings["ALLOWED_HOSTS"] = options.allowed_hosts
     if options.operations_port is not None:
         settings["OPERATIONS_PORT"] = str(options.operations_port + index)
-    if options.client_priority:
-        settings["CLIENT_PRIORITY"] = "true"
     name = f"gateway-{index + 1}" if index else "gateway"
     return _service("gateway", name, Stage.GATEWAY, settings, index)
 

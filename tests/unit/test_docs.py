@@ -5,10 +5,12 @@ import re
 import shlex
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
-from quire.cli import parser
+from quire.cli.app import app
 from services.block_manager.config import BlockManagerSettings
 from services.common.runtime.config import ServiceSettings
 from services.gateway.config import GatewaySettings
@@ -74,7 +76,18 @@ def test_commands_are_understood(document: Path) -> None:
     for command in commands:
         words = shlex.split(command, comments=True)
         if "--help" not in words:
-            parser().parse_args(words)
+            _parse(words)
+
+
+def _parse(words: list[str]) -> None:
+    """Parse a command line of `quire` without running it. Raises TyperException."""
+    command: Any = typer.main.get_command(app)
+    context = command.make_context("quire", words)
+    while hasattr(command, "resolve_command"):
+        name, command, words = command.resolve_command(
+            context, context._protected_args + context.args
+        )
+        context = command.make_context(name, words, parent=context)
 
 
 def test_make_targets_exist(document: Path) -> None:

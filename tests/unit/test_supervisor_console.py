@@ -1,7 +1,6 @@
 """What an operator sees of a run."""
 
 import io
-from pathlib import Path
 
 from quire.supervisor.banner import banner
 from quire.supervisor.console import Console
@@ -42,7 +41,7 @@ def serving() -> Serving:
 
 
 def test_the_banner_is_short_on_the_usual_ports() -> None:
-    text = banner(ServeOptions(model=Path("/m"), model_name="m"), serving(), 3.21)
+    text = banner(ServeOptions(model="/m", model_name="m"), serving(), 3.21)
     assert text.startswith("Quire is serving, 3.2 s after its start.\n")
     assert "  pool   p-1: 2,048 blocks of 16 tokens, 2,048 MiB\n" in text
     assert '  quire generate "What is paged attention?"\n' in text
@@ -51,7 +50,7 @@ def test_the_banner_is_short_on_the_usual_ports() -> None:
 
 def test_the_banner_names_other_ports_and_an_address_that_can_be_reached() -> None:
     options = ServeOptions(
-        model=Path("/m"), model_name="m", host="0.0.0.0", grpc_port=6000, http_port=6001
+        model="/m", model_name="m", host="0.0.0.0", grpc_port=6000, http_port=6001
     )
     text = banner(options, serving(), 3.21)
     assert "quire generate --address 127.0.0.1:6000 " in text

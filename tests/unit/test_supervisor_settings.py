@@ -26,7 +26,7 @@ CLASSES: dict[str, type[ServiceSettings]] = {
 def test_every_service_understands_what_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """With every flag set: each name is a setting, each value is valid, and they arrive."""
     asked = ServeOptions(
-        model=Path("/models/tiny"),
+        model="/models/tiny",
         model_name="tiny",
         pool_memory="2GiB",
         swap_memory="1GiB",

@@ -13,7 +13,7 @@ RUN = Path("/dev/shm/quire-1000/50051-a1b2c3d4")
 
 
 def options(**changes: object) -> ServeOptions:
-    return ServeOptions(model=Path("/models/tiny"), model_name="tiny", **changes)  # type: ignore[arg-type]
+    return ServeOptions(model="/models/tiny", model_name="tiny", **changes)  # type: ignore[arg-type]
 
 
 def names(asked: ServeOptions) -> list[str]:

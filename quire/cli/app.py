@@ -1,0 +1,122 @@
+"""The commands of `quire`, and how a command ends: its exit status, and one line for an error."""
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+from typer.core import TyperGroup
+
+from quire.cli import advise, audit, drain, generate, health, lists, scale, serve
+from quire.cli.flags import with_flags
+from quire.errors import QuireError, Unreachable
+from quire.supervisor import ServeError
+
+EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHABLE, EXIT_INTERRUPTED = 1, 2, 3, 130
+_PANELS_WIDTH = 110
+
+
+class _Commands(TyperGroup):
+    """The top group. It turns expected errors of all commands into lines and exit statuses."""
+
+    def invoke(self, ctx: typer.Context) -> object:  # type: ignore[override]
+        with _errors_as_exits():
+            return super().invoke(ctx)
+
+
+def _is_wide_terminal() -> bool:
+    """Whether help fits into panels; they cut long flags off on a narrow screen."""
+    return sys.stdout.isatty() and shutil.get_terminal_size().columns >= _PANELS_WIDTH
+
+
+app = typer.Typer(
+    cls=_Commands,
+    rich_markup_mode="rich" if _is_wide_terminal() else None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+for command, panel in (
+    (serve.serve, "Deployment"),
+    (serve.down, "Deployment"),
+    (scale.scale, "Deployment"),
+    (drain.drain, "Deployment"),
+    (generate.generate, "Requests"),
+    (health.health, "State"),
+    (lists.models, "State"),
+    (lists.workers, "State"),
+    (lists.pools, "State"),
+    (audit.audit, "State"),
+):
+    app.command(rich_help_panel=panel)(with_flags(command))
+app.add_typer(advise.app, name="advise", rich_help_panel="Deployment")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status; an expected error prints one line to stderr."""
+    # gRPC's own log lines (such as a GOAWAY) are not for the user; the services inherit this too.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    command = typer.main.get_command(app)
+    try:
+        with _errors_as_exits():
+            status = command.main(args=argv, prog_name="quire", standalone_mode=False)
+    except typer.Exit as ended:
+        return ended.exit_code
+    return status if isinstance(status, int) else 0
+
+
+@contextmanager
+def _errors_as_exits() -> Iterator[None]:
+    try:
+        yield
+    except typer.TyperException as error:
+        raise typer.Exit(_usage(error)) from error
+    except Unreachable as error:
+        hint = "is `quire serve` running? --address names another gateway, see --help"
+        raise typer.Exit(_fail(f"{error} ({hint})", EXIT_UNREACHABLE)) from error
+    except (QuireError, ServeError) as error:
+        raise typer.Exit(_fail(str(error), EXIT_FAILED)) from error
+    except KeyboardInterrupt as error:
+        raise typer.Exit(EXIT_INTERRUPTED) from error
+    except BrokenPipeError as error:
+        # The reader (`| head`) has gone; without this the interpreter's flush at exit fails too.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(0) from error
+
+
+def _usage(error: typer.TyperException) -> int:
+    """Say what is wrong with the command line, and which help to read."""
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context else "quire"
+    message = error.format_message().replace("Value error, ", "").removesuffix(".")
+    return _fail(f"{message} (see `{path} --help`)", error.exit_code)
+
+
+def _fail(message: str, status: int) -> int:
+    print(f"quire: {message}", file=sys.stderr)
+    return status
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"quire {version('quire-serve')}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def quire(
+    context: typer.Context,
+    show_version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """LLM serving with prefill and decode on separate workers that share one paged KV cache."""
+    if context.invoked_subcommand is None:
+        print(context.get_help(), file=sys.stderr)
+        raise typer.Exit(EXIT_USAGE)

@@ -1,0 +1,150 @@
+"""The sampling flags of `quire generate` and `quire chat`."""
+
+from dataclasses import dataclass, field, fields
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from typer import BadParameter, Option
+
+from quire.errors import InvalidRequest
+from quire.types import Beam, Sampling
+
+_EARLY_STOPPING: dict[str, bool | Literal["never"]] = {
+    "false": False,
+    "true": True,
+    "never": "never",
+}
+_sampling = partial(Option, rich_help_panel="Sampling", show_default=False)
+_beam = partial(Option, rich_help_panel="Beam search", show_default=False)
+
+
+@dataclass(frozen=True)
+class SamplingFlags:
+    """How to choose tokens. A parameter whose flag is absent takes the value of the model's
+    generation_config, else the server's default. A field with the name of a field of `Sampling`
+    becomes that field."""
+
+    max_tokens: Annotated[int | None, _sampling(metavar="N")] = None
+    temperature: Annotated[float | None, _sampling(metavar="T", help="0 is greedy")] = None
+    top_k: Annotated[int | None, _sampling(metavar="K", help="0 keeps all")] = None
+    top_p: Annotated[float | None, _sampling(metavar="P")] = None
+    min_p: Annotated[float | None, _sampling(metavar="P")] = None
+    seed: Annotated[int | None, _sampling(metavar="N")] = None
+    repetition_penalty: Annotated[float | None, _sampling(metavar="P", help="1 is none")] = None
+    presence_penalty: Annotated[float | None, _sampling(metavar="P", help="0 is none")] = None
+    frequency_penalty: Annotated[float | None, _sampling(metavar="P", help="0 is none")] = None
+    biases: Annotated[
+        list[str],
+        _sampling(
+            "--logit-bias",
+            metavar="ID=BIAS",
+            help="add BIAS to the logit of token ID; may be repeated",
+        ),
+    ] = field(default_factory=list)
+    allowed: Annotated[
+        list[int],
+        _sampling(
+            "--allowed-token-id", metavar="ID", help="generate only these tokens; may be repeated"
+        ),
+    ] = field(default_factory=list)
+    bad_words: Annotated[
+        list[str],
+        _sampling("--bad-word", metavar="S", help="never generate S; may be repeated"),
+    ] = field(default_factory=list)
+    min_tokens: Annotated[
+        int | None, _sampling(metavar="N", help="go on for N tokens at least")
+    ] = None
+    stop: Annotated[
+        list[str], _sampling(metavar="S", help="end the answer at S; may be repeated")
+    ] = field(default_factory=list)
+    stop_token_ids: Annotated[
+        list[int],
+        _sampling(
+            "--stop-token-id", metavar="ID", help="end the answer at this token; may be repeated"
+        ),
+    ] = field(default_factory=list)
+    ignore_eos: Annotated[bool, _sampling("--ignore-eos", help="continue after the eos token")] = (
+        False
+    )
+    include_stop_str_in_output: Annotated[
+        bool,
+        _sampling("--include-stop", help="include the stop string or token in the answer"),
+    ] = False
+    show_special: Annotated[
+        bool, _sampling("--show-special-tokens", help="show tokens like <|im_end|> too")
+    ] = False
+
+    def sampling(self, **more: Any) -> Sampling:
+        """The sampling parameters; `more`: further fields of `Sampling`."""
+        names = {field.name for field in fields(Sampling)}
+        values = {name: value for name, value in vars(self).items() if name in names}
+        lists = {name: tuple(value) for name, value in values.items() if _is_list(value)}
+        copied = values | lists | more
+        return Sampling(
+            **copied,
+            logit_bias=dict(map(_bias, self.biases)),
+            allowed_token_ids=tuple(self.allowed) or None,
+            skip_special_tokens=not self.show_special,
+        )
+
+
+@dataclass(frozen=True)
+class SeveralFlags:
+    """What only `quire generate` offers: several answers, and the logprobs of tokens."""
+
+    n: Annotated[int, _sampling(metavar="N", help="number of samples; default: 1")] = 1
+    best_of: Annotated[
+        int | None,
+        _sampling(
+            metavar="N",
+            help="draw N samples and show the --n likeliest, best first, at the end",
+        ),
+    ] = None
+    logprobs: Annotated[
+        int | None,
+        _sampling(
+            metavar="K",
+            help="show each token on a line, with its logprob and the K likeliest tokens",
+        ),
+    ] = None
+    prompt_logprobs: Annotated[
+        int | None, _sampling(metavar="K", help="the same for the prompt's tokens")
+    ] = None
+    beam_width: Annotated[int | None, _beam(metavar="N", help="beam search with N beams")] = None
+    length_penalty: Annotated[
+        float | None, _beam(metavar="P", help="above 0 favours long answers; default: 1")
+    ] = None
+    early_stopping: Annotated[
+        Literal["false", "true", "never"] | None,
+        _beam(
+            help="when to end once there are as many answers as beams: true: at once; false (the "
+            "default): when the best running beam, ended now, would not be among them; never: "
+            "when no running beam can still be among them"
+        ),
+    ] = None
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of `Sampling`."""
+        names = ("n", "best_of", "logprobs", "prompt_logprobs")
+        return {name: getattr(self, name) for name in names} | {"beam": self._beam()}
+
+    def _beam(self) -> Beam | None:
+        if self.beam_width is None:
+            if self.length_penalty is not None or self.early_stopping is not None:
+                text = "--length-penalty and --early-stopping need --beam-width"
+                raise InvalidRequest(text, "usage")
+            return None
+        early_stopping = _EARLY_STOPPING[self.early_stopping or "false"]
+        return Beam(self.beam_width, self.length_penalty, early_stopping)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, list | tuple)
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token_id, _, bias = text.partition("=")
+    try:
+        return int(token_id), float(bias)
+    except ValueError as error:
+        raise BadParameter(f"{text!r} is not ID=BIAS", param_hint="--logit-bias") from error

@@ -1,0 +1,61 @@
+"""`quire scale`: starts workers of a `quire serve`, or drains some."""
+
+import time
+from typing import Annotated
+
+from typer import Argument, BadParameter
+
+from quire.cli.drain import POLL_S
+from quire.cli.flags import Json, OperationsFlags, WaitFlags
+from quire.cli.output import print_json
+from quire.client import Client
+from quire.errors import DeadlineExceeded, Unavailable
+
+
+def scale(
+    numbers: Annotated[list[str], Argument(metavar="ROLE=N...", help="decode=3, prefill=2")],
+    gateway: OperationsFlags,
+    until: WaitFlags,
+    as_json: Json = False,
+) -> None:
+    """Start or drain workers of a `quire serve`."""
+    wanted = dict(map(_number_of_workers, numbers))
+    with gateway.connect() as client:
+        scaled = client.scale(num_prefill=wanted.get("prefill"), num_decode=wanted.get("decode"))
+        if not as_json:
+            for verb, names in (("start", scaled.starting), ("leave", scaled.leaving)):
+                if names:
+                    print(f"to {verb}: {', '.join(names)}")
+        if until.wait:
+            _wait_until_scaled(client, wanted, until.timeout)
+        if as_json:
+            print_json([scaled])
+        elif until.wait or not (scaled.starting or scaled.leaving):
+            print(f"{scaled.num_prefill} prefill and {scaled.num_decode} decode workers")
+
+
+def _number_of_workers(text: str) -> tuple[str, int]:
+    role, _, number = text.partition("=")
+    if role not in ("prefill", "decode") or not number.isdecimal():
+        raise BadParameter(f"{text!r} is neither decode=N nor prefill=N")
+    return role, int(number)
+
+
+def _wait_until_scaled(client: Client, wanted: dict[str, int], timeout_s: float) -> None:
+    """Wait until exactly the wanted workers are registered and all of them serve.
+
+    Unavailable: a worker fails to start again and again. DeadlineExceeded: `timeout_s` has passed.
+    """
+    give_up_at = time.monotonic() + timeout_s
+    while True:
+        workers = [worker for worker in client.workers() if worker.role in wanted]
+        numbers = {role: sum(worker.role == role for worker in workers) for role in wanted}
+        if numbers == wanted and all(worker.state == "serving" for worker in workers):
+            return
+        for name, reason in client.scale().failing.items():
+            if name.rpartition("-")[0] in wanted:
+                text = f"{name} does not start: {reason} (it is started again and again)"
+                raise Unavailable(text, "worker_does_not_start")
+        if time.monotonic() > give_up_at:
+            raise DeadlineExceeded(f"after {timeout_s:g} s there are {numbers}", "timeout")
+        time.sleep(POLL_S)
