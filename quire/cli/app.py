@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from typer.core import TyperGroup
 
-from quire.cli import advise, audit, drain, generate, health, lists, scale, serve
+from quire.cli import advise, audit, batch, drain, generate, health, lists, scale, serve
 from quire.cli.flags import with_flags
 from quire.errors import QuireError, Unreachable
 from quire.supervisor import ServeError
@@ -45,6 +45,7 @@ for command, panel in (
     (scale.scale, "Deployment"),
     (drain.drain, "Deployment"),
     (generate.generate, "Requests"),
+    (batch.batch, "Requests"),
     (health.health, "State"),
     (lists.models, "State"),
     (lists.workers, "State"),

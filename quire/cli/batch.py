@@ -1,0 +1,56 @@
+"""`quire batch`: runs a file of requests in OpenAI's batch format, in one process.
+
+A separate process, `python -m services.offline`, does the work, because this package does not
+import PyTorch.
+"""
+
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from typer import Argument, Option
+
+from quire.sizes import memory_size
+from quire.supervisor.model_source import EMBEDDED, find_model
+
+
+@dataclass(frozen=True, slots=True)
+class BatchFlags:
+    """The flags of `quire batch` that are also flags of `python -m services.offline`."""
+
+    model: Annotated[str, Option(metavar="DIR|FILE|ID", help="as for `quire serve`")] = EMBEDDED
+    pool_memory: Annotated[
+        str | None, Option(metavar="SIZE", parser=memory_size, help="the pool's KV memory")
+    ] = None
+    dtype: Literal["auto", "bfloat16", "float32"] | None = None
+    quantize: Literal["int8", "int4", "int4-32", "int4-128"] | None = None
+    kv_dtype: Literal["auto", "int8"] | None = None
+    max_model_len: Annotated[
+        int | None, Option(min=2, metavar="TOKENS", help="longest prompt + generation")
+    ] = None
+    max_num_seqs: Annotated[
+        int | None, Option(min=1, metavar="N", help="sequences of one step; default: 64")
+    ] = None
+    threads: Annotated[
+        int | None, Option(min=1, metavar="N", help="threads that compute; default: one per core")
+    ] = None
+    weights_cache: Annotated[
+        str | None, Option(metavar="DIR", help="as for `quire serve`; default: ~/.cache/quire")
+    ] = None
+
+
+def batch(
+    input_file: Annotated[Path, Argument(metavar="IN", help="JSON lines of requests")],
+    output_file: Annotated[
+        Path, Argument(metavar="OUT", help="gets an answer a line; a run that stopped continues")
+    ],
+    flags: BatchFlags,
+) -> int:
+    """Answer a file of requests in OpenAI's batch format, without a server."""
+    options = asdict(flags) | {"model": find_model(flags.model).directory}
+    # -P: a directory `services` in the user's working directory must not hide Quire's package.
+    command = [sys.executable, "-P", "-m", "services.offline", str(input_file), str(output_file)]
+    command += [f"--{k.replace('_', '-')}={v}" for k, v in options.items() if v is not None]
+    return subprocess.run(command, check=False).returncode
