@@ -169,6 +169,7 @@ class PoolMetrics:
             self._blocks.labels(*labels, state).set(getattr(stats, f"num_{state}"))
         self._holders.labels(*labels).set(stats.num_holders)
         self._waiters.labels(*labels).set(stats.num_waiters)
+        self.audit_violations.labels(*labels)  # 0 from the start: an alert needs the first increase
         queries, hits = self._seen.get(stats.spec.pool_id, (0, 0))
         self._queries.labels(*labels).inc(max(0, stats.num_prefix_queries - queries))
         self._hits.labels(*labels).inc(max(0, stats.num_prefix_hits - hits))
