@@ -50,7 +50,7 @@ REFUSED: dict[str, tuple[Machine, dict[str, str], str]] = {
     "no Triton": (without("triton"), {"BACKEND": "triton"}, "needs the package triton, which is"),
     "no flash-attn": (without("flash_attn"), {"BACKEND": "flash"}, "needs the package flash-attn"),
     "old GPU": (with_gpu(7, 5), {"BACKEND": "triton"}, r"8\.0 or more; NVIDIA X has 7\.5"),
-    "GPU": (with_gpu(9, 0), {"BACKEND": "triton"}, "computes on a GPU, and workers keep"),
+    "GPU": (with_gpu(9, 0), {"BACKEND": "triton"}, "computes on cuda, and the device is cpu"),
     "block size": (with_gpu(9, 0), {"BACKEND": "flash"}, "choose --block-size 256"),
     "dtype": (
         with_gpu(9, 0),
