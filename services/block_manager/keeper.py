@@ -42,6 +42,7 @@ class Keeper:
         self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
         with ExitStack() as stack:
             listening = stack.enter_context(_listen(self._root))
+            stack.callback(self._close)
             async with asyncio.TaskGroup() as connections:
                 while True:
                     connection, _ = await loop.sock_accept(listening)
@@ -52,6 +53,12 @@ class Keeper:
         for pool_id in [p for p in self._memory if not (self._root / p).exists()]:
             os.close(self._memory.pop(pool_id))
             log.info("pool_memory_released", pool_id=pool_id)
+
+    def _close(self) -> None:
+        for fd in self._memory.values():
+            os.close(fd)
+        self._memory.clear()
+        self._processes.close()
 
     async def _serve(self, connection: socket.socket) -> None:
         """Answer one message, and keep the connection until the worker ends it."""

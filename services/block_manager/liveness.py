@@ -86,6 +86,11 @@ class WorkerProcesses:
             os.close(pidfd)
         path.unlink(missing_ok=True)
 
+    def close(self) -> None:
+        """Close all pidfds; the records stay."""
+        while self._pidfds:
+            os.close(self._pidfds.popitem()[1])
+
 
 class PoolLiveness:
     """The `Liveness` of pools in files and on GPUs of this host."""

@@ -79,7 +79,7 @@ def socket_address(root: Path) -> Iterator[str]:
 
 
 class KeptMemory:
-    """A worker's registration at the keeper, and a descriptor (`fd`) of the pool's memory for it."""
+    """A worker's registration at the keeper, and the descriptor (`fd`) that it brings again."""
 
     def __init__(
         self, root: Path, registration: Registration, fd: int, connection: socket.socket
@@ -135,7 +135,8 @@ def register(
 ) -> KeptMemory:
     """Register this process as a worker on a pool in a GPU's memory. Blocks.
 
-    `memory_fd`: the memory, if this worker made it; the caller keeps that descriptor. `is_live`: whether another worker may bring the memory.
+    `memory_fd`: the memory, if this worker made it; the caller keeps that descriptor. `is_live`:
+    whether another worker may bring the memory.
 
     StartupError: the block manager refuses, or does not answer in time. PoolGone: the pool has no
     other worker, and the keeper does not have its memory.
