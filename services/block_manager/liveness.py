@@ -2,6 +2,7 @@
 
     pool in a file      lock dropped: the kernel has unmapped the process's memory before
     pool on a GPU       lock dropped ─▶ the process has exited ─▶ the driver lists it no more
+                                     └▶ or it lives on, and says that the GPU has done its work
 
 A GPU may still run what a killed process launched, after the process has lost its lock: the driver
 takes a process off its list when it has torn the process's context down.
@@ -102,6 +103,8 @@ class PoolLiveness:
     def obstacle(self, directory: PoolDirectory, worker_id: str) -> str | None:
         if directory.is_file_pool or not directory.path.exists():
             return None
+        if directory.finished_path(worker_id).exists():
+            return None
         path = directory.process_path(worker_id)
         try:
             record = ProcessRecord.read(path)
@@ -118,6 +121,7 @@ class PoolLiveness:
 
     def forget(self, directory: PoolDirectory, worker_id: str) -> None:
         self._processes.forget(directory.process_path(worker_id))
+        directory.finished_path(worker_id).unlink(missing_ok=True)
 
 
 def _pid_of(pidfd: int) -> int:

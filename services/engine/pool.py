@@ -95,6 +95,12 @@ class KVPool:
             use_device(pool.kv.device)
         ops.copy_blocks(self.kv, torch.tensor(pairs, dtype=torch.int64).view(-1, 2), source.kv)
 
+    def wait_until_idle(self) -> None:
+        """Wait until the GPU has done all that this process has launched. RuntimeError: the GPU
+        does not say so."""
+        if self._kv is not None and self._kv.is_cuda:
+            torch.cuda.synchronize(self._kv.device)
+
     def close(self) -> None:
         """Drop the tensor: its memory is freed once no view of `kv` is left. May be repeated."""
         self._kv = None

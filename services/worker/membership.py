@@ -139,6 +139,11 @@ class Membership:
     def close(self) -> None:
         """Unmap the pool and drop the lock without a call to the store; the block manager then
         reaps the worker. No thread of the worker may write any more. May be called again."""
+        if self.kept is not None and not self.lock.is_unlinked:
+            # An error: the block manager then waits for the end of this process.
+            with suppress(RuntimeError, OSError):
+                self.pool.wait_until_idle()
+                self.directory.finished_path(self.worker_id).touch(0o600)
         self.pool.close()
         self.stamps.close()
         self.lock.close()

@@ -74,6 +74,17 @@ def test_what_stands_in_the_way_of_the_reaper(pool: PoolDirectory) -> None:
     assert obstacle() is None
 
 
+def test_a_worker_may_finish_while_its_process_goes_on(pool: PoolDirectory) -> None:
+    """A fenced worker drops its lock and joins again under another name, in the same process."""
+    liveness = PoolLiveness(FakeProcesses(), FakeNvml())
+    pool.finished_path("decode-2").touch()
+    assert liveness.obstacle(pool, "decode-1") is not None
+    pool.finished_path("decode-1").touch()
+    assert liveness.obstacle(pool, "decode-1") is None
+    liveness.forget(pool, "decode-1")
+    assert sorted(path.name for path in pool.workers.iterdir()) == ["decode-2.finished"]
+
+
 def test_an_unknown_process_is_never_quiet(pool: PoolDirectory) -> None:
     liveness = PoolLiveness(FakeProcesses(), FakeNvml())
     assert "no record" in (liveness.obstacle(pool, "decode-2") or "")

@@ -71,6 +71,11 @@ class PoolDirectory:
         """The record of a worker's process, which the block manager keeps for pools on GPUs."""
         return self.workers / f"{worker_id}.process"
 
+    def finished_path(self, worker_id: str) -> Path:
+        """A file by which a worker on a GPU that drops its lock, while its process goes on, says
+        that the GPU has done all that it launched."""
+        return self.workers / f"{worker_id}.finished"
+
     def worker_ids(self) -> tuple[str, ...]:
         """The workers with a lock file, sorted: they live, or are not yet reaped."""
         names = [path.name for path in _entries(self.workers)]

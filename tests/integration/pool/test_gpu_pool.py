@@ -90,7 +90,8 @@ async def test_memory_outlives_its_workers_and_goes_with_the_pool(
 ) -> None:
     first = await joined("prefill-1")
     first.pool.kv[3] = 1.5
-    first.close()  # as the kernel does it for a killed process
+    first.close()
+    assert first.directory.finished_path("prefill-1").exists()
     del first
     second = await joined("decode-1")
     assert torch.all(second.pool.kv[3] == 1.5)
@@ -187,6 +188,7 @@ async def test_lost_memory_ends_its_workers_and_is_never_joined_again(joined: Jo
     watching = asyncio.create_task(first.watch_memory())
     driver = Broken(0)
     driver.error = DeviceLost("cuMemMap on cuda:0: CUDA_ERROR_ECC_UNCORRECTABLE (214)")
+    assert not first.directory.finished_path("prefill-1").exists()
     with pytest.raises(PoolGone, match=r"memory of pool tiny-.* is lost: .*ECC_UNCORRECTABLE"):
         await joined("decode-1", GpuMemory(driver, "memfd:0"))
     with pytest.raises(ExceptionGroup) as ended:
