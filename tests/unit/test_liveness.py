@@ -103,7 +103,6 @@ async def test_no_reap_while_a_condition_is_unmet(
     """The lock is held by the block manager meanwhile, so that the worker counts as alive to all
     others; the time is measured."""
     processes, nvml = FakeProcesses(), FakeNvml()
-    nvml.listed = "no answer"
     reaped, times, asked = asyncio.Event(), list[float](), asyncio.Queue[str | None]()
     rules = PoolLiveness(processes, nvml)
 
@@ -121,12 +120,8 @@ async def test_no_reap_while_a_condition_is_unmet(
     watcher = Watcher(pool.path.parent, reap, Asked(processes, nvml), times.append)
     watching = asyncio.create_task(watcher.run(lambda: 0.01))
     async with asyncio.timeout(10):
-        for change in (
-            lambda: None,
-            lambda: setattr(processes, "exited", True),
-            lambda: setattr(nvml, "listed", frozenset({PID})),
-        ):
-            change()
+        for exited, listed in ((False, "no answer"), (True, "no answer"), (True, frozenset({PID}))):
+            processes.exited, nvml.listed = exited, listed
             while not asked.empty():
                 asked.get_nowait()
             for _ in range(2):  # the first may have been asked before the change
