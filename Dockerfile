@@ -1,5 +1,6 @@
 # Two images from one file: `control` (gateway, block manager), and `worker` with PyTorch and the
-# native kernels. Dependencies, kernels and package are built in stages of their own and copied as
+# native kernels; and for workers on a GPU `control-gpu` and `worker-cuda`, which have never run on
+# hardware. Dependencies, kernels and package are built in stages of their own and copied as
 # layers of their own, so that an edit builds and copies only what it concerns.
 #
 #   docker build --target worker .
@@ -20,7 +21,7 @@ FROM base AS requirements
 WORKDIR /src
 COPY pyproject.toml ./
 COPY deploy/requirements.py deploy/
-RUN for list in build project worker; do \
+RUN for list in build project worker nvml cuda; do \
       python deploy/requirements.py $list >/requirements-$list.txt || exit 1; \
     done
 
@@ -34,6 +35,14 @@ COPY deploy/constraints-cpu.txt deploy/no-cpu-torch.txt deploy/install.sh deploy
 COPY --from=requirements /requirements-worker.txt /
 ARG PIP_EXTRA_INDEX_URL=""
 RUN PIP_NO_CACHE_DIR=1 deploy/install.sh --requirement /requirements-worker.txt
+
+FROM dependencies-control AS dependencies-control-gpu
+COPY --from=requirements /requirements-nvml.txt /
+RUN pip install --no-cache-dir --requirement /requirements-nvml.txt
+
+FROM dependencies-control AS dependencies-worker-cuda
+COPY --from=requirements /requirements-cuda.txt /
+RUN pip install --no-cache-dir --requirement /requirements-cuda.txt
 
 
 # Tools that build the package; the images do not have them.
@@ -89,5 +98,21 @@ COPY --from=package /package /
 
 FROM runtime AS worker
 COPY --from=dependencies-worker /opt/quire /opt/quire
+COPY --from=kernels /native /opt/quire
+COPY --from=package /package /
+
+FROM runtime AS control-gpu
+COPY --from=dependencies-control-gpu /opt/quire /opt/quire
+COPY --from=package /package /
+
+FROM runtime AS worker-cuda
+USER 0:0
+# Triton compiles its launchers with a C compiler when a worker warms up.
+# hadolint ignore=DL3008
+RUN apt-get update \
+ && apt-get install --yes --no-install-recommends gcc libc6-dev \
+ && rm -rf /var/lib/apt/lists/*
+USER 10001:10001
+COPY --from=dependencies-worker-cuda /opt/quire /opt/quire
 COPY --from=kernels /native /opt/quire
 COPY --from=package /package /

@@ -3,7 +3,7 @@
 BlockStoreError
 ├── StoreUnavailable      no answer from the server within the limit
 ├── StoreLost             the server lost its data (another run_id, or the pool is unknown to it)
-│   └── PoolGone          and the pool's content is gone too: nothing to recover
+│   └── PoolGone          the pool's content is gone too, or only that: its GPU is lost
 ├── StoreUnsuitable       the server is too old, evicts keys, or has other functions of this name
 └── LedgerError           the ledger refused an operation; has a code and numbers
     ├── PoolExists  UnknownPool  UnknownWorker
@@ -34,7 +34,7 @@ class StoreLost(BlockStoreError):
 
 
 class PoolGone(StoreLost):
-    """The server has lost the ledger, and the pool's content is gone, too."""
+    """The pool's content is gone: nothing can be recovered, whether the ledger is there or not."""
 
 
 class StoreUnsuitable(BlockStoreError):

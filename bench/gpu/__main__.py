@@ -23,6 +23,7 @@ GROUPS = {
     "attention": 200,
     "operations": 100,
     "arena": 100,
+    "sharing": 150,
     "model": 150,
     "speed": 150,
 }

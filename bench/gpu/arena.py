@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import kvops
-from bench.gpu.check import Check, Failed, Machine, Passed, Skipped, compare, same_bits
+from bench.gpu.check import Check, Failed, Machine, Passed, compare, same_bits
 from kvops import Backend
 from services.common.pool.layout import PoolLayout
 from services.engine.pool import KVPool
@@ -26,7 +26,6 @@ def checks(machine: Machine) -> Iterator[Check]:
     yield "a fork continues in a copy of its block", lambda: _forks(machine, ops, reference)
     yield "blocks swapped to the host and back", lambda: _swaps(machine, ops)
     yield "swapping beside a step", lambda: _swap_speed(machine, ops)
-    yield "an arena shared by two processes", _shared
 
 
 def _arena(machine: Machine, num_blocks: int) -> Tensor:
@@ -160,7 +159,3 @@ def _swap_speed(machine: Machine, ops: Backend) -> Passed:
     if not machine.dry_run and min(rates.values()) < MIN_SWAP_BYTES_PER_S:
         raise Failed(f"{text}; wanted {MIN_SWAP_BYTES_PER_S / 1e9:.0f} GB/s")
     return Passed(text, {f"bytes_per_s {name}": rate for name, rate in rates.items()})
-
-
-def _shared() -> Passed:
-    raise Skipped("workers cannot share an arena on a GPU yet (`services/engine/pool.py`)")

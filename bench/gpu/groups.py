@@ -5,7 +5,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 
-from bench.gpu import arena, attention, environment, model, operations, speed
+from bench.gpu import arena, attention, environment, model, operations, sharing, speed
 from bench.gpu.check import Check, Failed, Machine, Skipped
 
 GROUPS: dict[str, Callable[[Machine], Iterator[Check]]] = {
@@ -13,6 +13,7 @@ GROUPS: dict[str, Callable[[Machine], Iterator[Check]]] = {
     "attention": attention.checks,
     "operations": operations.checks,
     "arena": arena.checks,
+    "sharing": sharing.checks,
     "model": model.checks,
     "speed": speed.checks,
 }

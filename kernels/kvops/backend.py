@@ -91,11 +91,12 @@ _FACTORIES: dict[str, Callable[[], Kernels]] = {
 }
 
 _EXTRA = "which is not installed: see the extra quire-serve[cuda]"
+_FLASH_EXTRA = "which is not installed: see the extra quire-serve[flash]"
 _PACKAGES = {
     "kvops._native": "the C++ kernels, with which this installation was not compiled",
     "triton": f"the package triton, {_EXTRA}",
-    "flash_attn": f"the package flash-attn, {_EXTRA}",
-    "flash_attn_2_cuda": f"the compiled part of flash-attn, {_EXTRA}",
+    "flash_attn": f"the package flash-attn, {_FLASH_EXTRA}",
+    "flash_attn_2_cuda": f"the compiled part of flash-attn, {_FLASH_EXTRA}",
 }
 
 BACKENDS = tuple(_FACTORIES)

@@ -99,10 +99,25 @@ class ServeOptions:
         To.WORKERS,
         _engine(help="weights and activations; default: auto, by the model and the processor"),
     ] = None
-    backend: Annotated[
-        Literal["cpu", "reference", "triton", "flash"] | None,
+    device: Annotated[
+        str | None,
         To.WORKERS,
-        _engine(help="kernels; default: cpu"),
+        _engine(metavar="DEVICE", help="cpu, or a GPU such as cuda:0; default: cpu"),
+    ] = None
+    gpu_memory_utilization: Annotated[
+        float | None,
+        To.WORKERS,
+        _engine(
+            min=0.01,
+            max=1.0,
+            metavar="SHARE",
+            help="share of the GPU's memory for the pool and all workers; default: 0.9",
+        ),
+    ] = None
+    backend: Annotated[
+        Literal["auto", "cpu", "reference", "triton", "flash"] | None,
+        To.WORKERS,
+        _engine(help="kernels; default: auto, cpu, or triton on a GPU"),
     ] = None
     isa: Annotated[
         Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "portable"] | None,

@@ -1,6 +1,6 @@
-"""The block manager: reaps dead workers, fences stuck ones, removes pools without an owner,
-exports pool metrics and audits pools. It is not on the path of a request: while it is away, only
-this work waits."""
+"""The block manager: reaps dead workers, fences stuck ones, removes pools without an owner, keeps
+the memory of pools on GPUs, exports pool metrics and audits pools. It is not on the path of a
+request: while it is away, only this work waits, and no worker can join a pool on a GPU."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -10,6 +10,9 @@ from pathlib import Path
 from services.block_manager.auditor import Auditor
 from services.block_manager.config import BlockManagerSettings
 from services.block_manager.fencer import Fencer
+from services.block_manager.gpu_processes import AllProcesses, GpuProcesses
+from services.block_manager.keeper import Keeper
+from services.block_manager.liveness import PoolLiveness, WorkerProcesses
 from services.block_manager.reaper import reap
 from services.block_manager.rounds import Connection, RoundRunner
 from services.block_manager.survey import Survey, survey
@@ -26,14 +29,22 @@ Check = Callable[[Survey, Connection], Awaitable[None]]
 
 class BlockManager:
     def __init__(
-        self, settings: BlockManagerSettings, runner: RoundRunner, metrics: PoolMetrics
+        self,
+        settings: BlockManagerSettings,
+        runner: RoundRunner,
+        metrics: PoolMetrics,
+        listed: GpuProcesses | None = None,
     ) -> None:
+        """`listed`: the processes of GPUs; None: as their drivers list them."""
         root: Path = settings.pool_root
         self._settings = settings
         self._runner = runner
         self._metrics = metrics
-        self._watcher = Watcher(root, self._reap_worker)
-        self._sweeper = Sweeper(root, settings.pool_grace_s)
+        listed, processes = listed or AllProcesses(), WorkerProcesses()
+        liveness = PoolLiveness(processes, listed)
+        self._keeper = Keeper(root, processes, listed)
+        self._watcher = Watcher(root, self._reap_worker, liveness, metrics.worker_quiet_s.observe)
+        self._sweeper = Sweeper(root, settings.pool_grace_s, liveness)
         self._fencer = Fencer(root, settings.fence_after_s, metrics)
         self._auditor = Auditor(metrics)
         self._checks: tuple[Check, ...] = (
@@ -48,6 +59,7 @@ class BlockManager:
         """Run all loops until cancelled."""
         audit_s = self._settings.audit_interval_s
         async with asyncio.TaskGroup() as loops:
+            loops.create_task(self._keeper.run())
             loops.create_task(self._watcher.run(self._pause_s))
             run_checks = partial(self._run_checks, loops)
             loops.create_task(self._runner.run_every(self._pause_s, run_checks))
@@ -65,6 +77,7 @@ class BlockManager:
         blocked, for example by a lock, does not delay the others, and the next rounds skip it until
         it ends."""
         self._is_idle = False  # until this round has found out
+        self._keeper.release_removed()
         seen = await survey(connection)
         for check in self._checks:
             if check not in self._running or self._running[check].done():

@@ -3,10 +3,11 @@ unfinished.
 
 - A half-made or half-removed pool directory is deleted.
 - A pool directory without workers is removed after a grace time, under the host's lock, since a
-  worker may be joining.
+  worker may be joining. On a GPU the pool may have lost all workers by one fault, and the keeper
+  has its memory: the grace time is that of their restart.
 - A pool of the store without a directory is dropped after a grace time if no member of the registry
   names it. Pools of other hosts or runs have no directory here, but they have members.
-- A worker of the store without a lock file is dead, and is reaped.
+- A worker of the store without a lock file is dead, and is reaped once it can write no more.
 - A recovery that no worker ends is ended.
 """
 
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from blockstore.errors import UnknownPool
 from blockstore.records import PoolStats
+from services.block_manager.liveness import Liveness
 from services.block_manager.rounds import Connection
 from services.block_manager.survey import Survey
 from services.common.pool.directory import (
@@ -31,17 +33,21 @@ from services.common.runtime.logging import get_logger
 
 log = get_logger(__name__)
 
+_RESTART_S = 30.0
+
 
 class Sweeper:
-    def __init__(self, root: Path, grace_s: float) -> None:
+    def __init__(self, root: Path, grace_s: float, liveness: Liveness) -> None:
         self._root = root
+        self._liveness = liveness
         self._empty = GraceTimer[str](grace_s)
+        self._empty_on_gpu = GraceTimer[str](max(grace_s, _RESTART_S))
         self._unowned = GraceTimer[str](grace_s)
 
     @property
     def has_suspects(self) -> bool:
         """Whether a pool may have no owner: it is in its grace time."""
-        return bool(self._empty or self._unowned)
+        return bool(self._empty or self._empty_on_gpu or self._unowned)
 
     async def sweep(self, seen: Survey, connection: Connection) -> None:
         """Run one round. An error of the store ends the round; the next round does the rest."""
@@ -61,7 +67,10 @@ class Sweeper:
     async def _remove_empty(self, connection: Connection) -> None:
         directories = {found.pool_id: found for found in pool_directories(self._root)}
         empty = [name for name, found in directories.items() if not found.worker_ids()]
-        for pool_id in sorted(self._empty.check(empty)):
+        in_files = [name for name in empty if directories[name].is_file_pool]
+        overdue = self._empty.check(in_files)
+        overdue |= self._empty_on_gpu.check(set(empty) - set(in_files))
+        for pool_id in sorted(overdue):
             async with host_lock(self._root):
                 if directories[pool_id].worker_ids():
                     continue
@@ -92,6 +101,8 @@ class Sweeper:
         # A worker's lock file exists from before the worker joins the pool until after it has left.
         # `stats` was read before the directory, so a worker without a lock file is gone for good.
         for worker_id in set(stats.worker_ids) - set(directory.worker_ids()):
+            if await asyncio.to_thread(self._liveness.obstacle, directory, worker_id):
+                continue
             num_holders = await connection.store.reap(directory.pool_id, worker_id)
             log.warning(
                 "unlocked_worker_reaped",

@@ -1,19 +1,19 @@
-"""The pool's arena as a tensor: a file that all workers of the host map, or memory of one process.
-
-An arena on a GPU is private to its process for now: sharing it between workers is not implemented,
-and no worker uses one. It has run on no GPU yet.
-"""
+"""The pool's arena as a tensor: a file of the host's memory, or memory of a GPU, which all workers
+of the pool map; or memory of one process. No arena has been on a GPU yet."""
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 import torch
+from torch import Tensor
 
 from kvops import Backend
+from kvops.cuda.vmm import SharedMemory
 from services.common.errors import StartupError
 from services.common.pool.layout import KVDtype, PoolLayout
 from services.common.pool.sizing import format_size
+from services.engine.device.threads import use_device
 
 DTYPES: dict[KVDtype, torch.dtype] = {
     "float32": torch.float32,
@@ -22,30 +22,57 @@ DTYPES: dict[KVDtype, torch.dtype] = {
 }
 
 
-class KVPool:
-    """The arena `[num_blocks, *layout.block_shape]`, writable.
+class Arena(Protocol):
+    """Mapped bytes. They stay mapped while a view of them exists."""
 
-    The constructor maps a shared file; `private` allocates memory of this process.
-    """
+    def tensor(self) -> Tensor:
+        """All bytes, uint8; there may be more than the pool's blocks take."""
+        ...
 
-    def __init__(self, path: Path, layout: PoolLayout, num_blocks: int) -> None:
+    def close(self) -> None:
+        """Give up the mapping. May be called again."""
+        ...
+
+
+class FileArena:
+    """A file that all workers of the host map."""
+
+    def __init__(self, path: Path, num_bytes: int) -> None:
         """Map the file. ValueError: its size is wrong, and mapping would extend a shorter file."""
-        num_bytes = num_blocks * layout.block_bytes
         if path.stat().st_size != num_bytes:
             raise ValueError(f"{path} has {path.stat().st_size} bytes instead of {num_bytes}")
-        dtype = DTYPES[layout.dtype]
-        values = torch.from_file(
-            str(path), shared=True, size=num_bytes // dtype.itemsize, dtype=dtype
+        self._bytes: Tensor | None = torch.from_file(
+            str(path), shared=True, size=num_bytes, dtype=torch.uint8
         )
-        self._kv: torch.Tensor | None = values.view(num_blocks, *layout.block_shape)
+
+    def tensor(self) -> Tensor:
+        assert self._bytes is not None
+        return self._bytes
+
+    def close(self) -> None:
+        self._bytes = None
+
+
+CudaArena = SharedMemory
+"""One allocation of a GPU that all workers on it map."""
+
+
+class KVPool:
+    """The blocks `[num_blocks, *layout.block_shape]` of an arena, writable."""
+
+    def __init__(self, arena: Arena, layout: PoolLayout, num_blocks: int) -> None:
+        self._arena: Arena | None = arena
+        values = arena.tensor()[: num_blocks * layout.block_bytes].view(DTYPES[layout.dtype])
+        self._kv: Tensor | None = values.view(num_blocks, *layout.block_shape)
 
     @classmethod
     def private(cls, layout: PoolLayout, num_blocks: int, device: str) -> Self:
-        """An arena of zeros that no other process sees, in one allocation on `device` ("cuda" or
+        """Blocks of zeros that no other process sees, in one allocation on `device` ("cuda:0" or
         "cpu"). Raises StartupError if there is no such device or it has too little memory."""
         if torch.device(device).type == "cuda" and not torch.cuda.is_available():
             raise StartupError(f"no pool on {device}: PyTorch {torch.__version__} sees no GPU")
         pool = cls.__new__(cls)
+        pool._arena = None
         try:
             pool._kv = torch.zeros(
                 (num_blocks, *layout.block_shape), dtype=DTYPES[layout.dtype], device=device
@@ -56,7 +83,7 @@ class KVPool:
         return pool
 
     @property
-    def kv(self) -> torch.Tensor:
+    def kv(self) -> Tensor:
         """The arena's tensor, all blocks. Raises RuntimeError after `close`."""
         if self._kv is None:
             raise RuntimeError("the pool is closed")
@@ -64,8 +91,18 @@ class KVPool:
 
     def copy_from(self, source: "KVPool", ops: Backend, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks from another arena of the same layout. A pair is (its block, our block)."""
+        for pool in (self, source):
+            use_device(pool.kv.device)
         ops.copy_blocks(self.kv, torch.tensor(pairs, dtype=torch.int64).view(-1, 2), source.kv)
+
+    def wait_until_idle(self) -> None:
+        """Wait until the GPU has done all that this process has launched. RuntimeError: the GPU
+        does not say so."""
+        if self._kv is not None and self._kv.is_cuda:
+            torch.cuda.synchronize(self._kv.device)
 
     def close(self) -> None:
         """Drop the tensor: its memory is freed once no view of `kv` is left. May be repeated."""
         self._kv = None
+        if self._arena is not None:
+            self._arena.close()

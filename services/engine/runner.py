@@ -11,6 +11,7 @@ from kvops import Backend, int8_kv
 from services.engine.batch import Draw, Row, Wait
 from services.engine.device.greedy_flight import CopyFlight, GreedyFlight
 from services.engine.device.inputs import Indices, StepInputs
+from services.engine.device.threads import use_device
 from services.engine.forward import CompleteFlight, Flight
 from services.engine.models import Batch, Model
 from services.engine.sampling.logit_queries import queries, row_results, wanted_states
@@ -68,6 +69,7 @@ class Runner:
         than the context or its block table, an id out of range, or takes a token that the last step
         did not leave on the device.
         """
+        use_device(self._kv.device)
         if copies:
             self.copy_blocks(copies)
             if not rows:
@@ -112,12 +114,23 @@ class Runner:
     def warm_up(self, max_tokens: int) -> None:
         """Touch every weight and the memory of a step: run one prefill of `max_tokens` tokens (at
         most the context) and one decode step. It stores no KV, and its results are dropped."""
+        use_device(self._kv.device)
         num_tokens = min(max_tokens, self._model.config.max_position_embeddings)
         num_blocks = -(-num_tokens // self._block_size)
         for token_ids in ([0] * num_tokens, [0]):
             start = num_tokens - len(token_ids)
             row = Row(token_ids, start, [0] * num_blocks, num_tokens, (Draw(_GREEDY, 0),))
             self.logits([row])
+
+    def run_largest_step(self, num_tokens: int, num_rows: int) -> None:
+        """Run a step of `num_tokens` new tokens of `num_rows` rows that draw, for its memory. It
+        stores no KV, and its results are dropped."""
+        context = self._model.config.max_position_embeddings
+        num_rows = min(num_rows, num_tokens)
+        lens = [min(context, num_tokens // num_rows)] * num_rows
+        lens[0] = min(context, num_tokens - sum(lens[1:]))
+        draws = (Draw(_GREEDY, 0),)
+        self.logits([Row([0] * n, 0, [0] * -(-n // self._block_size), n, draws) for n in lens])
 
     def _batch(self, rows: Sequence[Row], wanted: Indices) -> tuple[Batch, Tensor]:
         """The batch of the rows, and `wanted`, on the device."""

@@ -43,8 +43,21 @@ class WorkerSettings(PoolServiceSettings):
         description="directory of packed weights, made once and mapped by all of this host's "
         "workers; none: each packs its own",
     )
-    backend: Literal["cpu", "reference", "triton", "flash"] = Field(
-        "cpu", description="kernels that compute"
+    device: str = Field(
+        "cpu",
+        pattern=r"^(cpu|(cuda|memfd):\d+)$",
+        description="cpu, or a GPU: cuda:0; memfd:0 (for tests) computes on the CPU, and keeps its "
+        "pool as on a GPU",
+    )
+    gpu_memory_utilization: float = Field(
+        0.9,
+        gt=0,
+        le=1,
+        description="share of the GPU's memory for the pool and all workers of this deployment; "
+        "without effect if pool_memory is set",
+    )
+    backend: Literal["auto", "cpu", "reference", "triton", "flash"] = Field(
+        "auto", description="kernels that compute; auto: cpu, or triton on a GPU"
     )
     isa: Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "portable"] = Field(
         "auto",
@@ -137,6 +150,17 @@ class WorkerSettings(PoolServiceSettings):
         return text
 
     @property
+    def is_on_gpu(self) -> bool:
+        return self.device.startswith("cuda")
+
+    @property
+    def kernels(self) -> str:
+        """The backend, `auto` resolved."""
+        if self.backend != "auto":
+            return self.backend
+        return "triton" if self.is_on_gpu else "cpu"
+
+    @property
     def divided_cpus(self) -> tuple[int, ...]:
         """CPUs that workers may divide among themselves; empty if `threads` is set."""
         return () if self.threads else _parse_cpus(self.cpus)
@@ -144,12 +168,12 @@ class WorkerSettings(PoolServiceSettings):
     @property
     def divides_cpus(self) -> bool:
         """Whether the worker divides the host's CPUs with others, and lends and borrows them."""
-        return self.backend == "cpu" and not self.threads
+        return self.kernels == "cpu" and not self.threads
 
     @property
     def num_threads(self) -> int | None:
         """Threads of PyTorch: 1 beside the native kernels, which have threads of their own."""
-        return 1 if self.backend == "cpu" else self.threads
+        return 1 if self.kernels == "cpu" else self.threads
 
     @property
     def num_batched_tokens(self) -> int:
@@ -177,7 +201,8 @@ class WorkerSettings(PoolServiceSettings):
     def check(self) -> None:
         """Raises StartupError if there is no checkpoint, or no memory for the pools."""
         ModelConfig.from_directory(self.model)
-        check_capacity((self.pool_bytes or 0) + (self.swap_bytes or 0), self.pool_root)
+        in_files = (self.pool_bytes or 0) if self.device == "cpu" else 0
+        check_capacity(in_files + (self.swap_bytes or 0), self.pool_root)
 
 
 def _parse_bytes(name: str, size: str) -> int | None:

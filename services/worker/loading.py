@@ -13,8 +13,11 @@ from services.common.checkpoint.weights import weight_files
 from services.common.errors import StartupError
 from services.common.pool.layout import Dtype, KVDtype, PoolLayout
 from services.common.pool.sizing import MemoryPlan
+from services.common.runtime.logging import get_logger
 from services.common.text.model_config import ModelConfig
 from services.common.text.tokenizer import tokenizer_file
+from services.engine.device.gpu_memory import CudaMeter, profile
+from services.engine.device.threads import use_device
 from services.engine.fingerprint import fingerprint
 from services.engine.models import Model, load_model
 from services.engine.pool import DTYPES
@@ -24,7 +27,10 @@ from services.engine.weights.packed_file import Progress
 from services.worker.config import WorkerSettings
 from services.worker.cpu.instruction_set import measured_isa
 from services.worker.cpu.place import Place
+from services.worker.device import WorkerDevice, open_device
 from services.worker.pool_worker import Limits
+
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +41,7 @@ class LoadedModel:
     plan: MemoryPlan
     swap_bytes: int | None
     ops: kvops.Backend
+    device: WorkerDevice
     engine: dict[str, str]
 
 
@@ -44,6 +51,8 @@ def load(settings: WorkerSettings, progress: Progress, place: Place | None = Non
 
     `place`: None if the worker divides no CPUs with others.
     """
+    device = open_device(settings.device)
+    use_device(device.torch)
     check_format(settings.model)
     config = ModelConfig.from_directory(settings.model)
     tokenizer_file(settings.model)  # raises without a tokenizer: gateways would not serve the model
@@ -51,14 +60,14 @@ def load(settings: WorkerSettings, progress: Progress, place: Place | None = Non
     dtype = DTYPES[name]
     kv_dtype: KVDtype = name if settings.kv_dtype == "auto" else settings.kv_dtype
     try:
-        backend = kvops.backend(settings.backend, chosen_isa(settings, config, progress))
+        backend = kvops.backend(settings.kernels, chosen_isa(settings, config, progress))
         backend.check_layout(settings.block_size, config.head_dim, DTYPES[kv_dtype])
     except (kvops.BackendUnavailable, ValueError) as error:
         raise StartupError(str(error)) from error
-    if backend.device != "cpu":
+    if backend.device != device.torch.type:
         raise StartupError(
-            f"backend {backend.name!r} computes on a GPU, and workers keep model and pool in the "
-            "memory of the host so far: choose the backend 'cpu'"
+            f"backend {backend.name!r} computes on {backend.device}, and the device is "
+            f"{device.name}: choose the other device, or the backend 'auto'"
         )
     if backend.native is not None:
         num_cpus = place.num_cpus if place else len(settings.divided_cpus)
@@ -68,7 +77,7 @@ def load(settings: WorkerSettings, progress: Progress, place: Place | None = Non
             settings.model,
             dtype,
             backend,
-            device=backend.device,
+            device=str(device.torch),
             quantize=settings.quantize,
             cache=place.weights_cache(settings.weights_cache) if place else settings.weights_cache,
             progress=progress,
@@ -84,15 +93,46 @@ def load(settings: WorkerSettings, progress: Progress, place: Place | None = Non
         dtype=kv_dtype,
         block_size=settings.block_size,
     )
+    limits = _limits(settings, config)
+    plan = replace(_plan(settings, config, dtype), arena=place.arena if place else None)
+    if device.driver is not None:
+        pool_bytes = _pool_bytes_on_gpu(settings, device, model, backend, layout)
+        plan = replace(plan, pool_bytes=pool_bytes)
     return LoadedModel(
         model,
         layout,
-        limits=_limits(settings, config),
-        plan=replace(_plan(settings, config, dtype), arena=place.arena if place else None),
+        limits,
+        plan,
         swap_bytes=settings.swap_bytes,
         ops=backend,
-        engine={**backend.describe(dtype), **kinds},
+        device=device,
+        engine={**backend.describe(dtype), **kinds, "device": device.name},
     )
+
+
+def _pool_bytes_on_gpu(
+    settings: WorkerSettings,
+    device: WorkerDevice,
+    model: Model,
+    backend: kvops.Backend,
+    layout: PoolLayout,
+) -> int:
+    if settings.pool_bytes is not None:
+        return settings.pool_bytes
+    if device.driver is None or device.torch.type != "cuda":
+        raise StartupError(f"set pool_memory: {device.name} has no size of its own")
+    plan = profile(
+        CudaMeter(device.torch, device.driver.uuid),
+        model,
+        backend,
+        layout,
+        num_tokens=settings.num_batched_tokens,
+        num_rows=settings.max_num_seqs,
+        num_workers=settings.num_expected_workers,
+        utilization=settings.gpu_memory_utilization,
+    )
+    log.info("gpu_memory_planned", device=device.name, **plan.fields(layout.block_bytes))
+    return plan.pool
 
 
 def _dtype(settings: WorkerSettings, config: ModelConfig) -> Dtype:
@@ -112,7 +152,7 @@ def chosen_isa(settings: WorkerSettings, config: ModelConfig, progress: Progress
     """The instruction set to compute with; None leaves the choice to the kernels."""
     if settings.isa != "auto":
         return settings.isa
-    if settings.backend != "cpu":
+    if settings.kernels != "cpu":
         return None
     shape = _shape(settings, config)
     return measured_isa(shape, settings.weights_cache or settings.pool_root, progress)

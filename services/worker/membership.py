@@ -5,6 +5,10 @@ Both hold the host's lock while they call the store and change files. Their orde
     join    (make the pool) -> lock the worker's file -> map the pool -> register
     leave   unmap -> leave the store -> unlink the file -> (drop the pool) -> drop the lock
 
+On a GPU the worker registers at the keeper before it locks its file: a worker that has a lock and
+no record of its process is never reaped. A pool on a GPU without a live worker can be joined while
+the keeper has its memory.
+
 If a worker dies in between, the block manager or the next worker that joins completes its work.
 """
 
@@ -22,6 +26,7 @@ from blockstore.errors import (
     BlockStoreError,
     FingerprintMismatch,
     GeometryMismatch,
+    PoolGone,
     StoreLost,
     StoreUnavailable,
     UnknownPool,
@@ -31,7 +36,7 @@ from blockstore.store import BlockStore
 from services.common.errors import StartupError
 from services.common.numa.policy import InterleavePolicy
 from services.common.pool.allotment import WATERMARK
-from services.common.pool.arena import complete_file, make_file, missing_bytes
+from services.common.pool.arena import complete_file, make_file
 from services.common.pool.directory import (
     PoolDirectory,
     new_directory,
@@ -39,14 +44,16 @@ from services.common.pool.directory import (
     remove_incomplete_pools,
 )
 from services.common.pool.header import BadHeader, PoolHeader
+from services.common.pool.keeper import KeptMemory, release_removed
 from services.common.pool.layout import PoolLayout
 from services.common.pool.locks import WorkerLock, host_lock
-from services.common.pool.memory import available_bytes
 from services.common.pool.names import new_pool_id
 from services.common.pool.recovery import PoolRecovery
-from services.common.pool.sizing import MemoryPlan, num_blocks_for
+from services.common.pool.sizing import MemoryPlan
 from services.common.pool.stamps import Stamps, record_bytes
+from services.common.runtime.ticks import until_tick
 from services.engine.pool import KVPool
+from services.worker.pool_memory import FileMemory, PoolMemory
 
 _LEAVE_LIMIT_S = 1.0
 """How long a leaving worker waits for the store. After that the block manager reaps the worker."""
@@ -55,10 +62,15 @@ _ALLOCATION_NICENESS = 10
 """The nice value of the thread that allocates memory. Beside workers that compute on all cores it
 gets a tenth of a core, and still allocates several times faster than blocks are filled."""
 
+_LOSS_CHECK_S = 0.5
+
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """One worker's membership in one pool: its mappings, and its lock, held while it lives."""
+    """One worker's membership in one pool: its mappings, and its lock, held while it lives.
+
+    `kept`: its registration at the keeper, if the pool is on a GPU.
+    """
 
     store: BlockStore
     directory: PoolDirectory
@@ -67,6 +79,7 @@ class Membership:
     lock: WorkerLock
     pool: KVPool
     stamps: Stamps
+    kept: KeptMemory | None = None
 
     @property
     def spec(self) -> PoolSpec:
@@ -83,11 +96,26 @@ class Membership:
         thread = ThreadPoolExecutor(1, "arena", os.nice, (_ALLOCATION_NICENESS,))
         loop = asyncio.get_running_loop()
         try:
-            for path in (self.directory.stamps, self.directory.kv):
+            files = [self.directory.stamps]
+            if self.header.kind == "file":
+                files.append(self.directory.kv)
+            for path in files:
                 await loop.run_in_executor(thread, complete_file, path, stopped.is_set)
         finally:
             stopped.set()
             thread.shutdown(wait=False)
+
+    async def watch_memory(self) -> None:
+        """On a GPU: stay registered at the keeper. PoolGone: a worker of the pool has found that
+        the GPU's memory is lost."""
+        if self.kept is None:
+            return
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.kept.keep())
+            while True:
+                if self.directory.gone.exists():
+                    raise PoolGone(f"pool {self.header.pool_id} is lost, with its GPU's memory")
+                await asyncio.sleep(until_tick(_LOSS_CHECK_S))
 
     async def leave(self) -> None:
         """Leave the pool; the last worker removes it. The worker must hold nothing, and no step may
@@ -111,9 +139,16 @@ class Membership:
     def close(self) -> None:
         """Unmap the pool and drop the lock without a call to the store; the block manager then
         reaps the worker. No thread of the worker may write any more. May be called again."""
+        if self.kept is not None and not self.lock.is_unlinked:
+            # An error: the block manager then waits for the end of this process.
+            with suppress(RuntimeError, OSError):
+                self.pool.wait_until_idle()
+                self.directory.finished_path(self.worker_id).touch(0o600)
         self.pool.close()
         self.stamps.close()
         self.lock.close()
+        if self.kept is not None:
+            self.kept.close()
 
     async def _deregister(self) -> None:
         pool_id = self.spec.pool_id
@@ -124,10 +159,13 @@ class Membership:
             ledger_is_there = False
         # The worker holds nothing, so the block manager need not reap it.
         self.lock.unlink()
+        self.directory.process_path(self.worker_id).unlink(missing_ok=True)
         if not self.directory.is_live():
             if ledger_is_there:
                 await self.store.drop_pool(pool_id)
             await asyncio.to_thread(self.directory.remove)
+            if self.kept is not None:
+                await asyncio.to_thread(release_removed, self.directory.path.parent)
 
 
 async def join(
@@ -139,24 +177,35 @@ async def join(
     plan: MemoryPlan,
     watermark: float = WATERMARK,
     colder_of: str | None = None,
+    memory: PoolMemory | None = None,
 ) -> Membership:
     """Join the live pool of these weights, or make it.
 
     `run_id`: of the store. If the store has lost the ledger of a live pool, the join starts its
     recovery. `colder_of`: the id of the pool whose swap pool is to be joined; None: an own pool.
+    `memory`: where the pool is; None: in a file.
 
-    StartupError: a live pool of the same weights has another geometry, or there is too little
-    memory for a new pool. Also raises the store's errors. A join that fails leaves nothing behind.
+    StartupError: a live pool of the same weights has another geometry or is elsewhere, or there is
+    too little memory for a new pool. PoolGone: the pool's GPU has lost it. Also raises the store's
+    errors. A join that fails leaves nothing behind.
     """
     async with host_lock(root):
+        memory = memory or FileMemory()
         await _remove_dead(store, root)
-        found = _find_live(root, layout, colder_of)
+        found = _find_usable(root, layout, colder_of, memory)
         if found is not None:
-            return await _enter(store, run_id, found, worker_id)
-        made = await asyncio.to_thread(_make, root, layout, run_id, plan, watermark, colder_of)
+            try:
+                return await _enter(store, run_id, found, worker_id, memory)
+            except PoolGone:
+                if found.is_live():
+                    raise
+                await _remove(store, found)
+        made = await asyncio.to_thread(
+            _make, root, layout, run_id, plan, watermark, colder_of, memory
+        )
         try:
             await store.register_pool(made.read_header().spec)
-            return await _enter(store, run_id, made, worker_id)
+            return await _enter(store, run_id, made, worker_id, memory)
         except BaseException:
             await asyncio.to_thread(made.remove)
             with suppress(BlockStoreError):
@@ -188,23 +237,32 @@ async def join_swap_pool(
 
 
 async def _remove_dead(store: BlockStore, root: Path) -> None:
-    """Remove the pools without a live worker: the content of their blocks is not trusted."""
+    """Remove the pools without a live worker whose memory nobody keeps: files, and what a lost GPU
+    had. The content of their blocks is not trusted."""
     remove_incomplete_pools(root)
     for directory in pool_directories(root):
-        if not directory.is_live():
-            await store.drop_pool(directory.pool_id)
-            await asyncio.to_thread(directory.remove)
+        if not directory.is_live() and (directory.is_file_pool or directory.gone.exists()):
+            await _remove(store, directory)
 
 
-def _find_live(root: Path, layout: PoolLayout, colder_of: str | None) -> PoolDirectory | None:
-    """The live pool of these weights, if there is one. StartupError: it has another geometry."""
+async def _remove(store: BlockStore, directory: PoolDirectory) -> None:
+    await store.drop_pool(directory.pool_id)
+    await asyncio.to_thread(directory.remove)
+
+
+def _find_usable(
+    root: Path, layout: PoolLayout, colder_of: str | None, memory: PoolMemory
+) -> PoolDirectory | None:
+    """The pool of these weights that can be joined, if there is one. StartupError: it has another
+    geometry, or is in other memory."""
     wanted = layout.fingerprint, colder_of
     for directory in pool_directories(root):
         try:
             header = directory.read_header()
         except BadHeader:
             continue  # a live pool of another version of Quire
-        if (header.layout.fingerprint, header.colder_of) == wanted:
+        if (header.layout.fingerprint, header.colder_of) == wanted and not directory.gone.exists():
+            _check_place(header, memory)
             if header.layout != layout:
                 raise StartupError(
                     f"pool {header.pool_id} has the same weights but another geometry: "
@@ -214,6 +272,22 @@ def _find_live(root: Path, layout: PoolLayout, colder_of: str | None) -> PoolDir
     return None
 
 
+def _check_place(header: PoolHeader, memory: PoolMemory) -> None:
+    """StartupError: the pool is not where this worker's device needs it."""
+    if (header.kind, header.gpu_uuid) != (memory.kind, memory.gpu_uuid):
+        places = [
+            f"the memory of {uuid}" if kind == "cuda" else "a file of the host's memory"
+            for kind, uuid in (
+                (header.kind, header.gpu_uuid),
+                (memory.kind, memory.gpu_uuid),
+            )
+        ]
+        raise StartupError(
+            f"pool {header.pool_id} is in {places[0]}, and this worker's device has pools in "
+            f"{places[1]}: give all workers of a pool the same device"
+        )
+
+
 def _make(
     root: Path,
     layout: PoolLayout,
@@ -221,13 +295,11 @@ def _make(
     plan: MemoryPlan,
     watermark: float,
     colder_of: str | None,
+    memory: PoolMemory,
 ) -> PoolDirectory:
-    """Make a pool under a new id. Only the first part of its memory is allocated;
+    """Make a pool under a new id. Only the first part of its files is allocated;
     `Membership.complete_memory` allocates the rest."""
-    stamp_bytes = record_bytes(layout.block_size)
-    promised = sum(missing_bytes(directory.kv) for directory in pool_directories(root))
-    available = max(0, available_bytes(root) - promised)
-    num_blocks = num_blocks_for(plan, layout.block_bytes + stamp_bytes, available)
+    num_blocks = memory.num_blocks(root, layout, plan)
     header = PoolHeader(
         pool_id=new_pool_id(layout.model),
         run_id=run_id,
@@ -237,23 +309,28 @@ def _make(
         colder_of=colder_of,
     )
     with new_directory(root, header.pool_id) as directory:
-        make_file(directory.kv, header.arena_bytes, plan.arena)
-        make_file(directory.stamps, num_blocks * stamp_bytes)
+        header = memory.make(directory, header, plan)
+        make_file(directory.stamps, num_blocks * record_bytes(layout.block_size))
         header.write(directory.header)
     return PoolDirectory(root / header.pool_id)
 
 
 async def _enter(
-    store: BlockStore, run_id: str, directory: PoolDirectory, worker_id: str
+    store: BlockStore, run_id: str, directory: PoolDirectory, worker_id: str, memory: PoolMemory
 ) -> Membership:
-    """Lock, map, register. In this order, a worker that the store knows always has a lock, so the
+    """Map, lock, register. In this order, a worker that the store knows always has a lock, so the
     block manager notices its death."""
     header, recovery = directory.read_header(), PoolRecovery(directory)
     with ExitStack() as undo:
+        undo.callback(directory.process_path(worker_id).unlink, missing_ok=True)
+        opened = await asyncio.to_thread(memory.open, directory, header, worker_id)
+        undo.callback(opened.arena.close)
+        if opened.kept is not None:
+            undo.callback(opened.kept.close)
         lock = WorkerLock.create(directory.lock_path(worker_id))
         undo.callback(lock.close)
         undo.callback(lock.unlink)
-        pool = KVPool(directory.kv, header.layout, header.num_blocks)
+        pool = KVPool(opened.arena, header.layout, header.num_blocks)
         undo.callback(pool.close)
         stamps = Stamps(directory.stamps, header.num_blocks, header.layout.block_size)
         undo.callback(stamps.close)
@@ -264,7 +341,7 @@ async def _enter(
         except (GeometryMismatch, FingerprintMismatch) as error:
             raise StartupError(f"pool {header.pool_id} refuses {worker_id}: {error}") from error
         undo.pop_all()
-    return Membership(store, directory, header, worker_id, lock, pool, stamps)
+    return Membership(store, directory, header, worker_id, lock, pool, stamps, opened.kept)
 
 
 def _stamp_owner(

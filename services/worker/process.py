@@ -11,9 +11,11 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from prometheus_client import CollectorRegistry
+from torch import Tensor
 
-from blockstore.errors import UnknownWorker, WorkerFenced
+from blockstore.errors import PoolGone, UnknownWorker, WorkerFenced
 from blockstore.store import BlockStore
+from services.common.pool.directory import PoolDirectory
 from services.common.rpc.proof import Guard
 from services.common.rpc.transport import RpcServer
 from services.common.runtime.exposition import metrics_endpoint
@@ -21,11 +23,13 @@ from services.common.runtime.logging import get_logger
 from services.common.runtime.metrics import WorkerMetrics
 from services.common.runtime.secret import deployment_secret
 from services.common.runtime.ticks import until_tick
+from services.engine.device.threads import use_device
 from services.engine.forward import ForwardPass
 from services.engine.runner import Runner
 from services.worker.config import WorkerSettings
 from services.worker.cpu.place import Place, take_place
 from services.worker.cpu.sharing import SharedCpus
+from services.worker.device import lost_device
 from services.worker.liveness.fence_guard import FenceGuard, GuardedForward
 from services.worker.liveness.registration import Registration
 from services.worker.liveness.step_watch import watch_steps
@@ -80,14 +84,25 @@ class WorkerProcess:
         self._stop = stop
         self._place: Place | None = None
         self._loaded: LoadedModel | None = None
+        self._directory: PoolDirectory | None = None
 
     async def serve(self, registration: Registration) -> None:
         """Join the pool, serve until `stop` or until the worker is drained, leave.
 
-        Raises if engine, pool or store are lost, and WorkerFenced or UnknownWorker if the worker
-        was fenced. When this returns or raises, no thread of the worker runs or writes any more,
-        and its locks are dropped.
+        Raises if engine, pool or store are lost (PoolGone: with the GPU), and WorkerFenced or
+        UnknownWorker if the worker was fenced. When this returns or raises, no thread of the worker
+        runs or writes any more, and its locks are dropped.
         """
+        try:
+            await self._serve(registration)
+        except Exception as error:
+            if (lost := lost_device(error)) is None:
+                raise
+            if self._directory is not None:
+                self._directory.gone.touch(0o600)
+            raise PoolGone(f"the GPU has lost the pool and this worker: {lost}") from error
+
+    async def _serve(self, registration: Registration) -> None:
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         if self._place is None and self._settings.divides_cpus:
             self._place = take_place(self._settings, registration.worker_id)
@@ -104,8 +119,10 @@ class WorkerProcess:
                 loaded.layout,
                 worker_id,
                 loaded.plan,
+                memory=loaded.device.memory,
             )
             stack.callback(membership.close)
+            self._directory = membership.directory
             registry = CollectorRegistry()
             stack.enter_context(metrics_endpoint(settings, registry))
             metrics = WorkerMetrics(registry)
@@ -125,7 +142,7 @@ class WorkerProcess:
             runner = Runner(loaded.model, membership.pool.kv, loaded.layout.block_size, loaded.ops)
             await asyncio.to_thread(runner.warm_up, _NUM_WARM_UP_TOKENS)
             shape = loaded.model.config.num_heads, loaded.limits.max_num_seqs
-            await asyncio.to_thread(loaded.ops.warm_up, membership.pool.kv[:, 0], *shape)
+            await asyncio.to_thread(_warm_up_kernels, loaded, membership.pool.kv[:, 0], *shape)
             forward = _share_cpus(runner, loaded, settings, self._place, stack)
             guarded = GuardedForward(forward, fence_guard)
             worker = role.make(store, membership, guarded, loaded.limits, metrics, swap_pool)
@@ -134,6 +151,7 @@ class WorkerProcess:
             working = [
                 worker.run(),
                 fence_guard.watch(),
+                membership.watch_memory(),
                 *(one.complete_memory() for one in memberships),
             ]
             if isinstance(forward, SharedCpus):
@@ -170,6 +188,11 @@ class WorkerProcess:
 
 class _Stopped(Exception):
     pass
+
+
+def _warm_up_kernels(loaded: LoadedModel, kv_layer: Tensor, num_heads: int, max_rows: int) -> None:
+    use_device(kv_layer.device)
+    loaded.ops.warm_up(kv_layer, num_heads, max_rows)
 
 
 def _swap_pool(

@@ -1,6 +1,7 @@
 """Torment a system for some minutes; exit status 1, with what replays it, when it did harm.
 
 python -m tests.chaos [--minutes 5] [--seed 1] [--kinds "kill decode,stop decode"] [--log FILE]
+    [--device memfd:0]
 """
 
 import argparse
@@ -20,13 +21,14 @@ def main() -> None:
         "--kinds", default=",".join(KINDS), help=f"of events, with commas: {', '.join(KINDS)}"
     )
     parser.add_argument("--log", type=Path, help="where to keep the services' log")
+    parser.add_argument("--device", default="cpu", help="memfd:0: a pool that is kept as on a GPU")
     args = parser.parse_args()
     kinds = [kind.strip() for kind in args.kinds.split(",")]
     if unknown := set(kinds) - set(KINDS):
         parser.error(f"no such event: {', '.join(sorted(unknown))}")
     # Whoever ends us ends what we have started.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    report = in_a_temporary_directory(args.seed, 60 * args.minutes, kinds, args.log)
+    report = in_a_temporary_directory(args.seed, 60 * args.minutes, kinds, args.log, args.device)
     print(report)
     sys.exit(1 if report.tally.faults else 0)
 

@@ -122,14 +122,19 @@ class Chaos:
 
 
 async def unleash(
-    directory: Path, seed: int, duration_s: float, kinds: Sequence[str] = KINDS
+    directory: Path,
+    seed: int,
+    duration_s: float,
+    kinds: Sequence[str] = KINDS,
+    device: str = "cpu",
 ) -> Report:
-    """Start a system, see what it says undisturbed, then torment it for so long."""
+    """Start a system, see what it says undisturbed, then torment it for so long. `device`: cpu, or
+    memfd:0, whose pool is kept as on a GPU."""
     report, calm = Report(seed), asyncio.Event()
     workers = ("--prefill", str(NUM_PREFILL), "--decode", str(NUM_DECODE))
     async with AsyncExitStack() as stack:
         redis = stack.enter_context(closing(RedisServer(directory)))
-        args = (*workers, *MEMORY, "--redis-url", redis.url)
+        args = (*workers, *MEMORY, "--redis-url", redis.url, "--device", device)
         deployment = stack.enter_context(
             serving("embedded", directory, *args, num_gateways=NUM_GATEWAYS)
         )
@@ -167,11 +172,11 @@ def _from(number: int, addresses: str) -> str:
 
 
 def in_a_temporary_directory(
-    seed: int, duration_s: float, kinds: Sequence[str], keep_log: Path | None
+    seed: int, duration_s: float, kinds: Sequence[str], keep_log: Path | None, device: str
 ) -> Report:
     """`keep_log`: where the services' log goes in the end."""
     with tempfile.TemporaryDirectory() as folder:
-        report = asyncio.run(unleash(Path(folder), seed, duration_s, kinds))
+        report = asyncio.run(unleash(Path(folder), seed, duration_s, kinds, device))
         if keep_log is not None:
             shutil.copy(Path(folder) / "serve.log", keep_log)
     return report

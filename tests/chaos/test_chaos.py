@@ -3,6 +3,8 @@
 from itertools import islice
 from pathlib import Path
 
+import pytest
+
 from tests.chaos.harness import unleash
 from tests.chaos.schedule import KINDS, schedule
 
@@ -10,10 +12,11 @@ SEED = 7
 DURATION_S = 25.0
 
 
-async def test_clients_notice_no_fault(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("memfd:0", marks=pytest.mark.full)])
+async def test_clients_notice_no_fault(tmp_path: Path, device: str) -> None:
     """Processes are killed, stopped and drained, Redis loses its data: every finished stream says
     what it says undisturbed, none fails or hangs, the laws hold, and nothing is left."""
-    report = await unleash(tmp_path, SEED, DURATION_S)
+    report = await unleash(tmp_path, SEED, DURATION_S, device=device)
     assert not report.tally.faults, str(report)
     assert report.tally.num_finished > 15, str(report)
     assert report.kinds.total() >= 3, str(report)

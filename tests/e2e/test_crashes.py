@@ -137,6 +137,7 @@ class Inside:
 
     directory: PoolDirectory
     store: RedisStore
+    arena: Path
 
     @property
     def pool_id(self) -> str:
@@ -174,9 +175,22 @@ class Inside:
         """KV of every block but those."""
         header = self.directory.read_header()
         size = header.layout.block_bytes
-        arena = self.directory.kv.read_bytes()
+        arena = self.arena.read_bytes()
         blocks = set(range(header.num_blocks)) - without
         return {block: arena[block * size : (block + 1) * size] for block in blocks}
+
+
+def arena_of(deployment: Deployment, directory: PoolDirectory) -> Path:
+    """The file, or the memory that the keeper holds in the place of a GPU's."""
+    if directory.is_file_pool:
+        return directory.kv
+    (manager,) = deployment.running("services.block_manager")
+    kept = [
+        fd
+        for fd in Path(f"/proc/{manager}/fd").iterdir()
+        if fd.readlink().name.startswith("memfd:quire-")
+    ]
+    return kept[0]
 
 
 @pytest.fixture
@@ -184,7 +198,7 @@ async def inside(deployment: Deployment) -> AsyncIterator[Inside]:
     (run,) = (path for path in deployment.run_root.iterdir() if (path / "pools").is_dir())
     directory = next(d for d in pool_directories(run / "pools") if d.worker_ids())
     store = await RedisStore.connect(f"unix://{run / 'redis.sock'}")
-    yield Inside(directory, store)
+    yield Inside(directory, store, arena_of(deployment, directory))
     await store.close()
 
 

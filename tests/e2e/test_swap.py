@@ -23,6 +23,7 @@ from .test_serving import assert_clean, assert_greedy, greedy, prompt
 
 NUM_BLOCKS = 64
 SIZE = NUM_BLOCKS * (BLOCK_BYTES + STAMP_BYTES)
+DEVICE: tuple[str, ...] = ()
 KILLED = ["", "services.decode", "services.prefill", "valkey"]
 """Also when a worker dies, with what it has swapped out or is bringing back, or when Redis loses
 everything."""
@@ -40,7 +41,7 @@ async def swapping(
     """Two workers of each kind on 64 blocks: whoever is killed leaves one of its kind. Its client,
     and the colder pool's model. After it nothing is held."""
     memory = ("--pool-memory", str(SIZE), "--swap-memory", str(swap_bytes))
-    options = ("--prefill", "2", "--decode", "2", *memory, "--preemption", "swap")
+    options = ("--prefill", "2", "--decode", "2", *memory, "--preemption", "swap", *DEVICE)
     with serving(checkpoint, folder, *options) as running:
         client = AsyncClient(running.address, operations=running.operations)
         async with asyncio.timeout(60):

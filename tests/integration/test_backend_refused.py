@@ -39,10 +39,21 @@ def with_gpu(*capability: int) -> Machine:
         patch.delitem(sys.modules, "kvops.flash", raising=False)
         patch.setattr(torch.version, "cuda", "13.0")
         patch.setattr(torch.cuda, "is_available", lambda: True)
-        patch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA X")
+        patch.setattr(torch.cuda, "get_device_name", lambda number=0: "NVIDIA X")
+        patch.setattr(torch.cuda, "device_count", lambda: 1)
+        patch.setattr(torch.cuda, "set_device", lambda device: None)
         patch.setattr(torch.cuda, "get_device_capability", lambda: capability)
 
     return machine
+
+
+def without_bindings(patch: pytest.MonkeyPatch) -> None:
+    with_gpu(9, 0)(patch)
+    patch.setitem(sys.modules, "cuda.bindings.driver", None)
+
+
+def with_little_cuda(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(torch.version, "cuda", "13.0")
 
 
 REFUSED: dict[str, tuple[Machine, dict[str, str], str]] = {
@@ -50,7 +61,25 @@ REFUSED: dict[str, tuple[Machine, dict[str, str], str]] = {
     "no Triton": (without("triton"), {"BACKEND": "triton"}, "needs the package triton, which is"),
     "no flash-attn": (without("flash_attn"), {"BACKEND": "flash"}, "needs the package flash-attn"),
     "old GPU": (with_gpu(7, 5), {"BACKEND": "triton"}, r"8\.0 or more; NVIDIA X has 7\.5"),
-    "GPU": (with_gpu(9, 0), {"BACKEND": "triton"}, "computes on a GPU, and workers keep"),
+    "GPU": (with_gpu(9, 0), {"BACKEND": "triton"}, "computes on cuda, and the device is cpu"),
+    "device without CUDA": (without_cuda, {"DEVICE": "cuda:0"}, "cuda:0: .* built without CUDA"),
+    "no GPU": (with_little_cuda, {"DEVICE": "cuda:0"}, "device cuda:0: PyTorch .* sees no GPU"),
+    "GPU too few": (with_gpu(9, 0), {"DEVICE": "cuda:1"}, r"there is only cuda:0 \(NVIDIA X\)"),
+    "no cuda-bindings": (
+        without_bindings,
+        {"DEVICE": "cuda:0"},
+        "the package cuda-bindings",
+    ),
+    "CPU kernels": (
+        lambda patch: None,
+        {"DEVICE": "memfd:0", "BACKEND": "triton"},
+        "needs a CUDA device",
+    ),
+    "no size": (
+        lambda patch: None,
+        {"DEVICE": "memfd:0", "THREADS": "1"},
+        "set pool_memory: memfd:0 has",
+    ),
     "block size": (with_gpu(9, 0), {"BACKEND": "flash"}, "choose --block-size 256"),
     "dtype": (
         with_gpu(9, 0),

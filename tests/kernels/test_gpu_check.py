@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import multiprocessing
 import os
 import re
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 from torch import Tensor
 
 from bench.gpu import __main__ as program
-from bench.gpu import attention, groups, operations
+from bench.gpu import attention, groups, operations, sharing
 from bench.gpu.check import Check, Failed, Machine, Passed, Skipped
 from kvops.ops import Backend
 from kvops.reference import ReferenceKernels
@@ -128,6 +129,16 @@ FOUND: dict[str, Callable[[], object]] = {
 def test_a_wrong_kernel_fails_its_check(message: str, check: Callable[[], object]) -> None:
     with pytest.raises(Failed, match=message):
         check()
+
+
+def test_a_writer_that_is_not_quiet_fails_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here it is not even killed."""
+    monkeypatch.setattr(sharing, "_killed", lambda *_: 0.0)
+    with pytest.raises(Failed, match=r"\d+ bytes were written by processes that counted as quiet"):
+        sharing._kills(MACHINE)
+    for process in multiprocessing.active_children():
+        process.kill()
+        process.join()
 
 
 def test_a_failing_check_ends_no_other(

@@ -69,7 +69,9 @@ def settings(compose: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, Service
     return loaded
 
 
-@pytest.mark.parametrize("file", ["docker-compose.yml", "deploy/start-interval.yml"])
+@pytest.mark.parametrize(
+    "file", ["docker-compose.yml", "deploy/gpu.yml", "deploy/start-interval.yml"]
+)
 def test_the_compose_files_follow_the_specification(file: str) -> None:
     command = ["check-jsonschema", "--builtin-schema", "vendor.compose-spec", file]
     _run(BIN / command[0], *command[1:])
@@ -204,6 +206,33 @@ def test_prefill_and_decode_make_the_same_pool(settings: dict[str, ServiceSettin
         assert getattr(prefill, field) == getattr(decode, field), field
 
 
+def test_on_a_gpu_all_that_touch_a_pool_see_its_device_and_each_others_processes(
+    compose: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One user and one volume for the keeper's socket, as on the CPU; one PID namespace, which NVML
+    lists; no service but these."""
+    gpu = interpolated(yaml.safe_load((ROOT / "deploy" / "gpu.yml").read_text()))["services"]
+    assert gpu.keys() == {"preflight", *POOL_USERS}
+    for name, service in gpu.items():
+        assert service["pid"] == "host", name
+        (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+        assert device == {"driver": "nvidia", "device_ids": ["0"], "capabilities": ["gpu"]}
+        assert "pools:/pools" in compose["services"][name]["volumes"]
+        assert "user" not in service | compose["services"][name], "the images' one user"
+        target = "control-gpu" if name == "block-manager" else "worker-cuda"
+        assert service["build"]["target"] == target
+    assert gpu["preflight"] == gpu["prefill"]
+    for name in ("prefill", "decode"):
+        merged = compose["services"][name]["environment"] | gpu[name]["environment"]
+        for variable, value in merged.items():
+            monkeypatch.setenv(variable, value)
+        settings = load_settings(CLASSES[name])
+        assert isinstance(settings, WorkerSettings)
+        assert (settings.device, settings.kernels) == ("cuda:0", "triton")
+        assert (settings.gpu_memory_utilization, settings.pool_bytes) == (0.9, None)
+        assert merged["TRITON_CACHE_DIR"].startswith("/weights/")
+
+
 def test_workers_can_be_scaled(compose: Any) -> None:
     for name in OURS:
         service = compose["services"][name]
@@ -272,7 +301,8 @@ def test_a_service_has_longer_to_end_than_it_takes(
 
 
 def test_the_example_environment_names_every_variable_with_its_default() -> None:
-    text = (ROOT / "docker-compose.yml").read_text()
+    files = "docker-compose.yml", "deploy/gpu.yml"
+    text = "".join((ROOT / file).read_text() for file in files)
     used = dict(re.findall(r"\$\{(\w+):-([^}]*)\}", text))
     example = (ROOT / "deploy" / "env.example").read_text()
     documented = dict(re.findall(r"^#(\w+)=(.*)$", example, re.MULTILINE))
@@ -352,7 +382,7 @@ def _copied() -> list[str]:
     return [path for line in lines for path in line.split()]
 
 
-@pytest.mark.parametrize("image", ["control", "worker"])
+@pytest.mark.parametrize("image", ["control", "control-gpu", "worker"])
 def test_no_image_carries_a_compiler(image: str) -> None:
     """Its stages, down to the base, install nothing; only what it copies from was built."""
     stages = _stages()
@@ -389,7 +419,9 @@ def test_the_lists_of_requirements_are_those_of_the_project() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert listed("build") == project["build-system"]["requires"]
     assert listed("project") == project["project"]["dependencies"]
-    assert listed("worker") == project["project"]["optional-dependencies"]["worker"]
+    extras = project["project"]["optional-dependencies"]
+    assert listed("worker") == extras["worker"]
+    assert listed("cuda") == [*extras["worker"], *extras["nvml"], *extras["cuda"][1:]]
 
 
 def _stages() -> dict[str, tuple[str, str]]:

@@ -37,6 +37,16 @@ class PoolDirectory:
         return self.path / "kv"
 
     @property
+    def is_file_pool(self) -> bool:
+        """Whether the arena is the file `kv`, and not in the memory of a GPU."""
+        return self.kv.exists()
+
+    @property
+    def gone(self) -> Path:
+        """A file that exists once the content of the arena is lost, with its GPU."""
+        return self.path / "gone"
+
+    @property
     def stamps(self) -> Path:
         return self.path / "stamps"
 
@@ -56,6 +66,15 @@ class PoolDirectory:
 
     def lock_path(self, worker_id: str) -> Path:
         return self.workers / f"{worker_id}{_LOCK_SUFFIX}"
+
+    def process_path(self, worker_id: str) -> Path:
+        """The record of a worker's process, which the block manager keeps for pools on GPUs."""
+        return self.workers / f"{worker_id}.process"
+
+    def finished_path(self, worker_id: str) -> Path:
+        """A file by which a worker on a GPU that drops its lock, while its process goes on, says
+        that the GPU has done all that it launched."""
+        return self.workers / f"{worker_id}.finished"
 
     def worker_ids(self) -> tuple[str, ...]:
         """The workers with a lock file, sorted: they live, or are not yet reaped."""

@@ -4,11 +4,15 @@ import os
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
 from blockstore.records import PoolSpec
 from services.common.pool.layout import PoolLayout
+
+ArenaKind = Literal["file", "cuda"]
+"""Where a pool's arena is: in the file `kv` of its directory, or in the memory of a GPU."""
 
 
 class BadHeader(Exception):
@@ -21,7 +25,9 @@ class PoolHeader:
 
     `run_id`: of the Redis server that has the pool's ledger; a server with another one has lost the
     ledger. `ledger_epoch`: 1 + the number of times that the ledger was lost. `colder_of`: set if
-    this is a swap pool: the pool whose blocks are swapped to it.
+    this is a swap pool: the pool whose blocks are swapped to it. `gpu_uuid`: the GPU that has the
+    arena; empty for a file. `memory_bytes`: the size of the arena's allocation, which may be
+    more than its blocks take.
     """
 
     pool_id: str
@@ -31,6 +37,9 @@ class PoolHeader:
     watermark_blocks: int
     colder_of: str | None = None
     ledger_epoch: int = 1
+    kind: ArenaKind = "file"
+    gpu_uuid: str = ""
+    memory_bytes: int = 0
 
     @property
     def spec(self) -> PoolSpec:

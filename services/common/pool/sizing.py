@@ -79,15 +79,18 @@ def check_capacity(asked_bytes: int, root: Path) -> None:
         )
 
 
-def num_blocks_for(plan: MemoryPlan, bytes_per_block: int, available: int) -> int:
-    """The number of blocks that fit. `bytes_per_block`: of a block and its stamp.
+def num_blocks_for(
+    plan: MemoryPlan, bytes_per_block: int, available: int, where: str = "this host"
+) -> int:
+    """The number of blocks that fit. `bytes_per_block`: of a block, and of its stamp if that takes
+    memory of the same kind. `where` the memory is: for errors.
 
     StartupError, with the numbers: the set size is not available, or fewer than MIN_BLOCKS fit.
     """
     if plan.pool_bytes is not None and plan.pool_bytes > available:
         raise StartupError(
             f"pool memory {format_size(plan.pool_bytes)} is not available: "
-            f"this host has {format_size(available)} left for it"
+            f"{where} has {format_size(available)} left for it"
         )
     budget = plan.pool_bytes
     if budget is None:

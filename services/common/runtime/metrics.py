@@ -15,6 +15,7 @@ from blockstore.registry import Load
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20)
 _INTER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.4, 0.75, 1, 2.5)
 _LATENCY = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 60, 120, 240, 480)
+_QUIET = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _STEP = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 _BATCH_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
@@ -154,6 +155,12 @@ class PoolMetrics:
         )
         self.workers_reaped = counter(
             "quire:workers_reaped", "Dead workers whose blocks were released."
+        )
+        self.worker_quiet_s = Histogram(
+            "quire:worker_quiet_seconds",
+            "Time from the dropped lock of a dead worker until it could write no more.",
+            buckets=_QUIET,
+            registry=registry,
         )
         self.workers_fenced = counter("quire:workers_fenced", "Workers that were alive but stuck.")
         self.members_refused = counter(

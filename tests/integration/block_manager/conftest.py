@@ -16,6 +16,7 @@ from blockstore.memory_store import MemoryStore
 from blockstore.records import AuditReport
 from blockstore.registry import Member
 from services.block_manager.config import BlockManagerSettings
+from services.block_manager.gpu_processes import GpuProcesses
 from services.block_manager.manager import BlockManager
 from services.block_manager.rounds import Connection, RoundRunner
 from services.common.pool.arena import make_file
@@ -131,13 +132,16 @@ def host(tmp_path: Path) -> Iterator[PoolHost]:
 
 
 @asynccontextmanager
-async def managed(host: PoolHost, **settings: float) -> AsyncIterator[None]:
+async def managed(
+    host: PoolHost, listed: GpuProcesses | None = None, **settings: float
+) -> AsyncIterator[None]:
     """The block manager runs meanwhile; nothing overdue unless `settings` say so."""
     usual = {"scan_interval_s": 0.02, "fence_after_s": 600, "pool_grace_s": 600}
     manager = BlockManager(
         BlockManagerSettings(pool_root=host.root, **{**usual, **settings}),  # type: ignore[arg-type]
         RoundRunner(host.connection, host.connect),
         PoolMetrics(host.metrics),
+        listed,
     )
     running = asyncio.create_task(manager.run())
     try:

@@ -58,7 +58,7 @@ async def test_memory_that_does_not_do_is_a_clear_error_and_leaves_nothing(
 async def test_measured_memory_is_used_when_none_is_given(
     joined: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.worker.membership.available_bytes", lambda root: 100_000)
+    monkeypatch.setattr("services.worker.pool_memory.available_bytes", lambda root: 100_000)
     plan = MemoryPlan(None, num_expected_workers=2, weight_bytes=10_000, activation_bytes=5_000)
     member = await joined("decode-1", plan=plan)
     assert member.spec.num_blocks == 40_000 // (LAYOUT.block_bytes + record_bytes(4)) == 39
@@ -126,7 +126,7 @@ async def test_memory_that_another_pool_will_still_take_is_not_given_twice(
     first = await joined("decode-1")
     missing = missing_bytes(first.directory.kv)
     assert missing > 0
-    monkeypatch.setattr("services.worker.membership.available_bytes", lambda root: 100_000)
+    monkeypatch.setattr("services.worker.pool_memory.available_bytes", lambda root: 100_000)
     second = await joined("decode-2", replace(LAYOUT, fingerprint="beef"), plan=MemoryPlan(None))
     bytes_per_block = LAYOUT.block_bytes + record_bytes(4)
     assert second.spec.num_blocks == (100_000 - missing) // 2 // bytes_per_block
@@ -144,11 +144,12 @@ import sys
 from pathlib import Path
 from services.common.pool.directory import PoolDirectory
 from services.common.pool.stamps import Stamps
-from services.engine.pool import KVPool
+from services.engine.pool import FileArena, KVPool
 
 directory = PoolDirectory(Path(sys.argv[1]))
 header = directory.read_header()
-pool = KVPool(directory.kv, header.layout, header.num_blocks)
+arena = FileArena(directory.kv, header.arena_bytes)
+pool = KVPool(arena, header.layout, header.num_blocks)
 stamps = Stamps(directory.stamps, header.num_blocks, header.layout.block_size)
 stamps.mark_owned([3], "h")
 pool.kv[3] = 1.5

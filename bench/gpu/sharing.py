@@ -1,0 +1,238 @@
+"""Memory that several processes share: handed over without a copy, and quiet after a killed writer.
+
+The other processes are forked from a server that has imported PyTorch and used no GPU. A dry run
+has memory of the host, and kills processes that write into it.
+"""
+
+import fcntl
+import multiprocessing
+import os
+import select
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import DupFd
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import kvops.cuda
+from bench.gpu.check import Check, Failed, Machine, Passed, Skipped
+from kvops.cuda.vmm import SharedMemory
+from services.block_manager.gpu_processes import AllProcesses, ProcessListError
+
+MAX_ADDED_S = 1e-3
+"""Of a hand-off, beyond the same work in one process (p50)."""
+
+MAX_GROWTH_S = 0.05 * MAX_ADDED_S
+"""From 1k to 32k tokens, of which only the block ids are handed over."""
+
+MAX_QUIET_S = 10.0
+_BLOCK_BYTES = 2 << 20
+_TOKENS = (1024, 32 * 1024)
+_BLOCK_SIZE = 16
+
+_context = multiprocessing.get_context("forkserver")
+
+
+def checks(machine: Machine) -> Iterator[Check]:
+    _context.set_forkserver_preload(["bench.gpu.sharing"])
+    yield "an arena shared by two processes", lambda: _shared(machine)
+    yield "a hand-off between two processes", lambda: _hand_off(machine)
+    yield "writers killed in mid-kernel", lambda: _kills(machine)
+
+
+def _device(machine: Machine) -> str:
+    return machine.pick("cuda:0", "memfd:0")
+
+
+def _made(machine: Machine, num_bytes: int) -> SharedMemory:
+    machine.synchronize()  # PyTorch's context is this process's
+    try:
+        driver = kvops.cuda.driver(_device(machine))
+    except kvops.BackendUnavailable as error:
+        raise Skipped(f"runs only with cuda-bindings: {error}") from error
+    return SharedMemory.create(driver, num_bytes)
+
+
+def _other(
+    machine: Machine, memory: SharedMemory, work: Callable[..., None], *arguments: Any
+) -> tuple[BaseProcess, Connection]:
+    """A process that maps the memory, and does `work(bytes, connection, *arguments)`."""
+    ours, theirs = _context.Pipe()
+    process = _context.Process(
+        target=_in_other,
+        args=(_device(machine), DupFd(memory.fd), memory.num_bytes, work, theirs, *arguments),
+        daemon=True,
+    )
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def _in_other(
+    device: str,
+    fd: Any,
+    num_bytes: int,
+    work: Callable[..., None],
+    connection: Connection,
+    *arguments: Any,
+) -> None:
+    if device.startswith("cuda"):
+        torch.zeros(1, device=device)
+    memory = SharedMemory.open(kvops.cuda.driver(device), fd.detach(), num_bytes)
+    work(memory.tensor(), connection, *arguments)
+
+
+def _answer(values: Tensor, connection: Connection) -> None:
+    """Answer lists of blocks with the last one's first value, and None with the copies in the
+    profile of one more read."""
+    blocks = values.view(-1, _BLOCK_BYTES)
+    while (block_ids := connection.recv()) is not None:
+        connection.send(_read(blocks, block_ids))
+    device = "cuda" if values.is_cuda else None
+    with torch.autograd.profiler.profile(use_device=device) as profile:
+        _read(blocks, [0])
+    names = [event.key for event in profile.key_averages()]
+    connection.send([n for n in names if "Memcpy" in n and ("DtoD" in n or "PtoP" in n)])
+
+
+def _read(blocks: Tensor, block_ids: list[int]) -> int:
+    return int(blocks[block_ids[-1]].max())
+
+
+def _shared(machine: Machine) -> Passed:
+    memory = _made(machine, 4 * _BLOCK_BYTES)
+    blocks = memory.tensor().view(-1, _BLOCK_BYTES)
+    if blocks.any():
+        raise Failed("new memory is not zero")
+    process, connection = _other(machine, memory, _answer)
+    for value in (7, 9):
+        blocks[2] = value
+        machine.synchronize()
+        connection.send([2])
+        if (found := connection.recv()) != value:
+            raise Failed(f"the other process reads {found} instead of {value}")
+    connection.send(None)
+    if copies := connection.recv():
+        raise Failed(f"the other process copied the arena: {', '.join(copies)}")
+    process.join()
+    memory.close()
+    return Passed("what one writes the other reads, without a copy")
+
+
+def _hand_off(machine: Machine) -> Passed:
+    """A block is written, and its table handed over; then it is read. In one process and in two."""
+    memory = _made(machine, 4 * _BLOCK_BYTES)
+    blocks = memory.tensor().view(-1, _BLOCK_BYTES)
+    process, connection = _other(machine, memory, _answer)
+    added: dict[int, float] = {}
+    for num_tokens in _TOKENS:
+        table = [number % 4 for number in range(num_tokens // _BLOCK_SIZE)]
+        times: dict[str, list[float]] = {"alone": [], "handed over": []}
+        for number in range(machine.pick(300, 5)):
+            for name, seconds in times.items():
+                blocks[table[-1]] = number % 256
+                machine.synchronize()
+                began = time.perf_counter()
+                if name == "alone":
+                    found = _read(blocks, table)
+                else:
+                    connection.send(table)
+                    found = connection.recv()
+                seconds.append(time.perf_counter() - began)
+                if found != number % 256:
+                    raise Failed(f"{name}: {found} instead of {number % 256}")
+        medians = {name: statistics.median(seconds) for name, seconds in times.items()}
+        added[num_tokens] = medians["handed over"] - medians["alone"]
+    connection.send(None)
+    connection.recv()
+    process.join()
+    memory.close()
+    text = ", ".join(f"{s * 1e6:.0f} us at {tokens} tokens" for tokens, s in added.items())
+    short, long = (added[num_tokens] for num_tokens in _TOKENS)
+    is_slow = max(added.values()) > MAX_ADDED_S or long - short > MAX_GROWTH_S
+    if is_slow and not machine.dry_run:
+        raise Failed(
+            f"adds {text}; wanted at most {MAX_ADDED_S * 1e6:g} us, and from short to long "
+            f"{MAX_GROWTH_S * 1e6:g} us more"
+        )
+    return Passed(f"adds {text} (p50)", {f"added_s {tokens}": s for tokens, s in added.items()})
+
+
+def _write_until_killed(values: Tensor, connection: Connection, lock: str, first: int) -> None:
+    """Take the lock, queue writes for a second, say so, and go on."""
+    fd = os.open(lock, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    mine = values[first : first + _BLOCK_BYTES]
+    for number in range(2_000_000):
+        mine.fill_(1 + number % 100)
+        if number == 1000:
+            connection.send(fd)
+
+
+def _kills(machine: Machine) -> Passed:
+    """Each victim writes a block of its own. When it is dead and quiet, the block gets other
+    values, which must stay."""
+    at_once = machine.pick(10, 2)
+    memory = _made(machine, at_once * _BLOCK_BYTES)
+    blocks = memory.tensor().view(-1, _BLOCK_BYTES)
+    quiet_s: list[float] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for turn in range(machine.pick(10, 1)):
+            victims = []
+            for number in range(at_once):
+                lock = f"{folder}/{turn}-{number}"
+                first = number * _BLOCK_BYTES
+                process, connection = _other(machine, memory, _write_until_killed, lock, first)
+                victims.append((process, connection, lock))
+            for number, (process, connection, lock) in enumerate(victims):
+                connection.recv()
+                quiet_s.append(_killed(memory, process, lock, machine))
+                blocks[number] = 200
+            machine.synchronize()
+            time.sleep(machine.pick(0.05, 0.01))
+            if changed := int((blocks != 200).sum()):
+                raise Failed(f"{changed} bytes were written by processes that counted as quiet")
+    memory.close()
+    figures: dict[str, float | str] = {
+        "kills": float(len(quiet_s)),
+        "quiet_s p50": statistics.median(quiet_s),
+        "quiet_s max": max(quiet_s),
+    }
+    return Passed(
+        f"{len(quiet_s)} killed, no byte changed; from lock to quiet "
+        f"{statistics.median(quiet_s) * 1e3:.1f} ms (p50), {max(quiet_s) * 1e3:.1f} ms (max)",
+        figures,
+    )
+
+
+def _killed(memory: SharedMemory, process: BaseProcess, lock: str, machine: Machine) -> float:
+    """Kill the process; returns the seconds from its dropped lock until it is quiet, as the block
+    manager finds it: exited, and off the driver's list."""
+    pid, listed = process.pid, AllProcesses()
+    assert pid is not None
+    uuid = kvops.cuda.driver(_device(machine)).uuid
+    try:
+        if pid not in listed.pids(uuid):
+            raise Failed(f"the driver does not list process {pid}, which uses {uuid}")
+    except ProcessListError as error:
+        raise Skipped(f"runs only where NVML lists processes: {error}") from error
+    pidfd, fd = os.pidfd_open(pid), os.open(lock, os.O_RDWR)
+    os.kill(pid, signal.SIGKILL)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    dropped = time.monotonic()
+    os.close(fd)
+    select.select([pidfd], [], [])
+    while pid in listed.pids(uuid):
+        if time.monotonic() - dropped > MAX_QUIET_S:
+            raise Failed(f"the driver lists process {pid} {MAX_QUIET_S:g} s after its death")
+        time.sleep(0.001)
+    os.close(pidfd)
+    process.join()
+    return time.monotonic() - dropped

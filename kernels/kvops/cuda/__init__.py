@@ -1,0 +1,29 @@
+"""Device memory that several processes share. `driver` opens a device by its name; a driver that
+cannot run here is an error, never replaced by another one."""
+
+from importlib import import_module
+
+from kvops.backend import BackendUnavailable
+from kvops.cuda.vmm import Driver
+
+__all__ = ["Driver", "driver"]
+
+
+def driver(device: str) -> Driver:
+    """The driver of "cuda:N", or of "memfd:N": memory of the host in the place of a GPU's, for
+    tests. BackendUnavailable: cuda-bindings is missing. DriverError: there is no such GPU."""
+    kind, _, number = device.partition(":")
+    if kind == "memfd":
+        from kvops.cuda.memfd import MemfdDriver
+
+        return MemfdDriver(int(number))
+    try:
+        bindings = import_module("cuda.bindings.driver")
+    except ModuleNotFoundError as error:
+        raise BackendUnavailable(
+            f"a pool on {device} needs the package cuda-bindings, which is not installed: see the "
+            "extra quire-serve[cuda]"
+        ) from error
+    from kvops.cuda.cuda_driver import CudaDriver
+
+    return CudaDriver(int(number), bindings)

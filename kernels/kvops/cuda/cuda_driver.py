@@ -1,0 +1,121 @@
+"""The `Driver` of a CUDA GPU, by cuda-bindings. It has run on no GPU yet."""
+
+from contextlib import ExitStack
+from types import ModuleType
+from typing import Any
+from uuid import UUID
+
+import torch
+from torch import Tensor
+
+from kvops.cuda.vmm import LOST_CODES, DeviceLost, DriverError
+
+_REFUSES_FABRIC = frozenset({800, 801})
+"""CUDA_ERROR_NOT_PERMITTED, CUDA_ERROR_NOT_SUPPORTED: the device has fabric handles, and this
+process may not make them (no IMEX channel)."""
+
+
+class CudaDriver:
+    """The device `number` among those that this process sees. Any thread may call it: it works in
+    the device's primary context, which is PyTorch's."""
+
+    def __init__(self, number: int, bindings: ModuleType) -> None:
+        """`bindings`: cuda.bindings.driver. DriverError: there is no such device."""
+        self._cuda: Any = bindings
+        self._number = number
+        self._call("cuInit", 0)
+        self._device = self._call("cuDeviceGet", number)
+        self._context = self._call("cuDevicePrimaryCtxRetain", self._device)
+        if not self._has("VIRTUAL_MEMORY_MANAGEMENT"):
+            raise DriverError(f"cuda:{number} has no virtual memory management, which pools need")
+
+    @property
+    def uuid(self) -> str:
+        return f"GPU-{UUID(bytes=bytes(self._call('cuDeviceGetUuid', self._device).bytes))}"
+
+    def free_and_total_bytes(self) -> tuple[int, int]:
+        free, total = self._in_context("cuMemGetInfo")
+        return int(free), int(total)
+
+    def granularity(self) -> int:
+        flags = self._cuda.CUmemAllocationGranularity_flags
+        wanted = flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+        return int(self._in_context("cuMemGetAllocationGranularity", self._properties(), wanted))
+
+    def create(self, num_bytes: int) -> Any:
+        if self._has("HANDLE_TYPE_FABRIC"):
+            error, handle = self._cuda.cuMemCreate(num_bytes, self._properties(fabric=True), 0)
+            if int(error) not in _REFUSES_FABRIC:
+                self._check("cuMemCreate", error)
+                return handle
+        return self._in_context("cuMemCreate", num_bytes, self._properties(), 0)
+
+    def export_fd(self, handle: Any) -> int:
+        return int(self._call("cuMemExportToShareableHandle", handle, self._fd_type, 0))
+
+    def import_fd(self, fd: int) -> Any:
+        return self._in_context("cuMemImportFromShareableHandle", fd, self._fd_type)
+
+    def map(self, handle: Any, num_bytes: int) -> int:
+        access = self._cuda.CUmemAccessDesc()
+        access.location = self._properties().location
+        access.flags = self._cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        with ExitStack() as undo:
+            pointer = self._in_context("cuMemAddressReserve", num_bytes, 0, 0, 0)
+            undo.callback(self._call, "cuMemAddressFree", pointer, num_bytes)
+            self._call("cuMemMap", pointer, num_bytes, 0, handle, 0)
+            undo.callback(self._call, "cuMemUnmap", pointer, num_bytes)
+            self._call("cuMemSetAccess", pointer, num_bytes, [access], 1)
+            undo.pop_all()
+        return int(pointer)
+
+    def zero(self, pointer: int, num_bytes: int) -> None:
+        self._in_context("cuMemsetD8", pointer, 0, num_bytes)
+        self._call("cuCtxSynchronize")
+
+    def unmap(self, pointer: int, num_bytes: int) -> None:
+        self._in_context("cuMemUnmap", pointer, num_bytes)
+        self._call("cuMemAddressFree", pointer, num_bytes)
+
+    def release(self, handle: Any) -> None:
+        self._call("cuMemRelease", handle)
+
+    def tensor(self, pointer: int, num_bytes: int, owner: object) -> Tensor:
+        return torch.as_tensor(owner, device=f"cuda:{self._number}")
+
+    @property
+    def _fd_type(self) -> Any:
+        return self._cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+    def _properties(self, fabric: bool = False) -> Any:
+        """Of the pool's allocation: on this device, shareable, readable by network cards if the
+        device permits that."""
+        cuda = self._cuda
+        properties = cuda.CUmemAllocationProp()
+        properties.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        properties.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        properties.location.id = self._number
+        fabric_type = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
+        # A number, since the enumeration has no member for both kinds together.
+        properties.requestedHandleTypes = int(self._fd_type) | (int(fabric_type) if fabric else 0)
+        properties.allocFlags.gpuDirectRDMACapable = self._has("GPU_DIRECT_RDMA_WITH_CUDA_VMM")
+        return properties
+
+    def _has(self, name: str) -> int:
+        attributes = self._cuda.CUdevice_attribute
+        attribute = getattr(attributes, f"CU_DEVICE_ATTRIBUTE_{name}_SUPPORTED")
+        return int(self._call("cuDeviceGetAttribute", attribute, self._device))
+
+    def _in_context(self, name: str, *arguments: Any) -> Any:
+        self._call("cuCtxSetCurrent", self._context)
+        return self._call(name, *arguments)
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        error, *values = getattr(self._cuda, name)(*arguments)
+        self._check(name, error)
+        return values[0] if len(values) == 1 else values
+
+    def _check(self, name: str, error: Any) -> None:
+        if int(error):
+            kind = DeviceLost if int(error) in LOST_CODES else DriverError
+            raise kind(f"{name} on cuda:{self._number}: {error.name} ({int(error)})")

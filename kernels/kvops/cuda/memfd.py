@@ -1,0 +1,55 @@
+"""Memory of the host behind the interface of a GPU's driver: real descriptors, no GPU. For tests of
+all that is around a pool on a GPU; a worker uses it only if its device is set to memfd:N."""
+
+import mmap
+import os
+
+import torch
+from torch import Tensor
+
+_TOTAL_BYTES = 1 << 40
+
+
+class MemfdDriver:
+    """A device without a GPU. A handle is a descriptor of a memfd, whose name shows in the maps of
+    every process that maps it."""
+
+    def __init__(self, number: int) -> None:
+        self.uuid = f"MEMFD-{number}"
+        self._mappings: dict[int, mmap.mmap] = {}
+
+    def free_and_total_bytes(self) -> tuple[int, int]:
+        return _TOTAL_BYTES, _TOTAL_BYTES
+
+    def granularity(self) -> int:
+        return 2 << 20
+
+    def create(self, num_bytes: int) -> int:
+        fd = os.memfd_create(f"quire-{self.uuid}", os.MFD_CLOEXEC)
+        os.ftruncate(fd, num_bytes)
+        return fd
+
+    def export_fd(self, handle: int) -> int:
+        return os.dup(handle)
+
+    def import_fd(self, fd: int) -> int:
+        return os.dup(fd)
+
+    def map(self, handle: int, num_bytes: int) -> int:
+        mapping = mmap.mmap(handle, num_bytes)
+        pointer = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
+        self._mappings[pointer] = mapping
+        return pointer
+
+    def zero(self, pointer: int, num_bytes: int) -> None:
+        """A new memfd is zero; writing zeros would only allocate all of its pages."""
+
+    def unmap(self, pointer: int, num_bytes: int) -> None:
+        """The pages are unmapped once no tensor refers to them either."""
+        del self._mappings[pointer]
+
+    def release(self, handle: int) -> None:
+        os.close(handle)
+
+    def tensor(self, pointer: int, num_bytes: int, owner: object) -> Tensor:
+        return torch.frombuffer(self._mappings[pointer], dtype=torch.uint8)

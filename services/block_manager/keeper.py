@@ -1,0 +1,140 @@
+"""The keeper: holds the memory of pools on GPUs, and the pidfds of their workers.
+
+It maps nothing and links no CUDA: a descriptor alone keeps the memory, so a pool outlives every
+worker that has mapped it. `services.common.pool.keeper` is the workers' side and the protocol.
+"""
+
+import asyncio
+import json
+import os
+import socket
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import NoReturn
+
+from services.block_manager.gpu_processes import GpuProcesses, ProcessListError
+from services.block_manager.liveness import WorkerProcesses
+from services.common.pool.keeper import (
+    MAX_BYTES,
+    KeeperRefusal,
+    Registration,
+    pool_of,
+    socket_address,
+)
+from services.common.runtime.logging import get_logger
+
+log = get_logger(__name__)
+
+_MAX_FDS = 2
+
+
+class Keeper:
+    def __init__(self, root: Path, processes: WorkerProcesses, listed: GpuProcesses) -> None:
+        self._root = root
+        self._processes = processes
+        self._listed = listed
+        self._memory: dict[str, int] = {}
+        self._registering = asyncio.Lock()
+
+    async def run(self) -> NoReturn:
+        """Serve workers until cancelled."""
+        loop = asyncio.get_running_loop()
+        self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with ExitStack() as stack:
+            listening = stack.enter_context(_listen(self._root))
+            stack.callback(self._close)
+            async with asyncio.TaskGroup() as connections:
+                while True:
+                    connection, _ = await loop.sock_accept(listening)
+                    connections.create_task(self._serve(connection))
+
+    def release_removed(self) -> None:
+        """Give up the memory of pools whose directories are gone."""
+        for pool_id in [p for p in self._memory if not (self._root / p).exists()]:
+            os.close(self._memory.pop(pool_id))
+            log.info("pool_memory_released", pool_id=pool_id)
+
+    def _close(self) -> None:
+        for fd in self._memory.values():
+            os.close(fd)
+        self._memory.clear()
+        self._processes.close()
+
+    async def _serve(self, connection: socket.socket) -> None:
+        """Answer one message, and keep the connection until the worker ends it."""
+        loop = asyncio.get_running_loop()
+        with connection:
+            connection.setblocking(False)
+            path: Path | None = None
+            await _until_readable(connection)
+            try:
+                data, fds, _, _ = socket.recv_fds(
+                    connection, MAX_BYTES, _MAX_FDS, socket.MSG_CMSG_CLOEXEC
+                )
+                async with self._registering:
+                    # In a thread, because the driver may take its time to list processes.
+                    path, memory = await asyncio.to_thread(self._register, data, fds)
+                socket.send_fds(connection, [b"{}"], memory)
+            except KeeperRefusal as refusal:
+                log.warning("registration_refused", reason=str(refusal))
+                answer = {"error": str(refusal), "is_final": refusal.is_final}
+                with suppress(OSError):
+                    connection.send(json.dumps(answer).encode())
+            except OSError as error:
+                log.warning("registration_failed", reason=str(error))
+            with suppress(OSError):
+                await loop.sock_recv(connection, 1)
+            if path is not None and not path.exists():
+                self._processes.forget(path)  # the worker has left
+
+    def _register(self, data: bytes, fds: list[int]) -> tuple[Path | None, list[int]]:
+        """Take over a registration and its descriptors. Returns the path of the worker's record,
+        and the pool's memory."""
+        with ExitStack() as closing:
+            for fd in fds:
+                closing.callback(os.close, fd)
+            self.release_removed()
+            try:
+                registration = Registration.decode(data)
+                if registration == Registration():
+                    return None, []
+                directory = pool_of(self._root, registration)
+                pidfd, *memory = fds
+                # A list that cannot be read now could not be read at the worker's death either.
+                self._listed.pids(registration.gpu_uuid)
+                pool_id = registration.pool_id
+                if pool_id not in self._memory and not memory:
+                    raise KeeperRefusal(f"no worker has brought the memory of {pool_id}", False)
+                self._processes.add(directory, registration.worker_id, pidfd, registration.gpu_uuid)
+            except (ValueError, ProcessListError) as error:
+                raise KeeperRefusal(str(error), True) from error
+            if pool_id not in self._memory:
+                self._memory[pool_id] = os.dup(memory[0])
+            path = directory.process_path(registration.worker_id)
+            return path, [self._memory[pool_id]]
+
+
+def _listen(root: Path) -> socket.socket:
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with socket_address(root) as address:
+        Path(address).unlink(missing_ok=True)
+        listening.bind(address)
+        os.chmod(address, 0o600)
+    listening.listen()
+    listening.setblocking(False)
+    return listening
+
+
+async def _until_readable(connection: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    readable: asyncio.Future[None] = loop.create_future()
+
+    def wake() -> None:
+        if not readable.done():
+            readable.set_result(None)
+
+    loop.add_reader(connection, wake)
+    try:
+        await readable
+    finally:
+        loop.remove_reader(connection)

@@ -1,0 +1,143 @@
+"""Answers one question for every kind of pool: may this worker still write its blocks?
+
+    pool in a file      lock dropped: the kernel has unmapped the process's memory before
+    pool on a GPU       lock dropped ─▶ the process has exited ─▶ the driver lists it no more
+                                     └▶ or it lives on, and says that the GPU has done its work
+
+A GPU may still run what a killed process launched, after the process has lost its lock: the driver
+takes a process off its list when it has torn the process's context down.
+
+See ADR 121.
+"""
+
+import json
+import os
+import select
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+
+from services.block_manager.gpu_processes import GpuProcesses, ProcessListError
+from services.common.pool.directory import PoolDirectory
+
+
+class Liveness(Protocol):
+    def obstacle(self, directory: PoolDirectory, worker_id: str) -> str | None:
+        """Why a worker whose lock has dropped may still write; None: it never writes again."""
+        ...
+
+    def forget(self, directory: PoolDirectory, worker_id: str) -> None:
+        """Drop what is known of a worker that was reaped."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessRecord:
+    """The process of a worker on a GPU, in the pool's directory: it is known to the next block
+    manager, too. `started`: in the kernel's ticks since boot; a pid alone may be used again."""
+
+    pid: int
+    started: int
+    gpu_uuid: str
+
+    def write(self, path: Path) -> None:
+        new = path.with_name(f".{path.name}")
+        new.touch(0o600)
+        new.write_text(json.dumps(asdict(self)))
+        new.replace(path)
+
+    @classmethod
+    def read(cls, path: Path) -> "ProcessRecord":
+        """OSError, ValueError or TypeError: there is no readable record."""
+        return cls(**json.loads(path.read_text()))
+
+
+class WorkerProcesses:
+    """The pidfds of the workers on GPU pools."""
+
+    def __init__(self) -> None:
+        self._pidfds: dict[Path, int] = {}
+
+    def add(self, directory: PoolDirectory, worker_id: str, pidfd: int, gpu_uuid: str) -> None:
+        """Record a worker; the caller keeps `pidfd`. ValueError: it is no pidfd of a process that
+        can be seen from here. OSError: the pool is gone."""
+        pid = _pid_of(pidfd)
+        path = directory.process_path(worker_id)
+        ProcessRecord(pid, _start_of(pid), gpu_uuid).write(path)
+        if (old := self._pidfds.pop(path, None)) is not None:
+            os.close(old)
+        self._pidfds[path] = os.dup(pidfd)
+
+    def has_exited(self, path: Path, record: ProcessRecord) -> bool:
+        if path not in self._pidfds:
+            try:
+                pidfd = os.pidfd_open(record.pid)
+                started = _start_of(record.pid)
+            except (OSError, ValueError):
+                return True
+            if started != record.started:  # another process has its pid by now
+                os.close(pidfd)
+                return True
+            self._pidfds[path] = pidfd
+        return bool(select.select([self._pidfds[path]], [], [], 0)[0])
+
+    def forget(self, path: Path) -> None:
+        """Close the pidfd and delete the record, of a worker that was reaped or has left."""
+        if (pidfd := self._pidfds.pop(path, None)) is not None:
+            os.close(pidfd)
+        path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Close all pidfds; the records stay."""
+        while self._pidfds:
+            os.close(self._pidfds.popitem()[1])
+
+
+class PoolLiveness:
+    """The `Liveness` of pools in files and on GPUs of this host."""
+
+    def __init__(self, processes: WorkerProcesses, listed: GpuProcesses) -> None:
+        self._processes = processes
+        self._listed = listed
+
+    def obstacle(self, directory: PoolDirectory, worker_id: str) -> str | None:
+        if directory.is_file_pool or not directory.path.exists():
+            return None
+        if directory.finished_path(worker_id).exists():
+            return None
+        path = directory.process_path(worker_id)
+        try:
+            record = ProcessRecord.read(path)
+        except (OSError, ValueError, TypeError) as error:
+            return f"no record of its process: {error}"
+        if not self._processes.has_exited(path, record):
+            return f"process {record.pid} has not exited"
+        try:
+            if record.pid in self._listed.pids(record.gpu_uuid):
+                return f"the driver still lists process {record.pid} on {record.gpu_uuid}"
+        except ProcessListError as error:
+            return str(error)
+        return None
+
+    def forget(self, directory: PoolDirectory, worker_id: str) -> None:
+        self._processes.forget(directory.process_path(worker_id))
+        directory.finished_path(worker_id).unlink(missing_ok=True)
+
+
+def _pid_of(pidfd: int) -> int:
+    for line in Path(f"/proc/self/fdinfo/{pidfd}").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "Pid" and int(value) > 0:
+            return int(value)
+    raise ValueError(
+        "the block manager does not see the worker's process: containers need one PID namespace"
+    )
+
+
+def _start_of(pid: int) -> int:
+    """ValueError: there is no such process."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError as error:
+        raise ValueError(f"no process {pid}: {error}") from error
+    return int(fields[19])

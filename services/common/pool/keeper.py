@@ -1,0 +1,212 @@
+"""A worker's side of the keeper, which holds the memory of pools on GPUs (in the block manager).
+
+    worker                                   keeper
+    pool, worker, GPU + pidfd (+ memory) ──▶ records the process, keeps the descriptors
+                            memory       ◀── the pool's memory, as its first worker brought it
+    (waits for the connection to end)        (ends when the block manager dies)
+
+One message each way, over a Unix socket in the directory of the pools. Descriptors travel with the
+messages (SCM_RIGHTS). A worker whose connection ends registers again, with the descriptor that it
+has, until it ends itself. See ADR 120.
+"""
+
+import asyncio
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from blockstore.errors import PoolGone
+from services.common.errors import StartupError
+from services.common.pool.directory import PoolDirectory
+from services.common.runtime.logging import get_logger
+
+log = get_logger(__name__)
+
+MAX_BYTES = 4096
+_SOCKET = "keeper.sock"
+_ANSWER_S = 5.0
+_PATIENCE_S = 15.0
+"""How long a worker waits for a block manager that starts beside it."""
+
+_RETRY_S = 0.1
+
+
+class KeeperRefusal(Exception):
+    """The keeper refuses a worker; the text says why. `is_final`: a later call cannot succeed."""
+
+    def __init__(self, text: str, is_final: bool) -> None:
+        super().__init__(text)
+        self.is_final = is_final
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """The message of a worker. With all fields empty it asks the keeper to give up the memory of
+    pools that were removed."""
+
+    pool_id: str = ""
+    worker_id: str = ""
+    gpu_uuid: str = ""
+
+    def encode(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> "Registration":
+        """ValueError: it is not a registration."""
+        fields = json.loads(data)
+        if not isinstance(fields, dict) or set(fields) != {"pool_id", "worker_id", "gpu_uuid"}:
+            raise ValueError(f"not a registration: {data[:100]!r}")
+        return cls(**{name: str(value) for name, value in fields.items()})
+
+
+@contextmanager
+def socket_address(root: Path) -> Iterator[str]:
+    """The address of the keeper's socket under `root`, however long that path is: the address of a
+    Unix socket has at most 107 bytes."""
+    fd = os.open(root, os.O_DIRECTORY | os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{fd}/{_SOCKET}"
+    finally:
+        os.close(fd)
+
+
+class KeptMemory:
+    """A worker's registration at the keeper, and the descriptor (`fd`) that it brings again."""
+
+    def __init__(
+        self, root: Path, registration: Registration, fd: int, connection: socket.socket
+    ) -> None:
+        self.fd = fd
+        self._root = root
+        self._registration = registration
+        self._connection = connection
+        self._closing = threading.Lock()
+        self._is_closed = False
+
+    async def keep(self) -> NoReturn:
+        """Register again whenever the keeper was gone, until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            with suppress(OSError):
+                await loop.sock_recv(self._connection, 1)
+            self._connection.close()
+            log.warning("keeper_lost", worker_id=self._registration.worker_id)
+            await self._return()
+            log.info("keeper_found", worker_id=self._registration.worker_id)
+
+    async def _return(self) -> None:
+        while True:
+            if await asyncio.to_thread(self._register_again):
+                return
+            await asyncio.sleep(_RETRY_S)
+
+    def close(self) -> None:
+        """End the registration, and close the descriptor. May be called again."""
+        with self._closing:
+            self._connection.close()
+            if not self._is_closed:
+                self._is_closed = True
+                os.close(self.fd)
+
+    def _register_again(self) -> bool:
+        with self._closing:
+            if self._is_closed:
+                return True
+            try:
+                self._connection, fd = _ask(self._root, self._registration, self.fd)
+            except (OSError, KeeperRefusal) as error:
+                if not isinstance(error, ConnectionRefusedError | FileNotFoundError):
+                    log.warning("keeper_refuses", reason=str(error))
+                return False
+            os.close(fd)
+            return True
+
+
+def register(
+    root: Path, registration: Registration, memory_fd: int | None, *, is_live: bool
+) -> KeptMemory:
+    """Register this process as a worker on a pool in a GPU's memory. Blocks.
+
+    `memory_fd`: the memory, if this worker made it; the caller keeps that descriptor. `is_live`:
+    whether another worker may bring the memory.
+
+    StartupError: the block manager refuses, or does not answer in time. PoolGone: the pool has no
+    other worker, and the keeper does not have its memory.
+    """
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            connection, fd = _ask(root, registration, memory_fd)
+            return KeptMemory(root, registration, fd, connection)
+        except KeeperRefusal as refusal:
+            error: Exception = refusal
+            if not refusal.is_final and not is_live:
+                raise PoolGone(str(refusal)) from refusal
+            is_final = refusal.is_final
+        except OSError as refused:
+            error, is_final = refused, False
+        if is_final or time.monotonic() > deadline:
+            raise StartupError(
+                f"the block manager, at {root / _SOCKET}, does not register this worker on "
+                f"{registration.gpu_uuid}: {error}"
+            ) from error
+        time.sleep(_RETRY_S)
+
+
+def release_removed(root: Path) -> None:
+    """Have the keeper give up the memory of removed pools. Nothing if there is no keeper."""
+    with suppress(FileNotFoundError, ConnectionRefusedError):
+        connection, _ = _exchange(root, Registration(), [])
+        connection.close()
+
+
+def _ask(
+    root: Path, registration: Registration, memory_fd: int | None
+) -> tuple[socket.socket, int]:
+    """Register once. Returns the connection and the pool's memory. OSError, KeeperRefusal."""
+    pidfd = os.pidfd_open(os.getpid())
+    try:
+        fds = [pidfd] if memory_fd is None else [pidfd, memory_fd]
+        connection, (fd,) = _exchange(root, registration, fds)
+    finally:
+        os.close(pidfd)
+    return connection, fd
+
+
+def _exchange(
+    root: Path, registration: Registration, fds: Sequence[int]
+) -> tuple[socket.socket, list[int]]:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.settimeout(_ANSWER_S)
+        with socket_address(root) as address:
+            connection.connect(address)
+        socket.send_fds(connection, [registration.encode()], fds)
+        data, received, _, _ = socket.recv_fds(connection, MAX_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+        if not data:
+            raise ConnectionResetError("the block manager closed the connection")
+        answer = json.loads(data)
+        if "error" in answer:
+            raise KeeperRefusal(answer["error"], answer["is_final"])
+        connection.setblocking(False)
+    except BaseException:
+        connection.close()
+        raise
+    return connection, received
+
+
+def pool_of(root: Path, registration: Registration) -> PoolDirectory:
+    """The directory that the registration names. ValueError: the names are no names of a pool and a
+    worker on it."""
+    for name in (registration.pool_id, registration.worker_id):
+        if not name or name.startswith(".") or "/" in name:
+            raise ValueError(f"{name!r} is not a name")
+    return PoolDirectory(root / registration.pool_id)

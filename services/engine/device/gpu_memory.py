@@ -1,0 +1,149 @@
+"""Divides a GPU's memory between the workers' weights and activations and the pool.
+
+    total x utilization = num_workers x (weights + activations + other) + pool
+
+`utilization` is vLLM's gpu_memory_utilization: the share of the GPU that this deployment may use,
+whatever other programs use. `other`: what a process takes beyond PyTorch's tensors: its CUDA
+context, kernels and workspaces.
+"""
+
+import os
+from dataclasses import asdict, dataclass
+from typing import Protocol
+
+import torch
+
+from kvops import Backend
+from services.common.errors import StartupError
+from services.common.pool.layout import PoolLayout
+from services.common.pool.sizing import format_size
+from services.engine.device.threads import use_device
+from services.engine.models import Model
+from services.engine.pool import KVPool
+from services.engine.runner import Runner
+
+
+@dataclass(frozen=True, slots=True)
+class GpuMemoryPlan:
+    """The parts, in bytes; `weights`, `activations` and `other` of one worker."""
+
+    total: int
+    utilization: float
+    num_workers: int
+    weights: int
+    activations: int
+    other: int
+
+    @property
+    def pool(self) -> int:
+        """StartupError: nothing is left for the pool."""
+        of_workers = self.num_workers * (self.weights + self.activations + self.other)
+        pool = int(self.total * self.utilization) - of_workers
+        if pool <= 0:
+            raise StartupError(
+                f"{self.utilization:g} of the GPU's {format_size(self.total)} leaves no memory for "
+                f"the pool: {self.num_workers} workers take {format_size(of_workers)}, each "
+                f"{format_size(self.weights)} for weights, {format_size(self.activations)} for "
+                f"activations and {format_size(self.other)} for its CUDA context and kernels; "
+                "raise gpu_memory_utilization, or lower max_num_batched_tokens or the number of "
+                "workers"
+            )
+        return pool
+
+    def fields(self, block_bytes: int) -> dict[str, int | float]:
+        """The sum, for the log."""
+        return {**asdict(self), "pool": self.pool, "num_blocks": self.pool // block_bytes}
+
+
+class MemoryMeter(Protocol):
+    """The memory of a GPU, as this process sees it, in bytes."""
+
+    def total(self) -> int: ...
+
+    def tensors(self) -> int:
+        """Of PyTorch's tensors, now."""
+        ...
+
+    def reset_peak(self) -> None: ...
+
+    def peak(self) -> int:
+        """The most that tensors took since `reset_peak`."""
+        ...
+
+    def other(self) -> int:
+        """What this process has beyond what PyTorch has reserved for tensors."""
+        ...
+
+
+class CudaMeter:
+    """By PyTorch, and by NVML for what PyTorch does not know. It has run on no GPU yet."""
+
+    def __init__(self, device: torch.device, gpu_uuid: str) -> None:
+        self._device = device
+        self._uuid = gpu_uuid
+
+    def total(self) -> int:
+        return int(torch.cuda.get_device_properties(self._device).total_memory)
+
+    def tensors(self) -> int:
+        return torch.cuda.memory_allocated(self._device)
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def peak(self) -> int:
+        torch.cuda.synchronize(self._device)
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def other(self) -> int:
+        """StartupError: NVML does not tell. Other workers load at the same time, so the change of
+        the GPU's free memory does not tell either."""
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            device = pynvml.nvmlDeviceGetHandleByUUID(self._uuid)
+            used = {
+                process.pid: process.usedGpuMemory
+                for process in pynvml.nvmlDeviceGetComputeRunningProcesses(device)
+            }
+        except ModuleNotFoundError as error:
+            raise StartupError(
+                "gpu_memory_utilization needs the package nvidia-ml-py (the extra "
+                "quire-serve[cuda]), or set pool_memory"
+            ) from error
+        except pynvml.NVMLError as error:
+            raise StartupError(f"NVML does not tell this process's memory: {error}") from error
+        own = used.get(os.getpid())
+        if own is None:
+            raise StartupError(
+                f"NVML does not list process {os.getpid()} on {self._uuid}: containers on a GPU "
+                "need the host's PID namespace (pid: host)"
+            )
+        return max(0, int(own) - torch.cuda.memory_reserved(self._device))
+
+
+def profile(
+    meter: MemoryMeter,
+    model: Model,
+    ops: Backend,
+    layout: PoolLayout,
+    *,
+    num_tokens: int,
+    num_rows: int,
+    num_workers: int,
+    utilization: float,
+) -> GpuMemoryPlan:
+    """Measure a worker's memory by the forward pass of its largest step: `num_tokens` new tokens of
+    `num_rows` sequences. The step has an arena of one block, and writes nothing into it."""
+    use_device(model.device)
+    weights = meter.tensors()
+    kv = KVPool.private(layout, 1, str(model.device)).kv
+    runner = Runner(model, kv, layout.block_size, ops)
+    before = meter.tensors()
+    meter.reset_peak()
+    runner.run_largest_step(num_tokens, num_rows)
+    activations = meter.peak() - before
+    return GpuMemoryPlan(
+        meter.total(), utilization, num_workers, weights, activations, meter.other()
+    )

@@ -1,0 +1,63 @@
+"""The device that a worker computes on, and where its pool is."""
+
+from dataclasses import dataclass
+
+import torch
+
+import kvops.cuda
+from kvops.cuda.vmm import LOST_CODES, DeviceLost, Driver, DriverError
+from services.common.errors import StartupError
+from services.worker.pool_memory import FileMemory, GpuMemory, PoolMemory
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerDevice:
+    """`name`: the setting: cpu, cuda:N, or memfd:N, which computes as cpu does and keeps its pool
+    as a GPU's. `driver`: of the memory of pools; None: they are files."""
+
+    name: str
+    driver: Driver | None = None
+
+    @property
+    def torch(self) -> torch.device:
+        return torch.device(self.name if self.name.startswith("cuda") else "cpu")
+
+    @property
+    def memory(self) -> PoolMemory:
+        return FileMemory() if self.driver is None else GpuMemory(self.driver, self.name)
+
+
+def open_device(name: str) -> WorkerDevice:
+    """Open the device. StartupError: it is not there, or PyTorch cannot use it."""
+    if name == "cpu":
+        return WorkerDevice(name)
+    if name.startswith("cuda"):
+        _need_gpu(name)
+    try:
+        return WorkerDevice(name, kvops.cuda.driver(name))
+    except (kvops.BackendUnavailable, DriverError) as error:
+        raise StartupError(str(error)) from error
+
+
+def _need_gpu(name: str) -> None:
+    torch_version = f"PyTorch {torch.__version__}"
+    if torch.version.cuda is None:
+        raise StartupError(f"device {name}: {torch_version} is built without CUDA")
+    if not torch.cuda.is_available():
+        raise StartupError(f"device {name}: {torch_version} sees no GPU")
+    count = torch.cuda.device_count()
+    if torch.device(name).index >= count:
+        names = ", ".join(
+            f"cuda:{number} ({torch.cuda.get_device_name(number)})" for number in range(count)
+        )
+        raise StartupError(f"device {name}: there is only {names}")
+
+
+def lost_device(error: BaseException) -> BaseException | None:
+    """The error, or one in the group, that shows that the GPU and its memory are lost."""
+    if isinstance(error, BaseExceptionGroup):
+        return next(filter(None, map(lost_device, error.exceptions)), None)
+    is_lost = isinstance(error, DeviceLost) or (
+        isinstance(error, torch.AcceleratorError) and getattr(error, "error_code", 0) in LOST_CODES
+    )
+    return error if is_lost else None

@@ -1,0 +1,89 @@
+"""A pool that is kept as a GPU's is: memory behind descriptors, a keeper, and workers that count as
+gone when no process maps it. No GPU is needed: the memory is the host's (`kvops.cuda.memfd`)."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from quire.async_client import AsyncClient
+from services.common.pool.directory import PoolDirectory
+
+from .conftest import POOL_MEMORY
+from .deployment import Deployment, serving
+from .test_crashes import LIMIT_S, Inside, all_serve, arena_of, inside, streams
+
+__all__ = ["inside"]
+ARGS = ("--device", "memfd:0", "--pool-memory", str(2 * POOL_MEMORY))
+
+
+@pytest.fixture(scope="module")
+def deployment(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    folder = tmp_path_factory.mktemp("run")
+    with serving(checkpoint, folder, "--prefill", "2", "--decode", "2", *ARGS) as running:
+        yield running
+
+
+async def test_the_pool_outlives_all_who_made_it(
+    deployment: Deployment, client: AsyncClient, inside: Inside
+) -> None:
+    """Every worker, the one that made the memory among them, and the block manager are killed one
+    after another while streams run: no token changes, the laws hold, and it is the same pool."""
+    await all_serve(client)
+    memory = arena_of(deployment, inside.directory).stat().st_ino
+    undisturbed = [await stream.run(client) for stream in streams(5)]
+    victims = [
+        *((name, pid) for name in ("decode", "prefill") for pid in pids(deployment, name)),
+        ("block_manager", pids(deployment, "block_manager")[0]),
+    ]
+    for name, pid in victims:
+        disturbed = streams(5)
+        running = [asyncio.create_task(stream.run(client)) for stream in disturbed]
+        await disturbed[0].reaches(20)
+        os.kill(pid, signal.SIGKILL)
+        async with asyncio.timeout(LIMIT_S):
+            assert await asyncio.gather(*running) == undisturbed, name
+        await all_serve(client)
+    assert no_pid_of(victims, deployment)
+    assert arena_of(deployment, inside.directory).stat().st_ino == memory
+    assert deployment.log.read_text().count('"event": "worker_reaped"') == 4
+
+
+async def test_a_pool_without_workers_waits_for_them(
+    deployment: Deployment, client: AsyncClient, inside: Inside
+) -> None:
+    """A fault that ends all workers at once, as under MPS, costs no finished block."""
+    await all_serve(client)
+    prompt = list(range(260, 360))
+    first = await streams_of(client, prompt)
+    for name in ("decode", "prefill"):
+        for pid in pids(deployment, name):
+            os.kill(pid, signal.SIGKILL)
+    async with asyncio.timeout(LIMIT_S):
+        while not is_reaped(inside.directory):
+            await asyncio.sleep(0.02)
+    await all_serve(client)
+    assert await streams_of(client, prompt) == (first[0], 96)
+
+
+async def streams_of(client: AsyncClient, prompt: list[int]) -> tuple[list[int], int | None]:
+    from quire.types import Sampling
+
+    greedy = Sampling(temperature=0.0, max_tokens=20, ignore_eos=True)
+    completion = await client.complete(prompt, greedy, timeout_s=LIMIT_S)
+    return list(completion.token_ids), completion.usage.num_cached_tokens
+
+
+def is_reaped(directory: PoolDirectory) -> bool:
+    return not directory.worker_ids()
+
+
+def pids(deployment: Deployment, name: str) -> list[int]:
+    return deployment.running(f"services.{name}")
+
+
+def no_pid_of(victims: list[tuple[str, int]], deployment: Deployment) -> bool:
+    return not {pid for _, pid in victims} & set(deployment.children())

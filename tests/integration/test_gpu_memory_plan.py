@@ -1,0 +1,123 @@
+"""The pool's size on a GPU: the share that may be used, less what the workers need. The step runs
+on the CPU here, and a meter of the test says what it takes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import kvops
+from bench.make_checkpoint import make_checkpoint
+from services.common.errors import StartupError
+from services.common.pool.layout import PoolLayout
+from services.engine.batch import Row
+from services.engine.device.gpu_memory import CudaMeter, GpuMemoryPlan, profile
+from services.engine.models import load_model
+from services.engine.runner import Runner
+
+GIB = 1 << 30
+
+
+def test_the_sum() -> None:
+    """80 GiB at 0.9, two workers with 16 + 1.5 + 0.5 GiB each: 36 GiB are left."""
+    plan = GpuMemoryPlan(80 * GIB, 0.9, 2, 16 * GIB, 3 * GIB // 2, GIB // 2)
+    assert plan.pool == 36 * GIB
+    assert plan.fields(block_bytes=GIB) == {
+        "total": 80 * GIB,
+        "utilization": 0.9,
+        "num_workers": 2,
+        "weights": 16 * GIB,
+        "activations": 3 * GIB // 2,
+        "other": GIB // 2,
+        "pool": 36 * GIB,
+        "num_blocks": 36,
+    }
+
+
+def test_a_gpu_that_is_too_small_is_refused_with_the_numbers() -> None:
+    plan = GpuMemoryPlan(24 * GIB, 0.5, 2, 6 * GIB, 0, 0)
+    with pytest.raises(StartupError, match=r"0\.5 of the GPU's 24\.00 GiB .*: 2 workers take 12"):
+        _ = plan.pool
+
+
+class Meter:
+    """Says what a test expects, and that it was asked in order."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def total(self) -> int:
+        return 1000
+
+    def tensors(self) -> int:
+        self.asked.append("tensors")
+        return 100 + 7 * self.asked.count("tensors")
+
+    def reset_peak(self) -> None:
+        self.asked.append("reset")
+
+    def peak(self) -> int:
+        self.asked.append("peak")
+        return 164
+
+    def other(self) -> int:
+        return 9
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_rows", "lens"),
+    [(40, 3, [14, 13, 13]), (8, 8, [1] * 8), (4, 8, [1] * 4), (10_000, 1, [4096])],
+)
+def test_the_largest_step_is_measured(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    num_tokens: int,
+    num_rows: int,
+    lens: list[int],
+) -> None:
+    """It has all tokens and draws from all rows, at most the context each; the arena of one block
+    and the weights are no activations."""
+    ops = kvops.backend("reference")
+    model = load_model(make_checkpoint(tmp_path / "tiny"), torch.float32, ops)
+    layout = PoolLayout("tiny", "f", 2, 2, 16, "float32", 16)
+    steps: list[list[Row]] = []
+    compute = Runner.logits
+
+    def logits(runner: Runner, rows: list[Row]) -> torch.Tensor:
+        steps.append(rows)
+        before = runner._kv.clone()
+        found = compute(runner, rows)
+        assert torch.equal(runner._kv, before), "it stores nothing"
+        assert len(found) == len(lens)
+        return found
+
+    monkeypatch.setattr(Runner, "logits", logits)
+    meter = Meter()
+    plan = profile(
+        meter,
+        model,
+        ops,
+        layout,
+        num_tokens=num_tokens,
+        num_rows=num_rows,
+        num_workers=2,
+        utilization=0.8,
+    )
+    assert [[len(row.token_ids) for row in rows] for rows in steps] == [lens]
+    assert meter.asked == ["tensors", "tensors", "reset", "peak"]
+    assert plan == GpuMemoryPlan(1000, 0.8, 2, weights=107, activations=50, other=9)
+    assert plan.pool == 800 - 2 * 166
+
+
+def test_what_nvml_does_not_tell_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On this machine the real package finds no driver; elsewhere containers hide processes."""
+    meter = CudaMeter(torch.device("cuda:0"), "GPU-1")
+    with pytest.raises(StartupError, match="NVML does not tell this process's memory"):
+        meter.other()
+    import pynvml
+
+    for name in ("nvmlInit", "nvmlDeviceGetHandleByUUID"):
+        monkeypatch.setattr(pynvml, name, lambda *_: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetComputeRunningProcesses", lambda device: [])
+    with pytest.raises(StartupError, match=r"does not list process .* \(pid: host\)"):
+        meter.other()

@@ -1,0 +1,210 @@
+"""A worker on a GPU is reaped when it is dead and quiet: its lock dropped, its process gone, and
+the driver's list without it. Each of these by itself is not enough."""
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pynvml
+import pytest
+
+from services.block_manager.gpu_processes import (
+    AllProcesses,
+    MappedProcesses,
+    NvmlProcesses,
+    ProcessListError,
+)
+from services.block_manager.liveness import PoolLiveness, ProcessRecord, WorkerProcesses
+from services.block_manager.watcher import Watcher
+from services.common.pool.directory import PoolDirectory
+from services.common.pool.locks import WorkerLock
+
+PID, GPU = 4711, "GPU-0001"
+
+
+class FakeProcesses(WorkerProcesses):
+    """`exited`: what the pidfds say."""
+
+    exited = False
+
+    def has_exited(self, path: Path, record: ProcessRecord) -> bool:
+        assert record == ProcessRecord(PID, 99, GPU)
+        return self.exited
+
+
+class FakeNvml:
+    """`listed`: the pids, or the error that the driver gives."""
+
+    listed: frozenset[int] | str = frozenset({PID, 1})
+
+    def pids(self, gpu_uuid: str) -> frozenset[int]:
+        assert gpu_uuid == GPU
+        if isinstance(self.listed, str):
+            raise ProcessListError(self.listed)
+        return self.listed
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> PoolDirectory:
+    directory = PoolDirectory(tmp_path / "tiny-1")
+    directory.workers.mkdir(parents=True)
+    ProcessRecord(PID, 99, GPU).write(directory.process_path("decode-1"))
+    return directory
+
+
+def test_what_stands_in_the_way_of_the_reaper(pool: PoolDirectory) -> None:
+    processes, nvml = FakeProcesses(), FakeNvml()
+    liveness = PoolLiveness(processes, nvml)
+
+    def obstacle() -> str | None:
+        return liveness.obstacle(pool, "decode-1")
+
+    assert obstacle() == "process 4711 has not exited"
+    nvml.listed = frozenset()
+    assert obstacle() == "process 4711 has not exited"
+    nvml.listed, processes.exited = frozenset({1, PID}), True
+    assert obstacle() == "the driver still lists process 4711 on GPU-0001"
+    nvml.listed = "NVML: the driver is not loaded"
+    assert obstacle() == nvml.listed, "an error is not an answer"
+    nvml.listed = frozenset({1})
+    assert obstacle() is None
+
+
+def test_a_worker_may_finish_while_its_process_goes_on(pool: PoolDirectory) -> None:
+    """A fenced worker drops its lock and joins again under another name, in the same process."""
+    liveness = PoolLiveness(FakeProcesses(), FakeNvml())
+    pool.finished_path("decode-2").touch()
+    assert liveness.obstacle(pool, "decode-1") is not None
+    pool.finished_path("decode-1").touch()
+    assert liveness.obstacle(pool, "decode-1") is None
+    liveness.forget(pool, "decode-1")
+    assert sorted(path.name for path in pool.workers.iterdir()) == ["decode-2.finished"]
+
+
+def test_an_unknown_process_is_never_quiet(pool: PoolDirectory) -> None:
+    liveness = PoolLiveness(FakeProcesses(), FakeNvml())
+    assert "no record" in (liveness.obstacle(pool, "decode-2") or "")
+    pool.process_path("decode-1").write_text('{"pid": 1')
+    assert "no record" in (liveness.obstacle(pool, "decode-1") or "")
+
+
+def test_a_pool_in_a_file_needs_the_lock_only(pool: PoolDirectory) -> None:
+    pool.kv.touch()
+    assert PoolLiveness(FakeProcesses(), FakeNvml()).obstacle(pool, "decode-1") is None
+
+
+async def test_no_reap_while_a_condition_is_unmet(
+    pool: PoolDirectory,
+) -> None:
+    """The lock is held by the block manager meanwhile, so that the worker counts as alive to all
+    others; the time is measured."""
+    processes, nvml = FakeProcesses(), FakeNvml()
+    reaped, times, asked = asyncio.Event(), list[float](), asyncio.Queue[str | None]()
+    rules = PoolLiveness(processes, nvml)
+
+    class Asked(PoolLiveness):
+        def obstacle(self, directory: PoolDirectory, worker_id: str) -> str | None:
+            found = rules.obstacle(directory, worker_id)
+            loop.call_soon_threadsafe(asked.put_nowait, found)
+            return found
+
+    async def reap(directory: PoolDirectory, worker_id: str) -> None:
+        reaped.set()
+
+    loop = asyncio.get_running_loop()
+    WorkerLock.create(pool.lock_path("decode-1")).close()
+    watcher = Watcher(pool.path.parent, reap, Asked(processes, nvml), times.append)
+    watching = asyncio.create_task(watcher.run(lambda: 0.01))
+    async with asyncio.timeout(10):
+        for exited, listed in ((False, "no answer"), (True, "no answer"), (True, frozenset({PID}))):
+            processes.exited, nvml.listed = exited, listed
+            while not asked.empty():
+                asked.get_nowait()
+            for _ in range(2):  # the first may have been asked before the change
+                assert await asked.get() is not None
+            assert not reaped.is_set()
+            assert pool.live_worker_ids() == ("decode-1",)
+        nvml.listed = frozenset()
+        await reaped.wait()
+        while pool.worker_ids():
+            await asyncio.sleep(0.005)
+    watching.cancel()
+    assert len(times) == 1
+    assert times[0] > 0.02
+    assert not pool.process_path("decode-1").exists()
+
+
+def test_a_process_is_known_by_its_pidfd_or_its_record(tmp_path: Path) -> None:
+    """The record serves the next block manager; a pid that is used again is another process."""
+    directory = PoolDirectory(tmp_path / "tiny-1")
+    directory.workers.mkdir(parents=True)
+    path = directory.process_path("decode-1")
+    child = os.fork()
+    if child == 0:
+        os.read(os.pipe()[0], 1)
+        os._exit(0)
+    pidfd = os.pidfd_open(child)
+    first, second = WorkerProcesses(), WorkerProcesses()
+    first.add(directory, "decode-1", pidfd, GPU)
+    record = ProcessRecord.read(path)
+    assert (record.pid, record.gpu_uuid) == (child, GPU)
+    assert not first.has_exited(path, record)
+    assert not second.has_exited(path, record)
+    reused = ProcessRecord(child, record.started + 1, GPU)
+    assert WorkerProcesses().has_exited(path, reused)
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    assert first.has_exited(path, record)
+    assert second.has_exited(path, record)
+    assert WorkerProcesses().has_exited(path, record)
+    for processes in (first, second):
+        processes.forget(path)
+    os.close(pidfd)
+
+
+def nvml_with(monkeypatch: pytest.MonkeyPatch, *processes: int, mps: tuple[int, ...] = ()) -> None:
+    found: dict[str, Callable[..., Any]] = {
+        "nvmlInit": lambda: None,
+        "nvmlDeviceGetHandleByUUID": lambda uuid: uuid,
+        "nvmlDeviceGetComputeRunningProcesses": lambda device: [
+            SimpleNamespace(pid=pid) for pid in processes
+        ],
+        "nvmlDeviceGetMPSComputeRunningProcesses": lambda device: [
+            SimpleNamespace(pid=pid) for pid in mps
+        ],
+    }
+    for name, function in found.items():
+        assert hasattr(pynvml, name), name
+        monkeypatch.setattr(pynvml, name, function)
+
+
+def test_nvml_lists_processes_of_mps_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml_with(monkeypatch, 3, 5, mps=(7,))
+    assert NvmlProcesses().pids(GPU) == {3, 5, 7}
+
+
+def test_nvml_without_a_driver_is_an_error() -> None:
+    """As on this machine, where the real package finds no driver."""
+    with pytest.raises(ProcessListError, match="NVML cannot list the processes of GPU-0001"):
+        AllProcesses().pids(GPU)
+
+
+def test_nvml_that_is_not_installed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with pytest.raises(ProcessListError, match="nvidia-ml-py is not installed"):
+        NvmlProcesses().pids(GPU)
+
+
+def test_processes_that_map_a_memfd_use_it() -> None:
+    from kvops.cuda.memfd import MemfdDriver
+    from kvops.cuda.vmm import SharedMemory
+
+    assert os.getpid() not in MappedProcesses().pids("MEMFD-77")
+    memory = SharedMemory.create(MemfdDriver(77), 2 << 20)
+    assert os.getpid() in AllProcesses().pids("MEMFD-77")
+    memory.close()
+    assert os.getpid() not in MappedProcesses().pids("MEMFD-77")
