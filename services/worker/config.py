@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from services.common.checkpoint.quantization import Quantization
-from services.common.checkpoint.shards import TensorParallelSize, check_shards, refuse_kind
+from services.common.checkpoint.shards import SIZES, check_shards, refuse_kind
 from services.common.errors import StartupError
 from services.common.numa.topology import parse_cpus
 from services.common.pool.sizing import check_capacity, parse_size
@@ -65,7 +65,7 @@ class WorkerSettings(PoolServiceSettings):
         description="instruction set of the backend cpu; auto: the best that this CPU has, by "
         "measurement where that is in doubt; the same for all workers of a host",
     )
-    tensor_parallel_size: TensorParallelSize = Field(
+    tensor_parallel_size: int = Field(
         1,
         description="ranks of a worker: processes that divide the model's weights and KV heads, "
         "each on a device of its own; the same for all workers of a pool",
@@ -148,6 +148,13 @@ class WorkerSettings(PoolServiceSettings):
         if num_tokens is not None and num_tokens < num_seqs:
             raise ValueError(f"{num_tokens} is less than max_num_seqs, {num_seqs}")
         return num_tokens
+
+    @field_validator("tensor_parallel_size")
+    @classmethod
+    def _check_tensor_parallel_size(cls, size: int) -> int:
+        if size not in SIZES:
+            raise ValueError(f"{size} is not one of {', '.join(map(str, SIZES))}")
+        return size
 
     @field_validator("cpus")
     @classmethod

@@ -14,7 +14,8 @@ from typing import Literal
 from services.common.errors import StartupError
 from services.common.text.model_config import ModelConfig
 
-TensorParallelSize = Literal[1, 2, 4, 8]
+SIZES = (1, 2, 4, 8)
+"""The numbers of ranks that a worker may have."""
 
 Dimension = Literal["heads", "kv_heads", "mlp", "vocabulary"]
 

@@ -126,6 +126,7 @@ def packed(batch: Batch, wanted: Tensor) -> tuple[Forward, Tensor]:
     octets = [
         tensor.to(dtype).contiguous().view(-1).view(torch.uint8)
         for tensor, dtype in zip(tensors, _DTYPES, strict=True)
+        if tensor.numel()
     ]
     shapes = tuple(tuple(tensor.shape) for tensor in tensors)
     return Forward(shapes, batch.max_query_len, batch.max_context_len), torch.cat(octets)
