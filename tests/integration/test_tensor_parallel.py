@@ -1,7 +1,6 @@
 """Workers of several ranks, on gloo: tokens of transformers, the same bits in any batch, copies of
 blocks, and the end of a rank."""
 
-import random
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,6 @@ from bench.make_checkpoint import CheckpointSpec, make_checkpoint
 from services.common.errors import StartupError
 from services.common.pool.locks import is_held
 from services.engine.batch import Row, RowOutput, Scoring
-from services.engine.models import load_model
 from services.worker.ranks.processes import Ranks
 
 from .models_oracle import GREEDY, SPECS, Oracle, random_prompt
