@@ -227,8 +227,8 @@ class WorkerSettings(PoolServiceSettings):
             raise refuse_kind(self.tensor_parallel_size, self.quantize)
         if self.device != "cpu":
             raise StartupError(
-                f"tensor_parallel_size {self.tensor_parallel_size} on {self.device}: a pool has the "
-                "memory of one GPU so far; use 1, or the device cpu"
+                f"tensor_parallel_size {self.tensor_parallel_size} on {self.device}: a pool has "
+                "the memory of one GPU so far; use 1, or the device cpu"
             )
 
 

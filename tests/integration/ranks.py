@@ -14,7 +14,7 @@ from services.common.pool.directory import PoolDirectory
 from services.common.pool.header import PoolHeader
 from services.common.pool.layout import KVDtype, PoolLayout
 from services.common.pool.locks import WorkerLock
-from services.engine.pool import DTYPES, KVPool
+from services.engine.pool import DTYPES, FileArena, KVPool
 from services.engine.ranks.lead import LeadRunner
 from services.engine.runner import Runner
 from services.worker.membership import Membership
@@ -35,7 +35,8 @@ def pool_of(directory: Path, layout: PoolLayout, num_blocks: int, worker_id: str
             there.arena(rank).write_bytes(b"\xff" * num_bytes)
     lock = WorkerLock.create(there.lock_path(worker_id))
     header = PoolHeader("pool", "run", layout, num_blocks, 0)
-    pool = KVPool(there.kv, layout, num_blocks)
+    arena = FileArena(there.kv, num_blocks * layout.block_bytes)
+    pool = KVPool(arena, layout, num_blocks)
     nothing: Any = None
     return Membership(nothing, there, header, worker_id, lock, pool, nothing)
 

@@ -15,7 +15,9 @@ from services.common.pool.locks import is_held
 from services.engine.batch import Row, RowOutput, Scoring
 from services.worker.ranks.processes import Ranks
 
+from .gguf_checkpoints import write_gguf, write_twin
 from .models_oracle import GREEDY, SPECS, Oracle, random_prompt
+from .quantized_checkpoints import fp8_block, gptq, write_quantized
 from .ranks import RankedRunner
 
 SAMPLE = [
@@ -94,6 +96,39 @@ def test_logits_have_the_same_bits_in_any_batch(
         assert trial.new_tokens == alone.new_tokens
         assert all(map(torch.equal, trial.logits, alone.logits))
     crews[size].leave()
+
+
+@pytest.mark.parametrize("stored", ["fp8 in blocks", "GGUF of 8 bits"])
+def test_quantized_weights_in_floating_point_are_divided(
+    stored: str, crews: dict[int, Ranks], tmp_path: Path
+) -> None:
+    """They are converted whole, then divided: a part may begin in the middle of a scale's block."""
+    spec = CheckpointSpec(hidden_size=128, head_dim=32, intermediate_size=320, tied=False)
+    plain = make_checkpoint(tmp_path / "plain", spec)
+    model = tmp_path / "model"
+    if stored == "fp8 in blocks":
+        twin = write_quantized(plain, model, fp8_block())
+    else:
+        model = tmp_path / "model.gguf"
+        kinds = write_gguf(plain, model, lambda name: "Q8_0" if "_proj" in name else "F32")
+        twin = write_twin(plain, tmp_path / "twin", kinds)
+    runner = RankedRunner(model, tmp_path, crews[2])
+    trial = runner.place(random_prompt(30, 1))
+    runner.decode_all([trial], 100)
+    wanted = Oracle(twin).answer(trial.prompt)
+    assert trial.new_tokens == wanted.token_ids
+    torch.testing.assert_close(torch.stack(trial.logits), wanted.logits, atol=1e-3, rtol=1e-3)
+    crews[2].leave()
+
+
+def test_linears_in_4_bits_are_refused(crews: dict[int, Ranks], tmp_path: Path) -> None:
+    spec = CheckpointSpec(hidden_size=128, head_dim=32, intermediate_size=256)
+    plain = make_checkpoint(tmp_path / "plain", spec)
+    write_quantized(plain, tmp_path / "gptq", gptq(32, symmetric=True))
+    write_gguf(plain, tmp_path / "model.gguf", lambda name: "Q4_0")
+    for name, kind in (("gptq", "int4-32"), ("model.gguf", "int4-32")):
+        with pytest.raises(StartupError, match=f"size 2: linears of {kind} are not split"):
+            RankedRunner(tmp_path / name, tmp_path, crews[2])
 
 
 def test_copied_and_swapped_blocks_are_copied_at_all_ranks(

@@ -14,9 +14,10 @@ from services.common.errors import StartupError
 from services.common.text.model_config import ModelConfig
 from services.engine.models.decoder import ComposedModel
 from services.engine.models.load import load_shard
-from services.engine.pool import KVPool
+from services.engine.pool import FileArena, KVPool
 from services.engine.ranks.collectives import Collectives, connect
 from services.engine.ranks.messages import (
+    ArenaFile,
     Connect,
     CopyBlocks,
     Done,
@@ -43,6 +44,11 @@ def follow(connection: Connection) -> None:
             except EOFError:
                 return
             follower.do(message)
+
+
+def _pool(one: ArenaFile) -> KVPool:
+    arena = FileArena(one.path, one.num_blocks * one.layout.block_bytes)
+    return KVPool(arena, one.layout, one.num_blocks)
 
 
 class _Follower:
@@ -108,7 +114,7 @@ class _Follower:
     def _join(self, message: Join, locks: list[int]) -> None:
         self._leave()
         self._locks = locks
-        self._pools = [KVPool(one.path, one.layout, one.num_blocks) for one in message.arenas]
+        self._pools = [_pool(one) for one in message.arenas]
         shape = self._model.config.num_heads, message.max_num_seqs
         self._ops.warm_up(self._pools[0].kv[:, 0], *shape)
 
