@@ -12,6 +12,7 @@ from quire.async_client import AsyncClient
 from quire.types import Sampling
 
 from .conftest import POOL_MEMORY, Oracle
+from .decoders import figures
 from .deployment import Deployment, serving
 from .test_crashes import LIMIT_S, all_serve, streams
 
@@ -68,16 +69,20 @@ async def test_a_killed_rank_is_a_pause_and_no_more(
 
 
 async def test_a_stopped_rank_ends_its_worker_within_the_step_limit(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, tmp_path: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It hangs in an exchange. Its worker's other requests go on elsewhere."""
+    """It hangs in an exchange. Its worker's requests go on elsewhere. The pool has too few blocks
+    for all streams, so that some are swapped out, before and after."""
     monkeypatch.setenv("QUIRE_DECODE_STEP_LIMIT_S", "2")
     options = ("--prefill", "2", "--decode", "2", "--tensor-parallel-size", "2")
-    memory = ("--pool-memory", str(2 * POOL_MEMORY))
-    with serving(checkpoint, tmp_path, *options, *memory) as running:
+    memory = ("--pool-memory", str(POOL_MEMORY), "--swap-memory", str(2 * POOL_MEMORY))
+    with serving(checkpoint, tmp_path, *options, *memory, "--preemption", "swap") as running:
         client = AsyncClient(running.address, operations=running.operations)
         await all_serve(client)
         undisturbed = [await stream.run(client) for stream in streams(1)]
+        for stream, tokens in zip(streams(1), undisturbed, strict=True):
+            if stream.sampling.temperature == 0:
+                assert oracle.choices(stream.prompt, tokens) == tokens
         disturbed = streams(1)
         tasks = [asyncio.create_task(stream.run(client)) for stream in disturbed]
         await disturbed[0].reaches(40)
@@ -87,6 +92,7 @@ async def test_a_stopped_rank_ends_its_worker_within_the_step_limit(
         async with asyncio.timeout(LIMIT_S):
             assert await asyncio.gather(*tasks) == undisturbed
         await all_serve(client)
+        assert sum(await figures(running, "num_preemptions")) > 0
         assert stopped not in running.children()
         await client.close()
 

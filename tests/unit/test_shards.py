@@ -1,5 +1,6 @@
 """The table of how weights are divided among ranks."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -71,8 +72,8 @@ def test_linears_of_parts_add_up_to_the_whole_linear(size: int) -> None:
     whole, found = parts(CONFIG, size)
     up, down = (f"model.layers.0.mlp.{name}_proj" for name in ("up", "down"))
 
-    def mlp(tensors: object, x: Tensor) -> Tensor:
-        t = {name: value.double() for name, value in tensors.items()}  # type: ignore[attr-defined]
+    def mlp(tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        t = {name: value.double() for name, value in tensors.items()}
         inner = torch.relu(x @ t[f"{up}.weight"].T + t[f"{up}.bias"])
         return inner @ t[f"{down}.weight"].T + t.get(f"{down}.bias", torch.zeros(1).double())
 

@@ -3,6 +3,7 @@
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
@@ -61,6 +62,23 @@ class Followers:
             self.tell(message)
             meanwhile()
             self._take_answers()
+
+    def ask_within(self, message: Message, limit_s: float) -> bool:
+        """As `ask`, for `limit_s` only. Returns whether all ranks have done it."""
+        give_up_at = time.monotonic() + limit_s
+        if not self._asking.acquire(timeout=limit_s):
+            return False
+        try:
+            self.tell(message)
+            left = (max(0.0, give_up_at - time.monotonic()) for _ in self._connections)
+            if not all(map(Connection.poll, self._connections, left)):
+                return False
+            self._take_answers()
+        except OSError:  # a rank has ended
+            return False
+        finally:
+            self._asking.release()
+        return True
 
     def ask_each(
         self,

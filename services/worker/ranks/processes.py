@@ -31,6 +31,9 @@ from services.engine.weights.packed_file import Progress
 from services.worker.liveness.step_watch import end_process
 from services.worker.membership import Membership
 
+_LEAVE_LIMIT_S = 5.0
+"""How long the other ranks may take to give up their arenas."""
+
 Copy = Callable[[Sequence[tuple[int, int]]], None]
 
 log = get_logger(__name__)
@@ -144,8 +147,11 @@ class Ranks:
         self._followers.ask_each(messages, descriptors=[one.lock.fileno() for one in memberships])
 
     def leave(self) -> None:
-        """Let the other ranks unmap their arenas and close the locks; no step may be in flight."""
-        self._followers.ask(Leave())
+        """Let the other ranks unmap their arenas and close the locks; no step may be in flight. If
+        one does not do so (it hangs since the last step), the process ends, and all ranks with it.
+        """
+        if not self._followers.ask_within(Leave(), _LEAVE_LIMIT_S):
+            self.end_stuck(_LEAVE_LIMIT_S)
 
     def runner(self, model: Model, kv: Tensor, block_size: int, ops: Backend) -> Runner:
         return LeadRunner(model, kv, block_size, ops, self._followers)
@@ -155,7 +161,7 @@ class Ranks:
         return swapping(self._followers, copy, out=out)
 
     def end_stuck(self, limit_s: float) -> None:
-        """End the worker in the middle of a step, even ranks that are stopped."""
+        """End the worker, which has waited for `limit_s`; even ranks that are stopped."""
         self._closed = True
         for process in self._processes:
             process.kill()
