@@ -48,7 +48,10 @@ async def test_greedy_tokens_are_those_of_transformers(
     assert first.choices == second.choices
 
 
-@pytest.mark.parametrize("victim", [RANKS, "services.decode", "services.prefill"])
+@pytest.mark.parametrize(
+    "victim",
+    [RANKS, "services.decode", pytest.param("services.prefill", marks=pytest.mark.full)],
+)
 async def test_a_killed_rank_is_a_pause_and_no_more(
     deployment: Deployment, client: AsyncClient, victim: str
 ) -> None:
@@ -75,7 +78,7 @@ async def test_a_stopped_rank_ends_its_worker_within_the_step_limit(
     for all streams, so that some are swapped out, before and after."""
     monkeypatch.setenv("QUIRE_DECODE_STEP_LIMIT_S", "2")
     options = ("--prefill", "2", "--decode", "2", "--tensor-parallel-size", "2")
-    memory = ("--pool-memory", str(POOL_MEMORY), "--swap-memory", str(2 * POOL_MEMORY))
+    memory = ("--pool-memory", str(POOL_MEMORY // 2), "--swap-memory", str(2 * POOL_MEMORY))
     with serving(checkpoint, tmp_path, *options, *memory, "--preemption", "swap") as running:
         client = AsyncClient(running.address, operations=running.operations)
         await all_serve(client)
