@@ -82,7 +82,7 @@ def cut(whole: ComposedModel, shard: Shard, device: torch.device) -> ComposedMod
     heads, kv_heads, mlp = shard.part("heads"), shard.part("kv_heads"), shard.part("mlp")
 
     def qkv(joined: Tensor) -> Tensor:
-        q, k, v = torch.split(joined, [q_size, kv_size, kv_size])
+        q, k, v = torch.tensor_split(joined, (q_size, q_size + kv_size))
         return torch.cat([q[heads], k[kv_heads], v[kv_heads]]).to(device)
 
     def layer(one: Layer) -> Layer:
