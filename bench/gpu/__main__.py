@@ -25,6 +25,7 @@ GROUPS = {
     "arena": 100,
     "sharing": 150,
     "model": 150,
+    "ranks": 120,
     "speed": 150,
 }
 """Group -> its limit in seconds; what matters most comes first."""

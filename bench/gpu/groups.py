@@ -5,7 +5,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 
-from bench.gpu import arena, attention, environment, model, operations, sharing, speed
+from bench.gpu import arena, attention, environment, model, operations, ranks, sharing, speed
 from bench.gpu.check import Check, Failed, Machine, Skipped
 
 GROUPS: dict[str, Callable[[Machine], Iterator[Check]]] = {
@@ -15,6 +15,7 @@ GROUPS: dict[str, Callable[[Machine], Iterator[Check]]] = {
     "arena": arena.checks,
     "sharing": sharing.checks,
     "model": model.checks,
+    "ranks": ranks.checks,
     "speed": speed.checks,
 }
 

@@ -89,6 +89,16 @@ class ServeOptions:
         To.WORKERS,
         _engine(help="how requests are preempted; default: auto, swap if that costs less"),
     ] = None
+    tensor_parallel_size: Annotated[
+        int | None,
+        To.WORKERS,
+        _engine(
+            min=1,
+            max=8,
+            metavar="N",
+            help="processes of each worker, which divide the model: 1, 2, 4 or 8; default: 1",
+        ),
+    ] = None
     block_size: Annotated[
         int | None,
         To.WORKERS,

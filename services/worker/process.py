@@ -32,11 +32,11 @@ from services.worker.cpu.sharing import SharedCpus
 from services.worker.device import lost_device
 from services.worker.liveness.fence_guard import FenceGuard, GuardedForward
 from services.worker.liveness.registration import Registration
-from services.worker.liveness.step_watch import watch_steps
+from services.worker.liveness.step_watch import end_process, watch_steps
 from services.worker.loading import LoadedModel, load
 from services.worker.membership import Membership, join, join_swap_pool
 from services.worker.pool_worker import Limits, PoolWorker
-from services.worker.swap.pool import SwapPool
+from services.worker.swap.pool import Copy, SwapPool
 
 # The next three add up to less than ENDING_S (services.common.runtime.config), the time for all
 # that follows the grace period of the running requests.
@@ -133,20 +133,26 @@ class WorkerProcess:
                 )
                 stack.callback(swap_membership.close)
                 memberships.insert(0, swap_membership)
+            ranks = loaded.ranks
+            if ranks is not None:
+                pools = [membership, *memberships[:-1]]
+                await asyncio.to_thread(ranks.join, pools, loaded.limits.max_num_seqs)
+                stack.callback(ranks.leave)
             fence_guard = FenceGuard([one.lock for one in memberships])
             if swap_membership is not None:
                 swap_pool = _swap_pool(
                     settings, loaded, membership, swap_membership, fence_guard, metrics
                 )
                 stack.callback(swap_pool.close)
-            runner = Runner(loaded.model, membership.pool.kv, loaded.layout.block_size, loaded.ops)
+            runner = _runner(loaded, membership)
             await asyncio.to_thread(runner.warm_up, _NUM_WARM_UP_TOKENS)
             shape = loaded.model.config.num_heads, loaded.limits.max_num_seqs
             await asyncio.to_thread(_warm_up_kernels, loaded, membership.pool.kv[:, 0], *shape)
             forward = _share_cpus(runner, loaded, settings, self._place, stack)
             guarded = GuardedForward(forward, fence_guard)
             worker = role.make(store, membership, guarded, loaded.limits, metrics, swap_pool)
-            watching = asyncio.create_task(watch_steps(worker.engine, settings.step_limit_s))
+            end = end_process if ranks is None else ranks.end_stuck
+            watching = asyncio.create_task(watch_steps(worker.engine, settings.step_limit_s, end))
             stack.callback(watching.cancel)  # called after the engine thread has ended
             working = [
                 worker.run(),
@@ -195,6 +201,13 @@ def _warm_up_kernels(loaded: LoadedModel, kv_layer: Tensor, num_heads: int, max_
     loaded.ops.warm_up(kv_layer, num_heads, max_rows)
 
 
+def _runner(loaded: LoadedModel, membership: Membership) -> Runner:
+    model, kv, block_size = loaded.model, membership.pool.kv, loaded.layout.block_size
+    if loaded.ranks is None:
+        return Runner(model, kv, block_size, loaded.ops)
+    return loaded.ranks.runner(model, kv, block_size, loaded.ops)
+
+
 def _swap_pool(
     settings: WorkerSettings,
     loaded: LoadedModel,
@@ -203,12 +216,17 @@ def _swap_pool(
     fence_guard: FenceGuard,
     metrics: WorkerMetrics,
 ) -> SwapPool:
+    copy_out: Copy = partial(swap_pool.pool.copy_from, own.pool, loaded.ops)
+    copy_back: Copy = partial(own.pool.copy_from, swap_pool.pool, loaded.ops)
+    if loaded.ranks is not None:
+        copy_out = loaded.ranks.swapping(copy_out, out=True)
+        copy_back = loaded.ranks.swapping(copy_back, out=False)
     return SwapPool(
         own.store,
         own,
         swap_pool,
-        copy_out=fence_guard.guard_copy(partial(swap_pool.pool.copy_from, own.pool, loaded.ops)),
-        copy_back=fence_guard.guard_copy(partial(own.pool.copy_from, swap_pool.pool, loaded.ops)),
+        copy_out=fence_guard.guard_copy(copy_out),
+        copy_back=fence_guard.guard_copy(copy_back),
         metrics=metrics,
         compares_costs=settings.preemption == "auto",
     )
