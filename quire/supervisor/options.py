@@ -125,9 +125,22 @@ class ServeOptions:
         ),
     ] = None
     backend: Annotated[
-        Literal["auto", "cpu", "reference", "triton", "flash"] | None,
+        Literal["auto", "cpu", "reference", "triton"] | None,
         To.WORKERS,
         _engine(help="kernels; default: auto, cpu, or triton on a GPU"),
+    ] = None
+    attention: Annotated[
+        Literal["auto", "flashinfer", "flash", "triton", "reference"] | None,
+        To.WORKERS,
+        _engine(
+            help="attention beside the triton kernels; default: auto, by the GPU and what is "
+            "installed"
+        ),
+    ] = None
+    enforce_eager: Annotated[
+        bool | None,
+        To.WORKERS,
+        _engine(help="launch each kernel of a decode step instead of replaying CUDA graphs"),
     ] = None
     isa: Annotated[
         Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "portable"] | None,

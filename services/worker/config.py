@@ -57,8 +57,17 @@ class WorkerSettings(PoolServiceSettings):
         description="share of the GPU's memory for the pool and all workers of this deployment; "
         "without effect if pool_memory is set",
     )
-    backend: Literal["auto", "cpu", "reference", "triton", "flash"] = Field(
+    backend: Literal["auto", "cpu", "reference", "triton"] = Field(
         "auto", description="kernels that compute; auto: cpu, or triton on a GPU"
+    )
+    attention: Literal["auto", "flashinfer", "flash", "triton", "reference"] = Field(
+        "auto",
+        description="who computes attention beside the backend triton; auto: on Hopper and "
+        "Blackwell flashinfer, then flash, then triton, the first that is installed and serves the "
+        "model; the others have attention of their own",
+    )
+    enforce_eager: bool = Field(
+        False, description="launch every kernel of a decode step; false: replay it as a CUDA graph"
     )
     isa: Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "portable"] = Field(
         "auto",

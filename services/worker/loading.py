@@ -64,8 +64,8 @@ def load(settings: WorkerSettings, progress: Progress, place: Place | None = Non
     dtype = DTYPES[name]
     kv_dtype: KVDtype = name if settings.kv_dtype == "auto" else settings.kv_dtype
     try:
-        backend = kvops.backend(settings.kernels, chosen_isa(settings, config, progress))
-        backend.check_layout(settings.block_size, config.head_dim, DTYPES[kv_dtype])
+        shape = _attention_shape(settings, config, dtype, DTYPES[kv_dtype])
+        backend = _backend(settings, shape, chosen_isa(settings, config, progress))
     except (kvops.BackendUnavailable, ValueError) as error:
         raise StartupError(str(error)) from error
     if backend.device != device.torch.type:
@@ -162,6 +162,43 @@ def _pool_bytes_on_gpu(
     )
     log.info("gpu_memory_planned", device=device.name, **plan.fields(layout.block_bytes))
     return plan.pool
+
+
+def _backend(
+    settings: WorkerSettings, shape: kvops.AttentionShape, isa: str | None
+) -> kvops.Backend:
+    """BackendUnavailable, ValueError: it cannot run here, or does not serve the shape."""
+    if settings.kernels == "triton":
+        if settings.attention == "reference" and not settings.enforce_eager:
+            raise ValueError(
+                "attention 'reference' waits for the device, which no CUDA graph can: add "
+                "--enforce-eager"
+            )
+        backend, reason = kvops.choose_attention(settings.attention, shape)
+        log.info("attention_chosen", backend=backend.name, reason=reason)
+        return backend
+    if settings.attention != "auto":
+        raise ValueError(
+            f"attention {settings.attention!r} is for the backend 'triton'; "
+            f"{settings.kernels!r} has attention of its own"
+        )
+    backend = kvops.backend(settings.kernels, isa)
+    backend.check_attention(shape)
+    return backend
+
+
+def _attention_shape(
+    settings: WorkerSettings, config: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> kvops.AttentionShape:
+    return kvops.AttentionShape(
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        settings.block_size,
+        dtype,
+        kv_dtype,
+        tuple(dict.fromkeys(config.windows)),
+    )
 
 
 def _dtype(settings: WorkerSettings, config: ModelConfig) -> Dtype:

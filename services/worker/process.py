@@ -148,6 +148,8 @@ class WorkerProcess:
             await asyncio.to_thread(runner.warm_up, _NUM_WARM_UP_TOKENS)
             shape = loaded.model.config.num_heads, loaded.limits.max_num_seqs
             await asyncio.to_thread(_warm_up_kernels, loaded, membership.pool.kv[:, 0], *shape)
+            if settings.service == "decode" and not settings.enforce_eager:
+                await asyncio.to_thread(_capture_graphs, runner, loaded)
             forward = _share_cpus(runner, loaded, settings, self._place, stack)
             guarded = GuardedForward(forward, fence_guard)
             worker = role.make(store, membership, guarded, loaded.limits, metrics, swap_pool)
@@ -313,3 +315,8 @@ async def _wait_for_any(*events: asyncio.Event) -> None:
     await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
     for task in waiting:
         task.cancel()
+
+
+def _capture_graphs(runner: Runner, loaded: LoadedModel) -> None:
+    if loaded.model.device.type == "cuda":
+        runner.capture_graphs(loaded.limits.max_num_seqs)
