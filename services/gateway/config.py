@@ -1,12 +1,15 @@
 """Settings of the gateway, from QUIRE_GATEWAY_* variables."""
 
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Annotated, ClassVar
 
-from pydantic import Field, field_validator
+from prometheus_client import CollectorRegistry
+from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from services.common.runtime.config import ServiceSettings
+from services.gateway.access.keyring import Keyring, KeyringMetrics
 from services.gateway.frontend.http.body_limits import DEFAULT_BODY_MEMORY_BYTES, MAX_BODY_BYTES
 
 
@@ -70,6 +73,13 @@ class GatewaySettings(ServiceSettings):
         default=None,
         description="gRPC address of the supervisor that scales the workers; none: no supervisor",
     )
+    api_keys_file: Path | None = Field(
+        default=None,
+        description="file of API keys (`quire keys`), read again when it changes; none: no keys",
+    )
+    api_keys: SecretStr | None = Field(
+        default=None, description="API keys, as the text of such a file; in addition to the file"
+    )
     client_priority: bool = Field(
         default=False, description="requests may set a priority; without, one other than 0 fails"
     )
@@ -107,6 +117,17 @@ class GatewaySettings(ServiceSettings):
         ge=0,
         description="how long a request pauses for a client that does not read it",
     )
+
+    def check(self) -> None:
+        self.keyring(CollectorRegistry())
+
+    def keyring(self, metrics: CollectorRegistry) -> Keyring | None:
+        """The API keys; None if API keys are off. StartupError: they cannot be used."""
+        file, text = self.api_keys_file, self.api_keys
+        if file is None and text is None:
+            return None
+        fixed = text.get_secret_value() if text is not None else None
+        return Keyring(file, fixed, KeyringMetrics(metrics))
 
     def options(self) -> GatewayOptions:
         names = (field.name for field in fields(GatewayOptions))

@@ -13,8 +13,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from services.common import errors
 from services.common.errors import QuireError, StartupError
 from services.common.rpc.error_table import RemoteError
-from services.common.rpc.interceptor import CODE_TRAILER, RETRY_TRAILER, ErrorInterceptor
-from services.common.rpc.proof import Guard
+from services.common.rpc.interceptor import CODE_TRAILER, RETRY_TRAILER, ErrorInterceptor, Guard
 from services.common.rpc.reflection import enable_reflection
 from services.common.runtime.config import join_host_port
 
@@ -69,7 +68,7 @@ class RpcServer:
     NOT_SERVING until `set_serving(True)`.
 
     `services`: full names (`quire.v1.Inference`), for health checks and reflection. `guard`: admits
-    only services of this deployment. `max_connections`: for ports that are open to the outside; the
+    or refuses each call. `max_connections`: for ports that are open to the outside; the
     server closes further connections at once, and idle ones after 5 minutes.
     """
 

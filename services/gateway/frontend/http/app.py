@@ -16,8 +16,10 @@ from starlette.routing import Route
 from services.common.errors import InvalidRequest, UnknownModel
 from services.common.rpc.error_table import failure_of
 from services.common.runtime.exposition import exposition
+from services.gateway.access.keyring import Keyring
 from services.gateway.frontend.api import Generator, ServedModel
 from services.gateway.frontend.http.answers import Answer, AnswerOptions
+from services.gateway.frontend.http.authentication import Authentication
 from services.gateway.frontend.http.body import read_body
 from services.gateway.frontend.http.body_limits import DEFAULT_BODY_MEMORY_BYTES, BodyLimits
 from services.gateway.frontend.http.failures import (
@@ -52,11 +54,12 @@ def create_app(
     metrics: CollectorRegistry,
     allowed_hosts: Sequence[str] = (),
     max_body_memory_bytes: int = DEFAULT_BODY_MEMORY_BYTES,
+    keyring: Keyring | None = None,
 ) -> Starlette:
     """The HTTP application that serves `generator`, with `metrics` at `/metrics`.
 
     `allowed_hosts`: see `AllowedHosts`. `max_body_memory_bytes`: limit for all request bodies that
-    are being received, together (`BodyLimits`).
+    are being received, together (`BodyLimits`). `keyring`: None if API keys are off.
     """
     endpoints = _Endpoints(generator, metrics)
     return Starlette(
@@ -71,6 +74,7 @@ def create_app(
         middleware=[
             Middleware(RequestIdAndErrors),
             Middleware(AllowedHosts, allowed_hosts),
+            Middleware(Authentication, keyring),
             Middleware(BodyLimits, max_body_memory_bytes),
         ],
         exception_handlers={HTTPException: answer_http_exception},
