@@ -142,7 +142,8 @@ class Relay:
 
 @contextmanager
 def _audited(method: str, request: Any) -> Iterator[None]:
-    """Log an operation and its outcome: `ok`, the code of its error, or `cancelled`."""
+    """Log an operation and its outcome: `ok`, the code of its error, or `cancelled`. Listings,
+    which dashboards ask for all the time, are logged at level debug."""
     outcome = "cancelled"
     try:
         yield
@@ -152,7 +153,8 @@ def _audited(method: str, request: Any) -> Iterator[None]:
         outcome = getattr(error, "code", failure.code if failure else INTERNAL_CODE)
         raise
     finally:
-        log.info(
+        write = log.debug if method.startswith("List") else log.info
+        write(
             "operation_performed",
             operator=current_caller(EVERYONE).key.lstrip("~") or "anybody",
             method=method,

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -28,7 +29,7 @@ from tests.api_keys import ALICE, BOB, OPERATOR, bearer, keyring, text_of
 
 from .conftest import PROMPT, GatewayHarness, until
 from .fakes import FakeDecode, FakePrefill, Verbatim, expected
-from .test_gateway_process import free_port, launch, services_at, stack
+from .test_gateway_process import ALL_SERVICES, free_port, launch, services_at, stack
 from .test_gateway_resume import message, tokens_of
 
 __all__ = ["stack"]
@@ -147,7 +148,7 @@ def test_tenants_beyond_the_limit_share_one_label() -> None:
 def launch_keyed(
     stack: AsyncExitStack, valkey: Any, short_path: Path, tmp_path: Path
 ) -> Callable[..., Any]:
-    async def start(**more: str) -> Any:
+    async def start(**more: Any) -> Any:
         path = tmp_path / "keys.json"
         path.write_text(text_of())
         return await launch(stack, valkey.url, short_path, API_KEYS_FILE=str(path), **more)
@@ -170,13 +171,12 @@ async def test_no_method_is_reachable_without_a_key(launch_keyed: Any, short_pat
     for address in (gateway.address, f"127.0.0.1:{port}"):
         async with open_channel(address) as channel:
             services = await services_at(channel)
-            assert services == {
-                *("quire.v1.Inference", "quire.v1.BlockManager", "quire.v1.Supervisor"),
-            }
+            assert services == ALL_SERVICES
             for service in services:
                 for method in Default().FindServiceByName(service).methods:
                     name = f"/{service}/{method.name}"
-                    kind = channel.unary_stream if method.server_streaming else channel.unary_unary
+                    streams = method.server_streaming
+                    kind: Any = channel.unary_stream if streams else channel.unary_unary
                     for metadata in ((), bearer("wrong")):
                         assert await status_of(kind(name)(b"", metadata=metadata)) is REFUSED, name
                     as_user = await status_of(kind(name)(b"", metadata=bearer(ALICE)))
@@ -200,7 +200,7 @@ async def test_operations_and_failed_logins_leave_lines(
         for key in (OPERATOR, BOB, "wrong", "wrong"):
             await status_of(drain(DrainWorkerRequest(worker_id="w-1"), metadata=bearer(key)))
     (tmp_path / "keys.json").write_text("broken")
-    lines = []
+    lines: list[dict[str, Any]] = []
     async with asyncio.timeout(10):
         while not any(line["event"] == "api_keys_refused" for line in lines):
             lines.append(json.loads(await gateway.process.stderr.readline()))
@@ -219,8 +219,6 @@ async def test_operations_and_failed_logins_leave_lines(
 
 
 async def test_a_gateway_with_a_broken_key_file_does_not_start(tmp_path: Path) -> None:
-    import sys
-
     path = tmp_path / "keys.json"
     path.write_text('{"keys": [{"name": "x"}]}')
     process = await asyncio.create_subprocess_exec(
