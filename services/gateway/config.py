@@ -8,7 +8,8 @@ from prometheus_client import CollectorRegistry
 from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from services.common.runtime.config import ServiceSettings
+from services.common.rpc.tls import TlsFiles, given_files, service_tls
+from services.common.runtime.config import ServiceSettings, env_prefix
 from services.gateway.access.keyring import Keyring, KeyringMetrics
 from services.gateway.frontend.http.body_limits import DEFAULT_BODY_MEMORY_BYTES, MAX_BODY_BYTES
 
@@ -73,6 +74,18 @@ class GatewaySettings(ServiceSettings):
         default=None,
         description="gRPC address of the supervisor that scales the workers; none: no supervisor",
     )
+    public_tls_cert: Path | None = Field(
+        default=None, description="certificate for clients, over gRPC and HTTP; none: no TLS"
+    )
+    public_tls_key: Path | None = Field(default=None, description="its key")
+    public_client_ca: Path | None = Field(
+        default=None,
+        description="the CA whose certificates clients must have; none: clients need none",
+    )
+    cors_origins: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=(),
+        description="origins, by commas, whose web pages may call the HTTP API; *: all",
+    )
     api_keys_file: Path | None = Field(
         default=None,
         description="file of API keys (`quire keys`), read again when it changes; none: no keys",
@@ -120,6 +133,15 @@ class GatewaySettings(ServiceSettings):
 
     def check(self) -> None:
         self.keyring(CollectorRegistry())
+        for files in (service_tls(self), self.public_tls()):
+            if files is not None:
+                files.check()
+
+    def public_tls(self) -> TlsFiles | None:
+        """The files for connections of clients. Raises StartupError."""
+        names = ("public_tls_cert", "public_tls_key", "public_client_ca")
+        files: dict[str, Path | None] = {name: getattr(self, name) for name in names}
+        return given_files(env_prefix(type(self)), files, "public_client_ca", needs_ca=False)
 
     def keyring(self, metrics: CollectorRegistry) -> Keyring | None:
         """The API keys; None if API keys are off. StartupError: they cannot be used."""
@@ -133,7 +155,7 @@ class GatewaySettings(ServiceSettings):
         names = (field.name for field in fields(GatewayOptions))
         return GatewayOptions(**{name: getattr(self, name) for name in names})
 
-    @field_validator("allowed_hosts", mode="before")
+    @field_validator("allowed_hosts", "cors_origins", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         if not isinstance(value, str):

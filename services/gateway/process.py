@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 from blockstore.registry import Member
 from quire.sockets import operations_socket, remove_dead_sockets
 from quire.v1 import inference_pb2_grpc
+from services.common.rpc.tls import service_tls
 from services.common.rpc.transport import RpcServer
 from services.common.runtime import open_files, redis
 from services.common.runtime.exposition import metrics_endpoint
@@ -56,7 +57,10 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
         )
         stack.enter_context(metrics_endpoint(settings, metrics))
         wiring = await stack.enter_async_context(
-            start_gateway(store, registry, secret, settings.options(), RequestMetrics(metrics))
+            start_gateway(
+                *(store, registry, secret, settings.options(), RequestMetrics(metrics)),
+                service_tls(settings),
+            )
         )
         keyring = settings.keyring(metrics)
         generator: Generator = wiring.gateway
@@ -105,9 +109,10 @@ def _relays(
 ) -> tuple[Relay, ...]:
     """Relays of all operations."""
     supervisor = Target(settings.supervisor) if settings.supervisor else None
+    key, tls = secret.rpc_key, service_tls(settings)
     relays = (
-        Relay(BLOCK_MANAGER, lambda: _target(wiring.directory.block_manager), secret.rpc_key),
-        Relay(SUPERVISOR, lambda: supervisor),
+        Relay(BLOCK_MANAGER, lambda: _target(wiring.directory.block_manager), key, tls),
+        Relay(SUPERVISOR, lambda: supervisor, tls=tls),
     )
     for relay in relays:
         stack.push_async_callback(relay.close)
@@ -128,6 +133,7 @@ async def _grpc_server(
         *(service.SERVICE_NAME, *names),
         guard=KeyGuard(keyring, names),
         max_connections=_max_connections(settings),
+        tls=settings.public_tls(),
     )
     inference = InferenceService(generator)
     inference_pb2_grpc.add_InferenceServicer_to_server(inference, server.aio)
@@ -148,7 +154,8 @@ async def _operations_server(
     """Serve operators' calls on a Unix socket in the run directory, and on `operations_port` if one
     is set. The run's user also uses the models there, without a key."""
     names = [relay.name for relay in relays]
-    server = RpcServer(*names, service.SERVICE_NAME, guard=KeyGuard(keyring, names))
+    tls = settings.public_tls()
+    server = RpcServer(*names, service.SERVICE_NAME, guard=KeyGuard(keyring, names), tls=tls)
     server.aio.add_generic_rpc_handlers(tuple(relay.handlers() for relay in relays))
     inference = InferenceService(generator)
     inference_pb2_grpc.add_InferenceServicer_to_server(inference, server.aio)
@@ -183,7 +190,9 @@ async def _http_server(
         write_timeout_s=PAUSE_AFTER_S + settings.read_window_s + _LAST_WRITES_S,
     )
     grace_s = settings.request_grace_s + _LAST_WRITES_S
-    serving = http_server(app, settings.host, settings.http_port, grace_s, limits)
+    serving = http_server(
+        *(app, settings.host, settings.http_port, grace_s, limits), settings.public_tls()
+    )
     return await stack.enter_async_context(serving)
 
 

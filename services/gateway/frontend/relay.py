@@ -22,6 +22,7 @@ from services.common.errors import NoSupervisor, QuireError, Unavailable
 from services.common.rpc.error_table import INTERNAL_CODE, expected_failure
 from services.common.rpc.interceptor import CODE_TRAILER
 from services.common.rpc.proof import Proof
+from services.common.rpc.tls import TlsFiles
 from services.common.rpc.transport import from_rpc_error, open_channel
 from services.common.runtime.logging import get_logger
 from services.gateway.access.caller import EVERYONE, current_caller
@@ -75,13 +76,19 @@ class Relay:
     """Relays one service. `find` returns the process that serves it now, or None."""
 
     def __init__(
-        self, relayed: Relayed, find: Callable[[], Target | None], rpc_key: bytes = b""
+        self,
+        relayed: Relayed,
+        find: Callable[[], Target | None],
+        rpc_key: bytes = b"",
+        tls: TlsFiles | None = None,
     ) -> None:
         self.name = relayed.name
         self._relayed = relayed
         self._rpc_key = rpc_key
         self._find = find
-        self._address = ""
+        self._tls = tls
+        self._opened_for: object = None
+        """The address of the channel, and the version of its TLS files."""
         self._channel: aio.Channel | None = None
 
     def handlers(self) -> grpc.GenericRpcHandler:
@@ -126,10 +133,11 @@ class Relay:
         return call
 
     async def _connected(self, address: str) -> aio.Channel:
-        if self._channel is None or address != self._address:
+        wanted = address, self._tls and self._tls.version
+        if self._channel is None or wanted != self._opened_for:
             await self.close()
-            self._address = address
-            self._channel = open_channel(address)
+            self._opened_for = wanted
+            self._channel = open_channel(address, self._tls)
         return self._channel
 
     def _translate_error(self, error: aio.AioRpcError) -> QuireError:
