@@ -93,6 +93,11 @@ class GatewaySettings(ServiceSettings):
     api_keys: SecretStr | None = Field(
         default=None, description="API keys, as the text of such a file; in addition to the file"
     )
+    usage_dir: Path | None = Field(
+        default=None,
+        description="directory to keep what keys have used of their budgets; default: that of "
+        "api_keys_file",
+    )
     client_priority: bool = Field(
         default=False, description="requests may set a priority; without, one other than 0 fails"
     )
@@ -136,6 +141,12 @@ class GatewaySettings(ServiceSettings):
         for files in (service_tls(self), self.public_tls()):
             if files is not None:
                 files.check()
+
+    @property
+    def usage_directory(self) -> Path | None:
+        if self.usage_dir is not None or self.api_keys_file is None:
+            return self.usage_dir
+        return self.api_keys_file.parent
 
     def public_tls(self) -> TlsFiles | None:
         """The files for connections of clients. Raises StartupError."""

@@ -19,6 +19,7 @@ from services.common.runtime.exposition import metrics_endpoint
 from services.common.runtime.logging import get_logger
 from services.common.runtime.registry_heartbeat import RegistryHeartbeat
 from services.common.runtime.secret import Secret, deployment_secret
+from services.gateway.access.budgets import Budgets
 from services.gateway.access.control import AccessControl
 from services.gateway.access.guards import KeyGuard
 from services.gateway.access.keyring import Keyring
@@ -59,7 +60,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
         wiring = await stack.enter_async_context(
             start_gateway(
                 *(store, registry, secret, settings.options(), RequestMetrics(metrics)),
-                service_tls(settings),
+                tls=service_tls(settings),
             )
         )
         keyring = settings.keyring(metrics)
@@ -85,7 +86,11 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
             health = update_health(wiring, (server, operations), heartbeat)
             background = [tasks.create_task(heartbeat.keep()), tasks.create_task(health)]
             if keyring is not None:
+                budgets = Budgets(
+                    keyring, registry, settings.address(port), settings.usage_directory
+                )
                 background.append(tasks.create_task(keyring.watch(), name="API keys"))
+                background.append(tasks.create_task(budgets.run(), name="budgets"))
             await stop.wait()
             heartbeat.changed()
             await _shut_down(wiring, server, http, settings.request_grace_s)

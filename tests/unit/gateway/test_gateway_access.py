@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from blockstore.memory_registry import MemoryRegistry
 from quire.api_keys import ApiKey, hash_key
 from services.common.errors import (
     InvalidApiKey,
@@ -19,6 +20,7 @@ from services.common.errors import (
     Unauthenticated,
 )
 from services.gateway.access.account import Account
+from services.gateway.access.budgets import Budgets
 from services.gateway.access.caller import EVERYONE, Caller, bind_caller, require_operator
 from services.gateway.access.control import check_cost
 from services.gateway.frontend.api import GenerationRequest, RequestedBeams, RequestedSampling
@@ -199,3 +201,50 @@ def test_without_a_bound_caller_nobody_is_an_operator() -> None:
         require_operator()
     bind_caller(EVERYONE)
     require_operator()
+
+
+BUDGET = {"token_budget": 100, "budget_period": "total"}
+
+
+async def test_gateways_share_budgets(tmp_path: Path) -> None:
+    registry = MemoryRegistry()
+    rings = keyring(**BUDGET), keyring(**BUDGET)
+    budgets = [Budgets(ring, registry, f"gateway:{i}", tmp_path) for i, ring in enumerate(rings)]
+    first, second = (ring.account(f"Bearer {ALICE}") for ring in rings)
+    first.charge(60)
+    second.charge(40)
+    for each in (*budgets, budgets[0]):
+        await each.exchange()
+    for one in (first, second):
+        with pytest.raises(QuotaExceeded, match="used 100"):
+            one.admitted(1).__enter__()
+    rings[0].account(f"Bearer {BOB}").charge(1000)  # without a budget
+
+
+async def test_a_budget_outlives_its_gateway_and_redis(tmp_path: Path) -> None:
+    """First Redis forgets, then the gateway returns: neither loses or doubles what was used."""
+    registry = MemoryRegistry()
+    for used, name in ((30, "one"), (20, "two"), (5, "one")):
+        ring = keyring(**BUDGET)
+        budgets = Budgets(ring, registry, name, tmp_path)
+        await budgets.exchange()
+        ring.account(f"Bearer {ALICE}").charge(used)
+        await budgets.exchange()
+    for found in (registry, MemoryRegistry()):
+        ring = keyring(**BUDGET)
+        budgets = Budgets(ring, found, "three", tmp_path)
+        for _ in range(2):
+            await budgets.exchange()
+        one = ring.account(f"Bearer {ALICE}")
+        assert (one.num_used, one.num_used_elsewhere) == (0, 55)
+
+
+async def test_counters_of_past_periods_are_dropped(tmp_path: Path) -> None:
+    (tmp_path / "usage-broken.json").write_text("[")
+    past = {"alice/2020-01/x": 7, "alice/total/x": 7, "stranger/2020-01/x": 7}
+    registry = MemoryRegistry()
+    await registry.exchange_usage(past)
+    await Budgets(keyring(token_budget=1), registry, "x", tmp_path).exchange()
+    left = await registry.exchange_usage({})
+    assert "alice/2020-01/x" not in left
+    assert {"alice/total/x", "stranger/2020-01/x"} < left.keys()
