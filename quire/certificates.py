@@ -38,17 +38,24 @@ class _Pair:
 
 
 def write_certificates(
-    directory: Path, hosts: Sequence[str] = (), clients: Sequence[str] = (), days: float = 365
+    directory: Path,
+    hosts: Sequence[str] = (),
+    clients: Sequence[str] = (),
+    days: float = 365,
+    *,
+    service_hosts: Sequence[str] = (),
+    ca_key: Path | None = None,
 ) -> list[str]:
     """Write the certificates of services and gateways, and one for each of `clients`; returns the
     names of the written files.
 
     An existing CA is kept, so that certificates can be renewed while services run: they read
-    changed files again. `hosts`: names and addresses by which clients reach the gateways. Raises
-    CertificateError.
+    changed files again. `hosts`: names and addresses by which clients reach the gateways.
+    `service_hosts`: further names of services, such as that of a Valkey with the same certificate.
+    `ca_key`: keeps the CA's key at another place than in `directory`. Raises CertificateError.
     """
     wanted: dict[str, tuple[tuple[str, ...], str]] = {
-        "service": ((SERVICE_NAME,), "both"),
+        "service": ((SERVICE_NAME, *service_hosts), "both"),
         "gateway": ((*hosts, *LOCAL_HOSTS), "server"),
         **{client: ((client,), "client") for client in clients},
     }
@@ -57,33 +64,33 @@ def write_certificates(
             raise CertificateError(f"{name!r} cannot be a client's name: letters, digits, hyphens")
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        ca, written = _authority(directory)
+        ca, written = _authority(directory / "ca.crt", ca_key or directory / "ca.key")
         for name, (names, use) in wanted.items():
-            _write(directory, name, _signed(ca, name, names, use, days))
+            signed = _signed(ca, name, names, use, days)
+            _write(directory / f"{name}.crt", directory / f"{name}.key", signed)
             written += [f"{name}.crt", f"{name}.key"]
     except OSError as error:
         raise CertificateError(f"cannot write to {directory}: {error.strerror}") from error
     return written
 
 
-def _authority(directory: Path) -> tuple[_Pair, list[str]]:
-    """The CA of the directory, made if there is none, and the names of the files written."""
+def _authority(certificate: Path, key: Path) -> tuple[_Pair, list[str]]:
+    """The CA in these files, made if there is none, and the names of the files written."""
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-    certificate, key = directory / "ca.crt", directory / "ca.key"
     if certificate.exists() != key.exists():
-        raise CertificateError(f"{directory} has one of ca.crt and ca.key; both are needed")
+        raise CertificateError(f"one of {certificate} and {key} is missing; both are needed")
     if not certificate.exists():
         ca = _signed(None, "ca", (), "ca", CA_DAYS)
-        _write(directory, "ca", ca)
-        return ca, ["ca.crt", "ca.key"]
+        _write(certificate, key, ca)
+        return ca, [certificate.name, key.name]
     try:
         loaded = load_pem_private_key(key.read_bytes(), None)
         found = x509.load_pem_x509_certificate(certificate.read_bytes())
     except ValueError as error:
-        raise CertificateError(f"the CA in {directory} cannot be read: {error}") from error
+        raise CertificateError(f"the CA {certificate} cannot be read: {error}") from error
     if not isinstance(loaded, EllipticCurvePrivateKey):
         raise CertificateError(f"{key} was not made by `quire certs`: it is no EC key")
     if found.not_valid_after_utc < datetime.now(UTC):
@@ -134,16 +141,16 @@ def _general_name(host: str) -> "x509.GeneralName":
         return x509.DNSName(host)
 
 
-def _write(directory: Path, name: str, pair: _Pair) -> None:
+def _write(certificate: Path, key: Path, pair: _Pair) -> None:
     from cryptography.hazmat.primitives.serialization import (
         Encoding,
         NoEncryption,
         PrivateFormat,
     )
 
-    key = pair.key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    _replace(directory / f"{name}.key", key, 0o600)
-    _replace(directory / f"{name}.crt", pair.certificate.public_bytes(Encoding.PEM), 0o644)
+    secret = pair.key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    _replace(key, secret, 0o600)
+    _replace(certificate, pair.certificate.public_bytes(Encoding.PEM), 0o644)
 
 
 def _replace(path: Path, content: bytes, mode: int) -> None:

@@ -9,7 +9,7 @@ from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from services.common.rpc.tls import TlsFiles, given_files, service_tls
-from services.common.runtime.config import ServiceSettings, env_prefix
+from services.common.runtime.config import ServiceSettings, env_prefix, split_by_commas
 from services.gateway.access.keyring import Keyring, KeyringMetrics
 from services.gateway.frontend.http.body_limits import DEFAULT_BODY_MEMORY_BYTES, MAX_BODY_BYTES
 
@@ -169,6 +169,4 @@ class GatewaySettings(ServiceSettings):
     @field_validator("allowed_hosts", "cors_origins", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
-        if not isinstance(value, str):
-            return () if value is None else value
-        return tuple(host.strip() for host in value.split(",") if host.strip())
+        return split_by_commas(value)

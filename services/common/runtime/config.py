@@ -164,6 +164,13 @@ def resolved(settings: ServiceSettings) -> dict[str, str]:
     }
 
 
+def split_by_commas(value: object) -> object:
+    """The value of a setting that is a list, before its check."""
+    if not isinstance(value, str):
+        return () if value is None else value
+    return tuple(item.strip() for item in value.split(",") if item.strip())
+
+
 def join_host_port(host: str, port: int) -> str:
     """`host:port`, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
