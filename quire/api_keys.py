@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -83,18 +83,28 @@ def hash_key(key: str) -> str:
     return "sha256:" + hashlib.sha256(key.encode()).hexdigest()
 
 
+def make_key(fields: dict[str, Any]) -> ApiKey:
+    """A key with these fields. KeyFileError names the first mistake."""
+    try:
+        return ApiKey.model_validate(fields)
+    except ValidationError as error:
+        raise KeyFileError(_problem(error)) from None
+
+
 def parse_keys(text: str, where: str) -> tuple[ApiKey, ...]:
     """The keys in a key file's text. KeyFileError names the first mistake; `where`: the file."""
     try:
         keys = _KeyFile.model_validate_json(text).keys
     except ValidationError as error:
-        first = error.errors(include_input=False, include_url=False)[0]
-        path = "".join(f"[{s}]" if isinstance(s, int) else f".{s}" for s in first["loc"])
-        raise KeyFileError(
-            f"{where}: {path.lstrip('.')}: {first['msg']}".replace(": :", ":")
-        ) from None
+        raise KeyFileError(f"{where}: {_problem(error)}") from None
     check_unique(keys, where)
     return keys
+
+
+def _problem(error: ValidationError) -> str:
+    first = error.errors(include_input=False, include_url=False)[0]
+    path = "".join(f"[{s}]" if isinstance(s, int) else f".{s}" for s in first["loc"])
+    return ": ".join(filter(None, (path.lstrip("."), first["msg"])))
 
 
 def check_unique(keys: Sequence[ApiKey], where: str) -> None:
