@@ -65,10 +65,14 @@ class Registry(Protocol):
         """Return the server's clock in milliseconds, or the last arrival + 1 if that is later: each
         arrival is later than all before it, for all gateways together."""
 
+    async def close(self) -> None: ...
+
+
+class UsageCounters(Protocol):
+    """Counters of gateways, which a registry keeps beside its entries."""
+
     async def exchange_usage(
         self, changed: Mapping[str, int], ended: Sequence[str] = ()
     ) -> dict[str, int]:
         """Set the counters of `changed`, drop those of `ended`, and return all counters: what API
         keys have used of their budgets, at each gateway. May be repeated."""
-
-    async def close(self) -> None: ...

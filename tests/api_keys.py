@@ -26,8 +26,8 @@ def text_of(**changes: Any) -> str:
     return json.dumps({"keys": keys})
 
 
-def keyring(registry: CollectorRegistry | None = None, **changes: Any) -> Keyring:
-    return Keyring(None, text_of(**changes), KeyringMetrics(registry or CollectorRegistry()))
+def keyring(**changes: Any) -> Keyring:
+    return Keyring(None, text_of(**changes), KeyringMetrics(CollectorRegistry()))
 
 
 def keyring_of(path: Path, registry: CollectorRegistry) -> Keyring:

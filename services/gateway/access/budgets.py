@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from blockstore.errors import BlockStoreError
-from blockstore.registry import Registry
+from blockstore.registry import UsageCounters
 from services.common.runtime.logging import get_logger
 from services.common.runtime.ticks import until_tick
 from services.gateway.access.keyring import Keyring
@@ -31,7 +31,7 @@ class Budgets:
     """The budgets of one gateway's keys. `gateway`: its name, the same after a restart."""
 
     def __init__(
-        self, keyring: Keyring, registry: Registry, gateway: str, directory: Path | None
+        self, keyring: Keyring, registry: UsageCounters, gateway: str, directory: Path | None
     ) -> None:
         self._keyring = keyring
         self._registry = registry

@@ -171,7 +171,12 @@ def test_a_budget_in_total_has_no_time_to_try_again() -> None:
     ],
 )
 def test_a_costly_request_is_refused_with_the_numbers(asked: dict[str, Any], text: str) -> None:
-    bounds = {"max_sequences": 2, "max_logprobs": 1, "max_prompt_logprobs": 0, "penalties": False}
+    bounds: dict[str, Any] = {
+        "max_sequences": 2,
+        "max_logprobs": 1,
+        "max_prompt_logprobs": 0,
+        "penalties": False,
+    }
     key = ApiKey(name="alice", hash=HASH, **bounds)
     cheap = RequestedSampling(n=2, logprobs=1, repetition_penalty=1.0, presence_penalty=0.0)
     check_cost(key, GenerationRequest("x", sampling=cheap))
@@ -203,7 +208,7 @@ def test_without_a_bound_caller_nobody_is_an_operator() -> None:
     require_operator()
 
 
-BUDGET = {"token_budget": 100, "budget_period": "total"}
+BUDGET: dict[str, Any] = {"token_budget": 100, "budget_period": "total"}
 
 
 async def test_gateways_share_budgets(tmp_path: Path) -> None:
