@@ -52,10 +52,11 @@ from services.common.rpc.message_batching import unpack_batch
 from services.common.rpc.proof import Guard
 from services.common.rpc.tls import TlsFiles
 from services.common.rpc.transport import RpcServer, open_channel
+from services.common.runtime.metrics import KeyringMetrics
 from services.common.runtime.secret import Secret
 from services.gateway.access.control import AccessControl
 from services.gateway.access.guards import KeyGuard
-from services.gateway.access.keyring import Keyring, KeyringMetrics
+from services.gateway.access.keyring import Keyring
 from services.gateway.config import GatewayOptions
 from services.gateway.frontend.api import Generator
 from services.gateway.frontend.http.app import create_app

@@ -7,7 +7,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from quire.api_keys import hash_key
-from services.gateway.access.keyring import Keyring, KeyringMetrics
+from services.common.runtime.metrics import KeyringMetrics
+from services.gateway.access.keyring import Keyring
 
 ALICE, BOB, OPERATOR = "qk-" + "a" * 40, "qk-" + "b" * 40, "qk-" + "o" * 40
 

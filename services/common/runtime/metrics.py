@@ -111,6 +111,19 @@ class TenantMetrics:
         )
 
 
+class KeyringMetrics:
+    """The API keys of a gateway."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.num_keys = Gauge("quire:api_keys", "API keys that are valid.", registry=registry)
+        self.reloads = Counter(
+            "quire:api_key_reloads",
+            "Changed key files that the gateway read (`ok`) or refused (`refused`).",
+            ["outcome"],
+            registry=registry,
+        )
+
+
 class WorkerMetrics:
     """Steps, tokens, preemptions and load of a worker. There are no labels, since a worker serves
     one model on one pool."""

@@ -7,11 +7,10 @@ import secrets
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
-
 from quire.api_keys import ApiKey, KeyFileError, check_unique, hash_key, parse_keys, read_keys
 from services.common.errors import InvalidApiKey, StartupError
 from services.common.runtime.logging import get_logger
+from services.common.runtime.metrics import KeyringMetrics
 from services.common.runtime.ticks import until_tick
 from services.gateway.access.account import Account
 
@@ -20,17 +19,6 @@ _SCHEME = "bearer "
 _NO_KEY = "no API key: send the header `Authorization: Bearer KEY` (gRPC: metadata `authorization`)"
 
 log = get_logger(__name__)
-
-
-class KeyringMetrics:
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.num_keys = Gauge("quire:api_keys", "API keys that are valid.", registry=registry)
-        self.reloads = Counter(
-            "quire:api_key_reloads",
-            "Changed key files that the gateway read (`ok`) or refused (`refused`).",
-            ["outcome"],
-            registry=registry,
-        )
 
 
 class Keyring:
