@@ -4,6 +4,7 @@ are declared here and nowhere else."""
 from dataclasses import dataclass, fields
 from enum import Enum
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Literal, get_args, get_type_hints
 
 from typer import Option
@@ -247,6 +248,35 @@ class ServeOptions:
         _network(
             metavar="LIST",
             help="hosts that HTTP requests may name, such as localhost,*.example.com; default: any",
+        ),
+    ] = None
+    api_keys_file: Annotated[
+        Path | None,
+        To.GATEWAYS,
+        _network("--api-keys", metavar="FILE", help="file of API keys; see `quire keys --help`"),
+    ] = None
+    public_tls_cert: Annotated[
+        Path | None,
+        To.GATEWAYS,
+        _network("--tls-cert", metavar="FILE", help="certificate of the gateways; default: no TLS"),
+    ] = None
+    public_tls_key: Annotated[
+        Path | None, To.GATEWAYS, _network("--tls-key", metavar="FILE", help="its key")
+    ] = None
+    public_client_ca: Annotated[
+        Path | None,
+        To.GATEWAYS,
+        _network(
+            "--tls-client-ca",
+            metavar="FILE",
+            help="the CA whose certificates clients must show; default: clients show none",
+        ),
+    ] = None
+    cors_origins: Annotated[
+        str | None,
+        To.GATEWAYS,
+        _network(
+            metavar="LIST", help="origins whose web pages may call the HTTP API; default: none"
         ),
     ] = None
     redis_url: Annotated[

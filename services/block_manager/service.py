@@ -11,6 +11,7 @@ from quire.v1 import block_manager_pb2 as pb
 from quire.v1 import block_manager_pb2_grpc
 from services.block_manager.drain import Drainer
 from services.block_manager.rounds import Connection, RoundRunner
+from services.common.rpc.tls import TlsFiles
 from services.protocol.codec import load_to_wire
 from services.protocol.fields import values
 from services.protocol.messages import LoadReport
@@ -37,10 +38,15 @@ class BlockManagerService(block_manager_pb2_grpc.BlockManagerServicer):
     domain, which `services.common.rpc.transport` maps to gRPC status codes."""
 
     def __init__(
-        self, runner: RoundRunner, member_id: str, rpc_key: bytes, drain_timeout_s: float
+        self,
+        runner: RoundRunner,
+        member_id: str,
+        rpc_key: bytes,
+        drain_timeout_s: float,
+        tls: TlsFiles | None = None,
     ) -> None:
         self._runner = runner
-        self._drainer = Drainer(member_id, rpc_key, drain_timeout_s)
+        self._drainer = Drainer(member_id, rpc_key, drain_timeout_s, tls)
 
     async def ListPools(self, request: pb.ListPoolsRequest, context: Any) -> pb.ListPoolsResponse:
         connection = self._runner.connection

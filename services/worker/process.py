@@ -17,6 +17,7 @@ from blockstore.errors import PoolGone, UnknownWorker, WorkerFenced
 from blockstore.store import BlockStore
 from services.common.pool.directory import PoolDirectory
 from services.common.rpc.proof import Guard
+from services.common.rpc.tls import service_tls
 from services.common.rpc.transport import RpcServer
 from services.common.runtime.exposition import metrics_endpoint
 from services.common.runtime.logging import get_logger
@@ -261,7 +262,7 @@ async def _listen(
 ) -> tuple[RpcServer, str]:
     """Start the gRPC server; return it with the address at which gateways reach it."""
     guard = Guard(deployment_secret(settings).rpc_key, worker.worker_id)
-    server = RpcServer(role.service_name, guard=guard)
+    server = RpcServer(role.service_name, guard=guard, tls=service_tls(settings))
     role.serve(worker, server)
     address = settings.address(await server.start(settings.host, settings.port))
     stack.push_async_exit(partial(_end_streams, worker, server))
