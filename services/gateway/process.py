@@ -185,7 +185,10 @@ async def _http_server(
 ) -> int | None:
     if settings.http_port is None:
         return None
-    app = create_app(generator, metrics, settings.allowed_hosts, settings.body_memory, keyring)
+    app = create_app(
+        *(generator, metrics, settings.allowed_hosts, settings.body_memory),
+        *(keyring, settings.cors_origins),
+    )
     limits = ConnectionLimits(
         _max_connections(settings),
         settings.header_timeout_s,

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import ssl
 import sys
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -9,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 from google.protobuf.descriptor_pool import Default
 from grpc import aio
 from prometheus_client import CollectorRegistry
 
+from quire import AsyncClient, NotAllowed, QuireError, Tls
+from quire.certificates import write_certificates
 from quire.sockets import living_sockets
 from quire.v1 import inference_pb2_grpc
 from quire.v1.block_manager_pb2 import DrainWorkerRequest, ListWorkersRequest
@@ -229,3 +233,52 @@ async def test_a_gateway_with_a_broken_key_file_does_not_start(tmp_path: Path) -
     _, stderr = await process.communicate()
     assert process.returncode == 2
     assert b"keys[0].hash: Field required" in stderr
+
+
+async def test_a_gateway_serves_clients_over_tls_at_both_ports(
+    launch_keyed: Any, tmp_path: Path
+) -> None:
+    """Also operators: the Unix socket has no TLS."""
+    write_certificates(tmp_path)
+    kinds = {"CERT": "gateway.crt", "KEY": "gateway.key"}
+    tls = {f"PUBLIC_TLS_{kind}": str(tmp_path / name) for kind, name in kinds.items()}
+    port, http_port = await free_port(), await free_port()
+    await launch_keyed(PORT=str(port), HTTP_PORT=str(http_port), waits=False, **tls)
+    ca = tmp_path / "ca.crt"
+    async with AsyncClient(f"127.0.0.1:{port}", api_key=BOB, tls=Tls(ca)) as client:
+        async with asyncio.timeout(10):
+            while not await _answers(client):
+                await asyncio.sleep(0.05)
+        assert await client.models() == ()
+        with pytest.raises(NotAllowed):
+            await client.workers()
+    context = ssl.create_default_context(cafile=str(ca))
+    async with httpx.AsyncClient(verify=context, trust_env=False) as http:
+        url = f"https://127.0.0.1:{http_port}/v1/models"
+        assert (await http.get(url)).status_code == 401
+        assert (await http.get(url, headers={"Authorization": f"Bearer {BOB}"})).is_success
+
+
+async def _answers(client: AsyncClient) -> bool:
+    try:
+        await client.is_ready()
+    except QuireError:
+        return False
+    return True
+
+
+async def test_web_pages_of_chosen_origins_may_call(launch_keyed: Any) -> None:
+    gateway = await launch_keyed(CORS_ORIGINS="https://chat.example.com")
+    for origin, is_chosen in (("https://chat.example.com", True), ("https://evil.test", False)):
+        asked = {
+            "Origin": origin,
+            "Access-Control-Request-Method": "POST",
+            "Access-Control-Request-Headers": "authorization,content-type",
+        }
+        preflight = await gateway.http.options("/v1/chat/completions", headers=asked)
+        answer = await gateway.http.get("/v1/models", headers={"Origin": origin})
+        assert (preflight.status_code, answer.status_code) == (200 if is_chosen else 400, 401)
+        for each in (preflight, answer):
+            allowed = each.headers.get("access-control-allow-origin")
+            assert allowed == (origin if is_chosen else None)
+            assert "access-control-allow-credentials" not in each.headers

@@ -86,9 +86,10 @@ async def launch(
     redis_url: str,
     run_dir: Path,
     options: Mapping[str, Any] | None = None,
+    waits: bool = True,
     **more: str,
 ) -> GatewayProcess:
-    """`options`: of the process; `more`: settings."""
+    """`options`: of the process; `more`: settings. `waits`: until it listens, without TLS."""
     port, http_port = await free_port(), await free_port()
     settings = {
         "REDIS_URL": redis_url,
@@ -112,8 +113,9 @@ async def launch(
     stack.push_async_callback(channel.close)
     gateway = GatewayProcess(process, channel, port, http_port)
     stack.push_async_callback(gateway.http.aclose)
-    async with asyncio.timeout(LIMIT_S):
-        await channel.channel_ready()
+    if waits:
+        async with asyncio.timeout(LIMIT_S):
+            await channel.channel_ready()
     return gateway
 
 
