@@ -174,7 +174,15 @@ def _backend(
                 "attention 'reference' waits for the device, which no CUDA graph can: add "
                 "--enforce-eager"
             )
-        backend, reason = kvops.choose_attention(settings.attention, shape)
+        attention = settings.attention
+        if settings.tensor_parallel_size > 1:  # only the first rank plans steps
+            if attention == "flashinfer":
+                raise ValueError(
+                    "attention 'flashinfer' does not serve several ranks "
+                    f"(tensor_parallel_size {settings.tensor_parallel_size}) yet: choose triton"
+                )
+            attention = "triton" if attention == "auto" else attention
+        backend, reason = kvops.choose_attention(attention, shape)
         log.info("attention_chosen", backend=backend.name, reason=reason)
         return backend
     if settings.attention != "auto":

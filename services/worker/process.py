@@ -319,5 +319,7 @@ async def _wait_for_any(*events: asyncio.Event) -> None:
 
 
 def _capture_graphs(runner: Runner, loaded: LoadedModel) -> None:
-    if loaded.model.device.type == "cuda":
+    """With several ranks steps are eager: the other ranks hear of each step from the first one, and
+    a graph would replay only what the first one launched."""
+    if loaded.model.device.type == "cuda" and loaded.ranks is None:
         runner.capture_graphs(loaded.limits.max_num_seqs)
