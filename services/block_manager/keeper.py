@@ -48,8 +48,12 @@ class Keeper:
                     connection, _ = await loop.sock_accept(listening)
                     connections.create_task(self._serve(connection))
 
-    def release_removed(self) -> None:
+    async def release_removed(self) -> None:
         """Give up the memory of pools whose directories are gone."""
+        async with self._registering:
+            self._release_removed()
+
+    def _release_removed(self) -> None:
         for pool_id in [p for p in self._memory if not (self._root / p).exists()]:
             os.close(self._memory.pop(pool_id))
             log.info("pool_memory_released", pool_id=pool_id)
@@ -93,7 +97,7 @@ class Keeper:
         with ExitStack() as closing:
             for fd in fds:
                 closing.callback(os.close, fd)
-            self.release_removed()
+            self._release_removed()
             try:
                 registration = Registration.decode(data)
                 if registration == Registration():
@@ -108,6 +112,8 @@ class Keeper:
                 self._processes.add(directory, registration.worker_id, pidfd, registration.gpu_uuid)
             except (ValueError, ProcessListError) as error:
                 raise KeeperRefusal(str(error), True) from error
+            except OSError as error:  # the pool is gone
+                raise KeeperRefusal(str(error), False) from error
             if pool_id not in self._memory:
                 self._memory[pool_id] = os.dup(memory[0])
             path = directory.process_path(registration.worker_id)

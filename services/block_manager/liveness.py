@@ -112,6 +112,8 @@ class PoolLiveness:
             return f"no record of its process: {error}"
         if not self._processes.has_exited(path, record):
             return f"process {record.pid} has not exited"
+        if directory.gone.exists():
+            return None  # a lost GPU lists nothing, and its pool's blocks are given to nobody
         try:
             if record.pid in self._listed.pids(record.gpu_uuid):
                 return f"the driver still lists process {record.pid} on {record.gpu_uuid}"

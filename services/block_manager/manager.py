@@ -77,7 +77,7 @@ class BlockManager:
         blocked, for example by a lock, does not delay the others, and the next rounds skip it until
         it ends."""
         self._is_idle = False  # until this round has found out
-        self._keeper.release_removed()
+        await self._keeper.release_removed()
         seen = await survey(connection)
         for check in self._checks:
             if check not in self._running or self._running[check].done():

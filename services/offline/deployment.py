@@ -113,6 +113,10 @@ async def offline_deployment(settings: WorkerSettings) -> AsyncIterator[Wiring]:
     Blocks the event loop while it loads. Raises StartupError. An error of a worker is raised in the
     block, as an exception group.
     """
+    if settings.device != "cpu":
+        raise StartupError(
+            f"device {settings.device}: a pool on a GPU needs a block manager; use `quire serve`"
+        )
     loaded = load(settings, progress=lambda: None)
     async with AsyncExitStack() as stack:
         folder = tempfile.TemporaryDirectory(prefix="quire-offline-", dir=_POOL_ROOT)

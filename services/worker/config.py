@@ -1,6 +1,7 @@
 """Settings that prefill and decode workers share."""
 
 import os
+import re
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -46,7 +47,6 @@ class WorkerSettings(PoolServiceSettings):
     )
     device: str = Field(
         "cpu",
-        pattern=r"^(cpu|(cuda|memfd):\d+)$",
         description="cpu, or a GPU: cuda:0; memfd:0 (for tests) computes on the CPU, and keeps its "
         "pool as on a GPU",
     )
@@ -164,6 +164,13 @@ class WorkerSettings(PoolServiceSettings):
         if size not in SIZES:
             raise ValueError(f"{size} is not one of {', '.join(map(str, SIZES))}")
         return size
+
+    @field_validator("device")
+    @classmethod
+    def _check_device(cls, text: str) -> str:
+        if not re.fullmatch(r"cpu|(cuda|memfd):\d+", text):
+            raise ValueError(f"{text!r} is neither cpu nor a GPU such as cuda:0")
+        return text
 
     @field_validator("cpus")
     @classmethod

@@ -100,12 +100,13 @@ class GpuMemory:
     def open(self, directory: PoolDirectory, header: PoolHeader, worker_id: str) -> OpenArena:
         made = self._made.pop(header.pool_id, None)
         registration = Registration(header.pool_id, worker_id, self.gpu_uuid)
-        kept = register(
-            directory.path.parent,
-            registration,
-            made.fd if made else None,
-            is_live=directory.is_live(),
-        )
+        root, fd = directory.path.parent, made.fd if made else None
+        try:
+            kept = register(root, registration, fd, is_live=directory.is_live())
+        except BaseException:
+            if made is not None:
+                made.close()
+            raise
         try:
             arena = made or CudaArena.open(self._driver, os.dup(kept.fd), header.memory_bytes)
             return OpenArena(arena, kept)

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from quire.async_client import AsyncClient
+from quire.errors import QuireError
+from quire.types import Sampling
 from services.common.pool.directory import PoolDirectory
 
 from .conftest import POOL_MEMORY
@@ -40,13 +42,13 @@ async def test_the_pool_outlives_all_who_made_it(
         ("block_manager", pids(deployment, "block_manager")[0]),
     ]
     for name, pid in victims:
-        disturbed = streams(5)
+        before, disturbed = await worker_ids(client), streams(5)
         running = [asyncio.create_task(stream.run(client)) for stream in disturbed]
         await disturbed[0].reaches(20)
         os.kill(pid, signal.SIGKILL)
         async with asyncio.timeout(LIMIT_S):
             assert await asyncio.gather(*running) == undisturbed, name
-        await all_serve(client)
+        await replaced(client, before, 0 if name == "block_manager" else 1)
     assert no_pid_of(victims, deployment)
     assert arena_of(deployment, inside.directory).stat().st_ino == memory
     assert deployment.log.read_text().count('"event": "worker_reaped"') == 4
@@ -58,20 +60,37 @@ async def test_a_pool_without_workers_waits_for_them(
     """A fault that ends all workers at once, as under MPS, costs no finished block."""
     await all_serve(client)
     prompt = list(range(260, 360))
-    first = await streams_of(client, prompt)
+    first, before = await streams_of(client, prompt), await worker_ids(client)
     for name in ("decode", "prefill"):
         for pid in pids(deployment, name):
             os.kill(pid, signal.SIGKILL)
     async with asyncio.timeout(LIMIT_S):
         while not is_reaped(inside.directory):
             await asyncio.sleep(0.02)
-    await all_serve(client)
+    await replaced(client, before, 4)
     assert await streams_of(client, prompt) == (first[0], 96)
 
 
-async def streams_of(client: AsyncClient, prompt: list[int]) -> tuple[list[int], int | None]:
-    from quire.types import Sampling
+async def worker_ids(client: AsyncClient) -> set[str]:
+    """Those in the registry; a dead worker is there for some seconds."""
+    try:
+        return {worker.worker_id for worker in await client.workers()}
+    except QuireError:  # the block manager is not back
+        return set()
 
+
+async def replaced(client: AsyncClient, before: set[str], number: int) -> None:
+    """So many of the four workers are others than before, and all serve."""
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            now = await worker_ids(client)
+            if len(now) == 4 and len(now - before) == number:
+                break
+            await asyncio.sleep(0.05)
+    await all_serve(client)
+
+
+async def streams_of(client: AsyncClient, prompt: list[int]) -> tuple[list[int], int | None]:
     greedy = Sampling(temperature=0.0, max_tokens=20, ignore_eos=True)
     completion = await client.complete(prompt, greedy, timeout_s=LIMIT_S)
     return list(completion.token_ids), completion.usage.num_cached_tokens

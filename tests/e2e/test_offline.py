@@ -68,6 +68,7 @@ def test_a_number_of_parameters_that_does_not_fit_is_refused(llm: LLM) -> None:
         ({"pool_memory": "banana"}, "pool_memory: 'banana' is not a size"),
         ({"num_threads": 2}, "num_threads: Extra inputs are not permitted"),
         ({"max_model_len": 10**9}, "beyond the model's context"),
+        ({"device": "cuda:0"}, "cuda:0: a pool on a GPU needs a block manager"),
     ],
 )
 def test_a_wrong_setting_is_named(

@@ -85,6 +85,16 @@ def test_a_worker_may_finish_while_its_process_goes_on(pool: PoolDirectory) -> N
     assert sorted(path.name for path in pool.workers.iterdir()) == ["decode-2.finished"]
 
 
+def test_a_lost_gpu_is_not_asked(pool: PoolDirectory) -> None:
+    processes, nvml = FakeProcesses(), FakeNvml()
+    nvml.listed = "NVML: the GPU is lost"
+    liveness = PoolLiveness(processes, nvml)
+    pool.gone.touch()
+    assert liveness.obstacle(pool, "decode-1") == "process 4711 has not exited"
+    processes.exited = True
+    assert liveness.obstacle(pool, "decode-1") is None
+
+
 def test_an_unknown_process_is_never_quiet(pool: PoolDirectory) -> None:
     liveness = PoolLiveness(FakeProcesses(), FakeNvml())
     assert "no record" in (liveness.obstacle(pool, "decode-2") or "")

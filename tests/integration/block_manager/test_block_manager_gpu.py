@@ -19,25 +19,25 @@ from .conftest import LAYOUT, NUM_BLOCKS, PoolHost, assert_lawful, equals, gone,
 
 SIZE = 2 << 20
 WORKER = """
-import os, sys
+import mmap, os, sys
 from pathlib import Path
 from services.common.pool.directory import PoolDirectory
 from services.common.pool.keeper import Registration, register
 from services.common.pool.locks import WorkerLock
-from kvops.cuda.memfd import MemfdDriver
-from kvops.cuda.vmm import SharedMemory
 
 root, pool_id, worker_id, creates = sys.argv[1:]
-made = SharedMemory.create(MemfdDriver(0), 2 << 20) if creates == "yes" else None
-registration = Registration(pool_id, worker_id, "MEMFD-0")
-kept = register(Path(root), registration, made.fd if made else None, is_live=True)
-memory = made or SharedMemory.open(MemfdDriver(0), os.dup(kept.fd), 2 << 20)
+made = os.memfd_create("quire-MEMFD-0") if creates == "yes" else None
+if made is not None:
+    os.ftruncate(made, 2 << 20)
+kept = register(Path(root), Registration(pool_id, worker_id, "MEMFD-0"), made, is_live=True)
+memory = mmap.mmap(kept.fd, 2 << 20)
 lock = WorkerLock.create(PoolDirectory(Path(root) / pool_id).lock_path(worker_id))
-print(memory.tensor()[0].item(), flush=True)
-memory.tensor()[0] += 1
-print(memory.tensor()[0].item(), flush=True)
+print(memory[0], flush=True)
+memory[0] += 1
+print(memory[0], flush=True)
 sys.stdin.read()
 """
+"""What a worker does, without PyTorch, whose import takes seconds."""
 
 
 class BusyGpu(MappedProcesses):
