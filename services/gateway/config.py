@@ -7,6 +7,7 @@ from pydantic import Field, field_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from services.common.runtime.config import ServiceSettings
+from services.gateway.dashboard.access import DashboardSetting
 from services.gateway.frontend.http.body_limits import DEFAULT_BODY_MEMORY_BYTES, MAX_BODY_BYTES
 
 
@@ -39,6 +40,11 @@ class GatewaySettings(ServiceSettings):
         default=(),
         description="hosts, by commas, that HTTP requests may be for: a name, an address, or "
         "*.example.com; none: any",
+    )
+    dashboard: DashboardSetting = Field(
+        default="auto",
+        description="the page at / of http_port: auto shows it to users of this host, on to "
+        "everybody who reaches the port, off to nobody",
     )
     max_connections: int = Field(
         default=4096,

@@ -3,10 +3,12 @@ workers, and shuts down within a grace time."""
 
 import asyncio
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from socket import gethostname
 
 from prometheus_client import CollectorRegistry
+from starlette.routing import Route
 
 from blockstore.registry import Member
 from quire.sockets import operations_socket, remove_dead_sockets
@@ -16,8 +18,9 @@ from services.common.runtime import open_files, redis
 from services.common.runtime.exposition import metrics_endpoint
 from services.common.runtime.logging import get_logger
 from services.common.runtime.registry_heartbeat import RegistryHeartbeat
-from services.common.runtime.secret import Secret, deployment_secret
+from services.common.runtime.secret import deployment_secret
 from services.gateway.config import GatewaySettings
+from services.gateway.dashboard.wiring import make_dashboard
 from services.gateway.frontend import service
 from services.gateway.frontend.http.app import create_app
 from services.gateway.frontend.http.connections import ConnectionLimits
@@ -50,13 +53,19 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
             settings, stack, _HINT_LIMIT_S, settings.store_patience_s
         )
         stack.enter_context(metrics_endpoint(settings, metrics))
+        request_metrics = RequestMetrics(metrics)
         wiring = await stack.enter_async_context(
-            start_gateway(store, registry, secret, settings.options(), RequestMetrics(metrics))
+            start_gateway(store, registry, secret, settings.options(), request_metrics)
         )
         server, port = await _grpc_server(settings, wiring, stack)
-        operations = await _operations_server(settings, wiring, secret, port, stack)
+        relay = Relay(
+            BLOCK_MANAGER, lambda: _target(wiring.directory.block_manager), secret.rpc_key
+        )
+        stack.push_async_callback(relay.close)
+        operations = await _operations_server(settings, wiring, relay, port, stack)
         http = await stack.enter_async_context(AsyncExitStack())
-        http_port = await _http_server(settings, wiring, metrics, http)
+        feed, routes = make_dashboard(settings.dashboard, wiring, request_metrics.metrics, relay)
+        http_port = await _http_server(settings, wiring, metrics, routes, http)
         # However the process ends, clients get an error before their connections break.
         stack.push_async_callback(wiring.dispatcher.close)
         started_unix_ms = time.time_ns() // 1_000_000
@@ -72,6 +81,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
             background = tasks.create_task(heartbeat.keep()), tasks.create_task(health)
             await stop.wait()
             heartbeat.changed()
+            feed.close()
             await _shut_down(wiring, server, http, settings.request_grace_s)
             for task in background:
                 task.cancel()
@@ -102,7 +112,7 @@ async def _grpc_server(
 async def _operations_server(
     settings: GatewaySettings,
     wiring: Wiring,
-    secret: Secret,
+    block_manager: Relay,
     public_port: int,
     stack: AsyncExitStack,
 ) -> RpcServer:
@@ -110,11 +120,9 @@ async def _operations_server(
     is set."""
     server = RpcServer(BLOCK_MANAGER.name, SUPERVISOR.name)
     supervisor = Target(settings.supervisor) if settings.supervisor else None
-    for relay in (
-        Relay(BLOCK_MANAGER, lambda: _target(wiring.directory.block_manager), secret.rpc_key),
-        Relay(SUPERVISOR, lambda: supervisor),
-    ):
-        stack.push_async_callback(relay.close)
+    relays = (block_manager, Relay(SUPERVISOR, lambda: supervisor))
+    stack.push_async_callback(relays[1].close)
+    for relay in relays:
         server.aio.add_generic_rpc_handlers((relay.handlers(),))
     socket = operations_socket(settings.run_dir, gethostname(), public_port)
     remove_dead_sockets(settings.run_dir)
@@ -132,11 +140,14 @@ async def _http_server(
     settings: GatewaySettings,
     wiring: Wiring,
     metrics: CollectorRegistry,
+    more_routes: Sequence[Route],
     stack: AsyncExitStack,
 ) -> int | None:
     if settings.http_port is None:
         return None
-    app = create_app(wiring.gateway, metrics, settings.allowed_hosts, settings.body_memory)
+    app = create_app(
+        wiring.gateway, metrics, settings.allowed_hosts, settings.body_memory, more_routes
+    )
     limits = ConnectionLimits(
         _max_connections(settings),
         settings.header_timeout_s,

@@ -52,6 +52,7 @@ def create_app(
     metrics: CollectorRegistry,
     allowed_hosts: Sequence[str] = (),
     max_body_memory_bytes: int = DEFAULT_BODY_MEMORY_BYTES,
+    more_routes: Sequence[Route] = (),
 ) -> Starlette:
     """The HTTP application that serves `generator`, with `metrics` at `/metrics`.
 
@@ -67,6 +68,7 @@ def create_app(
             Route("/v1/models/{model:path}", endpoints.model),
             Route("/health", endpoints.health),
             Route("/metrics", endpoints.metrics),
+            *more_routes,
         ],
         middleware=[
             Middleware(RequestIdAndErrors),
