@@ -57,7 +57,8 @@ class DashboardDocument:
     async def build(self) -> dict[str, Any]:
         """At most MAX_RUNNING + MAX_RECENT requests, however many there are."""
         await self._block_maps.update()
-        waiting = [each for each in self._dispatcher.lifecycles if each.timeline.phase in _WAITING]
+        lifecycles = self._dispatcher.lifecycles
+        waiting = [each for each in lifecycles if each.timeline.phase in _WAITING]
         now_ms = time.time_ns() // 1_000_000
         oldest_ms = min((each.timeline.spans[-1][1] for each in waiting), default=now_ms)
         return {
@@ -65,8 +66,8 @@ class DashboardDocument:
             "gateway": self._gateway_id,
             "models": list(self._directory.model_names()),
             "block_manager": self._block_maps.is_current,
-            "num_running": self._dispatcher.num_running,
-            "num_waiting": self._dispatcher.num_waiting,
+            "num_running": len(lifecycles) - len(waiting),
+            "num_waiting": len(waiting),
             "oldest_wait_ms": now_ms - oldest_ms,
             "workers": self._workers(),
             "requests": self._requests(),

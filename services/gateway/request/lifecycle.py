@@ -194,7 +194,6 @@ class RequestLifecycle:
         self.started_at = self.started_at or self._clock()
         ticket = self.tickets.submit(self.attempt.number, pool_id, root_hash, self._swapped)
         suspect = self.crash_attribution.assign(prefill)
-        self.timeline.enter(Phase.PREFILL, prefill.id)
         submit = Submit(ticket, self.client.unsent_prompt_logprobs, suspect)
         self.attempt.submit(prefill, submit, load)
 

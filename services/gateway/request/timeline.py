@@ -6,7 +6,8 @@ from enum import Enum
 
 class Phase(Enum):
     WAITING = "waiting"
-    """In the queue, or reserving slots."""
+    """In the queue, for slots, or at a prefill worker that has not begun: for its turn or for
+    blocks."""
     PREFILL = "prefill"
     HAND_OFF = "hand-off"
     """A decode worker has been sent the ticket and has not answered with a token."""

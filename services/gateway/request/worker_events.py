@@ -46,6 +46,8 @@ def on_event(request: RequestLifecycle, sender: Worker, event: RequestEvent) -> 
         case PrefillLease() as prefill, Prefilled() as prefilled:
             _on_prefilled(request, prefill, prefilled)
         case _, Began():
+            if isinstance(lease, PrefillLease):
+                request.timeline.enter(Phase.PREFILL, sender.id)
             request.crash_attribution.note_begun(sender)
         case DecodeReservation() as decode, Requeued(ticket=Ticket() as ticket):
             _on_detached(request, decode, ticket)

@@ -68,7 +68,7 @@ class PoolPanel {
       h("span", null, `${count(pool.num_blocks)} blocks of ${pool.block_size} tokens, ${bytes(pool.num_blocks * pool.block_bytes)}; ${per}`),
       h("span", null, `${count(pool.num_holders)} holders, ${count(pool.waiters)} waiters`),
       h("span", null, `prefix hits ${percent(pool.hits, pool.queries)}`),
-      pool.recovering && h("span", { class: "warn" }, "recovering its ledger"), this.audit, this.button);
+      pool.recovering ? h("span", { class: "warn" }, "recovering its ledger") : "", this.audit, this.button);
   }
 
   async runAudit() {
@@ -231,7 +231,8 @@ class PoolPanel {
       lines.push(block.prefix_hash ? `prefix hash ${block.prefix_hash}` : "no prefix hash: not finished");
       if (block.cached_at !== null) lines.push(`evicted in order of last use: number ${count(block.cached_at)}`);
     }
-    if (values[CHANGED]) lines.push(`changed ${duration(Math.max(0, this.pool.age_s - values[CHANGED]))} ago`);
+    const age = this.pool.age_s - values[CHANGED];
+    if (values[CHANGED]) lines.push(age < 1 ? "changed now" : `changed ${duration(age)} ago`);
     return lines.join("\n");
   }
 }
