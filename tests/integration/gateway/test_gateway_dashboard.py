@@ -114,7 +114,7 @@ async def test_feed_follows_a_request_from_its_queue_to_its_end(make_harness: An
         assert running["spans"][-1][2] == decode.worker_id
         assert (document["num_running"], document["num_waiting"]) == (1, 0)
         assert document["workers"][decode.worker_id]["state"] == "serving"
-        decode.go_on()
+        decode.go_on(8)
         await call.result()
         document = await page.until(lambda now: now["num_running"] == 0)
         (ended,) = document["requests"].values()
@@ -149,13 +149,14 @@ async def test_cells_add_up_from_changes_and_survive_the_block_managers_absence(
 
 
 async def test_lost_worker_stays_listed_as_gone(make_harness: Any) -> None:
-    decode = FakeDecode()
-    harness = await make_harness(FakePrefill(), decode)
+    harness, decode = await make_harness(FakePrefill()), FakeDecode()
+    server = await harness.announce(decode)
     async with dashboard(harness) as page:
         await page.until(lambda now: decode.worker_id in now["workers"])
         watching = page.documents()
         await anext(watching)
-        await harness.lose_sight()
+        await server.stop()
+        await harness.registry.withdraw(decode.worker_id)
         async for document in watching:
             if document["workers"][decode.worker_id]["state"] == "gone":
                 break
