@@ -6,7 +6,7 @@ const PHASES = ["waiting", "prefill", "hand-off", "decode", "preempted", "moving
 const SPANS_S = [5, 15, 30, 60, 120, 300];
 const MAX_ROWS = 60;
 const rows = new Map();
-const axis = h("div", { class: "row axis" }, h("span", null, "request"), h("div"), h("span", null, "tokens"));
+const axis = h("div", { class: "row axis", "aria-hidden": "true" }, h("span", null, "request"), h("div"), h("span", null, "tokens"));
 
 export const showPhases = () => byId("phases").replaceChildren(...PHASES.map((phase) => legendItem(`s-${phase}`, phase)));
 
