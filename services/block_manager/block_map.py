@@ -7,9 +7,9 @@ read unless someone watches. One `advance` reads, however large the pool is:
     up to HOLDER_PAGE holders all of them in turn; one that came, went or changed its number of
                               blocks makes its blocks *dirty*
     up to MAX_LISTS lists     of the blocks of such holders
-    up to MAX_LOOKS blocks    first the dirty ones, then the next ones in turn, which finds what
-                              no holder shows (evictions, and the cached blocks of a pool that was
-                              in use before someone watched)
+    up to MAX_LOOKS blocks    first the dirty ones, then those that were used before someone
+                              watched; when all are known, MAX_AGAIN in turn, which finds what no
+                              holder shows (a wrong entry that left the prefix index)
 """
 
 import time
@@ -25,6 +25,7 @@ MAX_CELLS = 2048
 HOLDER_PAGE = 256
 MAX_LISTS = 64
 MAX_LOOKS = 4096
+MAX_AGAIN = 256
 
 
 class BlockState(IntEnum):
@@ -65,6 +66,7 @@ class BlockMap:
         self._seen: set[str] = set()
         self._next_block = 0
         num_used = min(stats.num_accounted, num_blocks)
+        self._num_unread = num_used
         self._states[:num_used] = bytes([BlockState.UNREAD]) * num_used
         for cell in range(self.num_cells):
             blocks, at = self.blocks_of(cell), cell * len(BlockState)
@@ -169,8 +171,8 @@ class BlockMap:
         blocks = dict.fromkeys(islice(self._dirty, MAX_LOOKS))
         for block_id in blocks:
             del self._dirty[block_id]
-        num_more = min(MAX_LOOKS - len(blocks), num_used)
-        for _ in range(num_more):
+        room = MAX_LOOKS - len(blocks)
+        for _ in range(min(room if self._num_unread else MAX_AGAIN, room, num_used)):
             blocks[self._next_block % num_used] = None
             self._next_block = (self._next_block + 1) % num_used
         return list(blocks)
@@ -184,6 +186,7 @@ class BlockMap:
         self._counts[cell * len(BlockState) + old] -= 1
         self._counts[cell * len(BlockState) + state] += 1
         if old == BlockState.UNREAD:
+            self._num_unread -= 1
             self._cell_ticks[cell] = self.tick
         else:
             self._touch(cell)
