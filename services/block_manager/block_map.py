@@ -4,8 +4,8 @@ A pool of any size has at most `MAX_CELLS` cells; a cell stands for consecutive 
 read unless someone watches. One `advance` reads, however large the pool is:
 
     the pool's counters       O(1); blocks that were never used are free, and are not read
-    up to HOLDER_PAGE holders all of them in turn; one that came, went or changed its number of
-                              blocks makes its blocks *dirty*
+    MAX_HOLDER_PAGES pages    of holders, all of them in turn; one that came, went or changed its
+                              number of blocks makes its blocks *dirty*
     up to MAX_LISTS lists     of the blocks of such holders
     up to MAX_LOOKS blocks    first the dirty ones, then those that were used before someone
                               watched; when all are known, MAX_AGAIN in turn, which finds what no
@@ -22,7 +22,8 @@ from blockstore.records import BlockInfo, HolderInfo, PoolStats
 from blockstore.store import QUARANTINE, BlockStore
 
 MAX_CELLS = 2048
-HOLDER_PAGE = 256
+HOLDER_PAGE = 64
+MAX_HOLDER_PAGES = 4
 MAX_LISTS = 64
 MAX_LOOKS = 4096
 MAX_AGAIN = 256
@@ -95,8 +96,11 @@ class BlockMap:
         self.stats = stats
         self.tick += 1
         self._now_s = self.age_s
-        if not stats.recovering:
-            self._note_holders(await store.holder_page(pool_id, self._next_holder, HOLDER_PAGE))
+        for _ in range(0 if stats.recovering else MAX_HOLDER_PAGES):
+            page = await store.holder_page(pool_id, self._next_holder, HOLDER_PAGE)
+            self._note_holders(page)
+            if len(page) < HOLDER_PAGE:
+                break
         for holder_id in list(islice(self._to_list, MAX_LISTS)):
             del self._to_list[holder_id]
             self._note_blocks(holder_id, await store.held_blocks(pool_id, holder_id))
