@@ -87,7 +87,7 @@ FROM base AS runtime
 # One user in all images: they share the pool's files, which are private to it.
 RUN groupadd --gid 10001 quire \
  && useradd --uid 10001 --gid quire --no-create-home --home-dir /tmp quire \
- && install --directory --owner=quire --group=quire --mode=0700 /run/quire /pools /weights \
+ && install --directory --owner=quire --group=quire --mode=0700 /run/quire /pools /weights /authority \
  && install --directory /models/local
 WORKDIR /
 USER 10001:10001

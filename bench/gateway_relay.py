@@ -1,23 +1,33 @@
 """How many tokens a second one gateway process relays, and what each costs it in CPU time.
 
     python bench/gateway_relay.py [--streams 64] [--tokens 512] [--step-ms 0] [--model DIR]
+        [--over grpc http] [--guard none keys tls both] [--rounds 3]
 
 Three processes, as in life: fake workers that only count (one StepOutput a step, as fast as the
-stream takes them), the gateway itself, and clients over gRPC. Prints a row of a markdown table.
+stream takes them), the gateway itself, and clients over gRPC or HTTP. Prints a row of a markdown
+table for each round of each combination; rounds alternate, so that a slow moment of the machine
+concerns all. `--guard`: API keys, TLS for clients, or both.
 """
 
 import argparse
 import asyncio
+import itertools
 import json
 import multiprocessing
 import resource
+import ssl
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import grpc
+from grpc import aio
 from prometheus_client import CollectorRegistry
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -26,6 +36,8 @@ from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolSpec
 from blockstore.registry import Member, Role
 from blockstore.store import FUNCTION_LIBRARY
+from quire.api_keys import hash_key
+from quire.certificates import write_certificates
 from quire.v1 import (
     decode_pb2,
     decode_pb2_grpc,
@@ -38,9 +50,17 @@ from quire.v1 import (
 )
 from services.common.rpc.message_batching import unpack_batch
 from services.common.rpc.proof import Guard
+from services.common.rpc.tls import TlsFiles
 from services.common.rpc.transport import RpcServer, open_channel
+from services.common.runtime.metrics import KeyringMetrics
 from services.common.runtime.secret import Secret
+from services.gateway.access.control import AccessControl
+from services.gateway.access.guards import KeyGuard
+from services.gateway.access.keyring import Keyring
 from services.gateway.config import GatewayOptions
+from services.gateway.frontend.api import Generator
+from services.gateway.frontend.http.app import create_app
+from services.gateway.frontend.http.server import http_server
 from services.gateway.frontend.service import SERVICE_NAME, InferenceService
 from services.gateway.request_metrics import RequestMetrics
 from services.gateway.wiring import start_gateway
@@ -49,11 +69,25 @@ from services.protocol.version import PROTOCOL_VERSION
 SPEC = PoolSpec("pool", "toy", "fingerprint", num_blocks=1 << 20, block_size=16, block_bytes=1)
 SECRET = Secret(b"the secret of a deployment that is measured")
 TOKEN = 97
+KEY = "qk-of-the-benchmark-with-enough-characters"
 _GOES_ON = sampling_pb2.FINISH_REASON_UNSPECIFIED
 _HEADER = (
-    "| streams | tokens each | step, ms | tokens/s | tokens a message "
+    "| over | guard | streams | tokens each | step, ms | tokens/s | tokens a message "
     "| gateway CPU, us/token | tokens/CPU-s |"
 )
+
+
+@dataclass(frozen=True)
+class Front:
+    """What clients meet."""
+
+    over: str
+    guard: str
+    tls: TlsFiles | None
+
+    @property
+    def has_keys(self) -> bool:
+        return self.guard in ("keys", "both")
 
 
 def _welcome(worker_id: str, num_slots: int) -> worker_pb2.Welcome:
@@ -167,7 +201,9 @@ async def run_workers(pipe: Connection, num_slots: int, step_s: float) -> None:
     await asyncio.to_thread(pipe.recv)
 
 
-async def run_gateway(pipe: Connection, ports: list[int], num_slots: int, model_dir: str) -> None:
+async def run_gateway(
+    pipe: Connection, ports: list[int], num_slots: int, model_dir: str, front: Front
+) -> None:
     """Sends its port; then its CPU seconds whenever it is asked."""
     store, registry = MemoryStore(), MemoryRegistry()
     await store.register_pool(SPEC)
@@ -180,14 +216,30 @@ async def run_gateway(pipe: Connection, ports: list[int], num_slots: int, model_
     ) as assembly:
         while not assembly.gateway.ready():
             await assembly.changes.wait(assembly.changes.num_changes, 0.1)
-        server = RpcServer(SERVICE_NAME)
-        service = InferenceService(assembly.gateway)
-        inference_pb2_grpc.add_InferenceServicer_to_server(service, server.aio)
-        pipe.send(await server.start("127.0.0.1", 0))
-        while await asyncio.to_thread(pipe.recv):
-            usage = resource.getrusage(resource.RUSAGE_SELF)
-            pipe.send(usage.ru_utime + usage.ru_stime)
-        await server.stop()
+        async with _listening(front, assembly.gateway) as port:
+            pipe.send(port)
+            while await asyncio.to_thread(pipe.recv):
+                usage = resource.getrusage(resource.RUSAGE_SELF)
+                pipe.send(usage.ru_utime + usage.ru_stime)
+
+
+@asynccontextmanager
+async def _listening(front: Front, gateway: Generator) -> AsyncIterator[int]:
+    ring = None
+    if front.has_keys:
+        text = json.dumps({"keys": [{"name": "bench", "hash": hash_key(KEY)}]})
+        ring = Keyring(None, text, KeyringMetrics(CollectorRegistry()))
+        gateway = AccessControl(gateway, ring)
+    if front.over == "http":
+        app = create_app(gateway, CollectorRegistry(), keyring=ring)
+        async with http_server(app, "127.0.0.1", 0, tls=front.tls) as port:
+            yield port
+        return
+    server = RpcServer(SERVICE_NAME, guard=KeyGuard(ring), tls=front.tls)
+    service = InferenceService(gateway)
+    inference_pb2_grpc.add_InferenceServicer_to_server(service, server.aio)
+    yield await server.start("127.0.0.1", 0)
+    await server.stop()
 
 
 def _member(role: Role, port: int, num_slots: int, model_dir: str) -> Member:
@@ -206,12 +258,27 @@ def _member(role: Role, port: int, num_slots: int, model_dir: str) -> Member:
     )
 
 
-async def run_clients(port: int, num_streams: int, num_tokens: int) -> tuple[int, int]:
+async def run_clients(
+    port: int, num_streams: int, num_tokens: int, front: Front
+) -> tuple[int, int]:
     """Tokens and messages received."""
-    async with open_channel(f"127.0.0.1:{port}") as channel:
+    if front.over == "http":
+        one = partial(_one_over_http, port, num_tokens, front)
+        return _sum(await asyncio.gather(*(one() for _ in range(num_streams))))
+    async with _channel(port, front) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
-        answers = await asyncio.gather(*(_one(stub, num_tokens) for _ in range(num_streams)))
+        return _sum(await asyncio.gather(*(_one(stub, num_tokens) for _ in range(num_streams))))
+
+
+def _sum(answers: list[tuple[int, int]]) -> tuple[int, int]:
     return sum(tokens for tokens, _ in answers), sum(messages for _, messages in answers)
+
+
+def _channel(port: int, front: Front) -> aio.Channel:
+    if front.tls is None:
+        return open_channel(f"127.0.0.1:{port}")
+    ca = front.tls.certificate.with_name("ca.crt").read_bytes()
+    return aio.secure_channel(f"127.0.0.1:{port}", grpc.ssl_channel_credentials(ca))
 
 
 async def _one(stub: Any, num_tokens: int) -> tuple[int, int]:
@@ -219,9 +286,29 @@ async def _one(stub: Any, num_tokens: int) -> tuple[int, int]:
         text="count", sampling=sampling_pb2.SamplingParams(max_tokens=num_tokens)
     )
     tokens = messages = 0
-    async for response in stub.Generate(request):
+    async for response in stub.Generate(request, metadata=(("authorization", f"Bearer {KEY}"),)):
         tokens += len(response.deltas[0].token_ids)
         messages += 1
+    return tokens, messages
+
+
+async def _one_over_http(port: int, num_tokens: int, front: Front) -> tuple[int, int]:
+    """Every token of the toy model is one letter of the text."""
+    context = front.tls and ssl.create_default_context(
+        cafile=str(front.tls.certificate.with_name("ca.crt"))
+    )
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+    body = json.dumps({"prompt": "count", "max_tokens": num_tokens, "stream": True})
+    writer.write(
+        f"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nAuthorization: Bearer {KEY}\r\n"
+        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n{body}".encode()
+    )
+    tokens = messages = 0
+    async for line in reader:
+        if line.startswith(b"data: {"):
+            tokens += len(json.loads(line[6:])["choices"][0]["text"])
+            messages += 1
+    writer.close()
     return tokens, messages
 
 
@@ -257,24 +344,25 @@ def _run(run: Callable[..., Coroutine[Any, Any, None]], pipe: Connection, argume
     asyncio.run(run(pipe, *arguments))
 
 
-def measure(num_streams: int, num_tokens: int, step_s: float, model_dir: str) -> str:
+def measure(num_streams: int, num_tokens: int, step_s: float, model_dir: str, front: Front) -> str:
     workers, of_workers = _child(run_workers, num_streams, step_s)
-    gateway, of_gateway = _child(run_gateway, workers.recv(), num_streams, model_dir)
+    gateway, of_gateway = _child(run_gateway, workers.recv(), num_streams, model_dir, front)
     port = gateway.recv()
-    asyncio.run(run_clients(port, num_streams, 8))
+    asyncio.run(run_clients(port, num_streams, 8, front))
 
     def cpu_s() -> float:
         gateway.send(True)
         return float(gateway.recv())
 
     cpu, start = cpu_s(), time.perf_counter()
-    tokens, messages = asyncio.run(run_clients(port, num_streams, num_tokens))
+    tokens, messages = asyncio.run(run_clients(port, num_streams, num_tokens, front))
     elapsed, cpu = time.perf_counter() - start, cpu_s() - cpu
     for pipe, process in ((gateway, of_gateway), (workers, of_workers)):
         pipe.send(False)
         process.join()
     return (
-        f"| {num_streams} | {num_tokens} | {step_s * 1000:g} | {tokens / elapsed:,.0f} "
+        f"| {front.over} | {front.guard} | {num_streams} | {num_tokens} | {step_s * 1000:g} "
+        f"| {tokens / elapsed:,.0f} "
         f"| {tokens / messages:.1f} | {cpu / tokens * 1e6:.1f} | {tokens / cpu:,.0f} |"
     )
 
@@ -287,13 +375,25 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--step-ms", type=float, default=0.0, help="0: as fast as it goes")
     parser.add_argument("--model", help="directory with a tokenizer; default: one of bytes")
+    parser.add_argument("--over", choices=("grpc", "http"), nargs="+", default=["grpc"])
+    parser.add_argument(
+        "--guard", choices=("none", "keys", "tls", "both"), nargs="+", default=["none"]
+    )
+    parser.add_argument("--rounds", type=int, default=1)
     arguments = parser.parse_args()
     print(_HEADER)
-    print("|---:|---:|---:|---:|---:|---:|---:|")
+    print("|---|---|---:|---:|---:|---:|---:|---:|---:|")
     with tempfile.TemporaryDirectory() as directory:
         model_dir = arguments.model or byte_model(Path(directory))
-        for num_streams in arguments.streams:
-            print(measure(num_streams, arguments.tokens, arguments.step_ms / 1000, model_dir))
+        write_certificates(Path(directory) / "tls")
+        files = TlsFiles(*(Path(directory) / "tls" / f"gateway.{kind}" for kind in ("crt", "key")))
+        combinations = itertools.product(
+            range(arguments.rounds), arguments.streams, arguments.over, arguments.guard
+        )
+        for _, num_streams, over, guard in combinations:
+            front = Front(over, guard, files if guard in ("tls", "both") else None)
+            step_s = arguments.step_ms / 1000
+            print(measure(num_streams, arguments.tokens, step_s, model_dir, front), flush=True)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@ all keys of a pool begin with its `pool_tag`."""
 
 MEMBERS = "{quire}:members"
 ARRIVALS = "{quire}:arrivals"
+USAGE = "{quire}:usage"
 POOLS = "{quire}:pools"
 """SET: ids of all pools."""
 

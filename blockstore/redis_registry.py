@@ -6,6 +6,7 @@
 {quire}:arrivals        ZSET    "arrivals" -> the last arrival: the server's clock in ms, or 1 more
                                 than the arrival before (a sorted set, because ZADD GT only raises
                                 a score)
+{quire}:usage           HASH    <API key>/<period>/<gateway> -> the tokens used of a budget
 
 A server may lose all this: members announce themselves again, and the server's clock is later than
 every arrival before, unless there were a thousand a second.
@@ -19,8 +20,9 @@ a proof from it (docs/adr/0098).
 import asyncio
 import hmac
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
+from itertools import chain
 from typing import Any, Self
 
 from blockstore import keys
@@ -148,6 +150,17 @@ class RedisRegistry:
                 self._last_arrival = max(self._last_arrival, arrival)
                 return arrival
             # The server lost the first command's effect before the second one arrived.
+
+    async def exchange_usage(
+        self, changed: Mapping[str, int], ended: Sequence[str] = ()
+    ) -> dict[str, int]:
+        if changed:
+            pairs: Iterable[str | int] = chain.from_iterable(changed.items())
+            await self._stream.send("HSET", keys.USAGE, *pairs)
+        if ended:
+            await self._stream.send("HDEL", keys.USAGE, *ended)
+        flat = iter(await self._stream.send("HGETALL", keys.USAGE))
+        return {name.decode(): int(used) for name, used in zip(flat, flat, strict=True)}
 
     async def close(self) -> None:
         await self._stream.close()

@@ -5,6 +5,7 @@ Its entries are plain keys under `{quire}`, which expire unless heartbeats renew
 store's functions never use them.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -65,3 +66,13 @@ class Registry(Protocol):
         arrival is later than all before it, for all gateways together."""
 
     async def close(self) -> None: ...
+
+
+class UsageCounters(Protocol):
+    """Counters of gateways, which a registry keeps beside its entries."""
+
+    async def exchange_usage(
+        self, changed: Mapping[str, int], ended: Sequence[str] = ()
+    ) -> dict[str, int]:
+        """Set the counters of `changed`, drop those of `ended`, and return all counters: what API
+        keys have used of their budgets, at each gateway. May be repeated."""

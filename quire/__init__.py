@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from quire.async_client import AsyncClient
 from quire.client import Client
+from quire.connections import Tls
 from quire.errors import (
+    BadTls,
     Conflict,
     DeadlineExceeded,
     InvalidRequest,
+    NotAllowed,
     NotFound,
     Overloaded,
     QuireError,
@@ -51,6 +54,7 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "AsyncClient",
+    "BadTls",
     "Candidate",
     "ChatMessage",
     "Choice",
@@ -60,12 +64,14 @@ __all__ = [
     "DeadlineExceeded",
     "Delta",
     "InvalidRequest",
+    "NotAllowed",
     "NotFound",
     "Overloaded",
     "QuireError",
     "Sampling",
     "SamplingParams",
     "ServerError",
+    "Tls",
     "TokenLogprobs",
     "Unavailable",
     "Unreachable",

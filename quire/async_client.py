@@ -8,7 +8,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from quire import messages
 from quire.client import CALL_TIMEOUT_S, DEFAULT_ADDRESS
-from quire.connections import AsyncConnection, Connections
+from quire.connections import Access, AsyncConnection, Connections, Tls
 from quire.errors import QuireError, translate_errors
 from quire.messages import Request
 from quire.progress import RESUME_WINDOW_S, Progress
@@ -32,10 +32,13 @@ class AsyncClient:
         *,
         resume_window_s: float = RESUME_WINDOW_S,
         operations: str | None = None,
+        api_key: str | None = None,
+        tls: Tls | None = None,
     ) -> None:
-        self._gateways = Connections(address, AsyncConnection)
+        access = Access(api_key, tls)
+        self._gateways = Connections(address, AsyncConnection, access)
         self._operations = (
-            Connections(operations, AsyncConnection) if operations else self._gateways
+            Connections(operations, AsyncConnection, access) if operations else self._gateways
         )
         self._resume_window_s = resume_window_s
 

@@ -10,7 +10,7 @@ from typing import Protocol, Self
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from quire import messages
-from quire.connections import Connection, Connections
+from quire.connections import Access, Connection, Connections, Tls
 from quire.errors import QuireError, translate_errors
 from quire.messages import Request
 from quire.progress import RESUME_WINDOW_S, Progress
@@ -99,8 +99,10 @@ class Client:
     Threads may share a client.
 
     `pools`, `workers`, `audit`, `drain` and `scale` are operations. A gateway serves them at a
-    separate address, `operations` (unix:PATH or host:port); without it, `address` must be the
-    address for operations.
+    separate address, `operations` (unix:PATH or host:port). Without it they are called at
+    `address`, where a gateway with API keys serves them to operators' keys.
+
+    `api_key`: sent with each call. `tls`: for addresses other than unix:PATH; None: no TLS.
     """
 
     def __init__(
@@ -109,9 +111,14 @@ class Client:
         *,
         resume_window_s: float = RESUME_WINDOW_S,
         operations: str | None = None,
+        api_key: str | None = None,
+        tls: Tls | None = None,
     ) -> None:
-        self._gateways = Connections(address, Connection)
-        self._operations = Connections(operations, Connection) if operations else self._gateways
+        access = Access(api_key, tls)
+        self._gateways = Connections(address, Connection, access)
+        self._operations = (
+            Connections(operations, Connection, access) if operations else self._gateways
+        )
         self._resume_window_s = resume_window_s
 
     @property
@@ -188,7 +195,7 @@ class Client:
             response = gateway.block_manager.DrainWorker(
                 DrainWorkerRequest(worker_id=worker_id, force=force), timeout=CALL_TIMEOUT_S
             )
-        return response.num_running
+        return int(response.num_running)
 
     def scale(self, *, num_prefill: int | None = None, num_decode: int | None = None) -> Scaled:
         """Let `quire serve` start or drain workers; None leaves a role as it is.

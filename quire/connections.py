@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Generic, TypeVar
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import grpc
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from quire.errors import translate_errors
+from quire.errors import BadTls, translate_errors
 from quire.v1.block_manager_pb2_grpc import BlockManagerStub
 from quire.v1.inference_pb2_grpc import InferenceStub
 from quire.v1.supervisor_pb2_grpc import SupervisorStub
@@ -38,28 +41,95 @@ _CHANNEL_OPTIONS = [
 ]
 
 
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """TLS to gateways. `ca`: file with the CA that signed the gateways' certificates; None: those
+    that gRPC comes with. `certificate` and `key`: files to show to gateways that ask for them."""
+
+    ca: Path | None = None
+    certificate: Path | None = None
+    key: Path | None = None
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """BadTls: a file cannot be read, or only one of certificate and key is given."""
+        if (self.certificate is None) != (self.key is None):
+            raise BadTls("TLS needs both a certificate and its key, or neither")
+        ca, key, certificate = map(_content, (self.ca, self.key, self.certificate))
+        return grpc.ssl_channel_credentials(ca, key, certificate)
+
+
+def _content(file: Path | None) -> bytes | None:
+    try:
+        return None if file is None else file.read_bytes()
+    except OSError as error:
+        raise BadTls(f"TLS: cannot read {file}: {error.strerror}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """How a client reaches gateways: with an API key, over TLS, or with neither."""
+
+    api_key: str | None = None
+    tls: Tls | None = None
+
+    def stubs_channel(self, channel: Any) -> Any:
+        """`channel` as stubs see it: each call has the API key in its metadata."""
+        return channel if self.api_key is None else _WithKey(channel, self.api_key)
+
+    def credentials(self, address: str) -> grpc.ChannelCredentials | None:
+        """None: calls to this address are not encrypted."""
+        return None if self.tls is None or address.startswith("unix:") else self.tls.credentials()
+
+
+PLAIN = Access()
+
+
+class _WithKey:
+    """Makes the calls of a channel, of either kind, with an API key."""
+
+    def __init__(self, channel: Any, api_key: str) -> None:
+        self._channel = channel
+        self._metadata = (("authorization", f"Bearer {api_key}"),)
+
+    def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
+        return partial(self._channel.unary_unary(*args, **kwargs), metadata=self._metadata)
+
+    def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
+        return partial(self._channel.unary_stream(*args, **kwargs), metadata=self._metadata)
+
+
 class Connection:
     """A connection to one gateway, with a stub for each of its services."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, access: Access = PLAIN) -> None:
         self.address = address
-        self.channel = grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
-        self.inference = InferenceStub(self.channel)
-        self.block_manager = BlockManagerStub(self.channel)
-        self.supervisor = SupervisorStub(self.channel)
-        self.health = HealthStub(self.channel)
+        credentials = access.credentials(address)
+        if credentials is None:
+            self.channel = grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        else:
+            self.channel = grpc.secure_channel(address, credentials, options=_CHANNEL_OPTIONS)
+        channel = access.stubs_channel(self.channel)
+        self.inference = InferenceStub(channel)
+        self.block_manager = BlockManagerStub(channel)
+        self.supervisor = SupervisorStub(channel)
+        self.health = HealthStub(channel)
 
 
 class AsyncConnection:
     """`Connection` for asyncio."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, access: Access = PLAIN) -> None:
         self.address = address
-        self.channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
-        self.inference: InferenceAsyncStub = InferenceStub(self.channel)
-        self.block_manager: BlockManagerAsyncStub = BlockManagerStub(self.channel)
-        self.supervisor: SupervisorAsyncStub = SupervisorStub(self.channel)
-        self.health = HealthStub(self.channel)
+        credentials = access.credentials(address)
+        if credentials is None:
+            self.channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        else:
+            self.channel = grpc.aio.secure_channel(address, credentials, options=_CHANNEL_OPTIONS)
+        channel = access.stubs_channel(self.channel)
+        self.inference: InferenceAsyncStub = InferenceStub(channel)
+        self.block_manager: BlockManagerAsyncStub = BlockManagerStub(channel)
+        self.supervisor: SupervisorAsyncStub = SupervisorStub(channel)
+        self.health = HealthStub(channel)
 
 
 C = TypeVar("C", Connection, AsyncConnection)
@@ -69,8 +139,10 @@ class Connections(Generic[C]):
     """Connections to the gateways of one deployment, one of them in use. `addresses`: one or more
     addresses, separated by commas."""
 
-    def __init__(self, addresses: str, connect: Callable[[str], C]) -> None:
-        self._all: list[C] = [connect(address.strip()) for address in addresses.split(",")]
+    def __init__(
+        self, addresses: str, connect: Callable[[str, Access], C], access: Access = PLAIN
+    ) -> None:
+        self._all: list[C] = [connect(address.strip(), access) for address in addresses.split(",")]
         self._index = 0
 
     def __len__(self) -> int:

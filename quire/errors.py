@@ -24,6 +24,17 @@ class Unreachable(QuireError):
     """No server answers at the address."""
 
 
+class BadTls(QuireError):
+    """The files for TLS cannot be used, or the server's certificate cannot be trusted."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, "tls")
+
+
+class NotAllowed(QuireError):
+    """The API key is missing or wrong, or has no right to this call."""
+
+
 class InvalidRequest(QuireError):
     """The request can never succeed as it is."""
 
@@ -60,6 +71,8 @@ _BY_STATUS: dict[grpc.StatusCode, type[QuireError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
     grpc.StatusCode.OUT_OF_RANGE: InvalidRequest,
     grpc.StatusCode.UNIMPLEMENTED: InvalidRequest,
+    grpc.StatusCode.UNAUTHENTICATED: NotAllowed,
+    grpc.StatusCode.PERMISSION_DENIED: NotAllowed,
     grpc.StatusCode.NOT_FOUND: NotFound,
     grpc.StatusCode.ALREADY_EXISTS: Conflict,
     grpc.StatusCode.UNAVAILABLE: Unavailable,
@@ -90,6 +103,8 @@ def _from_rpc(error: grpc.RpcError, address: str) -> QuireError:
     trailers = {str(key): str(value) for key, value in error.trailing_metadata() or ()}
     code = trailers.get(ERROR_CODE_TRAILER)
     if status in _NO_ANSWER and code is None:
+        if "andshake" in message or "certificate" in message.lower():
+            return BadTls(f"the TLS handshake with {address} failed: {message}")
         return Unreachable(f"no server answers at {address}", "unreachable")
     if status is grpc.StatusCode.UNIMPLEMENTED:
         message = (

@@ -24,7 +24,10 @@ GROUPS = {
     "operations": 100,
     "arena": 100,
     "sharing": 150,
+    "sampling": 120,
     "model": 150,
+    "ranks": 120,
+    "decode": 150,
     "speed": 150,
 }
 """Group -> its limit in seconds; what matters most comes first."""

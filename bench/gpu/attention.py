@@ -4,13 +4,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
 import kvops
 from bench.gpu.check import Check, Machine, Passed, Skipped, compare, same_bits, worst
 from bench.gpu.paged import Geometry, PagedBatch, paged_batch
-from kvops import Backend
+from kvops import AttentionShape, Backend
+from kvops.step import AttentionStep, page_facts
 
 Rows = list[tuple[int, int]]
 
@@ -35,6 +37,7 @@ TINY_GEOMETRIES = [
     Geometry(4, num_heads=2, num_kv_heads=1, head_dim=24, dtype=FP32),
 ]
 TINY_ROWS: list[Rows] = [[(1, 1)], [(1, 20), (1, 300)], [(9, 9), (3, 33)]]
+FLASHINFER = Geometry(16, num_heads=16, num_kv_heads=4, head_dim=128, dtype=BF16)
 FLASH = Geometry(256, num_heads=16, num_kv_heads=4, head_dim=128, dtype=BF16)
 
 
@@ -53,7 +56,9 @@ def checks(machine: Machine) -> Iterator[Check]:
         )
         yield f"same bits in every batch, {name}", partial(_invariance, machine, ops, geometry)
     yield "NaN beside rows, whole blocks", lambda: _beside_nan(machine, ops, reference)
-    yield "flash-attn equals the reference", lambda: _flash(machine, reference)
+    yield "contexts of 0 beside others", lambda: _without_context(machine, ops, reference)
+    yield "flash equals the reference", lambda: _flash(machine, reference)
+    yield "flashinfer equals the reference", lambda: _flashinfer(machine, reference)
 
 
 def attend(ops: Backend, batch: PagedBatch, window: int | None = None) -> Tensor:
@@ -116,6 +121,40 @@ def _beside_nan(machine: Machine, ops: Backend, reference: Backend) -> Passed:
         batch = paged_batch(geometry, rows, seed=5)
         shares.append(compare(attend(ops, machine.moved(batch)), attend(reference, batch)))
     return worst(shares, "5 rows")
+
+
+def _without_context(machine: Machine, ops: Backend, reference: Backend) -> Passed:
+    """The padded rows of CUDA graphs: with and without splits."""
+    geometry = Geometry(16, num_heads=8, num_kv_heads=2, head_dim=64, dtype=machine.half)
+    shares = []
+    for rows in ([(1, 1), (1, 20)], [(1, 1), (1, 600)]):
+        batch = paged_batch(geometry, rows, seed=6)
+        batch.context_lens[0] = 0
+        shares.append(compare(attend(ops, machine.moved(batch)), attend(reference, batch)))
+    return worst(shares, "2 steps")
+
+
+def _flashinfer(machine: Machine, reference: Backend) -> Passed:
+    try:
+        ops = kvops.backend("flashinfer")
+    except kvops.BackendUnavailable as error:
+        raise Skipped(str(error)) from error
+    shares = []
+    for rows in ROWS:
+        batch = paged_batch(FLASHINFER, rows, seed=len(rows))
+        lens = batch.context_lens.numpy()
+        num_pages, last = page_facts(lens, FLASHINFER.block_size)
+        tables = batch.block_tables.numpy()
+        ids = torch.from_numpy(tables[np.arange(tables.shape[1]) < num_pages[:, None]])
+        begins = np.concatenate([[0], num_pages.cumsum()]).astype(np.int32)
+        shape = AttentionShape(16, 4, 128, FLASHINFER.block_size, BF16, BF16)
+        there = machine.moved(batch)
+        there.kv_layer.nan_to_num_(1.0)
+        ops.plan(
+            AttentionStep(shape, batch.cu_query_lens.numpy(), begins, last, ids.to(machine.device))
+        )
+        shares.append(compare(attend(ops, there), attend(reference, batch)))
+    return worst(shares, f"{len(shares)} batches")
 
 
 def _flash(machine: Machine, reference: Backend) -> Passed:

@@ -5,7 +5,18 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 
-from bench.gpu import arena, attention, environment, model, operations, sharing, speed
+from bench.gpu import (
+    arena,
+    attention,
+    decode,
+    environment,
+    model,
+    operations,
+    ranks,
+    sampling,
+    sharing,
+    speed,
+)
 from bench.gpu.check import Check, Failed, Machine, Skipped
 
 GROUPS: dict[str, Callable[[Machine], Iterator[Check]]] = {
@@ -14,7 +25,10 @@ GROUPS: dict[str, Callable[[Machine], Iterator[Check]]] = {
     "operations": operations.checks,
     "arena": arena.checks,
     "sharing": sharing.checks,
+    "sampling": sampling.checks,
     "model": model.checks,
+    "ranks": ranks.checks,
+    "decode": decode.checks,
     "speed": speed.checks,
 }
 

@@ -1,7 +1,6 @@
 """A model's steps with all tensors on the GPU, against the same model on the CPU."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -32,9 +31,7 @@ def checks(machine: Machine) -> Iterator[Check]:
     for name, window in (("all positions", None), ("a window", 50)):
         yield f"tokens in fp32 are the CPU's, {name}", partial(_tokens, machine, window)
         yield f"logits near the CPU's, {name}", partial(_logits, machine, window)
-    yield "time of a decode step", lambda: _step(machine)
     yield "weights loaded onto the GPU", _loader
-    yield "steps as CUDA graphs", _graphs
 
 
 class Steps:
@@ -59,9 +56,13 @@ class Steps:
         table = range(first, first + self._blocks_each)
         return Row(token_ids, start, table, 0, (DRAWS[number % 2],))
 
-    def generate(self, prompts: list[list[int]], num_tokens: int, chunk: int) -> list[list[int]]:
-        """Each prompt alone, in chunks; then all together."""
+    def generate(
+        self, prompts: list[list[int]], num_tokens: int, chunk: int, graph_rows: int = 0
+    ) -> list[list[int]]:
+        """Each prompt alone, in chunks; then all together, as graphs of up to `graph_rows` rows."""
         self.begin(len(prompts), max(map(len, prompts)) + num_tokens)
+        if graph_rows:
+            self.runner.capture_graphs(graph_rows)
         sequences = [list(prompt) for prompt in prompts]
         for i, prompt in enumerate(prompts):
             for start in range(0, len(prompt), chunk):
@@ -110,12 +111,15 @@ def make_config(
 
 
 def make_model(config: ModelConfig, ops: Backend, dtype: torch.dtype, device: str) -> ComposedModel:
-    """Weights of a fixed seed, drawn on the CPU in fp32, so that all devices get the same."""
-    draw = torch.Generator().manual_seed(0)
+    """Weights of a fixed seed, drawn on the CPU in fp32, so that all devices get the same; those of
+    a model of billions are drawn where they are."""
+    origin = device if config.hidden_size > 2048 else "cpu"
+    draw = torch.Generator(origin).manual_seed(0)
     hidden, wide = config.hidden_size, config.intermediate_size
 
     def randn(*shape: int, scale: float = 1.0) -> Tensor:
-        return (torch.randn(shape, generator=draw) * scale).to(dtype).to(device)
+        values = torch.randn(shape, generator=draw, device=origin) * scale
+        return values.to(dtype).to(device)
 
     def linear(num_out: int, num_in: int, bias: bool = False) -> Linear:
         weight = randn(num_out, num_in, scale=2 * num_in**-0.5)
@@ -150,7 +154,7 @@ def make_model(config: ModelConfig, ops: Backend, dtype: torch.dtype, device: st
     )
 
 
-def _prompts(machine: Machine) -> list[list[int]]:
+def prompts(machine: Machine) -> list[list[int]]:
     draw = torch.Generator().manual_seed(1)
     lengths = machine.pick([2, 7, 64, 130, 300], [2, 20])
     return [torch.randint(300, (length,), generator=draw).tolist() for length in lengths]
@@ -165,37 +169,23 @@ def _both(machine: Machine, window: int | None, dtype: torch.dtype) -> tuple[Ste
 
 def _tokens(machine: Machine, window: int | None) -> Passed:
     here, there = _both(machine, window, torch.float32)
-    prompts, num_tokens = _prompts(machine), machine.pick(24, 2)
-    wanted = here.generate(prompts, num_tokens, chunk=1000)
+    texts, num_tokens = prompts(machine), machine.pick(24, 2)
+    wanted = here.generate(texts, num_tokens, chunk=1000)
     for chunk in (1000, machine.pick(48, 13)):
-        found = there.generate(prompts, num_tokens, chunk)
+        found = there.generate(texts, num_tokens, chunk)
         if found != wanted:
             number = sum(ids != other for ids, other in zip(found, wanted, strict=True))
-            raise Failed(f"chunks of {chunk}: {number} of {len(prompts)} sequences differ")
-    return Passed(f"{len(prompts)} prompts whole and in chunks, {num_tokens} tokens each")
+            raise Failed(f"chunks of {chunk}: {number} of {len(texts)} sequences differ")
+    return Passed(f"{len(texts)} prompts whole and in chunks, {num_tokens} tokens each")
 
 
 def _logits(machine: Machine, window: int | None) -> Passed:
     here, there = _both(machine, window, machine.half)
-    wanted, found = (steps.logits(_prompts(machine)) for steps in (here, there))
+    wanted, found = (steps.logits(prompts(machine)) for steps in (here, there))
     error = float((found - wanted).square().mean().sqrt() / wanted.std())
     if not error < BF16_ERROR:
         raise Failed(f"off by {error:.1%} of their spread; allowed are {BF16_ERROR:.0%}")
     return Passed(f"{machine.half}, off by {error:.1%} of their spread", {"error": error})
-
-
-def _step(machine: Machine) -> Passed:
-    """Reported, not judged. 0.6 billion parameters; greedy."""
-    config = make_config(machine.pick(28, 1), machine.pick(1024, 128), machine.pick(151_936, 384))
-    steps = Steps(config, machine.half, "triton", machine.device)
-    num_rows, context = machine.pick(64, 2), machine.pick(1000, 20)
-    steps.begin(num_rows, context, content=0.0)
-    greedy = DRAWS[:1]
-    rows = [replace(steps.row(i, [5], context - 1), draws=greedy) for i in range(num_rows)]
-    seconds = machine.wall_seconds(lambda: steps.runner.launch(rows).result())
-    return Passed(
-        f"{num_rows} rows after {context} positions: {seconds * 1e3:.1f} ms", {"seconds": seconds}
-    )
 
 
 def _token(result: object) -> int:
@@ -206,7 +196,3 @@ def _token(result: object) -> int:
 
 def _loader() -> Passed:
     raise Skipped("workers load weights into the host's memory only (`services/worker/loading.py`)")
-
-
-def _graphs() -> Passed:
-    raise Skipped("steps are not captured as CUDA graphs yet")

@@ -3,11 +3,14 @@
 from collections.abc import Callable, Iterator
 from functools import partial
 
+import numpy as np
 import torch
 
 import kvops
 from bench.gpu.check import Check, Failed, Machine, Passed, Skipped
-from kvops import Backend
+from bench.gpu.decode import attention_of
+from kvops import AttentionShape, Backend
+from kvops.step import AttentionStep, page_facts
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
 DECODE = ((64, 8192), (256, 2048), (8, 32768))
@@ -16,13 +19,15 @@ SMALL_DECODE = ((1, 1024), (1, 32768), (8, 4096), (64, 1024))
 PREFILL = (2048, 8192)
 MIN_COPY_SHARE = 0.8
 """Of the bytes per second that a copy within the GPU's memory moves."""
+MIN_FLOP_PER_S = {(9, 0): 350e12}
+"""Of prefill with 8,192 tokens by the attention that a worker chooses, by capability."""
 MIN_MATMUL_SHARE = 0.25
 """Of the arithmetic per second of a large matrix product in bf16: half of what FlashAttention 2
 reaches. Below it a kernel waits for memory."""
 
 
 def checks(machine: Machine) -> Iterator[Check]:
-    for name in ("triton", "flash"):
+    for name in ("triton", "flash", "flashinfer"):
         yield f"decode, {name}", partial(_decode, machine, name)
         yield f"prefill, {name}", partial(_prefill, machine, name)
     yield "host time of a launch, triton", lambda: _launch(machine)
@@ -63,6 +68,11 @@ def _prefill(machine: Machine, name: str) -> Passed:
     text += f"; a matrix product {limit / 1e12:,.0f}"
     if not machine.dry_run and max(rates.values()) < MIN_MATMUL_SHARE * limit:
         raise Failed(f"{text}: less than {MIN_MATMUL_SHARE:.0%} of it")
+    wanted = 0.0
+    if not machine.dry_run and name == attention_of(_shape(machine, ops)):
+        wanted = MIN_FLOP_PER_S.get(torch.cuda.get_device_capability(), 0.0)
+    if rates.get("8192", wanted) < wanted:
+        raise Failed(f"{text}; wanted {wanted / 1e12:,.0f} TFLOP/s")
     return Passed(text, figures)
 
 
@@ -77,7 +87,7 @@ def _attention(
     machine: Machine, ops: Backend, rows: int, new: int, context: int
 ) -> Callable[[], object]:
     """One call over blocks in random order."""
-    block_size = 256 if ops.name == "flash" else 16
+    block_size = _shape(machine, ops).block_size
     per_row = -(-context // block_size)
     shape = (rows * per_row, 1, 2, block_size, NUM_KV_HEADS, HEAD_DIM)
     arena = torch.randn(shape, device=machine.device, dtype=machine.half)
@@ -86,9 +96,20 @@ def _attention(
     begins = torch.arange(0, rows * new + 1, new, dtype=torch.int32, device=machine.device)
     contexts = torch.full((rows,), context, dtype=torch.int32, device=machine.device)
     scale = HEAD_DIM**-0.5
+    if ops.needs_plan:
+        num_pages, last = page_facts(np.full(rows, context, np.int32), block_size)
+        page_begins = np.concatenate([[0], num_pages.cumsum()]).astype(np.int32)
+        query_begins = np.arange(0, rows * new + 1, new, dtype=np.int32)
+        ids = tables.flatten()
+        ops.plan(AttentionStep(_shape(machine, ops), query_begins, page_begins, last, ids))
     return lambda: ops.paged_attention(
         q, arena[:, 0], tables, begins, contexts, scale, max_query_len=new
     )
+
+
+def _shape(machine: Machine, ops: Backend) -> AttentionShape:
+    block_size = 256 if ops.name == "flash" else 16
+    return AttentionShape(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, block_size, machine.half, machine.half)
 
 
 def _copy_rate(machine: Machine) -> float:

@@ -59,9 +59,9 @@ using DrawTuple = std::tuple<float, float, int64_t, double, uint64_t, uint64_t, 
                              std::optional<BoundAdjustment>>;
 
 Draw checked_draw(const DrawTuple& tuple) {
-  const auto& [temperature, min_p, top_k, top_p, seed, index, position, bound] = tuple;
+  const auto& [temperature, least, top_k, top_p, seed, index, position, bound] = tuple;
   require(temperature >= 0, "a draw at a temperature that is not 0 or more");
-  Draw draw{temperature, min_p, top_k, top_p, {seed, index, position}, {}};
+  Draw draw{temperature, least, top_k, top_p, {seed, index, position}, {}};
   if (bound) draw.adjustment = bound->adjustment;
   return draw;
 }
@@ -82,6 +82,22 @@ void sample(const std::string& isa, Array logits, const std::vector<DrawTuple>& 
   for (size_t row = 0; row < checked.size(); ++row)
     out[row] = sampler.sample(rows + row * logits.stride(0), static_cast<int64_t>(logits.shape(1)),
                               checked[row]);
+}
+
+// What a draw makes of N scaled logits and random numbers, fp32 [N]: weights and exponential numbers,
+// fp32 [2, N].
+void draw_arithmetic(const std::string& isa, Array scaled, Array numbers, Array out) {
+  const int64_t n = static_cast<int64_t>(scaled.size());
+  require(numbers.size() == scaled.size() && out.size() == 2 * scaled.size(), "sizes that differ");
+  const float *logits = data<float>(scaled, "scaled"), *u = data<float>(numbers, "numbers");
+  auto* found = data<float>(out, "out");
+  float unused[kLogitChunk], weights[kLogitChunk];
+  for (int64_t i = 0; i < n; ++i) {
+    if (i % kLogitChunk == 0)
+      kernels_called(isa).weigh(logits + i, n - i, 0.0f, 1.0f, unused, weights);
+    found[i] = weights[i % kLogitChunk];
+    found[n + i] = exponential(u[i]);
+  }
 }
 
 // token_ids: [M, 1 + k] int64, each row beginning with the token whose score is asked for;
@@ -195,8 +211,10 @@ void bind_head(nb::module_& m) {
       .def(nb::init<Array, Array, Array, Array, float, float, float, std::optional<Array>, Array>(),
            nb::kw_only(), "biased"_a, "biases"_a, "seen"_a, "counts"_a, "repetition"_a,
            "frequency"_a, "presence"_a, "allowed"_a.none(), "banned"_a);
+  m.def("draw_arithmetic", &draw_arithmetic, "isa"_a, "scaled"_a, "numbers"_a, "out"_a,
+        "The parts of a draw's arithmetic, for tests.");
   m.def("sample", &sample, "isa"_a, "logits"_a, "draws"_a, "tokens"_a,
-        "Draws from logits that are there already, of (temperature, min_p, top_k, top_p, seed, "
+        "Draws from logits that are there already, of (temperature, least, top_k, top_p, seed, "
         "sequence index, position, adjustment); -1: logits that are not finite.");
   m.def("score", &score, "isa"_a, "logits"_a, "token_ids"_a, "logprobs"_a, "ranks"_a,
         "Scores of logits that are there already. Of the first of each row of `token_ids` "

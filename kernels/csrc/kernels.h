@@ -227,6 +227,11 @@ struct QkvCall {
 inline constexpr int kLogitChunk = 64;
 inline constexpr int kUniforms = 64;  // random numbers of one call
 
+// The weight of a token whose logit is x: floor(2^40 * e^scaled), scaled = (x - largest) /
+// temperature. It has at most 24 significant bits. Below kLeastScaled it is 0.
+inline constexpr int kWeightBits = 40;
+inline constexpr float kLeastScaled = -30.0f;
+
 // The key of a draw: the draw's random numbers are a function of it.
 struct DrawKey {
   uint64_t seed, sequence_index, position;
@@ -266,10 +271,13 @@ struct Kernels {
   void (*largest)(const float* x, int64_t n, float* chunks);
   void (*exp_scaled)(const float* x, int64_t n, float largest, float temperature, float* scaled,
                      float* powers);
-  // The sum of the powers of each chunk of a row of n logits, without those whose scaled logit is
+  // As `exp_scaled`, with weights instead of powers.
+  void (*weigh)(const float* x, int64_t n, float largest, float temperature, float* scaled,
+                float* weights);
+  // The sum of the weights of each chunk of a row of n logits, without those whose scaled logit is
   // less than `threshold`.
   void (*masses)(const float* x, int64_t n, float largest, float temperature, float threshold,
-                 float* chunks);
+                 int64_t* chunks);
   // Writes the logits of a row of n that are not less than `bound` to `kept`, in order, and returns
   // their number. `chunks` has the largest logit of each chunk. `kept` has room for n logits and a
   // chunk.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <functional>
 #include <limits>
 
@@ -13,11 +14,30 @@ constexpr float kNone = -std::numeric_limits<float>::infinity();
 constexpr int64_t kFew = 32;
 constexpr int kWeights = 1024;
 
-// What fp32 may make of a quotient or a power, as a share, and of a scaled logit.
+// What fp32 may make of a quotient or a weight, as a share, and of a scaled logit.
 constexpr float kSlack = 1e-5f;
 constexpr double kScaledSlack = 1e-4;
 
 }  // namespace
+
+// As `services/engine/sampling/arithmetic.py` defines it, operation
+// for operation.
+float exponential(float u) {
+  const bool is_small = u < 0.25f;
+  const float w = 1.0f - u;
+  int32_t bits;
+  std::memcpy(&bits, &w, sizeof bits);
+  const int32_t k = (bits - 0x3F3504F3) >> 23;
+  bits -= k * (1 << 23);
+  float m;
+  std::memcpy(&m, &bits, sizeof m);
+  const float z = (is_small ? u : 1.0f - m) / (is_small ? 2.0f - u : 1.0f + m);
+  const float square = z * z, twice = z + z;
+  float sum = 1.0f / 11;
+  for (float factor : {1.0f / 9, 1.0f / 7, 1.0f / 5, 1.0f / 3}) sum = sum * square + factor;
+  const float powers_of_two = (is_small ? 0.0f : -static_cast<float>(k)) * 0.693147180559945309f;
+  return powers_of_two + (twice + twice * (square * sum));
+}
 
 int64_t Sampler::sample(float* logits, int64_t vocab, const Draw& draw) {
   logits_ = logits;
@@ -81,18 +101,23 @@ int64_t Sampler::size_of_chunk(int64_t chunk) const {
 // The smallest scaled logit that min_p, top_k and top_p leave, each of what the one before has
 // left.
 float Sampler::threshold() {
-  const float by_min_p = draw_.min_p > 0 ? std::log(draw_.min_p) : kNone;
   const bool is_ranked = draw_.top_k > 0 && draw_.top_k < vocab_;
-  if (!is_ranked) return draw_.top_p < 1 ? nucleus(by_min_p) : by_min_p;
-  keep_likeliest(by_min_p);
-  double whole = 0;
+  if (!is_ranked) return draw_.top_p < 1 ? nucleus(draw_.least) : draw_.least;
+  keep_likeliest(draw_.least);
+  int64_t whole = 0;
   float last = 0;
   for (const Kept& kept : kept_) {
-    whole += kept.power;
+    whole += static_cast<int64_t>(kept.weight);
     last = std::min(last, kept.scaled);
   }
-  return draw_.top_p < 1 ? nucleus_threshold(draw_.top_p * whole) : last;
+  return draw_.top_p < 1 ? nucleus_threshold(share_of(whole)) : last;
 }
+
+int64_t Sampler::share_of(int64_t whole) const {
+  return static_cast<int64_t>(std::ceil(draw_.top_p * static_cast<double>(whole)));
+}
+
+float Sampler::scaled_of(float logit) const { return (logit - largest_) / draw_.temperature; }
 
 // All tokens that are not below `scaled`, and few others, have such a logit or a larger one.
 float Sampler::logit_below(double scaled) const {
@@ -112,47 +137,49 @@ void Sampler::expand_kept(float least) {
   int64_t num_left = 0;
   for (int64_t begin = 0; begin < num_kept_; begin += kLogitChunk) {
     const int64_t size = std::min<int64_t>(kLogitChunk, num_kept_ - begin);
-    kernels_.exp_scaled(kept_logits_.data() + begin, size, largest_, draw_.temperature, part.scaled,
-                        part.powers);
+    kernels_.weigh(kept_logits_.data() + begin, size, largest_, draw_.temperature, part.scaled,
+                   part.weights);
     for (int64_t i = 0; i < size; ++i) {
-      kept_[num_left] = {part.scaled[i], part.powers[i]};
+      kept_[num_left] = {part.scaled[i], part.weights[i]};
       num_left += part.scaled[i] >= least;
     }
   }
   kept_.resize(num_left);
 }
 
-// The top_k of what is not below `least`. A chunk's largest is a member of the row, so that the
-// k-th largest of them bounds the k-th largest of all from below.
+// The top_k of what is not below `least`, and what ties with the last of them. A chunk's largest is
+// a member of the row, so that the k-th largest of them bounds the k-th largest of all from below.
+// Logits that differ may have the same scaled logit.
 void Sampler::keep_likeliest(float least) {
   float bound = logit_below(least);
   if (draw_.top_k < num_chunks()) {
     ranks_ = chunks_;
     const auto kth = ranks_.begin() + (draw_.top_k - 1);
     std::nth_element(ranks_.begin(), kth, ranks_.end(), std::greater<>());
-    bound = std::max(bound, *kth);
+    bound = std::max(bound, logit_below(scaled_of(*kth)));
   }
   keep(bound);
   if (num_kept_ > draw_.top_k) {
     const auto begin = kept_logits_.begin();
     std::nth_element(begin, begin + (draw_.top_k - 1), begin + num_kept_, std::greater<>());
-    num_kept_ = draw_.top_k;
+    least = std::max(least, scaled_of(begin[draw_.top_k - 1]));
   }
   expand_kept(least);
 }
 
 // The smallest scaled logit of the likeliest tokens not below `least` that have top_p of their
-// powers. The tokens behind a member of the nucleus, itself included, have more than 1 - top_p of
+// weight. The tokens behind a member of the nucleus, itself included, have more than 1 - top_p of
 // all, none of them more than it has: what has less than that by the number of tokens is no member.
 // Of the others, first tokens that are about as likely are weighed together, then one by one those
 // among which the nucleus ends.
 float Sampler::nucleus(float least) {
   masses_.resize(num_chunks());
   kernels_.masses(logits_, vocab_, largest_, draw_.temperature, least, masses_.data());
-  double whole = 0;
-  for (float mass : masses_) whole += mass;
-  const double bound =
-      std::log((1 - draw_.top_p) * whole / static_cast<double>(vocab_)) - kScaledSlack;
+  int64_t whole = 0;
+  for (int64_t mass : masses_) whole += mass;
+  const double lightest = (1 - draw_.top_p) * static_cast<double>(whole) /
+                          static_cast<double>(vocab_) / static_cast<double>(1ll << kWeightBits);
+  const double bound = std::max<double>(std::log(lightest) - kScaledSlack, kLeastScaled);
   keep(logit_below(std::max<double>(bound, least)));
   expand_kept(least);
 
@@ -162,11 +189,9 @@ float Sampler::nucleus(float least) {
     return static_cast<int>(weight < kWeights - 1 ? weight : kWeights - 1);
   };
   weights_.assign(kWeights, 0);
-  for (const Kept& kept : kept_) weights_[weight_of(kept)] += kept.power;
-  double in_all = 0;
-  for (double weight : weights_) in_all += weight;
-  const double wanted = std::min(draw_.top_p * whole, in_all);
-  double before = 0;
+  for (const Kept& kept : kept_) weights_[weight_of(kept)] += static_cast<int64_t>(kept.weight);
+  const int64_t wanted = share_of(whole);
+  int64_t before = 0;
   int weight = 0;
   for (; weight < kWeights - 1 && before + weights_[weight] < wanted; ++weight)
     before += weights_[weight];
@@ -175,18 +200,18 @@ float Sampler::nucleus(float least) {
   return nucleus_threshold(wanted - before);
 }
 
-// The last of `kept_` that is needed, likeliest first, until their powers sum up to `wanted`.
+// The last of `kept_` that is needed, likeliest first, until their weights sum up to `wanted`.
 //
 //   kept_  |== needed, `before` in all ==|-------- open --------|== not needed ==|
 //                                        begin                 end
-float Sampler::nucleus_threshold(double wanted) {
+float Sampler::nucleus_threshold(int64_t wanted) {
   auto begin = kept_.begin(), end = kept_.end();
-  double before = 0;
+  int64_t before = 0;
   while (end - begin > kFew) {
     const auto middle = begin + (end - begin) / 2;
     std::nth_element(begin, middle, end, likelier);
-    double sum = before;
-    for (auto kept = begin; kept != middle; ++kept) sum += kept->power;
+    int64_t sum = before;
+    for (auto kept = begin; kept != middle; ++kept) sum += static_cast<int64_t>(kept->weight);
     if (sum >= wanted) {
       end = middle;
     } else {
@@ -198,7 +223,7 @@ float Sampler::nucleus_threshold(double wanted) {
   float found = 0;
   for (; begin != end; ++begin) {
     found = begin->scaled;
-    before += begin->power;
+    before += static_cast<int64_t>(begin->weight);
     if (before >= wanted) break;
   }
   return found;
@@ -206,16 +231,16 @@ float Sampler::nucleus_threshold(double wanted) {
 
 // ---- the draw ----------------------------------------------------------------------------------
 
-// A chunk finishes at E / mass, E = -log(1 - u) exponential. It is not below u, and the mass not
+// A chunk finishes at E / mass, E = -log(1 - u) exponential. E is not below u, and the mass not
 // above that of a chunk of tokens like its largest: so most chunks are behind the first one
 // without a look at their tokens.
 int64_t Sampler::race(float threshold) {
   bound_times(threshold);
   int64_t winner = std::min_element(earliest_.begin(), earliest_.end()) - earliest_.begin();
-  double first = time_of(winner, threshold);
+  float first = time_of(winner, threshold);
   for (int64_t chunk = 0; chunk < num_chunks(); ++chunk) {
     if (chunk == winner || !(earliest_[chunk] <= first)) continue;
-    const double time = time_of(chunk, threshold);
+    const float time = time_of(chunk, threshold);
     if (time > first || (time == first && chunk > winner)) continue;
     first = time;
     winner = chunk;
@@ -229,39 +254,39 @@ void Sampler::bound_times(float threshold) {
   Part part;
   for (int64_t begin = 0; begin < num_chunks(); begin += kUniforms) {
     const int64_t size = std::min<int64_t>(kUniforms, num_chunks() - begin);
-    kernels_.exp_scaled(chunks_.data() + begin, size, largest_, draw_.temperature, part.scaled,
-                        part.powers);
+    kernels_.weigh(chunks_.data() + begin, size, largest_, draw_.temperature, part.scaled,
+                   part.weights);
     bool may_win = false;
     for (int64_t i = 0; i < size; ++i) may_win |= part.scaled[i] >= threshold;
     float* numbers = numbers_.data() + begin;
     if (may_win) kernels_.uniforms(draw_.key, 1 + begin / kUniforms, numbers);
     for (int64_t i = 0; i < size; ++i)
       earliest_[begin + i] = part.scaled[i] >= threshold
-                                 ? numbers[i] / (kLogitChunk * part.powers[i]) * (1 - kSlack)
+                                 ? numbers[i] / (kLogitChunk * part.weights[i]) * (1 - kSlack)
                                  : -kNone;
   }
 }
 
-double Sampler::time_of(int64_t chunk, float threshold) const {
-  float mass;
+float Sampler::time_of(int64_t chunk, float threshold) const {
+  int64_t mass;
   kernels_.masses(logits_ + chunk * kLogitChunk, size_of_chunk(chunk), largest_, draw_.temperature,
                   threshold, &mass);
-  return -std::log1p(-static_cast<double>(numbers_[chunk])) / mass;
+  return exponential(numbers_[chunk]) / static_cast<float>(mass);
 }
 
 // Of its tokens; as between chunks.
 int64_t Sampler::winner_of(int64_t chunk, float threshold) const {
   Part part;
-  kernels_.exp_scaled(logits_ + chunk * kLogitChunk, size_of_chunk(chunk), largest_,
-                      draw_.temperature, part.scaled, part.powers);
+  kernels_.weigh(logits_ + chunk * kLogitChunk, size_of_chunk(chunk), largest_, draw_.temperature,
+                 part.scaled, part.weights);
   float numbers[kUniforms];
   kernels_.uniforms(draw_.key, 0, numbers);
-  double first = -kNone;
+  float first = -kNone;
   int64_t winner = 0;
   for (int64_t i = 0; i < size_of_chunk(chunk); ++i) {
-    const double power = part.powers[i];
-    if (part.scaled[i] < threshold || !(numbers[i] < first * power)) continue;
-    const double time = -std::log1p(-static_cast<double>(numbers[i])) / power;
+    const float weight = part.weights[i];
+    if (part.scaled[i] < threshold || !(numbers[i] * (1 - kSlack) < first * weight)) continue;
+    const float time = exponential(numbers[i]) / weight;
     if (time >= first) continue;
     first = time;
     winner = i;

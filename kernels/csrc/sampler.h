@@ -13,12 +13,15 @@ namespace quire {
 
 struct Draw {
   float temperature;  // 0: the largest logit, the first of equal ones
-  float min_p;        // 0: off
+  float least;        // the least scaled logit that min_p leaves; -inf: min_p is off
   int64_t top_k;      // 0: off
   double top_p;       // 1: off
   DrawKey key;
   std::optional<Adjustment> adjustment;
 };
+
+// -log(1 - u) for u in (0, 1).
+float exponential(float u);
 
 // Reads a row chunk by chunk; of most chunks a draw needs only the largest logit. The sampler keeps
 // its memory from draw to draw.
@@ -34,14 +37,14 @@ class Sampler {
   // A token that has passed the filters so far.
   struct Kept {
     float scaled;  // (logit - largest) / temperature
-    float power;   // e^ that
+    float weight;
   };
   static bool likelier(const Kept& a, const Kept& b) { return a.scaled > b.scaled; }
 
-  // Scaled logits and powers of some chunks' largest logits, or of the tokens of a chunk.
+  // Scaled logits and weights of some chunks' largest logits, or of the tokens of a chunk.
   struct Part {
     float scaled[kLogitChunk];
-    float powers[kLogitChunk];
+    float weights[kLogitChunk];
   };
 
   int64_t num_chunks() const { return static_cast<int64_t>(chunks_.size()); }
@@ -53,16 +56,18 @@ class Sampler {
   int64_t first_largest() const;
 
   float threshold();
+  float scaled_of(float logit) const;
   float logit_below(double scaled) const;
   void keep(float bound);
   void expand_kept(float least);
   void keep_likeliest(float least);
   float nucleus(float least);
-  float nucleus_threshold(double wanted);
+  float nucleus_threshold(int64_t wanted);
+  int64_t share_of(int64_t whole) const;
 
   int64_t race(float threshold);
   void bound_times(float threshold);
-  double time_of(int64_t chunk, float threshold) const;
+  float time_of(int64_t chunk, float threshold) const;
   int64_t winner_of(int64_t chunk, float threshold) const;
 
   const Kernels& kernels_;
@@ -75,11 +80,11 @@ class Sampler {
   std::vector<float> ranks_;      // a copy of chunks_, partly sorted
   std::vector<char> changed_;     // by chunk: whether to compute its largest logit again
   std::vector<int64_t> touched_;  // tokens whose logits were adjusted
-  std::vector<float> masses_;     // by chunk: the sum of its powers
+  std::vector<int64_t> masses_;   // by chunk: the sum of its weights
   std::vector<float> kept_logits_;
   int64_t num_kept_ = 0;
   std::vector<Kept> kept_;
-  std::vector<double> weights_;  // sums of powers of tokens that are about equally likely
+  std::vector<int64_t> weights_;  // sums of weights of tokens that are about equally likely
   std::vector<float> numbers_;   // by chunk: its random number
   std::vector<float> earliest_;  // by chunk: a lower bound of its finishing time
 };

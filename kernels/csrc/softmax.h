@@ -57,18 +57,68 @@ inline void exp_scaled(const float* x, int64_t n, float largest, float temperatu
   }
 }
 
+// The weights of sixteen scaled logits, before they are rounded down to whole numbers: as
+// `services/engine/sampling/arithmetic.py` defines them, operation for operation.
+inline f32x16 weight_of(f32x16 x) {
+  constexpr float to_whole = 0x1.8p23f + kWeightBits;
+  const float factors[] = {0.00132647273f, 0.00967151299f, 0.0555073358f,
+                           0.240222424f,   0.693147004f,   1.0f};
+  const f32x16 binary = max(x, splat(kLeastScaled)) * kLog2E;
+  const f32x16 shifted = binary + to_whole;
+  const f32x16 rest = binary - (shifted - to_whole);
+  f32x16 power = splat(factors[0]);
+  for (int i = 1; i < 6; ++i) power = power * rest + factors[i];
+  return (f32x16)((u32x16)power + ((u32x16)shifted << 23));
+}
+
+// Sixteen weights as whole numbers in two parts of 20 bits.
+struct Halves {
+  i32x16 high, low;
+};
+inline Halves halves_of(f32x16 weight) {
+  const i32x16 high = __builtin_convertvector(weight * 0x1p-20f, i32x16);
+  const f32x16 rest = weight - __builtin_convertvector(high, f32x16) * 0x1p20f;
+  return {high, __builtin_convertvector(rest, i32x16)};
+}
+
+inline int64_t sum_of(const Halves& halves) {
+  uint64_t sums[2][kLanes / 2];
+  store(sums[0], halves.high);
+  store(sums[1], halves.low);
+  // Two 32-bit sums at once: no sum of 64 halves of 20 bits overflows.
+  uint64_t high = 0, low = 0;
+  for (int i = 0; i < kLanes / 2; ++i) high += sums[0][i], low += sums[1][i];
+  const uint64_t mask = 0xffffffffu;
+  return static_cast<int64_t>((((high & mask) + (high >> 32)) << 20) + (low & mask) + (low >> 32));
+}
+
+inline void weigh(const float* x, int64_t n, float largest, float temperature, float* scaled,
+                  float* weights) {
+  float padded[kLogitChunk];
+  x = whole_chunk(x, n, padded);
+  for (int i = 0; i < kLogitChunk; i += kLanes) {
+    const f32x16 v = scaled_at(x + i, largest, temperature);
+    const Halves halves = halves_of(weight_of(v));
+    store(scaled + i, v);
+    store(weights + i, __builtin_convertvector(halves.high, f32x16) * 0x1p20f +
+                           __builtin_convertvector(halves.low, f32x16));
+  }
+}
+
 inline void masses(const float* x, int64_t n, float largest, float temperature, float threshold,
-                   float* chunks) {
+                   int64_t* chunks) {
   float padded[kLogitChunk];
   for (int64_t begin = 0; begin < n; begin += kLogitChunk) {
     const float* chunk = whole_chunk(x + begin, n - begin, padded);
-    f32x16 sums[4];
-    for (int i = 0; i < 4; ++i) {
-      const f32x16 v = scaled_at(chunk + i * kLanes, largest, temperature);
-      const f32x16 power = exp_nonpositive(v);
-      sums[i] = v >= threshold ? power : f32x16{};
+    Halves sums{};
+    for (int i = 0; i < kLogitChunk; i += kLanes) {
+      const f32x16 v = scaled_at(chunk + i, largest, temperature);
+      const f32x16 weight = weight_of(v);
+      const Halves halves = halves_of(v >= threshold ? weight : f32x16{});
+      sums.high += halves.high;
+      sums.low += halves.low;
     }
-    chunks[begin / kLogitChunk] = reduce_add((sums[0] + sums[1]) + (sums[2] + sums[3]));
+    chunks[begin / kLogitChunk] = sum_of(sums);
   }
 }
 

@@ -9,6 +9,16 @@
 """
 
 from kvops.backend import BACKENDS, BackendUnavailable, backend
+from kvops.choice import ATTENTION, choose_attention
 from kvops.ops import Backend
+from kvops.step import AttentionShape
 
-__all__ = ["BACKENDS", "Backend", "BackendUnavailable", "backend"]
+__all__ = [
+    "ATTENTION",
+    "BACKENDS",
+    "AttentionShape",
+    "Backend",
+    "BackendUnavailable",
+    "backend",
+    "choose_attention",
+]

@@ -1,6 +1,7 @@
 """Makes the backend with a given name, and never falls back to another one."""
 
 from collections.abc import Callable
+from importlib.util import find_spec
 
 import torch
 
@@ -55,10 +56,30 @@ def _triton() -> Kernels:
 
 
 def _flash() -> Kernels:
+    """By the package flash-attn where it is installed, else by PyTorch."""
+    if find_spec("flash_attn"):
+        from kvops.flash_package import FlashPackageKernels
+
+        _need_gpu("flash")
+        return FlashPackageKernels()
     from kvops.flash import FlashKernels
 
     _need_gpu("flash")
     return FlashKernels()
+
+
+def _flashinfer() -> Kernels:
+    from kvops.flashinfer import FlashInferKernels
+
+    _need_gpu("flashinfer")
+    return FlashInferKernels()
+
+
+def _triton_reference() -> Kernels:
+    from kvops.triton import ReferenceAttentionKernels
+
+    _triton()  # raises where it cannot run
+    return ReferenceAttentionKernels()
 
 
 _CAPABILITY = (8, 0)
@@ -88,6 +109,8 @@ _FACTORIES: dict[str, Callable[[], Kernels]] = {
     "cpu": _cpu,
     "triton": _triton,
     "flash": _flash,
+    "flashinfer": _flashinfer,
+    "triton-reference": _triton_reference,
 }
 
 _EXTRA = "which is not installed: see the extra quire-serve[cuda]"
@@ -95,8 +118,9 @@ _FLASH_EXTRA = "which is not installed: see the extra quire-serve[flash]"
 _PACKAGES = {
     "kvops._native": "the C++ kernels, with which this installation was not compiled",
     "triton": f"the package triton, {_EXTRA}",
-    "flash_attn": f"the package flash-attn, {_FLASH_EXTRA}",
     "flash_attn_2_cuda": f"the compiled part of flash-attn, {_FLASH_EXTRA}",
+    "flashinfer": "the package flashinfer-python, which is not installed: see the extra "
+    "quire-serve[flashinfer]",
 }
 
 BACKENDS = tuple(_FACTORIES)

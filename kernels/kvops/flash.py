@@ -1,20 +1,15 @@
-"""Attention by the flash-attn package; all other operations are those of the Triton backend.
+"""Attention by PyTorch's own FlashAttention; all other operations are those of the Triton backend.
 
-flash-attn's kernels read the arena directly: one layer's keys, `kv_layer[:, 0]`, are a paged cache
-`[num_blocks, page_block_size, K, D]` with a block's stride. The kernels need block sizes that are
-multiples of 256, and bf16 or fp16. They multiply positions that a query does not see by zero
-instead of skipping them: before a window in version 2, and in the versions for newer GPUs in the
-rest of a row's last block too. These positions must be finite: `clear_begun_blocks`.
+The kernels read the arena directly: one layer's keys, `kv_layer[:, 0]`, are a paged cache
+`[num_blocks, page, K, D]` with a block's stride. They need block sizes that are multiples of 256,
+and bf16 or fp16. They multiply positions that a query does not see by zero instead of skipping
+them, so these positions must be finite: `clear_begun_blocks`.
 """
 
 import torch
-from flash_attn import (  # type: ignore[import-not-found]  # installed on GPU machines only
-    __version__,
-    flash_attn_varlen_func,
-    flash_attn_with_kvcache,
-)
 from torch import Tensor
 
+from kvops.step import AttentionShape
 from kvops.triton import TritonKernels, fusions
 
 PAGE = 256
@@ -24,22 +19,28 @@ class FlashKernels(TritonKernels):
     name = "flash"
     reads_whole_blocks = True
 
-    def numerics(self) -> dict[str, str]:
-        return {**super().numerics(), "flash_attn": __version__}
+    def __init__(self) -> None:
+        """ImportError: this PyTorch has no paged attention."""
+        from torch.nn.attention.varlen import varlen_attn
 
-    def check_layout(self, block_size: int, head_dim: int, dtype: torch.dtype) -> None:
-        if block_size % PAGE:
+        self._attend = varlen_attn
+        self._capacities: dict[tuple[int, int, torch.device], Tensor] = {}
+
+    def check_attention(self, shape: AttentionShape) -> None:
+        if shape.block_size % PAGE:
             raise ValueError(
-                f"flash-attn needs a block size that is a multiple of {PAGE}, this pool has "
-                f"{block_size}: choose --block-size {PAGE}, or the backend 'triton'"
+                f"attention 'flash' needs a block size that is a multiple of {PAGE}, this pool has "
+                f"{shape.block_size}: choose --block-size {PAGE}, or --attention triton"
             )
-        if head_dim % 8 or head_dim > 256:
-            raise ValueError(f"flash-attn has no kernels for head size {head_dim}: 8, 16 .. 256")
-        if dtype not in (torch.bfloat16, torch.float16):
-            raise ValueError(f"flash-attn computes in bf16 and fp16, not in {dtype}")
+        if shape.head_dim % 8 or shape.head_dim > 256:
+            raise ValueError(
+                f"attention 'flash' has no kernels for head size {shape.head_dim}: 8, 16 .. 256"
+            )
+        if shape.dtype not in (torch.bfloat16, torch.float16):
+            raise ValueError(f"attention 'flash' computes in bf16 and fp16, not in {shape.dtype}")
 
     def warm_up(self, kv_layer: Tensor, num_heads: int, max_rows: int) -> None:
-        """Nothing: flash-attn's kernels are compiled when the package is built."""
+        """Nothing: the kernels are compiled already."""
 
     def clear_begun_blocks(self, kv: Tensor, slot_mapping: Tensor) -> None:
         fusions.clear_begun_blocks(kv, slot_mapping)
@@ -55,37 +56,33 @@ class FlashKernels(TritonKernels):
         window: int | None,
         max_query_len: int,
     ) -> Tensor:
-        """ValueError: see `check_layout`."""
-        self.check_layout(kv_layer.shape[2], kv_layer.shape[4], kv_layer.dtype)
+        """ValueError: see `check_attention`."""
+        self.check_attention(AttentionShape.of_layer(q, kv_layer))
+        longest = block_tables.shape[1] * kv_layer.shape[2]
         keys, values = kv_layer.unbind(dim=1)
-        # Positions seen on either side of a query; `causal` limits the right side to 0 anyway.
-        reach = (-1, -1) if window is None else (window - 1, 0)
-        tables, lens = block_tables.int().contiguous(), context_lens.int()
-        if max_query_len == 1 and len(q) == len(lens):
-            out: Tensor = flash_attn_with_kvcache(
-                q[:, None],
-                keys,
-                values,
-                cache_seqlens=lens,
-                block_table=tables,
-                softmax_scale=scale,
-                causal=True,
-                window_size=reach,
-            )
-            return out.squeeze(1)
-        out = flash_attn_varlen_func(
+        out = self._attend(
             q,
             keys,
             values,
-            cu_seqlens_q=cu_query_lens.int(),
-            cu_seqlens_k=torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0)),
-            # The launch has a program for each tile of `max_seqlen_q` tokens in each row.
-            max_seqlen_q=max_query_len,
-            # An upper bound suffices: the exact lengths are on the device.
-            max_seqlen_k=tables.shape[1] * kv_layer.shape[2],
-            softmax_scale=scale,
-            causal=True,
-            window_size=reach,
-            block_table=tables,
+            cu_query_lens.int(),
+            self._capacity(len(context_lens), longest, q.device),
+            # The launch has a program for each tile of `max_q` tokens in each row.
+            max_query_len,
+            longest,
+            scale=scale,
+            window_size=(-1 if window is None else window - 1, 0),
+            enable_gqa=q.shape[1] != kv_layer.shape[3],
+            seqused_k=context_lens.int(),
+            block_table=block_tables.int().contiguous(),
         )
+        assert isinstance(out, Tensor)
         return out
+
+    def _capacity(self, num_rows: int, longest: int, device: torch.device) -> Tensor:
+        """Where each row's keys would begin if all had the longest; the lengths are
+        `seqused_k`'s."""
+        key = (num_rows, longest, device)
+        if key not in self._capacities:
+            begins = torch.arange(num_rows + 1, dtype=torch.int64, device=device) * longest
+            self._capacities[key] = begins.clamp(max=2**31 - 1).int()
+        return self._capacities[key]

@@ -6,8 +6,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
+
+from kvops.draws import DrawTensors, PenaltyTables
+from kvops.step import AttentionShape, AttentionStep
 
 if TYPE_CHECKING:  # the C++ module is absent where Quire is not compiled
     from kvops.native import NativeCpu
@@ -16,12 +18,16 @@ if TYPE_CHECKING:  # the C++ module is absent where Quire is not compiled
 class Kernels(ABC):
     """`device`: where its tensors are, "cpu" or "cuda". `reads_whole_blocks`: attention also reads
     slots of a row's blocks that the row does not see, and multiplies them by 0. `has_int8_kv`:
-    whether an arena may be in int8."""
+    whether an arena may be in int8. `has_sampler`: whether `sample` is there. `needs_plan`: whether
+    each step is planned on the host. `max_blocks`: the longest block table of a CUDA graph."""
 
     name: str
     device = "cpu"
     reads_whole_blocks = False
     has_int8_kv = False
+    has_sampler = False
+    needs_plan = False
+    max_blocks = 0
 
     @property
     def native(self) -> NativeCpu | None:
@@ -32,9 +38,13 @@ class Kernels(ABC):
         """Return what the bits of these kernels' results depend on, besides PyTorch's version and
         the dtype: `isa`, the instruction set or the GPU, and versions."""
 
-    def check_layout(self, block_size: int, head_dim: int, dtype: torch.dtype) -> None:
-        """ValueError: the kernels cannot compute on an arena of this layout."""
+    def check_attention(self, shape: AttentionShape) -> None:
+        """ValueError: the kernels cannot compute attention of this shape."""
         return
+
+    def plan(self, step: AttentionStep) -> None:
+        """Called before each step, only if `needs_plan`."""
+        raise NotImplementedError
 
     def warm_up(self, kv_layer: Tensor, num_heads: int, max_rows: int) -> None:
         """Compile all kernels that steps of up to `max_rows` rows need. Writes nothing."""
@@ -77,3 +87,11 @@ class Kernels(ABC):
 
     @abstractmethod
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor: ...
+
+    def sample(self, logits: Tensor, draws: DrawTensors, tables: PenaltyTables | None) -> Tensor:
+        """Called only if `has_sampler`."""
+        raise NotImplementedError
+
+    def warm_up_sampler(self, vocab_size: int) -> None:
+        """Compile what `sample` needs."""
+        return

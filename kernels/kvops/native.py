@@ -54,13 +54,13 @@ Kind = Literal["float32", "bfloat16", "int8", "int4-32", "int4-64", "int4-128"]
 """The kinds of packed weights; int4 with its group."""
 
 NativeDraw = tuple[float, float, int, float, int, int, int, NativeAdjustment | None]
-"""(temperature, min_p, top_k, top_p, seed, sequence index, position, adjustment). Temperature 0
-chooses the likeliest token."""
+"""(temperature, the least scaled logit, top_k, top_p, seed, sequence index, position, adjustment).
+Temperature 0 chooses the likeliest token."""
 
 PACKING = "panels-32.1"
 """The name of the layout of packed weights; a change of the layout changes the name."""
 
-NUMERICS = "2"
+NUMERICS = "3"
 """The version of the kernels' results. It changes with every change to a bit of a result, such as
 another order of summation or another draw."""
 

@@ -21,7 +21,9 @@ import torch
 from torch import Tensor
 
 from kvops import int8_kv
+from kvops.draws import DRAW_DTYPES, DrawTensors, PenaltyTables
 from kvops.kernels import Kernels
+from kvops.step import AttentionShape, AttentionStep
 
 if TYPE_CHECKING:  # the C++ module is absent where Quire is not compiled
     from kvops.native import NativeCpu
@@ -57,6 +59,11 @@ class Backend:
         """Whether an arena may be in int8."""
         return self._kernels.has_int8_kv
 
+    @property
+    def has_sampler(self) -> bool:
+        """Whether `sample` draws tokens where the logits are."""
+        return self._kernels.has_sampler
+
     def describe(self, dtype: torch.dtype) -> dict[str, str]:
         """Return a description of the computation for logs and the registry."""
         num_threads = self.native.num_lanes if self.native else torch.get_num_threads()
@@ -72,13 +79,26 @@ class Backend:
             **self._kernels.numerics(),
         }
 
-    def check_layout(self, block_size: int, head_dim: int, dtype: torch.dtype) -> None:
-        """ValueError: this backend cannot compute on an arena of this layout and dtype."""
-        if dtype == torch.int8:
-            if not self.has_int8_kv:
-                raise ValueError(f"backend {self.name!r} has no KV in int8; 'cpu' has")
-            return
-        self._kernels.check_layout(block_size, head_dim, dtype)
+    def check_attention(self, shape: AttentionShape) -> None:
+        """ValueError: this backend cannot compute attention of this shape."""
+        shape.check()
+        if shape.kv_dtype == torch.int8 and not self.has_int8_kv:
+            raise ValueError(f"backend {self.name!r} has no KV in int8; 'cpu' has")
+        self._kernels.check_attention(shape)
+
+    @property
+    def needs_plan(self) -> bool:
+        """Whether `plan` has to be called before each step."""
+        return self._kernels.needs_plan
+
+    def plan(self, step: AttentionStep) -> None:
+        """Plan the attention of the step that is launched next. In a CUDA graph, a plan changes
+        what the graph computes when it is replayed."""
+        self._kernels.plan(step)
+
+    def set_max_blocks(self, max_blocks: int) -> None:
+        """The longest block table of steps in CUDA graphs; before the first of them."""
+        self._kernels.max_blocks = max_blocks
 
     def warm_up(self, kv_layer: Tensor, num_heads: int, max_rows: int) -> None:
         """Compile all variants of kernels that depend on a step's number of rows, for steps of up
@@ -212,6 +232,25 @@ class Backend:
         """Computes silu(gate) * up, elementwise (Shazeer, 2020). Both are [T, n], any strides."""
         _check("up", up, gate, tuple(gate.shape))
         return self._kernels.silu_mul(gate, up)
+
+    def warm_up_sampler(self, vocab_size: int) -> None:
+        """Compile the kernels of `sample`, if it is there."""
+        self._kernels.warm_up_sampler(vocab_size)
+
+    def sample(self, logits: Tensor, draws: DrawTensors, tables: PenaltyTables | None) -> Tensor:
+        """Draws tokens with the bits of `services.engine.sampling.sampler`. Result: [Q] int64; -1:
+        the logits are not finite.
+
+        logits: fp32 [states, vocab_size], rows contiguous. `tables`: None if no draw has a slot.
+        """
+        if logits.dim() != 2 or logits.dtype != torch.float32 or logits.stride(1) != 1:
+            raise ValueError(f"logits: {_shape(logits)} is not fp32 [states, vocab_size]")
+        size = len(draws.state)
+        for field, dtype in DRAW_DTYPES.items():
+            tensor = getattr(draws, field)
+            if tensor.shape != (size,) or tensor.dtype != dtype or tensor.device != logits.device:
+                raise ValueError(f"{field}: {_shape(tensor)} is not {dtype} [{size}]")
+        return self._kernels.sample(logits, draws, tables)
 
     def _heads(self, kv_layer: Tensor) -> tuple[int, int]:
         """Return the number of heads and the head size of one layer of an arena."""

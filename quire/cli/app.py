@@ -11,7 +11,19 @@ from typing import Annotated
 import typer
 from typer.core import TyperGroup
 
-from quire.cli import advise, audit, batch, drain, generate, health, lists, scale, serve
+from quire.cli import (
+    advise,
+    audit,
+    batch,
+    certs,
+    drain,
+    generate,
+    health,
+    keys,
+    lists,
+    scale,
+    serve,
+)
 from quire.cli.flags import with_flags
 from quire.errors import QuireError, Unreachable
 from quire.supervisor import ServeError
@@ -44,6 +56,7 @@ for command, panel in (
     (serve.down, "Deployment"),
     (scale.scale, "Deployment"),
     (drain.drain, "Deployment"),
+    (certs.certs, "Deployment"),
     (generate.generate, "Requests"),
     (batch.batch, "Requests"),
     (health.health, "State"),
@@ -53,6 +66,7 @@ for command, panel in (
     (audit.audit, "State"),
 ):
     app.command(rich_help_panel=panel)(with_flags(command))
+app.add_typer(keys.app, name="keys", rich_help_panel="Deployment")
 app.add_typer(advise.app, name="advise", rich_help_panel="Deployment")
 
 

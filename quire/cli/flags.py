@@ -4,19 +4,55 @@ import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import wraps
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 from typer import Option
 
 from quire.cli.runs import run_address
 from quire.client import DEFAULT_ADDRESS, Client
+from quire.connections import Tls
 from quire.supervisor import RUNS
 
 Json = Annotated[bool, Option("--json", help="print JSON for scripts")]
 
 
 @dataclass(frozen=True)
-class GatewayFlags:
+class AccessFlags:
+    """The API key and the TLS files with which to call a gateway."""
+
+    api_key: Annotated[
+        str | None,
+        Option(
+            metavar="KEY",
+            envvar="QUIRE_API_KEY",
+            show_envvar=True,
+            help="rather set the variable: other users of this host see the flag",
+        ),
+    ] = None
+    tls: Annotated[
+        bool, Option("--tls", envvar="QUIRE_TLS", help="use TLS, and trust well-known CAs")
+    ] = False
+    tls_ca: Annotated[
+        Path | None,
+        Option(metavar="FILE", envvar="QUIRE_TLS_CA", help="use TLS, and trust this CA"),
+    ] = None
+    tls_cert: Annotated[
+        Path | None,
+        Option(metavar="FILE", envvar="QUIRE_TLS_CERT", help="certificate to show to gateways"),
+    ] = None
+    tls_key: Annotated[
+        Path | None, Option(metavar="FILE", envvar="QUIRE_TLS_KEY", help="its key")
+    ] = None
+
+    def client(self, address: str) -> Client:
+        uses_tls = self.tls or self.tls_ca is not None or self.tls_cert is not None
+        tls = Tls(self.tls_ca, self.tls_cert, self.tls_key) if uses_tls else None
+        return Client(address, api_key=self.api_key, tls=tls)
+
+
+@dataclass(frozen=True)
+class GatewayFlags(AccessFlags):
     """Which gateway to call."""
 
     address: Annotated[
@@ -24,11 +60,11 @@ class GatewayFlags:
     ] = DEFAULT_ADDRESS
 
     def connect(self) -> Client:
-        return Client(self.address)
+        return self.client(self.address)
 
 
 @dataclass(frozen=True)
-class OperationsFlags:
+class OperationsFlags(AccessFlags):
     """Where to call operations."""
 
     address: Annotated[
@@ -36,8 +72,9 @@ class OperationsFlags:
         Option(
             metavar="ADDRESS",
             envvar="QUIRE_OPERATIONS_ADDRESS",
-            help="where a gateway serves operations: HOST:PORT (--operations-port of `quire "
-            "serve`) or unix:PATH; default: the run of this user on this host",
+            help="where a gateway serves operations: HOST:PORT (a gateway with API keys, for an "
+            "operator's key, or --operations-port of `quire serve`), or unix:PATH; default: the "
+            "run of this user on this host",
         ),
     ] = None
     run: Annotated[
@@ -50,7 +87,7 @@ class OperationsFlags:
     ] = None
 
     def connect(self) -> Client:
-        return Client(self.address or run_address(self.run, RUNS))
+        return self.client(self.address or run_address(self.run, RUNS))
 
 
 @dataclass(frozen=True)

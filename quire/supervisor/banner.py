@@ -12,6 +12,12 @@ def banner(options: ServeOptions, serving: Serving, took_s: float) -> str:
     host = "127.0.0.1" if options.host in _WILDCARDS else options.host
     address = ",".join(f"{host}:{options.grpc_port + i}" for i in range(options.num_gateways))
     flag = "" if address == DEFAULT_ADDRESS else f"--address {address} "
+    http = f"{'https' if options.public_tls_cert else 'http'}://{host}:{options.http_port}"
+    if options.public_tls_cert:
+        flag += "--tls-ca CA "
+    if options.api_keys_file:
+        flag += "--api-key KEY "
+    header = "-H 'Authorization: Bearer KEY' " if options.api_keys_file else ""
     port = "" if options.grpc_port == DEFAULT_GRPC_PORT else f" --grpc-port {options.grpc_port}"
     lines = [
         f"Quire is serving, {took_s:.1f} s after its start.",
@@ -20,10 +26,10 @@ def banner(options: ServeOptions, serving: Serving, took_s: float) -> str:
         *(f"  pool   {pool.pool_id}: {pool.num_blocks:,} blocks of {pool.block_size} tokens, "
           f"{pool.num_blocks * pool.block_bytes / 2**20:,.0f} MiB" for pool in serving.pools),
         f"  gRPC   {address}",
-        f"  HTTP   http://{host}:{options.http_port}/v1",
+        f"  HTTP   {http}/v1",
         "Try it:",
         f'  quire generate {flag}"{_QUESTION}"',
-        f"  curl http://{host}:{options.http_port}/v1/chat/completions \\",
+        f"  curl {http}/v1/chat/completions {header}\\",
         "    -H 'Content-Type: application/json' \\",
         f"    -d '{{\"messages\": [{{\"role\": \"user\", \"content\": \"{_QUESTION}\"}}], "
         f"\"model\": \"{serving.models[0].id if serving.models else ''}\"}}'",

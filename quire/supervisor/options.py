@@ -4,6 +4,7 @@ are declared here and nowhere else."""
 from dataclasses import dataclass, fields
 from enum import Enum
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Literal, get_args, get_type_hints
 
 from typer import Option
@@ -89,6 +90,16 @@ class ServeOptions:
         To.WORKERS,
         _engine(help="how requests are preempted; default: auto, swap if that costs less"),
     ] = None
+    tensor_parallel_size: Annotated[
+        int | None,
+        To.WORKERS,
+        _engine(
+            min=1,
+            max=8,
+            metavar="N",
+            help="processes of each worker, which divide the model: 1, 2, 4 or 8; default: 1",
+        ),
+    ] = None
     block_size: Annotated[
         int | None,
         To.WORKERS,
@@ -115,9 +126,22 @@ class ServeOptions:
         ),
     ] = None
     backend: Annotated[
-        Literal["auto", "cpu", "reference", "triton", "flash"] | None,
+        Literal["auto", "cpu", "reference", "triton"] | None,
         To.WORKERS,
         _engine(help="kernels; default: auto, cpu, or triton on a GPU"),
+    ] = None
+    attention: Annotated[
+        Literal["auto", "flashinfer", "flash", "triton", "reference"] | None,
+        To.WORKERS,
+        _engine(
+            help="attention beside the triton kernels; default: auto, by the GPU and what is "
+            "installed"
+        ),
+    ] = None
+    enforce_eager: Annotated[
+        bool | None,
+        To.WORKERS,
+        _engine(help="launch each kernel of a decode step instead of replaying CUDA graphs"),
     ] = None
     isa: Annotated[
         Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "portable"] | None,
@@ -224,6 +248,35 @@ class ServeOptions:
         _network(
             metavar="LIST",
             help="hosts that HTTP requests may name, such as localhost,*.example.com; default: any",
+        ),
+    ] = None
+    api_keys_file: Annotated[
+        Path | None,
+        To.GATEWAYS,
+        _network("--api-keys", metavar="FILE", help="file of API keys; see `quire keys --help`"),
+    ] = None
+    public_tls_cert: Annotated[
+        Path | None,
+        To.GATEWAYS,
+        _network("--tls-cert", metavar="FILE", help="certificate of the gateways; default: no TLS"),
+    ] = None
+    public_tls_key: Annotated[
+        Path | None, To.GATEWAYS, _network("--tls-key", metavar="FILE", help="its key")
+    ] = None
+    public_client_ca: Annotated[
+        Path | None,
+        To.GATEWAYS,
+        _network(
+            "--tls-client-ca",
+            metavar="FILE",
+            help="the CA whose certificates clients must show; default: clients show none",
+        ),
+    ] = None
+    cors_origins: Annotated[
+        str | None,
+        To.GATEWAYS,
+        _network(
+            metavar="LIST", help="origins whose web pages may call the HTTP API; default: none"
         ),
     ] = None
     redis_url: Annotated[

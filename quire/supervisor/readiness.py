@@ -23,11 +23,12 @@ class Serving:
 
 
 async def wait_until_serving(
-    address: str, run: Path, num_workers: Mapping[str, int], report: Callable[[str], None]
+    run: Path, num_workers: Mapping[str, int], report: Callable[[str], None]
 ) -> Serving:
     """Wait until all workers serve and the gateway reports SERVING.
 
-    `run`: the directory with the gateways' sockets for operations. `num_workers`: the workers that
+    `run`: the directory with the gateways' sockets for operations, which need neither an API key
+    nor TLS. `num_workers`: the workers that
     the run starts, by role. `report` gets what is missing, whenever that changes and every ten
     seconds.
     """
@@ -36,11 +37,12 @@ async def wait_until_serving(
     while True:
         # A new channel each time: an old one would back off before it connects again.
         sockets = living_sockets(run)
-        operations = f"unix:{sockets[0]}" if sockets else None
-        async with AsyncClient(address, operations=operations) as client:
-            missing = await _missing(client, num_workers) if operations else "the gateway"
-            if not missing:
-                return Serving(await client.models(), await client.pools())
+        missing = "the gateway"
+        if sockets:
+            async with AsyncClient(f"unix:{sockets[0]}") as client:
+                missing = await _missing(client, num_workers)
+                if not missing:
+                    return Serving(await client.models(), await client.pools())
         if missing != last_missing or loop.time() - reported_at > _REMIND_S:
             report(f"waiting for {missing}")
             last_missing, reported_at = missing, loop.time()

@@ -71,7 +71,6 @@ class Supervisor:
         for spec in topology.services(self._options, self._directory, log_format=log_format):
             self._start(spec)
         serving = await wait_until_serving(
-            f"{self._options.host}:{self._options.grpc_port}",
             self._directory,
             {"prefill": self._options.num_prefill, "decode": self._options.num_decode},
             self._console.note,

@@ -22,6 +22,7 @@ from services.block_manager.rounds import Connection, RoundRunner
 from services.block_manager.service import SERVICE_NAME, BlockManagerService
 from services.common.pool.names import new_worker_id
 from services.common.rpc.proof import Guard
+from services.common.rpc.tls import service_tls
 from services.common.rpc.transport import RpcServer
 from services.common.runtime import redis
 from services.common.runtime.exposition import metrics_endpoint
@@ -82,9 +83,12 @@ async def _serve(
 ) -> None:
     member_id = new_worker_id("block_manager")
     rpc_key = deployment_secret(settings).rpc_key
-    server = RpcServer(SERVICE_NAME, guard=Guard(rpc_key, member_id))
+    tls = service_tls(settings)
+    server = RpcServer(SERVICE_NAME, guard=Guard(rpc_key, member_id), tls=tls)
     last_audits = LastAudits()
-    service = BlockManagerService(runner, member_id, rpc_key, settings.drain_timeout_s, last_audits)
+    service = BlockManagerService(
+        runner, member_id, rpc_key, settings.drain_timeout_s, last_audits, tls
+    )
     block_manager_pb2_grpc.add_BlockManagerServicer_to_server(service, server.aio)
     port = await server.start(settings.host, settings.port)
     member = Member(

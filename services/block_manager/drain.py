@@ -15,6 +15,7 @@ from services.block_manager.rounds import Connection
 from services.common.errors import LastWorker, Unavailable, UnknownWorker
 from services.common.rpc.message_batching import unpack_batch
 from services.common.rpc.proof import Proof
+from services.common.rpc.tls import TlsFiles
 from services.common.rpc.transport import open_channel, translate_errors
 from services.protocol.version import PROTOCOL_VERSION
 
@@ -31,12 +32,15 @@ _REGISTRY_LAG_S = 5.0
 class Drainer:
     """Drains workers for operators: one at a time, and never the last serving worker of its role on
     a pool, unless the operator forces it. `peer_id` and `rpc_key` identify this block manager to
-    the workers. A worker has `timeout_s` to answer."""
+    the workers. A worker has `timeout_s` to answer. `tls`: for connections to workers."""
 
-    def __init__(self, peer_id: str, rpc_key: bytes, timeout_s: float) -> None:
+    def __init__(
+        self, peer_id: str, rpc_key: bytes, timeout_s: float, tls: TlsFiles | None = None
+    ) -> None:
         self._peer_id = peer_id
         self._rpc_key = rpc_key
         self._timeout_s = timeout_s
+        self._tls = tls
         self._lock = asyncio.Lock()
         self._recent: dict[str, float] = {}  # drained worker -> end of the lag
 
@@ -55,7 +59,7 @@ class Drainer:
             # Noted even if no answer comes: the worker may have received the message.
             self._recent[worker_id] = asyncio.get_running_loop().time() + _REGISTRY_LAG_S
             async with asyncio.timeout(self._timeout_s):
-                return await send_drain(worker, self._peer_id, self._rpc_key)
+                return await send_drain(worker, self._peer_id, self._rpc_key, self._tls)
 
     async def _require_another(
         self, connection: Connection, members: tuple[Member, ...], worker: Member
@@ -86,10 +90,12 @@ def _worker(members: tuple[Member, ...], worker_id: str) -> Member:
     return worker
 
 
-async def send_drain(worker: Member, peer_id: str, rpc_key: bytes) -> int:
+async def send_drain(
+    worker: Member, peer_id: str, rpc_key: bytes, tls: TlsFiles | None = None
+) -> int:
     """Tell `worker` to drain. Returns how many requests it still runs. Unauthenticated: another
     process is at its address; VersionMismatch; Unavailable: it does not answer."""
-    async with open_channel(worker.address) as channel:
+    async with open_channel(worker.address, tls) as channel:
         with translate_errors():
             return await _drain_over(worker, channel, peer_id, rpc_key)
 

@@ -13,6 +13,7 @@ from services.block_manager.auditor import LastAudits
 from services.block_manager.block_watch import BlockWatch, to_wire
 from services.block_manager.drain import Drainer
 from services.block_manager.rounds import Connection, RoundRunner
+from services.common.rpc.tls import TlsFiles
 from services.protocol.codec import load_to_wire
 from services.protocol.fields import values
 from services.protocol.messages import LoadReport
@@ -45,11 +46,12 @@ class BlockManagerService(block_manager_pb2_grpc.BlockManagerServicer):
         rpc_key: bytes,
         drain_timeout_s: float,
         last_audits: LastAudits,
+        tls: TlsFiles | None = None,
     ) -> None:
         self._runner = runner
         self._last_audits = last_audits
         self._watch = BlockWatch()
-        self._drainer = Drainer(member_id, rpc_key, drain_timeout_s)
+        self._drainer = Drainer(member_id, rpc_key, drain_timeout_s, tls)
 
     async def ListPools(self, request: pb.ListPoolsRequest, context: Any) -> pb.ListPoolsResponse:
         connection = self._runner.connection

@@ -5,11 +5,15 @@ QuireError
 ├── InvalidRequest
 │   └── PromptTooLong      longer than the context, or can never fit the pool
 ├── Unauthenticated        the other service does not prove the deployment's secret
+│   └── InvalidApiKey      the client sends no API key, or one that does not exist
+├── PermissionDenied       the client's API key may not do this
 ├── UnknownModel
 ├── UnknownWorker
 ├── DuplicateRequest
 ├── Overloaded             the client may try again later
 │   ├── QueueFull
+│   ├── RateLimited        the client's API key is at its limit of requests, tokens or sequences
+│   ├── QuotaExceeded      the client's API key has used its token budget
 │   └── WouldBeLate        the deadline is too early for the requests that wait before this one
 ├── Unavailable            no service can do it now
 │   ├── NoWorker
@@ -45,6 +49,14 @@ class Unauthenticated(QuireError):
     code = "unauthenticated"
 
 
+class InvalidApiKey(Unauthenticated):
+    code = "invalid_api_key"
+
+
+class PermissionDenied(QuireError):
+    code = "permission_denied"
+
+
 class UnknownModel(QuireError):
     code = "model_not_found"
 
@@ -60,13 +72,23 @@ class DuplicateRequest(QuireError):
 class Overloaded(QuireError):
     code = "overloaded"
 
-    def __init__(self, message: str, retry_delay_s: float) -> None:
+    def __init__(self, message: str, retry_delay_s: float | None) -> None:
         super().__init__(message)
         self.retry_delay_s = retry_delay_s
 
 
 class QueueFull(Overloaded):
     code = "queue_full"
+
+
+class RateLimited(Overloaded):
+    code = "rate_limit_exceeded"
+
+
+class QuotaExceeded(Overloaded):
+    """`retry_delay_s` is None if the budget is never renewed."""
+
+    code = "insufficient_quota"
 
 
 class WouldBeLate(Overloaded):

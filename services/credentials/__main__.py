@@ -4,18 +4,23 @@
 RUN_DIR/secret           the deployment's secret
 RUN_DIR/redis-password   the password of the Redis user `quire`
 RUN_DIR/valkey.acl       defines that user, for the server (--aclfile)
+RUN_DIR/tls/             the CA and the certificates of services and gateways (`quire.certificates`)
 
-A configured secret or password is written as it is; a missing one is generated once and kept.
+A configured secret or password is written as it is; a missing one is generated once and kept. So is
+the CA; certificates are made anew each time, and services read them again.
 """
 
 import asyncio
-from typing import ClassVar
+from pathlib import Path
+from typing import Annotated, ClassVar
 
-from pydantic import Field, SecretStr
-from pydantic_settings import SettingsConfigDict
+from pydantic import Field, SecretStr, field_validator
+from pydantic_settings import NoDecode, SettingsConfigDict
 
 from blockstore.acl import acl_file
-from services.common.runtime.config import ServiceSettings
+from quire.certificates import CertificateError, write_certificates
+from services.common.errors import StartupError
+from services.common.runtime.config import ServiceSettings, split_by_commas
 from services.common.runtime.logging import get_logger
 from services.common.runtime.process import run_service
 from services.common.runtime.secret import (
@@ -29,6 +34,7 @@ log = get_logger(__name__)
 
 PASSWORD_FILE = "redis-password"
 ACL_FILE = "valkey.acl"
+TLS_DIR = "tls"
 
 
 class CredentialsSettings(ServiceSettings):
@@ -38,10 +44,22 @@ class CredentialsSettings(ServiceSettings):
     redis_password: SecretStr | None = Field(
         default=None, description="of the user `quire` of Redis; none: made when missing"
     )
+    gateway_hosts: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=(), description="names and addresses, by commas, of the gateways for clients"
+    )
+    redis_host: str = Field(default="redis", description="name of the server of Redis")
+    ca_key: Path | None = Field(
+        default=None, description="file with the CA's key; default: RUN_DIR/tls/ca.key"
+    )
+
+    @field_validator("gateway_hosts", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        return split_by_commas(value)
 
 
 async def write(settings: CredentialsSettings, stop: asyncio.Event) -> None:
-    """Write all three files. StartupError: a file cannot be written, or other users may read it."""
+    """Write all files. StartupError: a file cannot be written, or other users may read it."""
     secret = deployment_secret(settings)
     if settings.secret is not None or settings.secret_file is not None:
         write_private(settings.run_dir / FILE_NAME, secret.root)
@@ -50,6 +68,15 @@ async def write(settings: CredentialsSettings, stop: asyncio.Event) -> None:
         write_private(file, settings.redis_password.get_secret_value().encode())
     password = shared_secret(file).decode()
     write_private(settings.run_dir / ACL_FILE, acl_file(password).encode())
+    try:
+        write_certificates(
+            settings.run_dir / TLS_DIR,
+            settings.gateway_hosts,
+            service_hosts=[settings.redis_host],
+            ca_key=settings.ca_key,
+        )
+    except CertificateError as error:
+        raise StartupError(str(error)) from error
     log.info("credentials_written", run_dir=str(settings.run_dir))
 
 

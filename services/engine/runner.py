@@ -1,15 +1,19 @@
 """The runner: one forward pass over the rows of a step, and the tokens drawn after them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvops import Backend, int8_kv
+from kvops import AttentionShape, Backend, int8_kv
+from kvops.step import AttentionStep, page_facts
+from services.common.text.model_config import ModelConfig
 from services.engine.batch import Draw, Row, Wait
-from services.engine.device.greedy_flight import CopyFlight, GreedyFlight
+from services.engine.device.drawing import DeviceDrawing
+from services.engine.device.flights import CopyFlight, DrawnFlight
+from services.engine.device.graphs import CudaGraph, DecodeGraphs, Graph, padded
 from services.engine.device.inputs import Indices, StepInputs
 from services.engine.device.threads import use_device
 from services.engine.forward import CompleteFlight, Flight
@@ -17,7 +21,27 @@ from services.engine.models import Batch, Model
 from services.engine.sampling.logit_queries import queries, row_results, wanted_states
 from services.protocol.ticket import SamplingParams
 
+_BATCH_TENSORS = (
+    *("token_ids", "positions", "slot_mapping"),
+    *("block_tables", "cu_query_lens", "context_lens"),
+)
 _GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, max_tokens=1)
+
+
+def attention_shape(
+    config: ModelConfig, kv: Tensor, block_size: int, dtype: torch.dtype
+) -> AttentionShape:
+    """Of the heads that the arena has."""
+    num_kv_heads = kv.shape[4]
+    return AttentionShape(
+        num_heads=config.num_heads // config.num_kv_heads * num_kv_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=config.head_dim,
+        block_size=block_size,
+        dtype=dtype,
+        kv_dtype=kv.dtype,
+        windows=tuple(dict.fromkeys(config.windows)),
+    )
 
 
 class Runner:
@@ -29,9 +53,9 @@ class Runner:
     of the next one may take. Raises ValueError if shape, dtype or device of the arena are not the
     model's.
 
-    `computes_at_launch`: whether every flight is complete at its launch, as on a CPU. Else a step
-    is in flight if all its draws are argmaxes; other draws need logits on the host, for which
-    `launch` waits.
+    `computes_at_launch`: whether every flight is complete at its launch, as on a CPU. Else tokens
+    are drawn on the device (`services.engine.device.drawing`). A backend without a sampler for the
+    device can draw argmaxes alone there; for other draws `launch` waits for the logits.
     """
 
     def __init__(self, model: Model, kv: Tensor, block_size: int, ops: Backend) -> None:
@@ -47,9 +71,12 @@ class Runner:
             raise ValueError(f"arena {kv.dtype} {list(kv.shape)} is not {model.dtype} {wanted}")
         if kv.device != model.device:
             raise ValueError(f"the arena is on {kv.device}, the model on {model.device}")
-        self.computes_at_launch = kv.device.type == "cpu"
-        self._last: GreedyFlight | None = None
+        self.computes_at_launch = kv.device.type == "cpu" and not ops.has_sampler
+        self._last: DrawnFlight | None = None
+        self._drawing = DeviceDrawing(model, ops, kv.device)
         self._inputs = StepInputs(kv.device)
+        self._graphs: DecodeGraphs | None = None
+        self._attention = attention_shape(config, kv, block_size, model.dtype)
         self._model = model
         self._kv = kv
         self._block_size = block_size
@@ -74,13 +101,13 @@ class Runner:
             self.copy_blocks(copies)
             if not rows:
                 return CopyFlight(self._kv.device)
-        hidden = self.hidden(rows)
         asked = queries(rows)
-        if self.computes_at_launch or not all(query.is_plain for query in asked):
-            self._last = None
+        if self.computes_at_launch or not self._drawing.can_draw(asked):
+            hidden, self._last = self.hidden(rows), None
             answers = self._model.answer(hidden, asked) if asked else ()
             return CompleteFlight(row_results(rows, answers))
-        self._last = GreedyFlight.of(rows, asked, self._model.logits(hidden))
+        hidden, placed = self._forward(rows, self._drawing.arrays(asked))
+        self._last = self._drawing.launch(rows, asked, hidden, placed)
         return self._last
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -99,13 +126,7 @@ class Runner:
         """Compute the rows and store their KV, without the head. Returns the final states that the
         rows need, [num_states, hidden_size], row after row: one for each token of its `scoring`,
         then the one after its last token if it draws (`wanted_states`)."""
-        ends = np.cumsum([len(row.token_ids) for row in rows])
-        if all(row.scoring is None for row in rows):
-            wanted = ends[[bool(row.draws) for row in rows]] - 1
-        else:
-            wanted = np.array(wanted_states(rows), dtype=np.int64)
-        batch, placed = self._batch(rows, wanted)
-        return self._model.forward(batch, self._kv, placed)
+        return self._forward(rows, {})[0]
 
     def logits(self, rows: Sequence[Row]) -> Tensor:
         """Compute the rows and return the logits of their states, fp32 [num_states, vocab_size]."""
@@ -113,7 +134,8 @@ class Runner:
 
     def warm_up(self, max_tokens: int) -> None:
         """Touch every weight and the memory of a step: run one prefill of `max_tokens` tokens (at
-        most the context) and one decode step. It stores no KV, and its results are dropped."""
+        most the context) and one decode step, and compile the sampler of a device. It stores no
+        KV, and its results are dropped."""
         use_device(self._kv.device)
         num_tokens = min(max_tokens, self._model.config.max_position_embeddings)
         num_blocks = -(-num_tokens // self._block_size)
@@ -121,6 +143,7 @@ class Runner:
             start = num_tokens - len(token_ids)
             row = Row(token_ids, start, [0] * num_blocks, num_tokens, (Draw(_GREEDY, 0),))
             self.logits([row])
+        self._ops.warm_up_sampler(self._model.config.vocab_size)
 
     def run_largest_step(self, num_tokens: int, num_rows: int) -> None:
         """Run a step of `num_tokens` new tokens of `num_rows` rows that draw, for its memory. It
@@ -132,8 +155,72 @@ class Runner:
         draws = (Draw(_GREEDY, 0),)
         self.logits([Row([0] * n, 0, [0] * -(-n // self._block_size), n, draws) for n in lens])
 
-    def _batch(self, rows: Sequence[Row], wanted: Indices) -> tuple[Batch, Tensor]:
-        """The batch of the rows, and `wanted`, on the device."""
+    @torch.inference_mode()
+    def capture_graphs(self, max_rows: int, new_graph: Callable[[], Graph] = CudaGraph) -> None:
+        """Record decode steps of up to `max_rows` rows as graphs, which later steps replay. They
+        write nothing. Tensors that a graph reads stay where they are."""
+        use_device(self._kv.device)
+        context, device = self._model.config.max_position_embeddings, self._kv.device
+        max_blocks = -(-context // self._block_size)
+        self._ops.set_max_blocks(max_blocks)
+        all_rows = torch.arange(max_rows, device=device)
+        page_ids = torch.zeros(max_rows, dtype=torch.int32, device=device)
+
+        def forward(batch: Batch) -> Tensor:
+            return self._model.forward(batch, self._kv, all_rows[: len(batch.token_ids)])
+
+        def before(size: int) -> None:
+            if self._ops.needs_plan:
+                arrays = {
+                    "context_lens": np.zeros(size, np.int32),
+                    "cu_query_lens": np.arange(size + 1, dtype=np.int32),
+                }
+                self._plan(arrays, page_ids[:size], in_graph=True)
+
+        graphs = DecodeGraphs(forward, max_rows, max_blocks, self._block_size, device, new_graph)
+        graphs.capture(before)
+        self._graphs = graphs
+
+    def _wanted(self, rows: Sequence[Row]) -> Indices:
+        if any(row.scoring is not None for row in rows):
+            return np.array(wanted_states(rows), dtype=np.int64)
+        ends = np.cumsum([len(row.token_ids) for row in rows])
+        return ends[[bool(row.draws) for row in rows]] - 1
+
+    def _forward(
+        self, rows: Sequence[Row], others: Mapping[str, Indices]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Compute the rows; a decode step from its graph, if there is one. Returns the states that
+        the rows need, and the other arrays on the device."""
+        arrays = self._arrays(rows)
+        num_rows, wanted = len(rows), self._wanted(rows)
+        is_decode = len(arrays["token_ids"]) == num_rows
+        size = self._graphs.size_for(num_rows) if self._graphs and is_decode else None
+        if size is not None:
+            arrays = padded(arrays, size)
+        if any(row.drawn_by is not None for row in rows):
+            arrays |= self._sources(rows, arrays["cu_query_lens"][1 : num_rows + 1])
+        if self._ops.needs_plan:
+            arrays["page_ids"] = self._page_ids(arrays)
+        placed = self._inputs.place({**arrays, "wanted": wanted, **others})
+        if self._last is not None and "taken" in placed:
+            drawn = self._last.drawn[placed["sources"]].clamp(min=0)  # after a fault: any token
+            placed["token_ids"].index_copy_(0, placed["taken"], drawn)
+        if self._ops.needs_plan:
+            self._plan(arrays, placed["page_ids"], in_graph=size is not None)
+        if self._graphs and size is not None:
+            states = self._graphs.replay(size, placed)
+            all_wanted = len(wanted) == num_rows
+            return states[:num_rows] if all_wanted else states[placed["wanted"]], placed
+        batch = Batch(
+            **{name: placed[name] for name in _BATCH_TENSORS},
+            max_query_len=int(np.diff(arrays["cu_query_lens"]).max()),
+            max_context_len=int(arrays["context_lens"].max()),
+        )
+        return self._model.forward(batch, self._kv, placed["wanted"]), placed
+
+    def _arrays(self, rows: Sequence[Row]) -> dict[str, Indices]:
+        """The tensors of the rows' `Batch`."""
         self._check(rows)
         lens = np.array([len(row.token_ids) for row in rows])
         starts = np.array([row.start for row in rows])
@@ -147,24 +234,28 @@ class Runner:
         token_ids = np.fromiter(chain.from_iterable(row.token_ids for row in rows), np.int64)
         if token_ids.min() < 0 or token_ids.max() >= self._model.config.vocab_size:
             raise ValueError(f"token ids outside the vocabulary {self._model.config.vocab_size}")
-        arrays = {
+        return {
             "token_ids": token_ids,
             "positions": positions,
             "slot_mapping": slots,
             "block_tables": tables,
             "cu_query_lens": np.concatenate([[0], ends]).astype(np.int32),
             "context_lens": (starts + lens).astype(np.int32),
-            "wanted": wanted,
         }
-        if any(row.drawn_by is not None for row in rows):
-            arrays |= self._sources(rows, ends)
-        placed = self._inputs.place(arrays)
-        if self._last is not None and "taken" in placed:
-            drawn = self._last.drawn[placed.pop("sources")].clamp(min=0)  # after a fault: any token
-            placed["token_ids"].index_copy_(0, placed.pop("taken"), drawn)
-        wanted_there = placed.pop("wanted")
-        longest = int(lens.max()), int((starts + lens).max())
-        return Batch(**placed, max_query_len=longest[0], max_context_len=longest[1]), wanted_there
+
+    def _page_ids(self, arrays: Mapping[str, Indices]) -> Indices:
+        """The blocks of the rows, one row after the other."""
+        num_pages, _ = page_facts(arrays["context_lens"], self._block_size)
+        tables = arrays["block_tables"]
+        return tables[np.arange(tables.shape[1]) < num_pages[:, None]]
+
+    def _plan(self, arrays: Mapping[str, Indices], page_ids: Tensor, *, in_graph: bool) -> None:
+        num_pages, last = page_facts(arrays["context_lens"], self._block_size)
+        begins = np.concatenate([[0], num_pages.cumsum()]).astype(np.int32)
+        query_begins = arrays["cu_query_lens"]
+        self._ops.plan(
+            AttentionStep(self._attention, query_begins, begins, last, page_ids, in_graph)
+        )
 
     def _sources(self, rows: Sequence[Row], ends: Indices) -> dict[str, Indices]:
         """`taken`: the tokens of the step that the host does not know, as indices. `sources`: where

@@ -1,12 +1,16 @@
 """Settings of the gateway, from QUIRE_GATEWAY_* variables."""
 
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Annotated, ClassVar
 
-from pydantic import Field, field_validator
+from prometheus_client import CollectorRegistry
+from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from services.common.runtime.config import ServiceSettings
+from services.common.rpc.tls import TlsFiles, given_files, service_tls
+from services.common.runtime.config import ServiceSettings, env_prefix, split_by_commas
+from services.gateway.access.keyring import Keyring, KeyringMetrics
 from services.gateway.dashboard.access import DashboardSetting
 from services.gateway.frontend.http.body_limits import DEFAULT_BODY_MEMORY_BYTES, MAX_BODY_BYTES
 
@@ -76,6 +80,30 @@ class GatewaySettings(ServiceSettings):
         default=None,
         description="gRPC address of the supervisor that scales the workers; none: no supervisor",
     )
+    public_tls_cert: Path | None = Field(
+        default=None, description="certificate for clients, over gRPC and HTTP; none: no TLS"
+    )
+    public_tls_key: Path | None = Field(default=None, description="its key")
+    public_client_ca: Path | None = Field(
+        default=None,
+        description="the CA whose certificates clients must have; none: clients need none",
+    )
+    cors_origins: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=(),
+        description="origins, by commas, whose web pages may call the HTTP API; *: all",
+    )
+    api_keys_file: Path | None = Field(
+        default=None,
+        description="file of API keys (`quire keys`), read again when it changes; none: no keys",
+    )
+    api_keys: SecretStr | None = Field(
+        default=None, description="API keys, as the text of such a file; in addition to the file"
+    )
+    usage_dir: Path | None = Field(
+        default=None,
+        description="directory to keep what keys have used of their budgets; default: that of "
+        "api_keys_file",
+    )
     client_priority: bool = Field(
         default=False, description="requests may set a priority; without, one other than 0 fails"
     )
@@ -114,13 +142,37 @@ class GatewaySettings(ServiceSettings):
         description="how long a request pauses for a client that does not read it",
     )
 
+    def check(self) -> None:
+        self.keyring(CollectorRegistry())
+        for files in (service_tls(self), self.public_tls()):
+            if files is not None:
+                files.check()
+
+    @property
+    def usage_directory(self) -> Path | None:
+        if self.usage_dir is not None or self.api_keys_file is None:
+            return self.usage_dir
+        return self.api_keys_file.parent
+
+    def public_tls(self) -> TlsFiles | None:
+        """The files for connections of clients. Raises StartupError."""
+        names = ("public_tls_cert", "public_tls_key", "public_client_ca")
+        files: dict[str, Path | None] = {name: getattr(self, name) for name in names}
+        return given_files(env_prefix(type(self)), files, "public_client_ca", needs_ca=False)
+
+    def keyring(self, metrics: CollectorRegistry) -> Keyring | None:
+        """The API keys; None if API keys are off. StartupError: they cannot be used."""
+        file, text = self.api_keys_file, self.api_keys
+        if file is None and text is None:
+            return None
+        fixed = text.get_secret_value() if text is not None else None
+        return Keyring(file, fixed, KeyringMetrics(metrics))
+
     def options(self) -> GatewayOptions:
         names = (field.name for field in fields(GatewayOptions))
         return GatewayOptions(**{name: getattr(self, name) for name in names})
 
-    @field_validator("allowed_hosts", mode="before")
+    @field_validator("allowed_hosts", "cors_origins", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
-        if not isinstance(value, str):
-            return () if value is None else value
-        return tuple(host.strip() for host in value.split(",") if host.strip())
+        return split_by_commas(value)

@@ -9,6 +9,7 @@ from functools import partial
 from services.common.errors import DeadlineExceeded, InvalidRequest, NoWorker, UnknownModel
 from services.common.runtime.logging import bind_request_id
 from services.common.text.stop_strings import StopMatcher
+from services.gateway.access.caller import Caller
 from services.gateway.change_notifier import ChangeNotifier
 from services.gateway.config import GatewayOptions
 from services.gateway.frontend.api import Delta, GenerationRequest, ServedModel
@@ -74,16 +75,22 @@ class Gateway:
         refuses it."""
         arrived_at = asyncio.get_running_loop().time()
         deadline = None if request.timeout_s is None else arrived_at + request.timeout_s
-        check_priority(request.priority, client_priority=self._options.client_priority)
-        request_id = scoped_id(name, with_resume_token(request).resume_token)
+        caller = request.caller
+        check_priority(
+            request.priority,
+            client_priority=self._options.client_priority,
+            ceiling=caller.priority_ceiling,
+        )
+        request_id = scoped_id(name, with_resume_token(request).resume_token, caller.key)
         with self._dispatcher.admitting(request_id, resumes=request.received is not None):
             try:
                 async with asyncio.timeout_at(deadline):
-                    model, served = await self._served(request.model)
+                    model, served = await self._served(request.model, caller)
                     with self._dispatcher.admitting_to_model(request, request_id, model, deadline):
                         admitted = await admit(
                             request, request_id, model, served, arrived_at, deadline
                         )
+                        caller.charge(len(admitted.prompt_token_ids))
                         output = self._output(request, admitted, served)
                         return await self._dispatcher.enqueue(admitted, output), output
             except TimeoutError as error:
@@ -116,16 +123,17 @@ class Gateway:
             dtype=member.engine.get("dtype", served.model.config.dtype),
         )
 
-    async def _served(self, name: str) -> tuple[str, ModelPools]:
-        """Find the model that a request names. Wait up to `patience_s` while no worker of any model
-        is there, since one may be about to start; then raise NoWorker."""
+    async def _served(self, name: str, caller: Caller) -> tuple[str, ModelPools]:
+        """Find the model that a request names, among those that its caller sees. Wait up to
+        `patience_s` while no worker of any model is there, since one may be about to start; then
+        raise NoWorker."""
         loop = asyncio.get_running_loop()
         until = loop.time() + self._options.patience_s
         while True:
             seen = self._changes.num_changes
             names = self._directory.model_names()
             if names:
-                chosen = _choose(name, names)
+                chosen = _choose(name, tuple(filter(caller.sees, names)))
                 served = self._directory.served(chosen)
                 assert served is not None
                 return chosen, served
@@ -163,10 +171,11 @@ class Gateway:
                 request.arrived_at,
                 # A client without a cache salt shares cached prefixes with other clients, so its
                 # number of cached tokens would show what others have sent.
+                # Tenants always have a salt.
                 reports_cached=self._options.report_cached_tokens or bool(request.cache_salt),
             ),
             sequences,
-            self._request_metrics.meter(request.model),
+            self._request_metrics.meter(request.model, request.caller),
             asyncio.get_running_loop().time,
             reporter if reports_prompt and not request.has_received_tokens else None,
             self._pacer,
@@ -181,8 +190,8 @@ def _choose(name: str, names: tuple[str, ...]) -> str:
     served. InvalidRequest: the name is empty and several models are served."""
     if name in names:
         return name
-    served = ", ".join(names)
-    if name:
+    served = ", ".join(names) or "none"
+    if name or not names:
         raise UnknownModel(f"model {name!r} is not served here; these are: {served}")
     if len(names) > 1:
         raise InvalidRequest(f"several models are served, so the request names one: {served}")

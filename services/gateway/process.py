@@ -13,15 +13,21 @@ from starlette.routing import Route
 from blockstore.registry import Member
 from quire.sockets import operations_socket, remove_dead_sockets
 from quire.v1 import inference_pb2_grpc
+from services.common.rpc.tls import service_tls
 from services.common.rpc.transport import RpcServer
 from services.common.runtime import open_files, redis
 from services.common.runtime.exposition import metrics_endpoint
 from services.common.runtime.logging import get_logger
 from services.common.runtime.registry_heartbeat import RegistryHeartbeat
-from services.common.runtime.secret import deployment_secret
+from services.common.runtime.secret import Secret, deployment_secret
+from services.gateway.access.budgets import Budgets
+from services.gateway.access.control import AccessControl
+from services.gateway.access.guards import KeyGuard
+from services.gateway.access.keyring import Keyring
 from services.gateway.config import GatewaySettings
 from services.gateway.dashboard.wiring import make_dashboard
 from services.gateway.frontend import service
+from services.gateway.frontend.api import Generator
 from services.gateway.frontend.http.app import create_app
 from services.gateway.frontend.http.connections import ConnectionLimits
 from services.gateway.frontend.http.server import http_server
@@ -55,17 +61,27 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
         stack.enter_context(metrics_endpoint(settings, metrics))
         request_metrics = RequestMetrics(metrics)
         wiring = await stack.enter_async_context(
-            start_gateway(store, registry, secret, settings.options(), request_metrics)
+            start_gateway(
+                *(store, registry, secret, settings.options(), request_metrics),
+                tls=service_tls(settings),
+            )
         )
-        server, port = await _grpc_server(settings, wiring, stack)
-        relay = Relay(
-            BLOCK_MANAGER, lambda: _target(wiring.directory.block_manager), secret.rpc_key
-        )
-        stack.push_async_callback(relay.close)
-        operations = await _operations_server(settings, wiring, relay, port, stack)
+        keyring = settings.keyring(metrics)
+        generator: Generator = wiring.gateway
+        if keyring is not None:
+            generator = AccessControl(generator, keyring)
+        relays = _relays(settings, wiring, secret, stack)
+        server, port = await _grpc_server(settings, generator, keyring, relays, stack)
+        operations = await _operations_server(settings, generator, keyring, relays, port, stack)
         http = await stack.enter_async_context(AsyncExitStack())
-        feed, routes = make_dashboard(settings.dashboard, wiring, request_metrics.metrics, relay)
-        http_port = await _http_server(settings, wiring, metrics, routes, http)
+        feed, routes = make_dashboard(
+            settings.dashboard,
+            wiring,
+            request_metrics.metrics,
+            relays[0],
+            has_keys=keyring is not None,
+        )
+        http_port = await _http_server(settings, generator, keyring, metrics, routes, http)
         # However the process ends, clients get an error before their connections break.
         stack.push_async_callback(wiring.dispatcher.close)
         started_unix_ms = time.time_ns() // 1_000_000
@@ -78,7 +94,13 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
         log.info("gateway_listening", port=port, http_port=http_port)
         async with asyncio.TaskGroup() as tasks:
             health = update_health(wiring, (server, operations), heartbeat)
-            background = tasks.create_task(heartbeat.keep()), tasks.create_task(health)
+            background = [tasks.create_task(heartbeat.keep()), tasks.create_task(health)]
+            if keyring is not None:
+                budgets = Budgets(
+                    keyring, registry, settings.address(port), settings.usage_directory
+                )
+                background.append(tasks.create_task(keyring.watch(), name="API keys"))
+                background.append(tasks.create_task(budgets.run(), name="budgets"))
             await stop.wait()
             heartbeat.changed()
             feed.close()
@@ -98,12 +120,40 @@ async def _shut_down(
     await closing
 
 
+def _relays(
+    settings: GatewaySettings, wiring: Wiring, secret: Secret, stack: AsyncExitStack
+) -> tuple[Relay, ...]:
+    """Relays of all operations."""
+    supervisor = Target(settings.supervisor) if settings.supervisor else None
+    key, tls = secret.rpc_key, service_tls(settings)
+    relays = (
+        Relay(BLOCK_MANAGER, lambda: _target(wiring.directory.block_manager), key, tls),
+        Relay(SUPERVISOR, lambda: supervisor, tls=tls),
+    )
+    for relay in relays:
+        stack.push_async_callback(relay.close)
+    return relays
+
+
 async def _grpc_server(
-    settings: GatewaySettings, wiring: Wiring, stack: AsyncExitStack
+    settings: GatewaySettings,
+    generator: Generator,
+    keyring: Keyring | None,
+    relays: Sequence[Relay],
+    stack: AsyncExitStack,
 ) -> tuple[RpcServer, int]:
-    server = RpcServer(service.SERVICE_NAME, max_connections=_max_connections(settings))
-    inference = InferenceService(wiring.gateway)
+    """The server for clients. It serves operations only if keys can tell operators from users."""
+    operations = () if keyring is None else relays
+    names = [relay.name for relay in operations]
+    server = RpcServer(
+        *(service.SERVICE_NAME, *names),
+        guard=KeyGuard(keyring, names),
+        max_connections=_max_connections(settings),
+        tls=settings.public_tls(),
+    )
+    inference = InferenceService(generator)
     inference_pb2_grpc.add_InferenceServicer_to_server(inference, server.aio)
+    server.aio.add_generic_rpc_handlers(tuple(relay.handlers() for relay in operations))
     port = await server.start(settings.host, settings.port)
     stack.push_async_callback(server.stop, _LAST_WRITES_S)
     return server, port
@@ -111,19 +161,20 @@ async def _grpc_server(
 
 async def _operations_server(
     settings: GatewaySettings,
-    wiring: Wiring,
-    block_manager: Relay,
+    generator: Generator,
+    keyring: Keyring | None,
+    relays: Sequence[Relay],
     public_port: int,
     stack: AsyncExitStack,
 ) -> RpcServer:
     """Serve operators' calls on a Unix socket in the run directory, and on `operations_port` if one
-    is set."""
-    server = RpcServer(BLOCK_MANAGER.name, SUPERVISOR.name)
-    supervisor = Target(settings.supervisor) if settings.supervisor else None
-    relays = (block_manager, Relay(SUPERVISOR, lambda: supervisor))
-    stack.push_async_callback(relays[1].close)
-    for relay in relays:
-        server.aio.add_generic_rpc_handlers((relay.handlers(),))
+    is set. The run's user also uses the models there, without a key."""
+    names = [relay.name for relay in relays]
+    tls = settings.public_tls()
+    server = RpcServer(*names, service.SERVICE_NAME, guard=KeyGuard(keyring, names), tls=tls)
+    server.aio.add_generic_rpc_handlers(tuple(relay.handlers() for relay in relays))
+    inference = InferenceService(generator)
+    inference_pb2_grpc.add_InferenceServicer_to_server(inference, server.aio)
     socket = operations_socket(settings.run_dir, gethostname(), public_port)
     remove_dead_sockets(settings.run_dir)
     port = await server.start_local(socket, settings.operations_host, settings.operations_port)
@@ -138,7 +189,8 @@ def _target(member: Member | None) -> Target | None:
 
 async def _http_server(
     settings: GatewaySettings,
-    wiring: Wiring,
+    generator: Generator,
+    keyring: Keyring | None,
     metrics: CollectorRegistry,
     more_routes: Sequence[Route],
     stack: AsyncExitStack,
@@ -146,7 +198,9 @@ async def _http_server(
     if settings.http_port is None:
         return None
     app = create_app(
-        wiring.gateway, metrics, settings.allowed_hosts, settings.body_memory, more_routes
+        *(generator, metrics, settings.allowed_hosts, settings.body_memory),
+        keyring=keyring,
+        more_routes=more_routes,
     )
     limits = ConnectionLimits(
         _max_connections(settings),
@@ -157,7 +211,9 @@ async def _http_server(
         write_timeout_s=PAUSE_AFTER_S + settings.read_window_s + _LAST_WRITES_S,
     )
     grace_s = settings.request_grace_s + _LAST_WRITES_S
-    serving = http_server(app, settings.host, settings.http_port, grace_s, limits)
+    serving = http_server(
+        *(app, settings.host, settings.http_port, grace_s, limits), settings.public_tls()
+    )
     return await stack.enter_async_context(serving)
 
 

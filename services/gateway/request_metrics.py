@@ -3,16 +3,22 @@
 import asyncio
 from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Histogram
 
 from services.common.rpc.error_table import INTERNAL_CODE, expected_failure
 from services.common.runtime.logging import get_logger
-from services.common.runtime.metrics import GatewayMetrics
+from services.common.runtime.metrics import GatewayMetrics, TenantMetrics
+from services.gateway.access.caller import EVERYONE, Caller, current_caller
 from services.gateway.intake.identity import client_id
 from services.gateway.request.lifecycle import RequestLifecycle
+from services.gateway.streaming.output import RequestStats
 
 log = get_logger(__name__)
 
+MAX_TENANT_LABELS = 100
+"""Tenants with metrics of their own at one gateway: clients must not make series without end."""
+OTHER_TENANTS = "~other"
+"""The label of all further tenants. No tenant has this name."""
 _MAX_TEXT_CHARS = 1000
 """Longest text from a client in one log line."""
 
@@ -34,17 +40,45 @@ class ModelMeter:
         self._generated.inc(num_tokens)
 
 
+class ChargingMeter:
+    """Records what `meter` does, and charges each token to the caller's account as it comes."""
+
+    def __init__(self, meter: ModelMeter, caller: Caller, first_token_s: Histogram) -> None:
+        self._meter = meter
+        self._charge = caller.charge
+        self._first_token_s = first_token_s
+
+    def first_token(self, after_s: float) -> None:
+        self._meter.first_token(after_s)
+        self._first_token_s.observe(after_s)
+
+    def tokens(self, num_tokens: int, after_s: float | None) -> None:
+        self._charge(num_tokens)
+        self._meter.tokens(num_tokens, after_s)
+
+
 class RequestMetrics:
     """Counts and logs the requests of a gateway when they are refused or end."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.metrics = self._metrics = GatewayMetrics(registry)
+        self._tenants = TenantMetrics(registry)
+        self._tenant_labels: set[str] = set()
         self._meters: dict[str, ModelMeter] = {}
 
-    def meter(self, model: str) -> ModelMeter:
+    def meter(self, model: str, caller: Caller = EVERYONE) -> ModelMeter | ChargingMeter:
         if model not in self._meters:
             self._meters[model] = ModelMeter(self._metrics, model)
-        return self._meters[model]
+        if not caller.tenant:
+            return self._meters[model]
+        first_token_s = self._tenants.time_to_first_token_s.labels(self._label(caller.tenant))
+        return ChargingMeter(self._meters[model], caller, first_token_s)
+
+    def _label(self, tenant: str) -> str:
+        """The tenant's name, or OTHER_TENANTS if MAX_TENANT_LABELS others came before."""
+        if len(self._tenant_labels) < MAX_TENANT_LABELS:
+            self._tenant_labels.add(tenant)
+        return tenant if tenant in self._tenant_labels else OTHER_TENANTS
 
     def set_gauges(self, num_running: Callable[[], int], num_waiting: Callable[[], int]) -> None:
         """Set the functions that a scrape of the two gauges calls."""
@@ -55,8 +89,12 @@ class RequestMetrics:
         """Count a request that was refused before it entered its model queue, and write its one log
         line. `model`: a served model, or empty."""
         self._metrics.requests_failed.labels(model, code).inc()
+        caller = current_caller(EVERYONE)
+        if caller.tenant:
+            self._tenants.requests.labels(self._label(caller.tenant), code).inc()
         log.info(
             "request_refused",
+            **_caller_keys(caller),
             request_id=request_id[:_MAX_TEXT_CHARS],
             model=model,
             outcome=code,
@@ -81,8 +119,11 @@ class RequestMetrics:
             metrics.requests_finished.labels(model, outcome).inc()
         else:
             metrics.requests_failed.labels(model, outcome).inc()
+        if request.caller.tenant:
+            self._record_tenant(self._label(request.caller.tenant), outcome, stats)
         log.info(
             "request_ended",
+            **_caller_keys(request.caller),
             request_id=client_id(request.request_id),
             model=model,
             outcome=outcome,
@@ -97,6 +138,18 @@ class RequestMetrics:
             time_to_first_token_ms=round(stats.time_to_first_token_s * 1000, 1),
             duration_ms=round((now - request.arrived_at) * 1000, 1),
         )
+
+    def _record_tenant(self, tenant: str, outcome: str, stats: RequestStats) -> None:
+        metrics = self._tenants
+        metrics.requests.labels(tenant, outcome).inc()
+        metrics.prompt_tokens.labels(tenant).inc(stats.num_prompt_tokens)
+        metrics.prompt_tokens_cached.labels(tenant).inc(stats.num_cached_tokens)
+        metrics.generation_tokens.labels(tenant).inc(stats.num_generated_tokens)
+
+
+def _caller_keys(caller: Caller) -> dict[str, str]:
+    """The caller's part of a log line; nothing without API keys."""
+    return {"api_key": caller.key, "tenant": caller.tenant} if caller.tenant else {}
 
 
 def code_of(error: Exception) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from blockstore.registry import Load, Member, Registry, State
 from blockstore.store import BlockStore
+from services.common.rpc.tls import TlsFiles
 from services.common.rpc.transport import RpcServer
 from services.common.runtime.registry_heartbeat import RegistryHeartbeat
 from services.common.runtime.secret import Secret
@@ -65,17 +66,18 @@ async def start_gateway(
     options: GatewayOptions,
     request_metrics: RequestMetrics,
     connect: Connect | None = None,
+    tls: TlsFiles | None = None,
 ) -> AsyncIterator[Wiring]:
     """Yield a gateway that follows the registry until the block is left. An error of a background
     task (StoreLost) is raised in the block, as an exception group.
 
-    `connect`: opens the connection to a worker; None: over gRPC.
+    `connect`: opens the connection to a worker; None: over gRPC, with `tls` if given.
     """
     gateway_id = f"gateway-{secrets.token_hex(4)}"
     changes = ChangeNotifier()
 
     def connect_over_grpc(member: Member, sink: WorkerEventSink) -> Connection:
-        return WorkerConnection(member, gateway_id, secret.rpc_key, sink, options.silence_s)
+        return WorkerConnection(member, gateway_id, secret.rpc_key, sink, options.silence_s, tls)
 
     connect_to = connect or connect_over_grpc
     directory = WorkerDirectory(

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from services.common.checkpoint.quantization import Quantization
+from services.common.checkpoint.shards import SIZES, check_shards, refuse_kind
 from services.common.errors import StartupError
 from services.common.numa.topology import parse_cpus
 from services.common.pool.sizing import check_capacity, parse_size
@@ -56,13 +57,27 @@ class WorkerSettings(PoolServiceSettings):
         description="share of the GPU's memory for the pool and all workers of this deployment; "
         "without effect if pool_memory is set",
     )
-    backend: Literal["auto", "cpu", "reference", "triton", "flash"] = Field(
+    backend: Literal["auto", "cpu", "reference", "triton"] = Field(
         "auto", description="kernels that compute; auto: cpu, or triton on a GPU"
+    )
+    attention: Literal["auto", "flashinfer", "flash", "triton", "reference"] = Field(
+        "auto",
+        description="who computes attention beside the backend triton; auto: on Hopper and "
+        "Blackwell flashinfer, then flash, then triton, the first that is installed and serves the "
+        "model; the others have attention of their own",
+    )
+    enforce_eager: bool = Field(
+        False, description="launch every kernel of a decode step; false: replay it as a CUDA graph"
     )
     isa: Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "portable"] = Field(
         "auto",
         description="instruction set of the backend cpu; auto: the best that this CPU has, by "
         "measurement where that is in doubt; the same for all workers of a host",
+    )
+    tensor_parallel_size: int = Field(
+        1,
+        description="ranks of a worker: processes that divide the model's weights and KV heads, "
+        "each on a device of its own; the same for all workers of a pool",
     )
     block_size: int = Field(16, ge=1, le=1024, description="tokens a KV block")
     pool_memory: str = Field(
@@ -143,6 +158,13 @@ class WorkerSettings(PoolServiceSettings):
             raise ValueError(f"{num_tokens} is less than max_num_seqs, {num_seqs}")
         return num_tokens
 
+    @field_validator("tensor_parallel_size")
+    @classmethod
+    def _check_tensor_parallel_size(cls, size: int) -> int:
+        if size not in SIZES:
+            raise ValueError(f"{size} is not one of {', '.join(map(str, SIZES))}")
+        return size
+
     @field_validator("cpus")
     @classmethod
     def _check_cpus(cls, text: str) -> str:
@@ -168,7 +190,7 @@ class WorkerSettings(PoolServiceSettings):
     @property
     def divides_cpus(self) -> bool:
         """Whether the worker divides the host's CPUs with others, and lends and borrows them."""
-        return self.kernels == "cpu" and not self.threads
+        return self.kernels == "cpu" and not self.threads and self.tensor_parallel_size == 1
 
     @property
     def num_threads(self) -> int | None:
@@ -199,10 +221,24 @@ class WorkerSettings(PoolServiceSettings):
         return None if self.preemption == "recompute" else num_bytes
 
     def check(self) -> None:
-        """Raises StartupError if there is no checkpoint, or no memory for the pools."""
-        ModelConfig.from_directory(self.model)
+        """Raises StartupError if there is no checkpoint, or one that the ranks cannot divide, or no
+        memory for the pools."""
+        self.check_ranks(ModelConfig.from_directory(self.model))
         in_files = (self.pool_bytes or 0) if self.device == "cpu" else 0
         check_capacity(in_files + (self.swap_bytes or 0), self.pool_root)
+
+    def check_ranks(self, config: ModelConfig) -> None:
+        """Raises StartupError if this model cannot be divided among the ranks."""
+        check_shards(config, self.tensor_parallel_size)
+        if self.tensor_parallel_size == 1:
+            return
+        if self.quantize:
+            raise refuse_kind(self.tensor_parallel_size, self.quantize)
+        if self.device != "cpu":
+            raise StartupError(
+                f"tensor_parallel_size {self.tensor_parallel_size} on {self.device}: a pool has "
+                "the memory of one GPU so far; use 1, or the device cpu"
+            )
 
 
 def _parse_bytes(name: str, size: str) -> int | None:

@@ -29,6 +29,7 @@ from services.worker.cpu.instruction_set import measured_isa
 from services.worker.cpu.place import Place
 from services.worker.device import WorkerDevice, open_device
 from services.worker.pool_worker import Limits
+from services.worker.ranks.processes import Ranks
 
 log = get_logger(__name__)
 
@@ -43,6 +44,7 @@ class LoadedModel:
     ops: kvops.Backend
     device: WorkerDevice
     engine: dict[str, str]
+    ranks: Ranks | None = None
 
 
 def load(settings: WorkerSettings, progress: Progress, place: Place | None = None) -> LoadedModel:
@@ -55,13 +57,15 @@ def load(settings: WorkerSettings, progress: Progress, place: Place | None = Non
     use_device(device.torch)
     check_format(settings.model)
     config = ModelConfig.from_directory(settings.model)
+    size = settings.tensor_parallel_size
+    settings.check_ranks(config)
     tokenizer_file(settings.model)  # raises without a tokenizer: gateways would not serve the model
     name = _dtype(settings, config)
     dtype = DTYPES[name]
     kv_dtype: KVDtype = name if settings.kv_dtype == "auto" else settings.kv_dtype
     try:
-        backend = kvops.backend(settings.kernels, chosen_isa(settings, config, progress))
-        backend.check_layout(settings.block_size, config.head_dim, DTYPES[kv_dtype])
+        shape = _attention_shape(settings, config, dtype, DTYPES[kv_dtype])
+        backend = _backend(settings, shape, chosen_isa(settings, config, progress))
     except (kvops.BackendUnavailable, ValueError) as error:
         raise StartupError(str(error)) from error
     if backend.device != device.torch.type:
@@ -69,29 +73,44 @@ def load(settings: WorkerSettings, progress: Progress, place: Place | None = Non
             f"backend {backend.name!r} computes on {backend.device}, and the device is "
             f"{device.name}: choose the other device, or the backend 'auto'"
         )
+    num_threads = _num_threads(settings, place)
     if backend.native is not None:
-        num_cpus = place.num_cpus if place else len(settings.divided_cpus)
-        backend.native.assign([Lane()] * (settings.threads or num_cpus))
+        backend.native.assign([Lane()] * num_threads)
+    ranks = None
     with place.weights.interleaved() if place else nullcontext():
-        model = load_model(
-            settings.model,
-            dtype,
-            backend,
-            device=str(device.torch),
-            quantize=settings.quantize,
-            cache=place.weights_cache(settings.weights_cache) if place else settings.weights_cache,
-            progress=progress,
-        )
-    kinds = {"quantize": _quantized(settings, config) or "none", "kv_dtype": kv_dtype}
+        if size > 1:
+            ranks = Ranks(size, settings.log_level, settings.log_format)
+            model: Model = ranks.load(
+                *(settings.model.resolve(), dtype, backend, [str(device.torch)] * size),
+                *(num_threads, settings.step_limit_s, progress),
+            )
+        else:
+            model = load_model(
+                settings.model,
+                dtype,
+                backend,
+                device=str(device.torch),
+                quantize=settings.quantize,
+                cache=place.weights_cache(settings.weights_cache)
+                if place
+                else settings.weights_cache,
+                progress=progress,
+            )
+    kinds = {
+        "quantize": _quantized(settings, config) or "none",
+        "kv_dtype": kv_dtype,
+        "tensor_parallel_size": str(size),
+    }
     numerics = {**backend.numerics(dtype), **kinds}
     layout = PoolLayout(
         model=settings.served_name,
         fingerprint=fingerprint(config, model.weights_digest, dtype, settings.block_size, numerics),
         num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
+        num_kv_heads=model.config.num_kv_heads,
         head_dim=config.head_dim,
         dtype=kv_dtype,
         block_size=settings.block_size,
+        tensor_parallel_size=size,
     )
     limits = _limits(settings, config)
     plan = replace(_plan(settings, config, dtype), arena=place.arena if place else None)
@@ -107,7 +126,17 @@ def load(settings: WorkerSettings, progress: Progress, place: Place | None = Non
         ops=backend,
         device=device,
         engine={**backend.describe(dtype), **kinds, "device": device.name},
+        ranks=ranks,
     )
+
+
+def _num_threads(settings: WorkerSettings, place: Place | None) -> int:
+    """The threads of each rank. Ranks divide the CPUs evenly, and lend none to other workers."""
+    if settings.threads:
+        return settings.threads
+    size = settings.tensor_parallel_size
+    num_cpus = place.num_cpus if place else len(settings.divided_cpus)
+    return num_cpus if size == 1 else max(1, num_cpus // (size * settings.num_expected_workers))
 
 
 def _pool_bytes_on_gpu(
@@ -133,6 +162,43 @@ def _pool_bytes_on_gpu(
     )
     log.info("gpu_memory_planned", device=device.name, **plan.fields(layout.block_bytes))
     return plan.pool
+
+
+def _backend(
+    settings: WorkerSettings, shape: kvops.AttentionShape, isa: str | None
+) -> kvops.Backend:
+    """BackendUnavailable, ValueError: it cannot run here, or does not serve the shape."""
+    if settings.kernels == "triton":
+        if settings.attention == "reference" and not settings.enforce_eager:
+            raise ValueError(
+                "attention 'reference' waits for the device, which no CUDA graph can: add "
+                "--enforce-eager"
+            )
+        backend, reason = kvops.choose_attention(settings.attention, shape)
+        log.info("attention_chosen", backend=backend.name, reason=reason)
+        return backend
+    if settings.attention != "auto":
+        raise ValueError(
+            f"attention {settings.attention!r} is for the backend 'triton'; "
+            f"{settings.kernels!r} has attention of its own"
+        )
+    backend = kvops.backend(settings.kernels, isa)
+    backend.check_attention(shape)
+    return backend
+
+
+def _attention_shape(
+    settings: WorkerSettings, config: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> kvops.AttentionShape:
+    return kvops.AttentionShape(
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        settings.block_size,
+        dtype,
+        kv_dtype,
+        tuple(dict.fromkeys(config.windows)),
+    )
 
 
 def _dtype(settings: WorkerSettings, config: ModelConfig) -> Dtype:
@@ -188,11 +254,11 @@ def _limits(settings: WorkerSettings, config: ModelConfig) -> Limits:
 
 def _plan(settings: WorkerSettings, config: ModelConfig, dtype: torch.dtype) -> MemoryPlan:
     """Estimate the memory of weights and activations. Activations: twice those at the widest point
-    of a layer, and the logits of a full batch."""
+    of a layer, at each rank, and the logits of a full batch."""
     width = config.hidden_size + max(
         2 * config.intermediate_size, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     )
-    num_values = 2 * settings.num_batched_tokens * width
+    num_values = settings.tensor_parallel_size * 2 * settings.num_batched_tokens * width
     num_values += settings.max_num_seqs * config.vocab_size
     file_bytes = sum(path.stat().st_size for path in weight_files(settings.model))
     return MemoryPlan(

@@ -98,7 +98,7 @@ class Membership:
         try:
             files = [self.directory.stamps]
             if self.header.kind == "file":
-                files.append(self.directory.kv)
+                files += self.directory.arenas
             for path in files:
                 await loop.run_in_executor(thread, complete_file, path, stopped.is_set)
         finally:
@@ -269,6 +269,13 @@ def _find_usable(
                     f"{header.layout}, this worker: {layout}"
                 )
             return directory
+        if header.colder_of is None and _differ_in_ranks(header.layout, layout):
+            raise StartupError(
+                f"pool {header.pool_id} of model {layout.model!r} has workers of "
+                f"{header.layout.tensor_parallel_size} ranks, and this worker has "
+                f"tensor_parallel_size {layout.tensor_parallel_size}: all workers of a pool need "
+                "the same"
+            )
     return None
 
 
@@ -286,6 +293,12 @@ def _check_place(header: PoolHeader, memory: PoolMemory) -> None:
             f"pool {header.pool_id} is in {places[0]}, and this worker's device has pools in "
             f"{places[1]}: give all workers of a pool the same device"
         )
+
+
+def _differ_in_ranks(one: PoolLayout, other: PoolLayout) -> bool:
+    """Whether two layouts of one model are for workers of different numbers of ranks."""
+    sizes = one.tensor_parallel_size, other.tensor_parallel_size
+    return one.model == other.model and sizes[0] != sizes[1]
 
 
 def _make(

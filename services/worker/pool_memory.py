@@ -57,12 +57,15 @@ class FileMemory:
     gpu_uuid = ""
 
     def num_blocks(self, root: Path, layout: PoolLayout, plan: MemoryPlan) -> int:
-        promised = sum(missing_bytes(one.kv) for one in pool_directories(root) if one.is_file_pool)
+        arenas = (path for one in pool_directories(root) for path in one.arenas)
+        promised = sum(map(missing_bytes, arenas))
         available = max(0, available_bytes(root) - promised)
-        return num_blocks_for(plan, layout.block_bytes + record_bytes(layout.block_size), available)
+        block_bytes = layout.block_bytes * layout.tensor_parallel_size
+        return num_blocks_for(plan, block_bytes + record_bytes(layout.block_size), available)
 
     def make(self, directory: PoolDirectory, header: PoolHeader, plan: MemoryPlan) -> PoolHeader:
-        make_file(directory.kv, header.arena_bytes, plan.arena)
+        for rank in range(header.layout.tensor_parallel_size):
+            make_file(directory.arena(rank), header.arena_bytes, plan.arena)
         return replace(header, memory_bytes=header.arena_bytes)
 
     def open(self, directory: PoolDirectory, header: PoolHeader, worker_id: str) -> OpenArena:

@@ -17,6 +17,7 @@ from blockstore.errors import PoolGone, UnknownWorker, WorkerFenced
 from blockstore.store import BlockStore
 from services.common.pool.directory import PoolDirectory
 from services.common.rpc.proof import Guard
+from services.common.rpc.tls import service_tls
 from services.common.rpc.transport import RpcServer
 from services.common.runtime.exposition import metrics_endpoint
 from services.common.runtime.logging import get_logger
@@ -32,11 +33,11 @@ from services.worker.cpu.sharing import SharedCpus
 from services.worker.device import lost_device
 from services.worker.liveness.fence_guard import FenceGuard, GuardedForward
 from services.worker.liveness.registration import Registration
-from services.worker.liveness.step_watch import watch_steps
+from services.worker.liveness.step_watch import end_process, watch_steps
 from services.worker.loading import LoadedModel, load
 from services.worker.membership import Membership, join, join_swap_pool
 from services.worker.pool_worker import Limits, PoolWorker
-from services.worker.swap.pool import SwapPool
+from services.worker.swap.pool import Copy, SwapPool
 
 # The next three add up to less than ENDING_S (services.common.runtime.config), the time for all
 # that follows the grace period of the running requests.
@@ -133,20 +134,28 @@ class WorkerProcess:
                 )
                 stack.callback(swap_membership.close)
                 memberships.insert(0, swap_membership)
+            ranks = loaded.ranks
+            if ranks is not None:
+                pools = [membership, *memberships[:-1]]
+                await asyncio.to_thread(ranks.join, pools, loaded.limits.max_num_seqs)
+                stack.callback(ranks.leave)
             fence_guard = FenceGuard([one.lock for one in memberships])
             if swap_membership is not None:
                 swap_pool = _swap_pool(
                     settings, loaded, membership, swap_membership, fence_guard, metrics
                 )
                 stack.callback(swap_pool.close)
-            runner = Runner(loaded.model, membership.pool.kv, loaded.layout.block_size, loaded.ops)
+            runner = _runner(loaded, membership)
             await asyncio.to_thread(runner.warm_up, _NUM_WARM_UP_TOKENS)
             shape = loaded.model.config.num_heads, loaded.limits.max_num_seqs
             await asyncio.to_thread(_warm_up_kernels, loaded, membership.pool.kv[:, 0], *shape)
+            if settings.service == "decode" and not settings.enforce_eager:
+                await asyncio.to_thread(_capture_graphs, runner, loaded)
             forward = _share_cpus(runner, loaded, settings, self._place, stack)
             guarded = GuardedForward(forward, fence_guard)
             worker = role.make(store, membership, guarded, loaded.limits, metrics, swap_pool)
-            watching = asyncio.create_task(watch_steps(worker.engine, settings.step_limit_s))
+            end = end_process if ranks is None else ranks.end_stuck
+            watching = asyncio.create_task(watch_steps(worker.engine, settings.step_limit_s, end))
             stack.callback(watching.cancel)  # called after the engine thread has ended
             working = [
                 worker.run(),
@@ -195,6 +204,13 @@ def _warm_up_kernels(loaded: LoadedModel, kv_layer: Tensor, num_heads: int, max_
     loaded.ops.warm_up(kv_layer, num_heads, max_rows)
 
 
+def _runner(loaded: LoadedModel, membership: Membership) -> Runner:
+    model, kv, block_size = loaded.model, membership.pool.kv, loaded.layout.block_size
+    if loaded.ranks is None:
+        return Runner(model, kv, block_size, loaded.ops)
+    return loaded.ranks.runner(model, kv, block_size, loaded.ops)
+
+
 def _swap_pool(
     settings: WorkerSettings,
     loaded: LoadedModel,
@@ -203,12 +219,17 @@ def _swap_pool(
     fence_guard: FenceGuard,
     metrics: WorkerMetrics,
 ) -> SwapPool:
+    copy_out: Copy = partial(swap_pool.pool.copy_from, own.pool, loaded.ops)
+    copy_back: Copy = partial(own.pool.copy_from, swap_pool.pool, loaded.ops)
+    if loaded.ranks is not None:
+        copy_out = loaded.ranks.swapping(copy_out, out=True)
+        copy_back = loaded.ranks.swapping(copy_back, out=False)
     return SwapPool(
         own.store,
         own,
         swap_pool,
-        copy_out=fence_guard.guard_copy(partial(swap_pool.pool.copy_from, own.pool, loaded.ops)),
-        copy_back=fence_guard.guard_copy(partial(own.pool.copy_from, swap_pool.pool, loaded.ops)),
+        copy_out=fence_guard.guard_copy(copy_out),
+        copy_back=fence_guard.guard_copy(copy_back),
         metrics=metrics,
         compares_costs=settings.preemption == "auto",
     )
@@ -241,7 +262,7 @@ async def _listen(
 ) -> tuple[RpcServer, str]:
     """Start the gRPC server; return it with the address at which gateways reach it."""
     guard = Guard(deployment_secret(settings).rpc_key, worker.worker_id)
-    server = RpcServer(role.service_name, guard=guard)
+    server = RpcServer(role.service_name, guard=guard, tls=service_tls(settings))
     role.serve(worker, server)
     address = settings.address(await server.start(settings.host, settings.port))
     stack.push_async_exit(partial(_end_streams, worker, server))
@@ -295,3 +316,8 @@ async def _wait_for_any(*events: asyncio.Event) -> None:
     await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
     for task in waiting:
         task.cancel()
+
+
+def _capture_graphs(runner: Runner, loaded: LoadedModel) -> None:
+    if loaded.model.device.type == "cuda":
+        runner.capture_graphs(loaded.limits.max_num_seqs)

@@ -22,7 +22,9 @@ Machine = Callable[[pytest.MonkeyPatch], None]
 
 def without(module: str) -> Machine:
     def machine(patch: pytest.MonkeyPatch) -> None:
-        for imported in [n for n in sys.modules if n.startswith(("kvops.triton", "kvops.flash"))]:
+        for imported in [
+            n for n in sys.modules if n.startswith(("kvops.triton", "kvops.flash_package"))
+        ]:
             patch.delitem(sys.modules, imported)
         patch.setitem(sys.modules, module, None)
 
@@ -36,7 +38,7 @@ def without_cuda(patch: pytest.MonkeyPatch) -> None:
 def with_gpu(*capability: int) -> Machine:
     def machine(patch: pytest.MonkeyPatch) -> None:
         patch.setitem(sys.modules, "flash_attn", flash_stand_in)
-        patch.delitem(sys.modules, "kvops.flash", raising=False)
+        patch.delitem(sys.modules, "kvops.flash_package", raising=False)
         patch.setattr(torch.version, "cuda", "13.0")
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "get_device_name", lambda number=0: "NVIDIA X")
@@ -56,10 +58,32 @@ def with_little_cuda(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.version, "cuda", "13.0")
 
 
+def on(*machines: Machine) -> Machine:
+    def machine(patch: pytest.MonkeyPatch) -> None:
+        for one in machines:
+            one(patch)
+
+    return machine
+
+
 REFUSED: dict[str, tuple[Machine, dict[str, str], str]] = {
     "no CUDA": (without_cuda, {"BACKEND": "triton"}, "is built without CUDA"),
     "no Triton": (without("triton"), {"BACKEND": "triton"}, "needs the package triton, which is"),
-    "no flash-attn": (without("flash_attn"), {"BACKEND": "flash"}, "needs the package flash-attn"),
+    "no FlashInfer": (
+        on(with_gpu(9, 0), without("flashinfer")),
+        {"BACKEND": "triton", "ATTENTION": "flashinfer"},
+        "needs the package flashinfer-python",
+    ),
+    "no graph can wait": (
+        with_gpu(9, 0),
+        {"BACKEND": "triton", "ATTENTION": "reference"},
+        "add --enforce-eager",
+    ),
+    "attention of a CPU": (
+        with_gpu(9, 0),
+        {"BACKEND": "reference", "ATTENTION": "flash"},
+        "attention 'flash' is for the backend 'triton'; 'reference' has attention of its own",
+    ),
     "old GPU": (with_gpu(7, 5), {"BACKEND": "triton"}, r"8\.0 or more; NVIDIA X has 7\.5"),
     "GPU": (with_gpu(9, 0), {"BACKEND": "triton"}, "computes on cuda, and the device is cpu"),
     "device without CUDA": (without_cuda, {"DEVICE": "cuda:0"}, "cuda:0: .* built without CUDA"),
@@ -80,10 +104,14 @@ REFUSED: dict[str, tuple[Machine, dict[str, str], str]] = {
         {"DEVICE": "memfd:0", "THREADS": "1"},
         "set pool_memory: memfd:0 has",
     ),
-    "block size": (with_gpu(9, 0), {"BACKEND": "flash"}, "choose --block-size 256"),
+    "block size": (
+        with_gpu(9, 0),
+        {"BACKEND": "triton", "ATTENTION": "flash"},
+        "choose --block-size 256",
+    ),
     "dtype": (
         with_gpu(9, 0),
-        {"BACKEND": "flash", "BLOCK_SIZE": "256", "DTYPE": "float32"},
+        {"BACKEND": "triton", "ATTENTION": "flash", "BLOCK_SIZE": "256", "DTYPE": "float32"},
         "computes in bf16 and fp16",
     ),
 }

@@ -36,7 +36,8 @@ def write(run_dir: Path, **settings: str) -> "subprocess.CompletedProcess[str]":
 
 
 def contents(run_dir: Path) -> dict[str, str]:
-    return {path.name: path.read_text() for path in run_dir.iterdir()}
+    """All but the certificates."""
+    return {path.name: path.read_text() for path in run_dir.iterdir() if path.is_file()}
 
 
 def test_credentials_are_made_once_for_this_user_only(tmp_path: Path) -> None:
@@ -45,10 +46,14 @@ def test_credentials_are_made_once_for_this_user_only(tmp_path: Path) -> None:
     assert first.returncode == 0, first.stderr
     made = contents(run_dir)
     assert sorted(made) == ["redis-password", "secret", "valkey.acl"]
-    assert all(path.stat().st_mode & 0o777 == 0o600 for path in run_dir.iterdir())
+    files = [path for path in run_dir.rglob("*") if path.is_file() and path.suffix != ".crt"]
+    assert len(files) == 6
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in files)
+    ca = (run_dir / "tls" / "ca.crt").read_text()
     assert made["redis-password"] != made["secret"]
     assert write(run_dir).returncode == 0
     assert contents(run_dir) == made
+    assert (run_dir / "tls" / "ca.crt").read_text() == ca
 
 
 def test_passwords_are_written_and_never_logged(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -20,11 +19,11 @@ from transformers import AutoModelForCausalLM
 from bench.make_checkpoint import CheckpointSpec, make_checkpoint
 from kvops import int4
 from services.common.checkpoint.quantization import Quantization
-from services.engine.batch import Row
+from services.engine.batch import Row, Scoring
 from tools.embedded_model.corpus import load
 from tools.embedded_model.render import END_OF_TURN, sentence, user_turn
 
-from .models_oracle import LLAMA3_ROPE, RecordingRunner, random_prompt
+from .models_oracle import GREEDY, LLAMA3_ROPE, RecordingRunner, random_prompt
 
 EMBEDDED = Path(__file__).parents[2] / "quire" / "embedded"
 BLOCK_SIZE = 16
@@ -44,10 +43,9 @@ SHAPES = {
 def all_logits(recording: RecordingRunner, token_ids: Sequence[int]) -> Tensor:
     """fp32 [tokens, vocab_size]: after every one of them, in one pass."""
     num_blocks = -(-len(token_ids) // BLOCK_SIZE)
-    every = np.arange(len(token_ids))
-    batch, wanted = recording._batch([Row(token_ids, 0, range(num_blocks))], every)
-    hidden = recording._model.forward(batch, recording.arena, wanted)
-    return recording._model.logits(hidden)
+    all_but_last = Scoring([0] * (len(token_ids) - 1), 0)
+    row = Row(token_ids, 0, range(num_blocks), draws=(GREEDY,), scoring=all_but_last)
+    return recording.logits([row])
 
 
 def ours(

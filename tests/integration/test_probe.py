@@ -9,15 +9,17 @@ import sys
 from pathlib import Path
 
 from quire import probe
+from quire.certificates import write_certificates
+from services.common.rpc.tls import TlsFiles
 from services.common.rpc.transport import RpcServer
 
 LIMIT_S = 30
 
 
-async def probed(port: int) -> tuple[int | None, str]:
+async def probed(port: int, *directory: str) -> tuple[int | None, str]:
     """Exit status and output of the script, run as containers run it."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-IS", probe.__file__, str(port), stdout=subprocess.PIPE
+        sys.executable, "-IS", probe.__file__, str(port), *directory, stdout=subprocess.PIPE
     )
     out, _ = await asyncio.wait_for(process.communicate(), LIMIT_S)
     return process.returncode, out.decode().strip()
@@ -34,6 +36,19 @@ async def test_a_probe_succeeds_while_the_server_says_serving() -> None:
         assert await probed(port) == (1, "not ready")
     finally:
         await server.stop()
+
+
+async def test_a_probe_asks_over_tls_where_there_is_tls(tmp_path: Path) -> None:
+    write_certificates(tmp_path)
+    names = "service.crt", "service.key", "ca.crt"
+    for tls in (TlsFiles(*(tmp_path / name for name in names)), None):
+        server = RpcServer("quire.v1.Toy", tls=tls)
+        port = await server.start("127.0.0.1", 0)
+        await server.set_serving(True)
+        try:
+            assert await probed(port, str(tmp_path)) == (0, "ready")
+        finally:
+            await server.stop()
 
 
 async def test_a_probe_fails_where_nobody_listens() -> None:

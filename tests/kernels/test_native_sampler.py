@@ -12,9 +12,12 @@ from torch import Tensor
 from kvops import _native
 from services.engine.batch import Draw, Fault
 from services.engine.models.fused import native_draw
-from services.engine.sampling.sampler import filtered_probs, sample
+from services.engine.sampling.sampler import filtered_weights, sample
 from services.engine.sequences.penalty_state import PenaltyState
 from services.protocol.ticket import SamplingParams
+
+from .draw_cases import ADJUSTMENTS as ADJUSTMENTS_OF_CASES
+from .draw_cases import cases, wanted
 
 PLAIN = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, max_tokens=1)
 ISAS = pytest.mark.parametrize("isa", _native.usable_kernels())
@@ -63,12 +66,20 @@ def test_draws_are_those_of_the_sampler(isa: str, name: str, vocab_size: int) ->
 
 
 @ISAS
+@pytest.mark.parametrize("kind", range(len(ADJUSTMENTS_OF_CASES)))
+@pytest.mark.parametrize("vocab_size", [6, 300, 4200])
+def test_draws_of_every_kind_are_those_of_the_sampler(isa: str, vocab_size: int, kind: int) -> None:
+    """`triton_sampling_suite.py` holds the third sampler against these two."""
+    assert of_draws(isa, *cases(vocab_size)[kind]) == wanted(vocab_size, kind)
+
+
+@ISAS
 @pytest.mark.parametrize("name", FILTERS)
 def test_filtered_tokens_are_never_drawn(isa: str, name: str) -> None:
     """Logits of few values, so that many tie at every threshold."""
     row = torch.randint(0, 12, (1, 300), generator=torch.Generator().manual_seed(3)).float()
     params = [replace(PLAIN, seed=seed, **FILTERS[name]) for seed in range(400)]
-    allowed = set(filtered_probs(row, [params[0]])[0].nonzero().squeeze(1).tolist())
+    allowed = set(filtered_weights(row, [params[0]])[0].nonzero().squeeze(1).tolist())
     drawn = set(native(isa, row.expand(400, -1).contiguous(), params, [5] * 400))
     assert drawn <= allowed
     assert len(drawn) > len(allowed) / 3 or len(drawn) > 50

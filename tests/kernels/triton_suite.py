@@ -70,9 +70,9 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> Backend:
     """flash-attn as it is on newer GPUs, with Triton's kernels for all else."""
     monkeypatch.setitem(sys.modules, "flash_attn", flash_stand_in)
     monkeypatch.setattr(flash_stand_in, "reads_whole_pages", True)
-    from kvops.flash import FlashKernels
+    from kvops.flash_package import FlashPackageKernels
 
-    return Backend(FlashKernels())
+    return Backend(FlashPackageKernels())
 
 
 # Over 256 positions a row has several splits, over 8,192 they grow instead of becoming more.
@@ -110,6 +110,21 @@ def test_a_decoded_row_has_the_same_bits_in_every_batch(ops: Backend) -> None:
             max_query_len=1,
         )
         assert torch.equal(alone[0], together[row])
+
+
+@pytest.mark.parametrize("longest", [20, 700], ids=["whole", "splits"])
+@pytest.mark.parametrize("new", [1, 3], ids=["decode", "prefill"])
+def test_a_row_without_context_is_0(
+    ops: Backend, reference: Backend, longest: int, new: int
+) -> None:
+    """The padded rows of CUDA graphs; the blocks that they name may hold NaN."""
+    batch = paged_batch(SMALL, [(new, new), (new, longest), (new, new)], seed=6)
+    batch.context_lens[0] = batch.context_lens[2] = 0
+    batch.block_tables[0] = batch.block_tables[2] = 0
+    out = attend(ops, batch)
+    assert not out[:new].any()
+    assert not out[2 * new :].any()
+    torch.testing.assert_close(out, attend(reference, batch), rtol=1e-5, atol=5e-6)
 
 
 @pytest.mark.parametrize("num_heads", [20, 71])

@@ -17,8 +17,14 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from services.block_manager.config import BlockManagerSettings
+from services.common.rpc.tls import TlsFiles, service_tls
 from services.common.runtime.config import PoolServiceSettings, ServiceSettings, load_settings
-from services.credentials.__main__ import ACL_FILE, PASSWORD_FILE, CredentialsSettings
+from services.credentials.__main__ import (
+    ACL_FILE,
+    PASSWORD_FILE,
+    TLS_DIR,
+    CredentialsSettings,
+)
 from services.decode.config import DecodeSettings
 from services.gateway.config import GatewaySettings
 from services.prefill.config import PrefillSettings
@@ -70,11 +76,28 @@ def settings(compose: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, Service
 
 
 @pytest.mark.parametrize(
-    "file", ["docker-compose.yml", "deploy/gpu.yml", "deploy/start-interval.yml"]
+    "file",
+    [
+        "docker-compose.yml",
+        "deploy/gpu.yml",
+        "deploy/start-interval.yml",
+        "deploy/valkey-tls.yml",
+    ],
 )
 def test_the_compose_files_follow_the_specification(file: str) -> None:
     command = ["check-jsonschema", "--builtin-schema", "vendor.compose-spec", file]
     _run(BIN / command[0], *command[1:])
+
+
+def test_valkey_with_tls_is_the_same_valkey_and_all_services_use_it(compose: Any) -> None:
+    file = yaml.safe_load((ROOT / "deploy" / "valkey-tls.yml").read_text())["services"]
+    plain, over_tls = compose["services"]["redis"]["command"], file["redis"]["command"]
+    assert [word for word in over_tls if word in plain] == plain
+    assert file.keys() == {"redis", "preflight", *OURS}
+    for name in OURS:
+        ((variable, url),) = file[name]["environment"].items()
+        assert compose["services"][name]["environment"][variable] == "redis://quire@redis:6379/0"
+        assert url.startswith("rediss://quire@redis:6379/0?")
 
 
 def test_the_dockerfile_has_no_faults() -> None:
@@ -99,7 +122,10 @@ def test_credentials_are_made_before_anybody_needs_them(
     """One service writes them into a volume that all others may only read, but for the gateway,
     whose socket for operations is there too."""
     maker = compose["services"]["credentials"]
-    assert (maker["volumes"], maker["restart"]) == (["run:/run/quire"], "no")
+    assert (maker["volumes"], maker["restart"]) == (
+        ["run:/run/quire", "authority:/authority"],
+        "no",
+    )
     redis = compose["services"]["redis"]
     # A service that stays has to wait for it, or `up --wait` takes its end for a failure.
     assert redis["depends_on"] == {"credentials": {"condition": "service_completed_successfully"}}
@@ -109,6 +135,10 @@ def test_credentials_are_made_before_anybody_needs_them(
     for name, loaded in settings.items():
         assert (loaded.run_dir, loaded.secret, loaded.secret_file) == (run_dir, None, None), name
         assert loaded.redis_password_file == run_dir / PASSWORD_FILE, name
+        files = TlsFiles(*(run_dir / TLS_DIR / f for f in ("service.crt", "service.key", "ca.crt")))
+        assert service_tls(loaded) == files, name
+    assert maker["environment"]["QUIRE_CREDENTIALS_CA_KEY"] == "/authority/ca.key"
+    assert not any("authority" in str(compose["services"][name]["volumes"]) for name in OURS)
     for name in ("redis", "block-manager", "prefill", "decode"):
         assert "run:/run/quire:ro" in compose["services"][name]["volumes"]
     assert "run:/run/quire" in compose["services"]["gateway"]["volumes"]
@@ -279,7 +309,8 @@ def test_the_health_check_probes_the_port_of_the_service(
     compose: Any, settings: dict[str, ServiceSettings], name: str
 ) -> None:
     command = compose["services"][name]["healthcheck"]["test"]
-    assert command == ["CMD", "quire-probe", str(settings[name].port)]
+    tls = str(settings[name].run_dir / TLS_DIR)
+    assert command == ["CMD", "quire-probe", str(settings[name].port), tls]
     assert "quire/probe.py /package/usr/local/bin/quire-probe" in _dockerfile()
 
 

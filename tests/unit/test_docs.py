@@ -83,7 +83,7 @@ def _parse(words: list[str]) -> None:
     """Parse a command line of `quire` without running it. Raises TyperException."""
     command: Any = typer.main.get_command(app)
     context = command.make_context("quire", words)
-    while hasattr(command, "resolve_command"):
+    while hasattr(command, "resolve_command") and context._protected_args + context.args:
         name, command, words = command.resolve_command(
             context, context._protected_args + context.args
         )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from services.engine.batch import Draw, Fault
 from services.engine.sampling.philox import uniforms
-from services.engine.sampling.sampler import filtered_probs, sample
+from services.engine.sampling.sampler import filtered_weights, sample
 from services.engine.sequences.penalty_state import PenaltyState
 from services.protocol.ticket import SamplingParams
 
@@ -29,7 +29,7 @@ def draw(**changes: Any) -> Draw:
 
 
 def kept(logits: Sequence[float], **changes: Any) -> list[int]:
-    probs = filtered_probs(torch.tensor([logits]), [params(**changes)])
+    probs = filtered_weights(torch.tensor([logits]), [params(**changes)])
     return probs[0].nonzero().squeeze(1).tolist()
 
 
@@ -78,9 +78,13 @@ def test_tokens_that_tie_at_the_threshold_stay_together() -> None:
 
 
 def test_a_nucleus_that_reaches_top_p_exactly_is_complete() -> None:
-    largest = float(filtered_probs(torch.tensor([LN]), [params()]).max())
-    assert kept(LN, top_p=largest) == [1]
-    assert kept(LN, top_p=math.nextafter(largest, 1.0)) == [1, 3]
+    """Two tokens of equal weight are half of four."""
+    assert kept([1.0, 0.0, 1.0, 0.0], top_p=E / (2 * E + 2) - 1e-6) == [0, 2]
+    assert kept([0.0, 0.0, -99.0], top_p=0.5) == [0, 1]
+    weights = filtered_weights(torch.tensor([LN]), [params()])[0]
+    share = int(weights.max()) / int(weights.sum())
+    assert kept(LN, top_p=share - 1e-12) == [1]
+    assert kept(LN, top_p=share + 1e-12) == [1, 3]
 
 
 def plain_filter(logits: list[float], p: SamplingParams, slack: float) -> set[int]:
@@ -122,7 +126,7 @@ def test_filters_keep_what_a_plain_reference_keeps(
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(size, generator=generator) * spread
     p = params(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    found = set(filtered_probs(logits[None], [p])[0].nonzero().squeeze(1).tolist())
+    found = set(filtered_weights(logits[None], [p])[0].nonzero().squeeze(1).tolist())
     tight, loose = (plain_filter(logits.tolist(), p, slack) for slack in (-1e-5, 1e-5))
     assert tight <= found <= loose
 
@@ -142,7 +146,7 @@ def test_draws_follow_the_filtered_distribution(changes: dict[str, Any]) -> None
     num_draws = 20_000
     logits = torch.tensor([LN]).repeat(num_draws, 1)
     tokens = sample(logits, [draw(**changes)] * num_draws, range(num_draws))
-    probs = filtered_probs(logits[:1], [params(**changes)])[0].double().numpy()
+    probs = filtered_weights(logits[:1], [params(**changes)])[0].double().numpy()
     counts = counts_of(tokens)
     possible = probs > 0
     assert counts[~possible].sum() == 0
@@ -158,7 +162,7 @@ def test_draws_follow_the_distribution_over_many_chunks(changes: dict[str, Any])
     row = torch.sin(torch.arange(150.0) * 0.7) - torch.arange(150.0) / 100
     logits = row.repeat(num_draws, 1)
     tokens = sample(logits, [draw(**changes)] * num_draws, range(num_draws))
-    probs = filtered_probs(logits[:1], [params(**changes)])[0].double().numpy()
+    probs = filtered_weights(logits[:1], [params(**changes)])[0].double().numpy()
     counts = np.bincount([token for token in tokens if isinstance(token, int)], minlength=150)
     possible = probs > 0
     assert counts[~possible].sum() == 0
@@ -228,13 +232,13 @@ def test_a_row_draws_the_same_alone_and_among_64(vocab_size: int) -> None:
     logits, draws, positions = mixed_rows(vocab_size)
     together = sample(logits, draws, positions)
     sampled = [row for row in range(64) if draws[row].sampling.temperature > 0]
-    probs = filtered_probs(logits[sampled], [draws[row].sampling for row in sampled])
+    probs = filtered_weights(logits[sampled], [draws[row].sampling for row in sampled])
     for row in range(64):
         alone = logits[row : row + 1].clone()
         assert sample(alone, [draws[row]], [positions[row]]) == [together[row]]
         if row in sampled:
             assert torch.equal(
-                filtered_probs(alone, [draws[row].sampling])[0], probs[sampled.index(row)]
+                filtered_weights(alone, [draws[row].sampling])[0], probs[sampled.index(row)]
             )
 
 

@@ -8,8 +8,10 @@ import triton  # type: ignore[import-untyped]
 from torch import Tensor
 
 from kvops.copying import CudaStream, StagedCopies, copy_between
+from kvops.draws import DrawTensors, PenaltyTables
 from kvops.kernels import Kernels
-from kvops.triton import attention, fusions
+from kvops.reference import ReferenceKernels
+from kvops.triton import attention, fusions, sampling
 
 NUMERICS = "1"
 """The version of these kernels' results. It changes with every change to a bit of a result, such as
@@ -22,6 +24,7 @@ class TritonKernels(Kernels):
 
     name = "triton"
     device = "cpu" if triton.knobs.runtime.interpret else "cuda"
+    has_sampler = True
 
     def numerics(self) -> dict[str, str]:
         """`cuda`: the version of the toolkit that PyTorch, and so cuBLAS, was built with. Triton
@@ -95,3 +98,16 @@ class TritonKernels(Kernels):
 
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         return fusions.silu_mul(gate, up)
+
+    def sample(self, logits: Tensor, draws: DrawTensors, tables: PenaltyTables | None) -> Tensor:
+        return sampling.sample(logits, draws, tables)
+
+    def warm_up_sampler(self, vocab_size: int) -> None:
+        sampling.warm_up(vocab_size, self.device)
+
+
+class ReferenceAttentionKernels(TritonKernels):
+    """Attention by the reference, for comparisons: it is slow, and waits for the device."""
+
+    name = "triton-reference"
+    paged_attention = ReferenceKernels.paged_attention

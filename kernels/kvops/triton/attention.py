@@ -296,8 +296,8 @@ def _attend(
             return
         tl.store(sums + spots, total, mask=is_line)
     else:
-        # A line without a token may have seen no key, so its total may be 0.
-        values = values / tl.where(is_line, total, 1.0)[:, None]
+        # A line may have seen no key: it has no token, or its row has no context.
+        values = values / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(
         out + spots[:, None] * HEAD_DIM + dims[None, :],
         values.to(out.dtype.element_ty),
@@ -318,18 +318,19 @@ def _combine(
 ):
     """Combines the splits of one token and head, each weighted by exp2(its maximum - the largest
     maximum). The sum always has MAX_SPLITS terms, zeros included, so that its order is the same in
-    every batch."""
+    every batch. Of a row without context the result is 0."""
     spot = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     splits, dims = tl.arange(0, MAX_SPLITS), tl.arange(0, DIMS)
     places = spot * num_splits + splits
     maximum = tl.load(maxima + places, mask=splits < num_splits, other=float("-inf"))
     is_there = maximum > float("-inf")
-    weights = tl.exp2(maximum - tl.max(maximum, axis=0))
+    largest = tl.max(maximum, axis=0)
+    weights = tl.exp2(maximum - tl.where(largest > float("-inf"), largest, 0.0))
     total = tl.sum(weights * tl.load(sums + places, mask=is_there, other=0.0), axis=0)
     values = tl.load(
         parts + places[:, None] * HEAD_DIM + dims[None, :],
         mask=is_there[:, None] & (dims < HEAD_DIM)[None, :],
         other=0.0,
     )
-    value = tl.sum(weights[:, None] * values, axis=0) / total
+    value = tl.sum(weights[:, None] * values, axis=0) / tl.where(total > 0, total, 1.0)
     tl.store(out + spot * HEAD_DIM + dims, value.to(out.dtype.element_ty), mask=dims < HEAD_DIM)

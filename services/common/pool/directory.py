@@ -36,6 +36,15 @@ class PoolDirectory:
     def kv(self) -> Path:
         return self.path / "kv"
 
+    def arena(self, rank: int) -> Path:
+        """The arena of one rank of every worker; that of rank 0 is `kv`."""
+        return self.path / f"kv.{rank}" if rank else self.kv
+
+    @property
+    def arenas(self) -> tuple[Path, ...]:
+        """The arenas of all ranks that exist."""
+        return tuple(sorted(self.path.glob("kv*")))
+
     @property
     def is_file_pool(self) -> bool:
         """Whether the arena is the file `kv`, and not in the memory of a GPU."""

@@ -50,7 +50,7 @@ class PoolHeader:
             fingerprint=self.layout.fingerprint,
             num_blocks=self.num_blocks,
             block_size=self.layout.block_size,
-            block_bytes=self.layout.block_bytes,
+            block_bytes=self.layout.block_bytes * self.layout.tensor_parallel_size,
             watermark_blocks=self.watermark_blocks,
         )
 

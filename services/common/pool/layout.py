@@ -18,7 +18,8 @@ SCALE_BYTES = 4
 class PoolLayout:
     """The layout of one model's KV, block-major: a block is `block_bytes` contiguous bytes.
 
-    `dtype`: that of keys and values.
+    `dtype`: that of keys and values. With several ranks there is an arena for each, with
+    `num_kv_heads` heads and `block_bytes` of each block.
     """
 
     model: str
@@ -28,6 +29,7 @@ class PoolLayout:
     head_dim: int
     dtype: KVDtype
     block_size: int
+    tensor_parallel_size: int = 1
 
     @property
     def block_shape(self) -> tuple[int, int, int, int, int]:

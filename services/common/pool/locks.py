@@ -57,6 +57,13 @@ class WorkerLock:
         """Whether the file has lost its name: the worker has left, or was reaped."""
         return self._fd is None or os.fstat(self._fd).st_nlink == 0
 
+    def fileno(self) -> int:
+        """The descriptor, to be duplicated into other processes of the same worker: the lock is
+        held until all of them have closed it. Raises ValueError after `close`."""
+        if self._fd is None:
+            raise ValueError(f"{self.path} is not locked any more")
+        return self._fd
+
     def unlink(self) -> None:
         """Remove the file's name. The caller holds the lock, and the worker is off the pool."""
         if self._fd is None:

@@ -10,14 +10,13 @@ import inspect
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
 from grpc import aio
 
 from services.common.rpc.error_table import Failure, failure_of
 from services.common.rpc.message_bounds import SMALL_BYTES, check_counts
-from services.common.rpc.proof import Guard
 from services.common.runtime.logging import bind_request_id
 
 CODE_TRAILER = "quire-error-code"
@@ -35,6 +34,13 @@ _Admit = Callable[[_Context], Awaitable[None]]
 
 _UNGUARDED_PREFIX = "/grpc."
 """Prefix of health checks and reflection, which a guarded server answers without proof."""
+
+
+class Guard(Protocol):
+    """Admits the calls to one server."""
+
+    async def admit(self, method: str, context: _Context) -> None:
+        """Raises the error that refuses a call of `method` (/package.Service/Method)."""
 
 
 class ErrorInterceptor(aio.ServerInterceptor):

@@ -21,13 +21,11 @@ from typing import TYPE_CHECKING, Any
 from grpc import aio
 
 from services.common.errors import Unauthenticated
-from services.common.runtime.logging import get_logger
+from services.common.rpc.refusal_log import RefusalLog
 
 METADATA = "quire-proof"
 MAX_AGE_S = 60.0
 """The most that two hosts' clocks may differ; a nonce is remembered for twice as long."""
-_REMIND_S = 60.0
-_MAX_PEERS = 1000
 
 if TYPE_CHECKING:  # the class is generic only in the stubs
     _Context = aio.ServicerContext[Any, Any]
@@ -35,8 +33,6 @@ else:
     _Context = aio.ServicerContext
 
 Metadata = Iterable[tuple[str, str | bytes]]
-
-log = get_logger(__name__)
 
 
 class Proof:
@@ -71,7 +67,7 @@ class Guard:
         self._server_id = server_id
         self._clock = clock
         self._nonces: dict[str, float] = {}  # nonce -> expiry time, in this order
-        self._refusals: dict[str, tuple[float, int]] = {}  # host -> (next log line at, refusals)
+        self._refusals = RefusalLog("peer_refused", clock)
 
     async def admit(self, method: str, context: _Context) -> None:
         """Check the client's proof and answer it in the initial metadata. Raises
@@ -79,7 +75,7 @@ class Guard:
         try:
             answer = self.answer(method, context.invocation_metadata())
         except Unauthenticated as error:
-            self._report(method, context.peer(), str(error))
+            self._refusals.note(context.peer(), method=method, reason=str(error))
             raise
         await context.send_initial_metadata(((METADATA, answer),))
 
@@ -117,19 +113,6 @@ class Guard:
             raise Unauthenticated("the proof has been used before")
         # If the client's clock is ahead, its proof stays valid for up to twice as long.
         self._nonces[nonce] = now + 2 * MAX_AGE_S
-
-    def _report(self, method: str, peer: str, reason: str) -> None:
-        """Log a refused call: at most one line per host and minute."""
-        host, now = peer.rpartition(":")[0], self._clock()
-        again_at, num_refused = self._refusals.get(host, (now, 0))
-        if now >= again_at:
-            log.warning(
-                "peer_refused", peer=peer, method=method, reason=reason, num_refused=num_refused + 1
-            )
-            again_at, num_refused = now + _REMIND_S, -1
-        if len(self._refusals) >= _MAX_PEERS:
-            self._refusals.clear()
-        self._refusals[host] = (again_at, num_refused + 1)
 
 
 def _code(key: bytes, *about: str) -> str:

@@ -13,9 +13,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from services.common import errors
 from services.common.errors import QuireError, StartupError
 from services.common.rpc.error_table import RemoteError
-from services.common.rpc.interceptor import CODE_TRAILER, RETRY_TRAILER, ErrorInterceptor
-from services.common.rpc.proof import Guard
+from services.common.rpc.interceptor import CODE_TRAILER, RETRY_TRAILER, ErrorInterceptor, Guard
 from services.common.rpc.reflection import enable_reflection
+from services.common.rpc.tls import SERVICE_OPTIONS, TlsFiles
 from services.common.runtime.config import join_host_port
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
@@ -69,17 +69,23 @@ class RpcServer:
     NOT_SERVING until `set_serving(True)`.
 
     `services`: full names (`quire.v1.Inference`), for health checks and reflection. `guard`: admits
-    only services of this deployment. `max_connections`: for ports that are open to the outside; the
-    server closes further connections at once, and idle ones after 5 minutes.
+    or refuses each call. `max_connections`: for ports that are open to the outside; the
+    server closes further connections at once, and idle ones after 5 minutes. `tls`: of its TCP
+    ports; None: no TLS.
     """
 
     def __init__(
-        self, *services: str, guard: Guard | None = None, max_connections: int | None = None
+        self,
+        *services: str,
+        guard: Guard | None = None,
+        max_connections: int | None = None,
+        tls: TlsFiles | None = None,
     ) -> None:
         options = (*_SERVER_OPTIONS, *_connection_limits(max_connections))
         self.aio = aio.server(interceptors=[ErrorInterceptor(guard)], options=options)
         self._health = health.aio.HealthServicer()
         self._services = services
+        self._credentials = None if tls is None else tls.grpc_server()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.aio)
         enable_reflection((*services, health.SERVICE_NAME), self.aio)
 
@@ -111,6 +117,8 @@ class RpcServer:
     def _bind(self, host: str, port: int) -> int:
         address = join_host_port(host, port)
         try:
+            if self._credentials is not None:
+                return self.aio.add_secure_port(address, self._credentials)
             return self.aio.add_insecure_port(address)
         except RuntimeError as error:
             raise StartupError(
@@ -143,9 +151,13 @@ def _connection_limits(max_connections: int | None) -> tuple[tuple[str, int], ..
     )
 
 
-def open_channel(address: str) -> aio.Channel:
-    """A channel to the address of another service; it connects and reconnects automatically."""
-    return aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+def open_channel(address: str, tls: TlsFiles | None = None) -> aio.Channel:
+    """A channel to the address of another service; it connects and reconnects automatically. `tls`:
+    for TCP; None: no TLS."""
+    if tls is None or address.startswith("unix:"):
+        return aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    options = (*_CHANNEL_OPTIONS, *SERVICE_OPTIONS)
+    return aio.secure_channel(address, tls.grpc_channel(), options=options)
 
 
 @contextmanager

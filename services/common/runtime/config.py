@@ -83,6 +83,15 @@ class ServiceSettings(BaseSettings):
         default=None, description="file with the secret; default: run_dir/secret, made when missing"
     )
 
+    tls_cert: Path | None = Field(
+        default=None,
+        description="certificate for connections between services (`quire certs`); none: no TLS",
+    )
+    tls_key: Path | None = Field(default=None, description="its key")
+    tls_ca: Path | None = Field(
+        default=None, description="the deployment's CA, which signs all services' certificates"
+    )
+
     @property
     def request_grace_s(self) -> float:
         """How long running requests may continue after SIGTERM. In the rest of `stop_grace_s` the
@@ -153,6 +162,13 @@ def resolved(settings: ServiceSettings) -> dict[str, str]:
         prefix + name.upper(): _format_value(getattr(settings, name))
         for name in type(settings).model_fields
     }
+
+
+def split_by_commas(value: object) -> object:
+    """The value of a setting that is a list, before its check."""
+    if not isinstance(value, str):
+        return () if value is None else value
+    return tuple(item.strip() for item in value.split(",") if item.strip())
 
 
 def join_host_port(host: str, port: int) -> str:

@@ -82,6 +82,48 @@ class GatewayMetrics:
         )
 
 
+class TenantMetrics:
+    """Requests and tokens of each tenant, where gateways have API keys."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        tenant = ["tenant"]
+        counter = partial(Counter, registry=registry)
+        self.requests = counter(
+            "quire:tenant_requests",
+            "Requests by tenant and outcome: a finish reason, an error code, or `cancelled`.",
+            [*tenant, "outcome"],
+        )
+        self.prompt_tokens = counter(
+            "quire:tenant_prompt_tokens", "Prompt tokens of admitted requests.", tenant
+        )
+        self.prompt_tokens_cached = counter(
+            "quire:tenant_prompt_tokens_cached", "Prompt tokens found in the prefix cache.", tenant
+        )
+        self.generation_tokens = counter(
+            "quire:tenant_generation_tokens", "Tokens of requests that have ended.", tenant
+        )
+        self.time_to_first_token_s = Histogram(
+            "quire:tenant_time_to_first_token_seconds",
+            "Time from a request's arrival to its first token.",
+            tenant,
+            buckets=_TTFT,
+            registry=registry,
+        )
+
+
+class KeyringMetrics:
+    """The API keys of a gateway."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.num_keys = Gauge("quire:api_keys", "API keys that are valid.", registry=registry)
+        self.reloads = Counter(
+            "quire:api_key_reloads",
+            "Changed key files that the gateway read (`ok`) or refused (`refused`).",
+            ["outcome"],
+            registry=registry,
+        )
+
+
 class WorkerMetrics:
     """Steps, tokens, preemptions and load of a worker. There are no labels, since a worker serves
     one model on one pool."""

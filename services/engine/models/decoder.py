@@ -2,7 +2,7 @@
 Qwen3, the biases of Qwen2 and the sliding windows of Mistral if the checkpoint has them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,7 +12,8 @@ from services.common.text.model_config import ModelConfig
 from services.engine.batch import Answer, Fault, Query
 from services.engine.models.model import Batch
 from services.engine.models.rope import rope_tables
-from services.engine.sampling.sampling_head import answer, split_states
+from services.engine.ranks.collectives import Collectives
+from services.engine.sampling.sampling_head import answer_in_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,12 @@ class Layer:
 
 
 class ComposedModel:
-    """A `Model` on the device of its weights, composed of the backend's operations."""
+    """A `Model` on the device of its weights, composed of the backend's operations.
+
+    `collectives`: None, or the exchanges with the other ranks if this is the shard of one rank; set
+    before the first step. The final states are then the same on all ranks; only rank 0 gets the
+    logits of all tokens.
+    """
 
     def __init__(
         self,
@@ -58,6 +64,7 @@ class ComposedModel:
         self._final_norm = final_norm
         self._head = head
         self.weights_digest = weights_digest
+        self.collectives: Collectives | None = None
         tables = rope_tables(config.rope, config.head_dim, config.max_position_embeddings)
         self._cos, self._sin = (table.to(embedding.device) for table in tables)
 
@@ -75,7 +82,7 @@ class ComposedModel:
         ops, eps = self.ops, self.config.rms_norm_eps
         ops.clear_begun_blocks(kv, batch.slot_mapping)
         rotation = self._cos[batch.positions], self._sin[batch.positions]
-        x = self._embedding[batch.token_ids]
+        x = self._embed(batch.token_ids)
         residual = torch.zeros_like(x)
         for layer, kv_layer in zip(self._layers, kv.unbind(dim=1), strict=True):
             x = ops.add_rms_norm(x, residual, layer.input_norm, eps)
@@ -85,15 +92,22 @@ class ComposedModel:
         return ops.add_rms_norm(x[wanted], residual[wanted], self._final_norm, eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.ops.linear(hidden, self._head).float()
+        logits = self.ops.linear(hidden, self._head)
+        if self.collectives is not None:
+            logits = self.collectives.join_logits(logits)
+        return logits.float()
 
     def answer(self, hidden: Tensor, queries: Sequence[Query]) -> list[Answer | Fault]:
-        found: dict[int, Answer | Fault] = {}
-        for states, asking in split_states(queries):
-            places = {state: place for place, state in enumerate(states)}
-            placed = [replace(queries[i], state=places[queries[i].state]) for i in asking]
-            found |= zip(asking, answer(self.logits(hidden[states]), placed), strict=True)
-        return [found[i] for i in range(len(queries))]
+        return answer_in_parts(lambda states: self.logits(hidden[states]), queries)
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        if self.collectives is None:
+            return self._embedding[token_ids]
+        return self.collectives.embed(self._embedding, token_ids)
+
+    def _sum(self, x: Tensor) -> Tensor:
+        """The output of a linear whose inputs are divided among the ranks."""
+        return x if self.collectives is None else self.collectives.sum(x)
 
     def _attention(
         self,
@@ -120,11 +134,11 @@ class ComposedModel:
             layer.window,
             max_query_len=batch.max_query_len,
         )
-        return self._linear(layer.output, attended.flatten(1))
+        return self._sum(self._linear(layer.output, attended.flatten(1)))
 
     def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
         gated = self.ops.silu_mul(*self._linear(layer.gate_up, x).chunk(2, dim=-1))
-        return self._linear(layer.down, gated)
+        return self._sum(self._linear(layer.down, gated))
 
     def _linear(self, linear: Linear, x: Tensor) -> Tensor:
         return self.ops.linear(x, linear.weight, linear.bias)

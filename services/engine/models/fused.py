@@ -35,7 +35,7 @@ from services.engine.batch import Answer, Draw, Fault, Query
 from services.engine.models.model import Batch
 from services.engine.models.rope import rope_tables
 from services.engine.sampling.logprobs import scores_of
-from services.engine.sampling.sampler import SMALLEST_TEMPERATURE
+from services.engine.sampling.sampler import SMALLEST_TEMPERATURE, least_scaled
 from services.engine.sampling.sampling_head import join_answers
 from services.engine.weights.checkpoint import load_weights, weights_digest
 from services.engine.weights.fused_weights import (
@@ -281,10 +281,10 @@ def native_draw(draw: Draw, position: int) -> NativeDraw:
     native = None
     if adjustment is not None:  # the native class has the same fields
         native = NativeAdjustment(
-            **{f.name: getattr(adjustment, f.name) for f in fields(adjustment)}
+            **{f.name: getattr(adjustment, f.name) for f in fields(adjustment) if f.name != "state"}
         )
     return (
-        *(temperature, s.min_p, s.top_k, s.top_p),
+        *(temperature, least_scaled(s.min_p), s.top_k, s.top_p),
         *(s.seed, draw.sequence_index, position),
         native,
     )

@@ -14,6 +14,7 @@ from services.common.checkpoint.layout import (
     layer_prefix,
 )
 from services.common.checkpoint.quantization import Quantization
+from services.common.checkpoint.shards import shards
 from services.common.errors import StartupError
 from services.common.text.model_config import ModelConfig
 from services.engine.models.decoder import ComposedModel, Layer, Linear
@@ -22,6 +23,8 @@ from services.engine.models.model import Model
 from services.engine.weights.checkpoint import load_weights, weights_digest
 from services.engine.weights.fused_weights import Section, layer_sections
 from services.engine.weights.packed_file import Progress
+from services.engine.weights.sharded import ShardedWeights
+from services.engine.weights.weights import Weights
 
 
 def load_model(
@@ -48,14 +51,38 @@ def load_model(
         return load_fused(directory, dtype, quantize, backend.native, cache, progress)
     if quantize:
         raise StartupError(f"backend {backend.name!r} has no {quantize} kernels; 'cpu' has")
-    return _composed(directory, dtype, backend, device, progress)
+    config = ModelConfig.from_directory(directory)
+    weights = load_weights(directory, config)
+    digest = weights_digest(directory, progress)
+    return _composed(directory, config, weights, digest, dtype, backend, device)
+
+
+def load_shard(
+    directory: Path,
+    dtype: torch.dtype,
+    backend: Backend,
+    device: str,
+    rank: int,
+    size: int,
+    progress: Progress = lambda: None,
+) -> ComposedModel:
+    """Load the part of rank `rank` of `size`; see `load_model`. The caller sets `collectives`."""
+    config = ModelConfig.from_directory(directory)
+    shard = shards(config, size)[rank]
+    weights = ShardedWeights(load_weights(directory, config), shard)
+    digest = weights_digest(directory, progress) if rank == 0 else ""
+    return _composed(directory, shard.own_config, weights, digest, dtype, backend, device)
 
 
 def _composed(
-    directory: Path, dtype: torch.dtype, backend: Backend, device: str, progress: Progress
+    directory: Path,
+    config: ModelConfig,
+    weights: Weights,
+    digest: str,
+    dtype: torch.dtype,
+    backend: Backend,
+    device: str,
 ) -> ComposedModel:
-    config = ModelConfig.from_directory(directory)
-    weights = load_weights(directory, config)
 
     def there(values: Tensor) -> Tensor:
         return values.to(device, dtype)
@@ -104,5 +131,5 @@ def _composed(
         layers=tuple(layer(i, window) for i, window in enumerate(config.windows)),
         final_norm=tensor(FINAL_NORM),
         head=embedding if config.tied_embeddings else matrix(HEAD.removesuffix(".weight")),
-        weights_digest=weights_digest(directory, progress),
+        weights_digest=digest,
     )

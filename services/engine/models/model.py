@@ -44,8 +44,10 @@ class Model(Protocol):
     files (`services.engine.weights.checkpoint`).
     """
 
-    config: ModelConfig
     weights_digest: str
+
+    @property
+    def config(self) -> ModelConfig: ...
 
     @property
     def dtype(self) -> torch.dtype: ...

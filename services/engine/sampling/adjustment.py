@@ -32,6 +32,8 @@ class Adjustment:
     `biased`: token ids, each once, with `biases`. `seen`: the token ids that penalties affect, each
     once, with `counts`, the number of times that each is in the output. `allowed`: the only token
     ids that may be drawn; None: all. `banned`: the ids that may not be drawn, some of them twice.
+    `state`: whose adjustment it is. The adjustments of a state differ in counts and bans alone:
+    tokens are added to `seen`, and counts grow.
     """
 
     biased: Ids
@@ -43,6 +45,7 @@ class Adjustment:
     presence: float
     allowed: Ids | None
     banned: Ids
+    state: object = None
 
     def applied(self, logits: Tensor) -> Tensor:
         """An adjusted copy of `logits`, fp32 [vocab_size] on the CPU."""

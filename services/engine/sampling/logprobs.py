@@ -14,24 +14,40 @@ from torch import Tensor
 from services.engine.batch import Fault
 from services.protocol.logprobs import Logprobs
 
+ScoreTensors = tuple[Tensor, Tensor, Tensor]
+"""Token ids [N, 1 + k] int64, their logprobs [N, 1 + k] fp32, and ranks [N] int64: see
+`scores_of`."""
+
 
 def score(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[Logprobs | Fault]:
     """The logprobs of `token_ids[i]` in row i, with the `num_top` likeliest tokens of that row (at
-    most the vocabulary). A row whose logits are not finite gets a fault.
+    most the vocabulary). A row whose logits are not finite gets a fault."""
+    return scores_of(*score_tensors(logits, torch.tensor(token_ids), num_top))
+
+
+def score_tensors(logits: Tensor, token_ids: Tensor, num_top: int) -> ScoreTensors:
+    """As `score`, where the logits are; waits for nothing.
 
     logits: fp32 [N, vocab_size]. The logarithm of the sum is computed in double precision.
     """
     vocab_size = logits.shape[1]
-    asked = torch.tensor(token_ids, device=logits.device).unsqueeze(1)
+    asked = token_ids.unsqueeze(1)
     largest = logits.amax(dim=-1, keepdim=True)
     log_sum = (logits - largest).double().exp().sum(dim=-1, keepdim=True).log()
     ranks = 1 + (logits > logits.gather(1, asked)).sum(dim=-1)
-    # A stable sort puts the lowest token id first among equal logits.
-    order = logits.argsort(dim=-1, descending=True, stable=True)[:, : min(num_top, vocab_size)]
+    order = _order_keys(logits).topk(min(num_top, vocab_size), dim=-1).indices
     told = torch.cat([asked, order], dim=1)
     logprobs = ((logits.gather(1, told) - largest).double() - log_sum).float()
     is_finite = largest.isfinite().squeeze(1)
-    return scores_of(told, logprobs, torch.where(is_finite, ranks, 0))
+    return told, logprobs, torch.where(is_finite, ranks, 0)
+
+
+def _order_keys(logits: Tensor) -> Tensor:
+    """Whole numbers, all different, in the order of the logits: among equal ones the lowest token
+    id is first."""
+    bits = (logits + 0.0).view(torch.int32)  # 0 for -0
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    return (ordered << 32) - torch.arange(logits.shape[1], device=logits.device)
 
 
 def scores_of(token_ids: Tensor, logprobs: Tensor, ranks: Tensor) -> list[Logprobs | Fault]:

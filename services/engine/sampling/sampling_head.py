@@ -6,7 +6,7 @@ their logits. This module is the definition, and has what all models share.
 See ADR 85.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -31,6 +31,19 @@ def split_states(queries: Sequence[Query]) -> Iterator[tuple[list[int], list[int
         part = states[begin : end if begin == 0 else begin + LOGITS_AT_ONCE]
         in_part = set(part)
         yield part, [i for i, query in enumerate(queries) if query.state in in_part]
+
+
+def answer_in_parts(
+    logits: Callable[[list[int]], Tensor], queries: Sequence[Query]
+) -> list[Answer | Fault]:
+    """Answers the queries, part by part. `logits`: computes those of some states, fp32 [states,
+    vocab_size]."""
+    found: dict[int, Answer | Fault] = {}
+    for states, asking in split_states(queries):
+        places = {state: place for place, state in enumerate(states)}
+        placed = [replace(queries[i], state=places[queries[i].state]) for i in asking]
+        found |= zip(asking, answer(logits(states), placed), strict=True)
+    return [found[i] for i in range(len(queries))]
 
 
 def answer(logits: Tensor, queries: Sequence[Query]) -> list[Answer | Fault]:

@@ -67,6 +67,7 @@ class PenaltyState:
             presence=sampling.presence_penalty,
             allowed=self._allowed,
             banned=banned,
+            state=self,
         )
 
     def _seen(self) -> tuple[Ids, Values]:

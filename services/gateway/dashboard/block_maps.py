@@ -5,7 +5,7 @@ from typing import Any
 
 from quire.v1 import block_manager_pb2 as pb
 from services.common.errors import QuireError
-from services.gateway.frontend.relay import Relay
+from services.gateway.frontend.relay import Relay, audited
 from services.protocol.ticket import first_holder_id
 
 _TIMEOUT_S = 2.0
@@ -59,7 +59,9 @@ class BlockMaps:
 
     async def audit(self) -> None:
         """Audit all pools; the next update has the results."""
-        await self._relay.send("Audit", pb.AuditRequest().SerializeToString(), timeout_s=60.0)
+        request = pb.AuditRequest()
+        with audited("Audit", request):
+            await self._relay.send("Audit", request.SerializeToString(), timeout_s=60.0)
 
     def _name(self, holder_id: str) -> str:
         """The client's id of a holder's request; "" if it is not a request of this gateway."""

@@ -4,6 +4,7 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 from services.common.runtime.metrics import GatewayMetrics
+from services.gateway.access.caller import require_operator
 from services.gateway.dashboard.access import DashboardSetting, check_local
 from services.gateway.dashboard.block_maps import BlockMaps
 from services.gateway.dashboard.document import DashboardDocument
@@ -15,16 +16,24 @@ from services.gateway.wiring import Wiring
 
 
 def make_dashboard(
-    setting: DashboardSetting, wiring: Wiring, metrics: GatewayMetrics, block_manager: Relay
+    setting: DashboardSetting,
+    wiring: Wiring,
+    metrics: GatewayMetrics,
+    block_manager: Relay,
+    *,
+    has_keys: bool,
 ) -> tuple[Feed, list[Route]]:
-    """The feed, and the routes that serve the dashboard; none if it is off."""
+    """The feed, and the routes that serve the dashboard; none if it is off. `has_keys`: API keys
+    are on, so that it needs an operator's."""
 
     def requests() -> dict[str, str]:
         running = wiring.dispatcher.lifecycles
         return {each.tickets.holder_id: client_id(each.id) for each in running}
 
     def check(request: Request) -> None:
-        if setting == "auto":
+        if has_keys:
+            require_operator()
+        elif setting == "auto":
             check_local(request)
 
     block_maps = BlockMaps(block_manager, requests)

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from services.gateway.access.caller import EVERYONE, Caller
 from services.protocol.ticket import EarlyStopping, FinishReason
 
 
@@ -121,6 +122,8 @@ class GenerationRequest:
     template_arguments: TemplateArguments = field(default_factory=dict)
     running_usage: bool = False
     """Every delta has the usage so far; otherwise only the last one has the usage."""
+    caller: Caller = EVERYONE
+    """Set by access control, never by a server."""
 
 
 @dataclass(frozen=True, slots=True)

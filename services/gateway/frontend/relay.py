@@ -1,24 +1,33 @@
 """Relays operators' calls, unchanged, to the service that answers them: the block manager in the
-registry, or the supervisor of this run. Operations have their own listener, never the public one
-(ADR 99).
+registry, or the supervisor of this run. Operations have their own listener (ADR 99); the public one
+serves them to operators' API keys only (ADR 131). Each call leaves a line in the log, the audit log
+of operations: `operation_performed`, with the operator, the method, the target and the outcome.
 
 The relay checks that a request parses as its message, then forwards the received bytes. It takes
 the operations from the service's descriptor, so new operations and new fields need no change here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
+from google.protobuf.json_format import MessageToDict
 from google.protobuf.message_factory import GetMessageClass
 from grpc import aio
 
 from quire.v1 import block_manager_pb2, supervisor_pb2
 from services.common.errors import NoSupervisor, QuireError, Unavailable
+from services.common.rpc.error_table import INTERNAL_CODE, expected_failure
 from services.common.rpc.interceptor import CODE_TRAILER
 from services.common.rpc.proof import Proof
+from services.common.rpc.tls import TlsFiles
 from services.common.rpc.transport import from_rpc_error, open_channel
+from services.common.runtime.logging import get_logger
+from services.gateway.access.caller import EVERYONE, current_caller
+
+log = get_logger(__name__)
 
 _PASSED_ON = ("x-request-id",)
 
@@ -67,12 +76,19 @@ class Relay:
     """Relays one service. `find` returns the process that serves it now, or None."""
 
     def __init__(
-        self, relayed: Relayed, find: Callable[[], Target | None], rpc_key: bytes = b""
+        self,
+        relayed: Relayed,
+        find: Callable[[], Target | None],
+        rpc_key: bytes = b"",
+        tls: TlsFiles | None = None,
     ) -> None:
+        self.name = relayed.name
         self._relayed = relayed
         self._rpc_key = rpc_key
         self._find = find
-        self._address = ""
+        self._tls = tls
+        self._opened_for: object = None
+        """The address of the channel, and the version of its TLS files."""
         self._channel: aio.Channel | None = None
 
     def handlers(self) -> grpc.GenericRpcHandler:
@@ -93,10 +109,11 @@ class Relay:
         message = GetMessageClass(method.input_type)
 
         async def call(request: bytes, context: aio.ServicerContext[bytes, bytes]) -> bytes:
-            message.FromString(request)  # DecodeError: the client sent no such message
-            return await self.send(
-                method.name, request, context.time_remaining(), _metadata(context)
-            )
+            asked = message.FromString(request)  # DecodeError: the client sent no such message
+            with audited(method.name, asked):
+                return await self.send(
+                    method.name, request, context.time_remaining(), _metadata(context)
+                )
 
         return call
 
@@ -126,10 +143,11 @@ class Relay:
         return answer
 
     async def _connected(self, address: str) -> aio.Channel:
-        if self._channel is None or address != self._address:
+        wanted = address, self._tls and self._tls.version
+        if self._channel is None or wanted != self._opened_for:
             await self.close()
-            self._address = address
-            self._channel = open_channel(address)
+            self._opened_for = wanted
+            self._channel = open_channel(address, self._tls)
         return self._channel
 
     def _translate_error(self, error: aio.AioRpcError) -> QuireError:
@@ -138,6 +156,29 @@ class Relay:
         if error.code() is grpc.StatusCode.UNAVAILABLE and not said_by_it:
             return self._relayed.silent()
         return from_rpc_error(error)
+
+
+@contextmanager
+def audited(method: str, request: Any) -> Iterator[None]:
+    """Log an operation and its outcome: `ok`, the code of its error, or `cancelled`. Listings,
+    which dashboards ask for all the time, are logged at level debug."""
+    outcome = "cancelled"
+    try:
+        yield
+        outcome = "ok"
+    except Exception as error:
+        failure = expected_failure(error)
+        outcome = getattr(error, "code", failure.code if failure else INTERNAL_CODE)
+        raise
+    finally:
+        write = log.debug if method.startswith("List") else log.info
+        write(
+            "operation_performed",
+            operator=current_caller(EVERYONE).key.lstrip("~") or "anybody",
+            method=method,
+            target=MessageToDict(request, preserving_proto_field_name=True),
+            outcome=outcome,
+        )
 
 
 def _metadata(context: aio.ServicerContext[Any, Any]) -> tuple[tuple[str, str | bytes], ...]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from blockstore.records import PoolSpec
 from services.common.errors import PromptTooLong
+from services.gateway.access.caller import EVERYONE, Caller
 from services.gateway.frontend.api import GenerationRequest, Received
 from services.gateway.intake.checks import check_text, require
 from services.gateway.intake.prompts import (
@@ -39,6 +40,7 @@ class AdmittedRequest:
     stop: tuple[str, ...]
     priority: int
     cache_salt: str
+    """The salt of the prefix hashes: the client's, scoped by its tenant."""
     arrived_at: float
     """A time of the event loop's clock, like `deadline`."""
     deadline: float | None
@@ -51,6 +53,7 @@ class AdmittedRequest:
     prompt_logprobs: int | None = None
     include_stop_str: bool = False
     skip_special_tokens: bool = True
+    caller: Caller = EVERYONE
 
     @property
     def unfinished_sequences(self) -> tuple[TicketSequence, ...]:
@@ -138,7 +141,7 @@ async def admit(
         include_stop_str=asked.include_stop_str_in_output,
         skip_special_tokens=asked.skip_special_tokens,
         priority=request.priority,
-        cache_salt=request.cache_salt,
+        cache_salt=request.caller.salt(request.cache_salt),
         arrived_at=arrived_at,
         deadline=deadline,
         vocab_size=served.model.config.vocab_size,
@@ -146,14 +149,22 @@ async def admit(
         num_best=asked.n if asked.selects_best else None,
         received=request.received,
         prompt_logprobs=asked.prompt_logprobs,
+        caller=request.caller,
     )
 
 
-def check_priority(priority: int, *, client_priority: bool) -> None:
+def check_priority(priority: int, *, client_priority: bool, ceiling: int | None = None) -> None:
+    """Raises InvalidRequest. `ceiling`: the most urgent priority of the caller's API key; it
+    replaces `client_priority`."""
     require(
-        priority == 0 or client_priority,
+        ceiling is not None or priority == 0 or client_priority,
         f"priority is {priority}, but this deployment takes no priority from clients; `quire serve "
         "--client-priority`, or QUIRE_GATEWAY_CLIENT_PRIORITY=true, allows it",
+    )
+    require(
+        ceiling is None or priority >= ceiling,
+        f"priority is {priority}; this API key may ask for {ceiling} or a higher number, which is "
+        "less urgent",
     )
     low, high = PRIORITIES[0], PRIORITIES[-1]
     require(low <= priority <= high, f"priority is {priority}, not in [{low}, {high}]")

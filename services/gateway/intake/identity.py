@@ -1,8 +1,8 @@
-"""The identity of a request: its client's id, scoped by a secret resume token.
+"""The identity of a request: its client's id, scoped by a secret resume token and by the API key.
 
-Gateway and workers identify a request by the client's id and a digest of the token. A second client
-that uses the same id therefore names another request, and cannot find out whether the first one
-exists (ADR 101).
+Gateway and workers identify a request by the client's id and a digest of the token and the key's
+name. A second client that uses the same id therefore names another request, and cannot find out
+whether the first one exists (ADR 101, 130). That holds for another key even with a stolen token.
 """
 
 import base64
@@ -45,13 +45,14 @@ def with_resume_token(request: GenerationRequest) -> GenerationRequest:
     return replace(request, resume_token=secrets.token_urlsafe(32))
 
 
-def scoped_id(request_id: str, resume_token: str) -> str:
-    """The request's id at gateway and workers.
+def scoped_id(request_id: str, resume_token: str, key: str = "") -> str:
+    """The request's id at gateway and workers. `key`: the name of the caller's API key.
 
     It has a digest of the token instead of the token. So neither a log nor the time that a
     comparison takes reveals the token.
     """
-    digest = hashlib.sha256(resume_token.encode()).digest()[:_DIGEST_BYTES]
+    scope = f"{key}\n{resume_token}" if key else resume_token
+    digest = hashlib.sha256(scope.encode()).digest()[:_DIGEST_BYTES]
     return request_id + _SEPARATOR + base64.urlsafe_b64encode(digest).decode().rstrip("=")
 
 

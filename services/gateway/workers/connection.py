@@ -18,6 +18,7 @@ from quire.v1 import worker_pb2
 from services.common.errors import Unauthenticated, VersionMismatch
 from services.common.rpc.message_batching import Outbox, pack_batch
 from services.common.rpc.proof import Proof
+from services.common.rpc.tls import TlsFiles
 from services.common.rpc.transport import open_channel
 from services.common.runtime.logging import get_logger
 from services.common.runtime.ticks import until_tick
@@ -75,6 +76,7 @@ class WorkerConnection:
         rpc_key: bytes,
         sink: WorkerEventSink,
         silence_s: float = 2.0,
+        tls: TlsFiles | None = None,
     ) -> None:
         self.worker = Worker(member, self._send)
         self._stream_type = PREFILL if member.role == "prefill" else DECODE
@@ -82,6 +84,7 @@ class WorkerConnection:
         self._rpc_key = rpc_key
         self._sink = sink
         self._silence_s = silence_s
+        self._tls = tls
         self._has_message = False
         self._outgoing: Outbox[Any] | None = None
         self._backoff_s = _FIRST_BACKOFF_S
@@ -131,7 +134,7 @@ class WorkerConnection:
         TimeoutError (no handshake), MalformedMessage, VersionMismatch or Unauthenticated."""
         proof = Proof(self._rpc_key, self._stream_type.method, self.worker.id)
         self._outgoing = outgoing = Outbox[Any](lambda command: int(command.ByteSize()))
-        async with open_channel(self.worker.member.address) as channel:
+        async with open_channel(self.worker.member.address, self._tls) as channel:
             stream = self._stream_type.connect(channel, self._requests(outgoing), proof.metadata)
             broke = False
             try:

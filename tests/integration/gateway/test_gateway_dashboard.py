@@ -11,11 +11,13 @@ from prometheus_client import CollectorRegistry
 
 from quire.v1 import block_manager_pb2 as pb
 from services.common.errors import Unavailable
+from services.gateway.access.keyring import Keyring
 from services.gateway.dashboard.access import DashboardSetting
 from services.gateway.dashboard.routes import PAGE
 from services.gateway.dashboard.wiring import make_dashboard
 from services.gateway.frontend.http.app import create_app
 from services.gateway.frontend.http.server import http_server
+from tests.api_keys import ALICE, OPERATOR, keyring
 from tests.integration.gateway.conftest import Call, GatewayHarness, asked
 from tests.integration.gateway.fakes.decode import FakeDecode
 from tests.integration.gateway.fakes.prefill import FakePrefill
@@ -84,12 +86,14 @@ def merge(target: dict[str, Any], patch: dict[str, Any]) -> None:
 
 @asynccontextmanager
 async def dashboard(
-    harness: GatewayHarness, setting: DashboardSetting = "auto"
+    harness: GatewayHarness, setting: DashboardSetting = "auto", keys: Keyring | None = None
 ) -> AsyncIterator[Page]:
     manager: Any = FakeBlockManager()
     metrics = harness.metrics.metrics
-    feed, routes = make_dashboard(setting, harness.assembly, metrics, manager)
-    app = create_app(harness.gateway, CollectorRegistry(), more_routes=routes)
+    feed, routes = make_dashboard(
+        setting, harness.assembly, metrics, manager, has_keys=keys is not None
+    )
+    app = create_app(harness.gateway, CollectorRegistry(), keyring=keys, more_routes=routes)
     async with http_server(app, "127.0.0.1", 0, grace_s=0) as port:
         url = f"http://127.0.0.1:{port}"
         async with httpx.AsyncClient(base_url=url, timeout=10, trust_env=False) as http:
@@ -223,3 +227,22 @@ async def test_block_manager_is_not_asked_while_nobody_views(make_harness: Any) 
         await page.http.get("/")
         await Call(harness.gateway, asked("r1", 8)).result()
         assert page.manager.asked == []
+
+
+@pytest.mark.parametrize("setting", ["auto", "on"])
+async def test_with_api_keys_it_needs_an_operators_key(
+    make_harness: Any, setting: DashboardSetting
+) -> None:
+    """Also from this host; the page itself, which tells nothing, asks for the key."""
+    harness = await make_harness(FakePrefill(), FakeDecode())
+    asked = (("GET", "feed"), ("GET", "blocks?pool=pool&cell=0"), ("POST", "audit"))
+    async with dashboard(harness, setting, keyring()) as page:
+        for path in ("/", "/dashboard/main.js", "/dashboard/style.css"):
+            assert (await page.http.get(path)).status_code == 200
+        for secret, status in ((None, 401), ("wrong", 401), (ALICE, 403), (OPERATOR, 200)):
+            headers = {"X-Quire-Dashboard": "1"}
+            headers |= {"Authorization": f"Bearer {secret}"} if secret else {}
+            for method, path in asked:
+                url = f"/dashboard/{path}"
+                async with page.http.stream(method, url, headers=headers) as answer:
+                    assert answer.status_code == status, (path, secret)

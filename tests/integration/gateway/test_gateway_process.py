@@ -30,6 +30,7 @@ from .conftest import LIMIT_S, PROMPT, SPEC, until
 from .fakes import FakeDecode, FakePrefill, expected, member, start
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
+ALL_SERVICES = {"quire.v1.Inference", "quire.v1.BlockManager", "quire.v1.Supervisor"}
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
@@ -250,8 +251,8 @@ async def test_operations_are_served_where_operators_are_and_nowhere_else(
             answers[address] = error.value.code(), await services_at(channel)
     assert list(answers.values()) == [
         (grpc.StatusCode.UNIMPLEMENTED, {"quire.v1.Inference"}),
-        (grpc.StatusCode.UNAVAILABLE, {"quire.v1.BlockManager", "quire.v1.Supervisor"}),
-        (grpc.StatusCode.UNAVAILABLE, {"quire.v1.BlockManager", "quire.v1.Supervisor"}),
+        (grpc.StatusCode.UNAVAILABLE, ALL_SERVICES),
+        (grpc.StatusCode.UNAVAILABLE, ALL_SERVICES),
     ]
 
 

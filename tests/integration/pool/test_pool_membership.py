@@ -14,6 +14,7 @@ from services.common.errors import StartupError
 from services.common.pool.directory import pool_directories
 from services.common.pool.layout import PoolLayout
 from services.common.pool.locks import is_held
+from services.common.pool.sizing import MemoryPlan
 from services.worker.membership import join_swap_pool
 
 from .conftest import LAYOUT, NUM_BLOCKS, PLAN, Join, die, names
@@ -129,6 +130,29 @@ async def test_a_different_geometry_of_the_same_weights_is_refused_with_both(
     first = await joined("decode-1")
     with pytest.raises(StartupError, match=f"{first.spec.pool_id} .*another geometry.*this worker"):
         await joined("decode-2", layout=other)
+    assert first.directory.worker_ids() == ("decode-1",)
+
+
+async def test_a_pool_of_several_ranks_has_an_arena_for_each(joined: Join) -> None:
+    """With the same number of blocks; `pool_memory` is for all of them."""
+    plan = MemoryPlan(pool_bytes=200_000)
+    layout = replace(LAYOUT, tensor_parallel_size=4, model="other", fingerprint="beef")
+    alone = await joined("decode-1", plan=plan)
+    parted = await joined("decode-2", layout=layout, plan=plan)
+    arenas = parted.directory.arenas
+    assert [path.name for path in arenas] == ["kv", "kv.1", "kv.2", "kv.3"]
+    assert {path.stat().st_size for path in arenas} == {parted.header.arena_bytes}
+    assert parted.spec.block_bytes == 4 * alone.spec.block_bytes
+    assert parted.spec.num_blocks < alone.spec.num_blocks / 3
+
+
+async def test_a_worker_of_another_number_of_ranks_is_refused_with_both(joined: Join) -> None:
+    """Its fingerprint differs too, but a pool of its own would have no partner for it."""
+    first = await joined("decode-1")
+    parted = replace(LAYOUT, tensor_parallel_size=2, fingerprint="beef")
+    text = f"{first.spec.pool_id} .*workers of 1 ranks.*tensor_parallel_size 2"
+    with pytest.raises(StartupError, match=text):
+        await joined("decode-2", layout=parted)
     assert first.directory.worker_ids() == ("decode-1",)
 
 

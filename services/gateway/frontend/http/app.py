@@ -3,12 +3,13 @@
 import time
 from collections.abc import Sequence
 from http import HTTPStatus
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -16,11 +17,14 @@ from starlette.routing import Route
 from services.common.errors import InvalidRequest, UnknownModel
 from services.common.rpc.error_table import failure_of
 from services.common.runtime.exposition import exposition
+from services.gateway.access.keyring import Keyring
 from services.gateway.frontend.api import Generator, ServedModel
 from services.gateway.frontend.http.answers import Answer, AnswerOptions
+from services.gateway.frontend.http.authentication import Authentication
 from services.gateway.frontend.http.body import read_body
 from services.gateway.frontend.http.body_limits import DEFAULT_BODY_MEMORY_BYTES, BodyLimits
 from services.gateway.frontend.http.failures import (
+    REQUEST_ID_HEADER,
     RequestIdAndErrors,
     answer_http_exception,
     error_body,
@@ -53,11 +57,14 @@ def create_app(
     allowed_hosts: Sequence[str] = (),
     max_body_memory_bytes: int = DEFAULT_BODY_MEMORY_BYTES,
     more_routes: Sequence[Route] = (),
+    keyring: Keyring | None = None,
+    cors_origins: Sequence[str] = (),
 ) -> Starlette:
     """The HTTP application that serves `generator`, with `metrics` at `/metrics`.
 
     `allowed_hosts`: see `AllowedHosts`. `max_body_memory_bytes`: limit for all request bodies that
-    are being received, together (`BodyLimits`).
+    are being received, together (`BodyLimits`). `keyring`: None if API keys are off.
+    `cors_origins`: origins whose web pages browsers let call this API; `*`: all.
     """
     endpoints = _Endpoints(generator, metrics)
     return Starlette(
@@ -71,12 +78,27 @@ def create_app(
             *more_routes,
         ],
         middleware=[
+            # First, so that pages may read errors too, and because browsers send no key with the
+            # question that precedes a call.
+            *([Middleware(CORSMiddleware, **_cors(cors_origins))] if cors_origins else []),
             Middleware(RequestIdAndErrors),
             Middleware(AllowedHosts, allowed_hosts),
+            Middleware(Authentication, keyring),
             Middleware(BodyLimits, max_body_memory_bytes),
         ],
         exception_handlers={HTTPException: answer_http_exception},
     )
+
+
+def _cors(origins: Sequence[str]) -> dict[str, Any]:
+    """The key is no cookie, so that pages of other origins cannot use the key of a user."""
+    return {
+        "allow_origins": origins,
+        "allow_methods": ["GET", "POST"],
+        "allow_headers": ["Authorization", "Content-Type", REQUEST_ID_HEADER],
+        "expose_headers": [REQUEST_ID_HEADER, RESUME_TOKEN_HEADER, "Retry-After", "Retry-After-Ms"],
+        "max_age": 600,
+    }
 
 
 class _Endpoints:

@@ -109,7 +109,8 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._lingers = True
         self._num_discarded = self._num_discarded or 0
         try:
-            self._socket.write_eof()
+            if self._socket.can_write_eof():  # TLS cannot
+                self._socket.write_eof()
         except OSError:  # the client has reset the connection; asyncio has not seen that yet
             self._socket.abort()
             return

@@ -2,6 +2,7 @@
 
 import math
 import secrets
+from http import HTTPStatus
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -43,7 +44,10 @@ def error_response(error: Exception) -> Json:
     """The answer to a request that failed with `error`."""
     failure = failure_of(error)
     body = error_body(failure, getattr(error, "param", None))
-    return Json(body, failure.http_status, _retry_headers(failure.retry_delay_s))
+    headers = _retry_headers(failure.retry_delay_s)
+    if failure.http_status == HTTPStatus.UNAUTHORIZED:
+        headers["WWW-Authenticate"] = "Bearer"
+    return Json(body, failure.http_status, headers)
 
 
 def http_error(status: int, message: str) -> dict[str, Any]:

@@ -4,14 +4,17 @@ process nor its signals."""
 import asyncio
 import math
 import socket
+import ssl
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from services.common.errors import StartupError
+from services.common.rpc.tls import Newest, TlsFiles
 from services.common.runtime.config import join_host_port
 from services.common.runtime.ticks import until_tick
 from services.gateway.frontend.http.connection import Connection
@@ -36,16 +39,19 @@ async def http_server(
     port: int,
     grace_s: float = 10.0,
     limits: ConnectionLimits | None = None,
+    tls: TlsFiles | None = None,
 ) -> AsyncIterator[int]:
-    """Serves `app` inside the block; yields the port.
+    """Serves `app` inside the block; yields the port. `tls`: None serves plain HTTP.
 
     At the end of the block, running requests get `grace_s` (rounded up to whole seconds) to finish;
     then they are cancelled. All requests have ended when the context manager returns.
 
     StartupError: the server cannot listen on the address.
     """
+    context = None if tls is None else _tls_context(tls)
     listening = _listen(host, port)
-    connections = Connections(limits or ConnectionLimits())
+    limits = limits or ConnectionLimits()
+    connections = Connections(limits)
     server = _Server(
         uvicorn.Config(
             app,
@@ -59,7 +65,9 @@ async def http_server(
             server_header=False,
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=math.ceil(grace_s),
-        )
+        ),
+        context,
+        limits.header_timeout_s,
     )
     serving = asyncio.create_task(server.serve([listening]), name="http")
     try:
@@ -73,8 +81,12 @@ async def http_server(
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(
+        self, config: uvicorn.Config, tls: ssl.SSLContext | None, handshake_timeout_s: float
+    ) -> None:
         super().__init__(config)
+        self._tls = tls
+        self._handshake_timeout_s = None if tls is None else handshake_timeout_s
         self._leaving = asyncio.Event()
 
     def leave(self) -> None:
@@ -96,11 +108,44 @@ class _Server(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Raises the kernel's backlog to `_BACKLOG`. asyncio uses one `backlog` for two things: the
-        kernel's backlog, and the number of connections that it accepts in one turn."""
-        await super().startup(sockets)
+        """Unlike uvicorn's, limits the time of TLS handshakes, and raises the kernel's backlog to
+        `_BACKLOG`. asyncio uses one `backlog` for two things: the kernel's backlog, and the number
+        of connections that it accepts in one turn."""
+        config = self.config
+        protocol: Any = config.http_protocol_class
+        protocol = partial(protocol, config, self.server_state, self.lifespan.state)
+        loop = asyncio.get_running_loop()
+        self.servers = []
         for listening in sockets or ():
+            server = await loop.create_server(
+                protocol,
+                sock=listening,
+                backlog=config.backlog,
+                ssl=self._tls,
+                ssl_handshake_timeout=self._handshake_timeout_s,
+                ssl_shutdown_timeout=self._handshake_timeout_s,
+            )
             listening.listen(_BACKLOG)
+            self.servers.append(server)
+        self.started = True
+
+
+def _tls_context(files: TlsFiles) -> ssl.SSLContext:
+    """A context whose handshakes each have the newest files."""
+
+    def context() -> ssl.SSLContext:
+        made = files.server_context()
+        made.set_alpn_protocols(["http/1.1"])
+        return made
+
+    newest = Newest(files, context)
+
+    def use_newest(connection: ssl.SSLObject, _name: str | None, _context: object) -> None:
+        connection.context = newest.get()
+
+    first = context()
+    first.sni_callback = use_newest
+    return first
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -1,0 +1,104 @@
+"""Decode steps as a worker runs them: CUDA graphs, and the next step launched while one is in
+flight. Their tokens, their time, and how long the GPU has nothing to do."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+import kvops
+from bench.gpu.check import Check, Failed, Machine, Passed, Skipped
+from bench.gpu.model import DRAWS, Steps, make_config, prompts
+from kvops import AttentionShape
+from services.engine.batch import Row
+from services.engine.forward import Flight
+
+QWEN3_8B = {"num_layers": 36, "hidden_size": 4096, "vocab_size": 151_936}
+LIMITS_MS = {(1, 1000): 6.5, (64, 1000): 10.5}
+"""Rows and context -> milliseconds a step, on an H100."""
+MAX_IDLE = 0.05
+NUM_STEPS = 50
+
+
+def checks(machine: Machine) -> Iterator[Check]:
+    yield "graphs give the tokens of eager steps", lambda: _tokens(machine)
+    for rows, context in LIMITS_MS:
+        yield (
+            f"a step of Qwen3-8B's shape, {rows} x {context}",
+            partial(_step, machine, rows, context),
+        )
+
+
+def attention_of(shape: AttentionShape) -> str:
+    """The backend that a worker would choose."""
+    ops, _ = kvops.choose_attention("auto", shape)
+    return ops.name
+
+
+def _tokens(machine: Machine) -> Passed:
+    """Prompts of several lengths together; greedy and drawn. Padding: 5 rows in a graph of 6."""
+    _needs_gpu(machine)
+    config = make_config(3, 256, 384)
+    found = []
+    for with_graphs in (False, True):
+        steps = Steps(config, machine.half, "triton", machine.device)
+        found.append(steps.generate(prompts(machine), 24, 1000, graph_rows=6 * with_graphs))
+    differing = sum(a != b for a, b in zip(*found, strict=True))
+    if differing:
+        raise Failed(f"{differing} of {len(found[0])} sequences differ")
+    return Passed(f"{len(found[0])} sequences of 24 tokens")
+
+
+def _step(machine: Machine, num_rows: int, context: int) -> Passed:
+    """Wall time of a step in a run of them; idle: the share of it in which no kernel runs."""
+    _needs_gpu(machine)
+    config = replace(
+        make_config(**QWEN3_8B),
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        intermediate_size=12_288,
+        qkv_bias=False,
+    )
+    name = attention_of(AttentionShape(32, 8, 128, 16, machine.half, machine.half))
+    steps = Steps(config, machine.half, name, machine.device)
+    steps.begin(num_rows, context + 2 * NUM_STEPS + 2, content=0.0)
+    steps.runner.capture_graphs(num_rows)
+
+    def row(number: int, step: int) -> Row:
+        ahead = number if step else None
+        return replace(steps.row(number, [0], context + step), draws=DRAWS[:1], drawn_by=ahead)
+
+    def run(first: int) -> None:
+        flight: Flight | None = None
+        for step in range(first, first + NUM_STEPS):
+            launched = steps.runner.launch([row(number, step) for number in range(num_rows)])
+            if flight is not None:
+                flight.result()
+            flight = launched
+        machine.synchronize()
+
+    run(0)
+    began = time.perf_counter()
+    run(NUM_STEPS)
+    seconds = (time.perf_counter() - began) / NUM_STEPS
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        began = time.perf_counter()
+        run(NUM_STEPS)
+        profiled = time.perf_counter() - began
+    busy = sum(event.self_device_time_total for event in profile.key_averages()) / 1e6
+    idle = max(0.0, 1 - busy / profiled)
+    text = f"{seconds * 1e3:.2f} ms a step with attention by {name}, idle {idle:.1%}"
+    figures: dict[str, float | str] = {"seconds": seconds, "idle": idle, "attention": name}
+    if torch.cuda.get_device_capability() == (9, 0) and (
+        seconds * 1e3 > LIMITS_MS[num_rows, context] or idle > MAX_IDLE
+    ):
+        raise Failed(f"{text}; wanted {LIMITS_MS[num_rows, context]} ms and {MAX_IDLE:.0%}")
+    return Passed(text, figures)
+
+
+def _needs_gpu(machine: Machine) -> None:
+    if machine.dry_run:
+        raise Skipped("CUDA graphs run on a GPU only")

@@ -1,0 +1,123 @@
+"""A model divided among GPUs, a process for each (NCCL), against the same model on the CPU in one.
+In a dry run the ranks are on the CPU (gloo)."""
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import kvops
+from bench.gpu.check import Check, Failed, Machine, Passed, Skipped
+from bench.gpu.model import Steps, make_config, make_model
+from services.common.checkpoint.shards import Shard
+from services.common.text.model_config import ModelConfig
+from services.engine.models.decoder import ComposedModel, Layer, Linear
+from services.engine.ranks.collectives import connect
+
+FP32_ERROR = 1e-3
+"""Of logits, root mean square, as a share of their spread."""
+
+LIMIT_S = 120
+
+_PROMPTS = [list(range(5, 5 + length)) for length in (2, 9, 20)]
+
+
+def checks(machine: Machine) -> Iterator[Check]:
+    for size in machine.pick((2, 4, 8), (2,)):
+        yield f"logits of {size} ranks in fp32", partial(_logits, machine, size)
+
+
+def _logits(machine: Machine, size: int) -> Passed:
+    num_gpus = torch.cuda.device_count()
+    if not machine.dry_run and num_gpus < size:
+        raise Skipped(f"{size} ranks need a GPU each; here are only {num_gpus}")
+    wanted = Steps(_config(), torch.float32, "reference", "cpu").logits(_PROMPTS)
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "bench.gpu.ranks", folder, str(size), machine.device]
+        processes = [subprocess.Popen([*command, str(rank)]) for rank in range(size)]
+        try:
+            statuses = [process.wait(LIMIT_S) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        if any(statuses):
+            raise Failed(f"ranks ended with status {statuses}")
+        found = torch.load(Path(folder) / "logits.pt")
+    error = float((found - wanted).square().mean().sqrt() / wanted.std())
+    if not error < FP32_ERROR or not torch.equal(found.argmax(-1), wanted.argmax(-1)):
+        raise Failed(f"off by {error:.1e} of their spread, or other tokens; allowed {FP32_ERROR}")
+    return Passed(f"off by {error:.1e} of their spread, the same tokens", {"error": error})
+
+
+def _config() -> ModelConfig:
+    """8 query heads, 4 KV heads of which 8 ranks have copies; 387 tokens do not divide."""
+    return replace(make_config(2, 256, 387), num_heads=8, num_kv_heads=4)
+
+
+class _ShardSteps(Steps):
+    """The steps of one rank. All ranks run the same."""
+
+    def __init__(self, folder: Path, size: int, device: str, rank: int) -> None:
+        there = torch.device("cuda", rank) if device == "cuda" else torch.device("cpu")
+        if there.type == "cuda":
+            torch.cuda.set_device(there)
+        shard = Shard(_config(), rank, size)
+        self.ops = kvops.backend("triton")
+        whole = make_model(shard.config, self.ops, torch.float32, "cpu")
+        self._model = cut(whole, shard, there)
+        self._model.collectives = connect(folder / "store", shard, there, LIMIT_S)
+        self._config, self._device, self._dtype = shard.own_config, str(there), torch.float32
+
+
+def cut(whole: ComposedModel, shard: Shard, device: torch.device) -> ComposedModel:
+    """The shard of a model without biases of row-parallel linears."""
+    c = whole.config
+    q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    heads, kv_heads, mlp = shard.part("heads"), shard.part("kv_heads"), shard.part("mlp")
+
+    def qkv(joined: Tensor) -> Tensor:
+        q, k, v = torch.tensor_split(joined, (q_size, q_size + kv_size))
+        return torch.cat([q[heads], k[kv_heads], v[kv_heads]]).to(device)
+
+    def layer(one: Layer) -> Layer:
+        gate, up = one.gate_up.weight.chunk(2)
+        assert one.query_norm is not None
+        assert one.key_norm is not None
+        return Layer(
+            input_norm=one.input_norm.to(device),
+            qkv=Linear(qkv(one.qkv.weight), None if one.qkv.bias is None else qkv(one.qkv.bias)),
+            query_norm=one.query_norm.to(device),
+            key_norm=one.key_norm.to(device),
+            output=Linear(one.output.weight[:, heads].contiguous().to(device), None),
+            mlp_norm=one.mlp_norm.to(device),
+            gate_up=Linear(torch.cat([gate[mlp], up[mlp]]).to(device), None),
+            down=Linear(one.down.weight[:, mlp].contiguous().to(device), None),
+            window=one.window,
+        )
+
+    return ComposedModel(
+        config=shard.own_config,
+        ops=whole.ops,
+        embedding=whole._embedding[shard.vocabulary].to(device),
+        layers=tuple(map(layer, whole._layers)),
+        final_norm=whole._final_norm.to(device),
+        head=whole._head[shard.vocabulary].to(device),
+        weights_digest="",
+    )
+
+
+def main() -> None:
+    folder, size, device, rank = sys.argv[1:]
+    logits = _ShardSteps(Path(folder), int(size), device, int(rank)).logits(_PROMPTS)
+    if rank == "0":
+        torch.save(logits, Path(folder) / "logits.pt")
+
+
+if __name__ == "__main__":
+    main()

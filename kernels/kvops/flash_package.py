@@ -1,0 +1,67 @@
+"""Attention 'flash' by the package flash-attn, where it is installed: it has a kernel for decode
+steps that splits contexts. Its needs are those of PyTorch's (`kvops.flash`)."""
+
+import torch
+from flash_attn import (  # type: ignore[import-not-found]  # installed on GPU machines only
+    __version__,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+)
+from torch import Tensor
+
+from kvops.flash import FlashKernels
+from kvops.step import AttentionShape
+
+
+class FlashPackageKernels(FlashKernels):
+    def __init__(self) -> None:
+        """PyTorch's own attention is not used."""
+
+    def numerics(self) -> dict[str, str]:
+        return {**super().numerics(), "flash_attn": __version__}
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        kv_layer: Tensor,
+        block_tables: Tensor,
+        cu_query_lens: Tensor,
+        context_lens: Tensor,
+        scale: float,
+        window: int | None,
+        max_query_len: int,
+    ) -> Tensor:
+        """ValueError: see `check_attention`."""
+        self.check_attention(AttentionShape.of_layer(q, kv_layer))
+        keys, values = kv_layer.unbind(dim=1)
+        # Positions seen on either side of a query; `causal` limits the right side to 0 anyway.
+        reach = (-1, -1) if window is None else (window - 1, 0)
+        tables, lens = block_tables.int().contiguous(), context_lens.int()
+        if max_query_len == 1 and len(q) == len(lens):
+            out: Tensor = flash_attn_with_kvcache(
+                q[:, None],
+                keys,
+                values,
+                cache_seqlens=lens,
+                block_table=tables,
+                softmax_scale=scale,
+                causal=True,
+                window_size=reach,
+            )
+            return out.squeeze(1)
+        out = flash_attn_varlen_func(
+            q,
+            keys,
+            values,
+            cu_seqlens_q=cu_query_lens.int(),
+            cu_seqlens_k=torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0)),
+            # The launch has a program for each tile of `max_seqlen_q` tokens in each row.
+            max_seqlen_q=max_query_len,
+            # An upper bound suffices: the exact lengths are on the device.
+            max_seqlen_k=tables.shape[1] * kv_layer.shape[2],
+            softmax_scale=scale,
+            causal=True,
+            window_size=reach,
+            block_table=tables,
+        )
+        return out

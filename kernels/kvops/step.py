@@ -1,0 +1,65 @@
+"""What attention needs to know on the host: the shape of a model's attention, which decides at
+start who can compute it, and the lengths of a step's rows, from which a step is planned."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Ints = np.ndarray[Any, np.dtype[np.int32]]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """`dtype`: of queries. `kv_dtype`: of the arena. `windows`: of the layers, each once; None: all
+    positions."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    windows: tuple[int | None, ...] = (None,)
+
+    @classmethod
+    def of_layer(cls, q: Tensor, kv_layer: Tensor) -> "AttentionShape":
+        block_size, num_kv_heads = kv_layer.shape[2:4]
+        return cls(
+            q.shape[1], num_kv_heads, q.shape[2], block_size, q.dtype, kv_layer.dtype, (None,)
+        )
+
+    def check(self) -> None:
+        """ValueError: no attention is of this shape."""
+        if not self.num_kv_heads or self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"{self.num_heads} query heads are no multiple of {self.num_kv_heads} key/value "
+                "heads"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionStep:
+    """The rows of a step. `query_begins`, `page_begins`: [B + 1]; `last_page_lens`: [B], positions
+    in a row's last page; `page_ids`: the rows' pages, one row after the other, on the device.
+
+    A row of a padded step, which has no context, has one page with one position, for kernels that
+    divide by the sum of a row's weights. `in_graph`: the step is replayed from a CUDA graph of B
+    rows with one token each.
+    """
+
+    shape: AttentionShape
+    query_begins: Ints
+    page_begins: Ints
+    last_page_lens: Ints
+    page_ids: Tensor
+    in_graph: bool = False
+
+
+def page_facts(context_lens: Ints, block_size: int) -> tuple[Ints, Ints]:
+    """The number of pages of each row, at least 1, and the positions in the last one."""
+    lens = np.maximum(context_lens, 1)
+    num_pages = -(-lens // block_size)
+    return num_pages.astype(np.int32), (lens - (num_pages - 1) * block_size).astype(np.int32)

@@ -1,0 +1,35 @@
+"""`quire certs`: makes a private CA and certificates for TLS."""
+
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+from quire.certificates import CertificateError, write_certificates
+from quire.errors import BadTls
+
+
+def certs(
+    directory: Annotated[Path, Argument(metavar="DIR", help="where the files are written")],
+    host: Annotated[
+        list[str] | None,
+        Option(metavar="NAME", help="name or address of a gateway for clients; may be repeated"),
+    ] = None,
+    client: Annotated[
+        list[str] | None,
+        Option(metavar="NAME", help="make a client's certificate too; may be repeated"),
+    ] = None,
+    days: Annotated[
+        int, Option(metavar="N", min=1, max=3650, help="how long certificates are valid")
+    ] = 365,
+) -> None:
+    """Make a private CA and certificates of services and gateways, or renew them.
+
+    An existing CA in DIR is kept. Services that run read changed files again.
+    """
+    try:
+        written = write_certificates(directory, host or (), client or (), days)
+    except CertificateError as error:
+        raise BadTls(str(error)) from error
+    for name in written:
+        print(directory / name)

@@ -1,0 +1,108 @@
+"""What the ranks of a worker exchange within a step.
+
+Results have the same bits on all ranks and for any batch: a sum collects all ranks' terms and adds
+them in the order of the ranks, in fp32. An all-reduce would add them in an order that depends on
+the message's size and the value's place in it (law 10).
+
+See ADR 127.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from services.common.checkpoint.shards import Shard
+
+LOOPBACK = "127.0.0.1"
+
+
+class Collectives:
+    """The exchanges of one rank. All ranks have to call the same methods in the same order, with
+    tensors of the same shapes; a rank of a group of one exchanges nothing.
+
+    RuntimeError: another rank has ended, or has not answered in time.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, vocabularies: Sequence[slice]) -> None:
+        """`vocabularies`: the tokens of each rank."""
+        self._group = group
+        self._vocabularies = vocabularies
+        self.rank = group.rank()
+        self._size = group.size()
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' tensors, in their dtype."""
+        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in self._ranks]
+        self._group.allgather([[_octets(part) for part in parts]], [_octets(x.contiguous())]).wait()
+        total = parts[0].float()
+        for part in parts[1:]:
+            total += part
+        return total.to(x.dtype)
+
+    def embed(self, table: Tensor, token_ids: Tensor) -> Tensor:
+        """The embeddings of tokens. `table`: the rows of this rank's tokens."""
+        own = self._vocabularies[self.rank]
+        is_own = (token_ids >= own.start) & (token_ids < own.stop)
+        rows = table[(token_ids - own.start).clamp(0, len(table) - 1)]
+        return self.sum(rows.where(is_own[:, None], torch.zeros_like(rows[:1])))
+
+    def join_logits(self, logits: Tensor) -> Tensor:
+        """The logits of all tokens, [N, vocab_size], at rank 0; other ranks get their own back.
+        `logits`: those of this rank's tokens."""
+        widths = [own.stop - own.start for own in self._vocabularies]
+        padded = logits.new_zeros(len(logits), max(widths))
+        padded[:, : logits.shape[1]] = logits
+        parts = [torch.empty_like(padded) for _ in self._ranks] if self.rank == 0 else []
+        self._group.gather(
+            [[_octets(part) for part in parts]] if parts else [], [_octets(padded)], _from_rank_0()
+        ).wait()
+        if not parts:
+            return logits
+        whole = [part[:, :width] for part, width in zip(parts, widths, strict=True)]
+        return torch.cat(whole, dim=1)
+
+    def broadcast(self, octets: Tensor) -> None:
+        """Overwrite the bytes of all ranks, uint8, with those of rank 0."""
+        self._group.broadcast(octets, root=0).wait()
+
+    @property
+    def _ranks(self) -> range:
+        return range(self._size)
+
+
+def connect(meeting: Path, shard: Shard, device: torch.device, timeout_s: float) -> Collectives:
+    """Connect this rank with the others: NCCL on GPUs, gloo on CPUs. All ranks call it with the
+    same `meeting`, a new file in a private directory. RuntimeError: one has not come in
+    `timeout_s`."""
+    timeout = timedelta(seconds=timeout_s)
+    store = dist.FileStore(str(meeting), shard.size)  # type: ignore[attr-defined]
+    store.set_timeout(timeout)
+    if device.type == "cuda":
+        options: Any = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        group: Any = dist.ProcessGroupNCCL(store, shard.rank, shard.size, options)
+    else:
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._timeout = timeout
+        # Not the interface of the hostname, which a container may not be able to resolve.
+        options._devices = [gloo.create_device(hostname=LOOPBACK)]
+        group = gloo(store, shard.rank, shard.size, options)
+    vocabularies = [Shard(shard.config, rank, shard.size).vocabulary for rank in range(shard.size)]
+    return Collectives(group, vocabularies)
+
+
+def _octets(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor: gloo does not know every dtype."""
+    return tensor.view(torch.uint8)
+
+
+def _from_rank_0() -> dist.GatherOptions:
+    options = dist.GatherOptions()
+    options.rootRank = 0
+    return options

@@ -1,0 +1,148 @@
+"""What rank 0 tells the other ranks, and their answers, over one ordered connection for each rank:
+what was told first is done first.
+
+A connection is a pair of Unix sockets. It needs no port, carries descriptors of locks, and closes
+when the process at its other end has ended, however that ended.
+"""
+
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from services.common.pool.layout import PoolLayout
+from services.engine.models.model import Batch
+
+_TENSORS = (
+    *("token_ids", "positions", "slot_mapping", "wanted"),
+    *("block_tables", "cu_query_lens", "context_lens"),
+)
+"""The tensors of a step, in the order of their bytes: int64 first, so that all are aligned."""
+
+_DTYPES = (torch.int64,) * 4 + (torch.int32,) * 3
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Load the shard of rank `rank`. `meeting`: see `collectives.connect`. `isa`: of the CPU's
+    kernels, None with another backend."""
+
+    model: Path
+    dtype: torch.dtype
+    backend: str
+    isa: str | None
+    device: str
+    num_threads: int
+    rank: int
+    size: int
+    meeting: Path
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """Connect with the other ranks; all have loaded their shards."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaFile:
+    """A rank's arena of one pool."""
+
+    path: Path
+    layout: PoolLayout
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Map the arenas: of the worker's own pool first, then of its swap pool if it has one. The
+    descriptor of the worker's lock on each of these pools follows this message."""
+
+    arenas: tuple[ArenaFile, ...]
+    max_num_seqs: int
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Unmap the arenas and close the locks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Compute a step. Its tensors follow as one broadcast; these are their shapes."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    max_query_len: int
+    max_context_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Logits:
+    """Compute logits: of all final states of the last step, or of some."""
+
+    states: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CopyBlocks:
+    """Copy blocks of the worker's own pool."""
+
+    pairs: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SwapBlocks:
+    """Copy blocks to the swap pool, or back."""
+
+    out: bool
+    pairs: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The answer to a message that is asked. `failure`: why the rank could not; empty: it did."""
+
+    failure: str = ""
+
+
+Message = Load | Connect | Join | Leave | Forward | Logits | CopyBlocks | SwapBlocks
+
+
+def encoded(message: Message) -> bytes:
+    return bytes(ForkingPickler.dumps(message))
+
+
+def send(connection: Connection, message: Message | Done) -> None:
+    connection.send(message)
+
+
+def packed(batch: Batch, wanted: Tensor) -> tuple[Forward, Tensor]:
+    """The message of a step, and the bytes that follow it, on the device: the host does not wait
+    for tokens that only the device knows."""
+    tensors = [wanted if name == "wanted" else getattr(batch, name) for name in _TENSORS]
+    octets = [
+        tensor.to(dtype).contiguous().view(-1).view(torch.uint8)
+        for tensor, dtype in zip(tensors, _DTYPES, strict=True)
+        if tensor.numel()
+    ]
+    shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+    return Forward(shapes, batch.max_query_len, batch.max_context_len), torch.cat(octets)
+
+
+def unpacked(message: Forward, octets: Tensor) -> tuple[Batch, Tensor]:
+    found, begin = {}, 0
+    for name, dtype, shape in zip(_TENSORS, _DTYPES, message.shapes, strict=True):
+        end = begin + torch.Size(shape).numel() * dtype.itemsize
+        found[name] = octets[begin:end].view(dtype).view(shape)
+        begin = end
+    wanted = found.pop("wanted")
+    longest = message.max_query_len, message.max_context_len
+    return Batch(**found, max_query_len=longest[0], max_context_len=longest[1]), wanted
+
+
+def num_octets(message: Forward) -> int:
+    sizes = zip(_DTYPES, message.shapes, strict=True)
+    return sum(torch.Size(shape).numel() * dtype.itemsize for dtype, shape in sizes)

@@ -1,0 +1,53 @@
+"""The part of a checkpoint's weights that one rank has (`services.common.checkpoint.shards`)."""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from services.common.checkpoint.shards import INPUTS, OUTPUTS, SPLITS, Shard, refuse_kind
+from services.engine.weights.weights import Form, Weights
+
+
+class ShardedWeights:
+    """`Weights` of one rank: views of the mapped checkpoint, so that a rank reads its part only.
+
+    The bias of a linear that is split along its inputs belongs to rank 0, because the ranks'
+    outputs are added up.
+    """
+
+    def __init__(self, whole: Weights, shard: Shard) -> None:
+        self._whole = whole
+        self._shard = shard
+        self.tensors: Mapping[str, Tensor] = {
+            name: self._part(name, tensor)
+            for name, tensor in whole.tensors.items()
+            if shard.rank == 0 or not _is_added(name)
+        }
+
+    def form(self, linear: str) -> Form:
+        return self._whole.form(linear)
+
+    def linear(self, linear: str) -> Tensor:
+        """The rank's part of a linear in floating point. StartupError: it has another form."""
+        weight = self._whole.linear(linear)
+        if not isinstance(weight, Tensor):
+            raise refuse_kind(self._shard.size, self.form(linear))
+        return self._part(f"{linear}.weight", weight)
+
+    def _part(self, name: str, tensor: Tensor) -> Tensor:
+        split = SPLITS.get(_module(name))
+        if split is None or _is_added(name):
+            return tensor
+        dimension, divided = split
+        part = self._shard.part(divided)
+        return tensor[:, part] if dimension == INPUTS else tensor[part]
+
+
+def _module(name: str) -> str:
+    return name.split(".")[-2]
+
+
+def _is_added(name: str) -> bool:
+    """Whether this is a bias of the sum of the ranks' outputs."""
+    dimension, _ = SPLITS.get(_module(name), (OUTPUTS, None))
+    return dimension == INPUTS and name.endswith(".bias")

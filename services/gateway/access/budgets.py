@@ -1,0 +1,142 @@
+"""Budgets: adds up what all gateways have charged to each key, and keeps it through restarts.
+
+Each gateway has a counter of its own for each key with a budget, <key>/<period>/<gateway>, in the
+registry. Only this gateway writes it, and always the whole count, so that a repeated or lost write
+does no harm. Between two exchanges, a second apart, gateways do not see each other's charges: a key
+may overdraw by what it uses in that time.
+
+Redis keeps nothing through a restart, so each gateway also writes its counters to a file of
+`directory`, beside the key file. A gateway that starts reads the files of all, and gives the
+registry what it lacks. See ADR 133.
+"""
+
+import asyncio
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from blockstore.errors import BlockStoreError
+from blockstore.registry import UsageCounters
+from services.common.runtime.logging import get_logger
+from services.common.runtime.ticks import until_tick
+from services.gateway.access.keyring import Keyring
+
+_INTERVAL_S = 1.0
+
+log = get_logger(__name__)
+
+
+class Budgets:
+    """The budgets of one gateway's keys. `gateway`: its name, the same after a restart."""
+
+    def __init__(
+        self, keyring: Keyring, registry: UsageCounters, gateway: str, directory: Path | None
+    ) -> None:
+        self._keyring = keyring
+        self._registry = registry
+        self._gateway = gateway
+        self._directory = directory
+        self._restored: dict[str, int] | None = None
+        self._written: dict[str, int] = {}
+        self._reason = ""
+
+    async def run(self) -> None:
+        """Exchange counters until cancelled, and once more at the end."""
+        try:
+            while True:
+                await self.exchange()
+                await asyncio.sleep(until_tick(_INTERVAL_S))
+        finally:
+            self._write(self._own())
+
+    async def exchange(self) -> None:
+        """Publish this gateway's counters, and read those of the others. While the registry does
+        not answer, the last known counts stay."""
+        own = self._own()
+        if not own and self._restored is None:
+            return  # no key has a budget
+        try:
+            await self._exchange()
+        except BlockStoreError as error:
+            self._report(f"the registry does not answer: {error}")
+        self._write(self._own())
+
+    async def _exchange(self) -> None:
+        if self._restored is None:
+            known = await self._registry.exchange_usage({})
+            self._restored = {
+                name: used for name, used in self._read().items() if used > known.get(name, 0)
+            }
+            self._take(known | self._restored)
+            await self._registry.exchange_usage(self._restored)
+        counters = await self._registry.exchange_usage(self._own())
+        self._take(counters)
+        if ended := [name for name in counters if self._has_ended(name)]:
+            await self._registry.exchange_usage({}, ended)
+
+    def _own(self) -> dict[str, int]:
+        """The counters of this gateway in the periods that run now."""
+        for account in self._keyring.accounts:
+            account.follow_period()
+        return {
+            f"{account.key.name}/{account.period}/{self._gateway}": account.num_used
+            for account in self._keyring.accounts
+            if account.key.token_budget is not None
+        }
+
+    def _take(self, counters: Mapping[str, int]) -> None:
+        """Count what the counters say. This gateway's own may be higher than its account knows: it
+        has restarted since."""
+        elsewhere: dict[str, int] = {}
+        for name, used in counters.items():
+            key, period, gateway = name.split("/", 2)
+            account = self._keyring.account_named(key)
+            if account is None or account.period != period:
+                continue
+            if gateway == self._gateway:
+                account.num_used = max(account.num_used, used)
+            else:
+                elsewhere[key] = elsewhere.get(key, 0) + used
+        for account in self._keyring.accounts:
+            account.num_used_elsewhere = elsewhere.get(account.key.name, 0)
+
+    def _has_ended(self, name: str) -> bool:
+        """Whether the counter is of a period before the present one. Names of periods sort."""
+        key, period, _ = name.split("/", 2)
+        account = self._keyring.account_named(key)
+        if account is None or "total" in (period, account.period):
+            return False
+        return len(period) == len(account.period) and period < account.period
+
+    # ── the files ────────────────────────────────────────────────────────────────────────────────
+
+    def _read(self) -> dict[str, int]:
+        """The counters in the files of all gateways."""
+        counters: dict[str, int] = {}
+        for path in sorted(self._directory.glob("usage-*.json")) if self._directory else ():
+            try:
+                found = json.loads(path.read_text())
+                counters |= {str(name): int(used) for name, used in found.items()}
+            except (OSError, ValueError, AttributeError) as error:
+                log.error("usage_not_read", path=str(path), reason=str(error))
+        return {name: used for name, used in counters.items() if name.count("/") >= 2}
+
+    def _write(self, counters: dict[str, int]) -> None:
+        if self._directory is None or counters == self._written or self._restored is None:
+            return
+        path = self._directory / f"usage-{self._gateway.replace(':', '-')}.json"
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            draft.write_text(json.dumps(counters, indent=1))
+            draft.replace(path)
+        except OSError as error:
+            self._report(f"cannot write {path}: {error.strerror}")
+            return
+        self._written = counters
+
+    def _report(self, reason: str) -> None:
+        """Log a reason that is new."""
+        if reason != self._reason:
+            self._reason = reason
+            log.warning("usage_not_kept", reason=reason)

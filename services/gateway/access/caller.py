@@ -1,0 +1,69 @@
+"""The caller of a request: the API key that it came with, as the rest of the gateway sees it.
+
+The gRPC guard and the HTTP middleware bind the caller to the context of each call. Without a bound
+caller every check fails, so that a server without authentication cannot be exposed by mistake.
+"""
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from services.common.errors import PermissionDenied, Unauthenticated
+
+
+def _charge_nobody(num_tokens: int) -> None:
+    """Of a caller without an account."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Without API keys, every caller is `EVERYONE`."""
+
+    key: str = ""
+    """The key's name: requests of different keys are different requests, whatever their ids."""
+    tenant: str = ""
+    """The key's tenant: cached prefixes of tenants never mix, whatever their `cache_salt`."""
+    is_operator: bool = False
+    models: frozenset[str] | None = None
+    """The models that the caller sees; None: all."""
+    priority_ceiling: int | None = None
+    """The most urgent priority that the caller may ask for; None: the gateway's own setting."""
+    charge: Callable[[int], None] = _charge_nobody
+    """Charges tokens to the caller's account."""
+
+    def sees(self, model: str) -> bool:
+        return self.models is None or model in self.models
+
+    def salt(self, cache_salt: str) -> str:
+        """The salt of the caller's prefix hashes. A tenant's name has no slash."""
+        return f"{self.tenant}/{cache_salt}" if self.tenant else cache_salt
+
+
+EVERYONE = Caller(is_operator=True)
+"""The caller where API keys are off: whoever reaches the port may use all that is served there."""
+LOCAL_OPERATOR = Caller(key="~local", is_operator=True)
+"""The user of the run, who may open its Unix sockets. No key has this name."""
+
+_caller: ContextVar[Caller] = ContextVar("caller")
+
+
+def bind_caller(caller: Caller) -> None:
+    """Make `caller` the caller of the running call."""
+    _caller.set(caller)
+
+
+def current_caller(default: Caller | None = None) -> Caller:
+    """The caller of the running call, or `default`. Unauthenticated: there is neither."""
+    caller = _caller.get(default)
+    if caller is None:
+        raise Unauthenticated("this call came through no listener that authenticates its callers")
+    return caller
+
+
+def require_operator() -> Caller:
+    """The caller of the running call, who is an operator. Raises PermissionDenied or
+    Unauthenticated."""
+    caller = current_caller()
+    if not caller.is_operator:
+        raise PermissionDenied(f"key {caller.key} has the role user; this needs an operator's key")
+    return caller

@@ -1,0 +1,80 @@
+"""Access control: lets the requests of API keys through to the gateway, within the limits of each
+key."""
+
+from collections.abc import AsyncGenerator
+from contextlib import ExitStack, aclosing
+from dataclasses import replace
+
+from quire.api_keys import ApiKey
+from services.common.errors import InvalidApiKey, InvalidRequest, QuireError
+from services.gateway.access.caller import LOCAL_OPERATOR, Caller, current_caller
+from services.gateway.access.keyring import Keyring
+from services.gateway.frontend.api import Delta, GenerationRequest, Generator, ServedModel
+
+
+class AccessControl:
+    """A `Generator` that checks the current caller's limits, and then asks `generator`."""
+
+    def __init__(self, generator: Generator, keyring: Keyring) -> None:
+        self._generator = generator
+        self._keyring = keyring
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
+        """See `Generator.generate`. Also raises RateLimited and QuotaExceeded."""
+        with ExitStack() as admission:
+            try:
+                caller = self._admit(request, admission)
+            except QuireError as error:
+                self.record_refusal(request.request_id, request.model, error.code, str(error))
+                raise
+            mine = replace(request, caller=caller)
+            async with aclosing(self._generator.generate(mine)) as deltas:
+                async for delta in deltas:
+                    yield delta
+
+    def record_refusal(self, request_id: str, model: str, code: str, reason: str) -> None:
+        self._generator.record_refusal(request_id, model, code, reason)
+
+    def models(self) -> tuple[ServedModel, ...]:
+        """The models that the current caller sees."""
+        caller = current_caller()
+        return tuple(model for model in self._generator.models() if caller.sees(model.model))
+
+    def ready(self) -> bool:
+        return self._generator.ready()
+
+    def _admit(self, request: GenerationRequest, admission: ExitStack) -> Caller:
+        """Check the request against the limits of its caller; `admission` holds its place in the
+        caller's account."""
+        caller = current_caller()
+        if caller is LOCAL_OPERATOR:
+            return caller
+        account = self._keyring.account_named(caller.key)
+        if account is None:  # revoked since the call began
+            raise InvalidApiKey(f"key {caller.key} was revoked")
+        check_cost(account.key, request)
+        admission.enter_context(account.admitted(request.sampling.width))
+        return account.caller
+
+
+def check_cost(key: ApiKey, request: GenerationRequest) -> None:
+    """Raises InvalidRequest if one of the request's parameters costs more than the key may ask
+    for."""
+    asked = request.sampling
+    bounds: tuple[tuple[str, int | None, int], ...] = (
+        ("n", asked.n, key.max_sequences),
+        ("best_of", asked.best_of, key.max_sequences),
+        ("beam width", asked.beam.width if asked.beam else None, key.max_sequences),
+        ("logprobs", asked.logprobs, key.max_logprobs),
+        ("prompt_logprobs", asked.prompt_logprobs, key.max_prompt_logprobs),
+    )
+    for name, value, limit in bounds:
+        if value is not None and value > limit:
+            raise InvalidRequest(f"{name} is {value}; key {key.name} may ask for at most {limit}")
+    for name, penalty, neutral in (
+        ("repetition_penalty", asked.repetition_penalty, 1.0),
+        ("presence_penalty", asked.presence_penalty, 0.0),
+        ("frequency_penalty", asked.frequency_penalty, 0.0),
+    ):
+        if not key.penalties and penalty not in (None, neutral):
+            raise InvalidRequest(f"{name} is {penalty}; key {key.name} may not use penalties")

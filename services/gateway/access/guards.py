@@ -1,0 +1,68 @@
+"""Authenticates gRPC calls, for the public listener and for that of operations."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from grpc import aio
+
+from services.common.errors import InvalidApiKey, PermissionDenied
+from services.common.rpc.refusal_log import RefusalLog
+from services.gateway.access.caller import (
+    EVERYONE,
+    LOCAL_OPERATOR,
+    Caller,
+    bind_caller,
+    require_operator,
+)
+from services.gateway.access.keyring import Keyring
+
+if TYPE_CHECKING:  # the class is generic only in the stubs
+    _Context = aio.ServicerContext[Any, Any]
+else:
+    _Context = aio.ServicerContext
+
+REFUSED_EVENT = "login_refused"
+
+
+class KeyGuard:
+    """Binds the caller of each call. `keyring`: None if API keys are off. `operations`: the
+    services whose methods need an operator's key; a client at a Unix socket, which only the run's
+    user may open, needs no key."""
+
+    def __init__(self, keyring: Keyring | None, operations: Sequence[str] = ()) -> None:
+        self._keyring = keyring
+        self._operations = tuple(f"/{service}/" for service in operations)
+        self._refusals = RefusalLog(REFUSED_EVENT)
+        self._denials = RefusalLog("operation_refused")
+
+    async def admit(self, method: str, context: _Context) -> None:
+        """Raises InvalidApiKey, PermissionDenied."""
+        caller = self._caller(method, context)
+        bind_caller(caller)
+        if method.startswith(self._operations):
+            try:
+                require_operator()
+            except PermissionDenied as error:
+                reason = str(error)
+                self._denials.note(
+                    context.peer(), operator=caller.key, method=method, reason=reason
+                )
+                raise
+
+    def _caller(self, method: str, context: _Context) -> Caller:
+        if context.peer().startswith("unix:"):
+            return LOCAL_OPERATOR
+        if self._keyring is None:
+            return EVERYONE
+        try:
+            return self._keyring.account(_authorization(context)).caller
+        except InvalidApiKey as error:
+            self._refusals.note(context.peer(), method=method, reason=str(error))
+            raise
+
+
+def _authorization(context: _Context) -> str | None:
+    for key, value in context.invocation_metadata() or ():
+        if key == "authorization" and isinstance(value, str):
+            return value
+    return None

@@ -1,0 +1,127 @@
+"""The keyring: finds the account of an API key, and follows changes of the key file."""
+
+import asyncio
+import hashlib
+import hmac
+import secrets
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from quire.api_keys import ApiKey, KeyFileError, check_unique, hash_key, parse_keys, read_keys
+from services.common.errors import InvalidApiKey, StartupError
+from services.common.runtime.logging import get_logger
+from services.common.runtime.metrics import KeyringMetrics
+from services.common.runtime.ticks import until_tick
+from services.gateway.access.account import Account
+
+_POLL_S = 1.0
+_SCHEME = "bearer "
+_NO_KEY = "no API key: send the header `Authorization: Bearer KEY` (gRPC: metadata `authorization`)"
+
+log = get_logger(__name__)
+
+
+class Keyring:
+    """The keys of a file, of the environment, or of both.
+
+    A file that cannot be used at the start is a StartupError. Later it changes nothing: the keys
+    that were valid before stay valid, and the error is logged and counted.
+    """
+
+    def __init__(
+        self,
+        file: Path | None,
+        text: str | None,
+        metrics: KeyringMetrics,
+        setting: str = "API_KEYS",
+    ) -> None:
+        self._file = file
+        self._fixed: tuple[ApiKey, ...] = ()
+        self._metrics = metrics
+        self._blind = secrets.token_bytes(32)
+        self._accounts: dict[str, Account] = {}
+        self._by_tag: dict[bytes, Account] = {}
+        self._version = self._file_version()
+        try:
+            self._fixed = () if text is None else parse_keys(text, setting)
+            self._replace(self._read())
+        except KeyFileError as error:
+            raise StartupError(str(error)) from error
+
+    @property
+    def accounts(self) -> Iterable[Account]:
+        return self._accounts.values()
+
+    def account(self, authorization: str | None) -> Account:
+        """The account of the key in an Authorization header. Raises InvalidApiKey.
+
+        The lookup takes the same time whatever part of a key is right: the table has HMACs of the
+        hashes under a key of this process, which no client can aim at.
+        """
+        given = (authorization or "").strip()
+        if given[: len(_SCHEME)].lower() != _SCHEME:
+            raise InvalidApiKey(_NO_KEY)
+        hashed = hash_key(given[len(_SCHEME) :].strip())
+        account = self._by_tag.get(self._tag(hashed))
+        if account is None or not hmac.compare_digest(account.key.hash, hashed):
+            raise InvalidApiKey("the API key does not exist, or was revoked")
+        return account
+
+    def account_named(self, name: str) -> Account | None:
+        return self._accounts.get(name)
+
+    async def watch(self) -> None:
+        """Follow changes of the file, until cancelled."""
+        while self._file is not None:
+            await asyncio.sleep(until_tick(_POLL_S))
+            self.reload_if_changed()
+
+    def reload_if_changed(self) -> None:
+        """Read the file again if it has changed."""
+        version = self._file_version()
+        if version == self._version:
+            return
+        self._version = version
+        try:
+            added, revoked = self._replace(self._read())
+        except KeyFileError as error:
+            log.error("api_keys_refused", reason=str(error), num_keys=len(self._accounts))
+            self._metrics.reloads.labels("refused").inc()
+            return
+        self._metrics.reloads.labels("ok").inc()
+        log.info(
+            "operation_performed",
+            operator="file",
+            method="reload_api_keys",
+            target=str(self._file),
+            outcome="ok",
+            num_keys=len(self._accounts),
+            added=added,
+            revoked=revoked,
+        )
+
+    def _read(self) -> tuple[ApiKey, ...]:
+        return (*self._fixed, *(() if self._file is None else read_keys(self._file)))
+
+    def _replace(self, keys: Sequence[ApiKey]) -> tuple[list[str], list[str]]:
+        """Use these keys from now on; returns the names of those that came and went."""
+        check_unique(keys, "the keys of file and environment")
+        before, accounts = self._accounts, {}
+        for key in keys:
+            account = accounts[key.name] = before.get(key.name) or Account(key)
+            account.revise(key)
+        self._accounts = accounts
+        self._by_tag = {self._tag(each.key.hash): each for each in accounts.values()}
+        self._metrics.num_keys.set(len(accounts))
+        return sorted(accounts.keys() - before), sorted(before.keys() - accounts)
+
+    def _tag(self, hashed: str) -> bytes:
+        return hmac.digest(self._blind, hashed.encode(), hashlib.sha256)
+
+    def _file_version(self) -> tuple[int, ...] | None:
+        """Changes with the file; None: the file is not there."""
+        try:
+            status = None if self._file is None else self._file.stat()
+        except OSError:
+            return None
+        return status and (status.st_ino, status.st_mtime_ns, status.st_size, status.st_dev)

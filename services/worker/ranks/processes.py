@@ -1,0 +1,186 @@
+"""Starts the other ranks of a worker, and ends the worker when one of them has ended."""
+
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
+
+import torch
+from torch import Tensor
+
+from kvops import Backend
+from services.common.checkpoint.shards import Shard, check_shards
+from services.common.runtime.logging import get_logger
+from services.common.runtime.process import EXIT_FAULT
+from services.common.text.model_config import ModelConfig
+from services.engine.models.decoder import ComposedModel
+from services.engine.models.load import load_shard
+from services.engine.models.model import Model
+from services.engine.ranks.collectives import connect
+from services.engine.ranks.lead import Followers, LeadModel, LeadRunner, swapping
+from services.engine.ranks.messages import ArenaFile, Connect, Join, Leave, Load
+from services.engine.runner import Runner
+from services.engine.weights.packed_file import Progress
+from services.worker.liveness.step_watch import end_process
+from services.worker.membership import Membership
+
+_LEAVE_LIMIT_S = 5.0
+"""How long the other ranks may take to give up their arenas."""
+
+Copy = Callable[[Sequence[tuple[int, int]]], None]
+
+log = get_logger(__name__)
+
+
+def end_worker(rank: int, status: int) -> None:
+    """End this process at once: without rank `rank` no step can be computed, and the worker's locks
+    must be dropped soon, so that others continue its requests."""
+    log.critical("rank_ended", rank=rank, exit_status=status)
+    os._exit(EXIT_FAULT)
+
+
+class Ranks:
+    """The other ranks of this worker, from rank 1 on. They live as long as this process; a worker
+    that rejoins its pool keeps them.
+
+    `on_end(rank, exit status)` is called, in a thread, when a rank ends before `close`.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        log_level: str = "info",
+        log_format: str = "json",
+        on_end: Callable[[int, int], None] = end_worker,
+    ) -> None:
+        self.size = size
+        self._on_end = on_end
+        self._closed = False
+        self._processes: list[subprocess.Popen[bytes]] = []
+        connections = []
+        for _ in range(1, size):
+            ours, theirs = socket.socketpair()
+            self._processes.append(
+                subprocess.Popen(
+                    [
+                        *(sys.executable, "-P", "-m", "services.worker.ranks"),
+                        *(str(theirs.fileno()), log_level, log_format),
+                    ],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(),),
+                )
+            )
+            theirs.close()
+            connections.append(Connection(ours.detach()))
+        self._followers = Followers(connections)
+        self._watched = [connection.fileno() for connection in connections]
+        self._watching = threading.Thread(target=self._watch, name="ranks", daemon=True)
+        self._watching.start()
+
+    def load(
+        self,
+        directory: Path,
+        dtype: torch.dtype,
+        backend: Backend,
+        devices: Sequence[str],
+        num_threads: int,
+        timeout_s: float,
+        progress: Progress = lambda: None,
+    ) -> LeadModel:
+        """Load the model's shards, each rank its own, and connect the ranks.
+
+        `timeout_s`: an exchange that a rank does not join for so long fails; that ends the worker.
+        `progress` may raise to stop. StartupError: the model cannot be divided or loaded.
+        """
+        config = ModelConfig.from_directory(directory)
+        check_shards(config, self.size)
+        meeting = Path(mkdtemp(prefix="quire-ranks-"))
+        isa = backend.native.isa if backend.native else None
+        messages = [
+            Load(
+                *(directory, dtype, backend.name, isa, devices[rank], num_threads),
+                *(rank, self.size, meeting / "store", timeout_s),
+            )
+            for rank in range(1, self.size)
+        ]
+        shards: list[ComposedModel] = []
+
+        def load_own() -> None:
+            own = load_shard(directory, dtype, backend, devices[0], 0, self.size, progress)
+            shards.append(own)
+            self._followers.wait(progress)
+
+        def connect_own() -> None:
+            (own,) = shards
+            shard = Shard(config, 0, self.size)
+            own.collectives = connect(meeting / "store", shard, own.device, timeout_s)
+
+        try:
+            self._followers.ask_each(messages, load_own)
+            self._followers.ask(Connect(), meanwhile=connect_own)
+        finally:
+            rmtree(meeting)
+        (own,) = shards
+        assert own.collectives is not None
+        return LeadModel(own, own.collectives, self._followers)
+
+    def join(self, memberships: Sequence[Membership], max_num_seqs: int) -> None:
+        """Let the other ranks map their arenas of these pools, the worker's own first, and share
+        its locks: the kernel drops a lock when the last rank has ended (law 5)."""
+        messages = [
+            Join(
+                tuple(
+                    ArenaFile(one.directory.arena(rank), one.header.layout, one.header.num_blocks)
+                    for one in memberships
+                ),
+                max_num_seqs,
+            )
+            for rank in range(1, self.size)
+        ]
+        self._followers.ask_each(messages, descriptors=[one.lock.fileno() for one in memberships])
+
+    def leave(self) -> None:
+        """Let the other ranks unmap their arenas and close the locks; no step may be in flight. If
+        one does not do so (it hangs since the last step), the process ends, and all ranks with it.
+        """
+        if not self._followers.ask_within(Leave(), _LEAVE_LIMIT_S):
+            self.end_stuck(_LEAVE_LIMIT_S)
+
+    def runner(self, model: Model, kv: Tensor, block_size: int, ops: Backend) -> Runner:
+        return LeadRunner(model, kv, block_size, ops, self._followers)
+
+    def swapping(self, copy: Copy, *, out: bool) -> Copy:
+        """A copy to the swap pool (`out`) or back, of all ranks."""
+        return swapping(self._followers, copy, out=out)
+
+    def end_stuck(self, limit_s: float) -> None:
+        """End the worker, which has waited for `limit_s`; even ranks that are stopped."""
+        self._closed = True
+        for process in self._processes:
+            process.kill()
+        end_process(limit_s)
+
+    def close(self) -> None:
+        """End the other ranks, and wait for their end."""
+        self._closed = True
+        self._followers.close()
+        for process in self._processes:
+            process.wait()
+
+    def _watch(self) -> None:
+        """Wait until a rank closes its socket: it has ended, or is ending."""
+        poll = select.poll()
+        ranks = {fd: rank for rank, fd in enumerate(self._watched, 1)}
+        for fd in ranks:
+            poll.register(fd, 0)  # POLLHUP is always reported
+        rank = ranks[poll.poll()[0][0]]
+        status = self._processes[rank - 1].wait()
+        if not self._closed:
+            self._on_end(rank, status)

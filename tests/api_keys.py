@@ -1,0 +1,39 @@
+"""Two users of different tenants and an operator, each with an API key."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from quire.api_keys import hash_key
+from services.common.runtime.metrics import KeyringMetrics
+from services.gateway.access.keyring import Keyring
+
+ALICE, BOB, OPERATOR = "qk-" + "a" * 40, "qk-" + "b" * 40, "qk-" + "o" * 40
+
+
+def entry(name: str, key: str, **fields: Any) -> dict[str, Any]:
+    return {"name": name, "hash": hash_key(key), **fields}
+
+
+def text_of(**changes: Any) -> str:
+    """A key file; `changes`: limits of Alice's key."""
+    keys = [
+        entry("alice", ALICE, **{"tenant": "acme", **changes}),
+        entry("bob", BOB, tenant="bobs"),
+        entry("root", OPERATOR, role="operator"),
+    ]
+    return json.dumps({"keys": keys})
+
+
+def keyring(**changes: Any) -> Keyring:
+    return Keyring(None, text_of(**changes), KeyringMetrics(CollectorRegistry()))
+
+
+def keyring_of(path: Path, registry: CollectorRegistry) -> Keyring:
+    return Keyring(path, None, KeyringMetrics(registry))
+
+
+def bearer(key: str) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {key}"),)

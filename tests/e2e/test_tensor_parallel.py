@@ -1,0 +1,104 @@
+"""Workers of two ranks each: tokens are transformers', and a rank that dies is a pause."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from quire.async_client import AsyncClient
+from quire.types import Sampling
+
+from .conftest import POOL_MEMORY, Oracle
+from .decoders import figures
+from .deployment import Deployment, serving
+from .test_crashes import LIMIT_S, all_serve, streams
+
+RANKS = "services.worker.ranks"
+
+
+@pytest.fixture(scope="module")
+def deployment(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """Two workers of each kind, of two ranks each."""
+    options = ("--prefill", "2", "--decode", "2", "--tensor-parallel-size", "2")
+    memory = ("--pool-memory", str(2 * POOL_MEMORY))
+    folder = tmp_path_factory.mktemp("run")
+    with serving(checkpoint, folder, *options, *memory) as running:
+        yield running
+    assert not [line for line in running.log.read_text().splitlines() if "kv_corrupt" in line]
+
+
+async def test_greedy_tokens_are_those_of_transformers(
+    deployment: Deployment, client: AsyncClient, oracle: Oracle
+) -> None:
+    """Prefill and decode on separate workers, several samples of a prompt, and a cached prefix."""
+    await all_serve(client)
+    assert {worker.engine["tensor_parallel_size"] for worker in await client.workers()} == {"2"}
+    prompt = [300 + number % 80 for number in range(50)]
+    sampling = Sampling(temperature=0.0, max_tokens=40, ignore_eos=True)
+    wanted = oracle.greedy(prompt, 40)
+    for _ in range(2):
+        assert list((await client.complete(prompt, sampling)).token_ids) == wanted
+    usage = (await client.complete(prompt, sampling)).usage
+    assert usage.num_cached_tokens == 48
+    many = Sampling(temperature=1.0, seed=3, n=4, max_tokens=40, ignore_eos=True)
+    first, second = [await client.complete(prompt, many) for _ in range(2)]
+    assert first.choices == second.choices
+
+
+@pytest.mark.parametrize(
+    "victim",
+    [RANKS, "services.decode", pytest.param("services.prefill", marks=pytest.mark.full)],
+)
+async def test_a_killed_rank_is_a_pause_and_no_more(
+    deployment: Deployment, client: AsyncClient, victim: str
+) -> None:
+    """Every token is that of the undisturbed run. No other rank of the worker is left."""
+    await all_serve(client)
+    undisturbed = [await stream.run(client) for stream in streams(1)]
+    disturbed = streams(1)
+    running = [asyncio.create_task(stream.run(client)) for stream in disturbed]
+    await disturbed[0].reaches(40)
+    before = set(deployment.running(RANKS))
+    os.kill(deployment.running(victim)[-1], signal.SIGKILL)
+    async with asyncio.timeout(LIMIT_S):
+        assert await asyncio.gather(*running) == undisturbed
+    await all_serve(client)
+    after = set(deployment.running(RANKS))
+    assert len(after) == 4
+    assert len(before & after) == 3
+
+
+async def test_a_stopped_rank_ends_its_worker_within_the_step_limit(
+    checkpoint: Path, tmp_path: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It hangs in an exchange. Its worker's requests go on elsewhere. The pool has too few blocks
+    for all streams, so that some are swapped out, before and after."""
+    monkeypatch.setenv("QUIRE_DECODE_STEP_LIMIT_S", "2")
+    options = ("--prefill", "2", "--decode", "2", "--tensor-parallel-size", "2")
+    memory = ("--pool-memory", str(POOL_MEMORY // 2), "--swap-memory", str(2 * POOL_MEMORY))
+    with serving(checkpoint, tmp_path, *options, *memory, "--preemption", "swap") as running:
+        client = AsyncClient(running.address, operations=running.operations)
+        await all_serve(client)
+        undisturbed = [await stream.run(client) for stream in streams(1)]
+        for stream, tokens in zip(streams(1), undisturbed, strict=True):
+            if stream.sampling.temperature == 0:
+                assert oracle.choices(stream.prompt, tokens) == tokens
+        disturbed = streams(1)
+        tasks = [asyncio.create_task(stream.run(client)) for stream in disturbed]
+        await disturbed[0].reaches(40)
+        decoder = running.running("services.decode")[0]
+        (stopped,) = (pid for pid in running.running(RANKS) if parent_of(pid) == decoder)
+        os.kill(stopped, signal.SIGSTOP)
+        async with asyncio.timeout(LIMIT_S):
+            assert await asyncio.gather(*tasks) == undisturbed
+        await all_serve(client)
+        assert sum(await figures(running, "num_preemptions")) > 0
+        assert stopped not in running.children()
+        await client.close()
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

@@ -1,0 +1,231 @@
+"""API keys over gRPC, before a real gateway with fake workers."""
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.descriptor_pool import Default
+from grpc import aio
+from prometheus_client import CollectorRegistry
+
+from quire.sockets import living_sockets
+from quire.v1 import inference_pb2_grpc
+from quire.v1.block_manager_pb2 import DrainWorkerRequest, ListWorkersRequest
+from quire.v1.block_manager_pb2_grpc import BlockManagerStub
+from quire.v1.inference_pb2 import ListModelsRequest
+from services.common.rpc.transport import RpcServer, open_channel
+from services.gateway.access.caller import Caller
+from services.gateway.access.control import AccessControl
+from services.gateway.access.guards import KeyGuard
+from services.gateway.frontend.service import SERVICE_NAME, InferenceService
+from services.gateway.request_metrics import MAX_TENANT_LABELS, OTHER_TENANTS, RequestMetrics
+from tests.api_keys import ALICE, BOB, OPERATOR, bearer, keyring, text_of
+
+from .conftest import PROMPT, GatewayHarness, until
+from .fakes import FakeDecode, FakePrefill, Verbatim, expected
+from .test_gateway_process import ALL_SERVICES, free_port, launch, services_at, stack
+from .test_gateway_resume import message, tokens_of
+
+__all__ = ["stack"]
+REFUSED = grpc.StatusCode.UNAUTHENTICATED
+DENIED = grpc.StatusCode.PERMISSION_DENIED
+
+
+async def keyed(harness: GatewayHarness, **limits: Any) -> "inference_pb2_grpc.InferenceAsyncStub":
+    """A client of the gateway with API keys."""
+    ring = keyring(**limits)
+    server = RpcServer(SERVICE_NAME, guard=KeyGuard(ring))
+    service = InferenceService(AccessControl(harness.gateway, ring))
+    inference_pb2_grpc.add_InferenceServicer_to_server(service, server.aio)
+    channel: aio.Channel = open_channel(f"127.0.0.1:{await server.start('127.0.0.1', 0)}")
+    harness.stack.push_async_callback(server.stop)
+    harness.stack.push_async_callback(channel.close)
+    return inference_pb2_grpc.InferenceStub(channel)
+
+
+@pytest.mark.parametrize("num_received", [None, 0, 3, 5])
+@pytest.mark.parametrize("is_parked", [False, True])
+async def test_another_key_neither_gets_a_request_nor_learns_of_it(
+    make_harness: Any, num_received: int | None, is_parked: bool
+) -> None:
+    """Even one that knows the id, the body, the tokens and the resume token is served as if nothing
+    ran or were parked; the owner then goes on, and nothing of it was computed again."""
+    prefill, decode = FakePrefill(), FakeDecode()
+    prefill.names, decode.names = Verbatim(), Verbatim()
+    decode.parks, decode.pause_after = True, 5
+    first = await make_harness(prefill, decode)
+    stub = await keyed(first)
+    tokens: list[int] = []
+    call = stub.Generate(message(None), metadata=bearer(ALICE))
+    mine = asyncio.create_task(tokens_of(call, tokens))
+    await until(lambda: len(tokens) == 5)
+    if is_parked:
+        second = await first.another()
+        await first.lose_sight()
+        await until(lambda: bool(decode.parked))
+        mine.cancel()
+        stub = await keyed(second)
+    decode.pause_after = 8
+    theirs = stub.Generate(message(num_received), metadata=bearer(BOB))
+    assert await tokens_of(theirs) == expected(PROMPT, 8)[num_received or 0 :]
+    assert len(prefill.submitted) == 2
+    if is_parked:
+        again = stub.Generate(message(5), metadata=bearer(ALICE))
+        assert await tokens_of(again) == expected(PROMPT, 8)[5:]
+    else:
+        assert await mine == expected(PROMPT, 8)
+    assert len(prefill.submitted) == 2
+
+
+async def test_tenants_never_share_a_prefix_whatever_salt_they_send(make_harness: Any) -> None:
+    """Bob sends as his salt what Alice's becomes."""
+    prefill = FakePrefill()
+    harness = await make_harness(prefill, FakeDecode(), report_cached_tokens=False)
+    stub = await keyed(harness)
+    roots = []
+    for number, (key, salt) in enumerate(((ALICE, "x"), (BOB, "x"), (BOB, "acme/x"), (BOB, ""))):
+        asked = message(None, request_id=f"r{number}")
+        asked.cache_salt = salt
+        responses = [each async for each in stub.Generate(asked, metadata=bearer(key))]
+        assert responses[-1].usage.HasField("num_cached_tokens")
+        roots.append(bytes(prefill.submitted[-1].root_hash))
+    assert len(set(roots)) == 4
+
+
+@pytest.mark.parametrize(
+    ("limits", "status", "code"),
+    [
+        ({"requests_per_minute": 1}, grpc.StatusCode.RESOURCE_EXHAUSTED, "rate_limit_exceeded"),
+        ({"tokens_per_minute": 20}, grpc.StatusCode.RESOURCE_EXHAUSTED, "rate_limit_exceeded"),
+        ({"token_budget": 23}, grpc.StatusCode.RESOURCE_EXHAUSTED, "insufficient_quota"),
+        ({"models": ["other"]}, grpc.StatusCode.NOT_FOUND, "model_not_found"),
+    ],
+    ids=lambda value: str(value),
+)
+async def test_a_limit_ends_a_call_with_its_status(
+    make_harness: Any, limits: dict[str, Any], status: Any, code: str
+) -> None:
+    """A request uses 15 tokens of its prompt and 8 of its answer. A model that a key may not use is
+    one that does not exist: the answer names none."""
+    harness = await make_harness(FakePrefill(), FakeDecode())
+    stub = await keyed(harness, **limits)
+    if "models" not in limits:
+        await tokens_of(stub.Generate(message(None), metadata=bearer(ALICE)))
+    with pytest.raises(aio.AioRpcError) as error:
+        await tokens_of(stub.Generate(message(None), metadata=bearer(ALICE)))
+    trailers = dict(error.value.trailing_metadata() or ())
+    assert (error.value.code(), trailers["quire-error-code"]) == (status, code)
+    if status is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        assert int(trailers["grpc-retry-pushback-ms"]) > 0
+    else:
+        assert "toy" not in str(error.value.details())
+    await tokens_of(stub.Generate(message(None), metadata=bearer(BOB)))
+    value = harness.request_metrics.get_sample_value
+    assert value("quire:tenant_requests_total", {"tenant": "bobs", "outcome": "length"}) == 1
+    assert value("quire:tenant_prompt_tokens_total", {"tenant": "bobs"}) == len(PROMPT)
+    assert value("quire:tenant_generation_tokens_total", {"tenant": "bobs"}) == 8
+    assert value("quire:tenant_requests_total", {"tenant": "acme", "outcome": code}) == 1
+
+
+def test_tenants_beyond_the_limit_share_one_label() -> None:
+    registry = CollectorRegistry()
+    metrics = RequestMetrics(registry)
+    for number in range(MAX_TENANT_LABELS + 10):
+        metrics.meter("toy", Caller(f"k{number}", f"t{number}")).first_token(0.1)
+    count = "quire:tenant_time_to_first_token_seconds_count"
+    assert registry.get_sample_value(count, {"tenant": "t0"}) == 1
+    assert registry.get_sample_value(count, {"tenant": OTHER_TENANTS}) == 10
+    assert registry.get_sample_value(count, {"tenant": f"t{MAX_TENANT_LABELS}"}) is None
+
+
+@pytest.fixture
+def launch_keyed(
+    stack: AsyncExitStack, valkey: Any, short_path: Path, tmp_path: Path
+) -> Callable[..., Any]:
+    async def start(**more: Any) -> Any:
+        path = tmp_path / "keys.json"
+        path.write_text(text_of())
+        return await launch(stack, valkey.url, short_path, API_KEYS_FILE=str(path), **more)
+
+    return start
+
+
+async def status_of(call: Any) -> grpc.StatusCode:
+    try:
+        await (call.read() if hasattr(call, "read") else call)
+    except aio.AioRpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+async def test_no_method_is_reachable_without_a_key(launch_keyed: Any, short_path: Path) -> None:
+    """Every method of every service that reflection lists, at each of the listeners."""
+    port = await free_port()
+    gateway = await launch_keyed(OPERATIONS_PORT=str(port))
+    for address in (gateway.address, f"127.0.0.1:{port}"):
+        async with open_channel(address) as channel:
+            services = await services_at(channel)
+            assert services == ALL_SERVICES
+            for service in services:
+                for method in Default().FindServiceByName(service).methods:
+                    name = f"/{service}/{method.name}"
+                    streams = method.server_streaming
+                    kind: Any = channel.unary_stream if streams else channel.unary_unary
+                    for metadata in ((), bearer("wrong")):
+                        assert await status_of(kind(name)(b"", metadata=metadata)) is REFUSED, name
+                    as_user = await status_of(kind(name)(b"", metadata=bearer(ALICE)))
+                    as_operator = await status_of(kind(name)(b"", metadata=bearer(OPERATOR)))
+                    assert (as_user is DENIED) == (service != "quire.v1.Inference"), name
+                    assert as_operator not in (DENIED, REFUSED), name
+    (socket,) = living_sockets(short_path)
+    async with open_channel(f"unix:{socket}") as channel:
+        answer = BlockManagerStub(channel).ListWorkers(ListWorkersRequest())
+        assert await status_of(answer) is grpc.StatusCode.UNAVAILABLE  # there is no block manager
+        inference = inference_pb2_grpc.InferenceStub(channel)
+        assert not (await inference.ListModels(ListModelsRequest())).models
+
+
+async def test_operations_and_failed_logins_leave_lines(
+    launch_keyed: Any, stack: AsyncExitStack, tmp_path: Path
+) -> None:
+    gateway = await launch_keyed(options={"stderr": asyncio.subprocess.PIPE}, LOG_FORMAT="json")
+    async with open_channel(gateway.address) as channel:
+        drain = BlockManagerStub(channel).DrainWorker
+        for key in (OPERATOR, BOB, "wrong", "wrong"):
+            await status_of(drain(DrainWorkerRequest(worker_id="w-1"), metadata=bearer(key)))
+    (tmp_path / "keys.json").write_text("broken")
+    lines: list[dict[str, Any]] = []
+    async with asyncio.timeout(10):
+        while not any(line["event"] == "api_keys_refused" for line in lines):
+            lines.append(json.loads(await gateway.process.stderr.readline()))
+    (drained,) = [line for line in lines if line["event"] == "operation_performed"]
+    assert {key: drained[key] for key in ("operator", "method", "target", "outcome")} == {
+        "operator": "root",
+        "method": "DrainWorker",
+        "target": {"worker_id": "w-1"},
+        "outcome": "unavailable",
+    }
+    (denied,) = [line for line in lines if line["event"] == "operation_refused"]
+    assert (denied["operator"], denied["method"]) == ("bob", "/quire.v1.BlockManager/DrainWorker")
+    (refused,) = [line for line in lines if line["event"] == "login_refused"]
+    assert refused["num_refused"] == 1
+    assert OPERATOR not in str(lines)
+
+
+async def test_a_gateway_with_a_broken_key_file_does_not_start(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    path.write_text('{"keys": [{"name": "x"}]}')
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "services.gateway", "--check"),
+        env={"QUIRE_GATEWAY_API_KEYS_FILE": str(path)},
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, stderr = await process.communicate()
+    assert process.returncode == 2
+    assert b"keys[0].hash: Field required" in stderr

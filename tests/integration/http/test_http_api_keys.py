@@ -1,0 +1,141 @@
+"""API keys over HTTP."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from prometheus_client import CollectorRegistry
+from starlette.applications import Starlette
+from starlette.routing import Route
+
+from services.gateway.access.control import AccessControl
+from services.gateway.dashboard.routes import PAGE
+from services.gateway.frontend.http.app import create_app
+from services.gateway.frontend.http.authentication import OPEN_PATHS, OPERATOR_PATHS
+from services.gateway.frontend.http.server import http_server
+from tests.api_keys import ALICE, BOB, OPERATOR, keyring
+
+from .conftest import HI, LIMIT_S, FakeGenerator
+
+LIMITS = {"requests_per_minute": 3, "max_sequences": 2, "models": ["org/other"]}
+
+
+@pytest.fixture
+def app(generator: FakeGenerator) -> Starlette:
+    ring = keyring(**LIMITS)
+    return create_app(AccessControl(generator, ring), CollectorRegistry(), keyring=ring)
+
+
+@pytest.fixture
+async def keyed(app: Starlette) -> AsyncIterator[httpx.AsyncClient]:
+    async with http_server(app, "127.0.0.1", 0, grace_s=1) as port:
+        url = f"http://127.0.0.1:{port}"
+        async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S, trust_env=False) as client:
+            yield client
+
+
+def as_(key: str) -> dict[str, Any]:
+    return {"headers": {"Authorization": f"Bearer {key}"}}
+
+
+def test_open_paths_are_few() -> None:
+    page = {f"/dashboard/{file.name}" for file in PAGE.iterdir()}
+    assert {"/health", "/", *page} == OPEN_PATHS
+    assert not page & {"/dashboard/feed", "/dashboard/blocks", "/dashboard/audit"}
+
+
+async def test_no_route_is_reachable_without_a_key(
+    app: Starlette, keyed: httpx.AsyncClient, generator: FakeGenerator
+) -> None:
+    """Every route that the application has, now and later, with every method."""
+    paths = {
+        (route.path.replace("{model:path}", "org/tiny"), method)
+        for route in app.routes
+        if isinstance(route, Route)
+        for method in route.methods or ()
+    }
+    assert len(paths) >= 8
+    assert len(app.routes) == len({path for path, _ in paths}), "a kind of route with no test"
+    for path, method in paths | {("/nothing", "GET"), ("/health/", "GET"), ("/health//", "GET")}:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": ALICE}):
+            answer = await keyed.request(method, path, headers=headers, json=HI)
+            if path in OPEN_PATHS:
+                assert answer.status_code == 200
+                continue
+            assert answer.status_code == 401, (method, path)
+            assert answer.headers["www-authenticate"] == "Bearer"
+            if method != "HEAD":
+                assert answer.json()["error"]["code"] == "invalid_api_key"
+    assert not generator.requests
+
+
+async def test_a_path_for_operators_refuses_users(keyed: httpx.AsyncClient) -> None:
+    for path in OPERATOR_PATHS:
+        answer = await keyed.get(path, **as_(BOB))
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "permission_denied")
+        assert (await keyed.get(path, **as_(OPERATOR))).status_code == 200
+
+
+async def test_the_request_has_its_caller(
+    keyed: httpx.AsyncClient, generator: FakeGenerator
+) -> None:
+    assert (await keyed.post("/v1/chat/completions", json=HI, **as_(BOB))).status_code == 200
+    caller = generator.requests[0].caller
+    assert (caller.key, caller.tenant, caller.is_operator) == ("bob", "bobs", False)
+
+
+async def test_a_key_sees_its_models_only(keyed: httpx.AsyncClient) -> None:
+    mine = await keyed.get("/v1/models", **as_(ALICE))
+    assert mine.json()["data"] == []
+    assert (await keyed.get("/v1/models/org/tiny", **as_(ALICE))).status_code == 404
+    assert (await keyed.get("/v1/models/org/tiny", **as_(BOB))).status_code == 200
+
+
+async def test_limits_answer_429_with_retry_after_and_costly_asks_400(
+    keyed: httpx.AsyncClient, generator: FakeGenerator
+) -> None:
+    costly = await keyed.post("/v1/chat/completions", json={**HI, "n": 3}, **as_(ALICE))
+    assert costly.status_code == 400
+    assert "n is 3; key alice may ask for at most 2" in costly.json()["error"]["message"]
+    for _ in range(3):
+        assert (await keyed.post("/v1/chat/completions", json=HI, **as_(ALICE))).is_success
+    answer = await keyed.post("/v1/chat/completions", json=HI, **as_(ALICE))
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "20")
+    assert answer.json()["error"]["code"] == "rate_limit_exceeded"
+    assert ("rate_limit_exceeded", answer.json()["error"]["message"]) in generator.refusals
+    assert (await keyed.post("/v1/chat/completions", json=HI, **as_(BOB))).is_success
+
+
+async def test_openais_client_raises_its_errors(keyed: httpx.AsyncClient) -> None:
+    transport = openai.DefaultAsyncHttpxClient(timeout=LIMIT_S, trust_env=False)
+    async with openai.AsyncOpenAI(
+        base_url=f"{keyed.base_url}/v1", api_key="x", max_retries=0, http_client=transport
+    ) as client:
+        with pytest.raises(openai.AuthenticationError):
+            await client.models.list()
+        client.api_key = BOB
+        assert [model.id async for model in await client.models.list()] == ["org/tiny"]
+
+
+async def test_a_disconnected_stream_gives_its_place_back(
+    generator: FakeGenerator,
+) -> None:
+    ring = keyring(max_concurrency=1)
+    app = create_app(AccessControl(generator, ring), CollectorRegistry(), keyring=ring)
+    generator.pause_at = 1
+    body = {**HI, "stream": True}
+    async with (
+        http_server(app, "127.0.0.1", 0, grace_s=1) as port,
+        httpx.AsyncClient(timeout=LIMIT_S, trust_env=False) as client,
+    ):
+        url = f"http://127.0.0.1:{port}/v1/chat/completions"
+        async with client.stream("POST", url, json=body, **as_(ALICE)) as answer:
+            await anext(answer.aiter_lines())
+            assert (await client.post(url, json=HI, **as_(ALICE))).status_code == 429
+        async with asyncio.timeout(LIMIT_S):
+            await generator.closed.wait()
+        generator.pause_at = None
+        assert (await client.post(url, json=HI, **as_(ALICE))).is_success

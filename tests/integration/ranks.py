@@ -1,0 +1,86 @@
+"""Ranks without a worker: a runner of several processes with arenas of its own, driven like
+`models_oracle.RecordingRunner`."""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import kvops
+from kvops.native import Lane
+from services.common.pool.directory import PoolDirectory
+from services.common.pool.header import PoolHeader
+from services.common.pool.layout import KVDtype, PoolLayout
+from services.common.pool.locks import WorkerLock
+from services.engine.pool import DTYPES, FileArena, KVPool
+from services.engine.ranks.lead import LeadRunner
+from services.engine.runner import Runner
+from services.worker.membership import Membership
+from services.worker.ranks.processes import Ranks
+
+from .models_oracle import RecordingRunner
+
+LIMIT_S = 60.0
+
+
+def pool_of(directory: Path, layout: PoolLayout, num_blocks: int, worker_id: str) -> Membership:
+    """A pool full of NaN, or of random bytes in int8, without a store: arenas and a lock."""
+    there = PoolDirectory(directory)
+    if not there.workers.exists():
+        there.workers.mkdir(parents=True)
+        num_bytes = num_blocks * layout.block_bytes
+        for rank in range(layout.tensor_parallel_size):
+            there.arena(rank).write_bytes(b"\xff" * num_bytes)
+    lock = WorkerLock.create(there.lock_path(worker_id))
+    header = PoolHeader("pool", "run", layout, num_blocks, 0)
+    arena = FileArena(there.kv, num_blocks * layout.block_bytes)
+    pool = KVPool(arena, layout, num_blocks)
+    nothing: Any = None
+    return Membership(nothing, there, header, worker_id, lock, pool, nothing)
+
+
+class RankedRunner(RecordingRunner):
+    """`ranks` may have served another runner before."""
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        directory: Path,
+        ranks: Ranks,
+        block_size: int = 4,
+        num_blocks: int = 400,
+        dtype: torch.dtype = torch.float32,
+        *,
+        kv_dtype: KVDtype | None = None,
+    ) -> None:
+        self.ops = kvops.backend("cpu")
+        assert self.ops.native is not None
+        self.ops.native.assign([Lane()])
+        cpus = ["cpu"] * ranks.size
+        model = ranks.load(checkpoint, dtype, self.ops, cpus, 1, LIMIT_S)
+        config = model.config
+        names: dict[torch.dtype, KVDtype] = {dtype: name for name, dtype in DTYPES.items()}
+        self.layout = PoolLayout(
+            model="model",
+            fingerprint="any",
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=kv_dtype or names[dtype],
+            block_size=block_size,
+            tensor_parallel_size=ranks.size,
+        )
+        self.membership = pool_of(directory / "pool", self.layout, num_blocks, "worker")
+        self.colder = pool_of(directory / "colder", self.layout, num_blocks, "worker")
+        ranks.join([self.membership, self.colder], max_num_seqs=8)
+        self.arena = self.membership.pool.kv
+        self.block_size = block_size
+        self.free = random.Random(num_blocks).sample(range(num_blocks), num_blocks)
+        followers = ranks._followers
+        self.lead = LeadRunner(model, self.arena, block_size, self.ops, followers)
+        Runner.__init__(self, model, self.arena, block_size, self.ops)
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self.lead.copy_blocks(pairs)

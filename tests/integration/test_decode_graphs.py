@@ -1,0 +1,248 @@
+"""Decode steps as graphs: the tokens of eager steps, whatever the number of rows; padding writes
+nothing. The graphs are `tests.graph_stand_in`'s."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from bench.make_checkpoint import make_checkpoint
+from kvops import Backend
+from kvops.reference import ReferenceKernels
+from services.engine.batch import Draw, Row, RowResult
+from services.engine.device.graphs import ladder
+from services.engine.models import load_model
+from services.engine.models.decoder import ComposedModel
+from services.engine.runner import Runner
+from tests.graph_stand_in import RecordedGraph, launched
+from tests.kernels import flashinfer_stand_in
+
+from .models_oracle import GREEDY, SPECS, Oracle, random_prompt
+
+SIZE = 4
+BLOCKS_EACH = 8
+MAX_ROWS = 6
+KERNELS = (
+    *("store_kv", "paged_attention", "linear", "rms_norm", "add_rms_norm", "rope", "silu_mul"),
+    "clear_begun_blocks",
+)
+
+
+class LaunchedKernels(ReferenceKernels):
+    """The reference, each operation a launch."""
+
+    reads_whole_blocks = True
+
+
+for _name in KERNELS:
+    setattr(LaunchedKernels, _name, launched(getattr(ReferenceKernels, _name)))
+
+
+@pytest.fixture
+def planned() -> Iterator[Backend]:
+    """FlashInfer's calls, with its stand-in; all else is the reference."""
+    with pytest.MonkeyPatch.context() as patch:
+        stand_in = ModuleType("flashinfer")
+        stand_in.__dict__.update(vars(flashinfer_stand_in))
+        wrapper = type(
+            "Wrapper",
+            (flashinfer_stand_in.BatchPrefillWithPagedKVCacheWrapper,),
+            {"run": launched(flashinfer_stand_in.BatchPrefillWithPagedKVCacheWrapper.run)},
+        )
+        patch.setattr(stand_in, "BatchPrefillWithPagedKVCacheWrapper", wrapper, raising=False)
+        patch.setitem(sys.modules, "flashinfer", stand_in)
+        patch.delitem(sys.modules, "kvops.flashinfer", raising=False)
+        from kvops.flashinfer import FlashInferKernels
+
+        names = ("__init__", "plan", "_planned_wrapper", "_wrapper", "paged_attention")
+        methods = {name: vars(FlashInferKernels)[name] for name in names}
+        kernels = type("Planned", (LaunchedKernels,), {**methods, "needs_plan": True})
+        patch.setattr("kvops.flashinfer._SPLIT", 8)
+        yield Backend(kernels())
+        sys.modules.pop("kvops.flashinfer")
+
+
+@pytest.fixture(scope="module", params=["qwen3-gqa-tied", "mistral-window"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp(request.param), SPECS[request.param])
+
+
+class DeviceRunner(Runner):
+    """Works on a CPU as on a GPU."""
+
+    def __init__(self, checkpoint: Path, dtype: torch.dtype, ops: Backend) -> None:
+        model = load_model(checkpoint, dtype, ops)
+        assert isinstance(model, ComposedModel)
+        c = model.config
+        shape = (1 + BLOCKS_EACH * MAX_ROWS, c.num_layers, 2, SIZE, c.num_kv_heads, c.head_dim)
+        self.kv = torch.zeros(shape, dtype=dtype)
+        self.kv[0] = float("nan")  # of no sequence: padded rows name this block
+        super().__init__(model, self.kv, SIZE, ops)
+        self.computes_at_launch = False
+        self._inputs.is_copied = True
+
+    def with_graphs(self) -> "DeviceRunner":
+        self.graphs: list[RecordedGraph] = []
+
+        def new_graph() -> RecordedGraph:
+            self.graphs.append(RecordedGraph())
+            return self.graphs[-1]
+
+        self.capture_graphs(MAX_ROWS, new_graph)
+        return self
+
+
+def table(number: int) -> range:
+    return range(1 + number * BLOCKS_EACH, 1 + (number + 1) * BLOCKS_EACH)
+
+
+def generate(runner: DeviceRunner, prompts: list[tuple[int, ...]], draws: Sequence[Draw]) -> Any:
+    """Step n has the sequences that have begun by then and have not ended: 1, 2 .. 6 .. 2, 1. Rows
+    take tokens that are on the device; their flights are retired one step late."""
+    tokens: dict[int, list[int]] = {i: [] for i in range(len(prompts))}
+    positions = [len(prompt) for prompt in prompts]
+    pending: tuple[list[int], Any] = ([], None)
+    live: list[int] = []
+
+    def retire() -> None:
+        for i, result in zip(pending[0], pending[1].result() if pending[1] else (), strict=True):
+            tokens[i].append(only(result))
+
+    for step in range(14):
+        if step < len(prompts):
+            retire()
+            flight = runner.launch([Row(prompts[step], 0, table(step), draws=(draws[step],))])
+            tokens[step].append(only(flight.result()[0]))
+            pending = ([], None)
+            live = [step, *live]
+        elif step > 9:
+            live = live[1:]
+        rows = []
+        for i in live:
+            ahead = i in pending[0]
+            token = 0 if ahead else tokens[i][-1]
+            by = pending[0].index(i) if ahead else None
+            rows.append(Row((token,), positions[i], table(i), 0, (draws[i],), None, by))
+            positions[i] += 1
+        flight = runner.launch(rows)
+        retire()
+        pending = (list(live), flight)
+    retire()
+    return tokens
+
+
+def only(result: RowResult) -> int:
+    assert isinstance(result, tuple), result
+    return result[0]
+
+
+PROMPTS = [random_prompt(n, seed=n) for n in (5, 1, 9, 2, 13, 3)]
+
+
+def test_graphs_give_the_tokens_of_eager_steps(checkpoint: Path) -> None:
+    """And transformers'. Steps between are prefill steps, which have no graph."""
+    eager = DeviceRunner(checkpoint, torch.float32, Backend(LaunchedKernels()))
+    graphed = DeviceRunner(checkpoint, torch.float32, Backend(LaunchedKernels())).with_graphs()
+    wanted = generate(eager, PROMPTS, [GREEDY] * 6)
+    assert generate(graphed, PROMPTS, [GREEDY] * 6) == wanted
+    oracle = Oracle(checkpoint)
+    for i, prompt in enumerate(PROMPTS):
+        known = oracle.answer(prompt).token_ids
+        assert wanted[i][: len(known)] == known[: len(wanted[i])]
+    replays = [graph.num_replays for graph in graphed.graphs]
+    assert sum(replays) == 14 + 1  # a prompt of one token is a decode step too
+    assert all(replays)
+
+
+def test_graphs_draw_as_eager_steps(checkpoint: Path) -> None:
+    """Draws that are no argmaxes are drawn by the host here; the states are the graphs'."""
+    draws = [
+        Draw(replace(GREEDY.sampling, temperature=1.0, seed=seed, top_k=seed), 0)
+        for seed in range(6)
+    ]
+
+    def run(runner: DeviceRunner) -> list[int]:
+        found = []
+        for i, prompt in enumerate(PROMPTS):
+            runner.launch([Row(prompt, 0, table(i))])
+        for step in range(3):
+            rows = [
+                Row((step,), len(prompt) + step, table(i), 0, (draws[i],))
+                for i, prompt in enumerate(PROMPTS[: 6 - step])
+            ]
+            found += [only(result) for result in runner.launch(rows).result()]
+        return found
+
+    backend = Backend(LaunchedKernels())
+    graphed = DeviceRunner(checkpoint, torch.float32, backend).with_graphs()
+    assert run(graphed) == run(DeviceRunner(checkpoint, torch.float32, backend))
+    assert [graph.num_replays for graph in graphed.graphs][:2] == [2, 1]
+
+
+def test_padding_and_capture_write_nothing(checkpoint: Path) -> None:
+    """5 rows in a graph of 6. The step changes one slot of each row, and no other byte."""
+    runner = DeviceRunner(checkpoint, torch.float32, Backend(LaunchedKernels())).with_graphs()
+    assert not runner.kv[1:].any()
+    assert runner.kv[0].isnan().all()
+    runner.kv[1:] = 7.0
+    rows = [Row((1,), 5 + i, table(i), 0, (GREEDY,)) for i in range(5)]
+    assert all(isinstance(result, tuple) for result in runner.launch(rows).result())
+    assert runner.kv[0].isnan().all()
+    changed = (runner.kv[1:] != 7.0).flatten(4).any(dim=-1)
+    for i in range(5):
+        block, offset = divmod(5 + i, SIZE)
+        is_begun = offset == 0  # the rest of a begun block is cleared
+        mine = changed[i * BLOCKS_EACH + block]
+        assert mine.all() if is_begun else bool(mine[:, :, offset].all())
+        changed[i * BLOCKS_EACH + block] = False
+    assert not changed.any()
+
+
+def test_rows_that_only_store_have_no_state(checkpoint: Path) -> None:
+    runner = DeviceRunner(checkpoint, torch.float32, Backend(LaunchedKernels()))
+    rows = [
+        Row((3,), 4, table(0), 0, (GREEDY,)),
+        Row((4,), 2, table(1)),
+        Row((5,), 6, table(2), 0, (GREEDY,)),
+    ]
+    wanted = runner.hidden(rows)
+    assert torch.equal(runner.with_graphs().hidden(rows), wanted)
+    assert wanted.shape[0] == 2
+
+
+def test_plans_reach_the_graphs_that_were_captured(checkpoint: Path, planned: Backend) -> None:
+    """FlashInfer plans each step on the host; its wrapper of a graph keeps its buffers."""
+    wanted = generate(
+        DeviceRunner(checkpoint, torch.bfloat16, Backend(LaunchedKernels())), PROMPTS, [GREEDY] * 6
+    )
+    eager = DeviceRunner(checkpoint, torch.bfloat16, planned)
+    assert generate(eager, PROMPTS, [GREEDY] * 6) == wanted
+    graphed = DeviceRunner(checkpoint, torch.bfloat16, planned).with_graphs()
+    assert generate(graphed, PROMPTS, [GREEDY] * 6) == wanted
+    kernels: Any = planned._kernels
+    wrappers = kernels._wrappers
+    assert {rows for kind, _, rows in wrappers if kind == "graph"} == set(ladder(MAX_ROWS))
+    assert all(
+        wrapper.backend == "fa2" for (kind, *_), wrapper in wrappers.items() if kind != "prefill"
+    )
+
+
+@pytest.mark.parametrize(
+    ("max_rows", "sizes"),
+    [
+        (1, [1]),
+        (3, [1, 2, 3]),
+        (64, [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64]),
+        (70, [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 70]),
+    ],
+)
+def test_the_ladder_pads_no_step_by_more_than_a_third(max_rows: int, sizes: list[int]) -> None:
+    assert ladder(max_rows) == sizes
+    for num_rows in range(4, max_rows + 1):
+        size = next(size for size in sizes if size >= num_rows)
+        assert (size - num_rows) * 3 <= size

@@ -1,0 +1,283 @@
+"""Who computes attention on a GPU: the choice at start, what each one refuses, and how PyTorch's
+and FlashInfer's are called. Stand-ins take their places, with the packages' signatures."""
+
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+import kvops
+from bench.gpu.paged import Geometry, PagedBatch, paged_batch
+from kvops import AttentionShape, Backend, BackendUnavailable, choose_attention
+from kvops.step import AttentionStep, page_facts
+
+from . import flash_stand_in, flashinfer_stand_in
+from .test_attention import ROWS, TOLERANCE, attend
+from .test_flash import BF16, GEOMETRIES, finite, shape_of
+
+Gpu = Callable[..., None]
+RTOL, ATOL = TOLERANCE[BF16]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    """Sets the GPU's capability and the installed packages."""
+
+    def machine(capability: tuple[int, int], **packages: Any) -> None:
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA X")
+        for module in ("kvops.flash", "kvops.flash_package", "kvops.flashinfer"):
+            monkeypatch.delitem(sys.modules, module, raising=False)
+        for package in ("flash_attn", "flashinfer"):
+            monkeypatch.setitem(sys.modules, package, packages.get(package))
+
+    return machine
+
+
+SHAPE = AttentionShape(32, 8, 128, 16, BF16, BF16, (None, 1024))
+WIDE = AttentionShape(32, 8, 128, 256, BF16, BF16)
+ODD = AttentionShape(32, 8, 96, 16, BF16, BF16)
+INSTALLED = {"flashinfer": flashinfer_stand_in}
+
+
+@pytest.mark.parametrize(
+    ("capability", "packages", "shape", "chosen", "reason"),
+    [
+        ((9, 0), INSTALLED, SHAPE, "flashinfer", "^capability 9.0$"),
+        ((10, 0), INSTALLED, WIDE, "flashinfer", "^capability 10.0$"),
+        (
+            (9, 0),
+            INSTALLED,
+            ODD,
+            "triton",
+            "sizes 64, 128, 256, this model 96.*multiple of 256",
+        ),
+        ((9, 0), {}, WIDE, "flash", "needs the package flashinfer-python"),
+        ((9, 0), {}, SHAPE, "triton", "flashinfer-python.*multiple of 256, this pool has 16"),
+        ((8, 0), INSTALLED, WIDE, "flash", "^capability 8.0$"),
+        ((8, 9), INSTALLED, SHAPE, "triton", "^capability 8.9; .*multiple of 256"),
+    ],
+)
+def test_auto_takes_the_first_that_serves_and_says_why(
+    gpu: Gpu,
+    capability: tuple[int, int],
+    packages: dict[str, Any],
+    shape: AttentionShape,
+    chosen: str,
+    reason: str,
+) -> None:
+    gpu(capability, **packages)
+    ops, why = choose_attention("auto", shape)
+    assert ops.name == chosen
+    assert re.search(reason, why), why
+
+
+def test_what_is_asked_for_is_taken_or_refused(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu((9, 0), **INSTALLED)
+    for name in ("flashinfer", "triton", "flash", "reference"):
+        ops, why = choose_attention(name, WIDE)
+        assert (ops.name.removeprefix("triton-"), why) == (name, "asked for")
+    with pytest.raises(ValueError, match="no attention 'fast'; there are auto, flashinfer, flash"):
+        choose_attention("fast", SHAPE)
+    monkeypatch.setattr(flashinfer_stand_in, "__version__", "0.8.0")
+    with pytest.raises(BackendUnavailable, match=r"needs flashinfer 0\.7, 0\.8\.0 is installed"):
+        choose_attention("flashinfer", SHAPE)
+    assert "needs flashinfer 0.7" in choose_attention("auto", SHAPE)[1]
+    gpu((9, 0))
+    with pytest.raises(BackendUnavailable, match="needs the package flashinfer-python"):
+        choose_attention("flashinfer", SHAPE)
+
+
+@pytest.mark.parametrize("name", ["flashinfer", "flash", "triton", "reference"])
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        (AttentionShape(7, 2, 64, 256, BF16, BF16), "7 query heads are no multiple of 2"),
+        (AttentionShape(8, 2, 64, 256, BF16, torch.int8), "no KV in int8"),
+    ],
+)
+def test_shapes_that_no_gpu_serves(
+    gpu: Gpu, name: str, shape: AttentionShape, message: str
+) -> None:
+    gpu((9, 0), **INSTALLED)
+    for attention in (name, "auto"):
+        with pytest.raises(ValueError, match=message):
+            choose_attention(attention, shape)
+
+
+def test_flash_attn_is_used_where_it_is_installed(gpu: Gpu) -> None:
+    gpu((9, 0), flash_attn=flash_stand_in)
+    assert choose_attention("flash", WIDE)[0].numerics(BF16)["flash_attn"] == "2.8.3"
+    gpu((9, 0))
+    assert "flash_attn" not in choose_attention("flash", WIDE)[0].numerics(BF16)
+
+
+# PyTorch's
+
+
+@pytest.fixture
+def flash(gpu: Gpu) -> Backend:
+    gpu((9, 0))
+    ops, _ = choose_attention("flash", WIDE)
+    kernels: Any = ops._kernels
+    assert kernels._attend is varlen_attn
+    kernels._attend = varlen_stand_in
+    return ops
+
+
+def varlen_stand_in(*args: Any, **kwargs: Any) -> Tensor:
+    """Takes what PyTorch's function takes: its own signature, and its own operator on `meta`
+    tensors, which checks types. Computes by the stand-in of flash-attn."""
+    bound = inspect.signature(varlen_attn).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    on_meta: Any = {
+        name: value.to("meta") if isinstance(value, Tensor) else value
+        for name, value in given.items()
+    }
+    out = varlen_attn(**on_meta)
+    assert isinstance(out, Tensor)
+    assert out.shape == given["query"].shape
+    lens = given["seqused_k"]
+    begins = given["cu_seq_k"]
+    assert begins.dtype == torch.int32
+    assert (begins.diff() >= lens).all()
+    assert lens.max() <= given["max_k"]
+    return flash_stand_in.flash_attn_varlen_func(
+        given["query"],
+        given["key"],
+        given["value"],
+        cu_seqlens_q=given["cu_seq_q"],
+        cu_seqlens_k=torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0)),
+        max_seqlen_q=given["max_q"],
+        max_seqlen_k=given["max_k"],
+        softmax_scale=given["scale"],
+        causal=True,
+        window_size=given["window_size"],
+        block_table=given["block_table"],
+    )
+
+
+@pytest.mark.parametrize("rows", [ROWS["mixed, with an empty row"], [(1, 257), (20, 513)]])
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_pytorch_s_attention_equals_the_reference(
+    flash: Backend, reference: Backend, geometry: Geometry, rows: list[tuple[int, int]]
+) -> None:
+    batch = paged_batch(geometry, rows, seed=len(rows))
+    torch.testing.assert_close(attend(flash, batch), attend(reference, batch), rtol=RTOL, atol=ATOL)
+
+
+@pytest.mark.parametrize("window", [1, 300])
+def test_pytorch_s_attention_slides_the_window(
+    flash: Backend, reference: Backend, window: int
+) -> None:
+    rows = [(1, 600), (30, 300)]
+    batch = finite(paged_batch(GEOMETRIES[0], rows, seed=window, window=window))
+    torch.testing.assert_close(
+        attend(flash, batch, window), attend(reference, batch, window), rtol=RTOL, atol=ATOL
+    )
+
+
+# FlashInfer's
+
+
+@pytest.fixture
+def flashinfer(gpu: Gpu) -> Iterator[Backend]:
+    gpu((9, 0), **INSTALLED)
+    yield choose_attention("flashinfer", SHAPE)[0]
+    sys.modules.pop("kvops.flashinfer")
+
+
+def planned(ops: Backend, batch: PagedBatch, geometry: Geometry, *windows: int) -> None:
+    lens: Any = batch.context_lens.numpy()
+    num_pages, last = page_facts(lens, geometry.block_size)
+    tables = batch.block_tables.numpy()
+    page_ids = tables[np.arange(tables.shape[1]) < num_pages[:, None]]
+    ops.plan(
+        AttentionStep(
+            shape_of(geometry, *windows),
+            batch.cu_query_lens.numpy(),
+            np.concatenate([[0], num_pages.cumsum()]).astype(np.int32),
+            last,
+            torch.from_numpy(page_ids),
+        )
+    )
+
+
+PAGES = [
+    Geometry(16, num_heads=8, num_kv_heads=2, head_dim=64, dtype=BF16),
+    Geometry(7, num_heads=7, num_kv_heads=1, head_dim=128, dtype=torch.float16),
+    Geometry(256, num_heads=4, num_kv_heads=4, head_dim=64, dtype=BF16),
+]
+
+
+@pytest.mark.parametrize("rows", [ROWS["decode"], ROWS["mixed, with an empty row"]])
+@pytest.mark.parametrize("geometry", PAGES, ids=str)
+def test_flashinfer_equals_the_reference(
+    flashinfer: Backend, reference: Backend, geometry: Geometry, rows: list[tuple[int, int]]
+) -> None:
+    """Pages of any size, in a strided view of the arena; one plan a step."""
+    for seed in range(2):
+        batch = paged_batch(geometry, rows, seed)
+        planned(flashinfer, batch, geometry)
+        torch.testing.assert_close(
+            attend(flashinfer, batch), attend(reference, batch), rtol=RTOL, atol=ATOL
+        )
+
+
+def test_flashinfer_plans_each_window_of_the_layers(
+    flashinfer: Backend, reference: Backend
+) -> None:
+    rows = [(1, 77), (40, 40), (5, 90)]
+    batch = finite(paged_batch(PAGES[0], rows, seed=1))
+    planned(flashinfer, batch, PAGES[0], 40, 1)
+    for window in (40, 1):
+        torch.testing.assert_close(
+            attend(flashinfer, batch, window),
+            attend(reference, batch, window),
+            rtol=RTOL,
+            atol=ATOL,
+        )
+    with pytest.raises(RuntimeError, match="no step is planned for layers with the window None"):
+        attend(flashinfer, batch)
+    with pytest.raises(ValueError, match=r"scale 1\.0 is not"):
+        flashinfer.paged_attention(
+            batch.q,
+            batch.kv_layer,
+            batch.block_tables,
+            batch.cu_query_lens,
+            batch.context_lens,
+            1.0,
+            40,
+            max_query_len=40,
+        )
+
+
+def test_the_kernels_of_flashinfer_follow_the_step(flashinfer: Backend) -> None:
+    """Those that split contexts for decode steps, those of the GPU for others."""
+    kernels: Any = flashinfer._kernels
+    for rows in ([(1, 20), (1, 3)], [(2, 20), (0, 4), (1, 3)], [(1, 20), (9, 9)]):
+        planned(flashinfer, paged_batch(PAGES[0], rows, seed=1), PAGES[0])
+    used = {kind: (w.backend, w.plans) for (kind, *_), w in kernels._wrappers.items()}
+    assert used == {"decode": ("fa2", 1), "prefill": ("auto", 2)}
+
+
+def test_results_name_the_package(flashinfer: Backend) -> None:
+    numerics = flashinfer.numerics(BF16)
+    assert (numerics["backend"], numerics["flashinfer"]) == ("flashinfer", "0.7.2.post1")
+
+
+def test_nothing_is_chosen_without_a_gpu() -> None:
+    with pytest.raises(BackendUnavailable, match="'triton' needs a CUDA device"):
+        choose_attention("auto", SHAPE)
+    with pytest.raises(BackendUnavailable, match="CUDA device"):
+        kvops.backend("triton-reference")

@@ -1,0 +1,183 @@
+"""The tests of the sampler on a device, in Triton's interpreter: three samplers, one result, to the
+last bit. Not collected by itself: `test_triton.py` runs it."""
+# Triton has no types.
+# mypy: disable-error-code="import-untyped, no-untyped-call, no-untyped-def, untyped-decorator"
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+import kvops
+from kvops import _native
+from kvops.triton import sampling
+from services.engine.batch import Answer, Draw, Query, Row, RowOutput, Scoring
+from services.engine.device.drawing import DeviceDrawing
+from services.engine.device.flights import DrawnFlight
+from services.engine.device.inputs import StepInputs
+from services.engine.models.fused import native_draw
+from services.engine.sampling import arithmetic
+from services.engine.sampling.logit_queries import queries
+from services.engine.sampling.philox import uniforms
+from services.engine.sampling.sampler import sample
+from services.engine.sampling.sampling_head import answer
+from services.engine.sequences.penalty_state import PenaltyState
+
+from .draw_cases import ADJUSTMENTS, PLAIN, cases, wanted
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
+
+OPS = kvops.backend("triton")
+
+
+class Head:
+    """As much of a model as drawing needs: its states are the logits."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.config = type("Config", (), {"vocab_size": vocab_size})
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+
+def drawing(vocab_size: int) -> DeviceDrawing:
+    return DeviceDrawing(Head(vocab_size), OPS, torch.device("cpu"))  # type: ignore[arg-type]
+
+
+def flight(device: DeviceDrawing, logits: Tensor, asked: Sequence[Query]) -> DrawnFlight:
+    placed = StepInputs(torch.device("cpu")).place(device.arrays(asked))
+    return device.launch([], asked, logits, placed)
+
+
+def native(logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> list[int]:
+    tokens = torch.zeros(len(draws), dtype=torch.int64)
+    native_draws = list(map(native_draw, draws, positions))
+    _native.sample(_native.usable_kernels()[0], logits.contiguous(), native_draws, tokens)
+    return tokens.tolist()
+
+
+EVERY = [23, pytest.param(1, marks=pytest.mark.full)]
+
+
+@pytest.mark.parametrize("every", EVERY)
+@pytest.mark.parametrize("vocab_size", [6, 4200])
+@pytest.mark.parametrize("kind", range(len(ADJUSTMENTS)))
+def test_three_samplers_draw_the_same(vocab_size: int, kind: int, every: int) -> None:
+    """Every filter on every kind of logits, with each kind of adjustment; or one of `every` so
+    many, for the interpreter is slow."""
+    some = slice(kind, None, every)
+    logits, draws, positions = cases(vocab_size)[kind]
+    logits, draws, positions = logits[some], draws[some], positions[some]
+    asked = [Query(i, draw, at) for i, (draw, at) in enumerate(zip(draws, positions, strict=True))]
+    expected = wanted(vocab_size, kind)[some]
+    assert flight(drawing(vocab_size), logits, asked).drawn.tolist() == expected
+    assert native(logits, draws, positions) == expected
+
+
+@triton.jit
+def _arithmetic(scaled, numbers, weights, exponentials, SIZE: tl.constexpr):
+    i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    tl.store(weights + i, sampling._weights(tl.load(scaled + i)))
+    tl.store(exponentials + i, sampling._exponentials(tl.load(numbers + i)))
+
+
+@triton.jit
+def _random(seed, out, SIZE: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    numbers = sampling._uniforms(tl.load(seed), tl.load(seed + 1), tl.load(seed + 2), i)
+    tl.store(out + i, numbers)
+
+
+def test_the_arithmetic_has_the_same_bits_everywhere() -> None:
+    """2^20 scaled logits and random numbers of all sizes."""
+    generator = torch.Generator().manual_seed(1)
+    size = 1 << 20
+    scaled = -torch.rand(size, generator=generator) * 10.0 ** (torch.arange(size) % 9 - 6)
+    scaled[:3] = torch.tensor([0.0, float("-inf"), -3e38])
+    numbers = torch.rand(size, generator=generator) * 10.0 ** -(torch.arange(size) % 9)
+    numbers = numbers.clamp(2.0**-33, 1 - 2.0**-24)
+    weights, exponentials = torch.empty(size, dtype=torch.int64), torch.empty(size)
+    _arithmetic[(16,)](scaled, numbers, weights, exponentials, SIZE=size // 16)
+    assert torch.equal(weights, arithmetic.weights(scaled))
+    assert torch.equal(exponentials, arithmetic.exponentials(numbers))
+    for isa in _native.usable_kernels():
+        found = torch.empty(2, size)
+        _native.draw_arithmetic(isa, scaled, numbers, found)
+        assert torch.equal(found[0].long(), weights), isa
+        assert torch.equal(found[1], exponentials), isa
+
+
+def test_random_numbers_are_those_of_the_host() -> None:
+    seed, index, position = 2**64 - 2, 3, 131_071
+    out = torch.empty(512)
+    key = torch.from_numpy(np.array([seed, index, position], np.uint64).view(np.int64))
+    _random[(1,)](key, out, SIZE=512)
+    assert torch.equal(out, uniforms(seed, index, position, 512))
+
+
+def test_penalties_follow_the_tokens_of_sequences_that_come_and_go() -> None:
+    """12 steps of up to 6 sequences; each step sends what is new, and slots are used again."""
+    vocab_size, generator = 90, torch.Generator().manual_seed(2)
+    device = drawing(vocab_size)
+    live: list[tuple[list[int], PenaltyState | None, Draw]] = []
+    for step in range(12):
+        for _ in range(2):
+            number = 2 * step + len(live)
+            p = replace(PLAIN, seed=number, **ADJUSTMENTS[number % 4], temperature=number % 3 / 2)
+            tokens = [number % 4, 1, 5]
+            state = PenaltyState(p, tokens, 2, [4]) if number % 4 else None
+            live.append((tokens, state, Draw(p, 0)))
+        live = live[-6:]
+        draws = [
+            replace(d, adjustment=state.adjustment() if state else None) for _, state, d in live
+        ]
+        logits = 2 * torch.randn(len(live), vocab_size, generator=generator)
+        positions = [len(tokens) for tokens, _, _ in live]
+        asked = [Query(i, d, at) for i, (d, at) in enumerate(zip(draws, positions, strict=True))]
+        expected = sample(logits, draws, positions)
+        assert flight(device, logits, asked).drawn.tolist() == expected
+        for (tokens, _, _), token in zip(live, expected, strict=True):
+            assert isinstance(token, int)
+            tokens.append(token)
+        del draws, asked
+    tables = device._penalties._tables
+    assert tables is not None
+    assert len(tables.counts) == 16
+    assert len(device._penalties._sent) <= 6
+
+
+def test_logprobs_and_prompts_are_those_of_the_host() -> None:
+    """Forks, scored prompts longer than a part, a row without logprobs: one copy to the host."""
+    vocab_size = 100
+    p = replace(PLAIN, seed=5, logprobs=3)
+    rows = [
+        Row(range(70), 0, (), scoring=Scoring(range(70), 2)),
+        Row(range(90), 0, (), draws=(Draw(p, 0), Draw(p, 1)), scoring=Scoring(range(1, 90), 1)),
+        Row([1], 7, (), draws=(Draw(replace(p, logprobs=None), 0),)),
+        Row([1], 9, (), draws=(Draw(replace(p, temperature=0.0, logprobs=0), 0),)),
+    ]
+    asked = queries(rows)
+    num_states = 1 + max(query.state for query in asked)
+    logits = torch.randn(num_states, vocab_size, generator=torch.Generator().manual_seed(3)).round()
+    device = drawing(vocab_size)
+    placed = StepInputs(torch.device("cpu")).place(device.arrays(asked))
+    found = device.launch(rows, asked, logits, placed)
+    results = found.result()
+    answers = [one for one in answer(logits, asked) if isinstance(one, Answer)]
+    prompts = [a.logprobs for q, a in zip(asked, answers, strict=True) if isinstance(q.token, int)]
+    assert isinstance(results[0], RowOutput)
+    assert isinstance(results[1], RowOutput)
+    assert [*results[0].prompt, *results[1].prompt] == prompts
+    drawn = [a for q, a in zip(asked, answers, strict=True) if isinstance(q.token, Draw)]
+    assert results[1].tokens == (drawn[0].token_id, drawn[1].token_id)
+    assert list(results[1].logprobs) == [drawn[0].logprobs, drawn[1].logprobs]
+    assert results[2] == (drawn[2].token_id,)
+    assert drawn[3].logprobs is not None
+    assert results[3] == RowOutput((drawn[3].token_id,), (drawn[3].logprobs,))
+    assert found.inputs([1, 2, 3]) == [0, 2, 3]
+    assert found.result() == results

@@ -1,0 +1,255 @@
+"""Keys, their accounts and their limits."""
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from blockstore.memory_registry import MemoryRegistry
+from quire.api_keys import ApiKey, hash_key
+from services.common.errors import (
+    InvalidApiKey,
+    InvalidRequest,
+    PermissionDenied,
+    QuotaExceeded,
+    RateLimited,
+    StartupError,
+    Unauthenticated,
+)
+from services.gateway.access.account import Account
+from services.gateway.access.budgets import Budgets
+from services.gateway.access.caller import EVERYONE, Caller, bind_caller, require_operator
+from services.gateway.access.control import check_cost
+from services.gateway.frontend.api import GenerationRequest, RequestedBeams, RequestedSampling
+from services.gateway.intake.admission import check_priority
+from services.gateway.intake.identity import scoped_id
+from tests.api_keys import ALICE, BOB, OPERATOR, entry, keyring, keyring_of, text_of
+from tests.clock import Clock
+
+HASH = hash_key(ALICE)
+
+
+def account(**limits: Any) -> tuple[Account, Clock]:
+    clock = Clock()
+    return Account(ApiKey(name="alice", hash=HASH, **limits), clock, clock), clock
+
+
+@pytest.mark.parametrize(
+    "header",
+    [None, "", "Bearer", "Bearer ", f"Basic {ALICE}", f"Bearer {ALICE}x", f"Bearer {HASH}", ALICE],
+)
+def test_a_key_is_found_only_whole_and_as_a_bearer(header: str | None) -> None:
+    ring = keyring()
+    assert ring.account(f"Bearer {ALICE}").caller.tenant == "acme"
+    assert ring.account(f"bearer  {OPERATOR} ").caller.is_operator
+    with pytest.raises(InvalidApiKey):
+        ring.account(header)
+
+
+def test_a_changed_file_replaces_the_keys_and_a_broken_one_does_not(tmp_path: Path) -> None:
+    path, metrics = tmp_path / "keys.json", CollectorRegistry()
+    path.write_text(text_of(max_concurrency=3))
+    ring = keyring_of(path, metrics)
+    alice = ring.account(f"Bearer {ALICE}")
+    alice.charge(7)
+    for broken in ("{", '{"keys": [{"name": "x"}]}', text_of() + "x"):
+        path.write_text(broken)
+        ring.reload_if_changed()
+        assert ring.account(f"Bearer {BOB}")
+    path.unlink()
+    ring.reload_if_changed()
+    assert ring.account(f"Bearer {BOB}")
+    path.write_text(json.dumps({"keys": [entry("alice", ALICE, max_concurrency=5)]}))
+    ring.reload_if_changed()
+    assert ring.account(f"Bearer {ALICE}") is alice
+    assert (alice.key.max_concurrency, alice.num_used, alice.caller.tenant) == (5, 7, "alice")
+    with pytest.raises(InvalidApiKey):
+        ring.account(f"Bearer {BOB}")
+    value = metrics.get_sample_value
+    assert value("quire:api_key_reloads_total", {"outcome": "refused"}) == 4
+    assert value("quire:api_key_reloads_total", {"outcome": "ok"}) == 1
+    assert value("quire:api_keys") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("{", "Invalid JSON"),
+        (json.dumps({"keys": [entry("a b", ALICE)]}), r"keys\[0\].name"),
+        (json.dumps({"keys": [entry("a", ALICE, max_concurency=1)]}), "max_concurency"),
+        (json.dumps({"keys": [entry("a", ALICE, token_budget=0)]}), "token_budget"),
+        (json.dumps({"keys": [{"name": "a", "hash": ALICE}]}), r"keys\[0\].hash"),
+        (json.dumps({"keys": [entry("a", ALICE), entry("a", BOB)]}), "two keys are named a"),
+        (json.dumps({"keys": [entry("a", ALICE), entry("b", ALICE)]}), "the same hash"),
+    ],
+)
+def test_a_file_that_cannot_be_used_names_its_mistake(
+    tmp_path: Path, text: str, problem: str
+) -> None:
+    path = tmp_path / "keys.json"
+    with pytest.raises(StartupError, match="No such file"):
+        keyring_of(path, CollectorRegistry())
+    path.write_text(text)
+    with pytest.raises(StartupError, match=problem) as error:
+        keyring_of(path, CollectorRegistry())
+    assert ALICE not in str(error.value)
+
+
+def test_a_request_of_many_sequences_counts_as_many() -> None:
+    one, _ = account(max_concurrency=5)
+    with one.admitted(4):
+        with pytest.raises(RateLimited, match=r"has 4 sequences .* may have 5; .* needs 2"):
+            one.admitted(2).__enter__()
+        with one.admitted(1):
+            assert one.num_sequences == 5
+    assert one.num_sequences == 0
+
+
+def test_requests_a_minute_refill_and_do_not_count_refused_ones() -> None:
+    one, clock = account(requests_per_minute=6, max_concurrency=10)
+    for _ in range(6):
+        with one.admitted(1):
+            pass
+    for _ in range(3):
+        with pytest.raises(RateLimited) as error:
+            one.admitted(1).__enter__()
+        assert error.value.retry_delay_s == 10
+    clock.now_s += 10
+    with one.admitted(1):
+        pass
+
+
+def test_tokens_that_were_overdrawn_are_paid_back() -> None:
+    one, clock = account(tokens_per_minute=60)
+    with one.admitted(1):
+        one.charge(90)
+    with pytest.raises(RateLimited) as error:
+        one.admitted(1).__enter__()
+    assert error.value.retry_delay_s == 31  # to one token from 30 below none
+    clock.now_s += 31
+    with one.admitted(1):
+        pass
+
+
+def test_a_budget_counts_all_gateways_and_begins_anew_with_its_period() -> None:
+    one, clock = account(token_budget=100, budget_period="day")
+    clock.now_s = 86_400 * 20_000 + 3600
+    one.follow_period()
+    one.charge(60)
+    with one.admitted(1):
+        one.num_used_elsewhere = 40
+    with pytest.raises(QuotaExceeded, match="used 100 tokens; its budget is 100") as error:
+        one.admitted(1).__enter__()
+    assert error.value.retry_delay_s == 23 * 3600
+    clock.now_s += 23 * 3600
+    with one.admitted(1):
+        assert (one.num_used, one.num_used_elsewhere) == (0, 0)
+
+
+def test_a_budget_in_total_has_no_time_to_try_again() -> None:
+    one, _ = account(token_budget=1, budget_period="total")
+    one.charge(1)
+    with ExitStack() as stack, pytest.raises(QuotaExceeded) as error:
+        stack.enter_context(one.admitted(1))
+    assert error.value.retry_delay_s is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        ({"n": 3}, "n is 3; key alice may ask for at most 2"),
+        ({"best_of": 3}, "best_of is 3;"),
+        ({"beam": RequestedBeams(3)}, "beam width is 3;"),
+        ({"logprobs": 2}, "logprobs is 2; key alice may ask for at most 1"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs is 1;"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty is 1.1; key alice may not"),
+        ({"presence_penalty": -0.1}, "presence_penalty"),
+        ({"frequency_penalty": 2.0}, "frequency_penalty"),
+    ],
+)
+def test_a_costly_request_is_refused_with_the_numbers(asked: dict[str, Any], text: str) -> None:
+    bounds: dict[str, Any] = {
+        "max_sequences": 2,
+        "max_logprobs": 1,
+        "max_prompt_logprobs": 0,
+        "penalties": False,
+    }
+    key = ApiKey(name="alice", hash=HASH, **bounds)
+    cheap = RequestedSampling(n=2, logprobs=1, repetition_penalty=1.0, presence_penalty=0.0)
+    check_cost(key, GenerationRequest("x", sampling=cheap))
+    with pytest.raises(InvalidRequest, match=text):
+        check_cost(key, GenerationRequest("x", sampling=RequestedSampling(**asked)))
+
+
+def test_a_key_has_a_priority_ceiling_instead_of_the_gateways_setting() -> None:
+    for priority, ceiling in ((0, 0), (5, 0), (-2, -2)):
+        check_priority(priority, client_priority=False, ceiling=ceiling)
+    with pytest.raises(InvalidRequest, match="priority is -3; this API key may ask for -2"):
+        check_priority(-3, client_priority=True, ceiling=-2)
+
+
+def test_ids_and_salts_are_scoped() -> None:
+    ids = {scoped_id("r", "token", key) for key in ("", "alice", "bob")}
+    assert len(ids) == 3
+    acme, other = Caller(tenant="acme"), Caller(tenant="acm")
+    assert len({EVERYONE.salt("x"), acme.salt("x"), other.salt("e/x"), acme.salt("")}) == 4
+
+
+def test_without_a_bound_caller_nobody_is_an_operator() -> None:
+    with pytest.raises(Unauthenticated):
+        require_operator()
+    bind_caller(Caller(key="alice"))
+    with pytest.raises(PermissionDenied, match="alice"):
+        require_operator()
+    bind_caller(EVERYONE)
+    require_operator()
+
+
+BUDGET: dict[str, Any] = {"token_budget": 100, "budget_period": "total"}
+
+
+async def test_gateways_share_budgets(tmp_path: Path) -> None:
+    registry = MemoryRegistry()
+    rings = keyring(**BUDGET), keyring(**BUDGET)
+    budgets = [Budgets(ring, registry, f"gateway:{i}", tmp_path) for i, ring in enumerate(rings)]
+    first, second = (ring.account(f"Bearer {ALICE}") for ring in rings)
+    first.charge(60)
+    second.charge(40)
+    for each in (*budgets, budgets[0]):
+        await each.exchange()
+    for one in (first, second):
+        with pytest.raises(QuotaExceeded, match="used 100"):
+            one.admitted(1).__enter__()
+    rings[0].account(f"Bearer {BOB}").charge(1000)  # without a budget
+
+
+async def test_a_budget_outlives_its_gateway_and_redis(tmp_path: Path) -> None:
+    """First Redis forgets, then the gateway returns: neither loses or doubles what was used."""
+    registry = MemoryRegistry()
+    for used, name in ((30, "one"), (20, "two"), (5, "one")):
+        ring = keyring(**BUDGET)
+        budgets = Budgets(ring, registry, name, tmp_path)
+        await budgets.exchange()
+        ring.account(f"Bearer {ALICE}").charge(used)
+        await budgets.exchange()
+    for found in (registry, MemoryRegistry()):
+        ring = keyring(**BUDGET)
+        budgets = Budgets(ring, found, "three", tmp_path)
+        for _ in range(2):
+            await budgets.exchange()
+        one = ring.account(f"Bearer {ALICE}")
+        assert (one.num_used, one.num_used_elsewhere) == (0, 55)
+
+
+async def test_counters_of_past_periods_are_dropped(tmp_path: Path) -> None:
+    (tmp_path / "usage-broken.json").write_text("[")
+    past = {"alice/2020-01/x": 7, "alice/total/x": 7, "stranger/2020-01/x": 7}
+    registry = MemoryRegistry()
+    await registry.exchange_usage(past)
+    await Budgets(keyring(token_budget=1), registry, "x", tmp_path).exchange()
+    left = await registry.exchange_usage({})
+    assert "alice/2020-01/x" not in left
+    assert {"alice/total/x", "stranger/2020-01/x"} < left.keys()

@@ -1,0 +1,138 @@
+"""The table of how weights are divided among ranks."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench.gpu.model import make_config
+from services.common.checkpoint.layout import weight_shapes
+from services.common.checkpoint.quantization import StoredQuantization
+from services.common.checkpoint.shards import SPLITS, check_shards, shards
+from services.common.errors import StartupError
+from services.common.text.model_config import ModelConfig
+from services.engine.weights.sharded import ShardedWeights
+from services.engine.weights.weights import Form
+
+CONFIG = replace(
+    make_config(1, 256, 387), num_heads=8, num_kv_heads=4, head_dim=6, o_bias=True, mlp_bias=True
+)
+
+
+class Whole:
+    def __init__(self, config: ModelConfig) -> None:
+        draw = torch.Generator().manual_seed(0)
+        shapes = weight_shapes(config)
+        self.tensors = {n: torch.randn(shape, generator=draw) for n, shape in shapes.items()}
+
+    def form(self, linear: str) -> Form:
+        return "float"
+
+    def linear(self, linear: str) -> Tensor:
+        return self.tensors[f"{linear}.weight"]
+
+
+def parts(config: ModelConfig, size: int) -> tuple[Whole, list[ShardedWeights]]:
+    whole = Whole(config)
+    return whole, [ShardedWeights(whole, shard) for shard in shards(config, size)]
+
+
+def test_every_weight_is_divided_or_a_norm() -> None:
+    for name in weight_shapes(CONFIG):
+        module = name.split(".")[-2]
+        assert (module in SPLITS) != module.endswith("norm")
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_parts_make_up_the_whole_weights(size: int) -> None:
+    """Every row or column belongs to exactly one rank, in the order of the ranks."""
+    whole, found = parts(CONFIG, size)
+    for name, tensor in whole.tensors.items():
+        module, kind = name.split(".")[-2:]
+        dimension = SPLITS[module][0] if module in SPLITS else None
+        pieces = [one.tensors[name] for one in found if name in one.tensors]
+        if dimension is None:
+            assert all(torch.equal(piece, tensor) for piece in pieces)
+            assert len(pieces) == size
+        elif dimension == 1 and kind == "bias":
+            assert [name in one.tensors for one in found] == [True] + [False] * (size - 1)
+            assert torch.equal(pieces[0], tensor)
+        else:
+            assert torch.equal(torch.cat(pieces, dimension), tensor)
+        if kind == "weight" and dimension is not None:
+            linear = name.removesuffix(".weight")
+            assert all(torch.equal(one.linear(linear), one.tensors[name]) for one in found)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_linears_of_parts_add_up_to_the_whole_linear(size: int) -> None:
+    """Column-parallel, then row-parallel, with biases, against the full matrices in fp64."""
+    whole, found = parts(CONFIG, size)
+    up, down = (f"model.layers.0.mlp.{name}_proj" for name in ("up", "down"))
+
+    def mlp(tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        t = {name: value.double() for name, value in tensors.items()}
+        inner = torch.relu(x @ t[f"{up}.weight"].T + t[f"{up}.bias"])
+        return inner @ t[f"{down}.weight"].T + t.get(f"{down}.bias", torch.zeros(1).double())
+
+    x = torch.randn(3, CONFIG.hidden_size, dtype=torch.float64)
+    total = torch.stack([mlp(one.tensors, x) for one in found]).sum(0)
+    torch.testing.assert_close(total, mlp(whole.tensors, x))
+
+
+def test_views_of_parts_cost_no_memory() -> None:
+    whole, found = parts(CONFIG, 2)
+    for one in found:
+        for name, tensor in one.tensors.items():
+            assert (
+                tensor.untyped_storage().data_ptr()
+                == whole.tensors[name].untyped_storage().data_ptr()
+            )
+
+
+def test_a_vocabulary_that_does_not_divide_differs_by_one_token() -> None:
+    widths = [shard.vocabulary for shard in shards(CONFIG, 4)]
+    assert widths == [slice(0, 97), slice(97, 194), slice(194, 291), slice(291, 387)]
+
+
+@pytest.mark.parametrize(
+    ("num_kv_heads", "size", "heads"),
+    [(4, 4, [0, 1, 2, 3]), (2, 4, [0, 0, 1, 1]), (1, 4, [0, 0, 0, 0]), (2, 8, [0] * 4 + [1] * 4)],
+)
+def test_kv_heads_are_those_of_the_ranks_query_heads(
+    num_kv_heads: int, size: int, heads: list[int]
+) -> None:
+    """With fewer of them than ranks, ranks have copies."""
+    config = replace(CONFIG, num_kv_heads=num_kv_heads)
+    found = shards(config, size)
+    assert [shard.part("kv_heads") for shard in found] == [slice(6 * h, 6 * h + 6) for h in heads]
+    assert {shard.own_config.num_kv_heads for shard in found} == {1}
+    group = config.num_heads // num_kv_heads
+    for shard, head in zip(found, heads, strict=True):
+        queries = shard.part("heads")
+        assert queries.start // 6 // group == head == (queries.stop - 1) // 6 // group
+
+
+@pytest.mark.parametrize(
+    ("change", "size", "text"),
+    [
+        ({"num_heads": 6}, 4, "6 query heads are not a multiple"),
+        ({"intermediate_size": 70}, 4, "70 columns of the MLP are not a multiple"),
+        ({"num_heads": 12, "num_kv_heads": 3}, 2, "3 key/value heads are neither"),
+        ({"vocab_size": 3}, 4, "a vocabulary of 3 has fewer tokens"),
+        (
+            {"quantization": StoredQuantization("gptq", "int4-128", 128)},
+            2,
+            "linears of int4-128 are not split",
+        ),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_with_the_numbers(
+    change: dict[str, int], size: int, text: str
+) -> None:
+    config = replace(CONFIG, **change)  # type: ignore[arg-type]
+    with pytest.raises(StartupError, match=f"tensor_parallel_size {size}: {text}"):
+        check_shards(config, size)
+    check_shards(config, 1)
