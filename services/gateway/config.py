@@ -10,7 +10,8 @@ from pydantic_settings import NoDecode, SettingsConfigDict
 
 from services.common.rpc.tls import TlsFiles, given_files, service_tls
 from services.common.runtime.config import ServiceSettings, env_prefix, split_by_commas
-from services.gateway.access.keyring import Keyring, KeyringMetrics
+from services.common.runtime.metrics import KeyringMetrics
+from services.gateway.access.keyring import Keyring
 from services.gateway.dashboard.access import DashboardSetting
 from services.gateway.frontend.http.body_limits import DEFAULT_BODY_MEMORY_BYTES, MAX_BODY_BYTES
 
