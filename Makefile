@@ -4,7 +4,7 @@ PROTOC := PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -m grpc_tools.protoc
 
 CXX_FILES := $(shell find kernels/csrc -name '*.cpp' -o -name '*.h')
 
-.PHONY: help setup proto lint type test test-failed test-fast test-full check chaos bench docs up down clean
+.PHONY: help setup proto lint type test test-failed test-fast test-browser test-full check chaos bench docs up down clean
 .NOTPARALLEL:
 
 # Tests run beside the services that they start, so each process has one OpenMP thread, which does
@@ -55,6 +55,9 @@ test-failed: setup ## The tests that failed last time, one after another
 
 test-fast: setup ## Unit tests and samples of the property tests: the inner loop
 	$(TEST) --numprocesses 2 tests/unit tests/property
+
+test-browser: setup ## The dashboard in Chromium (apt-get install chromium)
+	$(TEST) tests/browser
 
 test-full: setup ## All tests, whole matrices
 	$(TEST) $(IN_TWO) -m "full or not full"

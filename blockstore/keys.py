@@ -23,6 +23,22 @@ def pool_header(pool_id: str) -> str:
     return f"{pool_tag(pool_id)}:pool"
 
 
+def refs(pool_id: str) -> str:
+    return f"{pool_tag(pool_id)}:refs"
+
+
+def hashes(pool_id: str) -> str:
+    return f"{pool_tag(pool_id)}:hashes"
+
+
+def cached(pool_id: str) -> str:
+    return f"{pool_tag(pool_id)}:cached"
+
+
+def held(pool_id: str, holder_id: str) -> str:
+    return f"{pool_tag(pool_id)}:held:{holder_id}"
+
+
 def room_channel(pool_id: str) -> str:
     """The channel on which a pool's functions announce freed blocks and ended waits."""
     return f"{pool_tag(pool_id)}:room"

@@ -15,6 +15,7 @@ from blockstore.records import (
     Allocation,
     Asserted,
     AuditReport,
+    BlockInfo,
     Claim,
     Content,
     Extension,
@@ -147,6 +148,21 @@ class MemoryStore:
 
     async def holders(self, pool_id: str) -> tuple[HolderInfo, ...]:
         return self.ledger(pool_id).holder_infos()
+
+    async def holder_page(self, pool_id: str, first: int, limit: int) -> tuple[HolderInfo, ...]:
+        return self.ledger(pool_id).holder_infos()[first : first + limit]
+
+    async def held_blocks(self, pool_id: str, holder_id: str) -> frozenset[int]:
+        holder = self.ledger(pool_id).holders.get(holder_id)
+        return frozenset(holder.held) if holder else frozenset()
+
+    async def block_infos(self, pool_id: str, block_ids: Sequence[int]) -> tuple[BlockInfo, ...]:
+        blocks = self.ledger(pool_id).blocks
+        ranks = {block_id: rank for rank, block_id in enumerate(blocks.cached)}
+        return tuple(
+            BlockInfo(each, blocks.refs.get(each, 0), blocks.hash_of.get(each), ranks.get(each))
+            for each in block_ids
+        )
 
     async def stats(self, pool_id: str) -> PoolStats:
         return self.ledger(pool_id).stats()

@@ -111,6 +111,18 @@ class HolderInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockInfo:
+    """A block as an observer of the pool sees it. `num_holders` is 0 for a free or a cached block.
+    `cached_at`: of a cached block, the pool's count of blocks that became cached; the block with
+    the lowest one is evicted next. A block with neither is free."""
+
+    block_id: int
+    num_holders: int
+    prefix_hash: PrefixHash | None
+    cached_at: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Asserted:
     """A holder as its worker reports it in a recovery. `block_ids`: every block that it ever got,
     in order of acquisition; `given_back`: those that it no longer holds."""

@@ -1,7 +1,7 @@
 """The block store in Redis: each operation is one call of a function in functions/*.lua."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -21,6 +21,7 @@ from blockstore.records import (
     Allocation,
     Asserted,
     AuditReport,
+    BlockInfo,
     Claim,
     Content,
     Extension,
@@ -47,6 +48,8 @@ from blockstore.redis_replies import (
 from blockstore.store import MarkOwned, Recovery
 
 HOLDER_PAGE = 1000
+OBSERVER_PAGE = 512
+"""The blocks of one command that reads them for an observer: well below a millisecond."""
 RESTORE_PAGE = 1024
 """The blocks of one call of `restore`."""
 _POLL_S = 0.02
@@ -279,6 +282,29 @@ class RedisStore(RedisCalls):
             page = await self._read("holders", pool_id, len(infos), HOLDER_PAGE)
             infos.extend(map(holder_info, page))
         return tuple(sorted(infos, key=lambda info: (info.order, info.holder_id)))
+
+    async def holder_page(self, pool_id: str, first: int, limit: int) -> tuple[HolderInfo, ...]:
+        page = await self._read("holders", pool_id, first, limit)
+        return tuple(map(holder_info, page))
+
+    async def held_blocks(self, pool_id: str, holder_id: str) -> frozenset[int]:
+        return frozenset(ids(await self._reads.send("HKEYS", keys.held(pool_id, holder_id))))
+
+    async def block_infos(self, pool_id: str, block_ids: Sequence[int]) -> tuple[BlockInfo, ...]:
+        pages = range(0, len(block_ids), OBSERVER_PAGE)
+        infos = [await self._infos(pool_id, block_ids[at : at + OBSERVER_PAGE]) for at in pages]
+        return tuple(chain.from_iterable(infos))
+
+    async def _infos(self, pool_id: str, block_ids: Sequence[int]) -> Iterator[BlockInfo]:
+        refs, hashes, clocks = await asyncio.gather(
+            self._reads.send("HMGET", keys.refs(pool_id), *block_ids),
+            self._reads.send("HMGET", keys.hashes(pool_id), *block_ids),
+            self._reads.send("ZMSCORE", keys.cached(pool_id), *block_ids),
+        )
+        return (
+            BlockInfo(block_id, int(held or 0), carried, None if clock is None else int(clock))
+            for block_id, held, carried, clock in zip(block_ids, refs, hashes, clocks, strict=True)
+        )
 
     async def stats(self, pool_id: str) -> PoolStats:
         """Return a pool's counters. UnknownPool: also for a pool that a restarted server read from

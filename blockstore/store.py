@@ -50,6 +50,7 @@ from blockstore.records import (
     Allocation,
     Asserted,
     AuditReport,
+    BlockInfo,
     Claim,
     Content,
     Extension,
@@ -248,6 +249,17 @@ class BlockStore(Protocol):
 
     async def holders(self, pool_id: str) -> tuple[HolderInfo, ...]:
         """Return all holders, in order. Recovering: not all are known."""
+
+    async def holder_page(self, pool_id: str, first: int, limit: int) -> tuple[HolderInfo, ...]:
+        """Return up to `limit` holders from number `first` on, in an order that is stable while
+        no holder comes or goes. Recovering."""
+
+    async def held_blocks(self, pool_id: str, holder_id: str) -> frozenset[int]:
+        """Return the blocks that a holder holds now; none if there is no such holder (or pool)."""
+
+    async def block_infos(self, pool_id: str, block_ids: Sequence[int]) -> tuple[BlockInfo, ...]:
+        """Return what the ledger has about each of these blocks, for observers: the answer is not
+        atomic, so a block that changes meanwhile may be shown wrongly."""
 
     async def stats(self, pool_id: str) -> PoolStats: ...
 

@@ -183,3 +183,104 @@ class DrainWorkerResponse(_message.Message):
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     def __init__(self, num_running: _Optional[int] = ...) -> None: ...
+
+class WatchBlocksRequest(_message.Message):
+    __slots__ = ("since",)
+    class SinceEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    since: _containers.ScalarMap[str, int]
+    def __init__(self, since: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
+class WatchBlocksResponse(_message.Message):
+    __slots__ = ("maps",)
+    MAPS_FIELD_NUMBER: _ClassVar[int]
+    maps: _containers.RepeatedCompositeFieldContainer[BlockMap]
+    def __init__(self, maps: _Optional[_Iterable[_Union[BlockMap, _Mapping]]] = ...) -> None: ...
+
+class BlockMap(_message.Message):
+    __slots__ = ("pool", "tick", "whole", "blocks_per_cell", "cells", "holders", "age_s", "fenced_worker_ids", "last_audit", "last_audit_age_s")
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    TICK_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_PER_CELL_FIELD_NUMBER: _ClassVar[int]
+    CELLS_FIELD_NUMBER: _ClassVar[int]
+    HOLDERS_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    FENCED_WORKER_IDS_FIELD_NUMBER: _ClassVar[int]
+    LAST_AUDIT_FIELD_NUMBER: _ClassVar[int]
+    LAST_AUDIT_AGE_S_FIELD_NUMBER: _ClassVar[int]
+    pool: Pool
+    tick: int
+    whole: bool
+    blocks_per_cell: int
+    cells: _containers.RepeatedCompositeFieldContainer[BlockCell]
+    holders: _containers.RepeatedCompositeFieldContainer[BlockHolder]
+    age_s: int
+    fenced_worker_ids: _containers.RepeatedScalarFieldContainer[str]
+    last_audit: PoolAudit
+    last_audit_age_s: int
+    def __init__(self, pool: _Optional[_Union[Pool, _Mapping]] = ..., tick: _Optional[int] = ..., whole: _Optional[bool] = ..., blocks_per_cell: _Optional[int] = ..., cells: _Optional[_Iterable[_Union[BlockCell, _Mapping]]] = ..., holders: _Optional[_Iterable[_Union[BlockHolder, _Mapping]]] = ..., age_s: _Optional[int] = ..., fenced_worker_ids: _Optional[_Iterable[str]] = ..., last_audit: _Optional[_Union[PoolAudit, _Mapping]] = ..., last_audit_age_s: _Optional[int] = ...) -> None: ...
+
+class BlockCell(_message.Message):
+    __slots__ = ("index", "num_unread", "num_cached", "num_held", "num_shared", "num_quarantined", "holder_slot", "changed_s")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    NUM_UNREAD_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_FIELD_NUMBER: _ClassVar[int]
+    NUM_HELD_FIELD_NUMBER: _ClassVar[int]
+    NUM_SHARED_FIELD_NUMBER: _ClassVar[int]
+    NUM_QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_SLOT_FIELD_NUMBER: _ClassVar[int]
+    CHANGED_S_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    num_unread: int
+    num_cached: int
+    num_held: int
+    num_shared: int
+    num_quarantined: int
+    holder_slot: int
+    changed_s: int
+    def __init__(self, index: _Optional[int] = ..., num_unread: _Optional[int] = ..., num_cached: _Optional[int] = ..., num_held: _Optional[int] = ..., num_shared: _Optional[int] = ..., num_quarantined: _Optional[int] = ..., holder_slot: _Optional[int] = ..., changed_s: _Optional[int] = ...) -> None: ...
+
+class BlockHolder(_message.Message):
+    __slots__ = ("slot", "holder")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    holder: Holder
+    def __init__(self, slot: _Optional[int] = ..., holder: _Optional[_Union[Holder, _Mapping]] = ...) -> None: ...
+
+class DescribeBlocksRequest(_message.Message):
+    __slots__ = ("pool_id", "cell")
+    POOL_ID_FIELD_NUMBER: _ClassVar[int]
+    CELL_FIELD_NUMBER: _ClassVar[int]
+    pool_id: str
+    cell: int
+    def __init__(self, pool_id: _Optional[str] = ..., cell: _Optional[int] = ...) -> None: ...
+
+class DescribeBlocksResponse(_message.Message):
+    __slots__ = ("blocks",)
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    blocks: _containers.RepeatedCompositeFieldContainer[Block]
+    def __init__(self, blocks: _Optional[_Iterable[_Union[Block, _Mapping]]] = ...) -> None: ...
+
+class Block(_message.Message):
+    __slots__ = ("block_id", "state", "num_holders", "prefix_hash", "cached_at", "holder_ids")
+    BLOCK_ID_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    NUM_HOLDERS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HASH_FIELD_NUMBER: _ClassVar[int]
+    CACHED_AT_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_IDS_FIELD_NUMBER: _ClassVar[int]
+    block_id: int
+    state: str
+    num_holders: int
+    prefix_hash: bytes
+    cached_at: int
+    holder_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, block_id: _Optional[int] = ..., state: _Optional[str] = ..., num_holders: _Optional[int] = ..., prefix_hash: _Optional[bytes] = ..., cached_at: _Optional[int] = ..., holder_ids: _Optional[_Iterable[str]] = ...) -> None: ...

@@ -56,6 +56,16 @@ class BlockManagerStub:
                 request_serializer=quire_dot_v1_dot_block__manager__pb2.AuditRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_block__manager__pb2.AuditResponse.FromString,
                 _registered_method=True)
+        self.WatchBlocks = channel.unary_unary(
+                '/quire.v1.BlockManager/WatchBlocks',
+                request_serializer=quire_dot_v1_dot_block__manager__pb2.WatchBlocksRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_block__manager__pb2.WatchBlocksResponse.FromString,
+                _registered_method=True)
+        self.DescribeBlocks = channel.unary_unary(
+                '/quire.v1.BlockManager/DescribeBlocks',
+                request_serializer=quire_dot_v1_dot_block__manager__pb2.DescribeBlocksRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_block__manager__pb2.DescribeBlocksResponse.FromString,
+                _registered_method=True)
         self.DrainWorker = channel.unary_unary(
                 '/quire.v1.BlockManager/DrainWorker',
                 request_serializer=quire_dot_v1_dot_block__manager__pb2.DrainWorkerRequest.SerializeToString,
@@ -93,6 +103,21 @@ class BlockManagerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchBlocks(self, request, context):
+        """The state of all blocks, by cell: what has changed since an earlier answer. Asking is what makes the block manager
+        follow the blocks: it reads a bounded part of the ledger, at most twice a second for all who ask.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DescribeBlocks(self, request, context):
+        """The blocks of one cell, as the ledger has them now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DrainWorker(self, request, context):
         """Tells a worker to finish what it runs and exit. NOT_FOUND: no such worker. FAILED_PRECONDITION: it is the last of
         its role on its pool.
@@ -123,6 +148,16 @@ def add_BlockManagerServicer_to_server(servicer, server):
                     servicer.Audit,
                     request_deserializer=quire_dot_v1_dot_block__manager__pb2.AuditRequest.FromString,
                     response_serializer=quire_dot_v1_dot_block__manager__pb2.AuditResponse.SerializeToString,
+            ),
+            'WatchBlocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.WatchBlocks,
+                    request_deserializer=quire_dot_v1_dot_block__manager__pb2.WatchBlocksRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_block__manager__pb2.WatchBlocksResponse.SerializeToString,
+            ),
+            'DescribeBlocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeBlocks,
+                    request_deserializer=quire_dot_v1_dot_block__manager__pb2.DescribeBlocksRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_block__manager__pb2.DescribeBlocksResponse.SerializeToString,
             ),
             'DrainWorker': grpc.unary_unary_rpc_method_handler(
                     servicer.DrainWorker,
@@ -240,6 +275,60 @@ class BlockManager:
             '/quire.v1.BlockManager/Audit',
             quire_dot_v1_dot_block__manager__pb2.AuditRequest.SerializeToString,
             quire_dot_v1_dot_block__manager__pb2.AuditResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.BlockManager/WatchBlocks',
+            quire_dot_v1_dot_block__manager__pb2.WatchBlocksRequest.SerializeToString,
+            quire_dot_v1_dot_block__manager__pb2.WatchBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.BlockManager/DescribeBlocks',
+            quire_dot_v1_dot_block__manager__pb2.DescribeBlocksRequest.SerializeToString,
+            quire_dot_v1_dot_block__manager__pb2.DescribeBlocksResponse.FromString,
             options,
             channel_credentials,
             insecure,

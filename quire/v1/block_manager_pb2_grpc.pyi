@@ -40,6 +40,12 @@ class BlockManagerStub:
     ListHolders: _grpc.UnaryUnaryMultiCallable[_block_manager_pb2.ListHoldersRequest, _block_manager_pb2.ListHoldersResponse]
     Audit: _grpc.UnaryUnaryMultiCallable[_block_manager_pb2.AuditRequest, _block_manager_pb2.AuditResponse]
     """Recounts every reference from the ledger and compares."""
+    WatchBlocks: _grpc.UnaryUnaryMultiCallable[_block_manager_pb2.WatchBlocksRequest, _block_manager_pb2.WatchBlocksResponse]
+    """The state of all blocks, by cell: what has changed since an earlier answer. Asking is what makes the block manager
+    follow the blocks: it reads a bounded part of the ledger, at most twice a second for all who ask.
+    """
+    DescribeBlocks: _grpc.UnaryUnaryMultiCallable[_block_manager_pb2.DescribeBlocksRequest, _block_manager_pb2.DescribeBlocksResponse]
+    """The blocks of one cell, as the ledger has them now."""
     DrainWorker: _grpc.UnaryUnaryMultiCallable[_block_manager_pb2.DrainWorkerRequest, _block_manager_pb2.DrainWorkerResponse]
     """Tells a worker to finish what it runs and exit. NOT_FOUND: no such worker. FAILED_PRECONDITION: it is the last of
     its role on its pool.
@@ -57,6 +63,12 @@ class BlockManagerAsyncStub(BlockManagerStub):
     ListHolders: _aio.UnaryUnaryMultiCallable[_block_manager_pb2.ListHoldersRequest, _block_manager_pb2.ListHoldersResponse]  # type: ignore[assignment]
     Audit: _aio.UnaryUnaryMultiCallable[_block_manager_pb2.AuditRequest, _block_manager_pb2.AuditResponse]  # type: ignore[assignment]
     """Recounts every reference from the ledger and compares."""
+    WatchBlocks: _aio.UnaryUnaryMultiCallable[_block_manager_pb2.WatchBlocksRequest, _block_manager_pb2.WatchBlocksResponse]  # type: ignore[assignment]
+    """The state of all blocks, by cell: what has changed since an earlier answer. Asking is what makes the block manager
+    follow the blocks: it reads a bounded part of the ledger, at most twice a second for all who ask.
+    """
+    DescribeBlocks: _aio.UnaryUnaryMultiCallable[_block_manager_pb2.DescribeBlocksRequest, _block_manager_pb2.DescribeBlocksResponse]  # type: ignore[assignment]
+    """The blocks of one cell, as the ledger has them now."""
     DrainWorker: _aio.UnaryUnaryMultiCallable[_block_manager_pb2.DrainWorkerRequest, _block_manager_pb2.DrainWorkerResponse]  # type: ignore[assignment]
     """Tells a worker to finish what it runs and exit. NOT_FOUND: no such worker. FAILED_PRECONDITION: it is the last of
     its role on its pool.
@@ -95,6 +107,24 @@ class BlockManagerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_block_manager_pb2.AuditResponse, _abc.Awaitable[_block_manager_pb2.AuditResponse]]:
         """Recounts every reference from the ledger and compares."""
+
+    @_abc_1.abstractmethod
+    def WatchBlocks(
+        self,
+        request: _block_manager_pb2.WatchBlocksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_block_manager_pb2.WatchBlocksResponse, _abc.Awaitable[_block_manager_pb2.WatchBlocksResponse]]:
+        """The state of all blocks, by cell: what has changed since an earlier answer. Asking is what makes the block manager
+        follow the blocks: it reads a bounded part of the ledger, at most twice a second for all who ask.
+        """
+
+    @_abc_1.abstractmethod
+    def DescribeBlocks(
+        self,
+        request: _block_manager_pb2.DescribeBlocksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_block_manager_pb2.DescribeBlocksResponse, _abc.Awaitable[_block_manager_pb2.DescribeBlocksResponse]]:
+        """The blocks of one cell, as the ledger has them now."""
 
     @_abc_1.abstractmethod
     def DrainWorker(

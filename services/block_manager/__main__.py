@@ -15,6 +15,7 @@ from blockstore.errors import BlockStoreError, StoreUnavailable
 from blockstore.redis_store import RedisStore
 from blockstore.registry import Member
 from quire.v1 import block_manager_pb2_grpc
+from services.block_manager.auditor import LastAudits
 from services.block_manager.config import BlockManagerSettings
 from services.block_manager.manager import BlockManager
 from services.block_manager.rounds import Connection, RoundRunner
@@ -84,7 +85,10 @@ async def _serve(
     rpc_key = deployment_secret(settings).rpc_key
     tls = service_tls(settings)
     server = RpcServer(SERVICE_NAME, guard=Guard(rpc_key, member_id), tls=tls)
-    service = BlockManagerService(runner, member_id, rpc_key, settings.drain_timeout_s, tls)
+    last_audits = LastAudits()
+    service = BlockManagerService(
+        runner, member_id, rpc_key, settings.drain_timeout_s, last_audits, tls
+    )
     block_manager_pb2_grpc.add_BlockManagerServicer_to_server(service, server.aio)
     port = await server.start(settings.host, settings.port)
     member = Member(
@@ -102,7 +106,7 @@ async def _serve(
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [
-                tasks.create_task(BlockManager(settings, runner, metrics).run()),
+                tasks.create_task(BlockManager(settings, runner, metrics, last_audits).run()),
                 tasks.create_task(runner.run_every(lambda: _ANNOUNCE_INTERVAL_S, announce)),
             ]
             await server.set_serving(True)

@@ -1,6 +1,9 @@
 """Exports the counters of every pool to Prometheus, and recounts every block reference
 periodically."""
 
+import time
+
+from blockstore.records import AuditReport
 from services.block_manager.rounds import Connection
 from services.block_manager.survey import Survey
 from services.common.runtime.logging import get_logger
@@ -9,9 +12,30 @@ from services.common.runtime.metrics import PoolMetrics
 log = get_logger(__name__)
 
 
+class LastAudits:
+    """The last audit of each pool, periodic or by an operator."""
+
+    def __init__(self) -> None:
+        self._reports: dict[str, tuple[float, AuditReport]] = {}
+
+    def note(self, report: AuditReport) -> None:
+        self._reports[report.pool_id] = time.monotonic(), report
+
+    def find(self, pool_id: str) -> tuple[AuditReport, int] | None:
+        """The last audit of a pool, and its age in seconds; None: there was none."""
+        if pool_id not in self._reports:
+            return None
+        audited_at, report = self._reports[pool_id]
+        return report, int(time.monotonic() - audited_at)
+
+    def forget(self, pool_id: str) -> None:
+        self._reports.pop(pool_id, None)
+
+
 class Auditor:
-    def __init__(self, metrics: PoolMetrics) -> None:
+    def __init__(self, metrics: PoolMetrics, last_audits: LastAudits) -> None:
         self._metrics = metrics
+        self._last_audits = last_audits
         self._models: dict[str, str] = {}
 
     async def observe(self, found: Survey, connection: Connection) -> None:
@@ -22,11 +46,13 @@ class Auditor:
             seen[stats.spec.pool_id] = stats.spec.model
         for pool_id in self._models.keys() - seen.keys():
             self._metrics.forget(pool_id, self._models[pool_id])
+            self._last_audits.forget(pool_id)
         self._models = seen
 
     async def audit(self, connection: Connection) -> None:
         """Recount all pools; log and count every broken law."""
         for report in await connection.of_all_pools(connection.store.audit):
+            self._last_audits.note(report)
             for violation in report.violations:
                 log.error("law_broken", pool_id=report.pool_id, violation=violation)
             model = self._models.get(report.pool_id, "")

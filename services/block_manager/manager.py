@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
-from services.block_manager.auditor import Auditor
+from services.block_manager.auditor import Auditor, LastAudits
 from services.block_manager.config import BlockManagerSettings
 from services.block_manager.fencer import Fencer
 from services.block_manager.gpu_processes import AllProcesses, GpuProcesses
@@ -33,6 +33,7 @@ class BlockManager:
         settings: BlockManagerSettings,
         runner: RoundRunner,
         metrics: PoolMetrics,
+        last_audits: LastAudits,
         listed: GpuProcesses | None = None,
     ) -> None:
         """`listed`: the processes of GPUs; None: as their drivers list them."""
@@ -46,7 +47,7 @@ class BlockManager:
         self._watcher = Watcher(root, self._reap_worker, liveness, metrics.worker_quiet_s.observe)
         self._sweeper = Sweeper(root, settings.pool_grace_s, liveness)
         self._fencer = Fencer(root, settings.fence_after_s, metrics)
-        self._auditor = Auditor(metrics)
+        self._auditor = Auditor(metrics, last_audits)
         self._checks: tuple[Check, ...] = (
             self._sweeper.sweep,
             self._fencer.fence_stuck,

@@ -9,6 +9,8 @@ from blockstore.records import PoolStats
 from blockstore.registry import Member
 from quire.v1 import block_manager_pb2 as pb
 from quire.v1 import block_manager_pb2_grpc
+from services.block_manager.auditor import LastAudits
+from services.block_manager.block_watch import BlockWatch, to_wire
 from services.block_manager.drain import Drainer
 from services.block_manager.rounds import Connection, RoundRunner
 from services.common.rpc.tls import TlsFiles
@@ -43,9 +45,12 @@ class BlockManagerService(block_manager_pb2_grpc.BlockManagerServicer):
         member_id: str,
         rpc_key: bytes,
         drain_timeout_s: float,
+        last_audits: LastAudits,
         tls: TlsFiles | None = None,
     ) -> None:
         self._runner = runner
+        self._last_audits = last_audits
+        self._watch = BlockWatch()
         self._drainer = Drainer(member_id, rpc_key, drain_timeout_s, tls)
 
     async def ListPools(self, request: pb.ListPoolsRequest, context: Any) -> pb.ListPoolsResponse:
@@ -92,7 +97,29 @@ class BlockManagerService(block_manager_pb2_grpc.BlockManagerServicer):
     async def Audit(self, request: pb.AuditRequest, context: Any) -> pb.AuditResponse:
         connection = self._runner.connection
         reports = await _one_or_all(connection, request.pool_id, connection.store.audit)
+        for report in reports:
+            self._last_audits.note(report)
         return pb.AuditResponse(pools=[pb.PoolAudit(**asdict(report)) for report in reports])
+
+    async def WatchBlocks(
+        self, request: pb.WatchBlocksRequest, context: Any
+    ) -> pb.WatchBlocksResponse:
+        response = pb.WatchBlocksResponse()
+        for block_map in await self._watch.maps(self._runner.connection):
+            pool = _pool(block_map.stats)
+            wire = to_wire(block_map, pool, request.since[pool.pool_id])
+            if last := self._last_audits.find(pool.pool_id):
+                report, wire.last_audit_age_s = last
+                wire.last_audit.CopyFrom(pb.PoolAudit(**asdict(report)))
+            response.maps.append(wire)
+        return response
+
+    async def DescribeBlocks(
+        self, request: pb.DescribeBlocksRequest, context: Any
+    ) -> pb.DescribeBlocksResponse:
+        connection = self._runner.connection
+        blocks = await self._watch.describe(connection, request.pool_id, request.cell)
+        return pb.DescribeBlocksResponse(blocks=blocks)
 
     async def DrainWorker(
         self, request: pb.DrainWorkerRequest, context: Any

@@ -12,6 +12,7 @@ from services.common.rpc.tls import TlsFiles, given_files, service_tls
 from services.common.runtime.config import ServiceSettings, env_prefix, split_by_commas
 from services.common.runtime.metrics import KeyringMetrics
 from services.gateway.access.keyring import Keyring
+from services.gateway.dashboard.access import DashboardSetting
 from services.gateway.frontend.http.body_limits import DEFAULT_BODY_MEMORY_BYTES, MAX_BODY_BYTES
 
 
@@ -44,6 +45,11 @@ class GatewaySettings(ServiceSettings):
         default=(),
         description="hosts, by commas, that HTTP requests may be for: a name, an address, or "
         "*.example.com; none: any",
+    )
+    dashboard: DashboardSetting = Field(
+        default="auto",
+        description="the page at / of http_port: auto shows it to users of this host, on to "
+        "everybody who reaches the port, off to nobody",
     )
     max_connections: int = Field(
         default=4096,

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 from socket import gethostname
 
 from prometheus_client import CollectorRegistry
+from starlette.routing import Route
 
 from blockstore.registry import Member
 from quire.sockets import operations_socket, remove_dead_sockets
@@ -24,6 +25,7 @@ from services.gateway.access.control import AccessControl
 from services.gateway.access.guards import KeyGuard
 from services.gateway.access.keyring import Keyring
 from services.gateway.config import GatewaySettings
+from services.gateway.dashboard.wiring import make_dashboard
 from services.gateway.frontend import service
 from services.gateway.frontend.api import Generator
 from services.gateway.frontend.http.app import create_app
@@ -57,9 +59,10 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
             settings, stack, _HINT_LIMIT_S, settings.store_patience_s
         )
         stack.enter_context(metrics_endpoint(settings, metrics))
+        request_metrics = RequestMetrics(metrics)
         wiring = await stack.enter_async_context(
             start_gateway(
-                *(store, registry, secret, settings.options(), RequestMetrics(metrics)),
+                *(store, registry, secret, settings.options(), request_metrics),
                 tls=service_tls(settings),
             )
         )
@@ -71,7 +74,14 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
         server, port = await _grpc_server(settings, generator, keyring, relays, stack)
         operations = await _operations_server(settings, generator, keyring, relays, port, stack)
         http = await stack.enter_async_context(AsyncExitStack())
-        http_port = await _http_server(settings, generator, keyring, metrics, http)
+        feed, routes = make_dashboard(
+            settings.dashboard,
+            wiring,
+            request_metrics.metrics,
+            relays[0],
+            has_keys=keyring is not None,
+        )
+        http_port = await _http_server(settings, generator, keyring, metrics, routes, http)
         # However the process ends, clients get an error before their connections break.
         stack.push_async_callback(wiring.dispatcher.close)
         started_unix_ms = time.time_ns() // 1_000_000
@@ -93,6 +103,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
                 background.append(tasks.create_task(budgets.run(), name="budgets"))
             await stop.wait()
             heartbeat.changed()
+            feed.close()
             await _shut_down(wiring, server, http, settings.request_grace_s)
             for task in background:
                 task.cancel()
@@ -181,13 +192,16 @@ async def _http_server(
     generator: Generator,
     keyring: Keyring | None,
     metrics: CollectorRegistry,
+    more_routes: Sequence[Route],
     stack: AsyncExitStack,
 ) -> int | None:
     if settings.http_port is None:
         return None
     app = create_app(
         *(generator, metrics, settings.allowed_hosts, settings.body_memory),
-        *(keyring, settings.cors_origins),
+        keyring=keyring,
+        cors_origins=settings.cors_origins,
+        more_routes=more_routes,
     )
     limits = ConnectionLimits(
         _max_connections(settings),

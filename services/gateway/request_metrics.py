@@ -61,7 +61,7 @@ class RequestMetrics:
     """Counts and logs the requests of a gateway when they are refused or end."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._metrics = GatewayMetrics(registry)
+        self.metrics = self._metrics = GatewayMetrics(registry)
         self._tenants = TenantMetrics(registry)
         self._tenant_labels: set[str] = set()
         self._meters: dict[str, ModelMeter] = {}
@@ -105,7 +105,7 @@ class RequestMetrics:
         """Count a request that has ended, and write its one log line."""
         request, stats = lifecycle.client.request, lifecycle.client.output.stats
         now = asyncio.get_running_loop().time()
-        outcome = _outcome(lifecycle, error)
+        outcome = outcome_of(lifecycle, error)
         metrics, model = self._metrics, request.model
         metrics.e2e_request_latency_s.labels(model).observe(now - request.arrived_at)
         metrics.prompt_tokens.labels(model).inc(stats.num_prompt_tokens)
@@ -158,7 +158,7 @@ def code_of(error: Exception) -> str:
     return failure.code if failure else INTERNAL_CODE
 
 
-def _outcome(lifecycle: RequestLifecycle, error: Exception | None) -> str:
+def outcome_of(lifecycle: RequestLifecycle, error: Exception | None) -> str:
     """How a request ended: its finish reason, the code of its error, or `cancelled`."""
     if lifecycle.client.output.finish_reason is not None:
         return lifecycle.client.output.finish_reason.value

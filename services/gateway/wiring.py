@@ -14,9 +14,11 @@ from services.common.runtime.registry_heartbeat import RegistryHeartbeat
 from services.common.runtime.secret import Secret
 from services.gateway.change_notifier import ChangeNotifier
 from services.gateway.config import GatewayOptions
+from services.gateway.dashboard.document import EndedRequests
 from services.gateway.gateway import Gateway
 from services.gateway.intake.catalog import load_model
-from services.gateway.request_metrics import RequestMetrics
+from services.gateway.request.lifecycle import RequestLifecycle
+from services.gateway.request_metrics import RequestMetrics, outcome_of
 from services.gateway.scheduling.dispatcher import Dispatcher
 from services.gateway.scheduling.migration import Migration
 from services.gateway.scheduling.router import Router
@@ -38,6 +40,7 @@ class Wiring:
     dispatcher: Dispatcher
     migration: Migration
     changes: ChangeNotifier
+    ended: EndedRequests
 
     def describe(self, address: str, started_unix_ms: int, *, stopping: bool) -> Member:
         """The gateway's own registration."""
@@ -87,9 +90,13 @@ async def start_gateway(
         gateway_id=gateway_id,
     )
     router = Router(store, secret.root)
-    dispatcher = Dispatcher(
-        directory, router, registry, options, changes, request_metrics.record_end
-    )
+    ended = EndedRequests()
+
+    def on_end(lifecycle: RequestLifecycle, error: Exception | None) -> None:
+        request_metrics.record_end(lifecycle, error)
+        ended.note(lifecycle, outcome_of(lifecycle, error))
+
+    dispatcher = Dispatcher(directory, router, registry, options, changes, on_end)
     request_metrics.set_gauges(lambda: dispatcher.num_running, lambda: dispatcher.num_waiting)
     gateway = Gateway(directory, dispatcher, changes, request_metrics, options)
     async with asyncio.TaskGroup() as tasks:
@@ -102,7 +109,7 @@ async def start_gateway(
             rebalancing = migration.rebalance(options.rebalance_s)
             background.append(tasks.create_task(rebalancing, name="rebalance"))
         try:
-            yield Wiring(gateway_id, gateway, directory, dispatcher, migration, changes)
+            yield Wiring(gateway_id, gateway, directory, dispatcher, migration, changes, ended)
         finally:
             await dispatcher.close()
             for task in background:

@@ -26,6 +26,7 @@ from quire.v1 import (
     prefill_pb2_grpc,
     supervisor_pb2_grpc,
 )
+from services.block_manager.auditor import LastAudits
 from services.block_manager.rounds import Connection, RoundRunner
 from services.block_manager.service import BlockManagerService
 from services.common.rpc.transport import RpcServer, open_channel
@@ -204,7 +205,11 @@ class Deployment:
             "block_manager-1",
             block_manager_pb2_grpc.add_BlockManagerServicer_to_server,
             BlockManagerService(
-                RoundRunner(connection, connect), "block_manager-1", SECRET.rpc_key, LIMIT_S
+                RoundRunner(connection, connect),
+                "block_manager-1",
+                SECRET.rpc_key,
+                LIMIT_S,
+                LastAudits(),
             ),
         )
         children: Any = [

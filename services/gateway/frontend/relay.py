@@ -107,30 +107,40 @@ class Relay:
 
     def _operation(self, method: Any) -> Callable[[bytes, Any], Any]:
         message = GetMessageClass(method.input_type)
-        name = f"/{self._relayed.name}/{method.name}"
 
         async def call(request: bytes, context: aio.ServicerContext[bytes, bytes]) -> bytes:
             asked = message.FromString(request)  # DecodeError: the client sent no such message
-            with _audited(method.name, asked):
-                return await relay(request, context)
-
-        async def relay(request: bytes, context: aio.ServicerContext[bytes, bytes]) -> bytes:
-            target = self._find()
-            if target is None:
-                raise self._relayed.absent()
-            relayed: Any = (await self._connected(target.address)).unary_unary(name)
-            proof = Proof(self._rpc_key, name, target.member_id) if target.member_id else None
-            metadata = _metadata(context) + (proof.metadata if proof else ())
-            running = relayed(request, timeout=context.time_remaining(), metadata=metadata)
-            try:
-                answer: bytes = await running
-            except aio.AioRpcError as error:
-                raise self._translate_error(error) from error
-            if proof is not None:
-                proof.check(await running.initial_metadata())
-            return answer
+            with audited(method.name, asked):
+                return await self.send(
+                    method.name, request, context.time_remaining(), _metadata(context)
+                )
 
         return call
+
+    async def send(
+        self,
+        method: str,
+        request: bytes,
+        timeout_s: float | None,
+        metadata: tuple[tuple[str, str | bytes], ...] = (),
+    ) -> bytes:
+        """Call an operation and return its answer. Raises the service's error, `absent()` or
+        `silent()`."""
+        target = self._find()
+        if target is None:
+            raise self._relayed.absent()
+        name = f"/{self._relayed.name}/{method}"
+        relayed: Any = (await self._connected(target.address)).unary_unary(name)
+        proof = Proof(self._rpc_key, name, target.member_id) if target.member_id else None
+        metadata += proof.metadata if proof else ()
+        running = relayed(request, timeout=timeout_s, metadata=metadata)
+        try:
+            answer: bytes = await running
+        except aio.AioRpcError as error:
+            raise self._translate_error(error) from error
+        if proof is not None:
+            proof.check(await running.initial_metadata())
+        return answer
 
     async def _connected(self, address: str) -> aio.Channel:
         wanted = address, self._tls and self._tls.version
@@ -149,7 +159,7 @@ class Relay:
 
 
 @contextmanager
-def _audited(method: str, request: Any) -> Iterator[None]:
+def audited(method: str, request: Any) -> Iterator[None]:
     """Log an operation and its outcome: `ok`, the code of its error, or `cancelled`. Listings,
     which dashboards ask for all the time, are logged at level debug."""
     outcome = "cancelled"

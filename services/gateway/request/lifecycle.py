@@ -30,6 +30,7 @@ from services.gateway.request.crash_attribution import CrashAttribution
 from services.gateway.request.lease import DecodeReservation, DetachedTicket
 from services.gateway.request.status import RequestStatus
 from services.gateway.request.tickets import Tickets
+from services.gateway.request.timeline import Phase, Timeline
 from services.gateway.scheduling.request_queue import QueuePosition
 from services.gateway.streaming.client import Client
 from services.gateway.streaming.output import Output
@@ -80,6 +81,7 @@ class RequestLifecycle:
         kind_of_tickets = BeamTickets if request.sampling.beam else Tickets
         self.tickets = kind_of_tickets(self.client, position)
         self.crash_attribution = CrashAttribution()
+        self.timeline = Timeline()
         self._host = host
         self._attempt_numbers = attempt_numbers
         self.num_retries = 0
@@ -197,18 +199,22 @@ class RequestLifecycle:
 
     def admit(self) -> None:
         """Send the detached ticket to the decode worker that has granted the slots."""
-        if not self.is_decoding:
+        was_decoding = self.is_decoding
+        if not was_decoding:
             self._move(RequestStatus.DECODING)
         decode, detached = self.attempt.decode, self.attempt.detached
         assert decode is not None
         assert detached is not None
         detached.is_sent = True
+        phase = Phase.MOVING if was_decoding else Phase.HAND_OFF
+        self.timeline.enter(phase, decode.worker.id)
         ticket = self.tickets.admit(detached.ticket, self.attempt.number)
         decode.worker.send(Admit(ticket, self.crash_attribution.assign(decode.worker)))
 
-    def requeue(self) -> None:
+    def requeue(self, phase: Phase = Phase.WAITING) -> None:
         """Return to the queue, at the same position, with the tokens received; see also
         `Attempt.next_attempt`."""
+        self.timeline.enter(phase)
         self.crash_attribution.unassign()
         self.attempt = self.attempt.next_attempt(next(self._attempt_numbers))
         self.num_attempts += 1
@@ -285,7 +291,7 @@ class RequestLifecycle:
         if self.num_retries > MAX_RETRIES:
             self.close(Unavailable(f"given up after {self.num_retries} attempts: {reason}"))
         else:
-            self.requeue()
+            self.requeue(Phase.LOST)
 
     def close(self, error: Exception | None = None, *, aborts: bool = True) -> None:
         """End the request. A second call does nothing.
@@ -299,6 +305,7 @@ class RequestLifecycle:
             self.crash_attribution.unassign()
             self.attempt.close()
         self._move(RequestStatus.ENDED)
+        self.timeline.end()
         self.client.close(error)
         self._host.on_closed(self, error)
 

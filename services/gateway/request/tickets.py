@@ -78,6 +78,11 @@ class Tickets:
         self._client = client
         self._submitted: Ticket | None = None
 
+    @property
+    def holder_id(self) -> str:
+        """The holder of the blocks of the last submitted ticket; "": none was submitted."""
+        return "" if self._submitted is None else self._submitted.holder_id
+
     # ── build ─────────────────────────────────────────────────────────────────────────────────────
 
     def submit(

@@ -6,6 +6,7 @@ from services.gateway.intake.identity import client_id
 from services.gateway.request.lease import DecodeReservation, DetachedTicket, Lease, PrefillLease
 from services.gateway.request.lifecycle import RequestLifecycle
 from services.gateway.request.status import RequestStatus
+from services.gateway.request.timeline import Phase
 from services.gateway.workers.wire import error_of
 from services.gateway.workers.worker import Worker
 from services.protocol.messages import (
@@ -45,6 +46,8 @@ def on_event(request: RequestLifecycle, sender: Worker, event: RequestEvent) -> 
         case PrefillLease() as prefill, Prefilled() as prefilled:
             _on_prefilled(request, prefill, prefilled)
         case _, Began():
+            if isinstance(lease, PrefillLease):
+                request.timeline.enter(Phase.PREFILL, sender.id)
             request.crash_attribution.note_begun(sender)
         case DecodeReservation() as decode, Requeued(ticket=Ticket() as ticket):
             _on_detached(request, decode, ticket)
@@ -123,7 +126,7 @@ def _on_detached(request: RequestLifecycle, decode: DecodeReservation, ticket: T
     request.attempt.detach(decode, ticket)
     if swapped_out:
         request.client.output.stats.num_preemptions += 1
-        request.requeue()
+        request.requeue(Phase.PREEMPTED)
     elif moved := request.attempt.attempt_at_target():
         request.continue_at(moved)
     else:
@@ -142,6 +145,8 @@ def _on_generated(request: RequestLifecycle, decode: DecodeReservation, event: G
         request.crash_attribution.note_token(decode.worker)
         request.num_retries = 0
     request.attempt.mark_claimed(decode.worker)
+    if request.timeline.phase is not Phase.DECODE:
+        request.timeline.enter(Phase.DECODE, decode.worker.id)
     request.deliver([event])
 
 
@@ -155,6 +160,7 @@ def _on_requeued(request: RequestLifecycle, lease: Lease, event: Requeued) -> No
         return
     if event.reason is RequeueReason.DRAINING:
         lease.worker.draining = True
+        request.requeue()
     else:
         request.client.output.stats.num_preemptions += 1
-    request.requeue()
+        request.requeue(Phase.PREEMPTED)

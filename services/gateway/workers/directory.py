@@ -96,12 +96,12 @@ class WorkerDirectory:
     # ── queries ──────────────────────────────────────────────────────────────────────────────────
 
     @property
-    def _workers(self) -> list[Worker]:
+    def workers(self) -> list[Worker]:
         return [connection.worker for connection in self._connections.values()]
 
     def served(self, name: str) -> ModelPools | None:
         """The model `name` and its pools; None: the directory has no worker of this model."""
-        members = [worker.member for worker in self._workers if worker.member.model == name]
+        members = [worker.member for worker in self.workers if worker.member.model == name]
         if not members:
             return None
         return ModelPools(
@@ -112,7 +112,7 @@ class WorkerDirectory:
 
     def model_names(self) -> tuple[str, ...]:
         """The names of the models that have a worker in the directory, sorted."""
-        return tuple(sorted({worker.member.model for worker in self._workers}))
+        return tuple(sorted({worker.member.model for worker in self.workers}))
 
     def complete_pools(self, name: str) -> tuple[Pool, ...]:
         """The pools of a model with at least one prefill and one decode worker that take work."""
@@ -122,7 +122,7 @@ class WorkerDirectory:
     def decode_workers(self) -> dict[str, tuple[Worker, ...]]:
         """The connected decode workers by pool id, including those that drain."""
         pools: dict[str, tuple[Worker, ...]] = {}
-        for worker in self._workers:
+        for worker in self.workers:
             if worker.member.role == "decode" and worker.connected:
                 pools[worker.member.pool_id] = (*pools.get(worker.member.pool_id, ()), worker)
         return pools
@@ -132,7 +132,7 @@ class WorkerDirectory:
         with its pool's spec: also draining workers, but no unresponsive ones."""
         return tuple(
             (worker, self._specs[worker.member.pool_id])
-            for worker in self._workers
+            for worker in self.workers
             if (worker.member.role, worker.member.model) == ("decode", name)
             and worker.connected
             and not worker.unresponsive
@@ -144,11 +144,11 @@ class WorkerDirectory:
     def forget_refusals(self) -> None:
         """Let every decode worker be asked for slots again, since a slot of another gateway may
         have become free."""
-        for worker in self._workers:
+        for worker in self.workers:
             worker.forget_refusals()
 
     def _pool(self, pool_id: str) -> Pool:
-        workers = [w for w in self._workers if w.member.pool_id == pool_id and w.usable]
+        workers = [w for w in self.workers if w.member.pool_id == pool_id and w.usable]
         return Pool(
             self._specs[pool_id],
             tuple(w for w in workers if w.member.role == "prefill"),
@@ -248,6 +248,6 @@ class WorkerDirectory:
         return True
 
     def _drop_unused(self) -> None:
-        members = [worker.member for worker in self._workers]
+        members = [worker.member for worker in self.workers]
         self._specs = {m.pool_id: self._specs[m.pool_id] for m in members}
         self._models = {m.model_dir: self._models[m.model_dir] for m in members}

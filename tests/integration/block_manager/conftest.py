@@ -15,6 +15,7 @@ from blockstore.memory_registry import MemoryRegistry
 from blockstore.memory_store import MemoryStore
 from blockstore.records import AuditReport
 from blockstore.registry import Member
+from services.block_manager.auditor import LastAudits
 from services.block_manager.config import BlockManagerSettings
 from services.block_manager.gpu_processes import GpuProcesses
 from services.block_manager.manager import BlockManager
@@ -141,6 +142,7 @@ async def managed(
         BlockManagerSettings(pool_root=host.root, **{**usual, **settings}),  # type: ignore[arg-type]
         RoundRunner(host.connection, host.connect),
         PoolMetrics(host.metrics),
+        LastAudits(),
         listed,
     )
     running = asyncio.create_task(manager.run())

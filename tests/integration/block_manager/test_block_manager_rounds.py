@@ -8,6 +8,7 @@ import pytest
 
 from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolStats
+from services.block_manager.auditor import LastAudits
 from services.block_manager.config import BlockManagerSettings
 from services.block_manager.manager import IDLE_SCANS, BlockManager
 from services.block_manager.rounds import RoundRunner
@@ -29,7 +30,10 @@ async def one_round(manager: BlockManager, host: PoolHost) -> float:
 def manager(host: PoolHost) -> BlockManager:
     settings = BlockManagerSettings(pool_root=host.root, scan_interval_s=SCAN_S)  # type: ignore[call-arg]
     return BlockManager(
-        settings, RoundRunner(host.connection, host.connect), PoolMetrics(host.metrics)
+        settings,
+        RoundRunner(host.connection, host.connect),
+        PoolMetrics(host.metrics),
+        LastAudits(),
     )
 
 

@@ -23,6 +23,7 @@ from quire.v1 import (
     worker_pb2,
 )
 from quire.v1 import block_manager_pb2 as pb
+from services.block_manager.auditor import LastAudits
 from services.block_manager.drain import send_drain
 from services.block_manager.rounds import Connection, RoundRunner
 from services.block_manager.service import SERVICE_NAME, BlockManagerService
@@ -82,7 +83,11 @@ async def served() -> AsyncIterator[Served]:
 
     server = RpcServer(SERVICE_NAME)  # Its guard has a test of its own.
     service = BlockManagerService(
-        RoundRunner(connection, connect), "block_manager-1", SECRET.rpc_key, DRAIN_TIMEOUT_S
+        RoundRunner(connection, connect),
+        "block_manager-1",
+        SECRET.rpc_key,
+        DRAIN_TIMEOUT_S,
+        LastAudits(),
     )
     block_manager_pb2_grpc.add_BlockManagerServicer_to_server(service, server.aio)
     port = await server.start("127.0.0.1", 0)

@@ -92,6 +92,7 @@ class GatewayHarness:
     store: MemoryStore = field(default_factory=MemoryStore)
     registry: MemoryRegistry = field(default_factory=MemoryRegistry)
     request_metrics: CollectorRegistry = field(default_factory=CollectorRegistry)
+    metrics: RequestMetrics = field(init=False)
     assembly: Wiring = field(init=False)
 
     @property
@@ -112,14 +113,9 @@ class GatewayHarness:
         await self.assemble(options)
 
     async def assemble(self, options: GatewayOptions) -> None:
+        self.metrics = RequestMetrics(self.request_metrics)
         self.assembly = await self.stack.enter_async_context(
-            start_gateway(
-                self.store,
-                self.registry,
-                SECRET,
-                options,
-                RequestMetrics(self.request_metrics),
-            )
+            start_gateway(self.store, self.registry, SECRET, options, self.metrics)
         )
 
     async def say_draining(self, worker_id: str) -> None:

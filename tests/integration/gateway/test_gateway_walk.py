@@ -240,6 +240,7 @@ async def test_a_full_queue_says_when_to_come_again(make_harness: Any) -> None:
     await until(lambda: harness.assembly.dispatcher.num_waiting == 1)
     with pytest.raises(QueueFull) as refused:
         await Call(harness.gateway, asked("r3")).result()
+    assert refused.value.retry_delay_s is not None
     assert 0 < refused.value.retry_delay_s <= 30
     decode.go_on(pause_after=8)
     await running.result()

@@ -65,6 +65,12 @@ class FakeGateway(InferenceServicer, BlockManagerServicer, SupervisorServicer):
     def ListHolders(self, _request: Any, context: Any) -> NoReturn:
         raise NotImplementedError
 
+    def WatchBlocks(self, _request: Any, context: Any) -> NoReturn:
+        raise NotImplementedError
+
+    def DescribeBlocks(self, _request: Any, context: Any) -> NoReturn:
+        raise NotImplementedError
+
     def Audit(self, request: bm.AuditRequest, context: Any) -> bm.AuditResponse:
         self.requests.append(request)
         return bm.AuditResponse(pools=self.audits)

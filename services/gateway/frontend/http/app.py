@@ -56,6 +56,7 @@ def create_app(
     metrics: CollectorRegistry,
     allowed_hosts: Sequence[str] = (),
     max_body_memory_bytes: int = DEFAULT_BODY_MEMORY_BYTES,
+    more_routes: Sequence[Route] = (),
     keyring: Keyring | None = None,
     cors_origins: Sequence[str] = (),
 ) -> Starlette:
@@ -74,6 +75,7 @@ def create_app(
             Route("/v1/models/{model:path}", endpoints.model),
             Route("/health", endpoints.health),
             Route("/metrics", endpoints.metrics),
+            *more_routes,
         ],
         middleware=[
             # First, so that pages may read errors too, and because browsers send no key with the

@@ -11,9 +11,11 @@ from services.common.rpc.refusal_log import RefusalLog
 from services.gateway.access.caller import EVERYONE, bind_caller, require_operator
 from services.gateway.access.guards import REFUSED_EVENT
 from services.gateway.access.keyring import Keyring
+from services.gateway.dashboard.routes import PAGE
 
-OPEN_PATHS = frozenset({"/health"})
-"""Paths that everybody may get: they tell nothing about the deployment's users."""
+OPEN_PATHS = frozenset({"/health", "/", *(f"/dashboard/{file.name}" for file in PAGE.iterdir())})
+"""Paths that everybody may get: they tell nothing about the deployment's users. The dashboard's
+page asks for a key and sends it with its questions."""
 OPERATOR_PATHS = frozenset({"/metrics"})
 """Paths that need an operator's key: they tell about all users."""
 

@@ -18,6 +18,7 @@ REQUEST_ID_HEADER = "X-Request-Id"
 _MAX_REQUEST_ID_LENGTH = 128
 
 _CODES = {
+    403: "permission_denied",
     404: "not_found",
     405: "method_not_allowed",
     408: "request_timeout",

@@ -25,13 +25,13 @@ class AllowedHosts:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not self._allows_all:
-            host = _without_port(Headers(scope=scope).get("host", "")).lower()
+            host = without_port(Headers(scope=scope).get("host", "")).lower()
             if host not in self._hosts and not host.endswith(self._suffixes):
                 raise InvalidRequest(f"host {host!r} is not one of the allowed hosts")
         await self._app(scope, receive, send)
 
 
-def _without_port(host: str) -> str:
+def without_port(host: str) -> str:
     # An IPv6 address has brackets, with and without a port.
     name, colon, port = host.rpartition(":")
     return name if colon and (port.isdecimal() or not port) else host

@@ -1,0 +1,45 @@
+"""Who may see the dashboard (ADR 135).
+
+Without API keys, the dashboard is for users of this host: connections from the loopback interface
+that name this host and that no proxy has forwarded. `on` shows it to everybody who reaches the
+port.
+"""
+
+import ipaddress
+from typing import Literal
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+from services.gateway.frontend.http.hosts import without_port
+
+DashboardSetting = Literal["auto", "on", "off"]
+
+_FORWARDED = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via")
+
+
+def check_local(request: Request) -> None:
+    """Raise a 403 unless the request comes from this host.
+
+    The Host header must name this host, too: the page of another site may make its own name resolve
+    to 127.0.0.1 (DNS rebinding), and the browser would then let it read the feed.
+    """
+    host = request.client.host if request.client else ""
+    names_this_host = _is_loopback(without_port(request.headers.get("host", "")).lower())
+    is_forwarded = any(name in request.headers for name in _FORWARDED)
+    if not _is_loopback(host) or not names_this_host or is_forwarded:
+        raise HTTPException(
+            403,
+            "without API keys, the dashboard is only for this host: open it at "
+            "http://127.0.0.1:PORT/ there, or through `ssh -L`. With QUIRE_GATEWAY_DASHBOARD=on, "
+            "everybody who reaches this port sees it",
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

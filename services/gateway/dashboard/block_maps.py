@@ -1,0 +1,124 @@
+"""The block maps of all pools, which the block manager follows while this gateway asks."""
+
+from collections.abc import Callable
+from typing import Any
+
+from quire.v1 import block_manager_pb2 as pb
+from services.common.errors import QuireError
+from services.gateway.frontend.relay import Relay, audited
+from services.protocol.ticket import first_holder_id
+
+_TIMEOUT_S = 2.0
+_MAX_POOLS = 16
+
+
+class BlockMaps:
+    """The part `pools` of the document. `requests` returns the client's ids of this gateway's
+    requests by holder."""
+
+    def __init__(self, relay: Relay, requests: Callable[[], dict[str, str]]) -> None:
+        self._relay = relay
+        self._requests = requests
+        self._request_of: dict[str, str] = {}
+        self.pools: dict[str, dict[str, Any]] = {}
+        self.is_current = False
+        self._ticks: dict[str, int] = {}
+
+    async def update(self) -> None:
+        """Read what changed. Without an answer, `pools` stays and `is_current` is False."""
+        request = pb.WatchBlocksRequest(since=self._ticks)
+        try:
+            answer = pb.WatchBlocksResponse.FromString(
+                await self._relay.send("WatchBlocks", request.SerializeToString(), _TIMEOUT_S)
+            )
+        except QuireError:
+            self.is_current = False
+            return
+        self._request_of = self._requests()
+        maps = answer.maps[:_MAX_POOLS]
+        self.is_current = True
+        self._ticks = {each.pool.pool_id: each.tick for each in maps}
+        self.pools = {each.pool.pool_id: self._pool(each) for each in maps}
+
+    async def describe(self, pool_id: str, cell: int) -> list[dict[str, Any]]:
+        request = pb.DescribeBlocksRequest(pool_id=pool_id, cell=cell)
+        answer = pb.DescribeBlocksResponse.FromString(
+            await self._relay.send("DescribeBlocks", request.SerializeToString(), _TIMEOUT_S)
+        )
+        return [
+            {
+                "id": block.block_id,
+                "state": block.state,
+                "num_holders": block.num_holders,
+                "prefix_hash": block.prefix_hash.hex(),
+                "cached_at": block.cached_at if block.HasField("cached_at") else None,
+                "holders": [self._name(each) or each for each in block.holder_ids],
+            }
+            for block in answer.blocks
+        ]
+
+    async def audit(self) -> None:
+        """Audit all pools; the next update has the results."""
+        request = pb.AuditRequest()
+        with audited("Audit", request):
+            await self._relay.send("Audit", request.SerializeToString(), timeout_s=60.0)
+
+    def _name(self, holder_id: str) -> str:
+        """The client's id of a holder's request; "" if it is not a request of this gateway."""
+        return self._request_of.get(first_holder_id(holder_id), "")
+
+    def _pool(self, block_map: pb.BlockMap) -> dict[str, Any]:
+        pool = block_map.pool
+        before = {} if block_map.whole else self.pools.get(pool.pool_id, {}).get("cells", {})
+        cells = dict(before)
+        for cell in block_map.cells:
+            cells[str(cell.index)] = _counts(cell)
+        view = {
+            "model": pool.model,
+            "num_blocks": pool.num_blocks,
+            "block_size": pool.block_size,
+            "block_bytes": pool.block_bytes,
+            "free": pool.num_free,
+            "cached": pool.num_cached,
+            "held": pool.num_held,
+            "num_holders": pool.num_holders,
+            "waiters": pool.num_waiters,
+            "queries": pool.num_prefix_queries,
+            "hits": pool.num_prefix_hits,
+            "recovering": pool.recovering,
+            "fenced": list(block_map.fenced_worker_ids),
+            "blocks_per_cell": block_map.blocks_per_cell,
+            "age_s": block_map.age_s,
+            "cells": cells,
+            "holders": {str(each.slot): self._holder(each.holder) for each in block_map.holders},
+        }
+        if block_map.HasField("last_audit"):
+            audit = block_map.last_audit
+            view["audit"] = {
+                "age_s": block_map.last_audit_age_s,
+                "checked": audit.ledger_checked,
+                "references": audit.num_references,
+                "violations": list(audit.violations[:20]),
+            }
+        return view
+
+    def _holder(self, holder: pb.Holder) -> dict[str, Any]:
+        return {
+            "id": holder.holder_id,
+            "request": self._name(holder.holder_id),
+            "worker": holder.worker_id,
+            "blocks": holder.num_blocks,
+        }
+
+
+def _counts(cell: pb.BlockCell) -> list[int]:
+    """As the page reads it: unread, cached, held, shared, quarantined, holder, second."""
+    return [
+        cell.num_unread,
+        cell.num_cached,
+        cell.num_held,
+        cell.num_shared,
+        cell.num_quarantined,
+        cell.holder_slot,
+        cell.changed_s,
+    ]

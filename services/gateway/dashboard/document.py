@@ -1,0 +1,180 @@
+"""The document that the dashboard shows: this gateway's requests and latencies, all workers and
+pools. It has no text of a prompt or an answer."""
+
+import time
+from collections import deque
+from itertools import islice, pairwise
+from typing import Any
+
+from prometheus_client.metrics import MetricWrapperBase
+
+from services.common.runtime.metrics import GatewayMetrics
+from services.gateway.dashboard.block_maps import BlockMaps
+from services.gateway.intake.identity import client_id
+from services.gateway.request.lifecycle import RequestLifecycle
+from services.gateway.request.timeline import Phase
+from services.gateway.scheduling.dispatcher import Dispatcher
+from services.gateway.workers.directory import WorkerDirectory
+from services.gateway.workers.worker import Worker
+
+MAX_RUNNING = 100
+MAX_RECENT = 40
+_MAX_ID_CHARS = 64
+_LOST_S = 60.0
+"""How long a worker that is gone is still listed, as lost."""
+
+_WAITING = (Phase.WAITING, Phase.PREEMPTED, Phase.LOST)
+
+
+class EndedRequests:
+    """The requests that ended last, as the document has them."""
+
+    def __init__(self) -> None:
+        self.views: deque[tuple[str, dict[str, Any]]] = deque(maxlen=MAX_RECENT)
+
+    def note(self, lifecycle: RequestLifecycle, outcome: str) -> None:
+        self.views.append((_key(lifecycle), {**_request(lifecycle), "outcome": outcome}))
+
+
+class DashboardDocument:
+    def __init__(
+        self,
+        gateway_id: str,
+        directory: WorkerDirectory,
+        dispatcher: Dispatcher,
+        metrics: GatewayMetrics,
+        ended: EndedRequests,
+        block_maps: BlockMaps,
+    ) -> None:
+        self._gateway_id = gateway_id
+        self._directory = directory
+        self._dispatcher = dispatcher
+        self._metrics = metrics
+        self._ended = ended
+        self._block_maps = block_maps
+        self._seen_workers: dict[str, tuple[float, dict[str, Any]]] = {}
+
+    async def build(self) -> dict[str, Any]:
+        """At most MAX_RUNNING + MAX_RECENT requests, however many there are."""
+        await self._block_maps.update()
+        lifecycles = self._dispatcher.lifecycles
+        waiting = [each for each in lifecycles if each.timeline.phase in _WAITING]
+        now_ms = time.time_ns() // 1_000_000
+        oldest_ms = min((each.timeline.spans[-1][1] for each in waiting), default=now_ms)
+        return {
+            "now_ms": now_ms,
+            "gateway": self._gateway_id,
+            "models": list(self._directory.model_names()),
+            "block_manager": self._block_maps.is_current,
+            "num_running": len(lifecycles) - len(waiting),
+            "num_waiting": len(waiting),
+            "oldest_wait_ms": now_ms - oldest_ms,
+            "workers": self._workers(),
+            "requests": self._requests(),
+            "pools": self._block_maps.pools,
+            "ttft": _buckets(self._metrics.time_to_first_token_s),
+            "inter_token": _buckets(self._metrics.inter_token_latency_s),
+            "generated_tokens": _total(self._metrics.generation_tokens),
+            "prompt_tokens": _total(self._metrics.prompt_tokens),
+            "cached_tokens": _total(self._metrics.prompt_tokens_cached),
+            "preemptions": _total(self._metrics.num_preemptions),
+            "moves": _total(self._metrics.num_moves),
+        }
+
+    def _requests(self) -> dict[str, Any]:
+        """First those that run: a long queue hides none of them."""
+        in_order = sorted(
+            self._dispatcher.lifecycles,
+            key=lambda each: (each.timeline.phase is Phase.WAITING, each.position.order),
+        )
+        running = {_key(each): _request(each) for each in islice(in_order, MAX_RUNNING)}
+        return {**dict(self._ended.views), **running}
+
+    def _workers(self) -> dict[str, Any]:
+        """The workers of the directory, and those that left it a moment ago."""
+        now = time.monotonic()
+        fenced = {each for pool in self._block_maps.pools.values() for each in pool["fenced"]}
+        present = {
+            worker.id: _worker(worker, is_fenced=worker.id in fenced)
+            for worker in self._directory.workers
+        }
+        self._seen_workers |= {worker_id: (now, view) for worker_id, view in present.items()}
+        self._seen_workers = {
+            worker_id: (seen_at, view)
+            for worker_id, (seen_at, view) in self._seen_workers.items()
+            if now - seen_at < _LOST_S
+        }
+        gone = self._seen_workers.keys() - present.keys()
+        lost = {each: {**self._seen_workers[each][1], "state": "gone"} for each in gone}
+        return {**present, **lost}
+
+
+def _key(lifecycle: RequestLifecycle) -> str:
+    """Arrivals are distinct, and the order contains the arrival."""
+    return str(lifecycle.position.order)
+
+
+def _request(lifecycle: RequestLifecycle) -> dict[str, Any]:
+    stats = lifecycle.client.output.stats
+    view = {
+        "id": client_id(lifecycle.id)[:_MAX_ID_CHARS],
+        "model": lifecycle.client.request.model,
+        "sequences": lifecycle.client.request.num_sequences,
+        "prompt": stats.num_prompt_tokens,
+        "cached": stats.num_cached_tokens,
+        "tokens": stats.num_generated_tokens,
+        "preemptions": stats.num_preemptions,
+        "moves": stats.num_moves,
+        "spans": [[phase.value, *begin] for phase, *begin in lifecycle.timeline.spans],
+    }
+    if lifecycle.timeline.ended_ms is not None:
+        view["ended_ms"] = lifecycle.timeline.ended_ms
+    return view
+
+
+def _worker(worker: Worker, *, is_fenced: bool) -> dict[str, Any]:
+    member = worker.member
+    return {
+        "role": member.role,
+        "state": _state(worker, is_fenced=is_fenced),
+        "pool": member.pool_id,
+        "model": member.model,
+        "running": worker.num_running,
+        "slots": worker.num_slots,
+        "free_slots": worker.num_free_slots,
+        "pending_tokens": worker.num_pending_tokens,
+        "engine": dict(member.engine),
+        "started_ms": member.started_unix_ms,
+    }
+
+
+def _state(worker: Worker, *, is_fenced: bool) -> str:
+    if is_fenced:
+        return "fenced"
+    if not worker.connected:
+        return "unreachable"
+    if worker.draining:
+        return "draining"
+    return "stalled" if worker.stalled else "serving"
+
+
+def _buckets(histogram: MetricWrapperBase) -> dict[str, list[float]]:
+    """The bounds in seconds, without infinity, and the number of values in each bucket, of all
+    models together."""
+    cumulative: dict[float, float] = {}
+    for sample in _samples(histogram, "_bucket"):
+        bound = float(sample.labels["le"])
+        cumulative[bound] = cumulative.get(bound, 0) + sample.value
+    bounds = sorted(cumulative)
+    below = [0.0, *(cumulative[bound] for bound in bounds)]
+    counts = [high - low for low, high in pairwise(below)]
+    return {"bounds": bounds[:-1], "counts": counts}
+
+
+def _total(counter: MetricWrapperBase) -> float:
+    return float(sum(sample.value for sample in _samples(counter, "_total")))
+
+
+def _samples(metric: MetricWrapperBase, suffix: str) -> list[Any]:
+    families = metric.collect()
+    return [s for family in families for s in family.samples if s.name.endswith(suffix)]

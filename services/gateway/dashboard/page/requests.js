@@ -1,0 +1,59 @@
+// The timeline: a row for each request, a bar for each phase.
+
+import { byId, count, duration, h, legendItem, svg } from "./dom.js";
+
+const PHASES = ["waiting", "prefill", "hand-off", "decode", "preempted", "moving", "lost"];
+const SPANS_S = [5, 15, 30, 60, 120, 300];
+const MAX_ROWS = 60;
+const rows = new Map();
+const axis = h("div", { class: "row axis", "aria-hidden": "true" }, h("span", null, "request"), h("div"), h("span", null, "tokens"));
+
+export const showPhases = () => byId("phases").replaceChildren(...PHASES.map((phase) => legendItem(`s-${phase}`, phase)));
+
+export function renderRequests(doc) {
+  const requests = Object.entries(doc.requests).map(([key, request]) => ({ key, ...request }));
+  requests.sort((a, b) => Boolean(a.ended_ms) - Boolean(b.ended_ms) || (a.ended_ms ? b.ended_ms - a.ended_ms : a.spans[0][1] - b.spans[0][1]));
+  const shown = requests.slice(0, MAX_ROWS);
+  const now = doc.now_ms;
+  const oldest = Math.min(now - 5000, ...shown.slice(0, 24).map((request) => request.spans[0][1]));
+  const spanMs = 1000 * (SPANS_S.find((s) => 1000 * s >= now - oldest) ?? SPANS_S.at(-1));
+  for (const [key, row] of rows) if (!doc.requests[key]) { row.root.remove(); rows.delete(key); }
+  if (!shown.length) {
+    byId("timeline").replaceChildren(h("p", { class: "empty" }, "No request yet. Send one from the playground, or with `quire generate`."));
+    return;
+  }
+  axis.children[1].replaceChildren(...[1, 0.75, 0.5, 0.25, 0].map((part) => h("span", null, part ? `−${duration((part * spanMs) / 1000)}` : "now")));
+  const wanted = [axis, ...shown.map((request) => rowOf(request, now, spanMs))];
+  const box = byId("timeline");
+  wanted.forEach((row, i) => { if (box.children[i] !== row) box.insertBefore(row, box.children[i] ?? null); });
+  while (box.children.length > wanted.length) box.lastChild.remove();
+}
+
+function rowOf(request, now, spanMs) {
+  if (!rows.has(request.key)) {
+    const parts = { name: h("span"), track: svg("svg", { viewBox: "0 0 1000 10", preserveAspectRatio: "none", "aria-hidden": "true" }), tokens: h("span") };
+    parts.root = h("div", { class: "row", tabindex: 0, role: "listitem" }, parts.name, parts.track, parts.tokens);
+    rows.set(request.key, parts);
+  }
+  const { root, name, track, tokens } = rows.get(request.key);
+  const end = request.ended_ms ?? now;
+  const bars = request.spans.map(([phase, from, worker], i) => ({ phase, worker, from, to: request.spans[i + 1]?.[1] ?? end }));
+  const x = (ms) => 1000 * (1 - (now - ms) / spanMs);
+  track.replaceChildren(...bars.filter(({ to }) => x(to) >= 0).map(({ phase, from, to }) => {
+    const left = Math.max(0, x(from));
+    return svg("rect", { class: `p-${phase}`, x: left, y: 0, height: 10, width: Math.max(1.5, x(to) - left) });
+  }));
+  name.textContent = request.id;
+  const failed = request.outcome && !["stop", "length"].includes(request.outcome);
+  tokens.textContent = failed ? request.outcome : `${count(request.prompt)} → ${count(request.tokens)}`;
+  tokens.className = failed ? "bad" : "";
+  root.classList.toggle("ended", Boolean(request.ended_ms));
+  root.dataset.tip = [
+    request.id,
+    `${count(request.prompt)} prompt tokens (${count(request.cached)} cached), ${count(request.tokens)} generated${request.sequences > 1 ? ` in ${request.sequences} sequences` : ""}`,
+    ...bars.slice(-12).map(({ phase, worker, from, to }) => `${phase} ${duration((to - from) / 1000)}${worker ? ` on ${worker}` : ""}`),
+    request.outcome ? `ended: ${request.outcome}` : "running",
+  ].join("\n");
+  root.setAttribute("aria-label", root.dataset.tip.replaceAll("\n", "; "));
+  return root;
+}

@@ -1,0 +1,110 @@
+"""The dashboard's part of the HTTP application: the page's files, its feed, and its questions."""
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from pathlib import Path
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from services.common.errors import InvalidRequest
+from services.gateway.dashboard.block_maps import BlockMaps
+from services.gateway.dashboard.feed import Feed
+from services.gateway.frontend.http.responses import Json, unless_disconnected
+
+PAGE = Path(__file__).parent / "page"
+
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+_FROM_PAGE_HEADER = "X-Quire-Dashboard"
+"""A page of another site cannot send this header without the CORS permission that nobody gives."""
+
+
+class DashboardRoutes:
+    """`check` raises an error if the request may not see the dashboard's data."""
+
+    def __init__(self, feed: Feed, block_maps: BlockMaps, check: Callable[[Request], None]) -> None:
+        self._feed = feed
+        self._block_maps = block_maps
+        self._check = check
+        self._files = {
+            path.name: Response(path.read_bytes(), 200, _HEADERS, _TYPES[path.suffix])
+            for path in PAGE.iterdir()
+        }
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/", self._page),
+            Route("/dashboard/feed", self._events),
+            Route("/dashboard/blocks", self._blocks),
+            Route("/dashboard/audit", self._audit, methods=["POST"]),
+            Route("/dashboard/{name}", self._file),
+        ]
+
+    async def _page(self, _request: Request) -> Response:
+        return self._files["index.html"]
+
+    async def _file(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in self._files:
+            raise HTTPException(404)
+        return self._files[name]
+
+    async def _events(self, request: Request) -> Response:
+        self._check(request)
+        return _FeedStream(self._feed.events())
+
+    async def _blocks(self, request: Request) -> Response:
+        self._check(request)
+        pool_id, cell = request.query_params.get("pool", ""), request.query_params.get("cell", "")
+        if not pool_id or not cell.isdecimal() or len(cell) > 6:
+            raise InvalidRequest("name a pool and the number of a cell: ?pool=ID&cell=0")
+        return Json(await self._block_maps.describe(pool_id, int(cell)))
+
+    async def _audit(self, request: Request) -> Response:
+        self._check(request)
+        if _FROM_PAGE_HEADER not in request.headers:
+            raise InvalidRequest(f"send the header {_FROM_PAGE_HEADER}: 1")
+        await self._block_maps.audit()
+        return Json({})
+
+
+class _FeedStream(Response):
+    """Sends encoded events. The connection's buffer holds up a slow viewer here, so that it skips
+    updates."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await unless_disconnected(receive, self._send(send))
+
+    async def _send(self, send: Send) -> None:
+        async with aclosing(self._events) as events:
+            first = await anext(events, b"")  # its error sets the answer's status
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": first, "more_body": True})
+            async for event in events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,248 @@
+"""The dashboard over HTTP, with a gateway and fake workers: what its feed tells, and what not."""
+
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry
+
+from quire.v1 import block_manager_pb2 as pb
+from services.common.errors import Unavailable
+from services.gateway.access.keyring import Keyring
+from services.gateway.dashboard.access import DashboardSetting
+from services.gateway.dashboard.routes import PAGE
+from services.gateway.dashboard.wiring import make_dashboard
+from services.gateway.frontend.http.app import create_app
+from services.gateway.frontend.http.server import http_server
+from tests.api_keys import ALICE, OPERATOR, keyring
+from tests.integration.gateway.conftest import Call, GatewayHarness, asked
+from tests.integration.gateway.fakes.decode import FakeDecode
+from tests.integration.gateway.fakes.prefill import FakePrefill
+
+SECRET_TEXT = "my secret prompt"
+
+
+class FakeBlockManager:
+    """In place of the relay: one pool with 4 blocks in a cell."""
+
+    def __init__(self) -> None:
+        self.is_there = True
+        self.tick = 0
+        self.asked: list[str] = []
+        self.since: list[dict[str, int]] = []
+
+    async def send(self, method: str, request: bytes, timeout_s: float | None) -> bytes:
+        if not self.is_there:
+            raise Unavailable("the block manager is not there")
+        self.asked.append(method)
+        if method == "DescribeBlocks":
+            block = pb.Block(block_id=5, state="held", num_holders=1, prefix_hash=b"\x0f" * 16)
+            return pb.DescribeBlocksResponse(blocks=[block]).SerializeToString()
+        if method == "Audit":
+            return pb.AuditResponse().SerializeToString()
+        self.since.append(dict(pb.WatchBlocksRequest.FromString(request).since))
+        self.tick += 1
+        cell = pb.BlockCell(index=self.tick, num_held=2, num_cached=1)
+        pool = pb.Pool(pool_id="pool", model="toy", num_blocks=400, num_free=300)
+        block_map = pb.BlockMap(pool=pool, tick=self.tick, whole=self.tick == 1, cells=[cell])
+        return pb.WatchBlocksResponse(maps=[block_map]).SerializeToString()
+
+
+class Page:
+    def __init__(self, http: httpx.AsyncClient, manager: FakeBlockManager) -> None:
+        self.http, self.manager = http, manager
+        self.bytes = b""
+
+    async def documents(self) -> AsyncIterator[dict[str, Any]]:
+        """The document after each update."""
+        document: dict[str, Any] = {}
+        async with self.http.stream("GET", "/dashboard/feed") as answer:
+            assert answer.status_code == 200
+            async for line in answer.aiter_lines():
+                self.bytes += line.encode()
+                if line.startswith("data: "):
+                    merge(document, json.loads(line.removeprefix("data: ")))
+                    yield document
+
+    async def until(self, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        async for document in self.documents():
+            if holds(document):
+                return document
+        raise AssertionError("the feed has ended")
+
+
+def merge(target: dict[str, Any], patch: dict[str, Any]) -> None:
+    for key, value in patch.items():
+        if value is None:
+            target.pop(key, None)
+        elif isinstance(value, dict):
+            merge(target.setdefault(key, {}), value)
+        else:
+            target[key] = value
+
+
+@asynccontextmanager
+async def dashboard(
+    harness: GatewayHarness, setting: DashboardSetting = "auto", keys: Keyring | None = None
+) -> AsyncIterator[Page]:
+    manager: Any = FakeBlockManager()
+    metrics = harness.metrics.metrics
+    feed, routes = make_dashboard(
+        setting, harness.assembly, metrics, manager, has_keys=keys is not None
+    )
+    app = create_app(harness.gateway, CollectorRegistry(), keyring=keys, more_routes=routes)
+    async with http_server(app, "127.0.0.1", 0, grace_s=0) as port:
+        url = f"http://127.0.0.1:{port}"
+        async with httpx.AsyncClient(base_url=url, timeout=10, trust_env=False) as http:
+            yield Page(http, manager)
+        feed.close()
+
+
+async def test_feed_follows_a_request_from_its_queue_to_its_end(make_harness: Any) -> None:
+    decode = FakeDecode()
+    decode.pause_after = 2
+    harness = await make_harness(FakePrefill(), decode)
+    async with dashboard(harness) as page:
+        call = Call(harness.gateway, asked("r1", 8))
+        document = await page.until(
+            lambda now: any(view["tokens"] == 2 for view in now["requests"].values())
+        )
+        (running,) = document["requests"].values()
+        assert running["id"] == "r1"
+        assert [span[0] for span in running["spans"]] == [
+            *("waiting", "prefill", "hand-off", "decode")
+        ]
+        assert running["spans"][-1][2] == decode.worker_id
+        assert (document["num_running"], document["num_waiting"]) == (1, 0)
+        assert document["workers"][decode.worker_id]["state"] == "serving"
+        decode.go_on(8)
+        await call.result()
+        document = await page.until(lambda now: now["num_running"] == 0)
+        (ended,) = document["requests"].values()
+        assert (ended["outcome"], ended["tokens"]) == ("length", 8)
+        assert ended["ended_ms"] >= ended["spans"][-1][1]
+        assert sum(document["ttft"]["counts"]) == 1
+        assert document["generated_tokens"] == 8
+
+
+async def test_feed_has_no_text_of_prompts_and_answers(make_harness: Any) -> None:
+    harness = await make_harness(FakePrefill(), FakeDecode())
+    async with dashboard(harness) as page:
+        call = Call(harness.gateway, asked("r1", 8, prompt=SECRET_TEXT))
+        await call.result()
+        await page.until(lambda now: bool(now["requests"]))
+    assert b'"r1"' in page.bytes
+    assert SECRET_TEXT.encode() not in page.bytes
+    assert call.text.encode() not in page.bytes
+
+
+async def test_cells_add_up_from_changes_and_survive_the_block_managers_absence(
+    make_harness: Any,
+) -> None:
+    harness = await make_harness(FakePrefill(), FakeDecode())
+    async with dashboard(harness) as page:
+        document = await page.until(lambda now: len(now["pools"]["pool"]["cells"]) == 3)
+        assert document["pools"]["pool"]["cells"]["2"] == [0, 1, 2, 0, 0, 0, 0]
+        assert page.manager.since[:3] == [{}, {"pool": 1}, {"pool": 2}]
+        page.manager.is_there = False
+        document = await page.until(lambda now: not now["block_manager"])
+        assert len(document["pools"]["pool"]["cells"]) >= 3
+
+
+async def test_lost_worker_stays_listed_as_gone(make_harness: Any) -> None:
+    harness, decode = await make_harness(FakePrefill()), FakeDecode()
+    server = await harness.announce(decode)
+    async with dashboard(harness) as page:
+        await page.until(lambda now: decode.worker_id in now["workers"])
+        watching = page.documents()
+        await anext(watching)
+        await server.stop()
+        await harness.registry.withdraw(decode.worker_id)
+        async for document in watching:
+            if document["workers"][decode.worker_id]["state"] == "gone":
+                break
+        await watching.aclose()  # type: ignore[attr-defined]
+
+
+async def test_page_answers_questions_about_blocks_and_audits(make_harness: Any) -> None:
+    harness = await make_harness(FakePrefill(), FakeDecode())
+    async with dashboard(harness) as page:
+        answer = await page.http.get("/dashboard/blocks", params={"pool": "pool", "cell": "1"})
+        assert answer.json()[0] == {
+            "id": 5,
+            "state": "held",
+            "num_holders": 1,
+            "prefix_hash": "0f" * 16,
+            "cached_at": None,
+            "holders": [],
+        }
+        for wrong in ({}, {"pool": "pool"}, {"pool": "pool", "cell": "-1"}, {"cell": "x"}):
+            answer = await page.http.get("/dashboard/blocks", params=wrong)
+            assert answer.status_code == 400, wrong
+        assert (await page.http.post("/dashboard/audit")).status_code == 400  # another site's form
+        headers = {"X-Quire-Dashboard": "1"}
+        assert (await page.http.post("/dashboard/audit", headers=headers)).status_code == 200
+        assert page.manager.asked.count("Audit") == 1
+        page.manager.is_there = False
+        assert (await page.http.post("/dashboard/audit", headers=headers)).status_code == 503
+
+
+async def test_page_and_its_files_forbid_what_they_do_not_need(make_harness: Any) -> None:
+    harness = await make_harness(FakePrefill(), FakeDecode())
+    async with dashboard(harness) as page:
+        for path in ("/", *(f"/dashboard/{file.name}" for file in PAGE.iterdir())):
+            answer = await page.http.get(path)
+            assert answer.status_code == 200, path
+            policy = answer.headers["content-security-policy"]
+            assert "unsafe" not in policy
+            for part in ("default-src 'none'", "script-src 'self'", "frame-ancestors 'none'"):
+                assert part in policy
+        for path in ("/dashboard/nothing.js", "/dashboard/..%2froutes.py", "/dashboard/"):
+            assert (await page.http.get(path)).status_code == 404, path
+
+
+@pytest.mark.parametrize(("setting", "status"), [("auto", 403), ("on", 200), ("off", 404)])
+async def test_setting_decides_who_sees_it(
+    make_harness: Any, setting: DashboardSetting, status: int
+) -> None:
+    """A page of another site whose name resolves to this host."""
+    harness = await make_harness(FakePrefill(), FakeDecode())
+    headers = {"Host": "rebound.example"}
+    async with dashboard(harness, setting) as page:
+        async with page.http.stream("GET", "/dashboard/feed", headers=headers) as answer:
+            assert answer.status_code == status
+        paths = ("/dashboard/blocks?pool=pool&cell=0", "/dashboard/audit")
+        for path, method in zip(paths, ("GET", "POST"), strict=True):
+            sent = {**headers, "X-Quire-Dashboard": "1"}
+            answer = await page.http.request(method, path, headers=sent)
+            assert answer.status_code == status, path
+
+
+async def test_block_manager_is_not_asked_while_nobody_views(make_harness: Any) -> None:
+    harness = await make_harness(FakePrefill(), FakeDecode())
+    async with dashboard(harness) as page:
+        await page.http.get("/")
+        await Call(harness.gateway, asked("r1", 8)).result()
+        assert page.manager.asked == []
+
+
+@pytest.mark.parametrize("setting", ["auto", "on"])
+async def test_with_api_keys_it_needs_an_operators_key(
+    make_harness: Any, setting: DashboardSetting
+) -> None:
+    """Also from this host; the page itself, which tells nothing, asks for the key."""
+    harness = await make_harness(FakePrefill(), FakeDecode())
+    asked = (("GET", "feed"), ("GET", "blocks?pool=pool&cell=0"), ("POST", "audit"))
+    async with dashboard(harness, setting, keyring()) as page:
+        for path in ("/", "/dashboard/main.js", "/dashboard/style.css"):
+            assert (await page.http.get(path)).status_code == 200
+        for secret, status in ((None, 401), ("wrong", 401), (ALICE, 403), (OPERATOR, 200)):
+            headers = {"X-Quire-Dashboard": "1"}
+            headers |= {"Authorization": f"Bearer {secret}"} if secret else {}
+            for method, path in asked:
+                url = f"/dashboard/{path}"
+                async with page.http.stream(method, url, headers=headers) as answer:
+                    assert answer.status_code == status, (path, secret)

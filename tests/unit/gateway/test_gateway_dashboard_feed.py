@@ -1,0 +1,183 @@
+"""The dashboard's feed: patches, viewers that come, go and are slow, and who may see it."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+from services.common.errors import Overloaded
+from services.gateway.dashboard import feed as feed_module
+from services.gateway.dashboard.access import check_local
+from services.gateway.dashboard.feed import MAX_VIEWERS, Feed, merge_patch
+
+KEYS = st.sampled_from("abc")
+DOCUMENTS = st.recursive(
+    st.dictionaries(KEYS, st.one_of(st.integers(0, 3), st.lists(st.integers(0, 3), max_size=2))),
+    lambda inner: st.dictionaries(KEYS, st.one_of(st.integers(0, 3), inner)),
+)
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed_module, "INTERVAL_S", 0.002)
+
+
+class Source:
+    def __init__(self) -> None:
+        self.num_built = 0
+        self.error: Exception | None = None
+
+    async def build(self) -> dict[str, Any]:
+        if self.error is not None:
+            raise self.error
+        self.num_built += 1
+        return {"number": self.num_built, "same": {"a": 1}}
+
+
+def apply(document: Any, patch: Any) -> Any:
+    """RFC 7386."""
+    if not isinstance(patch, dict):
+        return patch
+    result = dict(document) if isinstance(document, dict) else {}
+    for key, value in patch.items():
+        if value is None:
+            result.pop(key, None)
+        else:
+            result[key] = apply(result.get(key), value)
+    return result
+
+
+def parsed(event: bytes) -> tuple[str, Any]:
+    first, second, _ = event.decode().split("\n", 2)
+    return first.removeprefix("event: "), json.loads(second.removeprefix("data: "))
+
+
+async def to_the_end(events: AsyncGenerator[bytes, None]) -> None:
+    async for _ in events:
+        pass
+
+
+async def following(events: AsyncGenerator[bytes, None], document: Any = None) -> Any:
+    """The document after one more event."""
+    name, data = parsed(await anext(events))
+    return data if name == "whole" else apply(document, data)
+
+
+@given(DOCUMENTS, DOCUMENTS)
+def test_patch_makes_the_new_document_of_the_old_one(old: Any, new: Any) -> None:
+    patch = merge_patch(old, new)
+    assert apply(old, patch) == new
+    assert (patch == {}) == (old == new)
+
+
+async def test_nothing_is_built_while_nobody_views() -> None:
+    source = Source()
+    feed = Feed(source.build)
+    events = feed.events()
+    await anext(events)
+    await events.aclose()
+    built = source.num_built
+    await asyncio.sleep(0.02)
+    assert source.num_built == built
+    again = feed.events()
+    assert parsed(await anext(again))[0] == "whole"
+    await again.aclose()
+
+
+async def test_all_viewers_get_the_same_bytes_of_one_update() -> None:
+    source = Source()
+    feed = Feed(source.build)
+    one, other = feed.events(), feed.events()
+    await asyncio.gather(anext(one), anext(other))
+    first, second = await asyncio.gather(anext(one), anext(other))
+    name, data = parsed(first)
+    assert (name, data) == ("patch", {"number": source.num_built})  # not what stayed the same
+    assert first is second
+    await one.aclose()
+    await other.aclose()
+
+
+async def test_slow_viewer_skips_updates_and_gets_the_whole_document() -> None:
+    source = Source()
+    feed = Feed(source.build)
+    slow = feed.events()
+    document = await following(slow)
+    missed = source.num_built + 3
+    while source.num_built < missed:
+        await asyncio.sleep(0.001)
+    name, document = parsed(await anext(slow))
+    assert (name, document["number"] >= missed) == ("whole", True)
+    document = await following(slow, document)
+    assert document["same"] == {"a": 1}
+    await slow.aclose()
+
+
+async def test_fault_of_the_document_reaches_every_viewer_and_ends_with_it() -> None:
+    source = Source()
+    feed = Feed(source.build)
+    events = feed.events()
+    await anext(events)
+    source.error = RuntimeError("broken")
+    with pytest.raises(RuntimeError, match="broken"):
+        await to_the_end(events)
+    source.error = None
+    again = feed.events()
+    assert parsed(await anext(again))[0] == "whole"
+    await again.aclose()
+
+
+async def test_closing_ends_all_streams_and_refuses_no_late_viewer_with_an_error() -> None:
+    feed = Feed(Source().build)
+    events = feed.events()
+    await anext(events)
+    feed.close()
+    assert [event async for event in events][1:] == []
+    assert [event async for event in feed.events()] == []
+
+
+async def test_viewers_have_a_limit() -> None:
+    feed = Feed(Source().build)
+    viewers = [feed.events() for _ in range(MAX_VIEWERS)]
+    for viewer in viewers:
+        await anext(viewer)
+    with pytest.raises(Overloaded, match="32 pages"):
+        await anext(feed.events())
+    for viewer in viewers:
+        await viewer.aclose()
+    late = feed.events()
+    await anext(late)
+    await late.aclose()
+
+
+def request(client: str, **headers: str) -> Request:
+    raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    return Request({"type": "http", "client": (client, 1), "headers": raw})
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:8000", "localhost", "LOCALHOST:80", "[::1]:8000"])
+def test_users_of_the_host_see_the_dashboard(host: str) -> None:
+    check_local(request("127.0.0.1", host=host))
+    check_local(request("::1", host=host))
+
+
+@pytest.mark.parametrize(
+    ("client", "headers"),
+    [
+        ("192.0.2.1", {"host": "127.0.0.1:8000"}),
+        ("127.0.0.1", {"host": "rebound.example:8000"}),
+        ("127.0.0.1", {"host": "127.0.0.1.example"}),
+        ("127.0.0.1", {}),
+        ("127.0.0.1", {"host": "127.0.0.1", "x_forwarded_for": "192.0.2.1"}),
+        ("127.0.0.1", {"host": "127.0.0.1", "forwarded": "for=192.0.2.1"}),
+        ("127.0.0.1", {"host": "127.0.0.1", "via": "1.1 proxy"}),
+    ],
+)
+def test_others_do_not(client: str, headers: dict[str, str]) -> None:
+    with pytest.raises(HTTPException, match="only for this host"):
+        check_local(request(client, **headers))
