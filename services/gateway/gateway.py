@@ -110,7 +110,7 @@ class Gateway:
         return tuple(self._describe(name) for name in names if is_complete(name))
 
     def ready(self) -> bool:
-        return self._directory.ready()
+        return self._directory.ready() and not self._dispatcher.is_draining
 
     def _describe(self, name: str) -> ServedModel:
         served = self._directory.served(name)
@@ -194,5 +194,7 @@ def _choose(name: str, names: tuple[str, ...]) -> str:
     if name or not names:
         raise UnknownModel(f"model {name!r} is not served here; these are: {served}")
     if len(names) > 1:
-        raise InvalidRequest(f"several models are served, so the request names one: {served}")
+        raise InvalidRequest(
+            f"several models are served, so the request names one: {served}", "model"
+        )
     return names[0]

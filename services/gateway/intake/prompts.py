@@ -17,6 +17,9 @@ from services.gateway.intake.catalog import Model
 _SHORT_CHARS = 2048
 """Up to this length, tokenizing takes less time than a change to a thread and back."""
 
+PROMPT = "prompt"
+"""The name in errors of whatever field has the prompt; the HTTP server names its own."""
+
 MAX_MESSAGES = 16_384
 """Limit for the messages of a chat; to render a message takes about 20 us."""
 
@@ -41,21 +44,23 @@ async def tokenize_prompt(
     else:
         token_ids = await asyncio.get_running_loop().run_in_executor(_threads, work)
     if not token_ids:
-        raise InvalidRequest("the prompt is empty")
+        raise InvalidRequest("the prompt is empty", PROMPT)
     return token_ids
 
 
 def check_num_messages(number: int) -> None:
     """Raises InvalidRequest if a chat has too many messages."""
     if number > MAX_MESSAGES:
-        raise InvalidRequest(f"{number} messages, at most {MAX_MESSAGES}")
+        raise InvalidRequest(f"{number} messages, at most {MAX_MESSAGES}", PROMPT)
 
 
 def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
     """Raises InvalidRequest, with the token id, if one is outside the vocabulary."""
     for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
         if not 0 <= token_id < vocab_size:
-            raise InvalidRequest(f"{name}: {token_id} is not in the vocabulary of {vocab_size}")
+            raise InvalidRequest(
+                f"{name}: {token_id} is not in the vocabulary of {vocab_size}", name
+            )
 
 
 def _num_chars(prompt: Prompt) -> int:
@@ -97,10 +102,10 @@ def _render(
     stay text.
     """
     if model.chat_template is None:
-        raise InvalidRequest("this model has no chat template; send text or token ids")
+        raise InvalidRequest("this model has no chat template; send text or token ids", PROMPT)
     for number, message in enumerate(messages):
         if not message.role:
-            raise InvalidRequest(f"message {number} has no role")
+            raise InvalidRequest(f"message {number} has no role", PROMPT)
     written = {"messages": list(map(_fields, messages)), "arguments": arguments}
     given, hidden = model.tokenizer.special.hide(written)
     return model.chat_template.render(given["messages"], arguments=given["arguments"]), hidden
@@ -130,7 +135,8 @@ def _encode(
     if token_ids and max(token_ids) >= model.config.vocab_size:
         raise InvalidRequest(
             f"the prompt has token {max(token_ids)}, and the model's vocabulary only "
-            f"{model.config.vocab_size}"
+            f"{model.config.vocab_size}",
+            PROMPT,
         )
     return token_ids
 
@@ -138,7 +144,8 @@ def _encode(
 def prompt_too_long(num_tokens: str, max_model_len: int) -> PromptTooLong:
     return PromptTooLong(
         f"{context_length(max_model_len)} However, the prompt has {num_tokens} tokens; there must "
-        "be room for one more"
+        "be room for one more",
+        PROMPT,
     )
 
 

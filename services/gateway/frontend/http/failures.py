@@ -26,27 +26,23 @@ _CODES = {
 }
 
 
-class InvalidField(InvalidRequest):
-    """A field of the body is wrong. `param`: its path, or None for the body as a whole."""
-
-    def __init__(self, message: str, param: str | None) -> None:
-        super().__init__(message)
-        self.param = param
-
-
-def error_body(failure: Failure, param: str | None = None) -> dict[str, Any]:
-    """`{"error": {...}}`: the body of an answer, or the last event of a stream."""
-    return _error_json(failure.http_status, failure.code, failure.text, param)
+def error_body(error: Exception) -> dict[str, Any]:
+    """`{"error": {...}}`: the last event of a stream that failed with `error`."""
+    return _body_of(failure_of(error), error)
 
 
 def error_response(error: Exception) -> Json:
     """The answer to a request that failed with `error`."""
     failure = failure_of(error)
-    body = error_body(failure, getattr(error, "param", None))
     headers = _retry_headers(failure.retry_delay_s)
     if failure.http_status == HTTPStatus.UNAUTHORIZED:
         headers["WWW-Authenticate"] = "Bearer"
-    return Json(body, failure.http_status, headers)
+    return Json(_body_of(failure, error), failure.http_status, headers)
+
+
+def _body_of(failure: Failure, error: Exception) -> dict[str, Any]:
+    param = getattr(error, "param", None)
+    return _error_json(failure.http_status, failure.code, failure.text, param)
 
 
 def http_error(status: int, message: str) -> dict[str, Any]:
