@@ -7,6 +7,7 @@ refused after the part that fills the context, not after all of it.
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
@@ -30,15 +31,27 @@ _threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenize")
 
 
 async def tokenize_prompt(
-    prompt: Prompt, model: Model, max_model_len: int, arguments: TemplateArguments | None = None
+    prompt: Prompt,
+    model: Model,
+    max_model_len: int,
+    arguments: TemplateArguments | None = None,
+    *,
+    add_special_tokens: bool = True,
+    add_generation_prompt: bool = True,
 ) -> tuple[int, ...]:
     """The prompt's token ids: at least one, all in the vocabulary.
 
-    `arguments`: variables of the chat template.
+    `arguments`: variables of the chat template. `add_special_tokens`: to text.
+    `add_generation_prompt`: to a chat.
 
     Raises InvalidRequest or PromptTooLong.
     """
-    work = partial(_token_ids, prompt, model, max_model_len, arguments or {})
+    if isinstance(prompt, str):
+        encode = partial(model.tokenizer.encode, add_special_tokens=add_special_tokens)
+        work = partial(_encode, prompt, model, max_model_len, encode)
+    else:
+        chat = ChatOptions(arguments or {}, add_generation_prompt)
+        work = partial(_token_ids, prompt, model, max_model_len, chat)
     if _num_chars(prompt) <= _SHORT_CHARS and not arguments:
         token_ids = work()
     else:
@@ -75,15 +88,21 @@ def _messages(prompt: Prompt) -> tuple[ChatMessage, ...]:
     return cast("tuple[ChatMessage, ...]", prompt) if is_chat else ()
 
 
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """How the chat template renders a chat."""
+
+    arguments: TemplateArguments
+    add_generation_prompt: bool
+
+
 def _token_ids(
-    prompt: Prompt, model: Model, max_model_len: int, arguments: TemplateArguments
+    prompt: Prompt, model: Model, max_model_len: int, options: ChatOptions
 ) -> tuple[int, ...]:
-    if isinstance(prompt, str):
-        return _encode(prompt, model, max_model_len, model.tokenizer.encode) if prompt else ()
     if messages := _messages(prompt):
         if _num_chars(prompt) > max_model_len * model.tokenizer.longest_token:
             raise prompt_too_long(f"more than {max_model_len}", max_model_len)
-        text, hidden = _render(messages, model, arguments)
+        text, hidden = _render(messages, model, options)
         encode = partial(model.tokenizer.encode_chat, hidden=hidden)
         return _encode(text, model, max_model_len, encode)
     token_ids = cast("tuple[int, ...]", prompt)
@@ -94,7 +113,7 @@ def _token_ids(
 
 
 def _render(
-    messages: Sequence[ChatMessage], model: Model, arguments: TemplateArguments
+    messages: Sequence[ChatMessage], model: Model, options: ChatOptions
 ) -> tuple[str, Mapping[str, str]]:
     """The rendered chat, and the special tokens that were hidden in it (`SpecialTokens.hide`).
 
@@ -106,9 +125,14 @@ def _render(
     for number, message in enumerate(messages):
         if not message.role:
             raise InvalidRequest(f"message {number} has no role", PROMPT)
-    written = {"messages": list(map(_fields, messages)), "arguments": arguments}
+    written = {"messages": list(map(_fields, messages)), "arguments": options.arguments}
     given, hidden = model.tokenizer.special.hide(written)
-    return model.chat_template.render(given["messages"], arguments=given["arguments"]), hidden
+    text = model.chat_template.render(
+        given["messages"],
+        add_generation_prompt=options.add_generation_prompt,
+        arguments=given["arguments"],
+    )
+    return text, hidden
 
 
 def _fields(message: ChatMessage) -> dict[str, str]:
@@ -124,6 +148,8 @@ def _encode(
     Cutting a text changes its tokens near the cut only. So a prefix with more tokens than 1.1 times
     the context, plus 64, proves that the whole text does not fit.
     """
+    if not text:
+        return ()
     surely_too_many = max_model_len + max_model_len // 10 + 64
     look = _FIRST_LOOK_CHARS
     while look < len(text):

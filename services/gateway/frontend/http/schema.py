@@ -5,7 +5,7 @@ gRPC and HTTP alike.
 """
 
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -51,9 +51,6 @@ class SampledBody(Body):
     """The fields of every request for text. Like vLLM, Quire accepts `metadata` to `user`, which
     are notes to a provider, and does not use them."""
 
-    names: ClassVar[dict[str, str]] = {}
-    """This body's names of parameters that have another name in `RequestedSampling`."""
-
     model: str | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -84,6 +81,11 @@ class SampledBody(Body):
     skip_special_tokens: bool | None = None
     stop_token_ids: Integers | None = None
     top_k: int | None = None
+
+    @property
+    def names(self) -> dict[str, str]:
+        """This body's names of the parameters that have others in `GenerationRequest`."""
+        return {}
 
     @property
     def num_logprobs(self) -> int | None:
@@ -276,8 +278,6 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
 class ChatBody(GenerationBody):
-    names: ClassVar[dict[str, str]] = {PROMPT: "messages", "logprobs": "top_logprobs"}
-
     messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -295,6 +295,11 @@ class ChatBody(GenerationBody):
         if _differ(self.max_tokens, self.max_completion_tokens):
             raise ValueError("max_tokens and max_completion_tokens differ; give one of them")
         return self
+
+    @property
+    def names(self) -> dict[str, str]:
+        limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        return {PROMPT: "messages", "logprobs": "top_logprobs", "max_tokens": limit}
 
     @property
     def num_logprobs(self) -> int | None:
