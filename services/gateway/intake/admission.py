@@ -121,9 +121,12 @@ async def admit(
     prompt = await tokenize_prompt(
         request.prompt, served.model, served.max_model_len, request.template_arguments
     )
+    most = served.model.config.generation.max_new_tokens
     max_tokens = resolve_max_tokens(
-        *(len(prompt), asked.max_tokens, served.max_model_len, served.specs, asked.width),
-        default=asked.default_max_tokens,
+        len(prompt),
+        _at_most(most, asked.max_tokens) if asked.max_tokens else None,
+        *(served.max_model_len, served.specs, asked.width),
+        default=_at_most(most, asked.default_max_tokens),
     )
     check_logprobs_per_message("prompt_logprobs", len(prompt), asked.prompt_logprobs)
     if asked.selects_best:
@@ -153,6 +156,11 @@ async def admit(
         prompt_logprobs=asked.prompt_logprobs,
         caller=request.caller,
     )
+
+
+def _at_most(limit: int | None, number: int | None) -> int | None:
+    """The smaller one; None stands for no limit."""
+    return min((each for each in (limit, number) if each is not None), default=None)
 
 
 def check_priority(priority: int, *, client_priority: bool, ceiling: int | None = None) -> None:
