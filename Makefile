@@ -4,7 +4,7 @@ PROTOC := PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -m grpc_tools.protoc
 
 CXX_FILES := $(shell find kernels/csrc -name '*.cpp' -o -name '*.h')
 
-.PHONY: help setup proto lint type test test-failed test-fast test-full check chaos bench docs up down clean
+.PHONY: help setup proto lint type test test-failed test-fast test-full test-clients check chaos bench docs up down clean
 .NOTPARALLEL:
 
 # Tests run beside the services that they start, so each process has one OpenMP thread, which does
@@ -57,7 +57,10 @@ test-fast: setup ## Unit tests and samples of the property tests: the inner loop
 	$(TEST) --numprocesses 2 tests/unit tests/property
 
 test-full: setup ## All tests, whole matrices
-	$(TEST) $(IN_TWO) -m "full or not full"
+	$(TEST) $(IN_TWO) -m "not clients"
+
+test-clients: setup ## OpenAI's client, LangChain, litellm, lm-eval, guidellm, aiperf ... against a deployment
+	QUIRE_CLIENTS_TABLE=docs/clients.md $(TEST) -m "clients or not clients" tests/clients
 
 check: lint type test ## Everything that must pass before a merge
 

@@ -59,6 +59,8 @@ RESUME_TOKEN_HEADER = "X-Quire-Resume-Token"
 TIMEOUT_HEADER = "X-Quire-Timeout-S"
 """A client's deadline, in seconds from now, like the deadline of a gRPC call."""
 
+MAX_TIMEOUT_S = 7 * 24 * 3600
+
 VERSION = version("quire-serve")
 
 Body = TypeVar("Body", CompletionBody, ChatBody, ResponsesBody)
@@ -240,6 +242,9 @@ def _timeout_s(request: Request) -> float | None:
         timeout_s = float(text)
     except ValueError:
         timeout_s = math.nan
-    if not 0 < timeout_s < math.inf:
-        raise InvalidRequest(f"{TIMEOUT_HEADER} is {text!r}, not a number of seconds above 0")
+    if not 0 < timeout_s <= MAX_TIMEOUT_S:
+        raise InvalidRequest(
+            f"{TIMEOUT_HEADER} is {text!r}, not a number of seconds above 0, at most "
+            f"{MAX_TIMEOUT_S}"
+        )
     return timeout_s

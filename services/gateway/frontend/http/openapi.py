@@ -82,7 +82,7 @@ _TIMEOUT = {
     "name": "X-Quire-Timeout-S",
     "in": "header",
     "description": "seconds after which the client no longer needs the answer",
-    "schema": {"type": "number", "exclusiveMinimum": 0},
+    "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": 604800},
 }
 _MODEL = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
 _METRICS = {
