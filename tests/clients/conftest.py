@@ -16,15 +16,17 @@ from .venvs import ROOT
 MODEL = "quire-embedded"
 MODEL_DIR = ROOT / "quire" / "embedded"
 QUESTION = "What is a block table?"
-MAX_TOKENS = 24
+MAX_TOKENS = 200
+"""More than the answer has: OpenAI's stream helper takes only a completed response."""
 TABLE = "QUIRE_CLIENTS_TABLE"
 """The variable that names the file for the table of results."""
 
 _HEAD = """# Clients
 
-These clients, which are not part of Quire, run against a deployment of the embedded model. `make test-clients` installs each
-into a virtual environment of its own (`tests/clients/venvs.py` pins the versions), runs it, and writes this table. Where a
-client gets text, the text has to equal that of Quire's own gRPC client.
+These clients, which are not part of Quire, run against a deployment of the embedded model.
+`make test-clients` installs each into a virtual environment of its own (`tests/clients/venvs.py`
+pins the versions), runs it, and writes this table. Where a client gets text, the text has to equal
+that of Quire's own gRPC client.
 
 | client | version | what it calls | outcome |
 |---|---|---|---|

@@ -14,7 +14,8 @@ CONSTRAINTS = ROOT / "deploy" / "constraints-cpu.txt"
 REQUIREMENTS = {
     "openai": ("openai==3.54.0",),
     "langchain-openai": ("langchain-openai==1.6.7",),
-    "litellm": ("litellm==1.106.2",),
+    # litellm's `responses` imports mcp, which it does not require.
+    "litellm": ("litellm==1.106.2", "mcp==2.3.0"),
     # A tokenizer is all that it needs of transformers, so PyTorch is not installed.
     "lm-eval": ("lm-eval[api]==0.4.13", "transformers==5.23.0"),
     "guidellm": ("guidellm==0.8.1",),

@@ -24,9 +24,14 @@ def same(text: str) -> None:
     assert text == expected, (text, expected)
 
 
-for use_responses in (False, True):
-    chat = ChatOpenAI(**options, use_responses_api=use_responses)
+async def asynchronous() -> None:
+    for chat in chats:
+        same((await chat.ainvoke(question)).text)
+
+
+chats = [ChatOpenAI(**options, use_responses_api=each) for each in (False, True)]
+for chat in chats:
     same(chat.invoke(question).text)
     same("".join(part.text for part in chat.stream(question)))
-    same(asyncio.run(chat.ainvoke(question)).text)
+asyncio.run(asynchronous())
 assert OpenAI(**options).invoke("A block table")
