@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.deployment import Deployment
 
-from .conftest import MAX_TOKENS, MODEL, MODEL_DIR, QUESTION, Table
+from .conftest import MAX_TOKENS, MODEL, MODEL_DIR, QUESTION, TABLE, Table
 from .venvs import ROOT, client_bin, client_version, own_version
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -38,7 +38,7 @@ def run(command: list[object], env: dict[str, str], cwd: Path, text: str = "") -
         text=True,
         timeout=LIMIT_S,
     )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
     return done.stdout + done.stderr
 
 
@@ -224,7 +224,7 @@ def test_schemathesis_finds_nothing(
         [
             *(client_bin("schemathesis") / "schemathesis", "run"),
             *(f"{deployment.http}/openapi.json", "--max-examples", 30, "--seed", 1),
-            *("--checks", ",".join(CHECKS), "--no-color"),
+            *("--checks", ",".join(CHECKS), "--no-color", "--request-timeout", LIMIT_S),
         ],
         outside,
         tmp_path,
@@ -236,6 +236,7 @@ def test_schemathesis_finds_nothing(
     table.add("schemathesis", client_version("schemathesis"), called, outcome)
 
 
+@pytest.mark.skipif(TABLE in os.environ, reason="this run writes the table at its end")
 def test_the_table_in_the_docs_has_every_client() -> None:
     table = (ROOT / "docs" / "clients.md").read_text()
     rows = table.partition("|---|---|---|---|\n")[2].splitlines()
