@@ -15,7 +15,7 @@ from services.common.errors import (
 )
 from services.common.runtime.logging import bind_request_id
 from services.common.text.stop_strings import StopMatcher
-from services.gateway.access.caller import Caller
+from services.gateway.access.caller import EVERYONE, Caller
 from services.gateway.change_notifier import ChangeNotifier
 from services.gateway.config import GatewayOptions
 from services.gateway.frontend.api import (
@@ -115,7 +115,7 @@ class Gateway:
 
     async def tokenize(self, request: TokenizeRequest) -> Tokenized:
         """See `Generator.tokenize`."""
-        _, served = await self._served(request.model)
+        _, served = await self._served(request.model, EVERYONE)
         tokenizer = served.model.tokenizer
         token_ids: tuple[int, ...] = ()
         if request.prompt != "":
@@ -131,7 +131,7 @@ class Gateway:
 
     async def detokenize(self, token_ids: tuple[int, ...], model: str) -> str:
         """See `Generator.detokenize`."""
-        _, served = await self._served(model)
+        _, served = await self._served(model, EVERYONE)
         check_token_ids("tokens", token_ids, served.model.config.vocab_size)
         decode = partial(served.model.tokenizer.decode, token_ids, skip_special_tokens=False)
         with self._tokenizing():
