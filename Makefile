@@ -4,7 +4,8 @@ PROTOC := PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -m grpc_tools.protoc
 
 CXX_FILES := $(shell find kernels/csrc -name '*.cpp' -o -name '*.h')
 
-.PHONY: help setup proto lint type test test-failed test-fast test-browser test-full check chaos bench docs up down clean
+.PHONY: help setup proto lint type test test-failed test-fast test-browser test-clients test-full check \
+  chaos bench docs up down clean
 .NOTPARALLEL:
 
 # Tests run beside the services that they start, so each process has one OpenMP thread, which does
@@ -60,7 +61,10 @@ test-browser: setup ## The dashboard in Chromium (apt-get install chromium)
 	$(TEST) tests/browser
 
 test-full: setup ## All tests, whole matrices
-	$(TEST) $(IN_TWO) -m "full or not full"
+	$(TEST) $(IN_TWO) -m "not clients"
+
+test-clients: setup ## OpenAI's client, LangChain, litellm, lm-eval, guidellm, aiperf ... against a deployment
+	QUIRE_CLIENTS_TABLE=docs/clients.md $(TEST) -m "clients or not clients" tests/clients
 
 check: lint type test ## Everything that must pass before a merge
 

@@ -283,6 +283,23 @@ class ServeOptions:
         str | None,
         _network(metavar="URL", help="redis://, rediss:// or unix://; default: an embedded Valkey"),
     ] = None
+    generation_config: Annotated[
+        str | None,
+        To.GATEWAYS,
+        _network(
+            metavar="auto|vllm|DIR",
+            help="default sampling parameters: those of the model's generation_config.json (auto, "
+            "the default), none (vllm), or those of a directory's generation_config.json",
+        ),
+    ] = None
+    override_generation_config: Annotated[
+        str | None,
+        To.GATEWAYS,
+        _network(
+            metavar="JSON",
+            help='default sampling parameters that replace single ones: {"temperature": 0.5}',
+        ),
+    ] = None
     client_priority: Annotated[
         bool,
         To.GATEWAYS,

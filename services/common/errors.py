@@ -38,7 +38,13 @@ class QuireError(Exception):
 
 
 class InvalidRequest(QuireError):
+    """`param`: the request's parameter that is at fault; None: several, or none of them."""
+
     code = "invalid_request"
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class PromptTooLong(InvalidRequest):
@@ -59,6 +65,7 @@ class PermissionDenied(QuireError):
 
 class UnknownModel(QuireError):
     code = "model_not_found"
+    param = "model"
 
 
 class UnknownWorker(QuireError):

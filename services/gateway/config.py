@@ -14,12 +14,15 @@ from services.common.runtime.metrics import KeyringMetrics
 from services.gateway.access.keyring import Keyring
 from services.gateway.dashboard.access import DashboardSetting
 from services.gateway.frontend.http.body_limits import DEFAULT_BODY_MEMORY_BYTES, MAX_BODY_BYTES
+from services.gateway.intake.generation_config import AUTO
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayOptions:
     """The settings that the gateway's parts need; `GatewaySettings` describes them."""
 
+    generation_config: str = AUTO
+    override_generation_config: str | None = None
     client_priority: bool = False
     max_waiting: int = 1024
     report_cached_tokens: bool = False
@@ -104,6 +107,15 @@ class GatewaySettings(ServiceSettings):
         default=None,
         description="directory to keep what keys have used of their budgets; default: that of "
         "api_keys_file",
+    )
+    generation_config: str = Field(
+        default=AUTO,
+        description="default sampling parameters: auto (the model's generation_config.json), vllm "
+        "(none), or a directory with a generation_config.json",
+    )
+    override_generation_config: str | None = Field(
+        default=None,
+        description='JSON object of default sampling parameters, e.g. {"temperature": 0.5}',
     )
     client_priority: bool = Field(
         default=False, description="requests may set a priority; without, one other than 0 fails"

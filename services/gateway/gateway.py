@@ -2,19 +2,32 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from functools import partial
 
-from services.common.errors import DeadlineExceeded, InvalidRequest, NoWorker, UnknownModel
+from services.common.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    NoWorker,
+    Overloaded,
+    UnknownModel,
+)
 from services.common.runtime.logging import bind_request_id
 from services.common.text.stop_strings import StopMatcher
-from services.gateway.access.caller import Caller
+from services.gateway.access.caller import EVERYONE, Caller
 from services.gateway.change_notifier import ChangeNotifier
 from services.gateway.config import GatewayOptions
-from services.gateway.frontend.api import Delta, GenerationRequest, ServedModel
+from services.gateway.frontend.api import (
+    Delta,
+    GenerationRequest,
+    ServedModel,
+    Tokenized,
+    TokenizeRequest,
+)
 from services.gateway.intake.admission import AdmittedRequest, admit, check_priority
 from services.gateway.intake.identity import check_identity, client_id, scoped_id, with_resume_token
+from services.gateway.intake.prompts import check_token_ids, tokenize_prompt
 from services.gateway.request.lifecycle import RequestLifecycle
 from services.gateway.request_metrics import RequestMetrics, code_of
 from services.gateway.scheduling.dispatcher import Dispatcher
@@ -25,6 +38,9 @@ from services.gateway.streaming.pacer import StreamPacer
 from services.gateway.streaming.sequence import Sequence
 from services.gateway.streaming.text import Text
 from services.gateway.workers.directory import ModelPools, WorkerDirectory
+
+_MAX_TOKENIZING = 16
+"""Calls of `tokenize` and `detokenize` that may wait at a time."""
 
 
 class Gateway:
@@ -47,6 +63,7 @@ class Gateway:
         self._request_metrics = request_metrics
         self._options = options
         self._pacer = StreamPacer()
+        self._num_tokenizing = 0
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         """See `Generator.generate`. Also raises Unavailable if the request lost its workers too
@@ -96,6 +113,41 @@ class Gateway:
             except TimeoutError as error:
                 raise DeadlineExceeded("the request's deadline has passed") from error
 
+    async def tokenize(self, request: TokenizeRequest) -> Tokenized:
+        """See `Generator.tokenize`."""
+        _, served = await self._served(request.model, EVERYONE)
+        tokenizer = served.model.tokenizer
+        token_ids: tuple[int, ...] = ()
+        if request.prompt != "":
+            with self._tokenizing():
+                token_ids = await tokenize_prompt(
+                    *(request.prompt, served.model, served.max_model_len),
+                    request.template_arguments,
+                    add_special_tokens=request.add_special_tokens,
+                    add_generation_prompt=request.add_generation_prompt,
+                )
+        tokens = tuple(map(tokenizer.token, token_ids)) if request.with_tokens else None
+        return Tokenized(token_ids, tokens, served.max_model_len)
+
+    async def detokenize(self, token_ids: tuple[int, ...], model: str) -> str:
+        """See `Generator.detokenize`."""
+        _, served = await self._served(model, EVERYONE)
+        check_token_ids("tokens", token_ids, served.model.config.vocab_size)
+        decode = partial(served.model.tokenizer.decode, token_ids, skip_special_tokens=False)
+        with self._tokenizing():
+            return await asyncio.to_thread(decode)
+
+    @contextmanager
+    def _tokenizing(self) -> Iterator[None]:
+        """Bounds the calls that wait for a thread, in which prompts are tokenized too."""
+        if self._num_tokenizing >= _MAX_TOKENIZING:
+            raise Overloaded(f"{_MAX_TOKENIZING} requests to tokenize wait; try again", 1.0)
+        self._num_tokenizing += 1
+        try:
+            yield
+        finally:
+            self._num_tokenizing -= 1
+
     def record_refusal(self, request_id: str, model: str, code: str, reason: str) -> None:
         """See `Generator.record_refusal`. Only the name of a served model becomes a metric label:
         clients can send any name, and each one would add a time series."""
@@ -110,7 +162,7 @@ class Gateway:
         return tuple(self._describe(name) for name in names if is_complete(name))
 
     def ready(self) -> bool:
-        return self._directory.ready()
+        return self._directory.ready() and not self._dispatcher.is_draining
 
     def _describe(self, name: str) -> ServedModel:
         served = self._directory.served(name)
@@ -194,5 +246,7 @@ def _choose(name: str, names: tuple[str, ...]) -> str:
     if name or not names:
         raise UnknownModel(f"model {name!r} is not served here; these are: {served}")
     if len(names) > 1:
-        raise InvalidRequest(f"several models are served, so the request names one: {served}")
+        raise InvalidRequest(
+            f"several models are served, so the request names one: {served}", "model"
+        )
     return names[0]

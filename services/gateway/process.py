@@ -112,12 +112,13 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
 async def _shut_down(
     wiring: Wiring, server: RpcServer, http: AsyncExitStack, grace_s: float
 ) -> None:
-    """Stop the gRPC and the HTTP server: neither accepts new calls, and requests that still run
-    after `grace_s` fail with Draining."""
-    closing = asyncio.gather(server.stop(grace_s + _LAST_WRITES_S), http.aclose())
-    await asyncio.wait([closing], timeout=grace_s)
+    """Stop the gRPC and the HTTP server. Neither takes new requests: HTTP answers them with 503
+    while others run, so that a load balancer sends them elsewhere. Requests that still run after
+    `grace_s` fail with Draining."""
+    stopping = asyncio.create_task(server.stop(grace_s + _LAST_WRITES_S))
+    await wiring.dispatcher.drain(grace_s)
     await wiring.dispatcher.close()
-    await closing
+    await asyncio.gather(stopping, http.aclose())
 
 
 def _relays(
@@ -211,9 +212,8 @@ async def _http_server(
         # may wait a little longer than that.
         write_timeout_s=PAUSE_AFTER_S + settings.read_window_s + _LAST_WRITES_S,
     )
-    grace_s = settings.request_grace_s + _LAST_WRITES_S
     serving = http_server(
-        *(app, settings.host, settings.http_port, grace_s, limits), settings.public_tls()
+        *(app, settings.host, settings.http_port, _LAST_WRITES_S, limits), settings.public_tls()
     )
     return await stack.enter_async_context(serving)
 

@@ -5,6 +5,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from blockstore.registry import Load, Member, Registry, State
 from blockstore.store import BlockStore
@@ -17,6 +18,7 @@ from services.gateway.config import GatewayOptions
 from services.gateway.dashboard.document import EndedRequests
 from services.gateway.gateway import Gateway
 from services.gateway.intake.catalog import load_model
+from services.gateway.intake.generation_config import GenerationConfig
 from services.gateway.request.lifecycle import RequestLifecycle
 from services.gateway.request_metrics import RequestMetrics, outcome_of
 from services.gateway.scheduling.dispatcher import Dispatcher
@@ -71,8 +73,12 @@ async def start_gateway(
     """Yield a gateway that follows the registry until the block is left. An error of a background
     task (StoreLost) is raised in the block, as an exception group.
 
-    `connect`: opens the connection to a worker; None: over gRPC, with `tls` if given.
+    `connect`: opens the connection to a worker; None: over gRPC, with `tls` if given. StartupError:
+    the options' generation_config is wrong.
     """
+    generation = GenerationConfig.read(
+        options.generation_config, options.override_generation_config
+    )
     gateway_id = f"gateway-{secrets.token_hex(4)}"
     changes = ChangeNotifier()
 
@@ -84,7 +90,7 @@ async def start_gateway(
         registry,
         store,
         connect=lambda member: connect_to(member, dispatcher),
-        load=load_model,
+        load=partial(load_model, generation=generation),
         on_change=changes.notify,
         poll_s=options.poll_s,
         gateway_id=gateway_id,

@@ -402,3 +402,30 @@ def test_http(
     """JSON of wrong types, numbers beyond all bounds, lone surrogates, no JSON at all."""
     runner, deployment = service
     runner.run(http_beside(deployment, asked))
+
+
+# Tokenizing
+
+
+def test_what_is_tokenized_comes_back(service: tuple[asyncio.Runner, Deployment]) -> None:
+    runner, deployment = service
+
+    async def there_and_back() -> None:
+        http = deployment.http
+        answer = (await http.post("/tokenize", json={"prompt": "hello", "model": "toy"})).json()
+        expected_ids = list(deployment.tokenizer.encode("hello"))
+        assert (answer["tokens"], answer["count"]) == (expected_ids, len(expected_ids))
+        text = await http.post("/detokenize", json={"tokens": answer["tokens"]})
+        assert text.json() == {"prompt": "hello"}
+        assert (await http.post("/tokenize", json={"prompt": ""})).json()["count"] == 0
+        for path, body, param in (
+            ("/detokenize", {"tokens": [VOCAB]}, "tokens"),
+            ("/detokenize", {"tokens": [-1]}, "tokens"),
+            ("/tokenize", {"prompt": "x", "model": "nobody"}, "model"),
+            ("/tokenize", {"messages": []}, "messages"),
+        ):
+            refused = await http.post(path, json=body)
+            assert refused.status_code in (400, 404)
+            assert refused.json()["error"]["param"] == param
+
+    runner.run(there_and_back())

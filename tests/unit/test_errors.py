@@ -58,12 +58,12 @@ def test_codes_mean_one_status_each() -> None:
         (domain.DuplicateRequest("d"), StatusCode.ALREADY_EXISTS, 409),
         (domain.QueueFull("q", 1.0), StatusCode.RESOURCE_EXHAUSTED, 429),
         (domain.NoWorker("n"), StatusCode.UNAVAILABLE, 503),
-        (domain.DeadlineExceeded("d"), StatusCode.DEADLINE_EXCEEDED, 504),
+        (domain.DeadlineExceeded("d"), StatusCode.DEADLINE_EXCEEDED, 408),
         (domain.KVCorrupt("k"), StatusCode.DATA_LOSS, 500),
         (store.StaleHolder("s"), StatusCode.ABORTED, 409),
         (store.StoreUnavailable("s"), StatusCode.UNAVAILABLE, 503),
         (store.OutOfBlocks(3, 1), StatusCode.RESOURCE_EXHAUSTED, 429),
-        (TimeoutError(), StatusCode.DEADLINE_EXCEEDED, 504),
+        (TimeoutError(), StatusCode.DEADLINE_EXCEEDED, 408),
     ],
 )
 def test_statuses_are_those_of_the_contract(
@@ -110,7 +110,16 @@ def test_a_retry_delay_becomes_a_trailer() -> None:
         ("quire-error-code", "queue_full"),
         ("grpc-retry-pushback-ms", "1250"),
     )
-    assert trailers(failure_of(domain.NoWorker("none"))) == (("quire-error-code", "no_worker"),)
+    assert trailers(failure_of(domain.UnknownModel("m"))) == (
+        ("quire-error-code", "model_not_found"),
+    )
+
+
+@pytest.mark.parametrize("error", FAILURES, ids=lambda cls: cls.__name__)
+def test_every_503_that_may_pass_says_when_to_try_again(error: type[Exception]) -> None:
+    failure = FAILURES[error]
+    if failure.http_status == 503 and error is not store.StoreUnsuitable:
+        assert failure.retry_delay_s
 
 
 def test_cancellation_is_not_an_error() -> None:

@@ -49,6 +49,9 @@ _EXHAUSTED, _UNAVAILABLE = StatusCode.RESOURCE_EXHAUSTED, StatusCode.UNAVAILABLE
 _PRECONDITION = StatusCode.FAILED_PRECONDITION
 _NO_STORE = "the block store is not there; try again"
 
+_RETRY_S = 1.0
+"""The delay after which a client may try again what a service cannot do now."""
+
 _DOMAIN: dict[type[domain.QuireError], tuple[StatusCode, int]] = {
     domain.InvalidRequest: (_INVALID, 400),
     domain.PromptTooLong: (_INVALID, 400),
@@ -66,7 +69,7 @@ _DOMAIN: dict[type[domain.QuireError], tuple[StatusCode, int]] = {
     domain.Unavailable: (_UNAVAILABLE, 503),
     domain.NoWorker: (_UNAVAILABLE, 503),
     domain.Draining: (_UNAVAILABLE, 503),
-    domain.DeadlineExceeded: (StatusCode.DEADLINE_EXCEEDED, 504),
+    domain.DeadlineExceeded: (StatusCode.DEADLINE_EXCEEDED, 408),
     domain.PoisonRequest: (StatusCode.INTERNAL, 500),
     domain.KVCorrupt: (StatusCode.DATA_LOSS, 500),
     domain.LastWorker: (_PRECONDITION, 409),
@@ -76,21 +79,24 @@ _DOMAIN: dict[type[domain.QuireError], tuple[StatusCode, int]] = {
 }
 
 FAILURES: dict[type[Exception], Failure] = {
-    **{error: Failure(error.code, *row) for error, row in _DOMAIN.items()},
-    store.StoreUnavailable: Failure("store_unavailable", _UNAVAILABLE, 503, _NO_STORE, 1.0),
-    store.StoreLost: Failure("store_lost", _UNAVAILABLE, 503, _NO_STORE, 1.0),
-    store.PoolGone: Failure("pool_gone", _UNAVAILABLE, 503, _NO_STORE, 1.0),
+    **{
+        error: Failure(error.code, *row, retry_delay_s=_RETRY_S if row[1] == 503 else None)
+        for error, row in _DOMAIN.items()
+    },
+    store.StoreUnavailable: Failure("store_unavailable", _UNAVAILABLE, 503, _NO_STORE, _RETRY_S),
+    store.StoreLost: Failure("store_lost", _UNAVAILABLE, 503, _NO_STORE, _RETRY_S),
+    store.PoolGone: Failure("pool_gone", _UNAVAILABLE, 503, _NO_STORE, _RETRY_S),
     store.StoreUnsuitable: Failure("store_unsuitable", _PRECONDITION, 503, _NO_STORE),
     store.PoolExists: Failure("pool_exists", StatusCode.ALREADY_EXISTS, 409),
-    store.Recovering: Failure("recovering", _UNAVAILABLE, 503, _NO_STORE, 1.0),
+    store.Recovering: Failure("recovering", _UNAVAILABLE, 503, _NO_STORE, _RETRY_S),
     store.UnknownPool: Failure("unknown_pool", _MISSING, 404),
     store.UnknownWorker: Failure("unknown_worker", _MISSING, 404),
     store.GeometryMismatch: Failure("geometry_mismatch", _PRECONDITION, 409),
     store.FingerprintMismatch: Failure("fingerprint_mismatch", _PRECONDITION, 409),
     store.WorkerFenced: Failure("worker_fenced", _PRECONDITION, 409),
     store.WorkerNotEmpty: Failure("worker_not_empty", _PRECONDITION, 409),
-    store.OutOfBlocks: Failure("out_of_blocks", _EXHAUSTED, 429, retry_delay_s=1.0),
-    store.MustWait: Failure("must_wait", _EXHAUSTED, 429, retry_delay_s=1.0),
+    store.OutOfBlocks: Failure("out_of_blocks", _EXHAUSTED, 429, retry_delay_s=_RETRY_S),
+    store.MustWait: Failure("must_wait", _EXHAUSTED, 429, retry_delay_s=_RETRY_S),
     store.StaleHolder: Failure("stale_holder", StatusCode.ABORTED, 409),
     store.NotHeld: Failure("not_held", _PRECONDITION, 409),
     store.InvalidArgument: Failure("invalid_argument", _INVALID, 400),
@@ -98,7 +104,7 @@ FAILURES: dict[type[Exception], Failure] = {
         domain.InvalidRequest.code, _INVALID, 400, "the message is not one of this method's"
     ),
     TimeoutError: Failure(
-        domain.DeadlineExceeded.code, StatusCode.DEADLINE_EXCEEDED, 504, "the time limit has passed"
+        domain.DeadlineExceeded.code, StatusCode.DEADLINE_EXCEEDED, 408, "the time limit has passed"
     ),
 }
 

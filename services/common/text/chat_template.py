@@ -67,7 +67,10 @@ class ChatTemplate:
         }
         for name in arguments or {}:
             if name in given or name in _RESERVED or name in self._template.globals:
-                raise InvalidRequest(f"chat_template_kwargs: {name!r} is not for clients to set")
+                raise InvalidRequest(
+                    f"chat_template_kwargs: {name!r} is not for clients to set",
+                    "chat_template_kwargs",
+                )
         try:
             return self._template.render(**given, **(arguments or {}))
         # A template is a program: a client's messages can make it raise any error.

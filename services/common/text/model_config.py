@@ -57,6 +57,24 @@ class GenerationDefaults:
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    max_new_tokens: int | None = None
+    """Limit for the generated tokens of every request, as in vLLM."""
+
+    @classmethod
+    def from_fields(cls, fields: JsonFields) -> "GenerationDefaults":
+        for name in ("top_p", "min_p"):
+            if fields.has(name) and fields.number(name, positive=False) > 1:
+                raise fields.wrong(name, f"{fields.values[name]!r} is above 1")
+        return cls(
+            temperature=_optional_number(fields, "temperature"),
+            top_k=fields.integer("top_k", least=0) if fields.has("top_k") else None,
+            top_p=_optional_number(fields, "top_p", positive=True),
+            min_p=_optional_number(fields, "min_p"),
+            repetition_penalty=_optional_number(fields, "repetition_penalty", positive=True),
+            max_new_tokens=(
+                fields.integer("max_new_tokens") if fields.has("max_new_tokens") else None
+            ),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +186,7 @@ def _model_config(config: JsonFields, generation: JsonFields) -> ModelConfig:
         windows=_windows(config, family, num_layers),
         dtype=_dtype(config),
         eos_token_ids=_eos_token_ids(config, generation, vocab_size),
-        generation=_generation_defaults(generation),
+        generation=GenerationDefaults.from_fields(generation),
         quantization=stored_quantization(config),
     )
 
@@ -287,19 +305,6 @@ def _eos_token_ids(config: JsonFields, generation: JsonFields, vocab_size: int) 
         if not 0 <= token_id < vocab_size:
             raise owner.wrong("eos_token_id", f"{token_id} is outside the vocabulary {vocab_size}")
     return tuple(ids)
-
-
-def _generation_defaults(fields: JsonFields) -> GenerationDefaults:
-    for name in ("top_p", "min_p"):
-        if fields.has(name) and fields.number(name, positive=False) > 1:
-            raise fields.wrong(name, f"{fields.values[name]!r} is above 1")
-    return GenerationDefaults(
-        temperature=_optional_number(fields, "temperature"),
-        top_k=fields.integer("top_k", least=0) if fields.has("top_k") else None,
-        top_p=_optional_number(fields, "top_p", positive=True),
-        min_p=_optional_number(fields, "min_p"),
-        repetition_penalty=_optional_number(fields, "repetition_penalty", positive=True),
-    )
 
 
 def _optional_number(fields: JsonFields, name: str, *, positive: bool = False) -> float | None:

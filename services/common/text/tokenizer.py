@@ -90,6 +90,10 @@ class Tokenizer:
         """The id of exactly this token; None if there is no such token."""
         return self._tokenizer.token_to_id(token)
 
+    def token(self, token_id: int) -> str:
+        """The token of an id, as the vocabulary spells it; "" for an id without a token."""
+        return self._tokenizer.id_to_token(token_id) or ""
+
     def token_bytes(self, token_id: int) -> bytes:
         """The UTF-8 bytes of a token, which may be part of a character. A special token has its
         name instead; an id without a token has no bytes."""

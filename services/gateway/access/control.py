@@ -6,10 +6,17 @@ from contextlib import ExitStack, aclosing
 from dataclasses import replace
 
 from quire.api_keys import ApiKey
-from services.common.errors import InvalidApiKey, InvalidRequest, QuireError
+from services.common.errors import InvalidApiKey, InvalidRequest, QuireError, UnknownModel
 from services.gateway.access.caller import LOCAL_OPERATOR, Caller, current_caller
 from services.gateway.access.keyring import Keyring
-from services.gateway.frontend.api import Delta, GenerationRequest, Generator, ServedModel
+from services.gateway.frontend.api import (
+    Delta,
+    GenerationRequest,
+    Generator,
+    ServedModel,
+    Tokenized,
+    TokenizeRequest,
+)
 
 
 class AccessControl:
@@ -31,6 +38,22 @@ class AccessControl:
             async with aclosing(self._generator.generate(mine)) as deltas:
                 async for delta in deltas:
                     yield delta
+
+    async def tokenize(self, request: TokenizeRequest) -> Tokenized:
+        """See `Generator.tokenize`."""
+        mine = replace(request, model=self._visible(request.model))
+        return await self._generator.tokenize(mine)
+
+    async def detokenize(self, token_ids: tuple[int, ...], model: str) -> str:
+        """See `Generator.detokenize`."""
+        return await self._generator.detokenize(token_ids, self._visible(model))
+
+    def _visible(self, name: str) -> str:
+        """The model that a caller means; UnknownModel: none, or one that the caller may not use."""
+        models = [model.model for model in self.models()]
+        if name not in models and (name or not models):
+            raise UnknownModel(f"model {name!r} is not served here")
+        return name or (models[0] if len(models) == 1 else "")
 
     def record_refusal(self, request_id: str, model: str, code: str, reason: str) -> None:
         self._generator.record_refusal(request_id, model, code, reason)
@@ -70,11 +93,13 @@ def check_cost(key: ApiKey, request: GenerationRequest) -> None:
     )
     for name, value, limit in bounds:
         if value is not None and value > limit:
-            raise InvalidRequest(f"{name} is {value}; key {key.name} may ask for at most {limit}")
+            raise InvalidRequest(
+                f"{name} is {value}; key {key.name} may ask for at most {limit}", name
+            )
     for name, penalty, neutral in (
         ("repetition_penalty", asked.repetition_penalty, 1.0),
         ("presence_penalty", asked.presence_penalty, 0.0),
         ("frequency_penalty", asked.frequency_penalty, 0.0),
     ):
         if not key.penalties and penalty not in (None, neutral):
-            raise InvalidRequest(f"{name} is {penalty}; key {key.name} may not use penalties")
+            raise InvalidRequest(f"{name} is {penalty}; key {key.name} may not use penalties", name)

@@ -204,6 +204,28 @@ class ServedModel:
     dtype: str
 
 
+@dataclass(frozen=True, slots=True)
+class TokenizeRequest:
+    """A prompt to tokenize, as the generator would to generate."""
+
+    prompt: str | tuple[ChatMessage, ...]
+    model: str = ""
+    add_special_tokens: bool = True
+    """To text; a chat has those of its template."""
+    add_generation_prompt: bool = True
+    """To a chat."""
+    template_arguments: TemplateArguments = field(default_factory=dict)
+    with_tokens: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenized:
+    token_ids: tuple[int, ...]
+    tokens: tuple[str, ...] | None
+    """As the vocabulary spells them; None if the request asks for none."""
+    max_model_len: int
+
+
 class Generator(Protocol):
     """Generates text for requests: the gateway, as its gRPC and HTTP servers see it."""
 
@@ -215,6 +237,12 @@ class Generator(Protocol):
         WouldBeLate, NoWorker, DeadlineExceeded or PoisonRequest (services.common.errors), usually
         before the first delta.
         """
+
+    async def tokenize(self, request: TokenizeRequest) -> Tokenized:
+        """Raises InvalidRequest, PromptTooLong, UnknownModel, NoWorker or Overloaded."""
+
+    async def detokenize(self, token_ids: tuple[int, ...], model: str) -> str:
+        """The text of tokens, special tokens included. Raises as `tokenize`."""
 
     def record_refusal(self, request_id: str, model: str, code: str, reason: str) -> None:
         """Counts and logs a request that a server refused without calling `generate`. `model`: the

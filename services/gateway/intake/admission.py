@@ -12,6 +12,7 @@ from services.gateway.access.caller import EVERYONE, Caller
 from services.gateway.frontend.api import GenerationRequest, Received
 from services.gateway.intake.checks import check_text, require
 from services.gateway.intake.prompts import (
+    PROMPT,
     check_token_ids,
     context_length,
     prompt_too_long,
@@ -120,9 +121,12 @@ async def admit(
     prompt = await tokenize_prompt(
         request.prompt, served.model, served.max_model_len, request.template_arguments
     )
+    most = served.model.config.generation.max_new_tokens
     max_tokens = resolve_max_tokens(
-        *(len(prompt), asked.max_tokens, served.max_model_len, served.specs, asked.width),
-        default=asked.default_max_tokens,
+        len(prompt),
+        _at_most(most, asked.max_tokens) if asked.max_tokens else None,
+        *(served.max_model_len, served.specs, asked.width),
+        default=_at_most(most, asked.default_max_tokens),
     )
     check_logprobs_per_message("prompt_logprobs", len(prompt), asked.prompt_logprobs)
     if asked.selects_best:
@@ -130,6 +134,7 @@ async def admit(
     require(
         sampling.min_tokens <= max_tokens,
         f"min_tokens is {sampling.min_tokens}, max_tokens only {max_tokens}",
+        "min_tokens",
     )
     check_received(request, max_tokens, sampling.temperature, served.model.config.vocab_size)
     return AdmittedRequest(
@@ -153,6 +158,11 @@ async def admit(
     )
 
 
+def _at_most(limit: int | None, number: int | None) -> int | None:
+    """The smaller one; None stands for no limit."""
+    return min((each for each in (limit, number) if each is not None), default=None)
+
+
 def check_priority(priority: int, *, client_priority: bool, ceiling: int | None = None) -> None:
     """Raises InvalidRequest. `ceiling`: the most urgent priority of the caller's API key; it
     replaces `client_priority`."""
@@ -160,6 +170,7 @@ def check_priority(priority: int, *, client_priority: bool, ceiling: int | None 
         ceiling is not None or priority == 0 or client_priority,
         f"priority is {priority}, but this deployment takes no priority from clients; `quire serve "
         "--client-priority`, or QUIRE_GATEWAY_CLIENT_PRIORITY=true, allows it",
+        "priority",
     )
     require(
         ceiling is None or priority >= ceiling,
@@ -167,13 +178,14 @@ def check_priority(priority: int, *, client_priority: bool, ceiling: int | None 
         "less urgent",
     )
     low, high = PRIORITIES[0], PRIORITIES[-1]
-    require(low <= priority <= high, f"priority is {priority}, not in [{low}, {high}]")
+    require(low <= priority <= high, f"priority is {priority}, not in [{low}, {high}]", "priority")
 
 
 def check_logprobs(name: str, num_top: int | None) -> None:
     require(
         num_top is None or 0 <= num_top <= MAX_LOGPROBS,
         f"{name} is {num_top}, not in [0, {MAX_LOGPROBS}]",
+        name,
     )
 
 
@@ -183,6 +195,7 @@ def check_logprobs_per_message(name: str, num_tokens: int, num_top: int | None) 
         num_logprobs <= MAX_LOGPROBS_PER_MESSAGE,
         f"{name} {num_top} of {num_tokens} tokens are {num_logprobs} logprobs, at most "
         f"{MAX_LOGPROBS_PER_MESSAGE} at once",
+        name,
     )
 
 
@@ -195,27 +208,33 @@ def check_received(
     require(
         not temperature or request.sampling.seed is not None,
         "a sampled request can only be continued with its seed",
+        "seed",
     )
     num_sequences, num_received = request.sampling.n, len(request.received)
     require(
-        num_received <= num_sequences, f"{num_received} sequences received; n is {num_sequences}"
+        num_received <= num_sequences,
+        f"{num_received} sequences received; n is {num_sequences}",
+        "received",
     )
     indices = [each.index for each in request.received]
     require(
         len(set(indices)) == len(indices) and all(0 <= index < num_sequences for index in indices),
         f"received is of sequences {indices}; n is {num_sequences}",
+        "received",
     )
     num_ended = sum(each.finish_reason is not None for each in request.received)
-    require(num_ended < num_sequences, "all sequences have been received to their end")
+    require(num_ended < num_sequences, "all sequences have been received to their end", "received")
     for each in request.received:
         num_received = len(each.token_ids)
         require(
             request.sampling.beam is None or each.finish_reason is not None,
             "a beam search sends whole sequences, but a received one has not ended",
+            "received",
         )
         require(
             num_received < max_tokens + (each.finish_reason is not None),
             f"{num_received} tokens received, max_tokens is {max_tokens}",
+            "received",
         )
         check_token_ids("received", each.token_ids, vocab_size)
         require(
@@ -223,14 +242,16 @@ def check_received(
             or not each.token_ids
             or not request.sampling.selects_best,
             f"part of sequence {each.index} received; with best_of each comes whole",
+            "received",
         )
 
 
 def check_num_sequences(n: int, best_of: int | None) -> None:
-    require(1 <= n <= MAX_SEQUENCES, f"n is {n}, not in [1, {MAX_SEQUENCES}]")
+    require(1 <= n <= MAX_SEQUENCES, f"n is {n}, not in [1, {MAX_SEQUENCES}]", "n")
     require(
         best_of is None or n <= best_of <= MAX_SEQUENCES,
         f"best_of is {best_of}, not in [{n}, {MAX_SEQUENCES}]; n is {n}",
+        "best_of",
     )
 
 
@@ -243,6 +264,7 @@ def check_slots(width: int, max_slots: int | None) -> None:
     require(
         max_slots is None or width <= max_slots,
         f"{width} sequences; the decode workers run at most {max_slots} at a time",
+        "n",
     )
 
 
@@ -267,7 +289,8 @@ def resolve_max_tokens(
     if asked is not None and num_prompt + asked > max_model_len:
         raise PromptTooLong(
             f"{context_length(max_model_len)} However, you requested {num_prompt + asked} tokens: "
-            f"the prompt's {num_prompt} and max_tokens {asked}"
+            f"the prompt's {num_prompt} and max_tokens {asked}",
+            "max_tokens",
         )
     pool = max(specs, key=lambda spec: spec.num_blocks * spec.block_size)
     num_shared = num_prompt // pool.block_size
@@ -276,7 +299,7 @@ def resolve_max_tokens(
     left = min(max_model_len - num_prompt, max(room, 1))
     max_tokens = asked or (left if default is None else min(left, default))
     if problem := capacity_problem(num_prompt, max_tokens, pool, num_sequences):
-        raise PromptTooLong(problem)
+        raise PromptTooLong(problem, PROMPT if asked is None else "max_tokens")
     return max_tokens
 
 

@@ -36,7 +36,7 @@ def _spellings(word: str, model: Model) -> Iterator[tuple[int, ...]]:
     """
     word = word.lstrip()
     plain = _encode(word, model)
-    require(bool(plain), f"the bad word {word!r} has no tokens")
+    require(bool(plain), f"the bad word {word!r} has no tokens", "bad_words")
     yield plain
     spaced = _encode(" " + word, model)
     if len(spaced) == len(plain) and spaced[0] != plain[0]:
@@ -49,5 +49,6 @@ def _encode(text: str, model: Model) -> tuple[int, ...]:
     require(
         max(token_ids, default=0) < vocab_size,
         f"bad_words: {text!r} has a token beyond the model's vocabulary of {vocab_size}",
+        "bad_words",
     )
     return token_ids

@@ -39,15 +39,17 @@ def resolve_beam(asked: RequestedSampling) -> BeamParams | None:
     for name, neutral in _NEUTRAL.items():
         value = getattr(asked, name)
         if value is not None and value not in neutral:
-            raise InvalidRequest(f"{name} is {value!r}: a beam search does without")
+            raise InvalidRequest(f"{name} is {value!r}: a beam search does without", name)
     width, penalty = beam.width, 1.0 if beam.length_penalty is None else beam.length_penalty
     if not 0 < width <= MAX_BEAM_WIDTH:
-        raise InvalidRequest(f"a beam width of {width}, not in [1, {MAX_BEAM_WIDTH}]")
+        raise InvalidRequest(f"a beam width of {width}, not in [1, {MAX_BEAM_WIDTH}]", "beam_width")
     if asked.n > width:
-        raise InvalidRequest(f"n is {asked.n}, the beam width only {width}")
+        raise InvalidRequest(f"n is {asked.n}, the beam width only {width}", "n")
     if not abs(penalty) <= MAX_LENGTH_PENALTY:
         most = MAX_LENGTH_PENALTY
-        raise InvalidRequest(f"length_penalty is {penalty}, not in [{-most:g}, {most:g}]")
+        raise InvalidRequest(
+            f"length_penalty is {penalty}, not in [{-most:g}, {most:g}]", "length_penalty"
+        )
     return BeamParams(width, asked.n, penalty, beam.early_stopping)
 
 

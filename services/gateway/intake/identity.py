@@ -30,11 +30,13 @@ def check_identity(request: GenerationRequest) -> None:
         not num_chars or num_chars >= _MIN_TOKEN_CHARS,
         f"resume_token has {num_chars} characters; it needs 128 random bits, at least "
         f"{_MIN_TOKEN_CHARS} characters",
+        "resume_token",
     )
     require(
         request.received is None or bool(request.request_id and request.resume_token),
         "received needs the request_id and the resume_token of the stream that broke; the token "
         "came with its first response",
+        "received",
     )
 
 

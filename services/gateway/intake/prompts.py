@@ -7,6 +7,7 @@ refused after the part that fills the context, not after all of it.
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
@@ -16,6 +17,9 @@ from services.gateway.intake.catalog import Model
 
 _SHORT_CHARS = 2048
 """Up to this length, tokenizing takes less time than a change to a thread and back."""
+
+PROMPT = "prompt"
+"""The name in errors of whatever field has the prompt; the HTTP server names its own."""
 
 MAX_MESSAGES = 16_384
 """Limit for the messages of a chat; to render a message takes about 20 us."""
@@ -27,35 +31,49 @@ _threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenize")
 
 
 async def tokenize_prompt(
-    prompt: Prompt, model: Model, max_model_len: int, arguments: TemplateArguments | None = None
+    prompt: Prompt,
+    model: Model,
+    max_model_len: int,
+    arguments: TemplateArguments | None = None,
+    *,
+    add_special_tokens: bool = True,
+    add_generation_prompt: bool = True,
 ) -> tuple[int, ...]:
     """The prompt's token ids: at least one, all in the vocabulary.
 
-    `arguments`: variables of the chat template.
+    `arguments`: variables of the chat template. `add_special_tokens`: to text.
+    `add_generation_prompt`: to a chat.
 
     Raises InvalidRequest or PromptTooLong.
     """
-    work = partial(_token_ids, prompt, model, max_model_len, arguments or {})
+    if isinstance(prompt, str):
+        encode = partial(model.tokenizer.encode, add_special_tokens=add_special_tokens)
+        work = partial(_encode, prompt, model, max_model_len, encode)
+    else:
+        chat = ChatOptions(arguments or {}, add_generation_prompt)
+        work = partial(_token_ids, prompt, model, max_model_len, chat)
     if _num_chars(prompt) <= _SHORT_CHARS and not arguments:
         token_ids = work()
     else:
         token_ids = await asyncio.get_running_loop().run_in_executor(_threads, work)
     if not token_ids:
-        raise InvalidRequest("the prompt is empty")
+        raise InvalidRequest("the prompt is empty", PROMPT)
     return token_ids
 
 
 def check_num_messages(number: int) -> None:
     """Raises InvalidRequest if a chat has too many messages."""
     if number > MAX_MESSAGES:
-        raise InvalidRequest(f"{number} messages, at most {MAX_MESSAGES}")
+        raise InvalidRequest(f"{number} messages, at most {MAX_MESSAGES}", PROMPT)
 
 
 def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
     """Raises InvalidRequest, with the token id, if one is outside the vocabulary."""
     for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
         if not 0 <= token_id < vocab_size:
-            raise InvalidRequest(f"{name}: {token_id} is not in the vocabulary of {vocab_size}")
+            raise InvalidRequest(
+                f"{name}: {token_id} is not in the vocabulary of {vocab_size}", name
+            )
 
 
 def _num_chars(prompt: Prompt) -> int:
@@ -70,15 +88,21 @@ def _messages(prompt: Prompt) -> tuple[ChatMessage, ...]:
     return cast("tuple[ChatMessage, ...]", prompt) if is_chat else ()
 
 
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """How the chat template renders a chat."""
+
+    arguments: TemplateArguments
+    add_generation_prompt: bool
+
+
 def _token_ids(
-    prompt: Prompt, model: Model, max_model_len: int, arguments: TemplateArguments
+    prompt: Prompt, model: Model, max_model_len: int, options: ChatOptions
 ) -> tuple[int, ...]:
-    if isinstance(prompt, str):
-        return _encode(prompt, model, max_model_len, model.tokenizer.encode) if prompt else ()
     if messages := _messages(prompt):
         if _num_chars(prompt) > max_model_len * model.tokenizer.longest_token:
             raise prompt_too_long(f"more than {max_model_len}", max_model_len)
-        text, hidden = _render(messages, model, arguments)
+        text, hidden = _render(messages, model, options)
         encode = partial(model.tokenizer.encode_chat, hidden=hidden)
         return _encode(text, model, max_model_len, encode)
     token_ids = cast("tuple[int, ...]", prompt)
@@ -89,7 +113,7 @@ def _token_ids(
 
 
 def _render(
-    messages: Sequence[ChatMessage], model: Model, arguments: TemplateArguments
+    messages: Sequence[ChatMessage], model: Model, options: ChatOptions
 ) -> tuple[str, Mapping[str, str]]:
     """The rendered chat, and the special tokens that were hidden in it (`SpecialTokens.hide`).
 
@@ -97,13 +121,18 @@ def _render(
     stay text.
     """
     if model.chat_template is None:
-        raise InvalidRequest("this model has no chat template; send text or token ids")
+        raise InvalidRequest("this model has no chat template; send text or token ids", PROMPT)
     for number, message in enumerate(messages):
         if not message.role:
-            raise InvalidRequest(f"message {number} has no role")
-    written = {"messages": list(map(_fields, messages)), "arguments": arguments}
+            raise InvalidRequest(f"message {number} has no role", PROMPT)
+    written = {"messages": list(map(_fields, messages)), "arguments": options.arguments}
     given, hidden = model.tokenizer.special.hide(written)
-    return model.chat_template.render(given["messages"], arguments=given["arguments"]), hidden
+    text = model.chat_template.render(
+        given["messages"],
+        add_generation_prompt=options.add_generation_prompt,
+        arguments=given["arguments"],
+    )
+    return text, hidden
 
 
 def _fields(message: ChatMessage) -> dict[str, str]:
@@ -119,6 +148,8 @@ def _encode(
     Cutting a text changes its tokens near the cut only. So a prefix with more tokens than 1.1 times
     the context, plus 64, proves that the whole text does not fit.
     """
+    if not text:
+        return ()
     surely_too_many = max_model_len + max_model_len // 10 + 64
     look = _FIRST_LOOK_CHARS
     while look < len(text):
@@ -130,7 +161,8 @@ def _encode(
     if token_ids and max(token_ids) >= model.config.vocab_size:
         raise InvalidRequest(
             f"the prompt has token {max(token_ids)}, and the model's vocabulary only "
-            f"{model.config.vocab_size}"
+            f"{model.config.vocab_size}",
+            PROMPT,
         )
     return token_ids
 
@@ -138,7 +170,8 @@ def _encode(
 def prompt_too_long(num_tokens: str, max_model_len: int) -> PromptTooLong:
     return PromptTooLong(
         f"{context_length(max_model_len)} However, the prompt has {num_tokens} tokens; there must "
-        "be room for one more"
+        "be room for one more",
+        PROMPT,
     )
 
 

@@ -66,46 +66,56 @@ async def resolve_sampling(asked: RequestedSampling, model: Model) -> SamplingPa
 
 def _check_counts(asked: RequestedSampling) -> None:
     seed, most, least = asked.seed, asked.max_tokens, asked.min_tokens
-    require(most is None or most >= 1, f"max_tokens is {most}, not 1 or more")
-    require(least is None or least >= 0, f"min_tokens is {least}, not 0 or more")
-    require(seed is None or 0 <= seed < _UINT64, f"seed is {seed}, not in [0, 2**64)")
+    require(most is None or most >= 1, f"max_tokens is {most}, not 1 or more", "max_tokens")
+    require(least is None or least >= 0, f"min_tokens is {least}, not 0 or more", "min_tokens")
+    require(seed is None or 0 <= seed < _UINT64, f"seed is {seed}, not in [0, 2**64)", "seed")
 
 
 def _check_stops(asked: RequestedSampling, vocab_size: int) -> None:
-    _check_limit("stop strings", len(asked.stop), MAX_STOP_STRINGS)
-    _check_limit("stop_token_ids", len(asked.stop_token_ids), MAX_STOP_TOKEN_IDS)
+    _check_limit("stop strings", len(asked.stop), MAX_STOP_STRINGS, "stop")
+    _check_limit("stop_token_ids", len(asked.stop_token_ids), MAX_STOP_TOKEN_IDS, "stop_token_ids")
     for stop in asked.stop:
-        require(bool(stop), "a stop string is empty")
-        check_text("a stop string", stop, MAX_STOP_CHARS)
+        require(bool(stop), "a stop string is empty", "stop")
+        check_text("a stop string", stop, MAX_STOP_CHARS, param="stop")
     check_token_ids("stop_token_ids", asked.stop_token_ids, vocab_size)
 
 
 def _check_biases(asked: RequestedSampling, vocab_size: int) -> None:
-    _check_limit("tokens in logit_bias", len(asked.logit_bias), MAX_BIASES)
+    _check_limit("tokens in logit_bias", len(asked.logit_bias), MAX_BIASES, "logit_bias")
     token_ids = [token_id for token_id, _ in asked.logit_bias]
     check_token_ids("logit_bias", token_ids, vocab_size)
-    require(len(set(token_ids)) == len(token_ids), "a token is in logit_bias twice")
+    require(len(set(token_ids)) == len(token_ids), "a token is in logit_bias twice", "logit_bias")
     for token_id, bias in asked.logit_bias:
         require(
             -MAX_BIAS <= bias <= MAX_BIAS,
             f"logit_bias of {token_id} is {bias:g}, not in [-{MAX_BIAS:g}, {MAX_BIAS:g}]",
+            "logit_bias",
         )
 
 
 def _check_allowed(asked: RequestedSampling, vocab_size: int) -> None:
     if asked.allowed_token_ids is None:
         return
-    require(bool(asked.allowed_token_ids), "allowed_token_ids is empty: no token could come")
-    _check_limit("allowed_token_ids", len(asked.allowed_token_ids), MAX_ALLOWED_TOKEN_IDS)
+    require(
+        bool(asked.allowed_token_ids),
+        "allowed_token_ids is empty: no token could come",
+        "allowed_token_ids",
+    )
+    _check_limit(
+        "allowed_token_ids",
+        len(asked.allowed_token_ids),
+        MAX_ALLOWED_TOKEN_IDS,
+        "allowed_token_ids",
+    )
     check_token_ids("allowed_token_ids", asked.allowed_token_ids, vocab_size)
 
 
 def _check_bad_words(words: Sequence[str]) -> None:
-    _check_limit("bad_words", len(words), MAX_BAD_WORDS)
-    _check_limit("characters in bad_words", sum(map(len, words)), MAX_BAD_WORD_CHARS)
+    _check_limit("bad_words", len(words), MAX_BAD_WORDS, "bad_words")
+    _check_limit("characters in bad_words", sum(map(len, words)), MAX_BAD_WORD_CHARS, "bad_words")
     for word in words:
-        require(bool(word.strip()), "a bad word is empty")
-        check_text("a bad word", word, MAX_BAD_WORD_CHARS)
+        require(bool(word.strip()), "a bad word is empty", "bad_words")
+        check_text("a bad word", word, MAX_BAD_WORD_CHARS, param="bad_words")
 
 
 def _check_tokens_remain(sampling: SamplingParams, eos_token_ids: Sequence[int]) -> None:
@@ -118,29 +128,32 @@ def _check_tokens_remain(sampling: SamplingParams, eos_token_ids: Sequence[int])
     if not allowed:
         return
     left = allowed - {word[0] for word in sampling.bad_words if len(word) == 1}
-    require(bool(left), f"all {len(allowed)} allowed_token_ids are bad_words")
+    require(bool(left), f"all {len(allowed)} allowed_token_ids are bad_words", "bad_words")
     if sampling.min_tokens:
         left -= {*eos_token_ids, *sampling.stop_token_ids}
         require(
             bool(left),
             f"min_tokens is {sampling.min_tokens}, but all {len(allowed)} allowed_token_ids are "
             "bad_words or end the generation",
+            "min_tokens",
         )
 
 
-def _check_limit(name: str, number: int, most: int) -> None:
-    require(number <= most, f"{number} {name}, at most {most}")
+def _check_limit(name: str, number: int, most: int, param: str) -> None:
+    require(number <= most, f"{number} {name}, at most {most}", param)
 
 
 def _temperature(asked: float | None, default: float | None) -> float:
     temperature = float32("temperature", _first_given(asked, default, 1.0))
-    require(temperature >= 0, f"temperature is {temperature:g}, not 0 or more")
+    require(temperature >= 0, f"temperature is {temperature:g}, not 0 or more", "temperature")
     return temperature
 
 
 def _top_k(asked: int | None, default: int | None) -> int:
     top_k = int(_first_given(asked, default, 0))
-    require(-1 <= top_k < 1 << 31, f"top_k is {top_k}, not -1, 0 (all) or a number of tokens")
+    require(
+        -1 <= top_k < 1 << 31, f"top_k is {top_k}, not -1, 0 (all) or a number of tokens", "top_k"
+    )
     return max(top_k, 0)
 
 
@@ -148,23 +161,23 @@ def _fraction(name: str, asked: float | None, default: float | None, neutral: fl
     """A checked fraction: `top_p` in (0, 1], any other in [0, 1]."""
     fraction = float32(name, _first_given(asked, default, neutral))
     if name == "top_p":
-        require(0 < fraction <= 1, f"top_p is {fraction:g}, not in (0, 1]")
+        require(0 < fraction <= 1, f"top_p is {fraction:g}, not in (0, 1]", "top_p")
     else:
-        require(0 <= fraction <= 1, f"{name} is {fraction:g}, not in [0, 1]")
+        require(0 <= fraction <= 1, f"{name} is {fraction:g}, not in [0, 1]", name)
     return fraction
 
 
 def _repetition_penalty(asked: RequestedSampling, defaults: GenerationDefaults) -> float:
     wanted = _first_given(asked.repetition_penalty, defaults.repetition_penalty, 1.0)
     penalty = float32("repetition_penalty", wanted)
-    require(penalty > 0, f"repetition_penalty is {penalty:g}, not above 0")
+    require(penalty > 0, f"repetition_penalty is {penalty:g}, not above 0", "repetition_penalty")
     return penalty
 
 
 def _penalty(name: str, asked: float | None) -> float:
     penalty = float32(name, _first_given(asked, 0.0))
     bounds = f"[-{MAX_PENALTY:g}, {MAX_PENALTY:g}]"
-    require(-MAX_PENALTY <= penalty <= MAX_PENALTY, f"{name} is {penalty:g}, not in {bounds}")
+    require(-MAX_PENALTY <= penalty <= MAX_PENALTY, f"{name} is {penalty:g}, not in {bounds}", name)
     return penalty
 
 

@@ -77,7 +77,7 @@ class Dispatcher:
         self._lifecycles: dict[str, RequestLifecycle] = {}
         self._admitting: set[str] = set()
         self._lookups: dict[str, ParkedLookup] = {}
-        self._closed = False
+        self._draining = self._closed = False
         self._attempt_numbers = _attempt_numbers()
         self._clock = asyncio.get_running_loop().time
 
@@ -97,11 +97,24 @@ class Dispatcher:
     def num_running(self) -> int:
         return len(self._lifecycles) - self._num_queued
 
+    @property
+    def is_draining(self) -> bool:
+        return self._draining
+
+    async def drain(self, limit_s: float) -> None:
+        """Refuse new requests with Draining, and wait at most `limit_s` until none runs."""
+        self._draining = True
+        until = self._clock() + limit_s
+        while self._lifecycles or self._admitting:
+            seen = self._changes.num_changes
+            if not await self._changes.wait(seen, max(0.0, until - self._clock())):
+                return
+
     async def close(self) -> None:
         """Close every request with Draining. If another gateway serves, clients resume there with
         the tickets that workers park when this gateway's streams break. A second call does
         nothing."""
-        self._closed = True
+        self._draining = self._closed = True
         tasks = [queue.task for queue in self._model_queues.values() if queue.task is not None]
         for task in tasks:
             task.cancel()
@@ -117,7 +130,7 @@ class Dispatcher:
         """Wraps the admission of a request: takes its id and a place in the queue before any work
         is done. `resumes`: the client has lost its stream, so the request may already run here.
         Raises DuplicateRequest, QueueFull, Draining."""
-        if self._closed:
+        if self._draining:
             raise Draining(_STOPPING)
         runs = request_id in self._lifecycles
         if (runs and not resumes) or request_id in self._admitting:
@@ -130,6 +143,8 @@ class Dispatcher:
             yield
         finally:
             self._admitting.discard(request_id)
+            if self._draining:
+                self._changes.notify()
 
     @contextmanager
     def admitting_to_model(

@@ -197,6 +197,12 @@ async def test_stopped_it_gives_what_runs_its_grace_and_then_says_so(
     call = gateway.generate("r1", 8)
     await call.read()
     gateway.process.send_signal(signal.SIGTERM)
+    async with asyncio.timeout(LIMIT_S):
+        while (await gateway.http.get("/health")).status_code == 200:
+            await asyncio.sleep(0.01)
+    refused = await gateway.http.post("/v1/completions", json={"prompt": "Hi"})
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    assert refused.json()["error"]["code"] == "draining"
     with pytest.raises(aio.AioRpcError) as error:
         await to_the_end(call)
     assert error.value.code() is grpc.StatusCode.UNAVAILABLE

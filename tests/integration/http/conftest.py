@@ -9,7 +9,14 @@ import openai
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from services.gateway.frontend.api import Delta, GenerationRequest, ServedModel, Usage
+from services.gateway.frontend.api import (
+    Delta,
+    GenerationRequest,
+    ServedModel,
+    Tokenized,
+    TokenizeRequest,
+    Usage,
+)
 from services.gateway.frontend.http.app import create_app
 from services.gateway.frontend.http.server import http_server
 from services.protocol.ticket import FinishReason
@@ -26,6 +33,7 @@ class FakeGenerator:
 
     def __init__(self) -> None:
         self.requests: list[GenerationRequest] = []
+        self.tokenize_requests: list[TokenizeRequest] = []
         self.refusals: list[tuple[str, str]] = []
         self.error: Exception | None = None
         self.error_at = 0
@@ -37,6 +45,7 @@ class FakeGenerator:
         self.closed = asyncio.Event()
         self.is_ready = True
         self.num_cached_tokens: int | None = 4
+        self.finish_reason = "stop"
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         self.requests.append(request)
@@ -67,10 +76,20 @@ class FakeGenerator:
             index,
             (100 + position,),
             text,
-            FinishReason.STOP if last else None,
+            FinishReason(self.finish_reason) if last else None,
             "END" if last else None,
             usage if is_end or request.running_usage else None,
         )
+
+    async def tokenize(self, request: TokenizeRequest) -> Tokenized:
+        if self.error is not None:
+            raise self.error
+        self.tokenize_requests.append(request)
+        tokens = ("Hi", "!") if request.with_tokens else None
+        return Tokenized((1, 2), tokens, max_model_len=512)
+
+    async def detokenize(self, token_ids: tuple[int, ...], model: str) -> str:
+        return f"{len(token_ids)} tokens"
 
     def record_refusal(self, request_id: str, model: str, code: str, reason: str) -> None:
         assert request_id

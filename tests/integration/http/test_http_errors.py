@@ -20,7 +20,7 @@ from .conftest import HI, TEXTS, FakeGenerator
         (errors.DuplicateRequest("runs"), 409, "invalid_request_error", "duplicate_request"),
         (errors.QueueFull("full", 1.2), 429, "rate_limit_error", "queue_full"),
         (errors.NoWorker("none"), 503, "server_error", "no_worker"),
-        (errors.DeadlineExceeded("late"), 504, "server_error", "deadline_exceeded"),
+        (errors.DeadlineExceeded("late"), 408, "invalid_request_error", "deadline_exceeded"),
         (RuntimeError("the secret"), 500, "server_error", "internal"),
     ],
 )
@@ -38,9 +38,11 @@ async def test_errors_have_openais_shape(
     answer = await http.post("/v1/chat/completions", json={**HI, "stream": stream})
     assert answer.status_code == status
     body = answer.json()["error"]
-    assert (body["type"], body["code"], body["param"]) == (kind, code, None)
+    assert (body["type"], body["code"]) == (kind, code)
+    assert body["param"] == ("model" if code == "model_not_found" else None)
     assert "secret" not in answer.text
-    assert answer.headers.get("retry-after") == ("2" if code == "queue_full" else None)
+    delays = {"queue_full": "2", "no_worker": "1"}
+    assert answer.headers.get("retry-after") == delays.get(code)
 
 
 async def test_the_openai_client_raises_its_own_errors(

@@ -23,6 +23,8 @@ from services.gateway.frontend.http.app import create_app
 from services.gateway.frontend.http.server import http_server
 from services.protocol.ticket import FinishReason
 
+from .conftest import FakeGenerator
+
 LIMIT_S = 10
 EURO = "€".encode()
 
@@ -54,11 +56,8 @@ PROMPT = PromptReport(
 )
 
 
-class Generator:
+class Generator(FakeGenerator):
     """Tells what it is asked for, a token a delta; of the likeliest always two."""
-
-    def __init__(self) -> None:
-        self.requests: list[GenerationRequest] = []
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         self.requests.append(request)
@@ -81,9 +80,6 @@ class Generator:
                 (TOKENS[position],) if sampling.logprobs is not None else (),
                 prompt if position == 0 else None,
             )
-
-    def record_refusal(self, request_id: str, model: str, code: str, reason: str) -> None:
-        """Nobody counts."""
 
     def models(self) -> tuple[ServedModel, ...]:
         return (ServedModel("org/tiny", 512, 16, "float32"),)

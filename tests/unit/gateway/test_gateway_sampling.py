@@ -90,3 +90,33 @@ def test_a_checkpoint_says_its_penalty(tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path, CheckpointSpec())
     (directory / "generation_config.json").write_text('{"repetition_penalty": 1.05}')
     assert load_model(str(directory)).config.generation.repetition_penalty == 1.05
+
+
+@pytest.mark.parametrize(
+    ("param", "asked"),
+    [
+        ("temperature", {"temperature": -1.0}),
+        ("top_k", {"top_k": -2}),
+        ("top_p", {"top_p": 2.0}),
+        ("min_p", {"min_p": -1.0}),
+        ("seed", {"seed": -1}),
+        ("max_tokens", {"max_tokens": 0}),
+        ("min_tokens", {"min_tokens": -1}),
+        ("stop", {"stop": ("",)}),
+        ("stop", {"stop": ("x" * 2000,)}),
+        ("stop", {"stop": ("a",) * 65}),
+        ("stop_token_ids", {"stop_token_ids": (10**9,)}),
+        ("logit_bias", {"logit_bias": ((1, 1e9),)}),
+        ("allowed_token_ids", {"allowed_token_ids": ()}),
+        ("bad_words", {"bad_words": (" ",)}),
+        ("repetition_penalty", {"repetition_penalty": 0.0}),
+        ("presence_penalty", {"presence_penalty": 3.0}),
+        ("frequency_penalty", {"frequency_penalty": float("nan")}),
+    ],
+)
+async def test_a_refusal_names_the_parameter_at_fault(
+    model: Model, param: str, asked: dict[str, Any]
+) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        await resolved(model, **asked)
+    assert refused.value.param == param

@@ -1,8 +1,11 @@
 """The HTTP application: its routes, and the path of one request to the generator and back."""
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from http import HTTPStatus
+from importlib.metadata import version
 from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry
@@ -15,15 +18,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from services.common.errors import InvalidRequest, UnknownModel
-from services.common.rpc.error_table import failure_of
 from services.common.runtime.exposition import exposition
 from services.gateway.access.keyring import Keyring
-from services.gateway.frontend.api import Generator, ServedModel
+from services.gateway.frontend.api import GenerationRequest, Generator, ServedModel
 from services.gateway.frontend.http.answers import Answer, AnswerOptions
 from services.gateway.frontend.http.authentication import Authentication
 from services.gateway.frontend.http.body import read_body
 from services.gateway.frontend.http.body_limits import DEFAULT_BODY_MEMORY_BYTES, BodyLimits
 from services.gateway.frontend.http.failures import (
+    PARAM_NAMES,
     REQUEST_ID_HEADER,
     RequestIdAndErrors,
     answer_http_exception,
@@ -36,19 +39,32 @@ from services.gateway.frontend.http.formats import (
     AnswerFormat,
 )
 from services.gateway.frontend.http.hosts import AllowedHosts
+from services.gateway.frontend.http.logprobs import JSON
 from services.gateway.frontend.http.merge import merged
+from services.gateway.frontend.http.openapi import openapi_document
 from services.gateway.frontend.http.responses import (
     CLIENT_GONE,
     EventStream,
     Json,
     unless_disconnected,
 )
+from services.gateway.frontend.http.responses_api.answer import ResponseAnswer
+from services.gateway.frontend.http.responses_api.body import ResponsesBody
 from services.gateway.frontend.http.schema import ChatBody, CompletionBody
+from services.gateway.frontend.http.tokens import TokenEndpoints
 from services.gateway.intake.identity import with_resume_token
 
 RESUME_TOKEN_HEADER = "X-Quire-Resume-Token"
 
-Body = TypeVar("Body", CompletionBody, ChatBody)
+TIMEOUT_HEADER = "X-Quire-Timeout-S"
+"""A client's deadline, in seconds from now, like the deadline of a gRPC call."""
+
+MAX_TIMEOUT_S = 7 * 24 * 3600
+
+VERSION = version("quire-serve")
+
+Body = TypeVar("Body", CompletionBody, ChatBody, ResponsesBody)
+CompletionsBody = TypeVar("CompletionsBody", CompletionBody, ChatBody)
 
 
 def create_app(
@@ -66,14 +82,19 @@ def create_app(
     are being received, together (`BodyLimits`). `keyring`: None if API keys are off.
     `cors_origins`: origins whose web pages browsers let call this API; `*`: all.
     """
-    endpoints = _Endpoints(generator, metrics)
+    endpoints, tokens = _Endpoints(generator, metrics), TokenEndpoints(generator)
     return Starlette(
         routes=[
             Route("/v1/completions", endpoints.completions, methods=["POST"]),
             Route("/v1/chat/completions", endpoints.chat_completions, methods=["POST"]),
+            Route("/v1/responses", endpoints.responses, methods=["POST"]),
             Route("/v1/models", endpoints.models),
             Route("/v1/models/{model:path}", endpoints.model),
+            Route("/tokenize", tokens.tokenize, methods=["POST"]),
+            Route("/detokenize", tokens.detokenize, methods=["POST"]),
             Route("/health", endpoints.health),
+            Route("/version", endpoints.version),
+            Route("/openapi.json", endpoints.openapi),
             Route("/metrics", endpoints.metrics),
             *more_routes,
         ],
@@ -95,7 +116,7 @@ def _cors(origins: Sequence[str]) -> dict[str, Any]:
     return {
         "allow_origins": origins,
         "allow_methods": ["GET", "POST"],
-        "allow_headers": ["Authorization", "Content-Type", REQUEST_ID_HEADER],
+        "allow_headers": ["Authorization", "Content-Type", REQUEST_ID_HEADER, TIMEOUT_HEADER],
         "expose_headers": [REQUEST_ID_HEADER, RESUME_TOKEN_HEADER, "Retry-After", "Retry-After-Ms"],
         "max_age": 600,
     }
@@ -113,22 +134,43 @@ class _Endpoints:
     async def chat_completions(self, request: Request) -> Response:
         return await self._answer(request, ChatBody, CHAT_FORMAT)
 
-    async def _answer(
-        self, request: Request, kind: type[Body], answer_format: AnswerFormat
-    ) -> Response:
+    async def responses(self, request: Request) -> Response:
+        body, requests = await self._read(request, ResponsesBody)
+        answer = ResponseAnswer(body, requests[0].request_id, self._model(body.model))
+        deltas = merged([self._generator.generate(each) for each in requests])
+        if body.stream:
+            return EventStream(answer.parts(deltas), None, {})
+        return await _whole(request, answer.whole(deltas))
+
+    async def _read(
+        self, request: Request, kind: type[Body]
+    ) -> tuple[Body, list[GenerationRequest]]:
+        """The request's body, and what it asks the generator for."""
         try:
             body = await read_body(request, kind)
+            timeout_s = _timeout_s(request)
         except (InvalidRequest, HTTPException) as error:
             self._generator.record_refusal(request.state.request_id, "", *refusal_of(error))
             raise
-        request_id = body.request_id or request.state.request_id
-        requests = [with_resume_token(each) for each in body.requests(request_id)]
-        # A request without a model uses the only one that is served.
-        model = body.model or next((each.model for each in self._generator.models()), "")
-        answer_id = f"{answer_format.id_prefix}-{request_id}"
+        request.scope["state"][PARAM_NAMES] = body.names
+        requests = body.requests(body.request_id or request.state.request_id)
+        if timeout_s is not None:
+            requests = [replace(each, timeout_s=timeout_s) for each in requests]
+        return body, requests
+
+    def _model(self, name: str | None) -> str:
+        """The model that an answer names. A request without a model uses the only one."""
+        return name or next((each.model for each in self._generator.models()), "")
+
+    async def _answer(
+        self, request: Request, kind: type[CompletionsBody], answer_format: AnswerFormat
+    ) -> Response:
+        body, requests = await self._read(request, kind)
+        requests = [with_resume_token(each) for each in requests]
+        answer_id = f"{answer_format.id_prefix}-{body.request_id or request.state.request_id}"
         answer = Answer(
             answer_format,
-            *(answer_id, int(time.time()), model),
+            *(answer_id, int(time.time()), self._model(body.model)),
             num_prompts=len(requests),
             choices_per_prompt=body.num_choices,
             options=AnswerOptions(
@@ -147,11 +189,14 @@ class _Endpoints:
             # Only a stream of one prompt can be continued. A client knows a token that it chose.
             sends_token = len(requests) == 1 and not body.resume_token
             headers = {RESUME_TOKEN_HEADER: requests[0].resume_token} if sends_token else {}
-            return EventStream(
-                answer.parts(deltas), lambda error: error_body(failure_of(error)), headers
-            )
-        whole = await unless_disconnected(request.receive, answer.whole(deltas))
-        return Response(status_code=CLIENT_GONE) if whole is None else Json(whole)
+            return EventStream(answer.parts(deltas), error_body, headers)
+        return await _whole(request, answer.whole(deltas))
+
+    async def version(self, _request: Request) -> Response:
+        return Json({"version": VERSION})
+
+    async def openapi(self, _request: Request) -> Response:
+        return Json(openapi_document(VERSION))
 
     async def models(self, _request: Request) -> Response:
         models = [self._model_json(model) for model in self._generator.models()]
@@ -184,3 +229,24 @@ class _Endpoints:
             "block_size": model.block_size,
             "dtype": model.dtype,
         }
+
+
+async def _whole(request: Request, answer: Coroutine[Any, Any, JSON]) -> Response:
+    whole = await unless_disconnected(request.receive, answer)
+    return Response(status_code=CLIENT_GONE) if whole is None else Json(whole)
+
+
+def _timeout_s(request: Request) -> float | None:
+    text = request.headers.get(TIMEOUT_HEADER)
+    if text is None:
+        return None
+    try:
+        timeout_s = float(text)
+    except ValueError:
+        timeout_s = math.nan
+    if not 0 < timeout_s <= MAX_TIMEOUT_S:
+        raise InvalidRequest(
+            f"{TIMEOUT_HEADER} is {text!r}, not a number of seconds above 0, at most "
+            f"{MAX_TIMEOUT_S}"
+        )
+    return timeout_s

@@ -13,7 +13,6 @@ from starlette.requests import Request
 
 from services.common.errors import InvalidRequest
 from services.gateway.frontend.http.bounds import check_counts
-from services.gateway.frontend.http.failures import InvalidField
 
 _MAX_PROBLEMS = 5
 
@@ -61,11 +60,11 @@ def _parsed(content: bytes) -> dict[str, Any]:
     return fields
 
 
-def _invalid(error: ValidationError) -> InvalidField:
+def _invalid(error: ValidationError) -> InvalidRequest:
     problems = error.errors(include_url=False, include_context=False, include_input=False)
     texts = [_text(problem["loc"], problem["type"], problem["msg"]) for problem in problems]
     shown = texts[:_MAX_PROBLEMS] + ["..."] * (len(texts) > _MAX_PROBLEMS)
-    return InvalidField("; ".join(shown), param=_path(problems[0]["loc"]) or None)
+    return InvalidRequest("; ".join(shown), param=_path(problems[0]["loc"]) or None)
 
 
 def _text(location: tuple[int | str, ...], kind: str, message: str) -> str:

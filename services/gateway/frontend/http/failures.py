@@ -2,6 +2,7 @@
 
 import math
 import secrets
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -15,6 +16,8 @@ from services.common.rpc.error_table import Failure, failure_of
 from services.gateway.frontend.http.responses import Json
 
 REQUEST_ID_HEADER = "X-Request-Id"
+PARAM_NAMES = "param_names"
+"""The entry of a request's state with its body's names of parameters."""
 _MAX_REQUEST_ID_LENGTH = 128
 
 _CODES = {
@@ -27,27 +30,26 @@ _CODES = {
 }
 
 
-class InvalidField(InvalidRequest):
-    """A field of the body is wrong. `param`: its path, or None for the body as a whole."""
-
-    def __init__(self, message: str, param: str | None) -> None:
-        super().__init__(message)
-        self.param = param
+def error_body(error: Exception) -> dict[str, Any]:
+    """`{"error": {...}}`: the last event of a stream that failed with `error`."""
+    return _body_of(failure_of(error), error)
 
 
-def error_body(failure: Failure, param: str | None = None) -> dict[str, Any]:
-    """`{"error": {...}}`: the body of an answer, or the last event of a stream."""
-    return _error_json(failure.http_status, failure.code, failure.text, param)
-
-
-def error_response(error: Exception) -> Json:
-    """The answer to a request that failed with `error`."""
+def error_response(error: Exception, names: Mapping[str, str]) -> Json:
+    """The answer to a request that failed with `error`. `names`: the request's own names of
+    parameters (`SampledBody.names`)."""
+    if isinstance(error, InvalidRequest) and error.param:
+        error.param = names.get(error.param, error.param)
     failure = failure_of(error)
-    body = error_body(failure, getattr(error, "param", None))
     headers = _retry_headers(failure.retry_delay_s)
     if failure.http_status == HTTPStatus.UNAUTHORIZED:
         headers["WWW-Authenticate"] = "Bearer"
-    return Json(body, failure.http_status, headers)
+    return Json(_body_of(failure, error), failure.http_status, headers)
+
+
+def _body_of(failure: Failure, error: Exception) -> dict[str, Any]:
+    param = getattr(error, "param", None)
+    return _error_json(failure.http_status, failure.code, failure.text, param)
 
 
 def http_error(status: int, message: str) -> dict[str, Any]:
@@ -118,7 +120,9 @@ class RequestIdAndErrors:
         except Exception as error:
             if started:
                 raise
-            await error_response(error)(scope, receive, send_with_id)
+            await error_response(error, scope["state"].get(PARAM_NAMES, {}))(
+                scope, receive, send_with_id
+            )
 
 
 def _given_request_id(scope: Scope) -> str | None:

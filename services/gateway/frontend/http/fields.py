@@ -4,12 +4,24 @@ The check of a list stops at its first wrong item, and an object with too many f
 a whole. So even a large body causes few errors.
 """
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    PlainValidator,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from services.gateway.frontend.api import ChatMessage, Received
-from services.gateway.frontend.http.ignored_fields import without_ignored
+from services.gateway.frontend.http.ignored_fields import NO_EFFECT_VALUES, without_ignored
 from services.gateway.intake.prompts import MAX_MESSAGES
 from services.protocol.ticket import FinishReason
 
@@ -36,6 +48,19 @@ class Body(BaseModel):
         if len(fields) > MAX_FIELDS:
             raise ValueError(f"an object of {len(fields)} fields, at most {MAX_FIELDS}")
         return without_ignored(fields, cls.model_fields)
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """The schema of what is accepted, with the fields that are dropped."""
+        reference = handler(core)
+        schema = handler.resolve_ref_schema(reference)
+        for name, values in NO_EFFECT_VALUES.items():
+            if name not in cls.model_fields:
+                schema.setdefault("properties", {})[name] = {"enum": [None, *values]}
+        schema["maxProperties"] = MAX_FIELDS
+        return reference
 
 
 class StreamOptions(Body):
@@ -132,9 +157,59 @@ def _part(part: Any) -> str:
     raise ValueError('a text part is {"type": "text", "text": "..."}')
 
 
+_IDS = {"type": "array", "items": {"type": "integer"}}
+_TEXT_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+    "additionalProperties": False,
+}
+
+
+def _parsed(parse: Callable[[Any], Any], *forms: dict[str, Any]) -> tuple[Any, Any]:
+    """The annotations of a field that `parse` checks: its values have one of `forms`."""
+    return PlainValidator(parse), WithJsonSchema({"anyOf": list(forms)})
+
+
+_STRING, _NULL, _STRINGS = (
+    {"type": "string"},
+    {"type": "null"},
+    {"type": "array", "items": {"type": "string"}},
+)
+Texts = Annotated[tuple[str, ...], *_parsed(parse_texts, _STRING, _STRINGS, _NULL)]
+Biases = Annotated[
+    tuple[tuple[int, float], ...],
+    *_parsed(
+        parse_biases,
+        {
+            "type": "object",
+            "propertyNames": {"pattern": "^[0-9]+$"},
+            "additionalProperties": {"type": "number"},
+        },
+        _NULL,
+    ),
+]
+Prompts = Annotated[
+    tuple[str | tuple[int, ...], ...],
+    *_parsed(
+        parse_prompts,
+        _STRING,
+        _IDS,
+        {"type": "array", "items": {"anyOf": [_STRING, _IDS]}, "maxItems": MAX_PROMPTS},
+    ),
+]
+NumberOrFalse = Annotated[
+    int | None,
+    BeforeValidator(none_if_false),
+    WithJsonSchema({"anyOf": [{"type": "integer"}, {"const": False}, _NULL]}),
+]
+
+
 class MessageBody(Body):
     role: str = Field(min_length=1)
-    content: Annotated[str, PlainValidator(_content)]
+    content: Annotated[
+        str, *_parsed(_content, _STRING, {"type": "array", "items": _TEXT_PART}, _NULL)
+    ]
     name: str | None = None
 
     def to_message(self) -> ChatMessage:

@@ -25,6 +25,7 @@ NO_EFFECT_VALUES: dict[str, tuple[Any, ...]] = {
     "include_obfuscation": _OFF,
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
+    "phase": (),
     "prediction": (),
     "prompt_logprobs": (),
     "reasoning_effort": (),

@@ -23,7 +23,9 @@ class Json(Response):
 
 
 class EventStream(Response):
-    """Sends each of `events` as it comes, then `[DONE]`.
+    """Sends each of `events` as it comes. `error_event`: of an error after the first event; None:
+    `events` report errors by themselves, and each event is named by its type, as in OpenAI's
+    Responses API. Otherwise `[DONE]` is the last one.
 
     The headers wait for the first event. So an error before that event still sets the answer's
     status; a later error becomes the last event, `{"error": ...}`. The generator is closed as soon
@@ -35,7 +37,7 @@ class EventStream(Response):
     def __init__(
         self,
         events: AsyncGenerator[dict[str, Any], None],
-        error_event: Callable[[Exception], dict[str, Any]],
+        error_event: Callable[[Exception], dict[str, Any]] | None,
         headers: Mapping[str, str],
     ) -> None:
         self.status_code = 200
@@ -52,18 +54,26 @@ class EventStream(Response):
         async with aclosing(self._events) as events:
             first = await anext(events)
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await _send_event(send, to_json(first))
+            await self._send_event(send, first)
             try:
                 async for event in events:
-                    await _send_event(send, to_json(event))
-                await _send_event(send, b"[DONE]")
+                    await self._send_event(send, event)
+                if self._error_event is not None:
+                    await _send_data(send, b"[DONE]")
             except Exception as error:
-                await _send_event(send, to_json(self._error_event(error)))
+                if self._error_event is None:
+                    raise
+                await _send_data(send, to_json(self._error_event(error)))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
+    async def _send_event(self, send: Send, event: dict[str, Any]) -> None:
+        name = b"" if self._error_event is not None else b"event: %b\n" % event["type"].encode()
+        await _send_data(send, to_json(event), name)
 
-async def _send_event(send: Send, data: bytes) -> None:
-    await send({"type": "http.response.body", "body": b"data: %b\n\n" % data, "more_body": True})
+
+async def _send_data(send: Send, data: bytes, name: bytes = b"") -> None:
+    body = b"%bdata: %b\n\n" % (name, data)
+    await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:

@@ -1,4 +1,4 @@
-"""The bodies of /v1/completions and /v1/chat/completions: OpenAI's fields and vLLM's extras.
+"""The bodies of requests for text: OpenAI's fields and vLLM's extras.
 
 This module checks types and combinations of fields. The gateway's admission checks the values, for
 gRPC and HTTP alike.
@@ -7,7 +7,7 @@ gRPC and HTTP alike.
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, PlainValidator, model_validator
+from pydantic import Field, model_validator
 
 from services.gateway.frontend.api import (
     GenerationRequest,
@@ -16,17 +16,18 @@ from services.gateway.frontend.api import (
     RequestedSampling,
 )
 from services.gateway.frontend.http.fields import (
+    Biases,
     Body,
     Integers,
     Messages,
+    NumberOrFalse,
+    Prompts,
     ReceivedBody,
     StreamOptions,
     Strings,
-    none_if_false,
-    parse_biases,
-    parse_prompts,
-    parse_texts,
+    Texts,
 )
+from services.gateway.intake.prompts import PROMPT
 from services.protocol.ticket import EarlyStopping
 
 _BEAM_FIELDS: dict[str, object] = {
@@ -46,22 +47,19 @@ DEFAULT_MAX_TOKENS = 16
 """The default of max_tokens for a text completion, as in OpenAI's API."""
 
 
-class GenerationBody(Body):
-    """The fields that both bodies have. Like vLLM, Quire accepts `metadata` to `user`, which are
-    notes to a provider, and does not use them."""
+class SampledBody(Body):
+    """The fields of every request for text. Like vLLM, Quire accepts `metadata` to `user`, which
+    are notes to a provider, and does not use them."""
 
     model: str | None = None
-    max_tokens: int | None = None
-    n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = None
-    stop: Annotated[tuple[str, ...], PlainValidator(parse_texts)] = ()
+    stop: Texts = ()
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: Annotated[tuple[tuple[int, float], ...], PlainValidator(parse_biases)] = ()
+    logit_bias: Biases = ()
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
 
     metadata: dict[str, Any] | None = None
     prompt_cache_key: str | None = None
@@ -72,25 +70,78 @@ class GenerationBody(Body):
 
     allowed_token_ids: Integers | None = None
     bad_words: Strings | None = None
-    beam_width: int | None = None
-    best_of: int | None = None
     cache_salt: str | None = None
-    early_stopping: bool | Literal["never"] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
-    length_penalty: float | None = None
     min_p: float | None = None
     min_tokens: int | None = None
     priority: int | None = None
-    prompt_logprobs: int | None = None
-    received: Annotated[list[ReceivedBody], Field(fail_fast=True)] | None = None
     repetition_penalty: float | None = None
     request_id: str | None = None
-    resume_token: str | None = None
-    return_token_ids: bool | None = None
     skip_special_tokens: bool | None = None
     stop_token_ids: Integers | None = None
     top_k: int | None = None
+
+    @property
+    def names(self) -> dict[str, str]:
+        """This body's names of the parameters that have others in `GenerationRequest`."""
+        return {}
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Number of likeliest tokens whose logprobs to report, in addition to each token's own;
+        None: report no logprobs."""
+        raise NotImplementedError
+
+    def request(self, prompt: Prompt, request_id: str) -> GenerationRequest:
+        return GenerationRequest(
+            prompt=prompt,
+            request_id=request_id,
+            model=self.model or "",
+            sampling=self.sampling(),
+            priority=self.priority or 0,
+            cache_salt=self.cache_salt or "",
+        )
+
+    def sampling(self) -> RequestedSampling:
+        allowed = self.allowed_token_ids
+        return RequestedSampling(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=self.seed,
+            stop=self.stop,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+            logprobs=self.num_logprobs,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=self.logit_bias,
+            allowed_token_ids=None if allowed is None else tuple(allowed),
+            bad_words=tuple(self.bad_words or ()),
+            min_tokens=self.min_tokens,
+            include_stop_str_in_output=bool(self.include_stop_str_in_output),
+            skip_special_tokens=self.skip_special_tokens is not False,
+        )
+
+
+class GenerationBody(SampledBody):
+    """The fields that the bodies of both completion endpoints have."""
+
+    max_tokens: int | None = None
+    n: int | None = None
+    stream_options: StreamOptions | None = None
+
+    beam_width: int | None = None
+    best_of: int | None = None
+    early_stopping: bool | Literal["never"] | None = None
+    length_penalty: float | None = None
+    prompt_logprobs: int | None = None
+    received: Annotated[list[ReceivedBody], Field(fail_fast=True)] | None = None
+    resume_token: str | None = None
+    return_token_ids: bool | None = None
     use_beam_search: bool | None = None
 
     @model_validator(mode="after")
@@ -139,12 +190,6 @@ class GenerationBody(Body):
         return best_of is not None and best_of > self.num_choices
 
     @property
-    def num_logprobs(self) -> int | None:
-        """Number of likeliest tokens whose logprobs to report, in addition to each token's own;
-        None: report no logprobs."""
-        raise NotImplementedError
-
-    @property
     def echoes(self) -> bool:
         """Whether the text begins with the prompt's text."""
         return False
@@ -156,13 +201,8 @@ class GenerationBody(Body):
 
     def request(self, prompt: Prompt, request_id: str) -> GenerationRequest:
         received = self.received
-        return GenerationRequest(
-            prompt=prompt,
-            request_id=request_id,
-            model=self.model or "",
-            sampling=self.sampling(),
-            priority=self.priority or 0,
-            cache_salt=self.cache_salt or "",
+        return replace(
+            super().request(prompt, request_id),
             received=None if received is None else tuple(r.to_received() for r in received),
             resume_token=self.resume_token or "",
             echo=self.echoes,
@@ -170,30 +210,12 @@ class GenerationBody(Body):
         )
 
     def sampling(self) -> RequestedSampling:
-        allowed = self.allowed_token_ids
-        return RequestedSampling(
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            seed=self.seed,
+        return replace(
+            super().sampling(),
             max_tokens=self.max_tokens,
-            stop=self.stop,
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            ignore_eos=bool(self.ignore_eos),
             n=self.num_choices,
             best_of=None if self.use_beam_search else self.best_of,
-            logprobs=self.num_logprobs,
             prompt_logprobs=self.prompt_logprobs,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            logit_bias=self.logit_bias,
-            allowed_token_ids=None if allowed is None else tuple(allowed),
-            bad_words=tuple(self.bad_words or ()),
-            min_tokens=self.min_tokens,
-            include_stop_str_in_output=bool(self.include_stop_str_in_output),
-            skip_special_tokens=self.skip_special_tokens is not False,
             beam=self._beams(),
         )
 
@@ -206,8 +228,8 @@ class GenerationBody(Body):
 
 
 class CompletionBody(GenerationBody):
-    prompt: Annotated[tuple[str | tuple[int, ...], ...], PlainValidator(parse_prompts)]
-    logprobs: Annotated[int | None, BeforeValidator(none_if_false)] = None
+    prompt: Prompts
+    logprobs: NumberOrFalse = None
     echo: bool | None = None
 
     @model_validator(mode="after")
@@ -252,13 +274,16 @@ class CompletionBody(GenerationBody):
         ]
 
 
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
+
 class ChatBody(GenerationBody):
     messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: ReasoningEffort | None = None
 
     @model_validator(mode="after")
     def _check_chat(self) -> Self:
@@ -272,6 +297,11 @@ class ChatBody(GenerationBody):
         return self
 
     @property
+    def names(self) -> dict[str, str]:
+        limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        return {PROMPT: "messages", "logprobs": "top_logprobs", "max_tokens": limit}
+
+    @property
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
@@ -281,10 +311,15 @@ class ChatBody(GenerationBody):
 
     def requests(self, request_id: str) -> list[GenerationRequest]:
         messages = tuple(message.to_message() for message in self.messages)
-        arguments = dict(self.chat_template_kwargs or {})
-        if self.reasoning_effort is not None:
-            arguments.setdefault("reasoning_effort", self.reasoning_effort)
+        arguments = template_arguments(self.chat_template_kwargs, self.reasoning_effort)
         return [replace(self.request(messages, request_id), template_arguments=arguments)]
+
+
+def template_arguments(
+    given: dict[str, Any] | None, effort: ReasoningEffort | None
+) -> dict[str, Any]:
+    """The chat template's variables; its own variable takes precedence over the field `effort`."""
+    return {**({} if effort is None else {"reasoning_effort": effort}), **(given or {})}
 
 
 def _differ(one: int | None, other: int | None) -> bool:

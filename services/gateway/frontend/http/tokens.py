@@ -1,0 +1,78 @@
+"""/tokenize and /detokenize, as vLLM defines them."""
+
+from typing import Any, Self
+
+from pydantic import model_validator
+from starlette.requests import Request
+from starlette.responses import Response
+
+from services.gateway.frontend.api import Generator, TokenizeRequest
+from services.gateway.frontend.http.body import read_body
+from services.gateway.frontend.http.failures import PARAM_NAMES
+from services.gateway.frontend.http.fields import Body, Integers, Messages
+from services.gateway.frontend.http.responses import Json
+from services.gateway.intake.prompts import PROMPT
+
+
+class TokenizeBody(Body):
+    """Text as `prompt`, or a chat as `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_form(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("one of prompt and messages is needed")
+        if self.prompt is not None:
+            for name in ("add_generation_prompt", "chat_template_kwargs"):
+                if getattr(self, name):
+                    raise ValueError(f"{name} is for messages")
+        elif self.add_special_tokens:
+            raise ValueError("add_special_tokens is for a prompt: the chat template has its own")
+        return self
+
+    def request(self) -> TokenizeRequest:
+        messages = tuple(message.to_message() for message in self.messages or ())
+        return TokenizeRequest(
+            messages if self.prompt is None else self.prompt,
+            self.model or "",
+            add_special_tokens=self.add_special_tokens is not False,
+            add_generation_prompt=self.add_generation_prompt is not False,
+            template_arguments=self.chat_template_kwargs or {},
+            with_tokens=bool(self.return_token_strs),
+        )
+
+
+class DetokenizeBody(Body):
+    model: str | None = None
+    tokens: Integers
+
+
+class TokenEndpoints:
+    def __init__(self, generator: Generator) -> None:
+        self._generator = generator
+
+    async def tokenize(self, request: Request) -> Response:
+        body = await read_body(request, TokenizeBody)
+        if body.messages is not None:
+            request.scope["state"][PARAM_NAMES] = {PROMPT: "messages"}
+        tokenized = await self._generator.tokenize(body.request())
+        return Json(
+            {
+                "count": len(tokenized.token_ids),
+                "max_model_len": tokenized.max_model_len,
+                "tokens": tokenized.token_ids,
+                "token_strs": tokenized.tokens,
+            }
+        )
+
+    async def detokenize(self, request: Request) -> Response:
+        body = await read_body(request, DetokenizeBody)
+        text = await self._generator.detokenize(tuple(body.tokens), body.model or "")
+        return Json({"prompt": text})

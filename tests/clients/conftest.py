@@ -1,0 +1,64 @@
+"""A deployment of the embedded model, and the table of what each client did with it."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from quire.client import Client
+from quire.types import ChatMessage, Sampling
+from tests.e2e.deployment import Deployment, serving
+
+from .venvs import ROOT
+
+MODEL = "quire-embedded"
+MODEL_DIR = ROOT / "quire" / "embedded"
+QUESTION = "What is a block table?"
+MAX_TOKENS = 200
+"""More than the answer has: OpenAI's stream helper takes only a completed response."""
+TABLE = "QUIRE_CLIENTS_TABLE"
+"""The variable that names the file for the table of results."""
+
+_HEAD = """# Clients
+
+These clients, which are not part of Quire, run against a deployment of the embedded model.
+`make test-clients` installs each into a virtual environment of its own (`tests/clients/venvs.py`
+pins the versions), runs it, and writes this table. Where a client gets text, the text has to equal
+that of Quire's own gRPC client.
+
+| client | version | what it calls | outcome |
+|---|---|---|---|
+"""
+
+
+@dataclass
+class Table:
+    rows: dict[str, tuple[str, str, str]] = field(default_factory=dict)
+
+    def add(self, client: str, version: str, called: str, outcome: str) -> None:
+        self.rows[f"{client} {called}"] = (client, version, f"{called} | {outcome}")
+
+
+@pytest.fixture(scope="session")
+def table() -> Iterator[Table]:
+    table = Table()
+    yield table
+    if path := os.environ.get(TABLE):
+        lines = [" | ".join(("", *row, "")).strip() for row in sorted(table.rows.values())]
+        Path(path).write_text(_HEAD + "\n".join(lines) + "\n")
+
+
+@pytest.fixture(scope="session")
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    with serving("embedded", tmp_path_factory.mktemp("clients"), "--pool-memory", "64MiB") as run:
+        yield run
+
+
+@pytest.fixture(scope="session")
+def expected(deployment: Deployment) -> str:
+    """The greedy answer to QUESTION."""
+    with Client(deployment.address) as client:
+        sampling = Sampling(max_tokens=MAX_TOKENS, temperature=0.0)
+        return client.complete([ChatMessage("user", QUESTION)], sampling).choices[0].text

@@ -1,0 +1,61 @@
+"""Whatever connections clients open, and however they leave: the gateway serves, its memory stays
+bounded, and nothing of them is left. `bench.hostile_clients` measures the delays."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from bench import hostile_clients
+from bench.hostile_clients import Attack
+from quire.client import Client
+from tests.e2e.deployment import Deployment, serving
+
+LIMIT_S = 60
+MAX_GROWTH_MIB = 200
+CHAT = {"prompt": "A block table", "max_tokens": 8, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    with serving("embedded", tmp_path_factory.mktemp("hostile"), "--pool-memory", "64MiB") as run:
+        yield run
+
+
+def resident_mib(pid: int) -> float:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith("VmRSS"))
+    return int(line.split()[1]) / 1024
+
+
+@pytest.mark.parametrize(
+    ("attack", "number", "port"),
+    [
+        (hostile_clients.idle, 1000, "http"),
+        (hostile_clients.slow_loris, 200, "http"),
+        (hostile_clients.endless_bodies, 16, "http"),
+        (hostile_clients.cancel_storm, 50, "http"),
+        (hostile_clients.rapid_reset, 1000, "grpc"),
+    ],
+)
+async def test_another_client_gets_its_answers_and_nothing_is_left(
+    deployment: Deployment, attack: Attack, number: int, port: str
+) -> None:
+    pid, before = deployment.gateway(deployment.address), 0.0
+    address = deployment.address if port == "grpc" else deployment.http
+    async with httpx.AsyncClient(base_url=deployment.http, timeout=LIMIT_S) as client:
+        expected = (await client.post("/v1/completions", json=CHAT)).json()["choices"]
+        before = resident_mib(pid)
+        attacking = asyncio.ensure_future(attack(int(address.rpartition(":")[2]), number, 2.0))
+        while not attacking.done():
+            answer = await client.post("/v1/completions", json=CHAT)
+            assert answer.json()["choices"] == expected
+        await attacking
+    assert deployment.gateway(deployment.address) == pid
+    assert resident_mib(pid) - before < MAX_GROWTH_MIB
+    with Client(deployment.address, operations=deployment.operations) as operator:
+        async with asyncio.timeout(LIMIT_S):
+            while any(worker.num_running for worker in operator.workers()):
+                await asyncio.sleep(0.05)

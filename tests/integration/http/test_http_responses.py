@@ -1,0 +1,184 @@
+"""/v1/responses as OpenAI's client sees it: the object, the sequence of events, and refusals."""
+
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from services.common import errors
+from services.gateway.frontend.api import ChatMessage
+
+from .conftest import TEXTS, FakeGenerator
+
+MODEL = "org/tiny"
+
+
+async def test_a_response_has_the_text_and_the_usage(
+    client: openai.AsyncOpenAI, generator: FakeGenerator
+) -> None:
+    response = await client.responses.create(
+        model=MODEL,
+        input="What is a block?",
+        instructions="Be brief.",
+        max_output_tokens=9,
+        temperature=0.5,
+        store=False,
+        metadata={"a": "b"},
+    )
+    assert (response.status, response.output_text) == ("completed", "".join(TEXTS))
+    assert response.usage is not None
+    assert (response.usage.input_tokens, response.usage.output_tokens) == (7, 3)
+    assert response.usage.input_tokens_details.cached_tokens == 4
+    assert (response.metadata, response.instructions) == ({"a": "b"}, "Be brief.")
+    (request,) = generator.requests
+    assert request.prompt == (
+        ChatMessage("system", "Be brief."),
+        ChatMessage("user", "What is a block?"),
+    )
+    assert (request.sampling.max_tokens, request.sampling.temperature) == (9, 0.5)
+
+
+async def test_a_conversation_goes_on_with_the_output_items(
+    client: openai.AsyncOpenAI, generator: FakeGenerator
+) -> None:
+    """A client appends the output of a response to its input, as the API's documentation does."""
+    first = await client.responses.create(model=MODEL, input="Hi")
+    items: list[Any] = [
+        {"role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]},
+        {"role": "user", "content": "Hi"},
+        *(item.model_dump() for item in first.output),
+        {"role": "user", "content": [{"type": "input_text", "text": "Go on"}]},
+    ]
+    await client.responses.create(model=MODEL, input=items)
+    assert generator.requests[-1].prompt == (
+        ChatMessage("system", "Be brief."),
+        ChatMessage("user", "Hi"),
+        ChatMessage("assistant", "".join(TEXTS)),
+        ChatMessage("user", "Go on"),
+    )
+
+
+async def test_the_events_of_a_stream_come_in_order(client: openai.AsyncOpenAI) -> None:
+    stream = await client.responses.create(model=MODEL, input="Hi", stream=True)
+    events = [event async for event in stream]
+    assert [event.type for event in events] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        *["response.output_text.delta"] * len(TEXTS),
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == "".join(
+        TEXTS
+    )
+    last = events[-1]
+    assert last.type == "response.completed"
+    assert last.response.output_text == "".join(TEXTS)
+    assert last.response.usage is not None
+
+
+async def test_the_clients_accumulator_takes_the_events(client: openai.AsyncOpenAI) -> None:
+    async with client.responses.stream(model=MODEL, input="Hi") as stream:
+        final = await stream.get_final_response()
+    assert final.output_text == "".join(TEXTS)
+
+
+async def test_events_are_named_and_nothing_follows_the_last(http: httpx.AsyncClient) -> None:
+    answer = await http.post("/v1/responses", json={"input": "Hi", "stream": True})
+    events = answer.text.strip().split("\n\n")
+    assert events[0].startswith("event: response.created\ndata: {")
+    assert events[-1].startswith("event: response.completed\ndata: {")
+
+
+async def test_an_error_in_a_stream_is_raised_by_the_client(
+    client: openai.AsyncOpenAI, generator: FakeGenerator
+) -> None:
+    generator.error, generator.error_at = errors.Unavailable("the worker was lost"), 2
+    stream = await client.responses.create(model=MODEL, input="Hi", stream=True)
+    seen = []
+    with pytest.raises(openai.APIError, match="the worker was lost"):  # noqa: PT012
+        async for event in stream:
+            seen.append(event.type)
+    assert seen[-1] == "response.output_text.delta"
+
+
+async def test_an_error_before_the_stream_sets_the_status(
+    http: httpx.AsyncClient, generator: FakeGenerator
+) -> None:
+    generator.error = errors.InvalidRequest("max_tokens is -1", "max_tokens")
+    answer = await http.post("/v1/responses", json={"input": "Hi", "stream": True})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "max_output_tokens"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("previous_response_id", "resp_1", "keeps no responses"),
+        ("conversation", "conv_1", "keeps no responses"),
+        ("store", True, "keeps no responses"),
+        ("background", True, "background"),
+        ("prompt", {"id": "pmpt_1"}, "stored prompts"),
+        ("tools", [{"type": "web_search"}], "tools are not supported"),
+        ("tool_choice", "required", "tools are not supported"),
+        ("truncation", "auto", "refused, not truncated"),
+        ("text.format", {"type": "json_object"}, "only text"),
+        ("reasoning.summary", "auto", "summaries"),
+        ("include[0]", "reasoning.encrypted_content", "logprobs"),
+        ("input[0].type", "function_call_output", "'function_call_output' are not supported"),
+        ("input[0].content", [{"type": "input_image", "image_url": "x"}], "'input_image'"),
+        ("n", 2, "not supported"),
+    ],
+)
+async def test_what_is_not_there_is_refused_with_reason_and_param(
+    http: httpx.AsyncClient, generator: FakeGenerator, field: str, value: Any, reason: str
+) -> None:
+    outer, dot, inner = field.partition(".")
+    body: dict[str, Any] = {"input": "Hi"}
+    if outer == "input[0]":
+        body["input"] = [{"role": "user", "content": "Hi"} | {inner: value}]
+    elif outer == "include[0]":
+        body["include"] = [value]
+    else:
+        body[outer] = {inner: value} if dot else value
+    answer = await http.post("/v1/responses", json=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, field)
+    assert reason in error["message"]
+    assert generator.requests == []
+
+
+async def test_values_that_request_nothing_are_accepted(http: httpx.AsyncClient) -> None:
+    """Standard clients send them."""
+    body = {
+        "input": "Hi",
+        "store": False,
+        "tools": [],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "previous_response_id": None,
+        "truncation": "disabled",
+        "text": {"format": {"type": "text"}},
+        "reasoning": {"effort": "low", "summary": None},
+        "include": ["message.output_text.logprobs"],
+        "service_tier": "auto",
+        "user": "me",
+    }
+    answer = await http.post("/v1/responses", json=body)
+    assert answer.status_code == 200, answer.text
+
+
+async def test_a_limit_makes_the_response_incomplete(
+    http: httpx.AsyncClient, generator: FakeGenerator
+) -> None:
+    generator.finish_reason = "length"
+    response = (await http.post("/v1/responses", json={"input": "Hi"})).json()
+    assert response["status"] == "incomplete"
+    assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert response["output"][0]["status"] == "incomplete"

@@ -1,0 +1,57 @@
+"""The default sampling parameters: the model's, none, those of a directory, and single ones."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from services.common.errors import StartupError
+from services.common.text.model_config import GenerationDefaults
+from services.gateway.intake.generation_config import GenerationConfig
+
+OF_MODEL = GenerationDefaults(temperature=0.6, top_k=20, max_new_tokens=99)
+
+
+def test_auto_takes_the_models() -> None:
+    assert GenerationConfig.read("auto", None).defaults(OF_MODEL) == OF_MODEL
+
+
+def test_vllm_takes_none() -> None:
+    assert GenerationConfig.read("vllm", None).defaults(OF_MODEL) == GenerationDefaults()
+
+
+def test_a_directory_replaces_the_models(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"top_p": 0.8}')
+    config = GenerationConfig.read(str(tmp_path), None)
+    assert config.defaults(OF_MODEL) == GenerationDefaults(top_p=0.8)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("auto", GenerationDefaults(temperature=0.0, top_k=20, max_new_tokens=99)),
+        ("vllm", GenerationDefaults(temperature=0.0)),
+    ],
+)
+def test_an_override_replaces_single_parameters(source: str, expected: GenerationDefaults) -> None:
+    assert GenerationConfig.read(source, '{"temperature": 0}').defaults(OF_MODEL) == expected
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("{", "is not JSON"),
+        ("[1]", "is not a JSON object"),
+        (json.dumps({"temprature": 1}), "'temprature' is not one of temperature, top_k"),
+        (json.dumps({"top_p": 2}), "top_p: 2 is above 1"),
+        (json.dumps({"max_new_tokens": 0}), "max_new_tokens: 0 is not an integer >= 1"),
+    ],
+)
+def test_a_wrong_override_is_told_at_the_start(override: str, reason: str) -> None:
+    with pytest.raises(StartupError, match=reason):
+        GenerationConfig.read("auto", override)
+
+
+def test_a_missing_directory_is_told_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match="No such file"):
+        GenerationConfig.read(str(tmp_path / "nothing"), None)
