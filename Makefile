@@ -26,7 +26,7 @@ setup: .venv/.native ## Create .venv and install everything into it
 .venv/.installed: pyproject.toml deploy/venv.sh deploy/install.sh deploy/constraints-cpu.txt
 	deploy/venv.sh $(PYTHON)
 	$(BIN)/pip uninstall -qq --yes quire
-	QUIRE_NATIVE=OFF PIP=$(BIN)/pip deploy/install.sh --editable '.[worker,local,dev]'
+	QUIRE_NATIVE=OFF PIP=$(BIN)/pip deploy/install.sh --editable '.[worker,local,bench,dev]'
 	touch $@
 
 # The C++ kernels, in a build folder that stays, so a later run compiles only changed files.

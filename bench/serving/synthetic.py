@@ -1,0 +1,115 @@
+"""An OpenAI-compatible server with known delays, which generates nothing: what a load generator
+reports of it can be checked, and how much a generator can take be measured.
+
+    python -m bench.serving.synthetic --port 8900 --ttft-ms 50 --itl-ms 10
+"""
+
+import argparse
+import asyncio
+import json
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class Synthetic:
+    """Each answer's first token comes after `ttft_s`, each further one `itl_s` later.
+    `statuses`: of the first requests, in turn."""
+
+    ttft_s: float = 0.0
+    itl_s: float = 0.0
+    statuses: list[int] = field(default_factory=list)
+    cut_after: int | None = None
+    """The connection breaks after so many tokens."""
+
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    arrivals: list[float] = field(default_factory=list)
+
+    async def serve(self, port: int = 0) -> asyncio.Server:
+        return await asyncio.start_server(self._connection, "127.0.0.1", port)
+
+    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                arrived = time.perf_counter()
+                if head.startswith(b"GET"):
+                    _write_json(writer, 200, {"data": [{"id": "synthetic"}]})
+                    continue
+                length = head.lower().partition(b"content-length:")[2].split(b"\r\n")[0]
+                body = json.loads(await reader.readexactly(int(length)))
+                self.arrivals.append(arrived)
+                self.bodies.append(body)
+                if self.statuses and (status := self.statuses.pop(0)) != 200:
+                    _write_json(writer, status, {"error": {"message": "refused"}})
+                elif not await self._answer(writer, body, arrived):
+                    return
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+    async def _answer(
+        self, writer: asyncio.StreamWriter, body: dict[str, Any], arrived: float
+    ) -> bool:
+        """Whether the connection goes on."""
+        token = {"delta": {"content": " word"}} if "messages" in body else {"text": " word"}
+        chunk = _event({"choices": [{"index": 0, "finish_reason": None, **token}]})
+        writer.write(
+            b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
+            b"Transfer-Encoding: chunked\r\n\r\n"
+        )
+        num_tokens = body["max_tokens"]
+        for index in range(num_tokens):
+            if index == self.cut_after:
+                return False
+            due = arrived + self.ttft_s + index * self.itl_s
+            if (wait := due - time.perf_counter()) > 0:
+                await asyncio.sleep(wait)
+            writer.write(chunk)
+            if index % 64 == 63:
+                await writer.drain()
+        usage = {"prompt_tokens": _num_prompt_tokens(body), "completion_tokens": num_tokens}
+        writer.write(_event({"choices": [], "usage": usage}))
+        writer.write(_chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+        await writer.drain()
+        return True
+
+
+def _num_prompt_tokens(body: dict[str, Any]) -> int:
+    """Words of text, or ids."""
+    if "messages" in body:
+        return sum(len(message["content"].split()) for message in body["messages"])
+    prompt = body["prompt"]
+    return len(prompt.split()) if isinstance(prompt, str) else len(prompt)
+
+
+def _event(value: dict[str, Any]) -> bytes:
+    head = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "synthetic"}
+    return _chunk(b"data: " + json.dumps(head | value).encode() + b"\n\n")
+
+
+def _chunk(data: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+def _write_json(writer: asyncio.StreamWriter, status: int, value: dict[str, Any]) -> None:
+    body = json.dumps(value).encode()
+    writer.write(
+        b"HTTP/1.1 %d X\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
+        % (status, len(body), body)
+    )
+
+
+async def _main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--port", type=int, default=8900)
+    parser.add_argument("--ttft-ms", type=float, default=50.0)
+    parser.add_argument("--itl-ms", type=float, default=10.0)
+    args = parser.parse_args()
+    server = await Synthetic(args.ttft_ms / 1000, args.itl_ms / 1000).serve(args.port)
+    await server.serve_forever()
+
+
+if __name__ == "__main__":
+    asyncio.run(_main())
