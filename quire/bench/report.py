@@ -30,11 +30,12 @@ body { margin: 2rem auto; max-width: 1180px; padding: 0 1rem; background: var(--
 h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.1rem; margin: 2rem 0 .6rem; }
 p, small { color: var(--dim); }
 .tiles, .charts { display: grid; gap: .8rem; }
-.tiles { grid-template-columns: repeat(auto-fit, minmax(9.5rem, 1fr)); }
+.tiles { grid-template-columns: repeat(auto-fit, minmax(10.5rem, 1fr)); }
 .charts { grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); }
 .tile, figure { background: var(--card); border: 1px solid var(--line); border-radius: 8px;
   padding: .7rem .9rem; margin: 0; }
-.tile b { display: block; font-size: 1.35rem; font-variant-numeric: tabular-nums; }
+.tile b { display: block; font-size: 1.2rem; white-space: nowrap;
+  font-variant-numeric: tabular-nums; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: .35rem .6rem; border-bottom: 1px solid var(--line); }
