@@ -33,7 +33,7 @@ class Synthetic:
         try:
             while head := await reader.readuntil(b"\r\n\r\n"):
                 arrived = time.perf_counter()
-                if head.startswith(b"GET"):
+                if not head.startswith(b"POST"):
                     _write_json(writer, 200, {"data": [{"id": "synthetic"}]})
                     continue
                 length = head.lower().partition(b"content-length:")[2].split(b"\r\n")[0]
@@ -59,7 +59,7 @@ class Synthetic:
             b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
             b"Transfer-Encoding: chunked\r\n\r\n"
         )
-        num_tokens = body["max_tokens"]
+        num_tokens = body.get("max_tokens") or body["max_completion_tokens"]
         for index in range(num_tokens):
             if index == self.cut_after:
                 return False
@@ -79,7 +79,9 @@ class Synthetic:
 def _num_prompt_tokens(body: dict[str, Any]) -> int:
     """Words of text, or ids."""
     if "messages" in body:
-        return sum(len(message["content"].split()) for message in body["messages"])
+        contents = (message["content"] for message in body["messages"])
+        texts = (c if isinstance(c, str) else "".join(part["text"] for part in c) for c in contents)
+        return sum(len(text.split()) for text in texts)
     prompt = body["prompt"]
     return len(prompt.split()) if isinstance(prompt, str) else len(prompt)
 

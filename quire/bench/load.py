@@ -94,7 +94,7 @@ class Load:
                         record.num_prompt_tokens = chunk.num_prompt_tokens
                         record.num_reported = chunk.num_output_tokens
             if not record.arrivals:
-                raise RequestFailed("no tokens", "the answer has no tokens")
+                raise RequestFailed("the answer has no tokens", "no tokens")
         except RequestFailed as error:
             record.error, record.message = error.kind, str(error)
             self.num_failed += 1

@@ -67,7 +67,7 @@ async def _warm_up(target: Target, sessions: Iterator[Session], number: int, as_
     await load.closed_loop(itertools.islice(sessions, number), min(number, 8) or 1, 0.0, None)
     for record in load.records:
         if record.error:
-            raise RequestFailed(record.error, f"the warm-up failed: {record.message}")
+            raise RequestFailed(f"the warm-up failed: {record.message}", record.error)
 
 
 def _work(

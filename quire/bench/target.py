@@ -18,7 +18,7 @@ from quire.types import ChatMessage, Prompt, Sampling
 class RequestFailed(Exception):
     """A request got no whole answer. `kind`: a short name to count by, such as `http 429`."""
 
-    def __init__(self, kind: str, text: str) -> None:
+    def __init__(self, text: str, kind: str = "failed") -> None:
         super().__init__(text)
         self.kind = kind
 
@@ -103,7 +103,7 @@ class HttpTarget:
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise _failure(error) from error
         if not has_ended:
-            raise RequestFailed("broken stream", "the stream ended without [DONE]")
+            raise RequestFailed("the stream ended without [DONE]", "broken stream")
 
     def _request(self, call: Call) -> tuple[str, dict[str, Any]]:
         body = self._fields | {"max_tokens": call.num_tokens}
@@ -141,7 +141,7 @@ class GrpcTarget:
                     )
         except QuireError as error:
             kinds = {Unreachable: "no connection", DeadlineExceeded: "timeout"}
-            raise RequestFailed(kinds.get(type(error), error.code), str(error)) from error
+            raise RequestFailed(str(error), kinds.get(type(error), error.code)) from error
 
     async def close(self) -> None:
         await self._client.close()
@@ -154,7 +154,7 @@ def _is_chat(prompt: Prompt) -> bool:
 async def _require_success(response: aiohttp.ClientResponse) -> None:
     if response.status != 200:
         text = (await response.read())[:500].decode(errors="replace")
-        raise RequestFailed(f"http {response.status}", f"status {response.status}: {text}")
+        raise RequestFailed(f"status {response.status}: {text}", f"http {response.status}")
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncGenerator[bytes, None]:
@@ -170,7 +170,7 @@ async def _lines(content: aiohttp.StreamReader) -> AsyncGenerator[bytes, None]:
 def _chunk(event: dict[str, Any]) -> Chunk | None:
     """None: the event has neither tokens nor counts, such as a chat's first, with only a role."""
     if "error" in event:
-        raise RequestFailed("error in stream", json.dumps(event["error"])[:500])
+        raise RequestFailed(json.dumps(event["error"])[:500], "error in stream")
     num_tokens, text = 0, ""
     for choice in event.get("choices") or ():
         more = _text(choice)
@@ -192,9 +192,9 @@ def _text(choice: dict[str, Any]) -> str:
 
 def _failure(error: Exception) -> RequestFailed:
     if isinstance(error, asyncio.TimeoutError):
-        return RequestFailed("timeout", "the time limit of the request has passed")
+        return RequestFailed("the time limit of the request has passed", "timeout")
     if isinstance(error, aiohttp.ClientConnectorError):
-        return RequestFailed("no connection", str(error))
+        return RequestFailed(str(error), "no connection")
     if isinstance(error, aiohttp.ClientError):
-        return RequestFailed("broken stream", f"{type(error).__name__}: {error}")
-    return RequestFailed("bad answer", f"the answer is not as OpenAI's: {error}")
+        return RequestFailed(f"{type(error).__name__}: {error}", "broken stream")
+    return RequestFailed(f"the answer is not as OpenAI's: {error}", "bad answer")
