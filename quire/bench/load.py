@@ -56,27 +56,29 @@ class Load:
             while limit_s is None or self.now < limit_s:
                 if (session := next(sessions, None)) is None:
                     return
-                await self._run(session, self.now)
+                await self._run(session)
 
         async with asyncio.TaskGroup() as running:
             for index in range(concurrency):
                 running.create_task(client(index))
         return self.now
 
-    async def _run(self, session: Session, due: float) -> None:
+    async def _run(self, session: Session, due: float | None = None) -> None:
+        """Send the turns; `due`: when the first one had to be sent, if a schedule says so."""
         turns: list[ChatMessage] = []
         for turn in session.turns:
             prompt: Prompt = turn.prompt()
             if self.as_chat:
                 turns.append(ChatMessage("user", str(prompt)))
                 prompt = list(turns)
-            record = Record(due, self.now)
+            sent = self.now
+            record = Record(sent if due is None else due, sent)
             self.records.append(record)
             answer = await self._observe(Call(prompt, turn.num_tokens), record)
             if record.error:
                 return
             turns.append(ChatMessage("assistant", answer))
-            due = self.now
+            due = None
 
     async def _observe(self, call: Call, record: Record) -> str:
         """Send a request and record what comes; returns the answer's text."""
