@@ -53,8 +53,10 @@ class Synthetic:
         self, writer: asyncio.StreamWriter, body: dict[str, Any], arrived: float
     ) -> bool:
         """Whether the connection goes on."""
-        token = {"delta": {"content": " word"}} if "messages" in body else {"text": " word"}
-        chunk = _event({"choices": [{"index": 0, "finish_reason": None, **token}]})
+        is_chat = "messages" in body
+        token = {"delta": {"content": " word"}} if is_chat else {"text": " word"}
+        kind = {"object": "chat.completion.chunk" if is_chat else "text_completion"}
+        chunk = _event(kind | {"choices": [{"index": 0, "finish_reason": None, **token}]})
         writer.write(
             b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
             b"Transfer-Encoding: chunked\r\n\r\n"
@@ -70,7 +72,7 @@ class Synthetic:
             if index % 64 == 63:
                 await writer.drain()
         usage = {"prompt_tokens": _num_prompt_tokens(body), "completion_tokens": num_tokens}
-        writer.write(_event({"choices": [], "usage": usage}))
+        writer.write(_event(kind | {"choices": [], "usage": usage}))
         writer.write(_chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
         await writer.drain()
         return True
@@ -87,7 +89,7 @@ def _num_prompt_tokens(body: dict[str, Any]) -> int:
 
 
 def _event(value: dict[str, Any]) -> bytes:
-    head = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "synthetic"}
+    head = {"id": "1", "created": 1, "model": "synthetic"}
     return _chunk(b"data: " + json.dumps(head | value).encode() + b"\n\n")
 
 
