@@ -48,11 +48,14 @@ def single_token_words(tokenizer_file: Path) -> list[str]:
     """Words with a space before them that are one token each, wherever they stand: text of n of
     them has n tokens, since pre-tokenizers cut before the space.
 
-    ValueError: the tokenizer has none.
+    ValueError: the tokenizer has none, or the file is no tokenizer.
     """
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    try:
+        tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    except Exception as error:  # the library raises nothing more specific
+        raise ValueError(f"{tokenizer_file} is no tokenizer.json: {error}") from error
     decoded = (tokenizer.decode([id_]) for id_ in range(tokenizer.get_vocab_size()))
     words = [
         text for text in decoded if text[:1] == " " and text[1:].isascii() and text[1:].isalpha()

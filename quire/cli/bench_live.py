@@ -52,8 +52,10 @@ def print_report(summary: dict[str, Any]) -> None:
     from quire.bench.report import FIGURES, latency_rows, totals
     from quire.bench.summary import warnings
 
-    for name, value in totals(summary).items():
-        print(f"{name:<16} {value}")
+    shown = totals(summary)
+    width = max(map(len, shown))
+    for name, value in shown.items():
+        print(f"{name:<{width}}  {value}")
     print()
     columns = {"": lambda row: row[0]} | {
         figure.upper(): lambda row, index=index: row[1][index].rjust(9)
