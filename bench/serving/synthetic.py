@@ -25,6 +25,8 @@ class Synthetic:
 
     bodies: list[dict[str, Any]] = field(default_factory=list)
     arrivals: list[float] = field(default_factory=list)
+    written: list[list[float]] = field(default_factory=list)
+    """When each token of each request was written."""
 
     async def serve(self, port: int = 0) -> asyncio.Server:
         return await asyncio.start_server(self._connection, "127.0.0.1", port)
@@ -61,6 +63,8 @@ class Synthetic:
             b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
             b"Transfer-Encoding: chunked\r\n\r\n"
         )
+        written: list[float] = []
+        self.written.append(written)
         num_tokens = body.get("max_tokens") or body["max_completion_tokens"]
         for index in range(num_tokens):
             if index == self.cut_after:
@@ -68,6 +72,7 @@ class Synthetic:
             due = arrived + self.ttft_s + index * self.itl_s
             if (wait := due - time.perf_counter()) > 0:
                 await asyncio.sleep(wait)
+            written.append(time.perf_counter())
             writer.write(chunk)
             if index % 64 == 63:
                 await writer.drain()

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import statistics
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,16 +48,24 @@ def measured(url: str, capsys: Any, *flags: str, status: int = 0) -> dict[str, A
 
 
 def test_the_figures_are_what_the_server_did(server: Any, capsys: Any) -> None:
-    """p50 within 25 %: a busy machine is late, and no measure can be early."""
-    _, url = server
-    found = measured(url, capsys, "--concurrency", "4", "--num-requests", "24")
+    """Compared with the times at which the server wrote, because a busy machine delays the server
+    too; the client cannot be earlier than the delays that the server was told."""
+    synthetic, url = server
+    found = measured(url, capsys, "--concurrency", "4", "--num-requests", "24", "--warmup", "0")
     assert found["num_completed"] == found["num_requests"] == 24
     assert (found["num_prompt_tokens"], found["num_output_tokens"]) == (24 * 16, 24 * NUM_TOKENS)
-    assert TTFT_MS <= found["ttft_ms"]["p50"] <= 1.25 * TTFT_MS
-    assert found["tpot_ms"]["p50"] == pytest.approx(ITL_MS, rel=0.1)
-    assert found["itl_ms"]["mean"] == pytest.approx(ITL_MS, rel=0.1)
-    e2e_ms = TTFT_MS + (NUM_TOKENS - 1) * ITL_MS
-    assert e2e_ms <= found["e2e_ms"]["p50"] <= 1.25 * e2e_ms
+    answers = list(zip(synthetic.arrivals, synthetic.written, strict=True))
+    spans = [1000 * (times[-1] - times[0]) for _, times in answers]
+    tpot_ms = statistics.mean(spans) / (NUM_TOKENS - 1)
+    assert found["tpot_ms"]["mean"] == pytest.approx(tpot_ms, rel=0.1)
+    assert found["itl_ms"]["mean"] == pytest.approx(tpot_ms, rel=0.1)
+    for key, index, told in (
+        ("ttft_ms", 0, TTFT_MS),
+        ("e2e_ms", -1, TTFT_MS + (NUM_TOKENS - 1) * ITL_MS),
+    ):
+        did = statistics.median(1000 * (times[index] - arrived) for arrived, times in answers)
+        assert told <= found[key]["p50"]
+        assert found[key]["p50"] == pytest.approx(did, abs=40)
     assert found["max_concurrency"] == 4
     assert found["output_token_throughput"] == pytest.approx(
         24 * NUM_TOKENS / found["duration_s"], rel=1e-6
@@ -105,7 +114,7 @@ def test_a_stream_that_breaks_and_a_timeout_are_errors(server: Any, capsys: Any)
     flags = ("--concurrency", "2", "--num-requests", "2", "--warmup", "0")
     assert measured(url, capsys, *flags, status=1)["errors"] == {"broken stream": 2}
     synthetic.cut_after = None
-    found = measured(url, capsys, *flags, "--timeout", "0.1", status=1)
+    found = measured(url, capsys, *flags, "--timeout", "0.15", status=1)
     assert found["errors"] == {"timeout": 2}
 
 
