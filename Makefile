@@ -4,6 +4,9 @@ PROTOC := PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -m grpc_tools.protoc
 
 CXX_FILES := $(shell find kernels/csrc -name '*.cpp' -o -name '*.h')
 
+# On a terminal the compiler's progress is shown.
+HOW_LOUD := $(if $(shell test -t 2 && echo yes),--verbose,--quiet)
+
 .PHONY: help setup proto lint type test test-failed test-fast test-browser test-clients test-full check \
   chaos bench docs up down clean
 .NOTPARALLEL:
@@ -24,12 +27,13 @@ setup: .venv/.native ## Create .venv and install everything into it
 .venv/.installed: pyproject.toml deploy/venv.sh deploy/install.sh deploy/constraints-cpu.txt
 	deploy/venv.sh $(PYTHON)
 	$(BIN)/pip uninstall -qq --yes quire
-	QUIRE_NATIVE=OFF PIP=$(BIN)/pip deploy/install.sh --editable '.[worker,local,dev]'
+	QUIRE_NATIVE=OFF PIP=$(BIN)/pip deploy/install.sh --editable '.[worker,local,bench,dev]'
 	touch $@
 
 # The C++ kernels, in a build folder that stays, so a later run compiles only changed files.
 .venv/.native: .venv/.installed kernels/CMakeLists.txt $(CXX_FILES)
-	$(BIN)/pip install --quiet --no-deps --no-build-isolation --check-build-dependencies --editable .
+	@echo "Compiling the C++ kernels: minutes the first time, later only changed files ..."
+	$(BIN)/pip install $(HOW_LOUD) --no-deps --no-build-isolation --check-build-dependencies --editable .
 	touch $@
 
 proto: setup ## Generate quire/v1 from proto/

@@ -16,6 +16,7 @@ if ! is_new_enough "$python"; then
   echo "Name another one: make setup PYTHON=python3.11" >&2
   exit 1
 fi
+echo "Creating .venv ..."
 "$python" -m venv --clear .venv || {
   rm -rf .venv
   exit 1

@@ -5,9 +5,8 @@ import random
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
 from bench.serving.target import Prompt
+from quire.bench.prompts import single_token_words
 
 _FIRST_ORDINARY_TOKEN = 300  # bytes and special tokens come before
 
@@ -23,7 +22,7 @@ class Prompts:
     @classmethod
     def of(cls, checkpoint: Path, seed: int, as_text: bool = False) -> "Prompts":
         config = json.loads((checkpoint / "config.json").read_text())
-        words = single_token_words(checkpoint) if as_text else None
+        words = single_token_words(checkpoint / "tokenizer.json") if as_text else None
         return cls(config["vocab_size"], words, random.Random(seed))
 
     def one(self, length: int) -> Prompt:
@@ -46,21 +45,3 @@ def joined(first: Prompt, second: Prompt) -> Prompt:
     if isinstance(first, str) and isinstance(second, str):
         return first + second
     return [*first, *second]
-
-
-def single_token_words(checkpoint: Path) -> list[str]:
-    """Words with a space before them that are one token each, wherever they stand: text of n of
-    them has n tokens, since pre-tokenizers cut before the space.
-
-    ValueError: the tokenizer has none.
-    """
-    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
-    decoded = (tokenizer.decode([id_]) for id_ in range(tokenizer.get_vocab_size()))
-    words = [
-        text for text in decoded if text[:1] == " " and text[1:].isascii() and text[1:].isalpha()
-    ]
-    encoded = tokenizer.encode_batch(words, add_special_tokens=False)
-    single = [word for word, encoding in zip(words, encoded, strict=True) if len(encoding.ids) == 1]
-    if not single:
-        raise ValueError(f"{checkpoint}: no word is one token")
-    return single

@@ -12,6 +12,7 @@ from services.common.errors import StartupError
 from services.common.runtime.config import (
     PoolServiceSettings,
     ServiceSettings,
+    chosen,
     load_settings,
     resolved,
     variables,
@@ -85,6 +86,26 @@ def test_resolved_settings_can_be_shown(monkeypatch: pytest.MonkeyPatch) -> None
     assert shown["QUIRE_COOK_SECRET"] == "**********"
     assert shown["QUIRE_COOK_METRICS_PORT"] == "none"
     assert shown.keys() == variables(CookSettings).keys()
+
+
+def test_the_settings_that_a_service_logs_are_those_that_were_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With their types, without secrets, and without what is the default anyway."""
+    for name, value in {
+        "NUM_PANS": "5",
+        "HOST": "127.0.0.1",
+        "RUN_DIR": "/dev/shm/x",
+        "SECRET": "hush",
+        "REDIS_URL": "redis://me:hush@db:6379/1",
+    }.items():
+        monkeypatch.setenv(f"QUIRE_COOK_{name}", value)
+    assert chosen(load_settings(CookSettings)) == {
+        "redis_url": "redis://me:***@db:6379/1",
+        "run_dir": "/dev/shm/x",
+        "secret": "**********",
+        "num_pans": 5,
+    }
 
 
 def test_every_common_setting_is_explained() -> None:

@@ -171,6 +171,15 @@ def split_by_commas(value: object) -> object:
     return tuple(item.strip() for item in value.split(",") if item.strip())
 
 
+def chosen(settings: ServiceSettings) -> dict[str, object]:
+    """The settings that differ from their defaults, without passwords."""
+    return {
+        name: value if isinstance(value, bool | int | float) else _format_value(value)
+        for name, field in type(settings).model_fields.items()
+        if (value := getattr(settings, name)) != field.default and name in settings.model_fields_set
+    }
+
+
 def join_host_port(host: str, port: int) -> str:
     """`host:port`, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -23,7 +23,14 @@ from typing import Any, NoReturn, TypeVar
 from blockstore.errors import StoreUnavailable, StoreUnsuitable
 from services.common.errors import StartupError
 from services.common.runtime import open_files
-from services.common.runtime.config import S, ServiceSettings, load_settings, resolved, variables
+from services.common.runtime.config import (
+    S,
+    ServiceSettings,
+    chosen,
+    load_settings,
+    resolved,
+    variables,
+)
 from services.common.runtime.logging import configure_logging, get_logger
 from services.common.runtime.starting import end_imports
 
@@ -55,7 +62,8 @@ def run_service(
         set_up_openmp(settings.num_threads)
         open_files.raise_limit()
         configure_logging(settings.service, settings.log_level, settings.log_format)
-        log.info("service_starting", pid=os.getpid(), **_log_keys(settings))
+        log.info("service_starting", pid=os.getpid(), **chosen(settings))
+        log.debug("settings_resolved", **_log_keys(settings))
         asyncio.run(_until_stopped(serve, settings))
     except asyncio.CancelledError:
         log.warning("service_cancelled")

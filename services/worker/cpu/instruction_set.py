@@ -94,7 +94,9 @@ def _measure_choice(
     unfinished = path.with_suffix(".part")
     unfinished.write_text(json.dumps({"isa": isa, "times_ms": times_ms, **facts}))
     unfinished.rename(path)
-    log.info("instruction_set_measured", isa=isa, times_ms=times_ms, path=str(path))
+    log.info("instruction_set_measured", isa=isa, path=str(path))
+    for name, times in times_ms.items():
+        log.debug("instruction_set_timed", isa=name, times_ms=times)
     return isa
 
 

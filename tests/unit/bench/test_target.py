@@ -1,64 +1,47 @@
-"""An OpenAI server's stream is read right wherever its bytes are cut."""
+"""An OpenAI server's stream is read right wherever it is cut, and its tokens are counted."""
 
-import asyncio
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
-from bench.serving.target import HttpTarget, RequestFailed, server_sent_events
+from bench.serving.target import Counted, RequestFailed
+from quire.bench.target import Call, Chunk, _chunk, _lines
 
-HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
-EVENTS = b'data: {"n": 1}\n\ndata: {"n": 2}\n\n: comment\ndata: [DONE]\n\n'
-
-
-def reader(*parts: bytes) -> asyncio.StreamReader:
-    result = asyncio.StreamReader()
-    result.feed_data(b"".join(parts))
-    result.feed_eof()
-    return result
+EVENTS = b'data: {"n": 1}\n\ndata:{"n": 2}\r\n\n: comment\nevent: x\ndata: [DONE]\n\n'
 
 
-def chunked(body: bytes, size: int) -> bytes:
-    pieces = [body[start : start + size] for start in range(0, len(body), size)]
-    return b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in (*pieces, b""))
+class Pieces:
+    """A body that comes in pieces of `size` bytes."""
 
+    def __init__(self, size: int) -> None:
+        self._size = size
 
-async def events(*parts: bytes) -> list[dict[str, Any]]:
-    return [event async for event in server_sent_events(reader(*parts))]
+    async def iter_any(self) -> AsyncIterator[bytes]:
+        for start in range(0, len(EVENTS), self._size):
+            yield EVENTS[start : start + self._size]
 
 
 @pytest.mark.parametrize("size", [1, 7, 16, 1000])
-async def test_chunks_may_cut_a_line_anywhere(size: int) -> None:
-    head = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
-    assert await events(head, chunked(EVENTS, size)) == [{"n": 1}, {"n": 2}]
+async def test_pieces_may_cut_a_line_anywhere(size: int) -> None:
+    pieces: Any = Pieces(size)
+    assert [line async for line in _lines(pieces)] == [b'{"n": 1}', b'{"n": 2}', b"[DONE]"]
 
 
-async def test_a_body_may_end_with_its_connection() -> None:
-    assert await events(HEAD, b"\r\n", EVENTS) == [{"n": 1}, {"n": 2}]
-
-
-async def test_a_stream_that_is_broken_off_is_an_error() -> None:
-    head = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
-    with pytest.raises(RequestFailed, match="connection lost"):
-        await events(head, chunked(EVENTS, 16)[:40])
-
-
-async def test_a_refusal_says_what_the_server_said() -> None:
-    with pytest.raises(RequestFailed, match="status 400: too long"):
-        await events(b"HTTP/1.1 400 Bad Request\r\n\r\n", b"too long")
-
-
-class Scripted(HttpTarget):
+class Scripted:
     """Answers literal events instead of a server's."""
 
     def __init__(self, *answer: dict[str, Any]) -> None:
-        super().__init__("http://127.0.0.1:1", "bench")
         self._answer = answer
 
-    async def _events(self, prompt: object, num_tokens: int) -> Any:
+    async def stream(self, call: Call) -> Any:
         for event in self._answer:
-            yield json.loads(json.dumps(event))
+            if (chunk := _chunk(json.loads(json.dumps(event)))) is not None:
+                yield chunk
+
+    async def close(self) -> None:
+        pass
 
 
 def text(piece: str) -> dict[str, Any]:
@@ -85,10 +68,19 @@ def usage(num_tokens: int) -> dict[str, Any]:
 async def test_tokens_are_counted_by_ids_else_by_text_and_usage(
     answer: tuple[dict[str, Any], ...], counts: list[int]
 ) -> None:
-    stream = Scripted(*answer).stream([1], 3)
+    stream = Counted(Scripted(*answer)).stream([1], 3)
     assert [count async for count in stream] == counts
 
 
 async def test_an_error_inside_a_stream_is_an_error() -> None:
+    stream = Counted(Scripted(ids(7), {"error": "out of memory"})).stream([1], 3)
     with pytest.raises(RequestFailed, match="out of memory"):
-        _ = [count async for count in Scripted(ids(7), {"error": "out of memory"}).stream([1], 3)]
+        _ = [count async for count in stream]
+
+
+def test_chats_have_content_and_reasoning_and_a_first_event_without_either() -> None:
+    assert _chunk({"choices": [{"delta": {"role": "assistant", "content": ""}}]}) is None
+    assert _chunk({"choices": [{"delta": {"content": "a"}}]}) == Chunk(1, "a")
+    assert _chunk({"choices": [{"delta": {"reasoning_content": "b"}}]}) == Chunk(1, "b")
+    last = {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 2}}
+    assert _chunk(last) == Chunk(0, "", 5, 2)

@@ -18,7 +18,7 @@ from services.worker.process import WorkerProcess
 def accelerator_error(code: int) -> torch.AcceleratorError:
     """As PyTorch raises it: with the runtime's number."""
     error = torch.AcceleratorError("CUDA error")
-    error.error_code = code
+    error.error_code = code  # type: ignore[attr-defined]
     return error
 
 

@@ -1,0 +1,1 @@
+"""`quire bench`: load on a server, and what its clients see (`docs/bench.md`)."""

@@ -1,0 +1,77 @@
+"""What the client of one request sees."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+
+@dataclass(slots=True)
+class Record:
+    """One request. Times are seconds since the start of the run. `due`: when the schedule wanted it
+    to be sent; a closed loop and a later turn want it at once, so there it equals `sent`."""
+
+    due: float
+    sent: float
+    arrivals: list[float] = field(default_factory=list)
+    """When chunks with tokens came."""
+
+    num_counted: int = 0
+    num_prompt_tokens: int = 0
+    num_reported: int | None = None
+    error: str | None = None
+    """Kind of the error."""
+
+    message: str = ""
+
+    @property
+    def num_output_tokens(self) -> int:
+        """As the server counts them (`usage`), else as they were counted from the chunks."""
+        return self.num_counted if self.num_reported is None else self.num_reported
+
+    @property
+    def ended(self) -> float:
+        return self.arrivals[-1] if self.arrivals else self.sent
+
+    @property
+    def late_s(self) -> float:
+        return self.sent - self.due
+
+    @property
+    def ttft_s(self) -> float:
+        return self.arrivals[0] - self.sent
+
+    @property
+    def e2e_s(self) -> float:
+        return self.ended - self.sent
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time of each token after the first; None: there is only one."""
+        num_later = self.num_output_tokens - 1
+        return (self.e2e_s - self.ttft_s) / num_later if num_later > 0 else None
+
+    @property
+    def gaps_s(self) -> list[float]:
+        return [later - earlier for earlier, later in pairwise(self.arrivals)]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "due_s": round(self.due, 6),
+            "sent_s": round(self.sent, 6),
+            "num_prompt_tokens": self.num_prompt_tokens,
+            "num_output_tokens": self.num_output_tokens,
+            "error": self.error,
+            "message": self.message,
+            "ttft_ms": round(1000 * self.ttft_s, 3) if self.arrivals else None,
+            "e2e_ms": round(1000 * self.e2e_s, 3),
+            "gaps_ms": [round(1000 * gap, 3) for gap in self.gaps_s],
+        }
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """Of sorted values, interpolated between the two nearest ranks, as NumPy does by default."""
+    position = (len(ordered) - 1) * percent / 100
+    below = int(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)

@@ -1,0 +1,213 @@
+"""`quire bench`: load on a server, and what its clients see."""
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Argument, BadParameter
+
+from quire.cli.bench_flags import LoadFlags, ResultFlags, ServerFlags, WorkloadFlags
+from quire.cli.flags import GatewayFlags
+from quire.errors import QuireError, Unreachable
+from quire.sizes import duration
+from quire.types import Sampling
+
+if TYPE_CHECKING:
+    from quire.bench.run import Result, Schedule
+    from quire.bench.target import Target
+    from quire.bench.workload import Session
+
+
+def bench(
+    gateway: GatewayFlags,
+    server: ServerFlags,
+    load: LoadFlags,
+    workload: WorkloadFlags,
+    results: ResultFlags,
+    limits: Annotated[
+        list[str] | None, Argument(metavar="[NAME:MS]...", help="further limits of --goodput")
+    ] = None,
+) -> int:
+    """Send load to a server and measure what its clients see: docs/bench.md has the definitions.
+
+    Exit status 1: no request was answered.
+    """
+    _check(server, load, workload, results)
+    slo_ms = dict(map(_limit, [*(results.goodput or ()), *(limits or ())]))
+    try:
+        from quire.bench.target import RequestFailed
+    except ImportError as error:
+        raise QuireError(f"{error}: pip install 'quire-serve[bench]'", "no_bench") from error
+    config = {
+        "server": server.url or gateway.address,
+        **{k: v for k, v in asdict(server).items() if k not in ("url", "api_key")},
+        **asdict(load),
+        **{k: str(v) if isinstance(v, Path) else v for k, v in asdict(workload).items()},
+    }
+    try:
+        sessions, num_sessions = _sessions(workload, load)
+        result = asyncio.run(
+            _run(gateway, server, sessions, _schedule(load, num_sessions), slo_ms, config)
+        )
+    except RequestFailed as error:
+        kind = Unreachable if error.kind == "no connection" else QuireError
+        raise kind(str(error), "bench") from error
+    except ValueError as error:
+        raise QuireError(str(error), "usage") from error
+    _report(result, results)
+    return 0 if result.summary["num_completed"] else 1
+
+
+def _check(
+    server: ServerFlags, load: LoadFlags, workload: WorkloadFlags, results: ResultFlags
+) -> None:
+    """Raises BadParameter for flags that do not go together."""
+    chosen = [load.request_rate is not None, load.concurrency is not None, bool(workload.trace)]
+    if sum(chosen) != 1:
+        raise BadParameter("choose one of --request-rate, --concurrency and --trace")
+    if (workload.turns > 1 or server.chat) and workload.prompts == "ids":
+        raise BadParameter("chats and --turns need text; --prompts ids sends none")
+    if workload.trace and workload.turns > 1:
+        raise BadParameter("a trace has no --turns")
+    for path in filter(None, (results.html, results.json_file)):
+        if path.is_dir() or not path.parent.is_dir():
+            raise BadParameter(f"{path} cannot be written: it is a directory, or in none")
+    try:
+        is_object = isinstance(json.loads(server.extra_body), dict)
+    except ValueError:
+        is_object = False
+    if not is_object:
+        raise BadParameter(f"{server.extra_body!r} is no JSON object", param_hint="--extra-body")
+
+
+def _limit(text: str) -> tuple[str, float]:
+    from quire.bench.summary import SLOS
+
+    name, _, limit = text.partition(":")
+    try:
+        # vLLM calls it e2el.
+        name = name.removesuffix("l")
+        if name not in SLOS:
+            raise ValueError(name)
+        return name, duration(limit)
+    except ValueError as error:
+        names = ", ".join(f"{name}:MS" for name in SLOS)
+        raise BadParameter(f"{text!r} is none of {names}", param_hint="--goodput") from error
+
+
+def _schedule(load: LoadFlags, num_sessions: int | None) -> "Schedule":
+    from quire.bench.run import Schedule
+
+    return Schedule(
+        load.request_rate,
+        load.concurrency,
+        num_sessions,
+        load.duration,
+        load.ramp,
+        load.warmup,
+        load.seed,
+    )
+
+
+def _sessions(
+    flags: WorkloadFlags, load: LoadFlags
+) -> tuple[Callable[[bool], "Iterator[Session]"], int | None]:
+    """Returns a function of whether it is the warm-up, whose sessions are others, and the number of
+    sessions to run."""
+    from quire.bench.prompts import COMMON_WORDS, Prompts, single_token_words
+    from quire.bench.workload import Shape, block_drawer, read_trace, synthetic, trace
+
+    words = single_token_words(flags.tokenizer) if flags.tokenizer else COMMON_WORDS
+    chosen = None if flags.prompts == "ids" else words
+    shape = Shape(
+        flags.prompt_len,
+        flags.output_len,
+        flags.spread,
+        flags.prefix_len,
+        flags.num_prefixes,
+        flags.turns,
+    )
+
+    def drawn(is_warmup: bool) -> "Iterator[Session]":
+        seed = load.seed + (1 << 32) * is_warmup
+        return synthetic(Prompts(seed, chosen, flags.vocab_size), shape)
+
+    if flags.trace is None:
+        default = 100 if load.duration is None else None
+        return drawn, load.num_requests or default
+    draw_block = block_drawer(chosen, flags.vocab_size, load.seed)
+    lines = read_trace(flags.trace, load.num_requests)
+    recorded = trace(lines, flags.trace_speed, flags.trace_scale, draw_block)
+    return lambda is_warmup: drawn(True) if is_warmup else iter(recorded), len(recorded)
+
+
+async def _run(
+    gateway: GatewayFlags,
+    server: ServerFlags,
+    sessions: Callable[[bool], "Iterator[Session]"],
+    schedule: "Schedule",
+    slo_ms: dict[str, float],
+    config: dict[str, Any],
+) -> "Result":
+    from quire.bench.run import run
+    from quire.cli.bench_live import live
+
+    target, model = await _target(gateway, server)
+    try:
+        return await run(
+            target,
+            sessions,
+            schedule,
+            as_chat=server.chat or config["turns"] > 1,
+            slo_ms=slo_ms,
+            config=config | {"model": model},
+            progress=live,
+        )
+    finally:
+        await target.close()
+
+
+async def _target(gateway: GatewayFlags, server: ServerFlags) -> "tuple[Target, str]":
+    """The server, and the name of the model."""
+    from quire.bench.target import GrpcTarget, HttpTarget
+
+    if server.url is None:
+        sampling = Sampling(temperature=server.temperature, ignore_eos=server.ignore_eos)
+        grpc = GrpcTarget(gateway.address, server.model, sampling, server.timeout)
+        return grpc, server.model or "default model"
+    fields = {"temperature": server.temperature} | json.loads(server.extra_body)
+    if server.ignore_eos:
+        fields |= {"ignore_eos": True}
+    http = partial(
+        HttpTarget, server.url, api_key=server.api_key, timeout_s=server.timeout, fields=fields
+    )
+    model = server.model
+    if not model:
+        asking = http("")
+        try:
+            models = await asking.models()
+        finally:
+            await asking.close()
+        if not models:
+            raise QuireError(f"{server.url} serves no model", "no_model")
+        model = models[0]
+    return http(model), model
+
+
+def _report(result: "Result", flags: ResultFlags) -> None:
+    from quire.bench.report import html
+    from quire.cli.bench_live import print_report
+
+    if flags.html:
+        flags.html.write_text(html(result.as_json(), result.records))
+    if flags.json_file:
+        requests = [record.as_json() for record in result.records]
+        flags.json_file.write_text(json.dumps(result.as_json() | {"requests": requests}))
+    if flags.json:
+        print(json.dumps(result.as_json()))
+    else:
+        print_report(result.summary)

@@ -1,0 +1,221 @@
+"""`quire bench` against a server with known delays: the figures are what the server did."""
+
+import asyncio
+import json
+import statistics
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.serving.synthetic import Synthetic
+from quire.cli import main
+
+TTFT_MS, ITL_MS, NUM_TOKENS = 60.0, 8.0, 21
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[Synthetic, str]]:
+    """A synthetic server on a thread of its own, and its URL."""
+    synthetic = Synthetic(TTFT_MS / 1000, ITL_MS / 1000)
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    listening = asyncio.run_coroutine_threadsafe(synthetic.serve(), loop).result(timeout=10)
+    port = listening.sockets[0].getsockname()[1]
+    yield synthetic, f"http://127.0.0.1:{port}"
+
+    async def stop() -> None:
+        listening.close()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+    asyncio.run_coroutine_threadsafe(stop(), loop).result(timeout=10)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(timeout=10)
+    loop.close()
+
+
+def measured(url: str, capsys: Any, *flags: str, status: int = 0) -> dict[str, Any]:
+    common = ("--url", url, "--output-len", str(NUM_TOKENS), "--prompt-len", "16", "--json")
+    assert main(["bench", *common, *flags]) == status
+    summary: dict[str, Any] = json.loads(capsys.readouterr().out)["summary"]
+    return summary
+
+
+def test_the_figures_are_what_the_server_did(server: Any, capsys: Any) -> None:
+    """Compared with the times at which the server wrote, because a busy machine delays the server
+    too; the client cannot be earlier than the delays that the server was told."""
+    synthetic, url = server
+    found = measured(url, capsys, "--concurrency", "4", "--num-requests", "24", "--warmup", "0")
+    assert found["num_completed"] == found["num_requests"] == 24
+    assert (found["num_prompt_tokens"], found["num_output_tokens"]) == (24 * 16, 24 * NUM_TOKENS)
+    answers = list(zip(synthetic.arrivals, synthetic.written, strict=True))
+    spans = [1000 * (times[-1] - times[0]) for _, times in answers]
+    tpot_ms = statistics.mean(spans) / (NUM_TOKENS - 1)
+    assert found["tpot_ms"]["mean"] == pytest.approx(tpot_ms, rel=0.1)
+    assert found["itl_ms"]["mean"] == pytest.approx(tpot_ms, rel=0.1)
+    for key, index, told in (
+        ("ttft_ms", 0, TTFT_MS),
+        ("e2e_ms", -1, TTFT_MS + (NUM_TOKENS - 1) * ITL_MS),
+    ):
+        did = statistics.median(1000 * (times[index] - arrived) for arrived, times in answers)
+        assert told <= found[key]["p50"]
+        assert found[key]["p50"] == pytest.approx(did, abs=40)
+    assert found["max_concurrency"] == 4
+    assert found["output_token_throughput"] == pytest.approx(
+        24 * NUM_TOKENS / found["duration_s"], rel=1e-6
+    )
+
+
+def test_an_open_loop_does_not_wait_for_answers(server: Any, capsys: Any, tmp_path: Path) -> None:
+    """40 requests, 20 a second, each answered in 0.22 s or more: a generator that waits for answers
+    sends its last one after 8.6 s. The same seed wants the same times."""
+    synthetic, url = server
+    due = []
+    for _ in range(2):
+        synthetic.arrivals.clear()
+        flags = ("--request-rate", "20", "--num-requests", "40", "--warmup", "0", "--seed", "3")
+        file = tmp_path / "result.json"
+        found = measured(url, capsys, *flags, "--json-file", str(file))
+        assert found["max_concurrency"] > 1
+        assert synthetic.arrivals[-1] - synthetic.arrivals[0] < 6.0
+        due.append([each["due_s"] for each in json.loads(file.read_text())["requests"]])
+    assert due[0] == due[1] == sorted(due[0])
+    assert due[0][-1] == pytest.approx(2.0, rel=0.5)
+
+
+def test_goodput_counts_what_keeps_every_limit(server: Any, capsys: Any) -> None:
+    _, url = server
+    flags = ("--concurrency", "4", "--num-requests", "8")
+    kept = measured(url, capsys, *flags, "--goodput", "ttft:5000", "tpot:500")
+    assert kept["goodput"] == pytest.approx(kept["request_throughput"])
+    missed = measured(url, capsys, *flags, "--goodput", "ttft:5000", "tpot:1")
+    assert missed["goodput"] == 0
+
+
+def test_errors_are_counted_by_kind_and_left_out_of_latencies(server: Any, capsys: Any) -> None:
+    synthetic, url = server
+    synthetic.statuses = [200, 429, 429, 503]
+    found = measured(url, capsys, "--concurrency", "1", "--num-requests", "6", "--warmup", "0")
+    assert found["errors"] == {"http 429": 2, "http 503": 1}
+    assert found["num_completed"] == 3
+    assert "refused" in found["error_messages"]["http 429"]
+    assert found["ttft_ms"]["p50"] >= TTFT_MS
+
+
+def test_a_stream_that_breaks_and_a_timeout_are_errors(server: Any, capsys: Any) -> None:
+    synthetic, url = server
+    synthetic.cut_after = 5
+    flags = ("--concurrency", "2", "--num-requests", "2", "--warmup", "0")
+    assert measured(url, capsys, *flags, status=1)["errors"] == {"broken stream": 2}
+    synthetic.cut_after = None
+    found = measured(url, capsys, *flags, "--timeout", "0.15", status=1)
+    assert found["errors"] == {"timeout": 2}
+
+
+def test_turns_repeat_the_conversation_and_wait_for_the_answer(server: Any, capsys: Any) -> None:
+    synthetic, url = server
+    found = measured(
+        url, capsys, "--concurrency", "1", "--num-requests", "1", "--turns", "3", "--warmup", "0"
+    )
+    assert found["num_requests"] == 3
+    roles = [[message["role"] for message in body["messages"]] for body in synthetic.bodies]
+    assert roles == [["user", "assistant"] * index + ["user"] for index in range(3)]
+    assert synthetic.bodies[1]["messages"][1]["content"] == " word" * NUM_TOKENS
+    gaps = [b - a for a, b in zip(synthetic.arrivals, synthetic.arrivals[1:], strict=False)]
+    assert min(gaps) >= (TTFT_MS + (NUM_TOKENS - 1) * ITL_MS) / 1000
+
+
+def test_a_shared_prefix_is_shared(server: Any, capsys: Any) -> None:
+    synthetic, url = server
+    flags = ("--prefix-len", "32", "--num-prefixes", "2", "--warmup", "0")
+    measured(url, capsys, "--concurrency", "1", "--num-requests", "4", *flags)
+    prompts = [body["prompt"].split() for body in synthetic.bodies]
+    assert [len(prompt) for prompt in prompts] == [48] * 4
+    assert prompts[0][:32] == prompts[2][:32] != prompts[1][:32] == prompts[3][:32]
+    assert prompts[0][32:] != prompts[2][32:]
+
+
+def test_a_trace_is_replayed_at_its_times(server: Any, capsys: Any, tmp_path: Path) -> None:
+    """At double speed and a quarter of the length: equal hash ids are equal blocks."""
+    synthetic, url = server
+    entries = [
+        {"timestamp": 0, "input_length": 1000, "output_length": 8, "hash_ids": [1, 2]},
+        {"timestamp": 600, "input_length": 1024, "output_length": 12, "hash_ids": [1, 3]},
+    ]
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(f"{json.dumps(entry)}\n" for entry in entries))
+    flags = ("--trace", str(trace), "--trace-speed", "2", "--trace-scale", "0.25", "--warmup", "0")
+    found = measured(url, capsys, *flags)
+    assert found["num_output_tokens"] == 2 + 3
+    first, second = (body["prompt"].split() for body in synthetic.bodies)
+    assert (len(first), len(second)) == (250, 256)
+    assert first[:128] == second[:128]
+    assert first[128:] != second[128:250]
+    early, late = synthetic.arrivals
+    assert late - early == pytest.approx(0.3, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{}\n", "line 1 is no request of a trace"),
+        ('{"timestamp": 0, "input_length": 9000, "output_length": 1, "hash_ids": [1]}\n', "9000"),
+        ("nonsense\n", "line 1 is no request of a trace"),
+    ],
+)
+def test_a_bad_trace_is_named(text: str, reason: str, capsys: Any, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(text)
+    assert main(["bench", "--url", "http://127.0.0.1:1", "--trace", str(trace)]) == 1
+    assert reason in capsys.readouterr().err
+
+
+def test_the_report_is_one_page_that_loads_nothing(
+    server: Any, capsys: Any, tmp_path: Path
+) -> None:
+    _, url = server
+    page, file = tmp_path / "report.html", tmp_path / "result.json"
+    flags = ("--html", str(page), "--json-file", str(file), "--model", "<b>bold</b>")
+    measured(url, capsys, "--concurrency", "2", "--num-requests", "6", *flags)
+    text = page.read_text()
+    assert text.count("<svg") == 6
+    assert "<b>bold" not in text
+    assert "&lt;b&gt;bold" in text
+    assert not [word for word in ("<script", "src=", "href=", "@import", "url(") if word in text]
+    requests = json.loads(file.read_text())["requests"]
+    assert len(requests) == 6
+    assert len(requests[0]["gaps_ms"]) == NUM_TOKENS - 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "choose one of --request-rate, --concurrency and --trace"),
+        (["--concurrency", "1", "--request-rate", "1"], "choose one of"),
+        (["--concurrency", "1", "--goodput", "speed:5"], "'speed:5' is none of ttft:MS"),
+        (["--concurrency", "1", "--extra-body", "[1]"], "'[1]' is no JSON object"),
+        (["--concurrency", "1", "--html", "/no/where/a.html"], "cannot be written"),
+        (["--concurrency", "1", "--turns", "2", "--prompts", "ids"], "--prompts ids sends none"),
+    ],
+)
+def test_wrong_usage(flags: list[str], message: str, capsys: Any) -> None:
+    assert main(["bench", *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_tokenizer_is_named(capsys: Any, tmp_path: Path) -> None:
+    file = tmp_path / "tokenizer.json"
+    file.write_text("{}")
+    flags = ("--concurrency", "1", "--url", "http://127.0.0.1:1", "--tokenizer", str(file))
+    assert main(["bench", *flags]) == 1
+    assert "is no tokenizer.json" in capsys.readouterr().err
+
+
+def test_an_absent_server_has_its_exit_status(capsys: Any) -> None:
+    assert main(["bench", "--url", "http://127.0.0.1:1", "--concurrency", "1"]) == 3

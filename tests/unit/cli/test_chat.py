@@ -1,0 +1,100 @@
+"""`quire chat`: what it sends in each turn, its commands, and how Ctrl-C ends an answer only."""
+
+import io
+import os
+import pty
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import grpc
+import pytest
+
+from quire.cli import main
+
+
+def say(monkeypatch: pytest.MonkeyPatch, *lines: str, flags: tuple[str, ...] = ()) -> int:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+    return main(["chat", *flags])
+
+
+def sent(gateway: Any) -> list[list[tuple[str, str]]]:
+    return [[(m.role, m.content) for m in each.chat.messages] for each in gateway.requests]
+
+
+def test_each_turn_carries_the_conversation(
+    hello: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    assert say(monkeypatch, "Hi", "", "And?", flags=("--system", "Be brief.")) == 0
+    assert capsys.readouterr().out == "Hello, world\nHello, world\n"
+    first = [("system", "Be brief."), ("user", "Hi")]
+    assert sent(hello) == [first, [*first, ("assistant", "Hello, world"), ("user", "And?")]]
+    assert len({each.request_id for each in hello.requests}) == 2
+
+
+def test_reset_and_system(hello: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    lines = ("Hi", "/system Be kind.", "And?", "/history", "/reset", "New", "/system", "Bare")
+    assert say(monkeypatch, *lines) == 0
+    assert [len(each) for each in sent(hello)] == [1, 4, 2, 3]
+    assert sent(hello)[2] == [("system", "Be kind."), ("user", "New")]
+    assert sent(hello)[3][0] == ("user", "New")
+    assert "system: Be kind.\nuser: Hi\nassistant: Hello, world\nuser: And?" in (
+        capsys.readouterr().out
+    )
+
+
+def test_sampling_flags_reach_every_turn(hello: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    say(monkeypatch, "a", "b", flags=("--temperature", "0", "--max-tokens", "5", "--stop", "x"))
+    assert [each.sampling.max_tokens for each in hello.requests] == [5, 5]
+    assert [list(each.sampling.stop) for each in hello.requests] == [["x"], ["x"]]
+
+
+def test_exit_and_an_unknown_command(
+    hello: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    assert say(monkeypatch, "/bogus", "/exit", "Hi") == 0
+    assert capsys.readouterr().err == "quire: no command /bogus; /help lists them\n"
+    assert hello.requests == []
+
+
+def test_in_a_pipe_the_first_error_ends_the_command(
+    hello: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    hello.refuse(grpc.StatusCode.RESOURCE_EXHAUSTED, "the queue is full")
+    assert say(monkeypatch, "a", "b") == 1
+    assert capsys.readouterr().err == "quire: the queue is full\n"
+    assert len(hello.requests) == 1
+
+
+def read_until(terminal: int, text: bytes) -> bytes:
+    seen = b""
+    while text not in seen:
+        seen += os.read(terminal, 4096)
+    return seen
+
+
+def test_on_a_terminal_ctrl_c_cancels_the_answer_and_the_chat_goes_on(hello: Any) -> None:
+    hello.endless = True
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "quire.cli", "chat"]
+    environment = os.environ | {"TERM": "dumb"}
+    with subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment
+    ) as process:
+        os.close(theirs)
+        read_until(ours, b"> ")
+        os.write(ours, b"Hi\n")
+        read_until(ours, b"Hello, world")
+        os.kill(process.pid, signal.SIGINT)
+        assert hello.cancelled.wait(timeout=10)
+        read_until(ours, b"[cancelled]")
+        read_until(ours, b"> ")
+        hello.refuse(grpc.StatusCode.UNAVAILABLE, "no worker")
+        os.write(ours, b"And?\n")
+        read_until(ours, b"quire: no worker")
+        read_until(ours, b"> ")
+        os.write(ours, b"\x04")
+        assert process.wait(timeout=10) == 0
+    os.close(ours)
+    assert sent(hello)[1] == [("user", "Hi"), ("assistant", "Hello, world"), ("user", "And?")]
