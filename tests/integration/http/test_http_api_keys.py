@@ -139,3 +139,15 @@ async def test_a_disconnected_stream_gives_its_place_back(
             await generator.closed.wait()
         generator.pause_at = None
         assert (await client.post(url, json=HI, **as_(ALICE))).is_success
+
+
+async def test_a_key_tokenizes_only_for_its_models(
+    keyed: httpx.AsyncClient, generator: FakeGenerator
+) -> None:
+    """ALICE may not use org/tiny, whose name she need not send."""
+    for path, body in (("/tokenize", {"prompt": "Hi"}), ("/detokenize", {"tokens": [1]})):
+        for name in ({"model": "org/tiny"}, {}):
+            answer = await keyed.post(path, json={**body, **name}, **as_(ALICE))
+            assert (answer.status_code, answer.json()["error"]["param"]) == (404, "model")
+        assert (await keyed.post(path, json=body, **as_(BOB))).status_code == 200
+    assert len(generator.tokenize_requests) == 1
