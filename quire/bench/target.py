@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, Protocol
 import aiohttp
 
 from quire.async_client import AsyncClient
-from quire.connections import BadTls, Tls
-from quire.errors import DeadlineExceeded, QuireError, Unreachable
+from quire.connections import Tls
+from quire.errors import BadTls, DeadlineExceeded, QuireError, Unreachable
 from quire.messages import Request
 from quire.types import ChatMessage, Prompt, Sampling
 
