@@ -85,8 +85,8 @@ class Sampler {
   int64_t num_kept_ = 0;
   std::vector<Kept> kept_;
   std::vector<int64_t> weights_;  // sums of weights of tokens that are about equally likely
-  std::vector<float> numbers_;   // by chunk: its random number
-  std::vector<float> earliest_;  // by chunk: a lower bound of its finishing time
+  std::vector<float> numbers_;    // by chunk: its random number
+  std::vector<float> earliest_;   // by chunk: a lower bound of its finishing time
 };
 
 }  // namespace quire

@@ -25,6 +25,7 @@ from quire.cli import (
     lists,
     scale,
     serve,
+    top,
 )
 from quire.cli.flags import with_flags
 from quire.errors import QuireError, Unreachable
@@ -64,6 +65,7 @@ for command, panel in (
     (chat.chat, "Requests"),
     (bench.bench, "Requests"),
     (health.health, "State"),
+    (top.top, "State"),
     (lists.models, "State"),
     (lists.workers, "State"),
     (lists.pools, "State"),

@@ -141,7 +141,8 @@ def _worker(worker: Worker, *, is_fenced: bool) -> dict[str, Any]:
         "model": member.model,
         "running": worker.num_running,
         "slots": worker.num_slots,
-        "free_slots": worker.num_free_slots,
+        # An estimate, which may be more than all for a moment after a request has ended.
+        "free_slots": min(worker.num_free_slots, worker.num_slots),
         "pending_tokens": worker.num_pending_tokens,
         "engine": dict(member.engine),
         "started_ms": member.started_unix_ms,
