@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Protocol
 
+from quire.async_client import AsyncClient
 from quire.bench import target
 from quire.bench.target import RequestFailed
 from quire.types import Sampling
@@ -50,7 +51,7 @@ class GatewayTarget(Counted):
 
     def __init__(self, address: str) -> None:
         sampling = Sampling(temperature=0.0, ignore_eos=True)
-        super().__init__(target.GrpcTarget(address, "", sampling))
+        super().__init__(target.GrpcTarget(AsyncClient(address, resume_window_s=0.0), "", sampling))
 
 
 class HttpTarget(Counted):

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
@@ -10,7 +11,8 @@ from typing import Any, NamedTuple, Protocol
 import aiohttp
 
 from quire.async_client import AsyncClient
-from quire.errors import DeadlineExceeded, QuireError, Unreachable
+from quire.connections import Tls
+from quire.errors import BadTls, DeadlineExceeded, QuireError, Unreachable
 from quire.messages import Request
 from quire.types import ChatMessage, Prompt, Sampling
 
@@ -63,13 +65,14 @@ class HttpTarget:
         model: str,
         *,
         api_key: str | None = None,
+        tls: Tls | None = None,
         timeout_s: float = 600.0,
         fields: Mapping[str, Any] = {},
     ) -> None:
         self._url = url.rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else None
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, ssl=_ssl(tls)),
             timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(timeout_s, 30.0)),
             headers=headers,
         )
@@ -116,12 +119,12 @@ class HttpTarget:
 
 
 class GrpcTarget:
-    """Quire's gateway at `address`."""
+    """Quire's gateway. `client` is closed with the target."""
 
     def __init__(
-        self, address: str, model: str, sampling: Sampling, timeout_s: float = 600.0
+        self, client: AsyncClient, model: str, sampling: Sampling, timeout_s: float = 600.0
     ) -> None:
-        self._client = AsyncClient(address, resume_window_s=0.0)
+        self._client = client
         self._model = model
         self._sampling = asdict(sampling)
         self._timeout_s = timeout_s
@@ -145,6 +148,20 @@ class GrpcTarget:
 
     async def close(self) -> None:
         await self._client.close()
+
+
+def _ssl(tls: Tls | None) -> ssl.SSLContext | bool:
+    """What an https URL is checked by; True: well-known CAs. Raises BadTls."""
+    if tls is None:
+        return True
+    tls.credentials()  # checks that the files go together and can be read
+    try:
+        context = ssl.create_default_context(cafile=tls.ca)
+        if tls.certificate is not None:
+            context.load_cert_chain(tls.certificate, tls.key)
+    except OSError as error:
+        raise BadTls(f"the TLS files cannot be used: {error}") from error
+    return context
 
 
 def _is_chat(prompt: Prompt) -> bool:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, BadParameter
 
+from quire.async_client import AsyncClient
 from quire.cli.bench_flags import LoadFlags, ResultFlags, ServerFlags, WorkloadFlags
 from quire.cli.flags import GatewayFlags
 from quire.errors import QuireError, Unreachable
@@ -44,7 +45,7 @@ def bench(
         raise QuireError(f"{error}: pip install 'quire-serve[bench]'", "no_bench") from error
     config = {
         "server": server.url or gateway.address,
-        **{k: v for k, v in asdict(server).items() if k not in ("url", "api_key")},
+        **{k: v for k, v in asdict(server).items() if k != "url"},
         **asdict(load),
         **{k: str(v) if isinstance(v, Path) else v for k, v in asdict(workload).items()},
     }
@@ -177,13 +178,21 @@ async def _target(gateway: GatewayFlags, server: ServerFlags) -> "tuple[Target, 
 
     if server.url is None:
         sampling = Sampling(temperature=server.temperature, ignore_eos=server.ignore_eos)
-        grpc = GrpcTarget(gateway.address, server.model, sampling, server.timeout)
+        client = AsyncClient(
+            gateway.address, resume_window_s=0.0, api_key=gateway.api_key, tls=gateway.tls_files
+        )
+        grpc = GrpcTarget(client, server.model, sampling, server.timeout)
         return grpc, server.model or "default model"
     fields = {"temperature": server.temperature} | json.loads(server.extra_body)
     if server.ignore_eos:
         fields |= {"ignore_eos": True}
     http = partial(
-        HttpTarget, server.url, api_key=server.api_key, timeout_s=server.timeout, fields=fields
+        HttpTarget,
+        server.url,
+        api_key=gateway.api_key,
+        tls=gateway.tls_files,
+        timeout_s=server.timeout,
+        fields=fields,
     )
     model = server.model
     if not model:

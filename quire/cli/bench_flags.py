@@ -27,7 +27,6 @@ class ServerFlags:
     chat: Annotated[
         bool, _server("--chat", help="send messages through the chat template; default: text")
     ] = False
-    api_key: Annotated[str | None, _server(metavar="KEY", envvar="OPENAI_API_KEY")] = None
     timeout: Annotated[
         float, _server(metavar="S", min=0.001, help="limit of a request; default: 600")
     ] = 600.0

@@ -45,10 +45,14 @@ class AccessFlags:
         Path | None, Option(metavar="FILE", envvar="QUIRE_TLS_KEY", help="its key")
     ] = None
 
-    def client(self, address: str) -> Client:
+    @property
+    def tls_files(self) -> Tls | None:
+        """None: without TLS."""
         uses_tls = self.tls or self.tls_ca is not None or self.tls_cert is not None
-        tls = Tls(self.tls_ca, self.tls_cert, self.tls_key) if uses_tls else None
-        return Client(address, api_key=self.api_key, tls=tls)
+        return Tls(self.tls_ca, self.tls_cert, self.tls_key) if uses_tls else None
+
+    def client(self, address: str) -> Client:
+        return Client(address, api_key=self.api_key, tls=self.tls_files)
 
 
 @dataclass(frozen=True)
