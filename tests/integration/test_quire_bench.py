@@ -21,7 +21,7 @@ def server() -> Iterator[tuple[Synthetic, str]]:
     """A synthetic server on a thread of its own, and its URL."""
     synthetic = Synthetic(TTFT_MS / 1000, ITL_MS / 1000)
     loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     listening = asyncio.run_coroutine_threadsafe(synthetic.serve(), loop).result(timeout=10)
     port = listening.sockets[0].getsockname()[1]
