@@ -3,6 +3,7 @@
 import io
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
@@ -67,11 +68,23 @@ def test_in_a_pipe_the_first_error_ends_the_command(
     assert len(hello.requests) == 1
 
 
-def read_until(terminal: int, text: bytes) -> bytes:
-    seen = b""
-    while text not in seen:
-        seen += os.read(terminal, 4096)
-    return seen
+class Terminal:
+    """The other end of a chat's terminal."""
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+        self._rest = b""
+
+    def read_until(self, text: bytes) -> None:
+        """What comes behind `text` is kept for the next call."""
+        while text not in self._rest:
+            ready, _, _ = select.select([self._file], [], [], 30)
+            assert ready, f"{text!r} does not come after {self._rest!r}"
+            self._rest += os.read(self._file, 4096)
+        self._rest = self._rest.partition(text)[2]
+
+    def write(self, text: bytes) -> None:
+        os.write(self._file, text)
 
 
 def test_on_a_terminal_ctrl_c_cancels_the_answer_and_the_chat_goes_on(hello: Any) -> None:
@@ -83,18 +96,19 @@ def test_on_a_terminal_ctrl_c_cancels_the_answer_and_the_chat_goes_on(hello: Any
         command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment
     ) as process:
         os.close(theirs)
-        read_until(ours, b"> ")
-        os.write(ours, b"Hi\n")
-        read_until(ours, b"Hello, world")
+        terminal = Terminal(ours)
+        terminal.read_until(b"> ")
+        terminal.write(b"Hi\n")
+        terminal.read_until(b"Hello, world")
         os.kill(process.pid, signal.SIGINT)
         assert hello.cancelled.wait(timeout=10)
-        read_until(ours, b"[cancelled]")
-        read_until(ours, b"> ")
+        terminal.read_until(b"[cancelled]")
+        terminal.read_until(b"> ")
         hello.refuse(grpc.StatusCode.UNAVAILABLE, "no worker")
-        os.write(ours, b"And?\n")
-        read_until(ours, b"quire: no worker")
-        read_until(ours, b"> ")
-        os.write(ours, b"\x04")
+        terminal.write(b"And?\n")
+        terminal.read_until(b"quire: no worker")
+        terminal.read_until(b"> ")
+        terminal.write(b"\x04")
         assert process.wait(timeout=10) == 0
     os.close(ours)
     assert sent(hello)[1] == [("user", "Hi"), ("assistant", "Hello, world"), ("user", "And?")]
