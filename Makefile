@@ -8,7 +8,7 @@ CXX_FILES := $(shell find kernels/csrc -name '*.cpp' -o -name '*.h')
 HOW_LOUD := $(if $(shell test -t 2 && echo yes),--verbose,--quiet)
 
 .PHONY: help setup proto lint type test test-failed test-fast test-browser test-clients test-full check \
-  chaos bench docs up down clean
+  chaos bench docs wheel images up down clean
 .NOTPARALLEL:
 
 # Tests run beside the services that they start, so each process has one OpenMP thread, which does
@@ -83,6 +83,16 @@ bench: setup ## Print the benchmark tables
 
 docs: setup ## Build the documentation site into build/site; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+wheel: setup ## Build a wheel for this platform into dist/, for any Linux with its glibc or a later one
+	rm -rf build/wheel
+	$(BIN)/pip wheel --quiet --no-deps --wheel-dir build/wheel .
+	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/auditwheel repair --wheel-dir dist build/wheel/*.whl
+	ls dist/*.whl
+
+images: ## Build the images for amd64 and arm64 (docker buildx; PUSH=1 IMAGE=registry/name pushes them)
+	VERSION=$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml) \
+	  docker buildx bake $(if $(PUSH),--push)
 
 up: setup ## Serve the embedded model in the foreground (ARGS="--decode 2": flags of quire serve)
 	$(BIN)/quire serve $(ARGS)

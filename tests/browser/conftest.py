@@ -13,8 +13,10 @@ CHROMIUM = shutil.which("chromium")
 LIMIT_MS = 30_000
 
 
-@pytest.fixture(scope="session")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """Chromium. Not for the session: while Playwright runs, an event loop runs in this thread, and
+    asyncio tests that follow in the same process could not start theirs."""
     if CHROMIUM is None:
         pytest.skip("no chromium: apt-get install chromium")
     with sync_playwright() as playwright:
