@@ -28,9 +28,8 @@ async def wait_until_serving(
     """Wait until all workers serve and the gateway reports SERVING.
 
     `run`: the directory with the gateways' sockets for operations, which need neither an API key
-    nor TLS. `num_workers`: the workers that
-    the run starts, by role. `report` gets what is missing, whenever that changes and every ten
-    seconds.
+    nor TLS. `num_workers`: the workers that the run starts, by role. `report` gets what is missing,
+    whenever that changes and every ten seconds.
     """
     loop = asyncio.get_running_loop()
     last_missing, reported_at = "", loop.time()

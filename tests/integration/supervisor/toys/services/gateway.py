@@ -39,6 +39,12 @@ class Gateway(InferenceServicer, BlockManagerServicer):
     def Audit(self, _request: Any, _context: Any) -> Any:
         raise NotImplementedError
 
+    def WatchBlocks(self, _request: Any, _context: Any) -> Any:
+        raise NotImplementedError
+
+    def DescribeBlocks(self, _request: Any, _context: Any) -> Any:
+        raise NotImplementedError
+
     def DrainWorker(self, _request: Any, _context: Any) -> Any:
         raise NotImplementedError
 
@@ -50,15 +56,15 @@ def _workers() -> Any:
             yield bm.Worker(worker_id=entry.name, role=role, state="WORKER_STATE_SERVING")
 
 
-server = grpc.server(ThreadPoolExecutor(max_workers=4))
-add_InferenceServicer_to_server(Gateway(), server)
 health = HealthServicer()
 health.set("", HealthCheckResponse.SERVING)
-add_HealthServicer_to_server(health, server)
-server.add_insecure_port(f"127.0.0.1:{os.environ['QUIRE_GATEWAY_PORT']}")
-server.start()
-operations = grpc.server(ThreadPoolExecutor(max_workers=4))
+server, operations = (grpc.server(ThreadPoolExecutor(max_workers=4)) for _ in range(2))
+for each in (server, operations):
+    add_InferenceServicer_to_server(Gateway(), each)
+    add_HealthServicer_to_server(health, each)
 add_BlockManagerServicer_to_server(Gateway(), operations)
+server.add_insecure_port(f"127.0.0.1:{os.environ['QUIRE_GATEWAY_PORT']}")
 operations.add_insecure_port(f"unix:{operations_socket(run_dir('gateway'), 'toy', 1)}")
+server.start()
 operations.start()
 run("gateway")
