@@ -27,7 +27,7 @@ from services.common.pool.layout import PoolLayout
 from services.common.pool.stamps import record_bytes
 from services.common.runtime.metrics import PoolMetrics
 
-LIMIT_S = 10.0
+LIMIT_S = 60.0
 NUM_BLOCKS = 11
 LAYOUT = PoolLayout("tiny", "f00d", 1, 1, 1, "float32", 4)
 ROOT, H0, H1, H2 = (bytes([value]) * 16 for value in range(4))
