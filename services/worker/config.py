@@ -14,11 +14,12 @@ from services.common.numa.topology import parse_cpus
 from services.common.pool.sizing import check_capacity, parse_size
 from services.common.runtime.config import PoolServiceSettings
 from services.common.text.model_config import ModelConfig
+from services.common.tracing.opening import TracedSettings
 
 _BATCHED_TOKENS = 512
 
 
-class WorkerSettings(PoolServiceSettings):
+class WorkerSettings(PoolServiceSettings, TracedSettings):
     """Settings of a worker. Each `auto` is resolved once at start, and logged."""
 
     service: ClassVar[Literal["prefill", "decode"]]

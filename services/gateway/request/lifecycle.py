@@ -81,7 +81,8 @@ class RequestLifecycle:
         kind_of_tickets = BeamTickets if request.sampling.beam else Tickets
         self.tickets = kind_of_tickets(self.client, position)
         self.crash_attribution = CrashAttribution()
-        self.timeline = Timeline()
+        self.trace = request.trace
+        self.timeline = Timeline(self.trace)
         self._host = host
         self._attempt_numbers = attempt_numbers
         self.num_retries = 0
@@ -135,6 +136,8 @@ class RequestLifecycle:
             self._recompute()
         elif output.has_ended:
             self.close()
+        if request.trace is not None and self.trace is not None:
+            request.trace.join(self.trace)
 
     def _recompute(self) -> None:
         """Start again: sequences that run, or are detached, are ahead of the client's tokens."""
@@ -288,6 +291,7 @@ class RequestLifecycle:
             attempt=self.attempt.number,
             why=reason,
         )
+        self.timeline.set_back(reason)
         if self.num_retries > MAX_RETRIES:
             self.close(Unavailable(f"given up after {self.num_retries} attempts: {reason}"))
         else:
