@@ -17,6 +17,7 @@ exactly these tokens.
 import asyncio
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from blockstore.records import PrefixHash
@@ -36,7 +37,7 @@ from services.gateway.streaming.client import Client
 from services.gateway.streaming.output import Output
 from services.gateway.workers.worker import PrefillLoad, Worker
 from services.protocol.messages import Admit, Generated, Submit
-from services.protocol.ticket import Swapped
+from services.protocol.ticket import Swapped, Ticket
 
 log = get_logger(__name__)
 
@@ -196,6 +197,7 @@ class RequestLifecycle:
         self._move(RequestStatus.PREFILLING)
         self.started_at = self.started_at or self._clock()
         ticket = self.tickets.submit(self.attempt.number, pool_id, root_hash, self._swapped)
+        ticket = self._traced(ticket)
         suspect = self.crash_attribution.assign(prefill)
         submit = Submit(ticket, self.client.unsent_prompt_logprobs, suspect)
         self.attempt.submit(prefill, submit, load)
@@ -211,8 +213,13 @@ class RequestLifecycle:
         detached.is_sent = True
         phase = Phase.MOVING if was_decoding else Phase.HAND_OFF
         self.timeline.enter(phase, decode.worker.id)
-        ticket = self.tickets.admit(detached.ticket, self.attempt.number)
+        ticket = self._traced(self.tickets.admit(detached.ticket, self.attempt.number))
         decode.worker.send(Admit(ticket, self.crash_attribution.assign(decode.worker)))
+
+    def _traced(self, ticket: Ticket) -> Ticket:
+        """The ticket with the trace context of this attempt."""
+        traceparent = self.timeline.traceparent
+        return replace(ticket, traceparent=traceparent) if traceparent or ticket.traceparent else ticket
 
     def requeue(self, phase: Phase = Phase.WAITING) -> None:
         """Return to the queue, at the same position, with the tokens received; see also

@@ -43,7 +43,8 @@ class RequestTrace:
         self.span = tracer.start(
             self._operation, current_traceparent(), attributes, is_request=True
         )
-        self._attempt = self._phase = self.span
+        self._attempt = self.span
+        self._phase: Span | None = None
         self._num_attempts = 0
         self.traceparent = ""
         """For workers: of the attempt; "" if the request is not sampled."""
@@ -89,7 +90,8 @@ class RequestTrace:
 
     def enter(self, phase: Phase, worker_id: str) -> None:
         """Begin a phase, and with it an attempt if the request is queued."""
-        self._phase.end()
+        if self._phase is not None:
+            self._phase.end()
         if phase in _QUEUED:
             self._begin_attempt(phase)
         attributes = {"quire.worker.id": worker_id} if worker_id else {}
@@ -112,7 +114,8 @@ class RequestTrace:
 
     def end(self, outcome: str, error: Exception | None, stats: "RequestStats") -> None:
         """End all spans. `outcome`: see `request_metrics.outcome_of`."""
-        self._phase.end()
+        if self._phase is not None:
+            self._phase.end()
         self._attempt.set_attribute("quire.attempt.outcome", outcome)
         self._attempt.end()
         self.span.set_attributes(
