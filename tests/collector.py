@@ -6,9 +6,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.proto.common.v1 import common_pb2
+from opentelemetry.proto.resource.v1 import resource_pb2
 from opentelemetry.proto.trace.v1 import trace_pb2
 
 LIMIT_S = 30.0
@@ -98,7 +101,8 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 def collecting() -> Iterator[Collector]:
     collector = Collector()
     server = grpc.server(ThreadPoolExecutor(2))
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
+    add: Any = trace_service_pb2_grpc.add_TraceServiceServicer_to_server
+    add(collector, server)
     collector.address = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
     try:
@@ -107,11 +111,12 @@ def collecting() -> Iterator[Collector]:
         server.stop(0).wait()
 
 
-def _attributes(message: "trace_pb2.Span") -> dict[str, object]:
+def _attributes(message: trace_pb2.Span | resource_pb2.Resource) -> dict[str, object]:
     return {pair.key: _value(pair.value) for pair in message.attributes}
 
 
-def _value(value: object) -> object:
+def _value(value: common_pb2.AnyValue) -> object:
     kind = value.WhichOneof("value")
-    found = getattr(value, kind)
-    return [_value(each) for each in found.values] if kind == "array_value" else found
+    assert kind is not None
+    found: object = getattr(value, kind)
+    return [_value(each) for each in value.array_value.values] if kind == "array_value" else found

@@ -11,7 +11,7 @@ from pydantic_settings import NoDecode, SettingsConfigDict
 from services.common.rpc.tls import TlsFiles, given_files, service_tls
 from services.common.runtime.config import env_prefix, split_by_commas
 from services.common.runtime.metrics import KeyringMetrics
-from services.common.tracing.opening import TracedSettings
+from services.common.tracing.opening import TracedSettings, check_tracing
 from services.gateway.access.keyring import Keyring
 from services.gateway.dashboard.access import DashboardSetting
 from services.gateway.frontend.http.body_limits import DEFAULT_BODY_MEMORY_BYTES, MAX_BODY_BYTES
@@ -165,6 +165,7 @@ class GatewaySettings(TracedSettings):
     )
 
     def check(self) -> None:
+        check_tracing(self)
         self.keyring(CollectorRegistry())
         for files in (service_tls(self), self.public_tls()):
             if files is not None:

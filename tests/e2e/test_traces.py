@@ -56,9 +56,7 @@ def phases(trace: Trace, attempt: str) -> list[str]:
     return [span.name for span in children if span.service == "quire-gateway"]
 
 
-async def generate(
-    deployment: Deployment, traceparent: str, max_tokens: int
-) -> AsyncIterator[int]:
+async def generate(deployment: Deployment, traceparent: str, max_tokens: int) -> AsyncIterator[int]:
     """The tokens of a greedy request over gRPC, with the client's trace context as metadata."""
     request = inference_pb2.GenerateRequest(
         token_ids=inference_pb2.TokenIds(ids=range(300, 340)),
@@ -113,6 +111,37 @@ def test_trace_of_an_http_request_has_its_phases_in_order(
     assert "secret" not in str(trace.spans)
 
 
+def test_workers_report_their_part_of_an_attempt(traced: Deployment, collector: Collector) -> None:
+    """Queue, compute and calls of the store, under the workers' spans of the attempt."""
+    trace_id, traceparent = new_trace()
+    body = {"model": "tiny", "prompt": "some words", "max_tokens": 9, "ignore_eos": True}
+    headers = {"traceparent": traceparent}
+    httpx.post(f"{traced.http}/v1/completions", json=body, headers=headers, timeout=60)
+    workers = {"quire-prefill", "quire-decode"}
+    names = {"prefill worker", "decode worker"}
+    trace = collector.wait(
+        trace_id, lambda trace: has_ended(trace) and names <= {span.name for span in trace.spans}
+    )
+    attempt = trace.named("attempt 1")
+    reported = [span for span in trace.children(attempt.id) if span.service in workers]
+    assert [span.name for span in reported] == ["prefill worker", "decode worker"]
+    prefill, decode = reported
+    stages = ["queue", "compute", "store detach"]
+    assert [span.name for span in trace.children(prefill.id)] == stages
+    (allocation,) = trace.children(trace.named("queue").id)
+    assert allocation.name == "store allocate"
+    assert [span.name for span in trace.children(decode.id)] == ["store claim", "decode steps"]
+    at = [
+        (span.attributes["quire.outcome"], span.attributes["quire.num_tokens"]) for span in reported
+    ]
+    assert at == [("issued", 1), ("finished", 8)]
+    assert decode.attributes["quire.num_steps"] == 8
+    for span, phase in ((prefill, "prefill"), (decode, "decode")):
+        assert (
+            span.attributes["quire.worker.id"] == trace.named(phase).attributes["quire.worker.id"]
+        )
+
+
 async def test_trace_shows_the_loss_of_a_decode_worker(
     traced: Deployment, collector: Collector, oracle: Oracle
 ) -> None:
@@ -145,4 +174,3 @@ async def test_trace_shows_the_loss_of_a_decode_worker(
     ]
     assert decoded_at[0].attributes["quire.worker.id"] == lost.worker_id
     assert decoded_at[1].attributes["quire.worker.id"] != lost.worker_id
-

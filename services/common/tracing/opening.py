@@ -35,6 +35,19 @@ class TracedSettings(ServiceSettings):
         return url
 
 
+def check_tracing(settings: TracedSettings) -> None:
+    """Raises StartupError if the service has an endpoint and OpenTelemetry is not installed."""
+    if settings.otlp_endpoint is None:
+        return
+    try:
+        import services.common.tracing.tracer  # noqa: F401
+    except ImportError as error:
+        raise StartupError(
+            f"{env_prefix(type(settings))}OTLP_ENDPOINT is set, but OpenTelemetry is not "
+            f"installed ({error}): pip install 'quire-serve[tracing]'"
+        ) from error
+
+
 @contextmanager
 def open_tracer(settings: TracedSettings, ratio: float = 1.0) -> "Iterator[Tracer | None]":
     """The service's tracer; None without an endpoint. `ratio`: the share of requests to trace whose
@@ -42,13 +55,9 @@ def open_tracer(settings: TracedSettings, ratio: float = 1.0) -> "Iterator[Trace
     if settings.otlp_endpoint is None:
         yield None
         return
-    try:
-        from services.common.tracing.tracer import Tracer
-    except ImportError as error:
-        raise StartupError(
-            f"{env_prefix(type(settings))}OTLP_ENDPOINT is set, but OpenTelemetry is not "
-            f"installed ({error}): pip install 'quire-serve[tracing]'"
-        ) from error
+    check_tracing(settings)
+    from services.common.tracing.tracer import Tracer
+
     tracer = Tracer(settings.otlp_endpoint, settings.service, ratio)
     try:
         yield tracer

@@ -219,7 +219,9 @@ class RequestLifecycle:
     def _traced(self, ticket: Ticket) -> Ticket:
         """The ticket with the trace context of this attempt."""
         traceparent = self.timeline.traceparent
-        return replace(ticket, traceparent=traceparent) if traceparent or ticket.traceparent else ticket
+        if ticket.traceparent == traceparent:
+            return ticket
+        return replace(ticket, traceparent=traceparent)
 
     def requeue(self, phase: Phase = Phase.WAITING) -> None:
         """Return to the queue, at the same position, with the tokens received; see also

@@ -18,6 +18,8 @@ from services.gateway.frontend.api import ChatMessage, GenerationRequest
 from services.gateway.request.timeline import Phase
 
 if TYPE_CHECKING:
+    from opentelemetry.trace import Span
+
     from services.common.tracing.tracer import Tracer
     from services.gateway.intake.admission import AdmittedRequest
     from services.gateway.streaming.output import RequestStats
