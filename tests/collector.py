@@ -57,6 +57,9 @@ class Trace:
     def children(self, parent_id: str) -> list[ReceivedSpan]:
         return [span for span in self.spans if span.parent_id == parent_id]
 
+    def num_named(self, name: str) -> int:
+        return sum(span.name == name for span in self.spans)
+
     def named(self, name: str) -> ReceivedSpan:
         (span,) = (span for span in self.spans if span.name == name)
         return span

@@ -34,8 +34,8 @@ def collector() -> Iterator[Collector]:
 def traced(
     checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, collector: Collector
 ) -> Iterator[Deployment]:
-    """1 prefill and 2 decode workers; requests are traced if their client asks for that."""
-    options = ("--decode", "2", "--pool-memory", str(POOL_MEMORY))
+    """1 prefill and 3 decode workers; requests are traced if their client asks for that."""
+    options = ("--decode", "3", "--pool-memory", str(POOL_MEMORY))
     traces = ("--otlp-endpoint", collector.address, "--trace-ratio", "0")
     with serving(checkpoint, tmp_path_factory.mktemp("run"), *options, *traces) as running:
         yield running
@@ -140,6 +140,36 @@ def test_workers_report_their_part_of_an_attempt(traced: Deployment, collector: 
         assert (
             span.attributes["quire.worker.id"] == trace.named(phase).attributes["quire.worker.id"]
         )
+
+
+async def test_trace_shows_a_move(traced: Deployment, collector: Collector, oracle: Oracle) -> None:
+    """A decode worker is drained in mid-stream: its request moves within the same attempt."""
+    trace_id, traceparent = new_trace()
+    client = AsyncClient(traced.address, operations=traced.operations)
+    tokens = []
+    async for token_id in generate(traced, traceparent, NUM_TOKENS):
+        tokens.append(token_id)
+        if len(tokens) == 5:
+            drained = await busiest(client)
+            await client.drain(drained.worker_id)
+    await client.close()
+    assert tokens == oracle.greedy(range(300, 340), NUM_TOKENS)
+    trace = collector.wait(
+        trace_id, lambda trace: has_ended(trace) and trace.num_named("decode worker") == 2
+    )
+    request = trace.named("text_completion tiny")
+    assert (request.attributes["quire.num_attempts"], request.attributes["quire.num_moves"]) == (
+        1,
+        1,
+    )
+    expected = ["waiting", "prefill", "hand-off", "decode", "moving", "decode"]
+    assert phases(trace, "attempt 1") == expected
+    decoders = [s for s in trace.children(trace.named("attempt 1").id) if s.name == "decode worker"]
+    outcomes = [span.attributes["quire.outcome"] for span in decoders]
+    assert outcomes == ["handed_over", "finished"]
+    assert decoders[0].attributes["quire.worker.id"] == drained.worker_id
+    num_decoded = [span.attributes["quire.num_tokens"] for span in decoders]
+    assert sum(map(int, map(str, num_decoded))) == NUM_TOKENS - 1  # the prefill worker drew one
 
 
 async def test_trace_shows_the_loss_of_a_decode_worker(
