@@ -19,7 +19,7 @@ from services.common.tracing.opening import TracedSettings, check_tracing
 _BATCHED_TOKENS = 512
 
 
-class WorkerSettings(PoolServiceSettings, TracedSettings):
+class WorkerSettings(TracedSettings, PoolServiceSettings):
     """Settings of a worker. Each `auto` is resolved once at start, and logged."""
 
     service: ClassVar[Literal["prefill", "decode"]]
