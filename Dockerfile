@@ -21,13 +21,14 @@ FROM base AS requirements
 WORKDIR /src
 COPY pyproject.toml ./
 COPY deploy/requirements.py deploy/
-RUN for list in build project worker nvml cuda; do \
+RUN for list in build project tracing worker nvml cuda; do \
       python deploy/requirements.py $list >/requirements-$list.txt || exit 1; \
     done
 
 FROM environment AS dependencies-control
-COPY --from=requirements /requirements-project.txt /
-RUN pip install --no-cache-dir --requirement /requirements-project.txt
+COPY --from=requirements /requirements-project.txt /requirements-tracing.txt /
+RUN pip install --no-cache-dir --requirement /requirements-project.txt \
+      --requirement /requirements-tracing.txt
 
 FROM dependencies-control AS dependencies-worker
 WORKDIR /src

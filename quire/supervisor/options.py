@@ -317,6 +317,26 @@ class ServeOptions:
             "only to requests with a cache_salt",
         ),
     ] = False
+    otlp_endpoint: Annotated[
+        str | None,
+        To.WORKERS,
+        To.GATEWAYS,
+        _network(
+            metavar="URL",
+            help="collector of traces, OTLP over gRPC, such as http://127.0.0.1:4317; default: no "
+            "traces",
+        ),
+    ] = None
+    trace_ratio: Annotated[
+        float | None,
+        To.GATEWAYS,
+        _network(
+            min=0.0,
+            max=1.0,
+            metavar="SHARE",
+            help="share of the requests to trace whose client has sent no traceparent; default: 1",
+        ),
+    ] = None
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
         Option(help="the lowest level that the services log"),

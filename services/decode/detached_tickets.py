@@ -76,6 +76,7 @@ class DetachedTickets:
             worker.suspects.leave(ticket.holder_id)
 
         job.state, job.ticket = State.DETACHED, detached
+        job.trace.end(PREEMPTED)
         worker.writer.put(release)
         if job.ending:
             self.take_back(job, job.ending)

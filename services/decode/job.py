@@ -8,6 +8,7 @@ from services.engine.messages import Advance
 from services.protocol.messages import Generated
 from services.protocol.ticket import Ticket
 from services.worker.events import HANDED_OVER, Ending, Session, hypothesis_events, token_event
+from services.worker.trace import NO_TRACE, JobTrace
 
 
 class State(Enum):
@@ -49,6 +50,7 @@ class Job:
     living: set[int] = field(default_factory=set)
     suspect: bool = False
     ending: Ending | None = None
+    trace: JobTrace = NO_TRACE
 
     @property
     def claim(self) -> tuple[str, int] | None:

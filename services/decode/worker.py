@@ -99,6 +99,8 @@ class DecodeWorker(PoolWorker):
         job.ticket, job.suspect = ticket, suspect
         job.living = {sequence.index for sequence in ticket.sequences}
         job.state = State.CLAIMING
+        job.trace = self.trace_of(ticket, "decode worker")
+        job.trace.enter("store claim")
         if ticket.timeout_ms:
             self._jobs.end_after(ticket.timeout_ms / 1000, job, EXPIRED)
         self.writer.put(lambda: self._claim(job, ticket))
@@ -190,6 +192,7 @@ class DecodeWorker(PoolWorker):
             self._forget(job)
             ending = None if job.ending is HANDED_OVER else job.ending
             refused = STALE if isinstance(error, StaleHolder) else FORGED
+            job.trace.end(ending or refused)
             report(job.session, ticket_of(job), ending or refused)
             return
         job.ticket = replace(living_of(job), holder_epoch=claim.epoch)
@@ -214,6 +217,7 @@ class DecodeWorker(PoolWorker):
             self._release(job, ticket, STALE)
             return
         job.state = State.RUNNING
+        job.trace.enter("decode steps")
         self._running[key] = job
         self.holders.give_back(ticket, finished)
         self._extender.add(key, epoch, claim.num_acquired)
@@ -240,6 +244,7 @@ class DecodeWorker(PoolWorker):
 
     def _on_advance(self, job: Job, advance: Advance) -> Sequence[Generated]:
         """Return what the gateway gets of this step; nothing if it has aborted the request."""
+        job.trace.note_step(len(advance.tokens))
         ticket = ticket_of(job)  # now: a detach may change the epoch before the commit
         if advance.completed:
             self.writer.put(lambda: self.holders.commit(ticket, advance.completed))
@@ -247,6 +252,8 @@ class DecodeWorker(PoolWorker):
             self.holders.give_back(ticket, advance.freed)
             self._extender.want(advance.key, advance.wanted_blocks)
         else:
+            if not job.ending:
+                job.trace.end("finished")
             self._release(job, ticket, ABORTED)
         if job.ending == ABORTED:
             return []
@@ -294,8 +301,10 @@ class DecodeWorker(PoolWorker):
         self._stop_running(job)
         others, swapping = map(ticket_of, self._running.values()), self._swapping
         if ending is HANDED_OVER:
+            job.trace.end(ending)
             self._detached.put(job, ticket)
         elif ending is PREEMPTED and swapping and swapping.is_worthwhile(ticket, others):
+            job.trace.enter("swap out")
             swapping.begin(job, ticket)
         else:
             self._release(job, ticket, ending)
@@ -306,6 +315,7 @@ class DecodeWorker(PoolWorker):
         self._release(job, ticket_of(job), job.ending or PREEMPTED)
 
     def _release(self, job: Job, ticket: Ticket, ending: Ending) -> None:
+        job.trace.end(ending)
         self._forget(job)
         self.holders.end(job.session, ticket, ending)
 

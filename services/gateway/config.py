@@ -9,8 +9,9 @@ from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from services.common.rpc.tls import TlsFiles, given_files, service_tls
-from services.common.runtime.config import ServiceSettings, env_prefix, split_by_commas
+from services.common.runtime.config import env_prefix, split_by_commas
 from services.common.runtime.metrics import KeyringMetrics
+from services.common.tracing.opening import TracedSettings, check_tracing
 from services.gateway.access.keyring import Keyring
 from services.gateway.dashboard.access import DashboardSetting
 from services.gateway.frontend.http.body_limits import DEFAULT_BODY_MEMORY_BYTES, MAX_BODY_BYTES
@@ -34,7 +35,7 @@ class GatewayOptions:
     read_window_s: float = 10.0
 
 
-class GatewaySettings(ServiceSettings):
+class GatewaySettings(TracedSettings):
     model_config = SettingsConfigDict(env_prefix="QUIRE_GATEWAY_")
     service: ClassVar[str] = "gateway"
 
@@ -155,7 +156,16 @@ class GatewaySettings(ServiceSettings):
         description="how long a request pauses for a client that does not read it",
     )
 
+    trace_ratio: float = Field(
+        default=1.0,
+        ge=0,
+        le=1,
+        description="share of the requests to trace whose client has sent no traceparent; one that "
+        "has is traced if it says so",
+    )
+
     def check(self) -> None:
+        check_tracing(self)
         self.keyring(CollectorRegistry())
         for files in (service_tls(self), self.public_tls()):
             if files is not None:

@@ -4,7 +4,9 @@ import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
+from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from services.common.errors import (
     DeadlineExceeded,
@@ -29,6 +31,7 @@ from services.gateway.intake.admission import AdmittedRequest, admit, check_prio
 from services.gateway.intake.identity import check_identity, client_id, scoped_id, with_resume_token
 from services.gateway.intake.prompts import check_token_ids, tokenize_prompt
 from services.gateway.request.lifecycle import RequestLifecycle
+from services.gateway.request.trace import RequestTrace
 from services.gateway.request_metrics import RequestMetrics, code_of
 from services.gateway.scheduling.dispatcher import Dispatcher
 from services.gateway.streaming.best_of import BestOf
@@ -39,6 +42,9 @@ from services.gateway.streaming.sequence import Sequence
 from services.gateway.streaming.text import Text
 from services.gateway.workers.directory import ModelPools, WorkerDirectory
 
+if TYPE_CHECKING:
+    from services.common.tracing.tracer import Tracer
+
 _MAX_TOKENIZING = 16
 """Calls of `tokenize` and `detokenize` that may wait at a time."""
 
@@ -46,7 +52,7 @@ _MAX_TOKENIZING = 16
 class Gateway:
     """Generates text for the requests of one gateway process.
 
-    `changes` notifies when workers come or go.
+    `changes` notifies when workers come or go. `tracer`: None if requests are not traced.
     """
 
     def __init__(
@@ -56,12 +62,14 @@ class Gateway:
         changes: ChangeNotifier,
         request_metrics: RequestMetrics,
         options: GatewayOptions,
+        tracer: "Tracer | None" = None,
     ) -> None:
         self._directory = directory
         self._dispatcher = dispatcher
         self._changes = changes
         self._request_metrics = request_metrics
         self._options = options
+        self._tracer = tracer
         self._pacer = StreamPacer()
         self._num_tokenizing = 0
 
@@ -71,12 +79,15 @@ class Gateway:
         not answer."""
         self._pacer.hold()
         name = request.request_id or f"gen-{secrets.token_hex(12)}"
+        trace = None if self._tracer is None else RequestTrace(self._tracer, request, name)
         try:
             check_identity(request)
             bind_request_id(name)
-            lifecycle, output = await self._enqueue(request, name)
+            lifecycle, output = await self._enqueue(request, name, trace)
         except Exception as error:
             self.record_refusal(name, request.model, code_of(error), str(error))
+            if trace is not None:
+                trace.refuse(error, code_of(error))
             raise
         try:
             async with aclosing(output.deltas()) as deltas:
@@ -86,7 +97,7 @@ class Gateway:
             lifecycle.end_call(output)
 
     async def _enqueue(
-        self, request: GenerationRequest, name: str
+        self, request: GenerationRequest, name: str, trace: RequestTrace | None
     ) -> tuple[RequestLifecycle, Output]:
         """Admit a request and put it into its model queue. Raises the error of the check that
         refuses it."""
@@ -109,6 +120,9 @@ class Gateway:
                         )
                         caller.charge(len(admitted.prompt_token_ids))
                         output = self._output(request, admitted, served)
+                        if trace is not None:
+                            trace.admit(admitted)
+                            admitted = replace(admitted, trace=trace)
                         return await self._dispatcher.enqueue(admitted, output), output
             except TimeoutError as error:
                 raise DeadlineExceeded("the request's deadline has passed") from error

@@ -20,6 +20,7 @@ from services.common.runtime.exposition import metrics_endpoint
 from services.common.runtime.logging import get_logger
 from services.common.runtime.registry_heartbeat import RegistryHeartbeat
 from services.common.runtime.secret import Secret, deployment_secret
+from services.common.tracing.opening import open_tracer
 from services.gateway.access.budgets import Budgets
 from services.gateway.access.control import AccessControl
 from services.gateway.access.guards import KeyGuard
@@ -60,10 +61,12 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
         )
         stack.enter_context(metrics_endpoint(settings, metrics))
         request_metrics = RequestMetrics(metrics)
+        tracer = stack.enter_context(open_tracer(settings, settings.trace_ratio))
         wiring = await stack.enter_async_context(
             start_gateway(
                 *(store, registry, secret, settings.options(), request_metrics),
                 tls=service_tls(settings),
+                tracer=tracer,
             )
         )
         keyring = settings.keyring(metrics)

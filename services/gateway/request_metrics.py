@@ -137,6 +137,7 @@ class RequestMetrics:
             num_attempts=lifecycle.num_attempts,
             time_to_first_token_ms=round(stats.time_to_first_token_s * 1000, 1),
             duration_ms=round((now - request.arrived_at) * 1000, 1),
+            **({} if lifecycle.trace is None else {"trace_id": lifecycle.trace.trace_id}),
         )
 
     def _record_tenant(self, tenant: str, outcome: str, stats: RequestStats) -> None:

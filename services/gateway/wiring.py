@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 from blockstore.registry import Load, Member, Registry, State
 from blockstore.store import BlockStore
@@ -27,6 +28,9 @@ from services.gateway.scheduling.router import Router
 from services.gateway.workers.connection import WorkerConnection, WorkerEventSink
 from services.gateway.workers.directory import Connection, WorkerDirectory
 from services.protocol.version import PROTOCOL_VERSION
+
+if TYPE_CHECKING:
+    from services.common.tracing.tracer import Tracer
 
 Connect = Callable[[Member, WorkerEventSink], Connection]
 """Opens the connection to a worker, whose events go to the sink."""
@@ -69,12 +73,13 @@ async def start_gateway(
     request_metrics: RequestMetrics,
     connect: Connect | None = None,
     tls: TlsFiles | None = None,
+    tracer: "Tracer | None" = None,
 ) -> AsyncIterator[Wiring]:
     """Yield a gateway that follows the registry until the block is left. An error of a background
     task (StoreLost) is raised in the block, as an exception group.
 
-    `connect`: opens the connection to a worker; None: over gRPC, with `tls` if given. StartupError:
-    the options' generation_config is wrong.
+    `connect`: opens the connection to a worker; None: over gRPC, with `tls` if given. `tracer`:
+    None: no request is traced. StartupError: the options' generation_config is wrong.
     """
     generation = GenerationConfig.read(
         options.generation_config, options.override_generation_config
@@ -100,11 +105,14 @@ async def start_gateway(
 
     def on_end(lifecycle: RequestLifecycle, error: Exception | None) -> None:
         request_metrics.record_end(lifecycle, error)
-        ended.note(lifecycle, outcome_of(lifecycle, error))
+        outcome = outcome_of(lifecycle, error)
+        ended.note(lifecycle, outcome)
+        if lifecycle.trace is not None:
+            lifecycle.trace.end(outcome, error, lifecycle.client.output.stats)
 
     dispatcher = Dispatcher(directory, router, registry, options, changes, on_end)
     request_metrics.set_gauges(lambda: dispatcher.num_running, lambda: dispatcher.num_waiting)
-    gateway = Gateway(directory, dispatcher, changes, request_metrics, options)
+    gateway = Gateway(directory, dispatcher, changes, request_metrics, options, tracer)
     async with asyncio.TaskGroup() as tasks:
         migration = Migration(directory, dispatcher, changes, options.reserve_timeout_s)
         background = [

@@ -1,6 +1,7 @@
 """Decides which of the waiting requests gets blocks next."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -108,7 +109,9 @@ class Admission:
         asked = worker.worker_id, job.ticket.order, hashes, num_blocks, branches
         while True:
             holder_id = job.ticket.holder_id
+            asked_ns = time.time_ns()
             job.allocation = await worker.store.allocate(worker.pool_id, holder_id, *asked)
+            job.trace.note_call("store allocate", asked_ns, {"quire.num_blocks": num_blocks})
             cached = job.allocation.cached(hashes, branches)
             prefix_hash = job.block_keys.first_mismatch(worker.stamps, cached)
             if prefix_hash is None:

@@ -10,6 +10,7 @@ from services.protocol.logprobs import Logprobs
 from services.protocol.messages import Generated, Prefilled
 from services.protocol.ticket import Ticket
 from services.worker.events import Ending, Session
+from services.worker.trace import NO_TRACE, JobTrace
 
 
 class State(Enum):
@@ -53,6 +54,7 @@ class Job:
     num_prompt_logprobs: int | None = None
     prompt_logprobs: list[Logprobs] = field(default_factory=list)
     outputs: list[Generated] = field(default_factory=list)
+    trace: JobTrace = NO_TRACE
     num_tokens: int = field(init=False)
     num_uncomputed: int = field(init=False)
 

@@ -93,6 +93,8 @@ class PrefillWorker(PoolWorker):
             raise InvalidRequest(f"attempt {ticket.attempt} of this request is here already")
         block_keys = BlockKeys.of(ticket, self.spec.block_size)
         job = Job(session, ticket, block_keys, suspect, num_prompt_logprobs=num_prompt_logprobs)
+        job.trace = self.trace_of(ticket, "prefill worker")
+        job.trace.enter("queue")
         self._jobs.add(job)
         if ticket.timeout_ms:
             self._jobs.end_after(ticket.timeout_ms / 1000, job, EXPIRED)
@@ -158,6 +160,7 @@ class PrefillWorker(PoolWorker):
             self._compute(job, Fetched(job.computed_blocks()))
             return
         job.state = State.FETCHING
+        job.trace.enter("fetch")
         job.num_uncomputed = len(job.ticket.sequences)
         self._fetching.put_nowait(job)
 
@@ -199,6 +202,8 @@ class PrefillWorker(PoolWorker):
             job.ticket = replace(job.ticket, num_cached_tokens=num_computed)
         self.metrics.prompt_tokens.inc(job.num_uncomputed)
         self.metrics.prompt_tokens_cached.inc(num_computed)
+        tokens = {"num_uncomputed": job.num_uncomputed, "num_cached_tokens": num_computed}
+        job.trace.enter("compute", {f"quire.{name}": value for name, value in tokens.items()})
         self._commit(job.ticket, fetched.completed)
         self.engine.send(messages.Admit(group, is_started=False))
         self.begin(job.ticket, job.session, suspect=job.suspect)
@@ -218,6 +223,7 @@ class PrefillWorker(PoolWorker):
 
     def _on_advance(self, job: Job, advance: Advance) -> None:
         job.num_uncomputed = advance.num_uncomputed
+        job.trace.note_step(len(advance.tokens))
         job.outputs += (token_event(job.ticket, token) for token in advance.tokens)
         job.prompt_logprobs += advance.prompt_logprobs
         job.outputs += hypothesis_events(job.ticket, advance.hypotheses)
@@ -258,7 +264,9 @@ class PrefillWorker(PoolWorker):
         )
 
         async def detach() -> None:
+            job.trace.enter("store detach")
             await self.store.detach(self.pool_id, ticket.holder_id, ticket.holder_epoch - 1)
+            job.trace.end("issued")
             if not job.ending:
                 job.session.send(job.prefilled(ticket))
                 self.suspects.leave(ticket.holder_id)
@@ -312,6 +320,7 @@ class PrefillWorker(PoolWorker):
 
     def _forget(self, job: Job) -> None:
         job.state = State.ENDED
+        job.trace.end(job.ending or "finished")
         self._jobs.remove(job)
         self._computing.pop(job.ticket.holder_id, None)
         self._issued.pop(job.ticket.holder_id, None)

@@ -10,6 +10,7 @@ from itertools import pairwise
 
 from blockstore.registry import Load
 from quire.v1 import logprobs_pb2, sampling_pb2, ticket_pb2, worker_pb2
+from services.common.tracing.context import MAX_TRACEPARENT_CHARS
 from services.protocol.fields import require, values
 from services.protocol.logprobs import MAX_LOGPROBS, Logprobs
 from services.protocol.messages import LoadReport
@@ -48,6 +49,7 @@ _PLAIN_OF_TICKET = (
     "num_cached_tokens",
     "timeout_ms",
     "prefill_ns_per_token",
+    "traceparent",
 )
 """Fields that are equal in the dataclass and in the message."""
 
@@ -73,6 +75,7 @@ def ticket_from_wire(message: ticket_pb2.Ticket, *, may_have_ended: bool = False
     require(bool(message.prompt_token_ids), "prompt_token_ids is empty")
     require(message.HasField("sampling"), "sampling is missing")
     require(may_have_ended or bool(message.sequences), "sequences is empty")
+    require(len(message.traceparent) <= MAX_TRACEPARENT_CHARS, "traceparent is too long")
     num_prompt_tokens = len(message.prompt_token_ids)
     require(message.num_cached_tokens <= num_prompt_tokens, "num_cached_tokens > prompt")
     indices = [sequence.index for sequence in message.sequences]

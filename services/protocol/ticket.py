@@ -208,6 +208,7 @@ class Ticket:
     prefill worker at which all ended. `timeout_ms`: the rest of the deadline; 0: none. `swapped`:
     where a prefill worker can copy KV from instead of computing it. `prefill_ns_per_token`: the
     cost of computing it; 0: not measured yet. `beams`: the state of a beam search that has begun.
+    `traceparent`: the trace context for the worker's spans; "": it reports none.
     """
 
     request_id: str
@@ -225,6 +226,7 @@ class Ticket:
     swapped: Swapped | None = None
     prefill_ns_per_token: int = 0
     beams: BeamState | None = None
+    traceparent: str = ""
 
     @property
     def key(self) -> tuple[str, int]:

@@ -14,11 +14,12 @@ from services.common.numa.topology import parse_cpus
 from services.common.pool.sizing import check_capacity, parse_size
 from services.common.runtime.config import PoolServiceSettings
 from services.common.text.model_config import ModelConfig
+from services.common.tracing.opening import TracedSettings, check_tracing
 
 _BATCHED_TOKENS = 512
 
 
-class WorkerSettings(PoolServiceSettings):
+class WorkerSettings(TracedSettings, PoolServiceSettings):
     """Settings of a worker. Each `auto` is resolved once at start, and logged."""
 
     service: ClassVar[Literal["prefill", "decode"]]
@@ -230,6 +231,7 @@ class WorkerSettings(PoolServiceSettings):
     def check(self) -> None:
         """Raises StartupError if there is no checkpoint, or one that the ranks cannot divide, or no
         memory for the pools."""
+        check_tracing(self)
         self.check_ranks(ModelConfig.from_directory(self.model))
         in_files = (self.pool_bytes or 0) if self.device == "cpu" else 0
         check_capacity(in_files + (self.swap_bytes or 0), self.pool_root)

@@ -4,7 +4,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from blockstore.errors import WorkerFenced
 from blockstore.registry import Load
@@ -29,6 +29,10 @@ from services.worker.membership import Membership
 from services.worker.store_writer import StoreWriter
 from services.worker.suspect_queue import SuspectQueue
 from services.worker.swap.pool import SwapPool
+from services.worker.trace import NO_TRACE, JobTrace, SpansOfJob
+
+if TYPE_CHECKING:
+    from services.common.tracing.tracer import Tracer
 
 _HEARTBEAT_S = 0.1
 _IDLE_HEARTBEAT_S = 1.0
@@ -67,6 +71,8 @@ class PoolWorker(ABC):
 
     _jobs: Jobs[Any]
     """All requests at this worker."""
+    tracer: "Tracer | None" = None
+    """None: the worker reports no spans."""
 
     def __init__(
         self,
@@ -188,6 +194,12 @@ class PoolWorker(ABC):
             self.suspects.enter(ticket.holder_id, begin)
         else:
             begin()
+
+    def trace_of(self, ticket: Ticket, name: str) -> JobTrace:
+        """The trace of a new job."""
+        if self.tracer is None or not ticket.traceparent:
+            return NO_TRACE
+        return SpansOfJob(self.tracer, name, ticket, self.worker_id)
 
     def close_streams(self) -> None:
         """Close all gateway streams cleanly, so that gateways do not count this as a crash: the

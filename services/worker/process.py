@@ -24,6 +24,7 @@ from services.common.runtime.logging import get_logger
 from services.common.runtime.metrics import WorkerMetrics
 from services.common.runtime.secret import deployment_secret
 from services.common.runtime.ticks import until_tick
+from services.common.tracing.opening import open_tracer
 from services.engine.device.threads import use_device
 from services.engine.forward import ForwardPass
 from services.engine.runner import Runner
@@ -112,6 +113,7 @@ class WorkerProcess:
             return
         role, settings = self._role, self._settings
         async with AsyncExitStack() as stack, asyncio.TaskGroup() as vital:
+            tracer = stack.enter_context(open_tracer(settings))
             store, worker_id = registration.store, registration.worker_id
             membership = await join(
                 store,
@@ -154,6 +156,7 @@ class WorkerProcess:
             forward = _share_cpus(runner, loaded, settings, self._place, stack)
             guarded = GuardedForward(forward, fence_guard)
             worker = role.make(store, membership, guarded, loaded.limits, metrics, swap_pool)
+            worker.tracer = tracer
             end = end_process if ranks is None else ranks.end_stuck
             watching = asyncio.create_task(watch_steps(worker.engine, settings.step_limit_s, end))
             stack.callback(watching.cancel)  # called after the engine thread has ended

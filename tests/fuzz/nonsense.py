@@ -29,6 +29,7 @@ TICKET: Fields = {
     "num_cached_tokens": NUMBERS,
     "timeout_ms": LARGE,
     "prefill_ns_per_token": NUMBERS,
+    "traceparent": st.sampled_from(["", "00-nonsense", "x" * 65]),
     "sampling.seed": LARGE,
     "sampling.temperature": FLOATS,
     "sampling.max_tokens": NUMBERS,

@@ -98,6 +98,7 @@ def tickets(draw: st.DrawFn) -> Ticket:
         num_cached_tokens=draw(st.integers(0, len(prompt))),
         timeout_ms=draw(u64),
         prefill_ns_per_token=draw(u32),
+        traceparent=draw(st.text(max_size=8)),
     )
 
 
@@ -231,6 +232,7 @@ SWAPPED = replace(
         (lambda m: m.swapped.ClearField("holder_id"), "holder_id is empty"),
         (lambda m: setattr(m.swapped, "holder_id", "x" * 300), "holder_id is too long"),
         (lambda m: setattr(m.swapped, "holder_epoch", 2**53), "holder_epoch"),
+        (lambda m: setattr(m, "traceparent", "x" * 65), "traceparent is too long"),
         (lambda m: m.swapped.ClearField("tables"), "not all sequences were"),
         (lambda m: m.swapped.tables[1].ClearField("block_ids"), "a table is empty"),
         (lambda m: setattr(m.swapped.tables[0], "index", 2), "do not ascend"),

@@ -18,6 +18,7 @@ from grpc import aio
 from services.common.rpc.error_table import Failure, failure_of
 from services.common.rpc.message_bounds import SMALL_BYTES, check_counts
 from services.common.runtime.logging import bind_request_id
+from services.common.tracing.context import TRACEPARENT, bind_traceparent
 
 CODE_TRAILER = "quire-error-code"
 RETRY_TRAILER = "grpc-retry-pushback-ms"
@@ -105,7 +106,7 @@ def _call_of(handler: _Handler) -> _Call:
 
 def _guarded(call: _Call, decode: _Decode | None, admit: _Admit | None) -> _Call:
     async def guarded(request: Any, context: _Context) -> Any:
-        _bind_request_id(context)
+        _bind_metadata(context)
         try:
             if admit is not None:
                 await admit(context)
@@ -127,7 +128,11 @@ async def _decoded(data: bytes, decode: _Decode) -> Any:
     return decode(data)
 
 
-def _bind_request_id(context: _Context) -> None:
+def _bind_metadata(context: _Context) -> None:
+    traceparent = ""
     for key, value in context.invocation_metadata() or ():
         if key == REQUEST_ID_METADATA and isinstance(value, str):
             bind_request_id(value)
+        elif key == TRACEPARENT and isinstance(value, str):
+            traceparent = value
+    bind_traceparent(traceparent)

@@ -19,6 +19,7 @@ from services.gateway.intake.prompts import (
     tokenize_prompt,
 )
 from services.gateway.intake.sampling import resolve_sampling
+from services.gateway.request.trace import RequestTrace
 from services.gateway.workers.directory import ModelPools
 from services.protocol.logprobs import MAX_LOGPROBS
 from services.protocol.ticket import MAX_SEQUENCES, PRIORITIES, SamplingParams, TicketSequence
@@ -55,6 +56,8 @@ class AdmittedRequest:
     include_stop_str: bool = False
     skip_special_tokens: bool = True
     caller: Caller = EVERYONE
+    trace: RequestTrace | None = None
+    """None: the request is not traced."""
 
     @property
     def unfinished_sequences(self) -> tuple[TicketSequence, ...]:

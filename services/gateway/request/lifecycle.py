@@ -17,6 +17,7 @@ exactly these tokens.
 import asyncio
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from blockstore.records import PrefixHash
@@ -36,7 +37,7 @@ from services.gateway.streaming.client import Client
 from services.gateway.streaming.output import Output
 from services.gateway.workers.worker import PrefillLoad, Worker
 from services.protocol.messages import Admit, Generated, Submit
-from services.protocol.ticket import Swapped
+from services.protocol.ticket import Swapped, Ticket
 
 log = get_logger(__name__)
 
@@ -81,7 +82,8 @@ class RequestLifecycle:
         kind_of_tickets = BeamTickets if request.sampling.beam else Tickets
         self.tickets = kind_of_tickets(self.client, position)
         self.crash_attribution = CrashAttribution()
-        self.timeline = Timeline()
+        self.trace = request.trace
+        self.timeline = Timeline(self.trace)
         self._host = host
         self._attempt_numbers = attempt_numbers
         self.num_retries = 0
@@ -135,6 +137,8 @@ class RequestLifecycle:
             self._recompute()
         elif output.has_ended:
             self.close()
+        if request.trace is not None and self.trace is not None:
+            request.trace.join(self.trace)
 
     def _recompute(self) -> None:
         """Start again: sequences that run, or are detached, are ahead of the client's tokens."""
@@ -193,6 +197,7 @@ class RequestLifecycle:
         self._move(RequestStatus.PREFILLING)
         self.started_at = self.started_at or self._clock()
         ticket = self.tickets.submit(self.attempt.number, pool_id, root_hash, self._swapped)
+        ticket = self._traced(ticket)
         suspect = self.crash_attribution.assign(prefill)
         submit = Submit(ticket, self.client.unsent_prompt_logprobs, suspect)
         self.attempt.submit(prefill, submit, load)
@@ -208,8 +213,15 @@ class RequestLifecycle:
         detached.is_sent = True
         phase = Phase.MOVING if was_decoding else Phase.HAND_OFF
         self.timeline.enter(phase, decode.worker.id)
-        ticket = self.tickets.admit(detached.ticket, self.attempt.number)
+        ticket = self._traced(self.tickets.admit(detached.ticket, self.attempt.number))
         decode.worker.send(Admit(ticket, self.crash_attribution.assign(decode.worker)))
+
+    def _traced(self, ticket: Ticket) -> Ticket:
+        """The ticket with the trace context of this attempt."""
+        traceparent = self.timeline.traceparent
+        if ticket.traceparent == traceparent:
+            return ticket
+        return replace(ticket, traceparent=traceparent)
 
     def requeue(self, phase: Phase = Phase.WAITING) -> None:
         """Return to the queue, at the same position, with the tokens received; see also
@@ -288,6 +300,7 @@ class RequestLifecycle:
             attempt=self.attempt.number,
             why=reason,
         )
+        self.timeline.set_back(reason)
         if self.num_retries > MAX_RETRIES:
             self.close(Unavailable(f"given up after {self.num_retries} attempts: {reason}"))
         else:

@@ -2,6 +2,7 @@
 
 import time
 from enum import Enum
+from typing import Protocol
 
 
 class Phase(Enum):
@@ -26,10 +27,24 @@ _MAX_SPANS = 64
 Span = tuple[Phase, int, str]
 
 
-class Timeline:
-    """The phases of one request as `spans`: phase, its begin in Unix ms, id of the worker or ""."""
+class Trace(Protocol):
+    """Reports the phases elsewhere; see `services.gateway.request.trace`."""
 
-    def __init__(self) -> None:
+    traceparent: str
+
+    def enter(self, phase: Phase, worker_id: str) -> None: ...
+
+    def set_back(self, reason: str) -> None: ...
+
+
+class Timeline:
+    """The phases of one request as `spans`: phase, its begin in Unix ms, id of the worker or "".
+
+    `trace` is told each phase too; None: the request is not traced.
+    """
+
+    def __init__(self, trace: Trace | None = None) -> None:
+        self._trace = trace
         self.spans: list[Span] = []
         self.ended_ms: int | None = None
         self.phase = Phase.WAITING
@@ -40,6 +55,18 @@ class Timeline:
         self.spans.append((phase, _now_ms(), worker_id))
         if len(self.spans) > _MAX_SPANS:
             del self.spans[0]
+        if self._trace is not None:
+            self._trace.enter(phase, worker_id)
+
+    @property
+    def traceparent(self) -> str:
+        """The trace context for workers; "": the request is not traced."""
+        return "" if self._trace is None else self._trace.traceparent
+
+    def set_back(self, reason: str) -> None:
+        """Tell the trace why the attempt fails, before the next one begins."""
+        if self._trace is not None:
+            self._trace.set_back(reason)
 
     def end(self) -> None:
         self.ended_ms = _now_ms()

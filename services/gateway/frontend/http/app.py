@@ -19,6 +19,7 @@ from starlette.routing import Route
 
 from services.common.errors import InvalidRequest, UnknownModel
 from services.common.runtime.exposition import exposition
+from services.common.tracing.context import TRACEPARENT
 from services.gateway.access.keyring import Keyring
 from services.gateway.frontend.api import GenerationRequest, Generator, ServedModel
 from services.gateway.frontend.http.answers import Answer, AnswerOptions
@@ -116,7 +117,9 @@ def _cors(origins: Sequence[str]) -> dict[str, Any]:
     return {
         "allow_origins": origins,
         "allow_methods": ["GET", "POST"],
-        "allow_headers": ["Authorization", "Content-Type", REQUEST_ID_HEADER, TIMEOUT_HEADER],
+        "allow_headers": [
+            *("Authorization", "Content-Type", REQUEST_ID_HEADER, TIMEOUT_HEADER, TRACEPARENT)
+        ],
         "expose_headers": [REQUEST_ID_HEADER, RESUME_TOKEN_HEADER, "Retry-After", "Retry-After-Ms"],
         "max_age": 600,
     }

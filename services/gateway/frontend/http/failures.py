@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.errors import InvalidRequest
 from services.common.rpc.error_table import Failure, failure_of
+from services.common.tracing.context import TRACEPARENT, bind_traceparent
 from services.gateway.frontend.http.responses import Json
 
 REQUEST_ID_HEADER = "X-Request-Id"
@@ -88,7 +89,8 @@ async def answer_http_exception(request: Request, error: Exception) -> Json:
 
 
 class RequestIdAndErrors:
-    """The outermost middleware: gives each request an id, and turns each exception into an answer.
+    """The outermost middleware: gives each request an id, binds the trace context that its client
+    sent, and turns each exception into an answer.
 
     The answer repeats the client's X-Request-Id unchanged. The id in
     `scope["state"]["request_id"]` has a random suffix, because a proxy that retries sends the same
@@ -104,6 +106,7 @@ class RequestIdAndErrors:
             return
         drawn, given = secrets.token_hex(12), _given_request_id(scope)
         scope.setdefault("state", {})["request_id"] = f"{given}-{drawn[:8]}" if given else drawn
+        bind_traceparent(Headers(scope=scope).get(TRACEPARENT, ""))
         started = False
 
         async def send_with_id(message: Message) -> None:

@@ -1,0 +1,1 @@
+"""Traces with OpenTelemetry; off unless a service has an OTLP endpoint."""

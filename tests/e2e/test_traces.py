@@ -1,0 +1,206 @@
+"""Traces of a deployment, as a collector gets them: one for each request, with all of its attempts,
+phases and workers."""
+
+import os
+import secrets
+import signal
+from collections.abc import AsyncIterator, Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+
+from quire.async_client import AsyncClient
+from quire.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
+from tests.collector import Collector, Trace, collecting
+
+from .conftest import POOL_MEMORY, Oracle
+from .decoders import busiest, pid_of
+from .deployment import Deployment, serving
+
+CLIENT_SPAN = "00f067aa0ba902b7"
+NUM_TOKENS = 1200
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[Collector]:
+    with collecting() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def traced(
+    checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, collector: Collector
+) -> Iterator[Deployment]:
+    """1 prefill and 3 decode workers; requests are traced if their client asks for that."""
+    options = ("--decode", "3", "--pool-memory", str(POOL_MEMORY))
+    traces = ("--otlp-endpoint", collector.address, "--trace-ratio", "0")
+    with serving(checkpoint, tmp_path_factory.mktemp("run"), *options, *traces) as running:
+        yield running
+
+
+def new_trace() -> tuple[str, str]:
+    """The id of a new trace, and the traceparent of a client's span in it."""
+    trace_id = secrets.token_hex(16)
+    return trace_id, f"00-{trace_id}-{CLIENT_SPAN}-01"
+
+
+def has_ended(trace: Trace) -> bool:
+    return bool(trace.children(CLIENT_SPAN))
+
+
+def phases(trace: Trace, attempt: str) -> list[str]:
+    children = trace.children(trace.named(attempt).id)
+    return [span.name for span in children if span.service == "quire-gateway"]
+
+
+async def generate(deployment: Deployment, traceparent: str, max_tokens: int) -> AsyncIterator[int]:
+    """The tokens of a greedy request over gRPC, with the client's trace context as metadata."""
+    request = inference_pb2.GenerateRequest(
+        token_ids=inference_pb2.TokenIds(ids=range(300, 340)),
+        sampling=sampling_pb2.SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),
+    )
+    async with grpc.aio.insecure_channel(deployment.address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        metadata = (("traceparent", traceparent),)
+        async for response in stub.Generate(request, metadata=metadata, timeout=60):
+            for delta in response.deltas:
+                for token_id in delta.token_ids:
+                    yield token_id
+
+
+def test_trace_of_an_http_request_has_its_phases_in_order(
+    traced: Deployment, collector: Collector
+) -> None:
+    """The request's span is a child of the client's, with gen_ai attributes."""
+    trace_id, traceparent = new_trace()
+    body = {"model": "tiny", "prompt": "secret words", "max_tokens": 9, "temperature": 0.5}
+    answer = httpx.post(
+        f"{traced.http}/v1/completions",
+        json={**body, "ignore_eos": True},
+        headers={"traceparent": traceparent},
+        timeout=60,
+    )
+    assert answer.status_code == 200, answer.text
+    trace = collector.wait(trace_id, has_ended)
+    request = trace.named("text_completion tiny")
+    assert request.parent_id == CLIENT_SPAN
+    assert request.service == "quire-gateway"
+    expected = {
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.provider.name": "quire",
+        "gen_ai.request.model": "tiny",
+        "gen_ai.request.max_tokens": 9,
+        "gen_ai.request.temperature": 0.5,
+        "gen_ai.usage.input_tokens": answer.json()["usage"]["prompt_tokens"],
+        "gen_ai.usage.output_tokens": 9,
+        "gen_ai.response.finish_reasons": ["length"],
+        "quire.num_attempts": 1,
+    }
+    assert {name: request.attributes.get(name) for name in expected} == expected
+    (attempt,) = trace.children(request.id)
+    assert phases(trace, attempt.name) == ["waiting", "prefill", "hand-off", "decode"]
+    spans = [s for s in trace.children(attempt.id) if s.service == "quire-gateway"]
+    assert all(before.end_ns <= after.start_ns for before, after in pairwise(spans))
+    workers = [str(span.attributes.get("quire.worker.id", "")) for span in spans]
+    assert [worker.partition("-")[0] for worker in workers] == ["", "prefill", "decode", "decode"]
+    assert request.start_ns <= attempt.start_ns
+    assert attempt.end_ns <= request.end_ns
+    assert "secret" not in str(trace.spans)
+
+
+def test_workers_report_their_part_of_an_attempt(traced: Deployment, collector: Collector) -> None:
+    """Queue, compute and calls of the store, under the workers' spans of the attempt."""
+    trace_id, traceparent = new_trace()
+    body = {"model": "tiny", "prompt": "some words", "max_tokens": 9, "ignore_eos": True}
+    headers = {"traceparent": traceparent}
+    httpx.post(f"{traced.http}/v1/completions", json=body, headers=headers, timeout=60)
+    workers = {"quire-prefill", "quire-decode"}
+    names = {"prefill worker", "decode worker"}
+    trace = collector.wait(
+        trace_id, lambda trace: has_ended(trace) and names <= {span.name for span in trace.spans}
+    )
+    attempt = trace.named("attempt 1")
+    reported = [span for span in trace.children(attempt.id) if span.service in workers]
+    assert [span.name for span in reported] == ["prefill worker", "decode worker"]
+    prefill, decode = reported
+    stages = ["queue", "compute", "store detach"]
+    assert [span.name for span in trace.children(prefill.id)] == stages
+    (allocation,) = trace.children(trace.named("queue").id)
+    assert allocation.name == "store allocate"
+    assert [span.name for span in trace.children(decode.id)] == ["store claim", "decode steps"]
+    at = [
+        (span.attributes["quire.outcome"], span.attributes["quire.num_tokens"]) for span in reported
+    ]
+    assert at == [("issued", 1), ("finished", 8)]
+    assert decode.attributes["quire.num_steps"] == 8
+    for span, phase in ((prefill, "prefill"), (decode, "decode")):
+        assert (
+            span.attributes["quire.worker.id"] == trace.named(phase).attributes["quire.worker.id"]
+        )
+
+
+async def test_trace_shows_a_move(traced: Deployment, collector: Collector, oracle: Oracle) -> None:
+    """A decode worker is drained in mid-stream: its request moves within the same attempt."""
+    trace_id, traceparent = new_trace()
+    client = AsyncClient(traced.address, operations=traced.operations)
+    tokens = []
+    async for token_id in generate(traced, traceparent, NUM_TOKENS):
+        tokens.append(token_id)
+        if len(tokens) == 5:
+            drained = await busiest(client)
+            await client.drain(drained.worker_id)
+    await client.close()
+    assert tokens == oracle.greedy(range(300, 340), NUM_TOKENS)
+    trace = collector.wait(
+        trace_id, lambda trace: has_ended(trace) and trace.num_named("decode worker") == 2
+    )
+    request = trace.named("text_completion tiny")
+    assert (request.attributes["quire.num_attempts"], request.attributes["quire.num_moves"]) == (
+        1,
+        1,
+    )
+    expected = ["waiting", "prefill", "hand-off", "decode", "moving", "decode"]
+    assert phases(trace, "attempt 1") == expected
+    decoders = [s for s in trace.children(trace.named("attempt 1").id) if s.name == "decode worker"]
+    outcomes = [span.attributes["quire.outcome"] for span in decoders]
+    assert outcomes == ["handed_over", "finished"]
+    assert decoders[0].attributes["quire.worker.id"] == drained.worker_id
+    num_decoded = [span.attributes["quire.num_tokens"] for span in decoders]
+    assert sum(map(int, map(str, num_decoded))) == NUM_TOKENS - 1  # the prefill worker drew one
+
+
+async def test_trace_shows_the_loss_of_a_decode_worker(
+    traced: Deployment, collector: Collector, oracle: Oracle
+) -> None:
+    """A decode worker is killed in mid-stream: the trace has an attempt that failed, and a second
+    one, linked to it, that ends at the other worker."""
+    trace_id, traceparent = new_trace()
+    client = AsyncClient(traced.address, operations=traced.operations)
+    tokens = []
+    async for token_id in generate(traced, traceparent, NUM_TOKENS):
+        tokens.append(token_id)
+        if len(tokens) == 5:
+            lost = await busiest(client)
+            os.kill(pid_of(traced, lost), signal.SIGKILL)
+    await client.close()
+    assert tokens == oracle.greedy(range(300, 340), NUM_TOKENS)
+    trace = collector.wait(trace_id, has_ended)
+    request = trace.named("text_completion tiny")
+    assert request.parent_id == CLIENT_SPAN
+    assert request.attributes["quire.num_attempts"] == 2
+    first, second = trace.children(request.id)
+    assert phases(trace, "attempt 1") == ["waiting", "prefill", "hand-off", "decode"]
+    assert phases(trace, "attempt 2") == ["lost", "prefill", "hand-off", "decode"]
+    assert (first.failed, second.failed) == (True, False)
+    assert lost.worker_id in first.proto.status.message
+    assert [link.span_id.hex() for link in second.proto.links] == [first.id]
+    assert first.end_ns <= second.start_ns
+    decoded_at = [
+        next(span for span in trace.children(attempt.id) if span.name == "decode")
+        for attempt in (first, second)
+    ]
+    assert decoded_at[0].attributes["quire.worker.id"] == lost.worker_id
+    assert decoded_at[1].attributes["quire.worker.id"] != lost.worker_id

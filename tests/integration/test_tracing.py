@@ -1,0 +1,129 @@
+"""The tracer: what it samples, what it drops, and that a service without one does not load it."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+import structlog
+
+from services.common.errors import StartupError
+from services.common.tracing import tracer as tracer_module
+from services.common.tracing.opening import TracedSettings, check_tracing, open_tracer
+from services.common.tracing.tracer import Tracer
+from services.gateway.config import GatewaySettings
+from services.gateway.frontend.api import ChatMessage, GenerationRequest
+from services.gateway.request.timeline import Phase, Timeline
+from services.gateway.request.trace import RequestTrace
+from services.gateway.streaming.output import RequestStats
+from tests.collector import Collector, collecting
+
+NOBODY = "http://127.0.0.1:1"
+OF_CLIENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-"
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    with collecting() as running:
+        yield running
+
+
+def test_services_without_an_endpoint_do_not_load_opentelemetry() -> None:
+    """They start where any import of it fails. (redis-py loads a part of it where it can.)"""
+    program = """
+import sys
+sys.modules["opentelemetry"] = None
+import services.gateway.process, services.prefill.service, services.decode.service
+from services.common.tracing.opening import open_tracer
+from services.gateway.config import GatewaySettings
+with open_tracer(GatewaySettings()) as tracer:
+    assert tracer is None
+assert "services.common.tracing.tracer" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_endpoint_without_opentelemetry_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "services.common.tracing.tracer")
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    with pytest.raises(StartupError, match=r"QUIRE_GATEWAY_OTLP_ENDPOINT .*quire-serve\[tracing\]"):
+        check_tracing(GatewaySettings(otlp_endpoint=NOBODY))
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:4317", "http://", "ftp://host:1", ""])
+def test_endpoint_that_is_no_url_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="is not a URL such as"):
+        TracedSettings(otlp_endpoint=url)
+
+
+@pytest.mark.parametrize(
+    ("traceparent", "ratio", "is_sampled"),
+    [
+        ("", 1.0, True),
+        ("", 0.0, False),
+        (OF_CLIENT + "01", 0.0, True),
+        (OF_CLIENT + "00", 1.0, False),
+        ("00-nonsense", 1.0, True),
+    ],
+)
+def test_the_client_decides_and_else_the_ratio(
+    traceparent: str, ratio: float, is_sampled: bool
+) -> None:
+    with open_tracer(TracedSettings(otlp_endpoint=NOBODY), ratio) as tracer:
+        assert tracer is not None
+        span = tracer.start("request", traceparent, {})
+        assert span.is_recording() is is_sampled
+        assert bool(tracer.traceparent(span)) is is_sampled
+
+
+def test_unreachable_collector_costs_spans_and_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The queue is bounded, no call waits, and the end of a service is not held up."""
+    monkeypatch.setattr(tracer_module, "MAX_QUEUED_SPANS", 600)
+    with structlog.testing.capture_logs() as logs:
+        tracer = Tracer(NOBODY, "gateway", 1.0)
+        started = time.monotonic()
+        for _ in range(1000):
+            tracer.start("request", "", {}).end()
+        assert time.monotonic() - started < 1.0
+        tracer.close()
+        assert time.monotonic() - started < 4.0
+    events = [line["event"] for line in logs if "spans" in line["event"]]
+    assert events == ["spans_dropped", "spans_dropped_in_all"]
+    assert logs[-1]["num_spans"] >= 400
+
+
+def test_trace_of_a_preempted_request_has_an_attempt_for_each_turn(collector: Collector) -> None:
+    tracer = Tracer(collector.address, "gateway", 1.0)
+    request = GenerationRequest((ChatMessage("user", "hidden"),))
+    trace = RequestTrace(tracer, request, "request-1")
+    timeline = Timeline(trace)
+    first = timeline.traceparent
+    for phase in (Phase.PREFILL, Phase.HAND_OFF, Phase.DECODE):
+        timeline.enter(phase, f"{phase.value}-worker")
+    timeline.enter(Phase.PREEMPTED)
+    assert timeline.traceparent != first
+    timeline.set_back("decode worker d was lost")
+    timeline.enter(Phase.LOST)
+    trace.end("stop", None, RequestStats(7, 0.0, num_generated_tokens=3, num_preemptions=1))
+    tracer.close()
+    found = collector.wait(trace.trace_id, lambda trace: trace.num_named("chat") == 1)
+    attempts = found.children(found.named("chat").id)
+    assert [span.attributes["quire.attempt.outcome"] for span in attempts] == [
+        *("preempted", "lost", "stop")
+    ]
+    assert [span.failed for span in attempts] == [False, True, False]
+    assert [[link.span_id.hex() for link in span.proto.links] for span in attempts] == [
+        *([], [attempts[0].id], [attempts[1].id])
+    ]
+    assert attempts[0].id in first
+
+
+def test_refused_request_is_a_failed_span(collector: Collector) -> None:
+    tracer = Tracer(collector.address, "gateway", 1.0)
+    trace = RequestTrace(tracer, GenerationRequest("text"), "request-1")
+    trace.refuse(StartupError("n is 0"), "invalid_request")
+    tracer.close()
+    (span,) = collector.wait(trace.trace_id, lambda trace: bool(trace.spans)).spans
+    assert (span.failed, span.attributes["error.type"]) == (True, "invalid_request")
+    assert span.proto.status.message == "n is 0"
