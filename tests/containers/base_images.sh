@@ -11,7 +11,8 @@ present() { docker image inspect "$1" >/dev/null 2>&1 || docker pull --quiet "$1
 
 if ! present $python; then
   mirror="$(cat /etc/apt/sources.list /etc/apt/sources.list.d/* 2>/dev/null | grep -v '^#' \
-    | grep -oE 'https?://[^ ]+/debian/?( |$)' | head -1)"
+    | grep -oE 'https?://[^ ]+/debian/?( |$)' | head -1 || true)"
+  mirror="${mirror:-http://deb.debian.org/debian}"
   root="$dir/root"
   debootstrap --variant=minbase \
     --include=ca-certificates,python3,python3-venv,python3-pip,python3-dev \

@@ -93,6 +93,8 @@ def deployment(engine: Environment, directory: Path, bridge: str) -> Iterator[De
         "QUIRE_TEST_BRIDGE": bridge,
         "QUIRE_TAG": "quire-test",
         "QUIRE_POOL_MEMORY": "64MiB",
+        # A busy machine takes longer than the default to start the only worker of a role again.
+        "QUIRE_PATIENCE_S": "60",
         "QUIRE_GRPC_PORT": str(free_port("127.0.0.1")),
         "QUIRE_HTTP_PORT": str(free_port("127.0.0.1")),
         "QUIRE_PUBLIC_TLS_CERT": "/run/quire/tls/gateway.crt",

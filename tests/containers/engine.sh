@@ -52,7 +52,8 @@ get_plugins() {
   ! docker compose version >/dev/null 2>&1 || docker buildx version >/dev/null 2>&1 && return 0
   local mirror apt="$dir/apt"
   mirror="$(cat /etc/apt/sources.list /etc/apt/sources.list.d/* 2>/dev/null | grep -v '^#' \
-    | grep -oE 'https?://[^ ]+/debian/?( |$)' | head -1)"
+    | grep -oE 'https?://[^ ]+/debian/?( |$)' | head -1 || true)"
+  mirror="${mirror:-http://deb.debian.org/debian}"
   mkdir -p "$apt"/{lists/partial,cache/archives/partial,root} "$dir/client/cli-plugins"
   echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $mirror trixie main" \
     >"$apt/sources.list"

@@ -16,6 +16,7 @@ from tests.chaos.received import Fault, Heard
 
 REQUEST_LIMIT_S = 90.0
 _RETRY_S = 0.2
+_FAILED_S = 10.0
 
 
 def cases(client: Client) -> list[Case]:
@@ -117,6 +118,8 @@ class Users:
     def __exit__(
         self, kind: type[BaseException] | None, _: object, __: TracebackType | None
     ) -> None:
-        self._stop.set()
         if kind is None:
             self.end()
+        self._stop.set()
+        for thread in self._threads:  # before the client is closed
+            thread.join(_FAILED_S)
