@@ -7,8 +7,8 @@ CXX_FILES := $(shell find kernels/csrc -name '*.cpp' -o -name '*.h')
 # On a terminal the compiler's progress is shown.
 HOW_LOUD := $(if $(shell test -t 2 && echo yes),--verbose,--quiet)
 
-.PHONY: help setup proto lint type test test-failed test-fast test-browser test-clients test-full check \
-  chaos bench docs wheel images up down clean
+.PHONY: help setup proto lint type test test-failed test-fast test-browser test-clients \
+  test-containers test-full check chaos bench docs wheel images up down clean
 .NOTPARALLEL:
 
 # Tests run beside the services that they start, so each process has one OpenMP thread, which does
@@ -65,10 +65,13 @@ test-browser: setup ## The dashboard in Chromium (apt-get install chromium)
 	$(TEST) tests/browser
 
 test-full: setup ## All tests, whole matrices
-	$(TEST) $(IN_TWO) -m "not clients"
+	$(TEST) $(IN_TWO) -m "not clients and not containers"
 
 test-clients: setup ## OpenAI's client, LangChain, litellm, lm-eval, guidellm, aiperf ... against a deployment
 	QUIRE_CLIENTS_TABLE=docs/clients.md $(TEST) -m "clients or not clients" tests/clients
+
+test-containers: setup ## docker compose under load: scaling, kills, restarts, down; in an engine of its own where none runs
+	$(TEST) -m containers --durations 20 tests/containers
 
 check: lint type test ## Everything that must pass before a merge
 

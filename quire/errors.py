@@ -103,7 +103,10 @@ def _from_rpc(error: grpc.RpcError, address: str) -> QuireError:
     trailers = {str(key): str(value) for key, value in error.trailing_metadata() or ()}
     code = trailers.get(ERROR_CODE_TRAILER)
     if status in _NO_ANSWER and code is None:
-        if "andshake" in message or "certificate" in message.lower():
+        # What listens for a gateway that is down, such as Docker's proxy, accepts connections and
+        # closes them: a connection lost in the handshake says nothing against its certificate.
+        is_lost = "Handshake read failed" in message or "Handshake write failed" in message
+        if not is_lost and ("andshake" in message or "certificate" in message.lower()):
             return BadTls(f"the TLS handshake with {address} failed: {message}")
         return Unreachable(f"no server answers at {address}", "unreachable")
     if status is grpc.StatusCode.UNIMPLEMENTED:

@@ -18,7 +18,10 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from quire.async_client import AsyncClient
 from quire.certificates import CertificateError, write_certificates
+from quire.connections import Tls
+from quire.errors import BadTls, Unreachable
 from services.common.errors import StartupError
 from services.common.rpc.tls import TlsFiles
 from services.common.rpc.transport import RpcServer, open_channel
@@ -126,6 +129,24 @@ async def test_grpc_reads_changed_certificates_and_keeps_connections(
     assert await asks(channel((tmp_path / "ca.crt").read_bytes())) is grpc.StatusCode.OK
     watch.cancel()
     await first.close()
+
+
+async def test_clients_tell_an_untrusted_gateway_from_one_that_is_away(
+    stack: AsyncExitStack, made: Path, strange: Path
+) -> None:
+    """What listens for a gateway that is down, such as Docker's proxy, accepts connections and
+    closes them; a client that took this for a bad certificate would not resume its stream."""
+    address = await listen(stack, files(strange, "gateway"))
+    proxy = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+    stack.callback(proxy.close)
+    port = proxy.sockets[0].getsockname()[1]
+    tls = Tls(made / "ca.crt")
+    async with AsyncClient(f"127.0.0.1:{port}", tls=tls) as away:
+        with pytest.raises(Unreachable):
+            await away.is_ready()
+    async with AsyncClient(address, tls=tls) as untrusted:
+        with pytest.raises(BadTls):
+            await untrusted.is_ready()
 
 
 def _expired(directory: Path) -> None:

@@ -1,0 +1,54 @@
+"""A deployment in containers, and what its requests say undisturbed."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from quire.client import Client
+from quire.connections import Tls
+from tests.chaos.cases import Case
+
+from .deployment import Deployment, deployment
+from .engine import NoEngine, some_engine
+from .users import cases
+
+RESUME_WINDOW_S = 60.0
+
+
+@pytest.fixture(scope="session")
+def _removed_when_terminated() -> Iterator[None]:
+    """SIGTERM is for pytest what Ctrl-C is, so that it removes the containers."""
+    assert threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture(scope="session")
+def running(
+    _removed_when_terminated: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Deployment]:
+    bridge = f"quire-{os.getpid()}"
+    try:
+        with (
+            some_engine(bridge) as engine,
+            deployment(engine, tmp_path_factory.mktemp("containers"), bridge) as run,
+        ):
+            yield run
+    except NoEngine as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def client(running: Deployment) -> Iterator[Client]:
+    with Client(running.address, tls=Tls(running.ca), resume_window_s=RESUME_WINDOW_S) as connected:
+        yield connected
+
+
+@pytest.fixture(scope="session")
+def known(running: Deployment) -> list[Case]:
+    with Client(running.address, tls=Tls(running.ca)) as undisturbed:
+        return cases(undisturbed)

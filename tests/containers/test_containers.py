@@ -1,0 +1,114 @@
+"""docker-compose.yml in an engine: each stream says what it says undisturbed, whatever happens to
+the containers, and the audit is clean afterwards."""
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from quire.client import Client
+from quire.connections import Tls
+from quire.errors import Unreachable
+from tests.chaos.cases import Case
+
+from .deployment import Deployment
+from .users import Users
+
+pytestmark = [pytest.mark.containers, pytest.mark.timeout(2400)]
+
+BACK_S = 90.0
+DOWN_S = 40.0
+
+
+def wait_for(condition: Callable[[], bool], what: str, limit_s: float = BACK_S) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} not within {limit_s:g} s"
+        time.sleep(0.2)
+
+
+@pytest.fixture
+def users(running: Deployment, client: Client, known: list[Case]) -> Iterator[Users]:
+    """At the end each of them has been served anew, no stream was wrong or broken, the audit is
+    clean and nothing is held."""
+    with Users(client, known) as users:
+        users.wait_until_streaming()
+        yield users
+        users.wait_until_served()
+    assert not users.faults, running.logs()
+    wait_for(lambda: _nothing_is_held(running), "a clean audit with nothing held")
+
+
+def _nothing_is_held(running: Deployment) -> bool:
+    audits = running.audits()
+    return bool(audits) and not any(audit["num_held"] or audit["violations"] for audit in audits)
+
+
+@pytest.mark.parametrize("service", ["block-manager", "prefill", "decode"])
+def test_services_take_connections_with_tls_only(running: Deployment, service: str) -> None:
+    assert "ready" in running.run_in(service, "quire-probe", "50051", "/run/quire/tls")
+    with pytest.raises(AssertionError, match="the connection was closed"):
+        running.run_in(service, "quire-probe", "50051")
+
+
+def test_clients_need_the_deployments_ca(running: Deployment) -> None:
+    with Client(running.address) as plain, pytest.raises(Unreachable):
+        plain.is_ready()
+    with Client(running.address, tls=Tls(running.ca)) as trusting:
+        assert trusting.is_ready()
+
+
+def test_scaling_decode_up_and_down(running: Deployment, users: Users) -> None:
+    """Each `up` also renews the certificates of the running services."""
+    running.up("--scale", "decode=3")
+    assert len(running.containers("decode")) == 3
+    users.wait_until_served()
+    running.up("--scale", "decode=1")
+    assert len(running.containers("decode")) == 1
+
+
+@pytest.mark.parametrize("service", ["decode", "prefill", "gateway", "block-manager"])
+def test_a_killed_process_comes_back(running: Deployment, users: Users, service: str) -> None:
+    """SIGKILL, as by the kernel when memory is short: Docker starts the container again."""
+    (container,) = running.containers(service)
+    before = running.num_starts(container)
+    _kill_service(running, service)
+    wait_for(lambda: running.num_starts(container) > before, f"{service} started again")
+    running.up()
+
+
+def _kill_service(running: Deployment, service: str) -> None:
+    """The first process, `init`, cannot be killed from inside; the service is its child."""
+    children = running.run_in(service, "cat", "/proc/1/task/1/children").split()
+    kill = f"import os, signal; os.kill({children[0]}, signal.SIGKILL)"
+    running.run_in(service, "python", "-c", kill)
+
+
+def test_a_killed_container_of_several(running: Deployment, users: Users) -> None:
+    """`docker compose kill` of all decode workers; Docker leaves them dead until the next `up`."""
+    running.up("--scale", "decode=2")
+    running.compose("kill", "--signal", "SIGKILL", "decode")
+    running.up("--scale", "decode=1")
+
+
+@pytest.mark.parametrize("service", ["redis", "gateway"])
+def test_a_restart(running: Deployment, users: Users, service: str) -> None:
+    """Redis forgets everything; a gateway ends its streams, and clients resume them."""
+    running.compose("restart", service)
+
+
+def test_down_under_load_and_up_again(running: Deployment, known: list[Case]) -> None:
+    """No stream says anything wrong before it ends; afterwards there is no container."""
+    with Client(running.address, tls=Tls(running.ca), resume_window_s=1.0) as client:
+        with Users(client, known) as users:
+            users.wait_until_streaming()
+            running.compose("down", limit_s=DOWN_S)
+        assert not users.wrong
+    assert not running.containers()
+    running.up()
+    with (
+        Client(running.address, tls=Tls(running.ca)) as client,
+        Users(client, known) as users,
+    ):
+        users.wait_until_served()
+    assert not users.faults

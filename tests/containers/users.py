@@ -1,0 +1,125 @@
+"""Users who send one request after another, and know each token that has to come."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Self
+
+from quire.client import Client
+from quire.errors import QuireError, Unavailable, Unreachable
+from quire.messages import Request
+from quire.types import Sampling
+from tests.chaos.cases import Case, Said
+from tests.chaos.received import Fault, Heard
+
+REQUEST_LIMIT_S = 90.0
+_RETRY_S = 0.2
+_FAILED_S = 10.0
+
+
+def cases(client: Client) -> list[Case]:
+    """Greedy and sampled requests, and what each one says undisturbed."""
+    greedy = Sampling(temperature=0.0, max_tokens=300, ignore_eos=True)
+    asked = [
+        Case("greedy", "The following is a story about a town by the sea.", greedy),
+        Case("sampled", "A block table is", replace(greedy, temperature=0.9, seed=11)),
+        Case("greedy", "Paged attention reads the cache " * 20, greedy),
+        Case("sampled", "Prefill and decode " * 12, replace(greedy, temperature=0.7, seed=5)),
+    ]
+    return [replace(case, said=(_said(client, case),)) for case in asked]
+
+
+def _said(client: Client, case: Case) -> Said:
+    with client.send(Request(case.prompt, case.sampling), REQUEST_LIMIT_S) as stream:
+        said = Said.of(list(stream))
+    assert len(said.tokens) == case.sampling.max_tokens
+    return said
+
+
+class Users:
+    """`wrong`: streams that said anything but what comes next, or ended too early. `broken`: ended
+    by an error after their first token. `num_refused`: requests refused before it, sent again."""
+
+    def __init__(self, client: Client, known: Sequence[Case]) -> None:
+        self.wrong: list[str] = []
+        self.broken: list[str] = []
+        self.num_refused = 0
+        self._client = client
+        self._known = known
+        self._stop = threading.Event()
+        self._last_begun = [0.0] * len(known)
+        self._has_token = [False] * len(known)
+        self._threads = [
+            threading.Thread(target=self._run, args=(number,), daemon=True)
+            for number in range(len(known))
+        ]
+
+    def _run(self, number: int) -> None:
+        turn = number
+        while not self._stop.is_set():
+            self._send(number, self._known[turn % len(self._known)])
+            turn += 1
+
+    def _send(self, number: int, case: Case) -> None:
+        begun, heard = time.monotonic(), Heard(case)
+        try:
+            request = Request(case.prompt, case.sampling)
+            with self._client.send(request, REQUEST_LIMIT_S) as stream:
+                for delta in stream:
+                    heard.take(delta)
+                    self._has_token[number] = True
+            heard.check_end()
+            self._last_begun[number] = begun
+        except Fault as fault:
+            self.wrong.append(f"{case.kind}: {fault}")
+        except QuireError as error:
+            if not heard.num_messages and isinstance(error, Unavailable | Unreachable):
+                self.num_refused += 1
+                self._stop.wait(_RETRY_S)
+            else:
+                self.broken.append(f"{case.kind}, {heard}: {type(error).__name__}: {error}")
+        finally:
+            self._has_token[number] = False
+
+    @property
+    def faults(self) -> list[str]:
+        return self.wrong + self.broken
+
+    def wait_until_streaming(self, limit_s: float = REQUEST_LIMIT_S) -> None:
+        """Return when each user is in the midst of a stream."""
+        self._wait(lambda: all(self._has_token), limit_s)
+
+    def wait_until_served(self, limit_s: float = REQUEST_LIMIT_S) -> None:
+        """Return when each user has the whole answer to a request that began after this call."""
+        now = time.monotonic()
+        self._wait(lambda: min(self._last_begun) > now, limit_s)
+
+    def _wait(self, condition: Callable[[], bool], limit_s: float) -> None:
+        deadline = time.monotonic() + limit_s
+        while not condition():
+            assert not self.faults, self.faults
+            assert time.monotonic() < deadline, f"{self.num_refused} requests were refused"
+            time.sleep(0.02)
+
+    def end(self) -> None:
+        """Return when the last streams have ended."""
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(REQUEST_LIMIT_S)
+            assert not thread.is_alive(), "a stream does not end"
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, _: object, __: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.end()
+        self._stop.set()
+        for thread in self._threads:  # before the client is closed
+            thread.join(_FAILED_S)
