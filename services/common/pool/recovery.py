@@ -44,7 +44,7 @@ class PoolRecovery:
                 return
             raised = replace(header, run_id=run_id, ledger_epoch=header.ledger_epoch + 1)
             raised.replace(self._directory.header)
-            missing = self._may_be_writing()
+            missing = self._may_be_writing(header)
             await store.drop_pool(raised.pool_id)
             await store.recover_pool(raised.spec, raised.ledger_epoch, missing)
         log.warning(
@@ -77,11 +77,11 @@ class PoolRecovery:
             num_finished_blocks=num_finished,
         )
 
-    def _may_be_writing(self) -> tuple[str, ...]:
+    def _may_be_writing(self, header: PoolHeader) -> tuple[str, ...]:
         """The workers whose locks are held. A GPU may work for a worker that has lost its lock: of
         a pool there, all that the block manager has not reaped."""
         directory = self._directory
-        return directory.live_worker_ids() if directory.is_file_pool else directory.worker_ids()
+        return directory.live_worker_ids() if header.kind == "file" else directory.worker_ids()
 
     @asynccontextmanager
     async def _locked_header(self) -> AsyncIterator[PoolHeader]:
