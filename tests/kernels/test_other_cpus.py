@@ -1,0 +1,64 @@
+"""The kernels on other processors than the one that builds them."""
+
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+CROSS = "aarch64-linux-gnu-g++"
+
+
+def run(*command: str | Path) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def objects() -> dict[str, Path]:
+    """What `make setup` compiled for each instruction set."""
+    tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    system = sysconfig.get_platform().replace("-", "_")
+    folder = ROOT / "build" / f"{tag}-{tag}-{system}" / "CMakeFiles" / "_native.dir" / "csrc"
+    return {path.name.removesuffix(".cpp.o"): path for path in folder.glob("isa/*.o")}
+
+
+def merged_symbols(file: Path) -> list[str]:
+    """Functions and data of an object file that the linker merges with equal names of others:
+    inline functions and instances of templates."""
+    lines = [line.split(None, 2) for line in run("nm", "--defined-only", "-C", file).splitlines()]
+    return [name for _, kind, name in lines if kind in "VWu" and not name.startswith("DW.ref.")]
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other CPUs have one instruction set")
+def test_code_for_an_instruction_set_is_used_by_no_other_file() -> None:
+    """The linker keeps one of several equal inline functions. If it kept one that was compiled for
+    AVX-512, an older CPU would meet its instructions in code for every CPU."""
+    compiled = objects()
+    assert {"portable", "avx2", "avx512", "amx"} <= compiled.keys(), "make setup builds them"
+    for isa, file in compiled.items():
+        strays = [name for name in merged_symbols(file) if f"quire::{isa}::" not in name]
+        assert strays == [], isa
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not shutil.which(CROSS), reason="apt-get install g++-aarch64-linux-gnu")
+def test_the_kernels_compile_for_arm64_without_a_warning(tmp_path: Path) -> None:
+    """The whole module, linked: it names no instruction and no function of x86-64 alone."""
+    nanobind = run(sys.executable, "-m", "nanobind", "--cmake_dir").strip()
+    target = (
+        "-DCMAKE_SYSTEM_NAME=Linux",
+        "-DCMAKE_SYSTEM_PROCESSOR=aarch64",
+        f"-DCMAKE_CXX_COMPILER={CROSS}",
+        "-DCMAKE_CXX_FLAGS=-Werror",
+    )
+    choices = (f"-DPython_EXECUTABLE={sys.executable}", f"-Dnanobind_ROOT={nanobind}")
+    run(BIN / "cmake", "-S", ROOT / "kernels", "-B", tmp_path, *target, *choices)
+    run(BIN / "cmake", "--build", tmp_path, "--parallel", "2")
+    (module,) = tmp_path.glob("_native*.so")
+    assert int.from_bytes(module.read_bytes()[18:20], "little") == 183  # ELF's EM_AARCH64
