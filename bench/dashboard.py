@@ -1,4 +1,4 @@
-"""What the dashboard's feed costs, by the size of the pool.
+"""Measures what the dashboard's feed costs, by the size of the pool.
 
     python -m bench.dashboard [--pools 1000,65536,1000000] [--updates 40]
 

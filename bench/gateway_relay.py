@@ -79,7 +79,7 @@ _HEADER = (
 
 @dataclass(frozen=True)
 class Front:
-    """What clients meet."""
+    """The listener that the clients use: its protocol, its API keys and its TLS."""
 
     over: str
     guard: str

@@ -1,4 +1,4 @@
-"""What hostile connections cost a running deployment, and its other clients.
+"""Measures what hostile connections cost a running deployment and its other clients.
 
     quire serve &
     python -m bench.hostile_clients --pid PID_OF_THE_GATEWAY [--http-port 8000] [--grpc-port 50051]

@@ -30,8 +30,8 @@ class Counted:
         self._target = counted
 
     async def stream(self, prompt: Prompt, num_tokens: int) -> AsyncGenerator[int, None]:
-        """What the server's count has beyond the chunks' (characters that end late) is added to the
-        last."""
+        """Yields the tokens of each chunk. Tokens that only the server counts (characters that end
+        late) are added to the last chunk."""
         total = 0
         async with aclosing(self._target.stream(target.Call(prompt, num_tokens))) as chunks:
             async for chunk in chunks:

@@ -84,7 +84,7 @@ void sample(const std::string& isa, Array logits, const std::vector<DrawTuple>& 
                               checked[row]);
 }
 
-// What a draw makes of N scaled logits and random numbers, fp32 [N]: weights and exponential
+// Computes for a draw, from N scaled logits and random numbers, fp32 [N]: weights and exponential
 // numbers, fp32 [2, N].
 void draw_arithmetic(const std::string& isa, Array scaled, Array numbers, Array out) {
   const int64_t n = static_cast<int64_t>(scaled.size());

@@ -14,7 +14,8 @@ constexpr float kNone = -std::numeric_limits<float>::infinity();
 constexpr int64_t kFew = 32;
 constexpr int kWeights = 1024;
 
-// What fp32 may make of a quotient or a weight, as a share, and of a scaled logit.
+// Bounds of the rounding errors of fp32: of a quotient or a weight, as a share, and of a scaled
+// logit.
 constexpr float kSlack = 1e-5f;
 constexpr double kScaledSlack = 1e-4;
 

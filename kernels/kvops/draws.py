@@ -45,7 +45,7 @@ NOT_ALLOWED, BANNED = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class PenaltyTables:
-    """What changes the logits of the draws with a slot, [slots, vocab_size] each.
+    """The tables that change the logits of the draws with a slot, [slots, vocab_size] each.
 
     `biases`: fp32. `counts`: int32, 1 + how often a token is in the output, 0 if the penalties do
     not affect it. `flags`: int8, `NOT_ALLOWED` and `BANNED`; bans do not hold if they would leave
