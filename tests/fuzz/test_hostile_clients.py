@@ -13,8 +13,7 @@ from bench.hostile_clients import Attack
 from quire.client import Client
 from tests.e2e.deployment import Deployment, serving
 
-LIMIT_S = 120
-ATTACK_S = 1.0
+LIMIT_S = 60
 MAX_GROWTH_MIB = 200
 CHAT = {"prompt": "A block table", "max_tokens": 8, "temperature": 0}
 
@@ -38,9 +37,7 @@ def resident_mib(pid: int) -> float:
         (hostile_clients.slow_loris, 200, "http"),
         (hostile_clients.endless_bodies, 16, "http"),
         (hostile_clients.cancel_storm, 50, "http"),
-        # Short: a gateway accepts each reset call before it learns of its reset, which takes the
-        # CPU of a busy machine long.
-        (hostile_clients.rapid_reset, 100, "grpc"),
+        (hostile_clients.rapid_reset, 1000, "grpc"),
     ],
 )
 async def test_another_client_gets_its_answers_and_nothing_is_left(
@@ -51,7 +48,7 @@ async def test_another_client_gets_its_answers_and_nothing_is_left(
     async with httpx.AsyncClient(base_url=deployment.http, timeout=LIMIT_S) as client:
         expected = (await client.post("/v1/completions", json=CHAT)).json()["choices"]
         before = resident_mib(pid)
-        attacking = asyncio.ensure_future(attack(int(address.rpartition(":")[2]), number, ATTACK_S))
+        attacking = asyncio.ensure_future(attack(int(address.rpartition(":")[2]), number, 2.0))
         while not attacking.done():
             answer = await client.post("/v1/completions", json=CHAT)
             assert answer.json()["choices"] == expected
