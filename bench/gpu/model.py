@@ -9,7 +9,9 @@ from torch import Tensor
 import kvops
 from bench.gpu.check import Check, Failed, Machine, Passed, Skipped
 from kvops import Backend
-from services.common.text.model_config import GenerationDefaults, ModelConfig, RopeConfig
+from services.common.text.families import FAMILIES
+from services.common.text.model_config import GenerationDefaults, ModelConfig
+from services.common.text.rope_config import RopeConfig
 from services.engine.batch import Draw, Row
 from services.engine.models.decoder import ComposedModel, Layer, Linear
 from services.engine.runner import Runner
@@ -88,6 +90,7 @@ def make_config(
 ) -> ModelConfig:
     return ModelConfig(
         architecture="Qwen3ForCausalLM",
+        family=FAMILIES["Qwen3ForCausalLM"],
         hidden_size=hidden_size,
         num_layers=num_layers,
         num_heads=hidden_size // 32,
@@ -99,7 +102,6 @@ def make_config(
         rms_norm_eps=1e-6,
         rope=RopeConfig(theta=10_000.0),
         tied_embeddings=False,
-        qk_norm=True,
         qkv_bias=True,
         o_bias=False,
         mlp_bias=False,

@@ -23,7 +23,8 @@ from quire.supervisor.errors import ModelUnusable
 from quire.supervisor.model_source import check_model, find_model
 from services.common.checkpoint.layout import EMBEDDING, weight_shapes
 from services.common.errors import StartupError
-from services.common.text.model_config import FrequencyDivisors, ModelConfig
+from services.common.text.model_config import ModelConfig
+from services.common.text.rope_config import FrequencyDivisors
 from services.engine.models import load_model
 from services.engine.models.rope import rope_tables
 from services.engine.weights.checkpoint import load_weights, weights_digest

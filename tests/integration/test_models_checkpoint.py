@@ -13,7 +13,8 @@ from tokenizers import Tokenizer
 
 from bench import make_checkpoint as module
 from bench.make_checkpoint import CheckpointSpec, make_checkpoint
-from services.common.text.model_config import Llama3Scaling, ModelConfig
+from services.common.text.model_config import ModelConfig
+from services.common.text.rope_config import Llama3Scaling
 
 from .models_oracle import LLAMA3_ROPE, Oracle, random_prompt
 

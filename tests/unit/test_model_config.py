@@ -7,13 +7,9 @@ from typing import Any
 import pytest
 
 from services.common.errors import StartupError
-from services.common.text.model_config import (
-    GenerationDefaults,
-    LinearScaling,
-    Llama3Scaling,
-    ModelConfig,
-    RopeConfig,
-)
+from services.common.text.families import FAMILIES
+from services.common.text.model_config import GenerationDefaults, ModelConfig
+from services.common.text.rope_config import LinearScaling, Llama3Scaling, RopeConfig
 
 QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -70,6 +66,7 @@ def test_qwen3_0_6b_reads_as_published(tmp_path: Path) -> None:
     }
     assert read(tmp_path, generation) == ModelConfig(
         architecture="Qwen3ForCausalLM",
+        family=FAMILIES["Qwen3ForCausalLM"],
         hidden_size=1024,
         num_layers=28,
         num_heads=16,
@@ -81,7 +78,6 @@ def test_qwen3_0_6b_reads_as_published(tmp_path: Path) -> None:
         rms_norm_eps=1e-6,
         rope=RopeConfig(theta=1_000_000.0),
         tied_embeddings=True,
-        qk_norm=True,
         qkv_bias=False,
         o_bias=False,
         mlp_bias=False,
@@ -94,32 +90,26 @@ def test_qwen3_0_6b_reads_as_published(tmp_path: Path) -> None:
     )
 
 
-def test_families_differ_in_norms_biases_and_head_size(tmp_path: Path) -> None:
-    qwen2 = read(tmp_path, architectures=["Qwen2ForCausalLM"], head_dim=None)
-    assert (qwen2.qk_norm, qwen2.qkv_bias, qwen2.o_bias, qwen2.head_dim) == (False, True, False, 64)
-    llama = read(
-        tmp_path,
-        architectures=["LlamaForCausalLM"],
-        head_dim=None,
-        num_key_value_heads=None,
-        attention_bias=True,
-        mlp_bias=True,
-    )
-    assert (llama.qk_norm, llama.qkv_bias, llama.o_bias, llama.mlp_bias) == (
-        False,
-        True,
-        True,
-        True,
-    )
-    assert (llama.num_kv_heads, llama.head_dim) == (16, 64)
-    assert read(tmp_path, head_dim=None).head_dim == 128
-    mistral = read(tmp_path, **MISTRAL, attention_bias=True)
-    assert (mistral.qk_norm, mistral.qkv_bias, mistral.o_bias, mistral.head_dim) == (
-        False,
-        False,
-        False,
-        64,
-    )
+def test_families_differ_in_biases_and_head_size(tmp_path: Path) -> None:
+    def facts(**changes: Any) -> tuple[bool, bool, bool, int, int]:
+        c = read(tmp_path, **changes)
+        return c.qkv_bias, c.o_bias, c.mlp_bias, c.num_kv_heads, c.head_dim
+
+    qwen2 = facts(architectures=["Qwen2ForCausalLM"], head_dim=None)
+    assert qwen2 == (True, False, False, 8, 64)
+    llama = {"architectures": ["LlamaForCausalLM"], "head_dim": None, "num_key_value_heads": None}
+    assert facts(**llama, attention_bias=True, mlp_bias=True) == (True, True, True, 16, 64)
+    assert facts(**MISTRAL, attention_bias=True) == (False, False, False, 8, 64)
+
+
+def test_head_size_that_is_not_in_the_file_is_the_familys(tmp_path: Path) -> None:
+    config = {name: value for name, value in QWEN3.items() if name != "head_dim"}
+    assert ModelConfig.from_directory(write(tmp_path, config)).head_dim == 128
+
+
+@pytest.mark.parametrize("value", [None, False, 0, [], {}])
+def test_unknown_field_that_says_nothing_is_ignored(tmp_path: Path, value: object) -> None:
+    assert read(tmp_path, attn_temperature=value, dropout_version=3) == read(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -224,6 +214,9 @@ def test_dtype_has_an_old_and_a_new_name(tmp_path: Path) -> None:
             "rope_parameters.high_freq_factor",
         ),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary"),
+        ({"attn_temperature": 2.0}, "attn_temperature: 2.0: Quire does not know this field"),
+        ({"mlp_bias": True}, "mlp_bias: True: Quire does not know this field"),
+        ({"rope_scaling": {"mrope_section": [4, 6, 6]}}, "rope_scaling.mrope_section: [4, 6, 6]"),
         (
             {"architectures": ["LlamaForCausalLM"], "use_sliding_window": True},
             "use_sliding_window: this architecture has no sliding window",

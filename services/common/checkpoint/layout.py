@@ -1,7 +1,6 @@
 """Names and shapes of a checkpoint's tensors.
 
-Qwen3, Qwen2, Llama and Mistral use the same names. `ModelConfig` says where the architectures
-differ: biases, norms of queries and keys, an untied head.
+Families use Llama's names for linears; their rows say how their norms are called.
 """
 
 from services.common.text.model_config import ModelConfig
@@ -49,11 +48,11 @@ def _layer_shapes(config: ModelConfig) -> dict[str, Shape]:
         "mlp.up_proj": (wide, hidden, config.mlp_bias),
         "mlp.down_proj": (hidden, wide, config.mlp_bias),
     }
+    norms = config.family.norms
     shapes: dict[str, Shape] = {
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
+        f"{name}.weight": (hidden,) for name in (norms.attention_in, norms.mlp_in)
     }
-    if config.qk_norm:
+    if config.family.qk_norm == "per head":
         shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (config.head_dim,)
     for name, (rows, columns, bias) in linears.items():
         shapes[f"{name}.weight"] = (rows, columns)

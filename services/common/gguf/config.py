@@ -7,14 +7,10 @@ from services.common.checkpoint.layout import EMBEDDING, FINAL_NORM, HEAD, weigh
 from services.common.checkpoint.quantization import StoredKind, StoredQuantization
 from services.common.errors import StartupError
 from services.common.gguf.file import GgufFile
+from services.common.text.families import FAMILIES
 from services.common.text.json_fields import JsonFields
-from services.common.text.model_config import (
-    FrequencyDivisors,
-    GenerationDefaults,
-    LinearScaling,
-    ModelConfig,
-    RopeConfig,
-)
+from services.common.text.model_config import GenerationDefaults, ModelConfig
+from services.common.text.rope_config import FrequencyDivisors, LinearScaling, RopeConfig
 
 TOKENS = "tokenizer.ggml.tokens"
 ROPE_FACTORS = "rope_freqs.weight"
@@ -47,14 +43,13 @@ class _Family:
     halves of a rotation are neighbours."""
 
     architecture: str
-    qk_norm: bool
     pairs: bool
 
 
 _FAMILIES = {
-    "llama": _Family("LlamaForCausalLM", qk_norm=False, pairs=True),
-    "qwen2": _Family("Qwen2ForCausalLM", qk_norm=False, pairs=False),
-    "qwen3": _Family("Qwen3ForCausalLM", qk_norm=True, pairs=False),
+    "llama": _Family("LlamaForCausalLM", pairs=True),
+    "qwen2": _Family("Qwen2ForCausalLM", pairs=False),
+    "qwen3": _Family("Qwen3ForCausalLM", pairs=False),
 }
 
 
@@ -93,6 +88,7 @@ def gguf_config(file: GgufFile) -> ModelConfig:
     num_layers = fields.integer("block_count")
     return ModelConfig(
         architecture=family.architecture,
+        family=FAMILIES[family.architecture],
         hidden_size=hidden_size,
         num_layers=num_layers,
         num_heads=num_heads,
@@ -104,7 +100,6 @@ def gguf_config(file: GgufFile) -> ModelConfig:
         rms_norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
         rope=_rope(file, fields),
         tied_embeddings=gguf_name(HEAD) not in file.tensors,
-        qk_norm=family.qk_norm,
         qkv_bias="blk.0.attn_q.bias" in file.tensors,
         o_bias="blk.0.attn_output.bias" in file.tensors,
         mlp_bias="blk.0.ffn_up.bias" in file.tensors,

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,14 @@ from services.common.errors import StartupError
 class JsonFields:
     """The fields of a JSON object. A field with the value null counts as missing.
 
-    `prefix`: the path of names that leads to this object, for errors. StartupError: a field is
-    missing, or has a wrong type or value.
+    `prefix`: the path of names that leads to this object, for errors. `asked`: the names of all
+    fields that were asked for. StartupError: a field is missing, or has a wrong type or value.
     """
 
     path: Path
     values: Mapping[str, Any]
     prefix: str = ""
+    asked: set[str] = field(default_factory=set, compare=False)
 
     @classmethod
     def read(cls, path: Path) -> "JsonFields":
@@ -37,8 +38,24 @@ class JsonFields:
     def wrong(self, name: str, text: str) -> StartupError:
         return StartupError(f"{self.path}: {self.prefix}{name}: {text}")
 
+    def with_defaults(self, defaults: Mapping[str, Any]) -> "JsonFields":
+        """The same fields, and `defaults` for those that are absent. Null is not absent."""
+        return JsonFields(self.path, {**defaults, **self.values}, self.prefix, self.asked)
+
+    def unread(self) -> list[str]:
+        """The names of the fields that nobody has asked for and that are not null, false, 0 or
+        empty, sorted."""
+        return sorted(
+            name for name, value in self.values.items() if value and name not in self.asked
+        )
+
+    def value(self, name: str) -> Any:
+        """The value as it is; None if it is missing."""
+        self.asked.add(name)
+        return self.values.get(name)
+
     def has(self, name: str) -> bool:
-        return self.values.get(name) is not None
+        return self.value(name) is not None
 
     def integer(self, name: str, default: int | None = None, least: int = 1) -> int:
         value = self._required(name, default)
@@ -67,7 +84,7 @@ class JsonFields:
         return value
 
     def object(self, name: str) -> "JsonFields":
-        value = self.values.get(name) or {}
+        value = self.value(name) or {}
         if not isinstance(value, dict):
             raise self.wrong(name, f"{value!r} is not an object")
         return JsonFields(self.path, value, f"{self.prefix}{name}.")

@@ -3,49 +3,19 @@
 The gateway reads them too, so this module does not import PyTorch.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from services.common.checkpoint.quantization import StoredQuantization, stored_quantization
 from services.common.errors import StartupError
+from services.common.text.families import FAMILIES, Family
 from services.common.text.json_fields import JsonFields
+from services.common.text.neutral_fields import check_all_read
+from services.common.text.rope_config import RopeConfig, read_rope
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 DTYPES = ("bfloat16", "float16", "float32")
-
-
-@dataclass(frozen=True, slots=True)
-class LinearScaling:
-    """Linear RoPE scaling: divides every position by `factor`."""
-
-    factor: float
-
-
-@dataclass(frozen=True, slots=True)
-class Llama3Scaling:
-    """Llama 3.1's RoPE scaling: stretches long wavelengths by `factor` and keeps short ones, with a
-    smooth transition between."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
-
-
-@dataclass(frozen=True, slots=True)
-class FrequencyDivisors:
-    """RoPE scaling of GGUF files: divides each frequency by a number of its own."""
-
-    divisors: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    theta: float
-    scaling: LinearScaling | Llama3Scaling | FrequencyDivisors | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +49,17 @@ class GenerationDefaults:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The configuration of a decoder-only model of one of the architectures in `_FAMILIES`.
+    """The configuration of a decoder-only model of one of the architectures in `FAMILIES`.
 
-    `qkv_bias`, `o_bias`, `mlp_bias`: which linears have a bias. `qk_norm`: whether queries and keys
-    are normalized per head before rotation. `windows`: for each layer the number of positions that
-    a query sees, its own included; None: all. `dtype`: of the weights in the files that are not
-    quantized, one of `DTYPES`. `quantization`: None if no weights are quantized.
+    `family`: the architecture's row there. It is a part of the configuration, so that fingerprints
+    include it. `qkv_bias`, `o_bias`, `mlp_bias`: which linears have a bias. `windows`: for each
+    layer the number of positions that a query sees, its own included; None: all. `dtype`: of the
+    weights in the files that are not quantized, one of `DTYPES`. `quantization`: None if no weights
+    are quantized.
     """
 
     architecture: str
+    family: Family
     hidden_size: int
     num_layers: int
     num_heads: int
@@ -99,7 +71,6 @@ class ModelConfig:
     rms_norm_eps: float
     rope: RopeConfig
     tied_embeddings: bool
-    qk_norm: bool
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
@@ -135,68 +106,50 @@ class ModelConfig:
         return _model_config(config, generation)
 
 
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """The differences between architectures. A field that config.json leaves out has this value, as
-    in transformers."""
-
-    qk_norm: bool
-    bias: Literal["never", "as configured", "qkv"]  # in the linears of attention
-    sliding: Literal["never", "all layers", "some layers"]
-    default_head_dim: int | None = None
-
-
-_FAMILIES: Mapping[str, _Family] = {
-    "LlamaForCausalLM": _Family(qk_norm=False, bias="as configured", sliding="never"),
-    "MistralForCausalLM": _Family(qk_norm=False, bias="never", sliding="all layers"),
-    "Qwen2ForCausalLM": _Family(qk_norm=False, bias="qkv", sliding="some layers"),
-    "Qwen3ForCausalLM": _Family(
-        qk_norm=True, bias="as configured", sliding="some layers", default_head_dim=128
-    ),
-}
-
-
 def _model_config(config: JsonFields, generation: JsonFields) -> ModelConfig:
     architecture = _architecture(config)
-    family = _FAMILIES[architecture]
-    if (act := config.text("hidden_act", "silu")) != "silu":
-        raise config.wrong("hidden_act", f"{act!r} is not supported, only 'silu'")
+    family = FAMILIES[architecture]
+    config = config.with_defaults(family.defaults)
+    if (act := config.text("hidden_act", "silu")) != family.activation:
+        raise config.wrong("hidden_act", f"{act!r} is not supported, only {family.activation!r}")
     hidden_size = config.integer("hidden_size")
     num_heads = config.integer("num_attention_heads")
     vocab_size = config.integer("vocab_size")
     num_layers = config.integer("num_hidden_layers")
-    bias = family.bias == "as configured" and config.boolean("attention_bias", default=False)
-    return ModelConfig(
+    bias = family.biases == "as configured" and config.boolean("attention_bias", default=False)
+    found = ModelConfig(
         architecture=architecture,
+        family=family,
         hidden_size=hidden_size,
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=_num_kv_heads(config, num_heads),
-        head_dim=_head_dim(config, family, hidden_size, num_heads),
+        head_dim=_head_dim(config, hidden_size, num_heads),
         intermediate_size=config.integer("intermediate_size"),
         vocab_size=vocab_size,
         max_position_embeddings=config.integer("max_position_embeddings"),
         rms_norm_eps=config.number("rms_norm_eps", 1e-6),
-        rope=_rope(config),
+        rope=read_rope(config),
         tied_embeddings=config.boolean("tie_word_embeddings", default=False),
-        qk_norm=family.qk_norm,
-        qkv_bias=bias or family.bias == "qkv",
+        qkv_bias=bias or family.biases == "qkv",
         o_bias=bias,
-        mlp_bias=architecture == "LlamaForCausalLM" and config.boolean("mlp_bias", default=False),
+        mlp_bias=family.mlp_bias and config.boolean("mlp_bias", default=False),
         windows=_windows(config, family, num_layers),
         dtype=_dtype(config),
         eos_token_ids=_eos_token_ids(config, generation, vocab_size),
         generation=GenerationDefaults.from_fields(generation),
         quantization=stored_quantization(config),
     )
+    check_all_read(config, family.ignored)
+    return found
 
 
 def _architecture(config: JsonFields) -> str:
-    known = ", ".join(_FAMILIES)
+    known = ", ".join(FAMILIES)
     names = config.values.get("architectures")
     if not isinstance(names, list) or len(names) != 1:
         raise config.wrong("architectures", f"{names!r} is not a list of one of {known}")
-    if names[0] not in _FAMILIES:
+    if names[0] not in FAMILIES:
         raise config.wrong("architectures", f"{names[0]!r} is not supported; these are: {known}")
     return str(names[0])
 
@@ -210,26 +163,26 @@ def _num_kv_heads(config: JsonFields, num_heads: int) -> int:
     return num_kv_heads
 
 
-def _head_dim(config: JsonFields, family: _Family, hidden_size: int, num_heads: int) -> int:
-    if not config.has("head_dim") and family.default_head_dim is None and hidden_size % num_heads:
+def _head_dim(config: JsonFields, hidden_size: int, num_heads: int) -> int:
+    if not config.has("head_dim") and hidden_size % num_heads:
         raise config.wrong(
             "hidden_size", f"{hidden_size} is not a multiple of num_attention_heads {num_heads}"
         )
-    head_dim = config.integer("head_dim", family.default_head_dim or hidden_size // num_heads)
+    head_dim = config.integer("head_dim", hidden_size // num_heads)
     if head_dim % 2:
         raise config.wrong("head_dim", f"{head_dim} is odd; rotary embeddings need pairs")
     return head_dim
 
 
-def _windows(config: JsonFields, family: _Family, num_layers: int) -> tuple[int | None, ...]:
-    """The attention window of each layer. Mistral has a sliding window in all layers or in none;
-    Qwen has one in the layers that `layer_types` names, else from `max_window_layers` on."""
+def _windows(config: JsonFields, family: Family, num_layers: int) -> tuple[int | None, ...]:
+    """The attention window of each layer: those that `layer_types` names, else as the family
+    has it."""
     window = _window(config, family)
-    begin = config.integer("max_window_layers", 28, 0) if family.sliding == "some layers" else 0
+    begin = config.integer("max_window_layers", least=0) if family.windows == "upper layers" else 0
     windows = tuple(window if layer >= begin else None for layer in range(num_layers))
     if not config.has("layer_types"):
         return windows
-    kinds = config.values["layer_types"]
+    kinds = config.value("layer_types")
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         raise config.wrong("layer_types", f"{kinds!r} is not a list of {num_layers}")
     known = ("full_attention", "sliding_attention") if window else ("full_attention",)
@@ -238,51 +191,21 @@ def _windows(config: JsonFields, family: _Family, num_layers: int) -> tuple[int 
             raise config.wrong("layer_types", f"{kind!r} is none of {', '.join(known)}")
     by_type = tuple(window if kind == "sliding_attention" else None for kind in kinds)
     # transformers ignores Mistral's layer_types, other engines do not; so both must agree.
-    if family.sliding == "all layers" and by_type != windows:
+    if family.windows == "all layers" and by_type != windows:
         raise config.wrong("layer_types", f"all layers of this architecture are {known[-1]}")
     return by_type
 
 
-def _window(config: JsonFields, family: _Family) -> int | None:
+def _window(config: JsonFields, family: Family) -> int | None:
     """The window of layers with a sliding window; None: no layer has one. An absent field means
-    4096, as in transformers, but null means no window."""
-    if family.sliding != "all layers" and not config.boolean("use_sliding_window", default=False):
+    the family's default, as in transformers, but null means no window."""
+    uses = family.windows == "all layers" or config.boolean("use_sliding_window", default=False)
+    if family.windows == "none":
+        if uses:
+            raise config.wrong("use_sliding_window", "this architecture has no sliding window")
         return None
-    if family.sliding == "never":
-        raise config.wrong("use_sliding_window", "this architecture has no sliding window")
-    if config.values.get("sliding_window", 4096) is None:
-        return None
-    return config.integer("sliding_window", 4096)
-
-
-def _rope(config: JsonFields) -> RopeConfig:
-    """Read both forms: transformers 5 writes everything into `rope_parameters`, earlier versions
-    wrote `rope_theta` beside `rope_scaling`."""
-    fields = config.object("rope_parameters" if config.has("rope_parameters") else "rope_scaling")
-    theta = fields.number("rope_theta", config.number("rope_theta", 10_000.0))
-    for owner in (config, fields):
-        if owner.number("partial_rotary_factor", 1.0) != 1.0:
-            raise owner.wrong("partial_rotary_factor", "partial rotation is not supported")
-    kind = fields.text("rope_type", fields.text("type", "default"))
-    if kind == "default":
-        return RopeConfig(theta)
-    if kind == "linear":
-        return RopeConfig(theta, LinearScaling(fields.number("factor")))
-    if kind == "llama3":
-        return RopeConfig(theta, _llama3(fields))
-    raise fields.wrong("rope_type", f"{kind!r} is not supported, only default, linear and llama3")
-
-
-def _llama3(fields: JsonFields) -> Llama3Scaling:
-    scaling = Llama3Scaling(
-        factor=fields.number("factor"),
-        low_freq_factor=fields.number("low_freq_factor"),
-        high_freq_factor=fields.number("high_freq_factor"),
-        original_max_position_embeddings=fields.integer("original_max_position_embeddings"),
-    )
-    if scaling.high_freq_factor <= scaling.low_freq_factor:
-        raise fields.wrong("high_freq_factor", "is not above low_freq_factor")
-    return scaling
+    window = config.integer("sliding_window") if config.has("sliding_window") else None
+    return window if uses else None
 
 
 def _dtype(config: JsonFields) -> str:
@@ -295,7 +218,7 @@ def _dtype(config: JsonFields) -> str:
 
 def _eos_token_ids(config: JsonFields, generation: JsonFields, vocab_size: int) -> tuple[int, ...]:
     owner = generation if generation.has("eos_token_id") else config
-    value = owner.values.get("eos_token_id")
+    value = owner.value("eos_token_id")
     if value is None:
         return ()
     ids = value if isinstance(value, list) else [value]

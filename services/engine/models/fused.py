@@ -214,12 +214,13 @@ def _layer(
         found = weights.get(f"{prefix}.{name}.weight")
         return None if found is None else found.float()
 
+    norms = config.family.norms
     linears = {name: packed[s.name] for name, s in layer_sections(config, index).items()}
     return Layer(
-        input_norm=cast(Tensor, norm("input_layernorm")),
+        input_norm=cast(Tensor, norm(norms.attention_in)),
         query_norm=norm("self_attn.q_norm"),
         key_norm=norm("self_attn.k_norm"),
-        mlp_norm=cast(Tensor, norm("post_attention_layernorm")),
+        mlp_norm=cast(Tensor, norm(norms.mlp_in)),
         window=window or 0,
         **linears,
     )

@@ -109,16 +109,16 @@ def _composed(
         )
 
     def layer(number: int, window: int | None) -> Layer:
-        prefix = layer_prefix(number)
+        prefix, norms = layer_prefix(number), config.family.norms
         linears = {
             name: linear(replace(section, turn=0))
             for name, section in layer_sections(config, number).items()
         }
         return Layer(
-            input_norm=tensor(f"{prefix}.input_layernorm.weight"),
+            input_norm=tensor(f"{prefix}.{norms.attention_in}.weight"),
             query_norm=optional(f"{prefix}.self_attn.q_norm.weight"),
             key_norm=optional(f"{prefix}.self_attn.k_norm.weight"),
-            mlp_norm=tensor(f"{prefix}.post_attention_layernorm.weight"),
+            mlp_norm=tensor(f"{prefix}.{norms.mlp_in}.weight"),
             window=window,
             **linears,
         )

@@ -6,7 +6,7 @@ import math
 import torch
 from torch import Tensor
 
-from services.common.text.model_config import (
+from services.common.text.rope_config import (
     FrequencyDivisors,
     LinearScaling,
     Llama3Scaling,
