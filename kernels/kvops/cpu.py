@@ -12,6 +12,7 @@ from kvops import int8_kv
 from kvops.copying import copy_between
 from kvops.kernels import Kernels
 from kvops.native import NUMERICS, Kind, NativeCpu
+from kvops.step import AttentionCall
 
 _KINDS: dict[torch.dtype, Kind] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
@@ -43,26 +44,16 @@ class CpuKernels(Kernels):
         kv_layer[:, 0][blocks, offsets] = k
         kv_layer[:, 1][blocks, offsets] = v
 
-    def paged_attention(
-        self,
-        q: Tensor,
-        kv_layer: Tensor,
-        block_tables: Tensor,
-        cu_query_lens: Tensor,
-        context_lens: Tensor,
-        scale: float,
-        window: int | None,
-        max_query_len: int,
-    ) -> Tensor:
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    def paged_attention(self, call: AttentionCall) -> Tensor:
+        out = torch.empty_like(call.q, memory_format=torch.contiguous_format)
         self.native.ops.attention(
-            q.contiguous(),
-            kv_layer,
-            block_tables.int(),
-            cu_query_lens.int(),
-            context_lens.int(),
-            scale,
-            window or 0,
+            call.q.contiguous(),
+            call.kv_layer,
+            call.block_tables.int(),
+            call.cu_query_lens.int(),
+            call.context_lens.int(),
+            call.scale,
+            call.window or 0,
             out,
         )
         return out

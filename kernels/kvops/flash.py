@@ -9,7 +9,7 @@ them, so these positions must be finite: `clear_begun_blocks`.
 import torch
 from torch import Tensor
 
-from kvops.step import AttentionShape
+from kvops.step import AttentionCall, AttentionShape
 from kvops.triton import TritonKernels, fusions
 
 PAGE = 256
@@ -45,35 +45,25 @@ class FlashKernels(TritonKernels):
     def clear_begun_blocks(self, kv: Tensor, slot_mapping: Tensor) -> None:
         fusions.clear_begun_blocks(kv, slot_mapping)
 
-    def paged_attention(
-        self,
-        q: Tensor,
-        kv_layer: Tensor,
-        block_tables: Tensor,
-        cu_query_lens: Tensor,
-        context_lens: Tensor,
-        scale: float,
-        window: int | None,
-        max_query_len: int,
-    ) -> Tensor:
+    def paged_attention(self, call: AttentionCall) -> Tensor:
         """ValueError: see `check_attention`."""
-        self.check_attention(AttentionShape.of_layer(q, kv_layer))
-        longest = block_tables.shape[1] * kv_layer.shape[2]
-        keys, values = kv_layer.unbind(dim=1)
+        self.check_attention(AttentionShape.of_call(call))
+        q, longest = call.q, call.longest_context
+        keys, values = call.kv_layer.unbind(dim=1)
         out = self._attend(
             q,
             keys,
             values,
-            cu_query_lens.int(),
-            self._capacity(len(context_lens), longest, q.device),
+            call.cu_query_lens.int(),
+            self._capacity(len(call.context_lens), longest, q.device),
             # The launch has a program for each tile of `max_q` tokens in each row.
-            max_query_len,
+            call.max_query_len,
             longest,
-            scale=scale,
-            window_size=(-1 if window is None else window - 1, 0),
-            enable_gqa=q.shape[1] != kv_layer.shape[3],
-            seqused_k=context_lens.int(),
-            block_table=block_tables.int().contiguous(),
+            scale=call.scale,
+            window_size=(-1 if call.window is None else call.window - 1, 0),
+            enable_gqa=q.shape[1] != keys.shape[2],
+            seqused_k=call.context_lens.int(),
+            block_table=call.block_tables.int().contiguous(),
         )
         assert isinstance(out, Tensor)
         return out

@@ -10,7 +10,7 @@ from flash_attn import (  # type: ignore[import-not-found]  # installed on GPU m
 from torch import Tensor
 
 from kvops.flash import FlashKernels
-from kvops.step import AttentionShape
+from kvops.step import AttentionCall, AttentionShape
 
 
 class FlashPackageKernels(FlashKernels):
@@ -20,46 +20,36 @@ class FlashPackageKernels(FlashKernels):
     def numerics(self) -> dict[str, str]:
         return {**super().numerics(), "flash_attn": __version__}
 
-    def paged_attention(
-        self,
-        q: Tensor,
-        kv_layer: Tensor,
-        block_tables: Tensor,
-        cu_query_lens: Tensor,
-        context_lens: Tensor,
-        scale: float,
-        window: int | None,
-        max_query_len: int,
-    ) -> Tensor:
+    def paged_attention(self, call: AttentionCall) -> Tensor:
         """ValueError: see `check_attention`."""
-        self.check_attention(AttentionShape.of_layer(q, kv_layer))
-        keys, values = kv_layer.unbind(dim=1)
+        self.check_attention(AttentionShape.of_call(call))
+        keys, values = call.kv_layer.unbind(dim=1)
         # Positions seen on either side of a query; `causal` limits the right side to 0 anyway.
-        reach = (-1, -1) if window is None else (window - 1, 0)
-        tables, lens = block_tables.int().contiguous(), context_lens.int()
-        if max_query_len == 1 and len(q) == len(lens):
+        reach = (-1, -1) if call.window is None else (call.window - 1, 0)
+        tables, lens = call.block_tables.int().contiguous(), call.context_lens.int()
+        if call.is_decode:
             out: Tensor = flash_attn_with_kvcache(
-                q[:, None],
+                call.q[:, None],
                 keys,
                 values,
                 cache_seqlens=lens,
                 block_table=tables,
-                softmax_scale=scale,
+                softmax_scale=call.scale,
                 causal=True,
                 window_size=reach,
             )
             return out.squeeze(1)
         out = flash_attn_varlen_func(
-            q,
+            call.q,
             keys,
             values,
-            cu_seqlens_q=cu_query_lens.int(),
+            cu_seqlens_q=call.cu_query_lens.int(),
             cu_seqlens_k=torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0)),
             # The launch has a program for each tile of `max_seqlen_q` tokens in each row.
-            max_seqlen_q=max_query_len,
+            max_seqlen_q=call.max_query_len,
             # An upper bound suffices: the exact lengths are on the device.
-            max_seqlen_k=tables.shape[1] * kv_layer.shape[2],
-            softmax_scale=scale,
+            max_seqlen_k=call.longest_context,
+            softmax_scale=call.scale,
             causal=True,
             window_size=reach,
             block_table=tables,

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvops.step import AttentionShape, AttentionStep
+from kvops.step import AttentionCall, AttentionShape, AttentionStep
 from kvops.triton import TritonKernels, fusions
 
 VERSIONS = ("0.7",)
@@ -135,22 +135,13 @@ class FlashInferKernels(TritonKernels):
             backend="auto" if kind == "prefill" else "fa2",
         )
 
-    def paged_attention(
-        self,
-        q: Tensor,
-        kv_layer: Tensor,
-        block_tables: Tensor,
-        cu_query_lens: Tensor,
-        context_lens: Tensor,
-        scale: float,
-        window: int | None,
-        max_query_len: int,
-    ) -> Tensor:
+    def paged_attention(self, call: AttentionCall) -> Tensor:
         """As planned: the lengths are those of `plan`. RuntimeError: nothing is planned for this
         window. ValueError: a scale that is not the usual one."""
-        if window not in self._planned:
-            raise RuntimeError(f"no step is planned for layers with the window {window}")
-        if scale != q.shape[2] ** -0.5:
-            raise ValueError(f"scale {scale} is not 1 / sqrt({q.shape[2]}), for which plans are")
-        out: Tensor = self._planned[window].run(q.contiguous(), kv_layer)
+        if call.window not in self._planned:
+            raise RuntimeError(f"no step is planned for layers with the window {call.window}")
+        if call.scale != call.q.shape[2] ** -0.5:
+            size = call.q.shape[2]
+            raise ValueError(f"scale {call.scale} is not 1 / sqrt({size}), for which plans are")
+        out: Tensor = self._planned[call.window].run(call.q.contiguous(), call.kv_layer)
         return out

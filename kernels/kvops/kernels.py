@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from kvops.draws import DrawTensors, PenaltyTables
-from kvops.step import AttentionShape, AttentionStep
+from kvops.step import AttentionCall, AttentionShape, AttentionStep
 
 if TYPE_CHECKING:  # the C++ module is absent where Quire is not compiled
     from kvops.native import NativeCpu
@@ -58,17 +58,7 @@ class Kernels(ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def paged_attention(
-        self,
-        q: Tensor,
-        kv_layer: Tensor,
-        block_tables: Tensor,
-        cu_query_lens: Tensor,
-        context_lens: Tensor,
-        scale: float,
-        window: int | None,
-        max_query_len: int,
-    ) -> Tensor: ...
+    def paged_attention(self, call: AttentionCall) -> Tensor: ...
 
     @abstractmethod
     def copy_blocks(self, kv: Tensor, pairs: Tensor, source: Tensor | None) -> None: ...

@@ -23,7 +23,7 @@ from torch import Tensor
 from kvops import int8_kv
 from kvops.draws import DRAW_DTYPES, DrawTensors, PenaltyTables
 from kvops.kernels import Kernels
-from kvops.step import AttentionShape, AttentionStep
+from kvops.step import AttentionCall, AttentionShape, AttentionStep
 
 if TYPE_CHECKING:  # the C++ module is absent where Quire is not compiled
     from kvops.native import NativeCpu
@@ -176,8 +176,9 @@ class Backend:
                 f"max_query_len: {num_rows} rows of at most {max_query_len} tokens are fewer than "
                 f"{q.shape[0]} tokens"
             )
+        rows = (block_tables, cu_query_lens, context_lens)
         return self._kernels.paged_attention(
-            q, kv_layer, block_tables, cu_query_lens, context_lens, scale, window, max_query_len
+            AttentionCall(q, kv_layer, *rows, scale, window, max_query_len)
         )
 
     def copy_blocks(self, kv: Tensor, pairs: Tensor, source: Tensor | None = None) -> None:

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from kvops import int8_kv
 from kvops.kernels import Kernels
+from kvops.step import AttentionCall
 
 
 class ReferenceKernels(Kernels):
@@ -29,29 +30,20 @@ class ReferenceKernels(Kernels):
             if slot != -1 and slot % kv.shape[3] == 0:
                 kv[slot // kv.shape[3]] = 0
 
-    def paged_attention(
-        self,
-        q: Tensor,
-        kv_layer: Tensor,
-        block_tables: Tensor,
-        cu_query_lens: Tensor,
-        context_lens: Tensor,
-        scale: float,
-        window: int | None,
-        max_query_len: int,
-    ) -> Tensor:
+    def paged_attention(self, call: AttentionCall) -> Tensor:
+        q, kv_layer = call.q, call.kv_layer
         out = torch.empty_like(q)
         queries_per_kv = q.shape[1] // kv_layer.shape[3]
-        for row, context_len in enumerate(context_lens.tolist()):
-            begin, end = cu_query_lens[row : row + 2].tolist()
-            keys, values = _gather(kv_layer, block_tables[row], context_len)
+        for row, context_len in enumerate(call.context_lens.tolist()):
+            begin, end = call.cu_query_lens[row : row + 2].tolist()
+            keys, values = _gather(kv_layer, call.block_tables[row], context_len)
             keys = keys.repeat_interleave(queries_per_kv, dim=1)
             values = values.repeat_interleave(queries_per_kv, dim=1)
             for token in range(begin, end):
                 stop = context_len - (end - token) + 1
-                visible = slice(0 if window is None else max(0, stop - window), stop)
-                scores = torch.einsum("hd,phd->hp", q[token].float(), keys[visible]) * scale
-                weights = torch.softmax(scores, dim=-1)
+                visible = slice(max(0, stop - call.window) if call.window else 0, stop)
+                scores = torch.einsum("hd,phd->hp", q[token].float(), keys[visible])
+                weights = torch.softmax(scores * call.scale, dim=-1)
                 out[token] = torch.einsum("hp,phd->hd", weights, values[visible])
         return out
 

@@ -1,5 +1,6 @@
-"""What attention needs to know on the host: the shape of a model's attention, which decides at
-start who can compute it, and the lengths of a step's rows, from which a step is planned."""
+"""What attention is told: the shape of a model's attention, which decides at start who can compute
+it; the lengths of a step's rows, from which a step is planned on the host; and the arguments of one
+layer's call."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,8 @@ class AttentionShape:
     windows: tuple[int | None, ...] = (None,)
 
     @classmethod
-    def of_layer(cls, q: Tensor, kv_layer: Tensor) -> "AttentionShape":
+    def of_call(cls, call: "AttentionCall") -> "AttentionShape":
+        q, kv_layer = call.q, call.kv_layer
         block_size, num_kv_heads = kv_layer.shape[2:4]
         return cls(
             q.shape[1], num_kv_heads, q.shape[2], block_size, q.dtype, kv_layer.dtype, (None,)
@@ -38,6 +40,30 @@ class AttentionShape:
                 f"{self.num_heads} query heads are no multiple of {self.num_kv_heads} key/value "
                 "heads"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """The arguments of `kvops.ops.Backend.paged_attention`, which has checked them."""
+
+    q: Tensor
+    kv_layer: Tensor
+    block_tables: Tensor
+    cu_query_lens: Tensor
+    context_lens: Tensor
+    scale: float
+    window: int | None
+    max_query_len: int
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether each row has one token, known on the host."""
+        return self.max_query_len == 1 and len(self.q) == len(self.context_lens)
+
+    @property
+    def longest_context(self) -> int:
+        """A bound of the rows' contexts, known on the host."""
+        return self.block_tables.shape[1] * self.kv_layer.shape[2]
 
 
 @dataclass(frozen=True, slots=True)

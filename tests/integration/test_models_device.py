@@ -17,6 +17,7 @@ import kvops
 from bench.make_checkpoint import make_checkpoint
 from kvops import Backend
 from kvops.reference import ReferenceKernels
+from kvops.step import AttentionCall
 from services.engine.batch import Draw, Fault, Row, RowResult
 from services.engine.device.inputs import Indices, StepInputs
 from services.engine.forward import CompleteFlight, Flight
@@ -70,9 +71,10 @@ class ShapeKernels(ReferenceKernels):
     def store_kv(self, kv_layer: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
         assert {t.device for t in (kv_layer, k, v, slot_mapping)} == {kv_layer.device}
 
-    def paged_attention(self, q: Tensor, kv_layer: Tensor, *args: Any) -> Tensor:
-        assert {t.device for t in args if isinstance(t, Tensor)} == {kv_layer.device}
-        return torch.empty_like(q)
+    def paged_attention(self, call: AttentionCall) -> Tensor:
+        rows = (call.block_tables, call.cu_query_lens, call.context_lens)
+        assert {tensor.device for tensor in rows} == {call.kv_layer.device}
+        return torch.empty_like(call.q)
 
     def copy_blocks(self, kv: Tensor, pairs: Tensor, source: Tensor | None) -> None:
         assert pairs.device == kv.device

@@ -10,6 +10,7 @@ import kvops
 from bench.make_checkpoint import make_checkpoint
 from kvops.ops import Backend
 from kvops.reference import ReferenceKernels
+from kvops.step import AttentionCall
 from services.engine.batch import Draw, Fault, Row, RowResult
 from services.engine.models import load_model
 from services.engine.runner import Runner
@@ -25,25 +26,13 @@ class WholeBlockKernels(ReferenceKernels):
 
     reads_whole_blocks = True
 
-    def paged_attention(
-        self,
-        q: Tensor,
-        kv_layer: Tensor,
-        block_tables: Tensor,
-        cu_query_lens: Tensor,
-        context_lens: Tensor,
-        scale: float,
-        window: int | None,
-        max_query_len: int,
-    ) -> Tensor:
-        out = super().paged_attention(
-            q, kv_layer, block_tables, cu_query_lens, context_lens, scale, window, max_query_len
-        )
-        for row, context_len in enumerate(context_lens.tolist()):
+    def paged_attention(self, call: AttentionCall) -> Tensor:
+        out = super().paged_attention(call)
+        for row, context_len in enumerate(call.context_lens.tolist()):
             num_blocks = -(-context_len // BLOCK_SIZE)
-            values = kv_layer[block_tables[row, :num_blocks].long(), 1].flatten(0, 1)
+            values = call.kv_layer[call.block_tables[row, :num_blocks].long(), 1].flatten(0, 1)
             unseen = (values[context_len:] * 0).sum()
-            out[cu_query_lens[row] : cu_query_lens[row + 1]] += unseen
+            out[call.cu_query_lens[row] : call.cu_query_lens[row + 1]] += unseen
         return out
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvops.reference import ReferenceKernels
+from kvops.step import AttentionCall
 
 __version__ = "0.7.2.post1"
 
@@ -157,7 +158,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
         for row, count in enumerate(num_pages.tolist()):
             first = int(page_begins[row])
             tables[row, :count] = page_ids[first : first + count]
-        return ReferenceKernels().paged_attention(
+        call = AttentionCall(
             q,
             paged_kv_cache,
             tables,
@@ -167,3 +168,4 @@ class BatchPrefillWithPagedKVCacheWrapper:
             None if self._window < 0 else self._window + 1,
             int(begins.diff().max()),
         )
+        return ReferenceKernels().paged_attention(call)

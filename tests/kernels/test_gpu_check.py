@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torch import Tensor
@@ -19,6 +18,7 @@ from bench.gpu import attention, groups, operations, sharing
 from bench.gpu.check import Check, Failed, Machine, Passed, Skipped
 from kvops.ops import Backend
 from kvops.reference import ReferenceKernels
+from kvops.step import AttentionCall
 
 ROOT = Path(__file__).parents[2]
 ON_A_BARE_MACHINE = ("torch", "triton", "numpy")
@@ -98,10 +98,9 @@ def test_without_a_gpu_it_says_so_and_runs_nothing(tmp_path: Path) -> None:
 class BrokenKernels(ReferenceKernels):
     """Wrong in the last row of a batch of several."""
 
-    def paged_attention(self, q: Tensor, *arguments: Any) -> Tensor:
-        out = super().paged_attention(q, *arguments)
-        context_lens = arguments[3]
-        if len(context_lens) > 1:
+    def paged_attention(self, call: AttentionCall) -> Tensor:
+        out = super().paged_attention(call)
+        if len(call.context_lens) > 1:
             out[-1] *= 1.02
         return out
 

@@ -11,6 +11,7 @@ from kvops.copying import CudaStream, StagedCopies, copy_between
 from kvops.draws import DrawTensors, PenaltyTables
 from kvops.kernels import Kernels
 from kvops.reference import ReferenceKernels
+from kvops.step import AttentionCall
 from kvops.triton import attention, fusions, sampling
 
 NUMERICS = "1"
@@ -46,27 +47,8 @@ class TritonKernels(Kernels):
     def store_kv(self, kv_layer: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
         fusions.store_kv(kv_layer, k, v, slot_mapping)
 
-    def paged_attention(
-        self,
-        q: Tensor,
-        kv_layer: Tensor,
-        block_tables: Tensor,
-        cu_query_lens: Tensor,
-        context_lens: Tensor,
-        scale: float,
-        window: int | None,
-        max_query_len: int,
-    ) -> Tensor:
-        return attention.paged_attention(
-            q,
-            kv_layer,
-            block_tables,
-            cu_query_lens,
-            context_lens,
-            scale,
-            window,
-            max_query_len,
-        )
+    def paged_attention(self, call: AttentionCall) -> Tensor:
+        return attention.paged_attention(call)
 
     def copy_blocks(self, kv: Tensor, pairs: Tensor, source: Tensor | None) -> None:
         """Copies with PyTorch, at memory speed. Within one arena the blocks go through a buffer,

@@ -30,6 +30,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvops.step import AttentionCall
+
 _PREFILL_LINES = 64
 _MIN_DOT = 16  # the smallest side of a matrix product on tensor cores
 _MIN_SPLIT = 256  # positions; a program needs about as long for them as a launch takes
@@ -40,28 +42,18 @@ _FIRST_BUCKET = 16
 _BUCKET_FACTOR = 16
 
 
-def paged_attention(
-    q: Tensor,
-    kv_layer: Tensor,
-    block_tables: Tensor,
-    cu_query_lens: Tensor,
-    context_lens: Tensor,
-    scale: float,
-    window: int | None,
-    max_query_len: int,
-) -> Tensor:
+def paged_attention(call: AttentionCall) -> Tensor:
     """See `kvops.ops.Backend.paged_attention`."""
+    q, kv_layer, decode = call.q, call.kv_layer, call.is_decode
     num_tokens, num_heads, head_dim = q.shape
     block_size, num_kv_heads = kv_layer.shape[2:4]
-    num_rows, group = len(context_lens), num_heads // num_kv_heads
-    decode = max_query_len == 1 and num_tokens == num_rows
+    num_rows, group = len(call.context_lens), num_heads // num_kv_heads
     # Wide lines take fewer keys at once, to fit shared memory, and more warps, to fit registers.
     wide = q.element_size() * head_dim > 256
     lines = max(_MIN_DOT if decode else _PREFILL_LINES, triton.next_power_of_2(group))
     tokens_per_tile = 1 if decode else lines // group
     num_tiles = num_tokens if tokens_per_tile == 1 else num_tokens // tokens_per_tile + num_rows
-    longest = block_tables.shape[1] * block_size
-    num_splits = min(_MAX_SPLITS, triton.cdiv(longest, _MIN_SPLIT)) if decode else 1
+    num_splits = min(_MAX_SPLITS, triton.cdiv(call.longest_context, _MIN_SPLIT)) if decode else 1
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     parts, maxima, sums = _partials(out, num_splits) if num_splits > 1 else (out, out, out)
     _attend[(num_tiles, num_kv_heads, num_splits)](
@@ -69,16 +61,16 @@ def paged_attention(
         q.stride(),
         kv_layer,
         kv_layer.stride(),
-        block_tables,
-        *block_tables.stride(),
-        cu_query_lens,
-        context_lens,
+        call.block_tables,
+        *call.block_tables.stride(),
+        call.cu_query_lens,
+        call.context_lens,
         parts,
         maxima,
         sums,
         num_rows,
-        scale * math.log2(math.e),
-        _NO_WINDOW if window is None else window,
+        call.scale * math.log2(math.e),
+        _NO_WINDOW if call.window is None else call.window,
         HEAD_DIM=head_dim,
         GROUP=group,
         BLOCK_SIZE=block_size,
@@ -119,8 +111,9 @@ def warm_up(kv_layer: Tensor, num_heads: int, max_rows: int) -> None:
     for new, num_rows, num_blocks in steps:
         begins = torch.full((num_rows + 1,), new, dtype=torch.int32, device=kv_layer.device)
         begins[0] = 0
-        paged_attention(
-            torch.zeros((new, num_heads, head_dim), dtype=kv_layer.dtype, device=kv_layer.device),
+        queries = (new, num_heads, head_dim)
+        call = AttentionCall(
+            torch.zeros(queries, dtype=kv_layer.dtype, device=kv_layer.device),
             kv_layer,
             torch.zeros((num_rows, num_blocks), dtype=torch.int32, device=kv_layer.device),
             begins,
@@ -129,6 +122,7 @@ def warm_up(kv_layer: Tensor, num_heads: int, max_rows: int) -> None:
             window=None,
             max_query_len=new,
         )
+        paged_attention(call)
 
 
 def _bucket(num_rows: int) -> int:
