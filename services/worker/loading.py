@@ -56,7 +56,7 @@ def load(settings: WorkerSettings, progress: Progress, place: Place | None = Non
     device = open_device(settings.device)
     use_device(device.torch)
     check_format(settings.model)
-    config = ModelConfig.from_directory(settings.model)
+    config = ModelConfig.from_directory(settings.model).for_context(settings.max_model_len)
     size = settings.tensor_parallel_size
     settings.check_ranks(config)
     tokenizer_file(settings.model)  # raises without a tokenizer: gateways would not serve the model
@@ -82,7 +82,7 @@ def load(settings: WorkerSettings, progress: Progress, place: Place | None = Non
             ranks = Ranks(size, settings.log_level, settings.log_format)
             model: Model = ranks.load(
                 *(settings.model.resolve(), dtype, backend, [str(device.torch)] * size),
-                *(num_threads, settings.step_limit_s, progress),
+                *(num_threads, settings.step_limit_s, settings.max_model_len, progress),
             )
         else:
             model = load_model(
@@ -94,6 +94,7 @@ def load(settings: WorkerSettings, progress: Progress, place: Place | None = Non
                 cache=place.weights_cache(settings.weights_cache)
                 if place
                 else settings.weights_cache,
+                context=settings.max_model_len,
                 progress=progress,
             )
     kinds = {
@@ -246,14 +247,10 @@ def _shape(settings: WorkerSettings, config: ModelConfig) -> ModelShape:
 
 
 def _limits(settings: WorkerSettings, config: ModelConfig) -> Limits:
-    context = config.max_position_embeddings
-    asked = settings.max_model_len
-    if asked is not None and asked > context:
-        raise StartupError(f"max_model_len {asked} is beyond the model's context of {context}")
     return Limits(
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.num_batched_tokens,
-        max_model_len=asked or context,
+        max_model_len=settings.max_model_len or config.max_position_embeddings,
         vocab_size=config.vocab_size,
         eos_token_ids=frozenset(config.eos_token_ids),
         park_window_s=settings.park_window_s,

@@ -161,11 +161,14 @@ class RecordingRunner(Runner):
         cache: Path | None = None,
         num_threads: int = 1,
         kv_in_int8: bool = False,
+        context: int | None = None,
     ) -> None:
         self.ops = kvops.backend(backend)
         if self.ops.native is not None:
             self.ops.native.assign([Lane()] * num_threads)
-        model = load_model(directory, dtype, self.ops, quantize=quantize, cache=cache)
+        model = load_model(
+            directory, dtype, self.ops, quantize=quantize, cache=cache, context=context
+        )
         c = model.config
         shape = (num_blocks, c.num_layers, 2, block_size, c.num_kv_heads, c.head_dim)
         self.arena = torch.full(shape, float("nan"), dtype=dtype)

@@ -1,6 +1,7 @@
 """What ModelConfig reads from a checkpoint's JSON files, and what it refuses."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,13 @@ import pytest
 from services.common.errors import StartupError
 from services.common.text.families import FAMILIES
 from services.common.text.model_config import GenerationDefaults, ModelConfig
-from services.common.text.rope_config import LinearScaling, Llama3Scaling, RopeConfig
+from services.common.text.rope_config import (
+    LinearScaling,
+    Llama3Scaling,
+    LongScaling,
+    RopeConfig,
+    YarnScaling,
+)
 
 QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -41,6 +48,14 @@ LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
+}
+
+
+LONGROPE = {
+    "type": "longrope",
+    "short_factor": [1.0] * 64,
+    "long_factor": [2.0] * 64,
+    "original_max_position_embeddings": 4096,
 }
 
 
@@ -165,6 +180,44 @@ def test_linear_and_default_rope(tmp_path: Path) -> None:
     assert default.rope == RopeConfig(7.0)
 
 
+def test_yarn_rope_has_bounds_and_a_magnitude(tmp_path: Path) -> None:
+    """As Qwen publishes it: the pairs that turn 32 times and once in 32,768 positions."""
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    magnitude = 0.1 * math.log(4) + 1
+    scaling = YarnScaling(4.0, 23, 40, magnitude)
+    assert read(tmp_path, rope_scaling=yarn).rope == RopeConfig(1_000_000.0, scaling)
+    fields = yarn | {"attention_factor": 1.5, "truncate": False}
+    exact = read(tmp_path, rope_scaling=fields).rope.scaling
+    assert isinstance(exact, YarnScaling)
+    assert (round(exact.low, 3), round(exact.high, 3), exact.magnitude) == (23.596, 39.651, 1.5)
+
+
+def test_dynamic_rope_is_plain_within_the_models_context(tmp_path: Path) -> None:
+    dynamic = read(tmp_path, rope_scaling={"type": "dynamic", "factor": 2.0})
+    assert dynamic.rope == RopeConfig(1_000_000.0)
+
+
+def test_longrope_depends_on_the_workers_context(tmp_path: Path) -> None:
+    """And no other rope does."""
+    config = read(tmp_path, rope_scaling=LONGROPE)
+    scaling = config.rope.scaling
+    assert isinstance(scaling, LongScaling)
+    assert scaling.magnitude == math.sqrt(1 + math.log(10) / math.log(4096))
+    assert config.for_context(4096).max_position_embeddings == 4096
+    assert config.for_context(None) == config
+    plain = read(tmp_path)
+    assert plain.for_context(4096) == plain
+    with pytest.raises(StartupError, match="max_model_len 40961 is beyond the model's context of"):
+        plain.for_context(40961)
+
+
+def test_original_context_beside_the_rope_has_precedence(tmp_path: Path) -> None:
+    """As in Phi-3."""
+    config = read(tmp_path, rope_scaling=LONGROPE, original_max_position_embeddings=2048)
+    assert isinstance(config.rope.scaling, LongScaling)
+    assert config.rope.scaling.original_max_position_embeddings == 2048
+
+
 @pytest.mark.parametrize(
     ("generation", "expected"),
     [
@@ -207,7 +260,10 @@ def test_dtype_has_an_old_and_a_new_name(tmp_path: Path) -> None:
         ({"rms_norm_eps": "small"}, "rms_norm_eps: 'small'"),
         ({"rope_theta": 0}, "rope_theta: 0"),
         ({"rope_scaling": "llama3"}, "rope_scaling: 'llama3'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type: 'yarn'"),
+        ({"rope_scaling": {"rope_type": "ntk", "factor": 4.0}}, "rope_scaling.rope_type: 'ntk'"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2, "alpha": 9}}, "rope_scaling.alpha: 9"),
+        ({"rope_scaling": LONGROPE | {"long_factor": [1.0]}}, "rope_scaling.long_factor: 1 numb"),
+        ({"rope_scaling": LONGROPE | {"short_factor": [0] * 64}}, "rope_scaling.short_factor: not"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor: missing"),
         (
             {"rope_parameters": LLAMA3 | {"rope_type": "llama3", "high_freq_factor": 1.0}},

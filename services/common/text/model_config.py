@@ -3,7 +3,7 @@
 The gateway reads them too, so this module does not import PyTorch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from services.common.checkpoint.quantization import StoredQuantization, stored_quantization
@@ -11,7 +11,7 @@ from services.common.errors import StartupError
 from services.common.text.families import FAMILIES, Family
 from services.common.text.json_fields import JsonFields
 from services.common.text.neutral_fields import check_all_read
-from services.common.text.rope_config import RopeConfig, read_rope
+from services.common.text.rope_config import LongScaling, RopeConfig, read_rope
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
@@ -105,6 +105,23 @@ class ModelConfig:
         )
         return _model_config(config, generation)
 
+    def for_context(self, context: int | None) -> "ModelConfig":
+        """The configuration of a worker whose requests have at most `context` positions; None: the
+        model's own limit. It differs only if the rope's scaling depends on the context: then all
+        positions are rotated alike, whatever the length of a request, so that blocks of a prefix
+        can be shared.
+
+        StartupError: the context is longer than the model's.
+        """
+        if context is not None and context > self.max_position_embeddings:
+            raise StartupError(
+                f"max_model_len {context} is beyond the model's context of "
+                f"{self.max_position_embeddings}"
+            )
+        if context is None or not isinstance(self.rope.scaling, LongScaling):
+            return self
+        return replace(self, max_position_embeddings=context)
+
 
 def _model_config(config: JsonFields, generation: JsonFields) -> ModelConfig:
     architecture = _architecture(config)
@@ -116,6 +133,7 @@ def _model_config(config: JsonFields, generation: JsonFields) -> ModelConfig:
     num_heads = config.integer("num_attention_heads")
     vocab_size = config.integer("vocab_size")
     num_layers = config.integer("num_hidden_layers")
+    head_dim = _head_dim(config, hidden_size, num_heads)
     bias = family.biases == "as configured" and config.boolean("attention_bias", default=False)
     found = ModelConfig(
         architecture=architecture,
@@ -124,12 +142,12 @@ def _model_config(config: JsonFields, generation: JsonFields) -> ModelConfig:
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=_num_kv_heads(config, num_heads),
-        head_dim=_head_dim(config, hidden_size, num_heads),
+        head_dim=head_dim,
         intermediate_size=config.integer("intermediate_size"),
         vocab_size=vocab_size,
         max_position_embeddings=config.integer("max_position_embeddings"),
         rms_norm_eps=config.number("rms_norm_eps", 1e-6),
-        rope=read_rope(config),
+        rope=read_rope(config, head_dim),
         tied_embeddings=config.boolean("tie_word_embeddings", default=False),
         qkv_bias=bias or family.biases == "qkv",
         o_bias=bias,

@@ -1,5 +1,6 @@
 """Reads how a model rotates queries and keys (RoPE)."""
 
+import math
 from dataclasses import dataclass
 
 from services.common.text.json_fields import JsonFields
@@ -25,19 +26,46 @@ class Llama3Scaling:
 
 
 @dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """YaRN (Peng et al., 2023): divides by `factor` the frequencies below the pair `low`, keeps
+    those above `high`, and interpolates between; cosines and sines are multiplied by
+    `magnitude`. `low` and `high` are indices of pairs, the fastest first."""
+
+    factor: float
+    low: float
+    high: float
+    magnitude: float
+
+
+@dataclass(frozen=True, slots=True)
+class LongScaling:
+    """LongRoPE (Ding et al., 2024): divides each frequency by a number of its own. In a context of
+    up to `original_max_position_embeddings` positions these are `short`, beyond it `long`;
+    cosines and sines are multiplied by `magnitude`."""
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    original_max_position_embeddings: int
+    magnitude: float
+
+
+@dataclass(frozen=True, slots=True)
 class FrequencyDivisors:
     """RoPE scaling of GGUF files: divides each frequency by a number of its own."""
 
     divisors: tuple[float, ...]
 
 
+Scaling = LinearScaling | Llama3Scaling | YarnScaling | LongScaling | FrequencyDivisors
+
+
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
     theta: float
-    scaling: LinearScaling | Llama3Scaling | FrequencyDivisors | None = None
+    scaling: Scaling | None = None
 
 
-def read_rope(config: JsonFields) -> RopeConfig:
+def read_rope(config: JsonFields, head_dim: int) -> RopeConfig:
     """Read both forms: transformers 5 writes everything into `rope_parameters`, earlier versions
     wrote `rope_theta` beside `rope_scaling`."""
     fields = config.object("rope_parameters" if config.has("rope_parameters") else "rope_scaling")
@@ -45,30 +73,96 @@ def read_rope(config: JsonFields) -> RopeConfig:
     for owner in (config, fields):
         if owner.number("partial_rotary_factor", 1.0) != 1.0:
             raise owner.wrong("partial_rotary_factor", "partial rotation is not supported")
-    scaling = _scaling(fields)
+    scaling = _scaling(config, fields, theta, head_dim)
     check_all_read(fields)
     return RopeConfig(theta, scaling)
 
 
-def _scaling(fields: JsonFields) -> LinearScaling | Llama3Scaling | None:
+def _scaling(config: JsonFields, fields: JsonFields, theta: float, width: int) -> Scaling | None:
+    """The scaling of `width` rotated dimensions."""
     kind = fields.text("rope_type", fields.text("type", "default"))
     match kind:
         case "default":
             return None
         case "linear":
             return LinearScaling(fields.number("factor"))
+        case "dynamic":
+            # It changes the frequencies only beyond max_position_embeddings, where no request gets.
+            fields.number("factor")
+            return None
         case "llama3":
-            return _llama3(fields)
-    raise fields.wrong("rope_type", f"{kind!r} is not supported, only default, linear and llama3")
+            return _llama3(config, fields)
+        case "yarn":
+            return _yarn(config, fields, theta, width)
+        case "longrope" | "su":
+            return _longrope(config, fields, width)
+    known = "default, linear, dynamic, llama3, yarn and longrope"
+    raise fields.wrong("rope_type", f"{kind!r} is not supported, only {known}")
 
 
-def _llama3(fields: JsonFields) -> Llama3Scaling:
+def _llama3(config: JsonFields, fields: JsonFields) -> Llama3Scaling:
     scaling = Llama3Scaling(
         factor=fields.number("factor"),
         low_freq_factor=fields.number("low_freq_factor"),
         high_freq_factor=fields.number("high_freq_factor"),
-        original_max_position_embeddings=fields.integer("original_max_position_embeddings"),
+        original_max_position_embeddings=_original(config, fields),
     )
     if scaling.high_freq_factor <= scaling.low_freq_factor:
         raise fields.wrong("high_freq_factor", "is not above low_freq_factor")
     return scaling
+
+
+def _original(config: JsonFields, fields: JsonFields) -> int:
+    """The context that the model was trained with, before its rope was scaled."""
+    name = "original_max_position_embeddings"
+    inner = fields.integer(name, config.integer("max_position_embeddings"))
+    return config.integer(name, inner)
+
+
+def _yarn(config: JsonFields, fields: JsonFields, theta: float, width: int) -> YarnScaling:
+    original = _original(config, fields)
+    factor = fields.number("factor", config.integer("max_position_embeddings") / original)
+    fast, slow = fields.number("beta_fast", 32.0), fields.number("beta_slow", 1.0)
+    fields.value("finetuned")  # says how the checkpoint was made
+
+    def pair_of(num_turns: float) -> float:
+        """The pair, perhaps between two, that makes so many turns in the original context."""
+        turns_of_first = original / (2 * math.pi)
+        return width * math.log(turns_of_first / num_turns) / (2 * math.log(theta))
+
+    low, high = pair_of(fast), pair_of(slow)
+    if fields.boolean("truncate", default=True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    return YarnScaling(factor, low, high, _yarn_magnitude(fields, factor))
+
+
+def _yarn_magnitude(fields: JsonFields, factor: float) -> float:
+    def growth(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    mscale, of_all = (fields.number(name, 0.0, False) for name in ("mscale", "mscale_all_dim"))
+    usual = growth(mscale) / growth(of_all) if mscale and of_all else growth(1.0)
+    return fields.number("attention_factor", usual)
+
+
+def _longrope(config: JsonFields, fields: JsonFields, width: int) -> LongScaling:
+    original = _original(config, fields)
+    factor = fields.number("factor", config.integer("max_position_embeddings") / original)
+    usual = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return LongScaling(
+        short=_divisors(fields, "short_factor", width // 2),
+        long=_divisors(fields, "long_factor", width // 2),
+        original_max_position_embeddings=original,
+        magnitude=fields.number("attention_factor", usual),
+    )
+
+
+def _divisors(fields: JsonFields, name: str, length: int) -> tuple[float, ...]:
+    values = fields.value(name)
+    if not isinstance(values, list) or len(values) != length:
+        found = f"{len(values)} numbers" if isinstance(values, list) else repr(values)
+        raise fields.wrong(name, f"{found}, not a list of {length}, one for each rotated pair")
+    if not all(isinstance(value, (int, float)) and 0 < value < math.inf for value in values):
+        raise fields.wrong(name, "not all are positive numbers")
+    return tuple(map(float, values))

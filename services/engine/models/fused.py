@@ -114,6 +114,7 @@ class FusedModel:
 
 def load_fused(
     directory: Path,
+    config: ModelConfig,
     dtype: torch.dtype,
     quantize: Quantization | None,
     cpu: NativeCpu,
@@ -122,7 +123,6 @@ def load_fused(
 ) -> FusedModel:
     """Load a checkpoint for the native kernels; arguments as of `load_model`. Raises StartupError
     as it does, and if the kernels do not support a shape or the cache cannot be written."""
-    config = ModelConfig.from_directory(directory)
     weights = load_weights(directory, config)
     sections = {section.name: section for section in all_sections(config)}
     kinds = section_kinds(sections.values(), weights, dtype, quantize)

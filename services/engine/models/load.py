@@ -35,6 +35,7 @@ def load_model(
     device: str = "cpu",
     quantize: Quantization | None = None,
     cache: Path | None = None,
+    context: int | None = None,
     progress: Progress = lambda: None,
 ) -> Model:
     """Load the checkpoint's decoder, to compute in `dtype` (bf16 or fp32) on `backend`, with its
@@ -42,16 +43,17 @@ def load_model(
 
     `quantize`: quantize the weights of the linears. `cache`: a directory for packed weights, which
     the next start and the other workers of this host reuse; None: each process packs its own.
+    `context`: the most positions of a request, see `ModelConfig.for_context`.
     `progress` is called several times a second; an exception that it raises ends the loading.
 
     StartupError: the configuration, a weight or the quantization is wrong or not supported.
     """
     directory = Path(directory)
+    config = ModelConfig.from_directory(directory).for_context(context)
     if backend.native is not None:
-        return load_fused(directory, dtype, quantize, backend.native, cache, progress)
+        return load_fused(directory, config, dtype, quantize, backend.native, cache, progress)
     if quantize:
         raise StartupError(f"backend {backend.name!r} has no {quantize} kernels; 'cpu' has")
-    config = ModelConfig.from_directory(directory)
     weights = load_weights(directory, config)
     digest = weights_digest(directory, progress)
     return _composed(directory, config, weights, digest, dtype, backend, device)
@@ -64,10 +66,11 @@ def load_shard(
     device: str,
     rank: int,
     size: int,
+    context: int | None = None,
     progress: Progress = lambda: None,
 ) -> ComposedModel:
     """Load the part of rank `rank` of `size`; see `load_model`. The caller sets `collectives`."""
-    config = ModelConfig.from_directory(directory)
+    config = ModelConfig.from_directory(directory).for_context(context)
     shard = shards(config, size)[rank]
     weights = ShardedWeights(load_weights(directory, config), shard)
     digest = weights_digest(directory, progress) if rank == 0 else ""

@@ -1,5 +1,4 @@
-"""Rotary position embeddings: plain, scaled linearly, as in Llama 3, or by given
-divisors."""
+"""Rotary position embeddings: plain, or scaled as `services.common.text.rope_config` defines."""
 
 import math
 
@@ -10,7 +9,9 @@ from services.common.text.rope_config import (
     FrequencyDivisors,
     LinearScaling,
     Llama3Scaling,
+    LongScaling,
     RopeConfig,
+    YarnScaling,
 )
 
 
@@ -21,14 +22,18 @@ def rope_tables(rope: RopeConfig, head_dim: int, num_positions: int) -> tuple[Te
     are fp32, as in transformers, so angles at far positions are rounded in the same way.
     """
     positions = torch.arange(num_positions, dtype=torch.float32)
-    angles = torch.outer(positions, _frequencies(rope, head_dim))
+    angles = torch.outer(positions, _frequencies(rope, head_dim, num_positions))
+    if isinstance(rope.scaling, YarnScaling | LongScaling):
+        magnitude = rope.scaling.magnitude
+        return angles.cos() * magnitude, angles.sin() * magnitude
     return angles.cos(), angles.sin()
 
 
-def _frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+def _frequencies(rope: RopeConfig, head_dim: int, num_positions: int) -> Tensor:
     """theta^(-2i / head_dim) for i < head_dim / 2, then scaled; fp32."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    frequencies = 1.0 / rope.theta**exponents
+    wavelengths = rope.theta**exponents
+    frequencies = 1.0 / wavelengths
     match rope.scaling:
         case None:
             return frequencies
@@ -38,6 +43,11 @@ def _frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
             return frequencies / torch.tensor(divisors)
         case Llama3Scaling():
             return _llama3(frequencies, rope.scaling)
+        case YarnScaling():
+            return _yarn(wavelengths, rope.scaling)
+        case LongScaling(short, long, original):
+            divisors = short if num_positions <= original else long
+            return 1.0 / (torch.tensor(divisors) * wavelengths)
 
 
 def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
@@ -48,3 +58,11 @@ def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
     band = scaling.high_freq_factor - scaling.low_freq_factor
     kept = ((turns - scaling.low_freq_factor) / band).clamp(0.0, 1.0)
     return (1 - kept) * frequencies / scaling.factor + kept * frequencies
+
+
+def _yarn(wavelengths: Tensor, scaling: YarnScaling) -> Tensor:
+    band = max(scaling.high - scaling.low, 0.001)
+    pairs = torch.arange(len(wavelengths), dtype=torch.float32)
+    scaled = ((pairs - scaling.low) / band).clamp(0.0, 1.0)
+    kept = 1 - scaled
+    return 1.0 / (scaling.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept

@@ -100,7 +100,8 @@ class _Follower:
             self._ops.native.assign([Lane()] * message.num_threads)
         torch.set_num_threads(message.num_threads)
         self._model: ComposedModel = load_shard(
-            message.model, message.dtype, self._ops, message.device, message.rank, message.size
+            *(message.model, message.dtype, self._ops, message.device),
+            *(message.rank, message.size, message.context),
         )
 
     def _connect(self) -> None:

@@ -28,7 +28,7 @@ _DTYPES = (torch.int64,) * 4 + (torch.int32,) * 3
 @dataclass(frozen=True, slots=True)
 class Load:
     """Load the shard of rank `rank`. `meeting`: see `collectives.connect`. `isa`: of the CPU's
-    kernels, None with another backend."""
+    kernels, None with another backend. `context`: see `ModelConfig.for_context`."""
 
     model: Path
     dtype: torch.dtype
@@ -40,6 +40,7 @@ class Load:
     size: int
     meeting: Path
     timeout_s: float
+    context: int | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,6 +92,7 @@ class Ranks:
         devices: Sequence[str],
         num_threads: int,
         timeout_s: float,
+        context: int | None = None,
         progress: Progress = lambda: None,
     ) -> LeadModel:
         """Load the model's shards, each rank its own, and connect the ranks.
@@ -106,14 +107,14 @@ class Ranks:
         messages = [
             Load(
                 *(directory, dtype, backend.name, isa, devices[rank], num_threads),
-                *(rank, self.size, meeting / "store", timeout_s),
+                *(rank, self.size, meeting / "store", timeout_s, context),
             )
             for rank in range(1, self.size)
         ]
         shards: list[ComposedModel] = []
 
         def load_own() -> None:
-            own = load_shard(directory, dtype, backend, devices[0], 0, self.size, progress)
+            own = load_shard(directory, dtype, backend, devices[0], 0, self.size, context, progress)
             shards.append(own)
             self._followers.wait(progress)
 
