@@ -85,7 +85,7 @@ CASES = {
 def make(directory: Path, case: Case, seed: int = 0) -> Path:
     """Write the checkpoint of a case; the same arguments give the same weights."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(
+    model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
         AutoConfig.for_model(case.model_type, **{**_SMALL, **case.config}), dtype=torch.float32
     )
     _draw(model)
