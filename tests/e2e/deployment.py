@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire.client import Client
+from quire.connections import Tls
 from quire.errors import QuireError
 from quire.sockets import living_sockets
 from quire.supervisor.run_directory import free_port
@@ -22,13 +23,14 @@ START_LIMIT_S = 90.0
 
 @dataclass
 class Deployment:
-    """`address`: of its gateways, with commas between them."""
+    """`address`: of its gateways, with commas between them. `tls`: how clients reach them."""
 
     process: "subprocess.Popen[bytes]"
     address: str
     http: str
     run_root: Path
     log: Path
+    tls: Tls | None = None
 
     @property
     def operations(self) -> str:
@@ -74,7 +76,7 @@ class Deployment:
     def wait_until_ready(self, limit_s: float = START_LIMIT_S) -> None:
         deadline = time.monotonic() + limit_s
         for address in self.address.split(","):
-            with Client(address) as client:
+            with Client(address, tls=self.tls) as client:
                 while not _is_ready(client):
                     if self.process.poll() is not None or time.monotonic() > deadline:
                         raise AssertionError(f"not serving:\n{self.log.read_text()[-6000:]}")
@@ -92,7 +94,9 @@ def _is_ready(client: Client) -> bool:
         return False
 
 
-def start(model: Path | str, tmp_path: Path, *args: str, num_gateways: int = 1) -> Deployment:
+def start(
+    model: Path | str, tmp_path: Path, *args: str, num_gateways: int = 1, tls: Tls | None = None
+) -> Deployment:
     """Returns at once; `wait_until_ready` waits."""
     grpc_port, http_port = _free_ports(num_gateways), _free_ports(num_gateways)
     args = (*args, "--gateways", str(num_gateways))
@@ -105,7 +109,8 @@ def start(model: Path | str, tmp_path: Path, *args: str, num_gateways: int = 1) 
     with log.open("ab") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
     addresses = ",".join(f"127.0.0.1:{grpc_port + index}" for index in range(num_gateways))
-    return Deployment(process, addresses, f"http://127.0.0.1:{http_port}", run_root, log)
+    http = f"{'https' if tls else 'http'}://127.0.0.1:{http_port}"
+    return Deployment(process, addresses, http, run_root, log, tls)
 
 
 def _free_ports(number: int) -> int:
@@ -120,9 +125,9 @@ def _free_ports(number: int) -> int:
 
 @contextmanager
 def serving(
-    model: Path | str, tmp_path: Path, *args: str, num_gateways: int = 1
+    model: Path | str, tmp_path: Path, *args: str, num_gateways: int = 1, tls: Tls | None = None
 ) -> Iterator[Deployment]:
-    deployment = start(model, tmp_path, *args, num_gateways=num_gateways)
+    deployment = start(model, tmp_path, *args, num_gateways=num_gateways, tls=tls)
     try:
         deployment.wait_until_ready()
         yield deployment
