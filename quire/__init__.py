@@ -32,6 +32,7 @@ from quire.types import (
     Completion,
     Delta,
     Sampling,
+    StructuredOutput,
     TokenLogprobs,
     Usage,
 )
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 
 SamplingParams = Sampling
 """vLLM's name of `Sampling`."""
+StructuredOutputsParams = StructuredOutput
+"""vLLM's name of `StructuredOutput`."""
 
 
 def __getattr__(name: str) -> Any:
@@ -71,6 +74,8 @@ __all__ = [
     "Sampling",
     "SamplingParams",
     "ServerError",
+    "StructuredOutput",
+    "StructuredOutputsParams",
     "Tls",
     "TokenLogprobs",
     "Unavailable",

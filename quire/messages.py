@@ -1,5 +1,6 @@
 """Translates the dataclasses of `quire.types` to protobuf and back."""
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Literal, TypeVar, cast
@@ -21,6 +22,7 @@ from quire.types import (
     Prompt,
     Sampling,
     Scaled,
+    StructuredOutput,
     TokenLogprobs,
     Usage,
     Worker,
@@ -41,6 +43,13 @@ _EARLY_STOPPING: dict[bool | str, sampling_pb2.EarlyStopping] = {
     False: sampling_pb2.EARLY_STOPPING_FALSE,
     True: sampling_pb2.EARLY_STOPPING_TRUE,
     "never": sampling_pb2.EARLY_STOPPING_NEVER,
+}
+_STRUCTURE_KINDS: dict[str, sampling_pb2.StructureKind] = {
+    "json": sampling_pb2.STRUCTURE_KIND_JSON,
+    "regex": sampling_pb2.STRUCTURE_KIND_REGEX,
+    "choice": sampling_pb2.STRUCTURE_KIND_CHOICE,
+    "grammar": sampling_pb2.STRUCTURE_KIND_GRAMMAR,
+    "structural_tag": sampling_pb2.STRUCTURE_KIND_STRUCTURAL_TAG,
 }
 _WORKER_STATES: dict[int, WorkerState] = {
     block_manager_pb2.WORKER_STATE_STARTING: "starting",
@@ -90,7 +99,24 @@ def _sampling(sampling: Sampling) -> sampling_pb2.SamplingParams:
         raise ValueError("allowed_token_ids is empty: no token could come")
     values = {field.name: getattr(sampling, field.name) for field in fields(sampling)}
     values["beam"] = None if sampling.beam is None else _beam(sampling.beam)
+    asked = values.pop("structured_outputs")
+    values["structured_output"] = None if asked is None else _structured_output(asked)
     return sampling_pb2.SamplingParams(**values)
+
+
+def _structured_output(asked: StructuredOutput) -> sampling_pb2.StructuredOutput:
+    given = [
+        (f.name, value) for f in fields(asked) if (value := getattr(asked, f.name)) is not None
+    ]
+    if len(given) != 1:
+        raise ValueError(f"structured_outputs has {len(given)} of its fields, not exactly one")
+    (name, value), *_ = given
+    if name == "json_object":
+        if value is not True:
+            raise ValueError("json_object is True or None")
+        return sampling_pb2.StructuredOutput(kind=sampling_pb2.STRUCTURE_KIND_JSON)
+    text = value if isinstance(value, str) else json.dumps(value)
+    return sampling_pb2.StructuredOutput(kind=_STRUCTURE_KINDS[name], text=text)
 
 
 def _beam(beam: Beam) -> sampling_pb2.BeamSearch:

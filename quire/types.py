@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 FinishReason = Literal["stop", "length"]
 WorkerState = Literal["unknown", "starting", "serving", "draining", "fenced"]
@@ -36,6 +36,23 @@ class Beam:
 
 
 @dataclass(frozen=True, slots=True)
+class StructuredOutput:
+    """The form of the generated text; exactly one of the fields is given, as in vLLM.
+
+    `json`: a JSON schema, as text or as an object. `json_object`: any JSON object. `regex`: a
+    regular expression that matches all of the text. `choice`: the text is one of these. `grammar`:
+    Lark, or EBNF as of llama.cpp. `structural_tag`: parts of the text have a form; JSON.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Sampling:
     """Sampling parameters. None: the value of the model's generation_config, else the server's
     default.
@@ -48,7 +65,8 @@ class Sampling:
     the first. `logit_bias`: maps token ids to biases, which are added to the logits.
     `allowed_token_ids`: None allows all. `bad_words`: never generated. `min_tokens`: the number of
     tokens before which nothing ends the generation. `beam`: beam search instead of sampling; the
-    sequences come complete, at the end of the request, best first.
+    sequences come complete, at the end of the request, best first. `structured_outputs`: the form
+    of the text; None: any.
     """
 
     temperature: float | None = None
@@ -74,6 +92,7 @@ class Sampling:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     beam: Beam | None = None
+    structured_outputs: StructuredOutput | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,10 @@ float* Adjuster::apply(const Adjustment& a, float* logits, int64_t vocab,
                        std::vector<int64_t>& touched) {
   touched.clear();
   row_ = logits;
+  if (a.mask) {
+    mask(a.mask, logits, vocab);
+    row_ = logits = masked_row_.data();
+  }
   if (a.allowed) {
     allowed_row_.resize(vocab, kNone);
     row_ = allowed_row_.data();
@@ -37,6 +41,22 @@ float* Adjuster::apply(const Adjustment& a, float* logits, int64_t vocab,
   for (int64_t i = 0; i < a.num_seen; ++i)
     put(a.seen[i], penalized(row_[a.seen[i]], a.counts[i], a));
   return row_;
+}
+
+// Most words of a mask are all 0 or all 1.
+void Adjuster::mask(const int32_t* words, const float* logits, int64_t vocab) {
+  masked_row_.resize(vocab);
+  for (int64_t begin = 0; begin < vocab; begin += 32) {
+    const auto word = static_cast<uint32_t>(words[begin / 32]);
+    const int64_t size = std::min<int64_t>(32, vocab - begin);
+    float* row = masked_row_.data() + begin;
+    if (word == 0)
+      std::fill_n(row, size, kNone);
+    else if (word == ~0u)
+      std::copy_n(logits + begin, size, row);
+    else
+      for (int64_t i = 0; i < size; ++i) row[i] = word >> i & 1 ? logits[begin + i] : kNone;
+  }
 }
 
 void Adjuster::ban(const Adjustment& a) {

@@ -23,8 +23,11 @@ namespace {
 class BoundAdjustment {
  public:
   BoundAdjustment(Array biased, Array biases, Array seen, Array counts, float repetition,
-                  float frequency, float presence, std::optional<Array> allowed, Array banned)
-      : arrays_{biased, biases, seen, counts, banned, allowed.value_or(Array())} {
+                  float frequency, float presence, std::optional<Array> allowed, Array banned,
+                  std::optional<Array> mask)
+      : arrays_{biased, biases, seen, counts, banned, allowed.value_or(Array()),
+                mask.value_or(Array())},
+        num_masked_(mask ? 32 * static_cast<int64_t>(mask->size()) : -1) {
     require(biased.size() == biases.size() && seen.size() == counts.size(),
             "not a bias for each biased token, or a count for each seen one");
     require(repetition > 0, "a repetition penalty that is not above 0");
@@ -40,29 +43,43 @@ class BoundAdjustment {
                   allowed ? ids(*allowed, "allowed") : nullptr,
                   allowed ? static_cast<int64_t>(allowed->size()) : 0,
                   ids(banned, "banned"),
-                  static_cast<int64_t>(banned.size())};
+                  static_cast<int64_t>(banned.size()),
+                  mask ? words(*mask) : nullptr};
     require(!allowed || allowed->size() > 0, "no token is allowed");
   }
 
   Adjustment adjustment;
 
+  void check_vocab(int64_t vocab) const {
+    require(num_masked_ < 0 || num_masked_ >= vocab, "a mask that is shorter than the vocabulary");
+  }
+
  private:
+  static const int32_t* words(const Array& a) {
+    check_rank(a, 1, "mask");
+    return data<int32_t>(a, "mask");
+  }
+
   static const int64_t* ids(const Array& a, const char* name) {
     check_rank(a, 1, name);
     return data<int64_t>(a, name);
   }
 
-  std::array<Array, 6> arrays_;
+  std::array<Array, 7> arrays_;
+  int64_t num_masked_;
 };
 
 using DrawTuple = std::tuple<float, float, int64_t, double, uint64_t, uint64_t, uint64_t,
                              std::optional<BoundAdjustment>>;
 
-Draw checked_draw(const DrawTuple& tuple) {
+Draw checked_draw(const DrawTuple& tuple, int64_t vocab) {
   const auto& [temperature, least, top_k, top_p, seed, index, position, bound] = tuple;
   require(temperature >= 0, "a draw at a temperature that is not 0 or more");
   Draw draw{temperature, least, top_k, top_p, {seed, index, position}, {}};
-  if (bound) draw.adjustment = bound->adjustment;
+  if (bound) {
+    bound->check_vocab(vocab);
+    draw.adjustment = bound->adjustment;
+  }
   return draw;
 }
 
@@ -74,14 +91,14 @@ void sample(const std::string& isa, Array logits, const std::vector<DrawTuple>& 
   require(logits.shape(0) == draws.size() && tokens.size() == draws.size() && logits.shape(1) > 0,
           "logits, draws and tokens are not of as many rows");
   std::vector<Draw> checked;
-  for (const DrawTuple& draw : draws) checked.push_back(checked_draw(draw));
+  const auto vocab = static_cast<int64_t>(logits.shape(1));
+  for (const DrawTuple& draw : draws) checked.push_back(checked_draw(draw, vocab));
   auto* rows = data<float>(logits, "logits");
   auto* out = data<int64_t>(tokens, "tokens");
   Sampler sampler(kernels_called(isa));
   nb::gil_scoped_release free;
   for (size_t row = 0; row < checked.size(); ++row)
-    out[row] = sampler.sample(rows + row * logits.stride(0), static_cast<int64_t>(logits.shape(1)),
-                              checked[row]);
+    out[row] = sampler.sample(rows + row * logits.stride(0), vocab, checked[row]);
 }
 
 // Computes for a draw, from N scaled logits and random numbers, fp32 [N]: weights and exponential
@@ -168,7 +185,7 @@ class BoundHead {
             "states, draws and tokens are not all [Q]");
     std::vector<std::optional<Draw>> checked(num);
     for (size_t i = 0; i < num; ++i)
-      if (draws[i]) checked[i] = checked_draw(*draws[i]);
+      if (draws[i]) checked[i] = checked_draw(*draws[i], head_.vocab());
     const Questions asked{static_cast<int64_t>(num),
                           data<int64_t>(states, "states"),
                           checked.data(),
@@ -208,9 +225,10 @@ class BoundHead {
 
 void bind_head(nb::module_& m) {
   nb::class_<BoundAdjustment>(m, "Adjustment", "What a draw makes of its row's logits first.")
-      .def(nb::init<Array, Array, Array, Array, float, float, float, std::optional<Array>, Array>(),
+      .def(nb::init<Array, Array, Array, Array, float, float, float, std::optional<Array>, Array,
+                    std::optional<Array>>(),
            nb::kw_only(), "biased"_a, "biases"_a, "seen"_a, "counts"_a, "repetition"_a,
-           "frequency"_a, "presence"_a, "allowed"_a.none(), "banned"_a);
+           "frequency"_a, "presence"_a, "allowed"_a.none(), "banned"_a, "mask"_a.none());
   m.def("draw_arithmetic", &draw_arithmetic, "isa"_a, "scaled"_a, "numbers"_a, "out"_a,
         "The parts of a draw's arithmetic, for tests.");
   m.def("sample", &sample, "isa"_a, "logits"_a, "draws"_a, "tokens"_a,

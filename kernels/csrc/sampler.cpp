@@ -69,7 +69,10 @@ bool Sampler::find_largest() {
 void Sampler::adjust(float* logits) {
   const Adjustment& adjustment = *draw_.adjustment;
   logits_ = adjuster_.apply(adjustment, logits, vocab_, touched_);
-  if (adjustment.allowed) std::fill(chunks_.begin(), chunks_.end(), kNone);
+  if (adjustment.allowed)
+    std::fill(chunks_.begin(), chunks_.end(), kNone);
+  else if (adjustment.mask)
+    kernels_.largest(logits_, vocab_, chunks_.data());
   adjuster_.ban(adjustment);
   look_again(touched_.data(), static_cast<int64_t>(touched_.size()));
   look_again(adjustment.banned, adjustment.num_banned);

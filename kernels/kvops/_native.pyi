@@ -74,6 +74,7 @@ class Adjustment:
         presence: float,
         allowed: _Array | None,
         banned: _Array,
+        mask: _Array | None,
     ) -> None: ...
 
 _Draw = tuple[float, float, int, float, int, int, int, Adjustment | None]

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from services.engine.sampling.adjustment import Adjustment
+from services.engine.sequences.grammar_state import GrammarState
 from services.protocol.logprobs import Logprobs
 from services.protocol.ticket import SamplingParams
 
@@ -19,6 +20,7 @@ class Fault(Enum):
     """Why a row failed. The other rows of its step are not affected."""
 
     NOT_FINITE = "the model's output for it is not finite"
+    GRAMMAR = "its structured output cannot go on, or only at too great a cost"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,16 +29,18 @@ class Draw:
 
     The random numbers are a function of (seed, sequence index, position). `adjustment`: changes of
     the logits that follow from the sequence's tokens (penalties, biases, bans); None: no change.
+    `grammar`: decides which tokens may come, beside the forward pass; None: all may.
     """
 
     sampling: SamplingParams
     sequence_index: int
     adjustment: Adjustment | None = None
+    grammar: GrammarState | None = None
 
     @property
     def is_plain(self) -> bool:
         """Whether the draw is the argmax of the unadjusted logits."""
-        return self.sampling.temperature == 0 and self.adjustment is None
+        return self.sampling.temperature == 0 and self.adjustment is None and self.grammar is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +103,11 @@ class Query:
     token: Draw | int
     position: int
     num_top: int | None = None
+
+    @property
+    def is_structured(self) -> bool:
+        """Whether a grammar decides which tokens may come."""
+        return isinstance(self.token, Draw) and self.token.grammar is not None
 
     @property
     def is_plain(self) -> bool:

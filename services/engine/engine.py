@@ -208,9 +208,11 @@ class Engine:
         )
 
     def _fail_group(self, group: Group, fault: Fault) -> FailedGroup:
-        """Drop a group whose row failed, and reset the stamps of its full blocks, so that no
-        recovery takes them for finished."""
+        """Drop a group whose row failed. If its KV may be the cause, reset the stamps of its full
+        blocks, so that no recovery takes them for finished."""
         self._scheduler.remove(group.key)
+        if fault is not Fault.NOT_FINITE:
+            return FailedGroup(group.key, fault, ())
         blocks = group.full_blocks
         self._stamps.mark_owned([block_id for block_id, _ in blocks], group.key)
         return FailedGroup(group.key, fault, blocks)

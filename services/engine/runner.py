@@ -19,6 +19,7 @@ from services.engine.device.threads import use_device
 from services.engine.forward import CompleteFlight, Flight
 from services.engine.models import Batch, Model
 from services.engine.sampling.logit_queries import queries, row_results, wanted_states
+from services.engine.sampling.masks import MaskThread
 from services.protocol.ticket import SamplingParams
 
 _BATCH_TENSORS = (
@@ -73,6 +74,7 @@ class Runner:
             raise ValueError(f"the arena is on {kv.device}, the model on {model.device}")
         self.computes_at_launch = kv.device.type == "cpu" and not ops.has_sampler
         self._last: DrawnFlight | None = None
+        self._masks = MaskThread()
         self._drawing = DeviceDrawing(model, ops, kv.device)
         self._inputs = StepInputs(kv.device)
         self._graphs: DecodeGraphs | None = None
@@ -102,12 +104,13 @@ class Runner:
             if not rows:
                 return CopyFlight(self._kv.device)
         asked = queries(rows)
+        masks = self._masks.begin(asked)
         if self.computes_at_launch or not self._drawing.can_draw(asked):
             hidden, self._last = self.hidden(rows), None
-            answers = self._model.answer(hidden, asked) if asked else ()
-            return CompleteFlight(row_results(rows, answers))
+            answers = self._model.answer(hidden, masks.applied()) if asked else ()
+            return CompleteFlight(row_results(rows, masks.checked(answers)))
         hidden, placed = self._forward(rows, self._drawing.arrays(asked))
-        self._last = self._drawing.launch(rows, asked, hidden, placed)
+        self._last = self._drawing.launch(rows, asked, hidden, placed, masks)
         return self._last
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:

@@ -7,6 +7,7 @@ invalid parameter raises InvalidRequest.
 import math
 
 from quire.v1 import sampling_pb2, ticket_pb2
+from services.common.structured.structure import MAX_STRUCTURE_BYTES, Structure, StructureKind
 from services.protocol.fields import require, values
 from services.protocol.logprobs import MAX_LOGPROBS
 from services.protocol.ticket import (
@@ -43,6 +44,14 @@ _EARLY_STOPPING = {
 _EARLY_STOPPING_FROM_WIRE = {number: when for when, number in _EARLY_STOPPING.items()} | {
     sampling_pb2.EARLY_STOPPING_UNSPECIFIED: EarlyStopping.WHEN_UNLIKELY
 }
+_STRUCTURE_KINDS = {
+    sampling_pb2.STRUCTURE_KIND_JSON: StructureKind.JSON,
+    sampling_pb2.STRUCTURE_KIND_REGEX: StructureKind.REGEX,
+    sampling_pb2.STRUCTURE_KIND_CHOICE: StructureKind.CHOICE,
+    sampling_pb2.STRUCTURE_KIND_GRAMMAR: StructureKind.GRAMMAR,
+    sampling_pb2.STRUCTURE_KIND_STRUCTURAL_TAG: StructureKind.STRUCTURAL_TAG,
+}
+_STRUCTURE_KINDS_TO_WIRE = {kind: number for number, kind in _STRUCTURE_KINDS.items()}
 
 
 def sampling_to_wire(sampling: SamplingParams) -> ticket_pb2.TicketSampling:
@@ -53,6 +62,7 @@ def sampling_to_wire(sampling: SamplingParams) -> ticket_pb2.TicketSampling:
         logit_bias=dict(sampling.logit_bias),
         allowed_token_ids=sampling.allowed_token_ids,
         bad_words=[ticket_pb2.BadWord(token_ids=word) for word in sampling.bad_words],
+        structured_output=None if sampling.structure is None else _structure(sampling.structure),
         beam=None if sampling.beam is None else _beam_to_wire(sampling.beam),
     )
 
@@ -73,6 +83,7 @@ def sampling_from_wire(message: ticket_pb2.TicketSampling) -> SamplingParams:
         logit_bias=tuple(sorted(message.logit_bias.items())),
         allowed_token_ids=tuple(message.allowed_token_ids),
         bad_words=tuple(tuple(word.token_ids) for word in message.bad_words),
+        structure=structure_from_wire(message),
         beam=_beam_from_wire(message.beam) if message.HasField("beam") else None,
     )
 
@@ -91,6 +102,27 @@ def _check_adjustments(message: ticket_pb2.TicketSampling) -> None:
         message.min_tokens <= message.max_tokens,
         f"min_tokens is {message.min_tokens}, max_tokens {message.max_tokens}",
     )
+
+
+def _structure(structure: Structure) -> sampling_pb2.StructuredOutput:
+    kind = _STRUCTURE_KINDS_TO_WIRE[structure.kind]
+    return sampling_pb2.StructuredOutput(kind=kind, text=structure.text)
+
+
+def structure_from_wire(
+    message: ticket_pb2.TicketSampling | sampling_pb2.SamplingParams,
+) -> Structure | None:
+    """Raises InvalidRequest if the kind is unknown, or the text too long."""
+    if not message.HasField("structured_output"):
+        return None
+    kind, text = message.structured_output.kind, message.structured_output.text
+    require(kind in _STRUCTURE_KINDS, f"structured_output: kind {kind} is unknown")
+    size = len(text.encode())
+    require(
+        size <= MAX_STRUCTURE_BYTES,
+        f"structured_output has {size} bytes, at most {MAX_STRUCTURE_BYTES}",
+    )
+    return Structure(_STRUCTURE_KINDS[kind], text)
 
 
 def early_stopping_from_wire(number: sampling_pb2.EarlyStopping) -> EarlyStopping:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import chain
 
+from services.common.structured.structure import Structure
+
 PRIORITIES = range(-128, 128)
 MAX_PENALTY = 2.0
 """The largest absolute value of a presence or frequency penalty."""
@@ -125,8 +127,9 @@ class SamplingParams:
     token, and those of that many of the likeliest tokens; None: report none. `logit_bias`: (token
     id, bias) pairs, ascending by id. `allowed_token_ids`: empty means all. `bad_words`: token
     sequences that must not be generated. `min_tokens`: how many tokens come before any token that
-    ends the sequence. `beam`: run a beam search instead of sampling. The order in which all of this
-    applies is in services/engine/sampling/adjustment.py and sampler.py.
+    ends the sequence. `structure`: the form of the text; None: any. `beam`: run a beam search
+    instead of sampling. The order in which all of this applies is in
+    services/engine/sampling/adjustment.py and sampler.py.
     """
 
     temperature: float
@@ -146,6 +149,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     min_tokens: int = 0
+    structure: Structure | None = None
 
     def named_token_ids(self) -> Iterator[int]:
         """All token ids that any parameter names."""

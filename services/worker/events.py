@@ -31,6 +31,8 @@ HANDED_OVER = Ending(requeue=RequeueReason.HANDED_OVER)
 
 
 def poisoned(fault: Fault) -> Ending:
+    if fault is Fault.GRAMMAR:
+        return Ending(error=(InvalidRequest.code, f"this request has ended: {fault.value}"))
     return Ending(error=(PoisonRequest.code, f"this request cannot be computed: {fault.value}"))
 
 

@@ -4,6 +4,8 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blockstore.errors import WorkerFenced
@@ -14,6 +16,8 @@ from services.common.pool.allotment import LOOK_AHEAD
 from services.common.runtime.logging import get_logger
 from services.common.runtime.metrics import WorkerMetrics
 from services.common.runtime.ticks import until_tick
+from services.common.structured.grammar import Grammar
+from services.engine.batch import Fault
 from services.engine.engine import Engine
 from services.engine.forward import ForwardPass
 from services.engine.messages import FailedGroup, Start, StepOutcome
@@ -23,6 +27,7 @@ from services.engine.thread import EngineThread
 from services.protocol.messages import Began
 from services.protocol.ticket import Ticket
 from services.worker.events import DRAINED, PREEMPTED, Ending, Session
+from services.worker.grammars import Grammars
 from services.worker.holder_writes import HolderWrites
 from services.worker.jobs import Jobs
 from services.worker.membership import Membership
@@ -66,6 +71,10 @@ class Limits:
     park_window_s: float = 0.0
 
 
+def grammars_of(directory: Path, limits: Limits) -> Grammars:
+    return Grammars(directory, limits.vocab_size, limits.eos_token_ids)
+
+
 class PoolWorker(ABC):
     """A worker on one pool, in one event loop. Subclasses move requests through their states."""
 
@@ -73,6 +82,8 @@ class PoolWorker(ABC):
     """All requests at this worker."""
     tracer: "Tracer | None" = None
     """None: the worker reports no spans."""
+    grammars: Grammars | None = None
+    """None: the worker takes no requests for structured output."""
 
     def __init__(
         self,
@@ -183,6 +194,24 @@ class PoolWorker(ABC):
             self._fail(error)
 
     def begin(self, ticket: Ticket, session: Session, *, suspect: bool) -> None:
+        """Start a group that the engine has, as soon as its grammar is compiled. A grammar that
+        cannot be compiled, which its gateway should have found, ends the request."""
+        begin = partial(self._begin_ready, ticket, session, suspect=suspect)
+        grammar = self._grammar_of(ticket)
+        if grammar is None:
+            begin()
+            return
+        assert self.grammars is not None
+
+        def on_error(error: BaseException) -> None:
+            if not isinstance(error, InvalidRequest):
+                self._fail(error)
+            elif job := self._job_of(ticket.holder_id):
+                self._end(job, Ending(error=(error.code, str(error))))
+
+        self.grammars.when_compiled(grammar, begin, on_error)
+
+    def _begin_ready(self, ticket: Ticket, session: Session, *, suspect: bool) -> None:
         """Start a group that the engine has, once `Began` is written to its gateway: if this worker
         dies, the gateway then knows which requests it had begun. Suspects start one at a time."""
         start = Start(ticket.holder_id)
@@ -214,7 +243,16 @@ class PoolWorker(ABC):
             self.limits.eos_token_ids,
             self.limits.max_model_len,
             prompt_logprobs,
+            self._grammar_of(ticket),
         )
+
+    def _grammar_of(self, ticket: Ticket) -> Grammar | None:
+        structure = ticket.sampling.structure
+        if structure is None:
+            return None
+        if self.grammars is None:
+            raise InvalidRequest("this worker has no tokenizer for structured output")
+        return self.grammars.get(structure)
 
     def check_tokens(self, ticket: Ticket) -> None:
         """Raises InvalidRequest if the ticket, or its sampling parameters, name a token id beyond
@@ -227,6 +265,8 @@ class PoolWorker(ABC):
         tokens = filter(None, (prompt, *generated, *finished))
         if max(named, *map(max, tokens)) >= self.limits.vocab_size:
             raise InvalidRequest(f"token ids beyond the vocabulary of {self.limits.vocab_size}")
+        if self._grammar_of(ticket) is not None and ticket.sampling.beam is not None:
+            raise InvalidRequest("a beam search has no structured output")
         # One more token must fit both max_tokens and the context.
         longest = min(len(prompt) + ticket.sampling.max_tokens, self.limits.max_model_len) - 1
         length = len(prompt) + max(map(len, generated))
@@ -235,7 +275,11 @@ class PoolWorker(ABC):
 
     def retract(self, failed: FailedGroup) -> None:
         """Take all full blocks of a broken group out of the prefix index: the cause may lie in one
-        of them, and would break every request that adopts it."""
+        of them, and would break every request that adopts it. Nothing is broken if a grammar cannot
+        go on."""
+        if failed.fault is Fault.GRAMMAR:
+            log.warning("grammar_failed", holder_id=failed.key)
+            return
         log.error("sequence_broken", holder_id=failed.key, reason=failed.fault.value)
         self.metrics.num_broken.inc()
         self.holders.retract(failed.blocks)

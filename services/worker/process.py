@@ -37,7 +37,7 @@ from services.worker.liveness.registration import Registration
 from services.worker.liveness.step_watch import end_process, watch_steps
 from services.worker.loading import LoadedModel, load
 from services.worker.membership import Membership, join, join_swap_pool
-from services.worker.pool_worker import Limits, PoolWorker
+from services.worker.pool_worker import Limits, PoolWorker, grammars_of
 from services.worker.swap.pool import Copy, SwapPool
 
 # The next three add up to less than ENDING_S (services.common.runtime.config), the time for all
@@ -157,6 +157,7 @@ class WorkerProcess:
             guarded = GuardedForward(forward, fence_guard)
             worker = role.make(store, membership, guarded, loaded.limits, metrics, swap_pool)
             worker.tracer = tracer
+            worker.grammars = grammars_of(settings.model, loaded.limits)
             end = end_process if ranks is None else ranks.end_stuck
             watching = asyncio.create_task(watch_steps(worker.engine, settings.step_limit_s, end))
             stack.callback(watching.cancel)  # called after the engine thread has ended

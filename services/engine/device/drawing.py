@@ -15,9 +15,11 @@ from kvops.draws import DrawTensors
 from services.engine.batch import Draw, Query, Row
 from services.engine.device.flights import DrawnFlight
 from services.engine.device.inputs import Indices
+from services.engine.device.masked import with_masked_rows
 from services.engine.device.penalties import DevicePenalties
 from services.engine.models import Model
 from services.engine.sampling.logprobs import ScoreTensors, score_tensors
+from services.engine.sampling.masks import NO_MASKS, StepMasks
 from services.engine.sampling.sampler import SMALLEST_TEMPERATURE, least_scaled
 from services.engine.sampling.sampling_head import split_states
 
@@ -56,6 +58,10 @@ class DeviceDrawing:
             if number == 0:
                 placed = [replace(asked[i], state=places[asked[i].state]) for i in draws]
                 slots, changes = self._penalties.update(placed)
+                structured = [i for i, query in enumerate(placed) if query.is_structured]
+                arrays["masked"] = np.array([placed[i].state for i in structured], np.int64)
+                for row, i in enumerate(structured, len(part.states)):  # see `with_masked_rows`
+                    placed[i] = replace(placed[i], state=row)
                 arrays |= _draw_arrays(placed, slots) | changes
             scored = [asked[i] for i in part.scored]
             given = [query.token if isinstance(query.token, int) else -1 for query in scored]
@@ -72,8 +78,10 @@ class DeviceDrawing:
         asked: Sequence[Query],
         hidden: Tensor,
         placed: Mapping[str, Tensor],
+        masks: StepMasks = NO_MASKS,
     ) -> DrawnFlight:
-        """Draw and score. `hidden`: the final states, [states, hidden_size]."""
+        """Draw and score. `hidden`: the final states, [states, hidden_size]. Waits for the masks
+        once the forward pass is launched."""
         drawn = torch.empty(0, dtype=torch.int64, device=self._device)
         scores: list[tuple[list[int], ScoreTensors]] = []
         for number, part in enumerate(_parts(asked)):
@@ -82,7 +90,11 @@ class DeviceDrawing:
                 states = hidden.index_select(0, placed[f"states.{number}"])
             logits = self._model.logits(states)
             if any(isinstance(query.token, Draw) for query in asked) and number == 0:
-                drawn = self._draw(logits, asked, placed)
+                structured = [masks.mask_of(query) for query in asked if query.is_structured]
+                rows_to_draw = logits
+                if structured:
+                    rows_to_draw = with_masked_rows(logits, placed["masked"], structured)
+                drawn = self._draw(rows_to_draw, asked, placed)
             if part.scored:
                 token_ids = placed[f"given.{number}"]
                 if len(drawn):
@@ -91,7 +103,7 @@ class DeviceDrawing:
                 rows_of = logits.index_select(0, placed[f"scored.{number}"])
                 num_top = max(asked[i].num_top or 0 for i in part.scored)
                 scores.append((part.scored, score_tensors(rows_of, token_ids, num_top)))
-        return DrawnFlight(rows, asked, drawn, scores)
+        return DrawnFlight(rows, asked, drawn, scores, masks.checked)
 
     def _draw(self, logits: Tensor, asked: Sequence[Query], placed: Mapping[str, Tensor]) -> Tensor:
         if not self._ops.has_sampler:

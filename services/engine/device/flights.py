@@ -3,7 +3,7 @@
 Rows of the next step may take the drawn tokens on the device, before the host has them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,10 +17,13 @@ from services.protocol.logprobs import Logprobs
 
 NOT_FINITE = -1
 
+Answers = Sequence[Answer | Fault]
+
 
 class DrawnFlight:
     """`drawn`: the token of each draw, [draws] int64, on the device; -1: its logits are not finite.
-    `scores`: the logprobs of queries, with the indices of these queries."""
+    `scores`: the logprobs of queries, with the indices of these queries. `checked`: corrects the
+    answers of draws whose grammars have failed."""
 
     def __init__(
         self,
@@ -28,11 +31,13 @@ class DrawnFlight:
         asked: Sequence[Query],
         drawn: Tensor,
         scores: Sequence[tuple[Sequence[int], ScoreTensors]] = (),
+        checked: Callable[[Answers], Answers] = lambda answers: answers,
     ) -> None:
         self.drawn = drawn
         self._rows = tuple(rows)
         self._asked = asked
         self._scores = scores
+        self._checked = checked
         parts = [drawn]
         for _, (token_ids, logprobs, ranks) in scores:
             parts += [token_ids, logprobs.double().view(torch.int64), ranks]
@@ -54,8 +59,8 @@ class DrawnFlight:
         for query in self._asked:
             token = query.token if isinstance(query.token, int) else next(drawn)
             tokens.append(Fault.NOT_FINITE if token == NOT_FINITE else token)
-        answers: Sequence[Answer | Fault] = join_answers(self._asked, tokens, self._logprobs())
-        return row_results(self._rows, answers)
+        answers = join_answers(self._asked, tokens, self._logprobs())
+        return row_results(self._rows, self._checked(answers))
 
     def inputs(self, rows: Sequence[int]) -> list[int]:
         """The draws of these rows, by index, of one draw each: places in `drawn`."""

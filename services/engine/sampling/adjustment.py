@@ -2,6 +2,7 @@
 
 They apply in this order:
 
+    mask        -inf for the tokens that a grammar does not allow
     bias        logit + bias
     repetition  tokens in prompt or output: logit / penalty if above 0, else logit * penalty
     frequency   tokens in the output: logit - penalty * count
@@ -19,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor, from_numpy
 
+from services.common.structured.grammar import Mask
+
 Ids = np.ndarray[tuple[int], np.dtype[np.int64]]
 Values = np.ndarray[tuple[int], np.dtype[np.float32]]
 
@@ -32,6 +35,7 @@ class Adjustment:
     `biased`: token ids, each once, with `biases`. `seen`: the token ids that penalties affect, each
     once, with `counts`, the number of times that each is in the output. `allowed`: the only token
     ids that may be drawn; None: all. `banned`: the ids that may not be drawn, some of them twice.
+    `mask`: of the grammar; None: all may come.
     `state`: whose adjustment it is. The adjustments of a state differ in counts and bans alone:
     tokens are added to `seen`, and counts grow.
     """
@@ -46,10 +50,13 @@ class Adjustment:
     allowed: Ids | None
     banned: Ids
     state: object = None
+    mask: Mask | None = None
 
     def applied(self, logits: Tensor) -> Tensor:
         """An adjusted copy of `logits`, fp32 [vocab_size] on the CPU."""
         row = logits.clone()
+        if self.mask is not None:
+            row[~unpacked(self.mask, len(row))] = float("-inf")
         row[from_numpy(self.biased)] += from_numpy(self.biases)
         seen = from_numpy(self.seen)
         row[seen] = self._penalized(row[seen])
@@ -59,6 +66,12 @@ class Adjustment:
         masked = row.index_fill(0, from_numpy(self.banned), float("-inf"))
         return row if bool((masked == float("-inf")).all()) else masked
 
+    @classmethod
+    def of_mask(cls, mask: Mask) -> "Adjustment":
+        """A mask alone."""
+        none, no_values = np.zeros(0, np.int64), np.zeros(0, np.float32)
+        return cls(none, no_values, none, no_values, 1.0, 0.0, 0.0, None, none, mask=mask)
+
     def _penalized(self, logits: Tensor) -> Tensor:
         counts = from_numpy(self.counts)
         scaled = torch.where(logits > 0, logits / self.repetition, logits * self.repetition)
@@ -66,3 +79,9 @@ class Adjustment:
         scaled = scaled - self.frequency * counts
         scaled = torch.where(counts > 0, scaled - self.presence, scaled)
         return torch.where(logits == float("-inf"), logits, scaled)
+
+
+def unpacked(mask: Mask, vocab_size: int) -> Tensor:
+    """The bits of a mask, bool [vocab_size]."""
+    bits = np.unpackbits(mask.view(np.uint8), count=vocab_size, bitorder="little")
+    return from_numpy(bits).bool()

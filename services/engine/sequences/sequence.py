@@ -9,8 +9,10 @@ from blockstore.hashing import next_hash
 from blockstore.records import PrefixHash
 from services.common.pool.allotment import blocks_for_decode
 from services.common.pool.stamps import Stamps
+from services.common.structured.grammar import Grammar
 from services.engine.batch import UNKNOWN_TOKEN, Draw, Row, Scoring
 from services.engine.sequences.beam import num_candidates
+from services.engine.sequences.grammar_state import GrammarState
 from services.engine.sequences.penalty_state import PenaltyState
 from services.protocol.ticket import FinishReason, SamplingParams, Ticket, TicketSequence
 
@@ -28,7 +30,7 @@ class Rules:
     `stop_ids` and the model's EOS tokens, even if the request ignores EOS; `min_tokens` bans them.
     `root`: the hash before a prompt's first block. `prompt_logprobs`: report the logprobs of the
     prompt too, each with that many of the likeliest tokens; None: do not. All tokens of the prompt
-    are computed then, even those in adopted blocks.
+    are computed then, even those in adopted blocks. `grammar`: of the text; None: any text.
     """
 
     sampling: SamplingParams
@@ -39,6 +41,7 @@ class Rules:
     root: PrefixHash
     block_size: int
     prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
 
     @classmethod
     def of(
@@ -48,6 +51,7 @@ class Rules:
         eos_token_ids: frozenset[int],
         max_model_len: int,
         prompt_logprobs: int | None = None,
+        grammar: Grammar | None = None,
     ) -> "Rules":
         sampling, num_prompt_tokens = ticket.sampling, len(ticket.prompt_token_ids)
         stop_ids = frozenset(sampling.stop_token_ids)
@@ -64,6 +68,7 @@ class Rules:
             root=ticket.root_hash,
             block_size=block_size,
             prompt_logprobs=prompt_logprobs,
+            grammar=grammar,
         )
 
 
@@ -104,7 +109,7 @@ class Sequence:
     (law 2). A sequence can run as far as the slots of its uncomputed tokens are in its block table.
 
     A sequence *runs ahead* if a row takes the token that the step in flight draws. It may do so if
-    nothing on the host needs that token first: no penalties, no logprobs, no beams.
+    nothing on the host needs that token first: no penalties, no grammar, no logprobs, no beams.
 
     Sequences of a group that begin with the same tokens are one `Sequence` until these tokens are
     computed; it has a branch for each of them. Most sequences have one branch: their next draw.
@@ -133,7 +138,11 @@ class Sequence:
             self._penalty_state = PenaltyState(
                 rules.sampling, self.tokens, rules.num_prompt_tokens, rules.end_ids
             )
-        self.may_run_ahead = self._penalty_state is None and rules.sampling.logprobs is None
+        self._grammar_state: GrammarState | None = None
+        if rules.grammar is not None:
+            self._grammar_state = GrammarState(rules.grammar, self.tokens, rules.num_prompt_tokens)
+        has_state = self._penalty_state is not None or self._grammar_state is not None
+        self.may_run_ahead = not has_state and rules.sampling.logprobs is None
         self._place = 0
         """The index of its row in the last step that has one."""
         num_full = max(num_computed, num_adopted) // rules.block_size
@@ -221,7 +230,8 @@ class Sequence:
     def _draws(self) -> tuple[Draw, ...]:
         adjustment = None if self._penalty_state is None else self._penalty_state.adjustment()
         drawing = (branch.index for branch in self.branches if not branch.own)
-        return tuple(Draw(self.rules.sampling, index, adjustment) for index in drawing)
+        sampling, grammar = self.rules.sampling, self._grammar_state
+        return tuple(Draw(sampling, index, adjustment, grammar) for index in drawing)
 
     def _scoring(self, start: int, end: int) -> Scoring | None:
         """The prompt tokens to score in a row of start .. end: each state scores the next."""

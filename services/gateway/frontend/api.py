@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from services.common.structured.structure import Structure
 from services.gateway.access.caller import EVERYONE, Caller
 from services.protocol.ticket import EarlyStopping, FinishReason
 
@@ -74,6 +75,8 @@ class RequestedSampling:
     default_max_tokens: int | None = None
     """Limit of generated tokens if `max_tokens` is None; None: the limit of context and pool."""
     beam: RequestedBeams | None = None
+    structure: Structure | None = None
+    """The form of the text; None: any."""
 
     @property
     def width(self) -> int:

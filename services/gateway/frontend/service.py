@@ -24,7 +24,7 @@ from services.gateway.frontend.api import (
 from services.gateway.intake.identity import with_resume_token
 from services.gateway.intake.prompts import check_num_messages
 from services.protocol.codec import finish_reason_from_wire, finish_reason_to_wire
-from services.protocol.sampling_codec import early_stopping_from_wire
+from services.protocol.sampling_codec import early_stopping_from_wire, structure_from_wire
 
 SERVICE_NAME: str = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 
@@ -123,6 +123,7 @@ def _sampling(message: sampling_pb2.SamplingParams) -> RequestedSampling:
         bad_words=tuple(message.bad_words),
         include_stop_str_in_output=message.include_stop_str_in_output,
         beam=_beams(message.beam) if message.HasField("beam") else None,
+        structure=structure_from_wire(message),
     )
 
 

@@ -7,6 +7,7 @@ from services.common.text.chat_template import ChatTemplate
 from services.common.text.model_config import ModelConfig
 from services.common.text.tokenizer import Tokenizer
 from services.gateway.intake.generation_config import GenerationConfig
+from services.gateway.intake.structures import StructureChecker
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +18,7 @@ class Model:
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     """None if the checkpoint has no chat template."""
+    structures: StructureChecker
 
 
 def load_model(directory: str, generation: GenerationConfig | None = None) -> Model:
@@ -34,4 +36,5 @@ def load_model(directory: str, generation: GenerationConfig | None = None) -> Mo
         config=config,
         tokenizer=tokenizer,
         chat_template=ChatTemplate.from_directory(path, tokenizer.special_tokens),
+        structures=StructureChecker(path, config.vocab_size, config.eos_token_ids),
     )

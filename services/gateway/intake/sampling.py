@@ -11,6 +11,7 @@ from services.gateway.intake.beams import resolve_beam, with_greedy_sampling
 from services.gateway.intake.catalog import Model
 from services.gateway.intake.checks import check_text, float32, require
 from services.gateway.intake.prompts import check_token_ids
+from services.gateway.intake.structures import check_combination
 from services.protocol.ticket import MAX_BIAS, MAX_PENALTY, SamplingParams
 
 MAX_STOP_STRINGS = 64
@@ -37,6 +38,7 @@ async def resolve_sampling(asked: RequestedSampling, model: Model) -> SamplingPa
     _check_allowed(asked, model.config.vocab_size)
     _check_bad_words(asked.bad_words)
     _check_counts(asked)
+    check_combination(asked)
     beam = resolve_beam(asked)
     if beam is not None:
         asked = with_greedy_sampling(asked)
@@ -57,10 +59,13 @@ async def resolve_sampling(asked: RequestedSampling, model: Model) -> SamplingPa
         allowed_token_ids=asked.allowed_token_ids or (),
         bad_words=await token_sequences(asked.bad_words, model),
         min_tokens=asked.min_tokens or 0,
+        structure=asked.structure,
         logprobs=0 if asked.selects_best and asked.logprobs is None else asked.logprobs,
         beam=beam,
     )
     _check_tokens_remain(sampling, model.config.eos_token_ids)
+    if asked.structure is not None:
+        await model.structures.check(asked.structure)
     return sampling
 
 

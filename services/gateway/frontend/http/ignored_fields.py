@@ -30,7 +30,6 @@ NO_EFFECT_VALUES: dict[str, tuple[Any, ...]] = {
     "prompt_logprobs": (),
     "reasoning_effort": (),
     "refusal": (),
-    "response_format": ({"type": "text"},),
     # Both values have the same effect: no supported model family's decoder adds such spaces.
     "spaces_between_special_tokens": (True, False),
     "suffix": ("",),

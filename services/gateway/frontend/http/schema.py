@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from services.common.structured.structure import Structure
 from services.gateway.frontend.api import (
     GenerationRequest,
     Prompt,
@@ -26,6 +27,11 @@ from services.gateway.frontend.http.fields import (
     StreamOptions,
     Strings,
     Texts,
+)
+from services.gateway.frontend.http.structured import (
+    ResponseFormat,
+    ResponsesFormat,
+    StructuredOutputsBody,
 )
 from services.gateway.intake.prompts import PROMPT
 from services.protocol.ticket import EarlyStopping
@@ -80,7 +86,13 @@ class SampledBody(Body):
     request_id: str | None = None
     skip_special_tokens: bool | None = None
     stop_token_ids: Integers | None = None
+    structured_outputs: StructuredOutputsBody | None = None
     top_k: int | None = None
+
+    @property
+    def structure(self) -> Structure | None:
+        """The form that the body asks for in `structured_outputs`, or in its API's own field."""
+        return None if self.structured_outputs is None else self.structured_outputs.to_structure()
 
     @property
     def names(self) -> dict[str, str]:
@@ -124,6 +136,7 @@ class SampledBody(Body):
             min_tokens=self.min_tokens,
             include_stop_str_in_output=bool(self.include_stop_str_in_output),
             skip_special_tokens=self.skip_special_tokens is not False,
+            structure=self.structure,
         )
 
 
@@ -139,6 +152,7 @@ class GenerationBody(SampledBody):
     early_stopping: bool | Literal["never"] | None = None
     length_penalty: float | None = None
     prompt_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
     received: Annotated[list[ReceivedBody], Field(fail_fast=True)] | None = None
     resume_token: str | None = None
     return_token_ids: bool | None = None
@@ -153,6 +167,7 @@ class GenerationBody(SampledBody):
             value = getattr(self, name)
             if not self.use_beam_search and value is not None and value != neutral:
                 raise ValueError(f"{name} is for requests with use_beam_search=true")
+        _ = self.structure
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is for requests with stream=true")
         if self.prompt_logprobs is not None and self.stream:
@@ -167,6 +182,10 @@ class GenerationBody(SampledBody):
         if self.echoes:
             raise ValueError("what was echoed is not sent again: no echo with received")
         return self
+
+    @property
+    def structure(self) -> Structure | None:
+        return one_structure("response_format", self.response_format, super().structure)
 
     @property
     def include_usage(self) -> bool:
@@ -313,6 +332,17 @@ class ChatBody(GenerationBody):
         messages = tuple(message.to_message() for message in self.messages)
         arguments = template_arguments(self.chat_template_kwargs, self.reasoning_effort)
         return [replace(self.request(messages, request_id), template_arguments=arguments)]
+
+
+def one_structure(
+    name: str, given: ResponseFormat | ResponsesFormat | None, other: Structure | None
+) -> Structure | None:
+    """The structure of the field `name`, or the `other` one, of `structured_outputs`. ValueError:
+    there are both."""
+    structure = None if given is None else given.to_structure()
+    if structure is not None and other is not None:
+        raise ValueError(f"{name} and structured_outputs are both given; give one of them")
+    return structure or other
 
 
 def template_arguments(

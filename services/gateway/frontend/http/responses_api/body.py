@@ -5,17 +5,27 @@ than text) is refused with the reason, unless its value requests nothing.
 """
 
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PlainValidator,
+    WithJsonSchema,
+    model_validator,
+)
 
+from services.common.structured.structure import Structure
 from services.gateway.frontend.api import ChatMessage, GenerationRequest, RequestedSampling
 from services.gateway.frontend.http.fields import Body
 from services.gateway.frontend.http.schema import (
     ReasoningEffort,
     SampledBody,
+    one_structure,
     template_arguments,
 )
+from services.gateway.frontend.http.structured import ResponsesFormat
 from services.gateway.intake.prompts import MAX_MESSAGES, PROMPT
 
 LOGPROBS = "message.output_text.logprobs"
@@ -95,7 +105,7 @@ class ItemBody(Body):
 
 
 class TextBody(Body):
-    format: Annotated[Any, *_only("only text is supported as a format", {"type": "text"})] = None
+    format: ResponsesFormat | None = None
     verbosity: Annotated[Any, *_only("verbosity is not supported")] = None
 
 
@@ -145,6 +155,16 @@ class ResponsesBody(SampledBody):
     @property
     def names(self) -> dict[str, str]:
         return {PROMPT: "input", "max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
+
+    @property
+    def structure(self) -> Structure | None:
+        given = None if self.text is None else self.text.format
+        return one_structure("text.format", given, super().structure)
+
+    @model_validator(mode="after")
+    def _check_structure(self) -> Self:
+        _ = self.structure
+        return self
 
     @property
     def num_logprobs(self) -> int | None:

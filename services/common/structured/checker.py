@@ -1,0 +1,48 @@
+"""The program that checks structures for a gateway: it compiles each within limits of the operating
+system. One that crashes it, or is beyond a limit, ends this process and nothing else.
+
+    python -m services.common.structured.checker MODEL_DIRECTORY VOCAB_SIZE EOS_TOKEN_ID...
+
+It reads a structure from each line of its input, and writes a line for each: `null`, or the
+problem. It ends with its input.
+"""
+
+import json
+import resource
+import sys
+from pathlib import Path
+
+from services.common.errors import InvalidRequest
+from services.common.structured.grammar import compile_structure
+from services.common.structured.structure import Structure, StructureKind
+from services.common.structured.vocabulary import load_vocabulary
+
+CPU_LIMIT_S = 2
+MEMORY_LIMIT_BYTES = 1 << 30
+
+
+def main() -> None:
+    directory, vocab_size, *eos_token_ids = sys.argv[1:]
+    vocabulary = load_vocabulary(Path(directory), int(vocab_size), list(map(int, eos_token_ids)))
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for line in sys.stdin:
+        _limit_cpu()
+        kind, text = json.loads(line)
+        problem = None
+        try:
+            compile_structure(Structure(StructureKind(kind), text), vocabulary)
+        except InvalidRequest as error:
+            problem = str(error)
+        print(json.dumps(problem), flush=True)
+
+
+def _limit_cpu() -> None:
+    """The kernel ends this process once it has computed for `CPU_LIMIT_S` from now on."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    used = int(usage.ru_utime + usage.ru_stime)
+    resource.setrlimit(resource.RLIMIT_CPU, (used + 1 + CPU_LIMIT_S, resource.RLIM_INFINITY))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""The grammar state of a sequence: which tokens its structured output allows next.
+
+It is a function of the tokens alone (law 7), like the penalty state: after a preemption, a move or
+a crash a new state walks the tokens again.
+
+See ADR 153.
+"""
+
+from collections.abc import Sequence
+
+from services.common.structured.grammar import Grammar, Mask
+
+
+class GrammarState:
+    """The grammar state of one sequence. `tokens`: the sequence's own list, which grows; it begins
+    with `num_prompt` prompt tokens, which the grammar does not see."""
+
+    def __init__(self, grammar: Grammar, tokens: Sequence[int], num_prompt: int) -> None:
+        self._walk = grammar.walk()
+        self._tokens = tokens
+        self._num_prompt = num_prompt
+
+    def mask(self) -> Mask:
+        """The tokens that may come next. Raises GrammarFault."""
+        return self._walk.mask_after(self._tokens[self._num_prompt :])

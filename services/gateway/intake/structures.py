@@ -1,0 +1,118 @@
+"""Checks the structured output that requests ask for, before any worker sees it.
+
+A structure is compiled in a child process (`services.common.structured.checker`) with limits on its
+CPU time and memory: whatever a client sends, the answer comes in bounded time, and nobody else
+notices. Workers compile what has passed.
+
+See ADR 154.
+"""
+
+import asyncio
+import json
+import subprocess
+import sys
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from select import POLLIN, poll
+
+from services.common.errors import Overloaded
+from services.common.structured.checker import CPU_LIMIT_S, MEMORY_LIMIT_BYTES
+from services.common.structured.structure import MAX_STRUCTURE_BYTES, Structure
+from services.gateway.frontend.api import RequestedSampling
+from services.gateway.intake.checks import check_text, require
+
+STRUCTURE = "structured_outputs"
+"""The name in errors of whatever field has the structure; the HTTP server names its own."""
+
+_MODULE = "services.common.structured.checker"
+_MOST_VERDICTS = 256
+_MOST_WAITING = 16
+_WALL_LIMIT_S = 30.0
+"""For a machine so loaded that the child gets little CPU time."""
+
+
+class StructureChecker:
+    """Checks structures for one model, one at a time, and remembers the last verdicts."""
+
+    def __init__(self, directory: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._arguments = [str(directory), str(vocab_size), *map(str, eos_token_ids)]
+        self._has_end = bool(eos_token_ids)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="structures")
+        self._child: subprocess.Popen[bytes] | None = None
+        self._verdicts: OrderedDict[Structure, str | None] = OrderedDict()
+        self._num_waiting = 0
+
+    async def check(self, structure: Structure) -> None:
+        """Raises InvalidRequest if the structure is wrong, or costs too much; Overloaded if too
+        many others wait for their check."""
+        check_text(STRUCTURE, structure.text, MAX_STRUCTURE_BYTES)
+        require(self._has_end, "structured output needs a model with an end-of-sequence token")
+        if structure not in self._verdicts:
+            if self._num_waiting >= _MOST_WAITING:
+                raise Overloaded(f"{_MOST_WAITING} structures wait for their check; try again", 1.0)
+            self._num_waiting += 1
+            try:
+                loop = asyncio.get_running_loop()
+                verdict = await loop.run_in_executor(self._thread, self._verdict, structure)
+            finally:
+                self._num_waiting -= 1
+            self._verdicts[structure] = verdict
+            while len(self._verdicts) > _MOST_VERDICTS:
+                self._verdicts.popitem(last=False)
+        self._verdicts.move_to_end(structure)
+        problem = self._verdicts[structure]
+        require(problem is None, problem or "", STRUCTURE)
+
+    def _verdict(self, structure: Structure) -> str | None:
+        """What is wrong with the structure. A child that ended between two checks is no verdict."""
+        if self._child is None or self._child.poll() is not None:
+            self._child = self._start()
+        child = self._child
+        assert child.stdin is not None
+        assert child.stdout is not None
+        try:
+            child.stdin.write(json.dumps([structure.kind.value, structure.text]).encode() + b"\n")
+            child.stdin.flush()
+            answered = poll()
+            answered.register(child.stdout, POLLIN)
+            line = child.stdout.readline() if answered.poll(_WALL_LIMIT_S * 1000) else b""
+        except BrokenPipeError:
+            line = b""
+        if line:
+            problem: str | None = json.loads(line)
+            return problem
+        _end(child)
+        self._child = None
+        return (
+            f"structured output: this {structure.kind.value} takes more than {CPU_LIMIT_S} s or "
+            f"{MEMORY_LIMIT_BYTES >> 20} MiB to compile"
+        )
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        child = subprocess.Popen(
+            [sys.executable, "-m", _MODULE, *self._arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        weakref.finalize(self, _end, child)
+        return child
+
+
+def _end(child: "subprocess.Popen[bytes]") -> None:
+    child.kill()
+    child.communicate()
+
+
+def check_combination(asked: RequestedSampling) -> None:
+    """Raises InvalidRequest if a parameter cannot be combined with structured output."""
+    if asked.structure is None:
+        return
+    for name, is_given in (
+        ("use_beam_search", asked.beam is not None),
+        ("allowed_token_ids", asked.allowed_token_ids is not None),
+        ("ignore_eos", asked.ignore_eos),
+    ):
+        require(not is_given, f"structured output cannot be combined with {name}", name)

@@ -1,0 +1,67 @@
+"""Compiles the grammars of requests for structured output, in a thread, and keeps the last ones."""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+
+from llguidance import LLMatcher, LLTokenizer
+
+from services.common.structured.grammar import Grammar, compile_structure
+from services.common.structured.structure import Structure
+from services.common.structured.vocabulary import load_vocabulary
+
+_MOST_GRAMMARS = 64
+
+
+class Grammars:
+    """The grammars of one worker, for the vocabulary of the model in `directory`, which is read for
+    the first of them. A gateway has compiled each before, so they compile here too."""
+
+    def __init__(self, directory: Path, vocab_size: int, eos_token_ids: Collection[int]) -> None:
+        self._directory = directory
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        self._recent: OrderedDict[Structure, Grammar] = OrderedDict()
+
+    def get(self, structure: Structure) -> Grammar:
+        """The structure's grammar, which may still be being compiled."""
+        grammar = self._recent.get(structure)
+        if grammar is None:
+            compiled = self._thread.submit(self._compile, structure)
+            grammar = self._recent[structure] = Grammar(compiled, self._vocab_size)
+            while len(self._recent) > _MOST_GRAMMARS:
+                self._recent.popitem(last=False)
+        self._recent.move_to_end(structure)
+        return grammar
+
+    def when_compiled(
+        self,
+        grammar: Grammar,
+        then: Callable[[], None],
+        on_error: Callable[[BaseException], None],
+    ) -> None:
+        """Call `then` in this event loop when the grammar is compiled, at once if it is already."""
+
+        def done() -> None:
+            error = grammar.compiled.exception()
+            if error is None:
+                then()
+            else:
+                on_error(error)
+
+        if grammar.compiled.done():
+            done()
+            return
+        loop = asyncio.get_running_loop()
+        grammar.compiled.add_done_callback(lambda _: loop.call_soon_threadsafe(done))
+
+    def _compile(self, structure: Structure) -> LLMatcher:
+        return compile_structure(structure, self._vocabulary)
+
+    @cached_property
+    def _vocabulary(self) -> LLTokenizer:
+        return load_vocabulary(self._directory, self._vocab_size, self._eos_token_ids)
