@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from kvops import _native
 from services.engine.batch import Draw, Fault
 from services.engine.models.fused import native_draw
+from services.engine.sampling.adjustment import Adjustment
 from services.engine.sampling.sampler import filtered_weights, sample
 from services.engine.sequences.penalty_state import PenaltyState
 from services.protocol.ticket import SamplingParams
@@ -139,6 +141,45 @@ def test_adjusted_draws_are_those_of_the_sampler(
     found = of_draws(isa, logits, draws, positions)
     assert found == sample(logits, draws, positions)
     assert found != of_draws(isa, logits, [replace(d, adjustment=None) for d in draws], positions)
+
+
+@ISAS
+@pytest.mark.parametrize("name", ["nothing else", *ADJUSTMENTS])
+@pytest.mark.parametrize("filters", ["greedy", "top_p", "all"])
+@pytest.mark.parametrize("vocab_size", [7, 130, 20_011])
+def test_masked_draws_are_those_of_the_sampler(
+    isa: str, name: str, filters: str, vocab_size: int
+) -> None:
+    """Masks of a few tokens, of many, of whole words of bits; bans that leave no token are void."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = 3 * torch.randn(40, vocab_size, generator=generator)
+    kind = {"temperature": 0.0} if filters == "greedy" else FILTERS[filters]
+    draws, masks = [], []
+    for row in range(40):
+        share = (0.0, 0.02, 0.5, 1.0)[row % 4]
+        may_come = torch.rand(-(-vocab_size // 32) * 32, generator=generator) < share
+        may_come[row % 7] = True
+        may_come[64:128] = row % 8 == 1
+        bits = np.packbits(may_come.numpy(), bitorder="little").view(np.int32)
+        asked = ADJUSTMENTS.get(name, {})
+        logit_bias = [pair for pair in asked.get("logit_bias", ()) if pair[0] < 7]
+        p = replace(PLAIN, seed=row, **kind, **{**asked, "logit_bias": logit_bias})
+        adjustment = PenaltyState(p, [1, 2, 0, 1, row % 5], 1, [0, 4]).adjustment()
+        masked = replace(adjustment or Adjustment.of_mask(bits), mask=bits)
+        draws.append(Draw(p, 0, masked))
+        masks.append(may_come)
+    found = of_draws(isa, logits, draws, range(40))
+    assert found == [-1 if isinstance(t, Fault) else t for t in sample(logits, draws, range(40))]
+    assert all(token == -1 or masks[row][token] for row, token in enumerate(found))
+    if "allowed_token_ids" not in ADJUSTMENTS.get(name, {}):
+        assert -1 not in found
+
+
+@ISAS
+def test_a_mask_shorter_than_the_vocabulary_is_refused(isa: str) -> None:
+    draw = Draw(PLAIN, 0, Adjustment.of_mask(np.zeros(2, np.int32)))
+    with pytest.raises(ValueError, match="shorter than the vocabulary"):
+        of_draws(isa, torch.zeros(1, 65), [draw], [0])
 
 
 @ISAS

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from services.common.errors import InvalidRequest
+from services.common.structured.structure import Structure, StructureKind
 from services.gateway.frontend.api import (
     ChatMessage,
     GenerationRequest,
@@ -206,7 +207,16 @@ def test_fields_without_effect_are_accepted(fields: dict[str, Any]) -> None:
         ({"bad_words": "x"}, "bad_words: Input should be a valid list"),
         ({"min_tokens": 1.5}, "min_tokens: Input should be a valid integer"),
         ({"skip_special_tokens": 1}, "skip_special_tokens: Input should be a valid boolean"),
-        ({"response_format": {"type": "json_object"}}, "response_format is not supported"),
+        ({"response_format": {"type": "xml"}}, "response_format: Input tag 'xml' found using"),
+        ({"response_format": {"type": "json_schema"}}, "json_schema: Field required"),
+        ({"structured_outputs": {}}, "0 of json, json_object, regex, choice"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "2 of json, json_object"),
+        ({"structured_outputs": {"json": "[", "whitespace_pattern": " "}}, "Expecting value"),
+        ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "are for JSON"),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            "response_format and structured_outputs are both given",
+        ),
         ({"tempratur": 1}, "tempratur is not supported"),
         ({"reasoning_effort": "most"}, "reasoning_effort: Input should be 'none', "),
         ({"chat_template_kwargs": []}, "chat_template_kwargs: Input should be a valid dictionary"),
@@ -363,3 +373,32 @@ async def test_an_error_of_one_stream_ends_all() -> None:
         async for _ in merged(streams):
             pass
     assert counting.num_open == 0
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+_FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
+_TAG = {"type": "structural_tag", "format": {"type": "const_string", "value": "x"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "text"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json", ""),
+        ({"response_format": _FORMAT}, "json", json.dumps(SCHEMA)),
+        ({"response_format": _TAG}, "structural_tag", json.dumps(_TAG)),
+        ({"structured_outputs": {"json": SCHEMA}}, "json", json.dumps(SCHEMA)),
+        ({"structured_outputs": {"json": '{"type": "null"}'}}, "json", '{"type": "null"}'),
+        ({"structured_outputs": {"json_object": True}}, "json", '{"type": "object"}'),
+        ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, "choice", '["a", "b"]'),
+        ({"structured_outputs": {"grammar": "start: x"}}, "grammar", "start: x"),
+        ({"structured_outputs": {"structural_tag": _TAG}}, "structural_tag", json.dumps(_TAG)),
+        (
+            {"structured_outputs": {"json": "{}", "disable_any_whitespace": True}},
+            "json",
+            '{"x-guidance": {"whitespace_flexible": false}}',
+        ),
+    ],
+)
+def test_forms_of_the_text(fields: dict[str, Any], kind: str, text: str) -> None:
+    assert chat(**fields).sampling.structure == Structure(StructureKind(kind), text)

@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 
 from blockstore.registry import Load
 from quire.v1.logprobs_pb2 import Logprobs as LogprobsMessage
+from quire.v1.sampling_pb2 import StructuredOutput
 from quire.v1.ticket_pb2 import Ticket as Message
 from quire.v1.worker_pb2 import WorkerLoad
 from services.common.errors import InvalidRequest
+from services.common.structured.structure import MAX_STRUCTURE_BYTES, Structure, StructureKind
 from services.protocol.codec import (
     finish_reason_from_wire,
     finish_reason_to_wire,
@@ -72,6 +74,8 @@ samplings = st.builds(
     allowed_token_ids=token_ids,
     bad_words=st.lists(some_token_ids, max_size=3).map(tuple),
     min_tokens=st.integers(0, 1),
+    structure=st.none()
+    | st.builds(Structure, st.sampled_from(StructureKind), st.text(max_size=20)),
 )
 
 
@@ -197,6 +201,13 @@ def spoil(change: Callable[[Message], object]) -> Message:
         (lambda m: setattr(m.sampling, "max_tokens", 0), "max_tokens is 0"),
         (lambda m: setattr(m.sampling, "logprobs", 21), "logprobs is 21"),
         (lambda m: setattr(m.sampling, "min_tokens", 9), "min_tokens is 9, max_tokens 8"),
+        (lambda m: m.sampling.structured_output.SetInParent(), "kind 0 is unknown"),
+        (
+            lambda m: m.sampling.structured_output.MergeFromString(
+                StructuredOutput(kind=1, text="x" * (MAX_STRUCTURE_BYTES + 1)).SerializeToString()
+            ),
+            "structured_output has 262145 bytes, at most 262144",
+        ),
         (lambda m: m.sampling.ClearField("repetition_penalty"), "repetition_penalty is 0"),
         (
             lambda m: setattr(m.sampling, "repetition_penalty", float("inf")),

@@ -23,6 +23,10 @@ _LIMITS = LLParserLimits(
 )
 
 
+_MOST_CHARS = 400
+"""Of an error, which may quote much of its grammar."""
+
+
 class GrammarFault(Exception):
     """The grammar cannot say which tokens may come: it is too complex at this place, or the text
     before does not follow it."""
@@ -35,12 +39,16 @@ def compile_structure(structure: Structure, vocabulary: LLTokenizer) -> LLMatche
     matcher.compute_bitmask()  # the lexer finds out only now what the start costs
     if matcher.is_error():
         kind = structure.kind.value
-        raise InvalidRequest(f"structured output: {kind} cannot be compiled: {first_line(matcher)}")
+        raise InvalidRequest(f"structured output: {kind} cannot be compiled: {_problem(matcher)}")
     return matcher
 
 
-def first_line(matcher: LLMatcher) -> str:
-    return matcher.get_error().partition("\n")[0][:500]
+def _problem(matcher: LLMatcher) -> str:
+    """The error of a matcher, in one line."""
+    text = " ".join(matcher.get_error().split())
+    if text.startswith("NoExtension"):
+        return "no text has this form"
+    return text if len(text) <= _MOST_CHARS else text[:_MOST_CHARS] + " ..."
 
 
 class Grammar:
@@ -79,5 +87,5 @@ class GrammarWalk:
         mask = np.empty(self._num_words, np.int32)
         matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if matcher.is_error():
-            raise GrammarFault(first_line(matcher))
+            raise GrammarFault(_problem(matcher))
         return mask

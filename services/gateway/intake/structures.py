@@ -49,6 +49,12 @@ class StructureChecker:
         """Raises InvalidRequest if the structure is wrong, or costs too much; Overloaded if too
         many others wait for their check."""
         check_text(STRUCTURE, structure.text, MAX_STRUCTURE_BYTES)
+        size = len(structure.text.encode())
+        require(
+            size <= MAX_STRUCTURE_BYTES,
+            f"{STRUCTURE} has {size} bytes, at most {MAX_STRUCTURE_BYTES}",
+            STRUCTURE,
+        )
         require(self._has_end, "structured output needs a model with an end-of-sequence token")
         if structure not in self._verdicts:
             if self._num_waiting >= _MOST_WAITING:

@@ -28,7 +28,13 @@ from services.common.errors import (
     UnknownWorker,
 )
 from services.common.rpc.transport import RpcServer, from_rpc_error, open_channel
-from services.gateway.frontend.api import ChatMessage, GenerationRequest, RequestedSampling
+from services.common.structured.structure import Structure, StructureKind
+from services.gateway.frontend.api import (
+    ChatMessage,
+    GenerationRequest,
+    RequestedBeams,
+    RequestedSampling,
+)
 from services.gateway.frontend.relay import BLOCK_MANAGER, SUPERVISOR, Relay, Target
 from services.gateway.frontend.service import SERVICE_NAME
 from services.gateway.intake import admission
@@ -42,6 +48,7 @@ from .fakes import FakeDecode, FakePrefill, Verbatim, expected
 
 POOL_TOKENS = SPEC.num_blocks * SPEC.block_size
 NAN, INFINITY = float("nan"), float("inf")
+FORM = Structure(StructureKind.REGEX, "a+")
 
 
 @pytest.fixture
@@ -111,6 +118,11 @@ async def refused(harness: Any, request: GenerationRequest) -> Exception:
             {"allowed_token_ids": (7, 8), "min_tokens": 1, "stop_token_ids": (7, 8)},
             "min_tokens is 1, but all 2 allowed_token_ids are bad_words or end the generation",
         ),
+        ({"structure": FORM, "allowed_token_ids": (7,)}, "combined with allowed_token_ids"),
+        ({"structure": FORM, "ignore_eos": True}, "combined with ignore_eos"),
+        ({"structure": FORM, "beam": RequestedBeams(2)}, "combined with use_beam_search"),
+        ({"structure": Structure(FORM.kind, "é" * 131_073)}, "has 262146 bytes, at most 262144"),
+        ({"structure": Structure(FORM.kind, "(")}, "regex cannot be compiled"),
     ],
 )
 async def test_bad_sampling_parameters(harness: Any, sampling: Any, text: str) -> None:

@@ -128,7 +128,6 @@ async def test_an_error_before_the_stream_sets_the_status(
         ("tools", [{"type": "web_search"}], "tools are not supported"),
         ("tool_choice", "required", "tools are not supported"),
         ("truncation", "auto", "refused, not truncated"),
-        ("text.format", {"type": "json_object"}, "only text"),
         ("reasoning.summary", "auto", "summaries"),
         ("include[0]", "reasoning.encrypted_content", "logprobs"),
         ("input[0].type", "function_call_output", "'function_call_output' are not supported"),
