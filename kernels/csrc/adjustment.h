@@ -26,8 +26,8 @@ struct Adjustment {
 
 // Applies an adjustment to one row at a time, and keeps its memory from row to row. It changes the
 // logits in place and restores them, so that a few tokens cost no writes of the vocabulary's size.
-// If only some tokens are allowed, or a mask is there, it writes their logits into a row of its own,
-// which is -inf elsewhere.
+// If only some tokens are allowed, or a mask is there, it writes their logits into a row of its
+// own, which is -inf elsewhere.
 class Adjuster {
  public:
   // Returns the row to choose from, without the bans; it is valid until `restore`. `touched` gets

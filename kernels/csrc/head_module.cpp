@@ -25,7 +25,12 @@ class BoundAdjustment {
   BoundAdjustment(Array biased, Array biases, Array seen, Array counts, float repetition,
                   float frequency, float presence, std::optional<Array> allowed, Array banned,
                   std::optional<Array> mask)
-      : arrays_{biased, biases, seen, counts, banned, allowed.value_or(Array()),
+      : arrays_{biased,
+                biases,
+                seen,
+                counts,
+                banned,
+                allowed.value_or(Array()),
                 mask.value_or(Array())},
         num_masked_(mask ? 32 * static_cast<int64_t>(mask->size()) : -1) {
     require(biased.size() == biases.size() && seen.size() == counts.size(),
