@@ -204,7 +204,9 @@ def spoil(change: Callable[[Message], object]) -> Message:
         (lambda m: m.sampling.structured_output.SetInParent(), "kind 0 is unknown"),
         (
             lambda m: m.sampling.structured_output.MergeFromString(
-                StructuredOutput(text="x" * (MAX_STRUCTURE_BYTES + 1)).SerializeToString()
+                StructuredOutput(
+                    kind="STRUCTURE_KIND_JSON", text="x" * (MAX_STRUCTURE_BYTES + 1)
+                ).SerializeToString()
             ),
             "structured_output has 262145 bytes, at most 262144",
         ),
