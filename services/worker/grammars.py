@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher
 
 from services.common.structured.grammar import Grammar, compile_structure
 from services.common.structured.structure import Structure
-from services.common.structured.vocabulary import load_vocabulary
+from services.common.structured.vocabulary import Vocabulary
 
 _MOST_GRAMMARS = 64
 
@@ -63,5 +63,5 @@ class Grammars:
         return compile_structure(structure, self._vocabulary)
 
     @cached_property
-    def _vocabulary(self) -> LLTokenizer:
-        return load_vocabulary(self._directory, self._vocab_size, self._eos_token_ids)
+    def _vocabulary(self) -> Vocabulary:
+        return Vocabulary.load(self._directory, self._vocab_size, self._eos_token_ids)

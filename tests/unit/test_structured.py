@@ -4,16 +4,17 @@ import json
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher
 
 from bench.make_checkpoint import CheckpointSpec, make_checkpoint
 from services.common.errors import InvalidRequest
 from services.common.structured.grammar import Grammar, GrammarFault, compile_structure
 from services.common.structured.structure import Structure, StructureKind
-from services.common.structured.vocabulary import vocabulary_of
+from services.common.structured.vocabulary import Vocabulary
 from services.common.text.tokenizer import Tokenizer
 from services.engine.sequences.grammar_state import GrammarState
 
@@ -28,11 +29,11 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def vocabulary(tokenizer: Tokenizer) -> LLTokenizer:
-    return vocabulary_of(tokenizer, VOCAB_SIZE, [EOS])
+def vocabulary(tokenizer: Tokenizer) -> Vocabulary:
+    return Vocabulary.of(tokenizer, VOCAB_SIZE, [EOS])
 
 
-def grammar(vocabulary: LLTokenizer, kind: str, text: str) -> Grammar:
+def grammar(vocabulary: Vocabulary, kind: str, text: str) -> Grammar:
     compiled: Future[LLMatcher] = Future()
     compiled.set_result(compile_structure(Structure(StructureKind(kind), text), vocabulary))
     return Grammar(compiled, VOCAB_SIZE)
@@ -48,7 +49,7 @@ def texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> set[str]:
     return {tokenizer.decode([i], skip_special_tokens=False) for i in token_ids}
 
 
-def accepts(vocabulary: LLTokenizer, tokenizer: Tokenizer, kind: str, form: str, text: str) -> bool:
+def accepts(vocabulary: Vocabulary, tokenizer: Tokenizer, kind: str, form: str, text: str) -> bool:
     """Whether the text has the form: each token may come, and then the end may."""
     walk = grammar(vocabulary, kind, form).walk()
     tokens: list[int] = []
@@ -82,7 +83,7 @@ OBJECT = json.dumps(
     ],
 )
 def test_a_text_ends_only_where_it_has_the_form(
-    vocabulary: LLTokenizer,
+    vocabulary: Vocabulary,
     tokenizer: Tokenizer,
     kind: str,
     form: str,
@@ -93,8 +94,107 @@ def test_a_text_ends_only_where_it_has_the_form(
     assert [text for text in bad if accepts(vocabulary, tokenizer, kind, form, text)] == []
 
 
+def integer_tag(begin: str, end: str) -> dict[str, Any]:
+    content = {"type": "json_schema", "json_schema": {"type": "integer"}}
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+TAGS = [integer_tag("<f=a>", "</f>"), integer_tag("<f=b>", "</f>")]
+TRIGGERED = {"type": "triggered_tags", "triggers": ["<f="], "tags": TAGS}
+SEPARATED = {"type": "tags_with_separator", "tags": TAGS, "separator": ","}
+THINK = {"type": "tag", "begin": "<t>", "content": {"type": "any_text"}, "end": "</t>"}
+
+
+@pytest.mark.parametrize(
+    ("form", "good", "bad"),
+    [
+        (TRIGGERED, ["", "hi", "hi <f=a>1</f> x <f=b>2</f>"], ["<f=c", "<f=a>x</f>", "<f=a>1"]),
+        (
+            {**TRIGGERED, "at_least_one": True},
+            ["<f=a>1</f>", "<f=a>1</f> x"],
+            ["", "hi <f=a>1</f>"],
+        ),
+        ({**TRIGGERED, "stop_after_first": True}, ["x", "x<f=a>1</f>"], ["<f=a>1</f> x"]),
+        (
+            {**TRIGGERED, "at_least_one": True, "stop_after_first": True},
+            ["<f=a>1</f>", "<f=b>-7</f>"],
+            ["", "x<f=a>1</f>", "<f=a>1</f>x"],
+        ),
+        ({**TRIGGERED, "excludes": ["no"]}, ["n<f=a>1</f>on"], ["no", "<f=a>1</f> no"]),
+        (SEPARATED, ["", "<f=a>1</f>", "<f=a>1</f>,<f=b>2</f>"], ["<f=a>1</f>,", "x"]),
+        ({**SEPARATED, "at_least_one": True}, ["<f=b>1</f>"], [""]),
+        (
+            {"type": "sequence", "elements": [THINK, TAGS[0]]},
+            ["<t>a</b></t><f=a>1</f>"],
+            ["<t></t>"],
+        ),
+        ({"type": "or", "elements": [THINK, TAGS[0]]}, ["<t></t>", "<f=a>1</f>"], ["<t></t>x"]),
+        ({"type": "optional", "content": TAGS[0]}, ["", "<f=a>1</f>"], ["<f=a>1</f><f=a>1</f>"]),
+        ({"type": "plus", "content": TAGS[0]}, ["<f=a>1</f><f=a>1</f>"], [""]),
+        (
+            {"type": "star", "content": {"type": "regex", "pattern": r"a/\d"}},
+            ["", "a/1a/2"],
+            ["a/"],
+        ),
+        ({"type": "const_string", "value": 'a"/\n'}, ['a"/\n'], ["a", ""]),
+        ({"type": "grammar", "grammar": 'root ::= "x" root | "y"'}, ["xxy"], ["x"]),
+    ],
+)
+def test_structural_tags(
+    vocabulary: Vocabulary, tokenizer: Tokenizer, form: Any, good: list[str], bad: list[str]
+) -> None:
+    text = json.dumps({"type": "structural_tag", "format": form})
+    assert [
+        one for one in good if not accepts(vocabulary, tokenizer, "structural_tag", text, one)
+    ] == []
+    assert [one for one in bad if accepts(vocabulary, tokenizer, "structural_tag", text, one)] == []
+
+
+def test_older_structural_tags(vocabulary: Vocabulary, tokenizer: Tokenizer) -> None:
+    structure = {"begin": "<f=a>", "schema": {"type": "integer"}, "end": "</f>"}
+    text = json.dumps({"structures": [structure], "triggers": ["<f="]})
+    assert accepts(vocabulary, tokenizer, "structural_tag", text, "hi <f=a>1</f>")
+    assert not accepts(vocabulary, tokenizer, "structural_tag", text, "hi <f=a>x</f>")
+
+
+def test_names_of_special_tokens_in_tags_are_these_tokens(
+    vocabulary: Vocabulary, tokenizer: Tokenizer
+) -> None:
+    name, token_id = next((n, i) for n, i in vocabulary.special.items() if i != EOS)
+    tag = {**integer_tag(f"{name}f:", ";"), "content": {"type": "any_text"}}
+    form = {"type": "triggered_tags", "triggers": [name], "tags": [tag]}
+    walk = grammar(vocabulary, "structural_tag", json.dumps({"format": form})).walk()
+    tokens = list(tokenizer.encode("hi"))
+    assert token_id in allowed(walk.mask_after(tokens))
+    tokens.append(token_id)
+    assert texts(tokenizer, allowed(walk.mask_after(tokens))) <= {"f", "f:"}
+    tokens += tokenizer.encode("f:x;")
+    assert EOS in allowed(walk.mask_after(tokens))
+
+
+@pytest.mark.parametrize(
+    ("form", "problem"),
+    [
+        ({"type": "token"}, "type 'token' is not one of const_string"),
+        ({"type": "json_schema"}, "lacks a field"),
+        ({"type": "json_schema", "json_schema": {}, "style": "qwen_xml"}, "style of json_schema"),
+        ({**TRIGGERED, "triggers": ["<g="]}, "'<f=a>' begins with 0 of the triggers"),
+        ({**THINK, "end": ""}, "needs an end"),
+        ({"type": "sequence", "elements": []}, "lacks a field"),
+        ({**THINK, "end": 7}, "the end of a tag is a string"),
+        ("x", "type None"),
+    ],
+)
+def test_wrong_structural_tags_are_refused_with_the_reason(
+    vocabulary: Vocabulary, form: Any, problem: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=problem):
+        text = json.dumps({"format": form if isinstance(form, dict) else {"a": form}})
+        grammar(vocabulary, "structural_tag", text)
+
+
 def test_masks_are_those_of_the_tokens_before_them(
-    vocabulary: LLTokenizer, tokenizer: Tokenizer
+    vocabulary: Vocabulary, tokenizer: Tokenizer
 ) -> None:
     """Whether the tokens came one by one, all at once, or others came first and went again."""
     form = grammar(vocabulary, "json", OBJECT)
@@ -111,7 +211,7 @@ def test_masks_are_those_of_the_tokens_before_them(
 
 
 def test_a_state_sees_the_generated_tokens_only(
-    vocabulary: LLTokenizer, tokenizer: Tokenizer
+    vocabulary: Vocabulary, tokenizer: Tokenizer
 ) -> None:
     form, prompt = grammar(vocabulary, "choice", '["ab", "ac"]'), [1, 2, 3]
     tokens = list(prompt)
@@ -123,7 +223,7 @@ def test_a_state_sees_the_generated_tokens_only(
 
 
 def test_tokens_that_do_not_follow_the_grammar_are_a_fault(
-    vocabulary: LLTokenizer, tokenizer: Tokenizer
+    vocabulary: Vocabulary, tokenizer: Tokenizer
 ) -> None:
     walk = grammar(vocabulary, "json", OBJECT).walk()
     with pytest.raises(GrammarFault, match="grammar"):
@@ -131,7 +231,7 @@ def test_tokens_that_do_not_follow_the_grammar_are_a_fault(
 
 
 def test_special_tokens_and_ids_without_a_token_are_never_text(
-    vocabulary: LLTokenizer, tokenizer: Tokenizer
+    vocabulary: Vocabulary, tokenizer: Tokenizer
 ) -> None:
     found = allowed(grammar(vocabulary, "regex", r"(.|\n)*").walk().mask_after([]))
     assert tokenizer.vocab_size < VOCAB_SIZE
@@ -158,7 +258,7 @@ def test_special_tokens_and_ids_without_a_token_are_never_text(
     ],
 )
 def test_wrong_forms_are_refused_with_the_reason(
-    vocabulary: LLTokenizer, kind: str, text: str, problem: str
+    vocabulary: Vocabulary, kind: str, text: str, problem: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=problem):
         grammar(vocabulary, kind, text)

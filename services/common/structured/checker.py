@@ -15,7 +15,7 @@ from pathlib import Path
 from services.common.errors import InvalidRequest
 from services.common.structured.grammar import compile_structure
 from services.common.structured.structure import Structure, StructureKind
-from services.common.structured.vocabulary import load_vocabulary
+from services.common.structured.vocabulary import Vocabulary
 
 CPU_LIMIT_S = 2
 MEMORY_LIMIT_BYTES = 1 << 30
@@ -23,7 +23,7 @@ MEMORY_LIMIT_BYTES = 1 << 30
 
 def main() -> None:
     directory, vocab_size, *eos_token_ids = sys.argv[1:]
-    vocabulary = load_vocabulary(Path(directory), int(vocab_size), list(map(int, eos_token_ids)))
+    vocabulary = Vocabulary.load(Path(directory), int(vocab_size), list(map(int, eos_token_ids)))
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for line in sys.stdin:

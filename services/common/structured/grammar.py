@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits
 
 from services.common.errors import InvalidRequest
 from services.common.structured.grammars import grammar_of
 from services.common.structured.structure import Structure
+from services.common.structured.vocabulary import Vocabulary
 
 Mask = np.ndarray[tuple[int], np.dtype[np.int32]]
 """Bit i % 32 of word i // 32 says whether token i may come next."""
@@ -32,10 +33,11 @@ class GrammarFault(Exception):
     before does not follow it."""
 
 
-def compile_structure(structure: Structure, vocabulary: LLTokenizer) -> LLMatcher:
+def compile_structure(structure: Structure, vocabulary: Vocabulary) -> LLMatcher:
     """Compiles a structure, in bounded time and memory. Releases the interpreter's lock. Raises
     InvalidRequest if it is wrong or too complex."""
-    matcher = LLMatcher(vocabulary, grammar_of(structure), log_level=0, limits=_LIMITS)
+    grammar = grammar_of(structure, vocabulary.special)
+    matcher = LLMatcher(vocabulary.tokens, grammar, log_level=0, limits=_LIMITS)
     matcher.compute_bitmask()  # the lexer finds out only now what the start costs
     if matcher.is_error():
         kind = structure.kind.value

@@ -1,20 +1,24 @@
 """Translates structures to grammars of llguidance."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from services.common.errors import InvalidRequest
+from services.common.structured.structural_tags import grammar_of_tags
 from services.common.structured.structure import Structure, StructureKind
 
 
-def grammar_of(structure: Structure) -> str:
-    """The grammar of a structure. Raises InvalidRequest if its text is malformed; whether a grammar
-    is valid is known when it is compiled."""
+def grammar_of(structure: Structure, special: Mapping[str, int]) -> str:
+    """The grammar of a structure. `special`: the ids of special tokens by name. Raises
+    InvalidRequest if its text is malformed; whether a grammar is valid is known when it is
+    compiled."""
     kind = structure.kind
     try:
+        if kind is StructureKind.STRUCTURAL_TAG:
+            return grammar_of_tags(structure.text, special)
         return _GRAMMARS[kind](structure.text)
     except RecursionError as error:
         raise InvalidRequest(f"structured output: the {kind.value} is nested too deeply") from error
@@ -45,14 +49,9 @@ def _grammar(text: str) -> str:
     return LLMatcher.grammar_from_lark(any_to_lark(text))
 
 
-def _structural_tag(text: str) -> str:
-    raise ValueError("structural tags are not supported yet")
-
-
 _GRAMMARS: dict[StructureKind, Callable[[str], str]] = {
     StructureKind.JSON: _json,
     StructureKind.REGEX: LLMatcher.grammar_from_regex,
     StructureKind.CHOICE: _choice,
     StructureKind.GRAMMAR: _grammar,
-    StructureKind.STRUCTURAL_TAG: _structural_tag,
 }

@@ -1,0 +1,211 @@
+"""Translates structural tags to grammars of llguidance.
+
+A structural tag says which parts of a text have a form: the format of xgrammar and vLLM,
+`{"format": {...}}`, or the older one, `{"structures": [...], "triggers": [...]}`. Each format
+becomes a rule:
+
+    tag               begin content end
+    triggered_tags    any text, and behind each trigger the rest of one of its tags
+    const_string, json_schema, regex, grammar, any_text, sequence, or, optional, plus, star,
+    tags_with_separator
+
+A name of a special token, such as `<|python_tag|>`, in a begin, end or trigger is that token.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from llguidance.gbnf_to_lark import any_to_lark
+
+Format = Mapping[str, Any]
+
+_FIELDS = {
+    "const_string": {"value"},
+    "json_schema": {"json_schema"},
+    "regex": {"pattern"},
+    "grammar": {"grammar"},
+    "any_text": {"excludes"},
+    "sequence": {"elements"},
+    "or": {"elements"},
+    "optional": {"content"},
+    "plus": {"content"},
+    "star": {"content"},
+    "tag": {"begin", "content", "end"},
+    "triggered_tags": {"triggers", "tags", "at_least_one", "stop_after_first", "excludes"},
+    "tags_with_separator": {"tags", "separator", "at_least_one", "stop_after_first"},
+}
+_REPEATS = {"optional": "?", "plus": "+", "star": "*"}
+_NO_EFFECT: tuple[Any, ...] = (None, False, [], "json")
+"""Values with which other fields ask for nothing, such as `style`."""
+
+
+def grammar_of_tags(text: str, special: Mapping[str, int]) -> str:
+    """The grammar of a structural tag. `special`: the ids of special tokens by name. Raises
+    ValueError."""
+    match json.loads(text):
+        case {"format": {**top}}:
+            pass
+        case {"structures": [*structures], "triggers": [*triggers]}:
+            tags = [_tag_of_structure(structure) for structure in structures]
+            top = {"type": "triggered_tags", "triggers": triggers, "tags": tags}
+        case _:
+            raise ValueError('it has neither "format" nor "structures" and "triggers"')
+    rules = _Rules(special)
+    rules.lines.append(f"start: {rules.add(top)}")
+    return json.dumps({"grammars": [{"lark_grammar": "\n".join(rules.lines)}, *rules.named]})
+
+
+def _tag_of_structure(structure: Any) -> Format:
+    match structure:
+        case {"begin": str(begin), "schema": schema, "end": str(end)}:
+            content = {"type": "json_schema", "json_schema": schema}
+            return {"type": "tag", "begin": begin, "content": content, "end": end}
+    raise ValueError("a structure has begin, schema and end")
+
+
+class _Rules:
+    """The rules of a grammar, `lines`, and the grammars that they name."""
+
+    def __init__(self, special: Mapping[str, int]) -> None:
+        self.lines: list[str] = []
+        self.named: list[dict[str, Any]] = []
+        self._special = special
+        names = sorted(special, key=len, reverse=True)
+        self._special_pattern = re.compile("|".join(map(re.escape, names)) or r"(?!)")
+
+    def add(self, form: Any) -> str:
+        """Add the rule of a format; returns its name."""
+        kind = form.get("type") if isinstance(form, dict) else None
+        if kind not in _FIELDS:
+            raise ValueError(f"a format of type {kind!r} is not one of {', '.join(_FIELDS)}")
+        for name, value in form.items():
+            if name not in _FIELDS[kind] | {"type"} and value not in _NO_EFFECT:
+                raise ValueError(f"{name} of {kind} is not supported")
+        match form:
+            case {"type": "const_string", "value": str(value)}:
+                return self._rule(self._literal(value))
+            case {"type": "json_schema", "json_schema": dict() | bool() as schema}:
+                return self._name({"json_schema": {} if schema is True else schema})
+            case {"type": "regex", "pattern": str(pattern)}:
+                escaped = re.sub(r"\\.|/", lambda m: r"\/" if m[0] == "/" else m[0], pattern)
+                return self._name({"lark_grammar": "start: /" + escaped.replace("\n", r"\n") + "/"})
+            case {"type": "grammar", "grammar": str(grammar)}:
+                return self._name({"lark_grammar": any_to_lark(grammar)})
+            case {"type": "any_text"}:
+                return self._rule(self._text(form))
+            case {"type": "sequence", "elements": [_, *_] as elements}:
+                return self._rule(" ".join(map(self.add, elements)))
+            case {"type": "or", "elements": [_, *_] as elements}:
+                return self._rule(" | ".join(map(self.add, elements)))
+            case {"type": "optional" | "plus" | "star", "content": content}:
+                return self._rule(self.add(content) + _REPEATS[kind])
+            case {"type": "tag", "begin": str(begin), "content": content, "end": end}:
+                return self._rule(f"{self._literal(begin)} {self._ended(content, end)}")
+            case {"type": "triggered_tags", "triggers": [_, *_] as triggers, "tags": [_, *_]}:
+                return self._triggered(form, triggers)
+            case {"type": "tags_with_separator", "tags": [_, *_], "separator": str(separator)}:
+                return self._separated(form, separator)
+        raise ValueError(f"a format of type {kind} lacks a field, or has a wrong one")
+
+    def _rule(self, body: str, attributes: str = "") -> str:
+        name = f"rule_{len(self.lines)}"
+        self.lines.append(f"{name}{attributes}: {body}")
+        return name
+
+    def _name(self, grammar: dict[str, Any]) -> str:
+        name = f"grammar_{len(self.named)}"
+        self.named.append({"name": name, **grammar})
+        return f"@{name}"
+
+    def _literal(self, text: str) -> str:
+        """The text, with special tokens as tokens."""
+        parts, begin = [], 0
+        for found in self._special_pattern.finditer(text):
+            parts += [_quoted(text[begin : found.start()]), f"<[{self._special[found[0]]}]>"]
+            begin = found.end()
+        return " ".join([*parts, _quoted(text[begin:])])
+
+    def _text(self, form: Format) -> str:
+        """Any text without what the format excludes."""
+        name = f"TEXT_{len(self.lines)}"
+        without = "".join(
+            f" & ~/(.|\\n)*{_pattern(excluded)}(.|\\n)*/" for excluded in _strings(form, "excludes")
+        )
+        self.lines.append(f"{name}: /(.|\\n)*/{without}")
+        return name
+
+    def _ended(self, content: Any, end: Any) -> str:
+        """Content and its end. Any text ends at its first end."""
+        ends = [end] if isinstance(end, str) else end
+        if not isinstance(ends, list) or not ends or not all(isinstance(e, str) for e in ends):
+            raise ValueError("the end of a tag is a string, or a list of strings")
+        alternatives = f"({' | '.join(map(self._literal, ends))})"
+        if isinstance(content, dict) and content.get("type") == "any_text":
+            if "" in ends:
+                raise ValueError("a tag of any_text needs an end")
+            return self._up_to(content, alternatives, ends)
+        return f"{self.add(content)} {alternatives}"
+
+    def _up_to(self, form: Format, literals: str, of: Iterable[str]) -> str:
+        """Any text up to the first of some literals, with it. Special tokens are no text."""
+        is_lazy = not any(self._special_pattern.search(text) for text in of)
+        return self._rule(f"{self._text(form)} {literals}", "[lazy]" if is_lazy else "")
+
+    def _tags(self, form: Format) -> list[tuple[str, str]]:
+        """(begin, the rule of what follows it) of each tag."""
+        tags = []
+        for tag in form["tags"]:
+            match tag:
+                case {"begin": str(begin), "content": content, "end": end}:
+                    tags.append((begin, self._rule(self._ended(content, end))))
+                case _:
+                    raise ValueError("a tag has begin (a string), content and end")
+        return tags
+
+    def _triggered(self, form: Format, triggers: Sequence[Any]) -> str:
+        tags = self._tags(form)
+        behind: dict[str, list[str]] = {trigger: [] for trigger in triggers}
+        for begin, rest in tags:
+            found = [trigger for trigger in behind if trigger and begin.startswith(str(trigger))]
+            if len(found) != 1:
+                raise ValueError(f"the tag {begin!r} begins with {len(found)} of the triggers")
+            behind[found[0]].append(f"{self._literal(begin[len(found[0]) :])} {rest}")
+        triggered = self._rule(
+            " | ".join(
+                f"{self._up_to(form, self._literal(trigger), [trigger])} ({' | '.join(tags_of)})"
+                for trigger, tags_of in behind.items()
+                if tags_of
+            )
+        )
+        first = " | ".join(f"{self._literal(begin)} {rest}" for begin, rest in tags)
+        match bool(form.get("at_least_one")), bool(form.get("stop_after_first")):
+            case True, True:
+                return self._rule(first)
+            case True, False:
+                return self._rule(f"({first}) {triggered}* {self._text(form)}")
+            case False, True:
+                return self._rule(f"{triggered} | {self._text(form)}")
+        return self._rule(f"{triggered}* {self._text(form)}")
+
+    def _separated(self, form: Format, separator: str) -> str:
+        tags = self._tags(form)
+        one = self._rule(" | ".join(f"{self._literal(begin)} {rest}" for begin, rest in tags))
+        more = "" if form.get("stop_after_first") else f" ({self._literal(separator)} {one})*"
+        return self._rule(one + more if form.get("at_least_one") else f"({one}{more})?")
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False) if text else '""'
+
+
+def _pattern(text: str) -> str:
+    return re.escape(text).replace("/", r"\/").replace("\n", r"\n")
+
+
+def _strings(form: Format, name: str) -> list[str]:
+    found = form.get(name) or []
+    if not isinstance(found, list) or not all(isinstance(text, str) and text for text in found):
+        raise ValueError(f"{name} is a list of strings")
+    return found
