@@ -182,14 +182,15 @@ def test_names_of_special_tokens_in_tags_are_these_tokens(
         ({**THINK, "end": ""}, "needs an end"),
         ({"type": "sequence", "elements": []}, "lacks a field"),
         ({**THINK, "end": 7}, "the end of a tag is a string"),
-        ("x", "type None"),
+        ({}, "type None"),
+        ("x", 'neither "format"'),
     ],
 )
 def test_wrong_structural_tags_are_refused_with_the_reason(
     vocabulary: Vocabulary, form: Any, problem: str
 ) -> None:
+    text = json.dumps({"format": form})
     with pytest.raises(InvalidRequest, match=problem):
-        text = json.dumps({"format": form if isinstance(form, dict) else {"a": form}})
         grammar(vocabulary, "structural_tag", text)
 
 
