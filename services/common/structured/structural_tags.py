@@ -45,8 +45,8 @@ def grammar_of_tags(text: str, special: Mapping[str, int]) -> str:
     """The grammar of a structural tag. `special`: the ids of special tokens by name. Raises
     ValueError."""
     match json.loads(text):
-        case {"format": {**top}}:
-            pass
+        case {"format": dict() as form}:
+            top: Format = form
         case {"structures": [*structures], "triggers": [*triggers]}:
             tags = [_tag_of_structure(structure) for structure in structures]
             top = {"type": "triggered_tags", "triggers": triggers, "tags": tags}
