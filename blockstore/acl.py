@@ -10,8 +10,9 @@ CHANNELS = "{*}:room"
 
 COMMANDS = {
     "the server": ("info", "time", "ping", "select", "client|id", "client|kill", "client|setinfo"),
+    "nodes of a cluster": ("cluster|myid", "cluster|slots"),
     "the library": ("function|load", "function|list", "fcall", "fcall_ro"),
-    "announcements of room": ("subscribe", "unsubscribe", "publish"),
+    "announcements of room": ("ssubscribe", "sunsubscribe", "spublish"),
     "strings": ("set", "mget", "del", "unlink", "exists"),
     "hashes": (
         *("hget", "hmget", "hgetall", "hkeys", "hlen", "hexists"),

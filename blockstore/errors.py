@@ -2,6 +2,7 @@
 
 BlockStoreError
 ├── StoreUnavailable      no answer from the server within the limit
+│   └── NotPrimary        the server that answers is not, or no longer, the primary of the data
 ├── StoreLost             the server lost its data (another run_id, or the pool is unknown to it)
 │   └── PoolGone          the pool's content is gone too, or only that: its GPU is lost
 ├── StoreUnsuitable       the server is too old, evicts keys, or has other functions of this name
@@ -27,6 +28,10 @@ class BlockStoreError(Exception):
 
 class StoreUnavailable(BlockStoreError):
     """The server did not answer within the limit."""
+
+
+class NotPrimary(StoreUnavailable):
+    """The server that answers is not, or no longer, the primary of the data: connect again."""
 
 
 class StoreLost(BlockStoreError):

@@ -9,8 +9,9 @@ from collections.abc import Awaitable, Callable
 from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import RedisError
 
-from blockstore.connection import Server, translate_errors
-from blockstore.errors import BlockStoreError, StoreUnavailable
+from blockstore.connection import translate_errors
+from blockstore.errors import BlockStoreError, NotPrimary, StoreUnavailable
+from blockstore.server import Server
 from blockstore.task_cancellation import cancel_task
 
 RECONNECT_S = 0.05
@@ -66,7 +67,7 @@ class FreeBlockNotifier:
         elif self._connection is not None and channel not in self._subscribed:
             self._subscribed.add(channel)
             with contextlib.suppress(RedisError):  # a broken connection; `_follow` notices it, too
-                await self._connection.send_command("SUBSCRIBE", channel)
+                await self._connection.send_command("SSUBSCRIBE", channel)
 
     async def _listen(self) -> None:
         """Keep a subscription connection open until closed, or until the store has ended."""
@@ -85,9 +86,11 @@ class FreeBlockNotifier:
         self._connection, self._subscribed = connection, set(self._waiting)
         try:
             with translate_errors(self._server.url):
-                await connection.send_command("SUBSCRIBE", *self._subscribed)
+                await connection.send_command("SSUBSCRIBE", *self._subscribed)
                 while True:
-                    _kind, channel, _ = await connection.read_response(timeout=math.inf)
+                    kind, channel, _ = await connection.read_response(timeout=math.inf)
+                    if kind == b"sunsubscribe":  # the cluster has moved the channel's slot
+                        raise NotPrimary(f"{self._server.url}: {channel.decode()} has moved")
                     self._wake(channel.decode())
         finally:
             self._connection = None

@@ -1,15 +1,14 @@
 """The function library in the server: builds its text and loads it. A library with the same name
 and another text is never replaced."""
 
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import ResponseError
 
-from blockstore.connection import Server, ask, parse_info, require_suitable, translate_errors
+from blockstore.connection import ask, translate_errors
 from blockstore.errors import StoreUnsuitable
 from blockstore.store import FUNCTION_LIBRARY
 
@@ -22,32 +21,11 @@ def library_text() -> str:
     return "\n".join([f"#!lua name={FUNCTION_LIBRARY}", *(file.read_text() for file in files)])
 
 
-async def check_server(server: Server) -> None:
-    """Make the first connection. StoreUnsuitable: the server cannot hold a block store."""
-    async with _checked_connection(server):
-        pass
-
-
-async def load_functions(server: Server) -> None:
-    """Make the first connection, and load the library unless the server has it. StoreUnsuitable:
-    the server cannot hold a block store, or has a library with this name and another text."""
-    async with _checked_connection(server) as connection:
-        with translate_errors(server.url):
-            await _load(server.url, connection)
-
-
-@asynccontextmanager
-async def _checked_connection(server: Server) -> AsyncIterator[AbstractConnection]:
-    connection = await server.open()
-    try:
-        with translate_errors(server.url):
-            sections = [
-                await ask(connection, "INFO", name) for name in ("server", "memory", "replication")
-            ]
-        require_suitable(server.url, parse_info(b"\r\n".join(sections)))
-        yield connection
-    finally:
-        await connection.disconnect()
+async def load_functions(url: str, connection: AbstractConnection) -> None:
+    """Load the library unless the server has it. StoreUnsuitable: the server has a library with
+    this name and another text."""
+    with translate_errors(url):
+        await _load(url, connection)
 
 
 async def _load(url: str, connection: AbstractConnection) -> None:

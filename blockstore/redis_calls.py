@@ -1,21 +1,27 @@
 """Calls the functions in a store's server, and detects that the server has lost its data.
 
-Mutations go through one ordered stream, which sends them again, in order, until they are answered.
-Reads have a connection of their own, and so has the subscription to freed blocks. When the server
-has lost its data, the stream of mutations rebuilds it (`_renew`) before it sends anything else.
+Every pool has connections of its own (`Link`), because in a cluster each pool may be on another
+node. The mutations of a pool go through one ordered stream, which sends them again, in order, until
+they are answered. Reads have a connection of their own, and so has the subscription to freed
+blocks. When the server has lost a pool, its stream of mutations rebuilds it (`_renew`) before it
+sends anything else.
 """
 
+import asyncio
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Self
 
 from blockstore import keys
-from blockstore.connection import Argument, Command, Server
+from blockstore.connection import Argument, Command
 from blockstore.errors import Recovering, StoreLost, UnknownPool
 from blockstore.free_block_notifier import FreeBlockNotifier
 from blockstore.held_blocks_mirror import HeldBlocksMirror
 from blockstore.library import load_functions
+from blockstore.server import Renew, Server
 from blockstore.store import FUNCTION_LIBRARY
 from blockstore.stream import CommandStream, Record
 
@@ -23,47 +29,101 @@ MAX_ANSWER_S = 2.0
 """A connection without an answer for this long counts as broken."""
 
 
+LISTING_S = 2.0
+"""How often a worker's pool is added to the set of pools again."""
+
+
+class Link:
+    """A store's connections to the server of one pool, or of the set of pools.
+
+    `mirrors`: what this store's workers hold on the pool; None: the store has not joined it. If the
+    server does not know a pool that the store has joined, the server has lost its data.
+    """
+
+    def __init__(self, url: str, key: str, retry_for_s: float) -> None:
+        timeout_s = min(MAX_ANSWER_S, retry_for_s / 2)
+        self.server = Server(url, timeout_s, key, load_functions)
+        self.mutations = CommandStream(self.server, retry_for_s, renews=True)
+        self.reads = CommandStream(self.server, retry_for_s)
+        self.free_block_notifier = FreeBlockNotifier(self.server)
+        self.mirrors: list[HeldBlocksMirror] | None = None
+        self.listing: asyncio.Future[Any] | None = None  # the last call that listed the pool
+        self.listed_at = -math.inf
+
+    @property
+    def recoverable(self) -> bool:
+        """Whether lost data can be rebuilt: the store has not joined the pool, or has workers on it
+        that all have a `recovery`."""
+        if self.mirrors is None:
+            return True
+        return bool(self.mirrors) and all(each.recovery is not None for each in self.mirrors)
+
+    def set_renew(self, renew: Renew) -> None:
+        self.server.set_renew(renew, self.mutations.wake)
+
+    async def close(self) -> None:
+        await self.free_block_notifier.close()
+        await self.mutations.close()
+        await self.reads.close()
+
+
 class RedisCalls(ABC):
     """The part of `RedisStore` that connects, calls functions and detects a loss."""
 
-    def __init__(self, url: str, server: Server, retry_for_s: float) -> None:
+    def __init__(self, url: str, retry_for_s: float, renews: bool) -> None:
         """Use `connect`."""
         self._url = url
-        self._server = server
-        self._mutations = CommandStream(server, retry_for_s, renews=True)
-        self._reads = CommandStream(server, retry_for_s)
-        self._free_block_notifier = FreeBlockNotifier(server)
-        # By pool. If the server does not know one of these pools, it has lost its data.
-        self._joined: dict[str, list[HeldBlocksMirror]] = {}
+        self._retry_for_s = retry_for_s
+        self._renews = renews
+        self._pool_links: dict[str, Link] = {}
+        self._set_link = Link(url, keys.POOLS, retry_for_s)
+        if renews:
+            self._set_link.set_renew(_follow)
 
     @classmethod
     async def connect(cls, url: str, *, retry_for_s: float = 5.0) -> Self:
-        """Connect to a server at redis://, rediss:// or unix://, and load the functions.
+        """Connect to the server that a URL names (see `blockstore.locator`), and load the
+        functions.
 
         `retry_for_s`: how long an unanswered call is sent again. StoreUnavailable: the server does
         not answer. StoreUnsuitable: it is older than Redis 7, may evict keys, is a replica, or has
         other functions of this name.
         """
-        store = await cls._connect_once(url, retry_for_s)
-        store._server.set_renew(store._renew, store._mutations.wake)
+        store = cls(url, retry_for_s, renews=True)
+        await store._set_link.server.check_suitable()
         return store
 
     @classmethod
-    async def _connect_once(cls, url: str, retry_for_s: float) -> Self:
-        """Connect like `connect`, but without a recovery: the store ends if the server restarts."""
-        server = Server(url, timeout_s=min(MAX_ANSWER_S, retry_for_s / 2))
-        await load_functions(server)
-        return cls(url, server, retry_for_s)
+    def _single_use(cls, url: str, retry_for_s: float) -> Self:
+        """A store that connects like one of `connect`, but without a recovery: it ends if a server
+        restarts."""
+        return cls(url, retry_for_s, renews=False)
 
     @property
     def run_id(self) -> str:
-        """The server's run_id; it changes when a restarted server has been renewed."""
-        return self._server.run_id
+        """Which history of data the server with the set of pools has; see `Server.run_id`."""
+        return self._set_link.server.run_id
 
     async def close(self) -> None:
-        await self._free_block_notifier.close()
-        await self._mutations.close()
-        await self._reads.close()
+        await asyncio.gather(*(link.close() for link in (self._set_link, *self._links())))
+
+    def _links(self) -> tuple[Link, ...]:
+        return tuple(self._pool_links.values())
+
+    def _link(self, pool_id: str) -> Link:
+        if (link := self._pool_links.get(pool_id)) is None:
+            link = Link(self._url, keys.pool_tag(pool_id), self._retry_for_s)
+            if self._renews:
+                link.set_renew(partial(self._renew, pool_id))
+            self._pool_links[pool_id] = link
+        return link
+
+    async def _run_id_of(self, pool_id: str) -> str:
+        """Which history of data the pool's server has; see `Server.run_id`."""
+        link = self._link(pool_id)
+        if link.server.run_id == "":
+            await link.mutations.send("PING")
+        return link.server.run_id
 
     # Calling
 
@@ -78,21 +138,25 @@ class RedisCalls(ABC):
         """Call a function that changes the pool. `about`: the holders that it changes; None: the
         pool or a worker as a whole. `record` updates each held-blocks mirror on the pool with the
         answer."""
+        link = self._link(pool_id)
 
         def record_all(reply: object) -> None:
-            for mirror in self._mirrors_of(pool_id):
+            for mirror in link.mirrors or ():
                 assert record is not None
                 record(mirror, reply)
 
         command = _fcall("FCALL", function, pool_id, args)
-        return await self._submit(self._mutations, pool_id, command, about, record and record_all)
+        return await self._submit(
+            link, link.mutations, pool_id, command, about, record and record_all
+        )
 
     async def _read(self, function: str, pool_id: str, *args: Argument) -> Any:
-        command = _fcall("FCALL_RO", function, pool_id, args)
-        return await self._submit(self._reads, pool_id, command, frozenset())
+        link, command = self._link(pool_id), _fcall("FCALL_RO", function, pool_id, args)
+        return await self._submit(link, link.reads, pool_id, command, frozenset())
 
     async def _submit(
         self,
+        link: Link,
         stream: CommandStream,
         pool_id: str,
         command: Command,
@@ -100,50 +164,55 @@ class RedisCalls(ABC):
         record: Record | None = None,
     ) -> Any:
         def is_loss(error: Exception) -> bool:
-            if not self._recoverable:
+            if not link.recoverable:
                 return False
-            unknown = isinstance(error, UnknownPool | Recovering) and pool_id in self._joined
+            unknown = isinstance(error, UnknownPool | Recovering) and link.mirrors is not None
             return unknown or isinstance(error, StoreLost)
 
-        with self._detect_loss(pool_id):
+        with _detect_loss(link, pool_id):
             return await stream.submit(command, about, record, is_loss)
-
-    @contextmanager
-    def _detect_loss(self, pool_id: str) -> Iterator[None]:
-        """Raises StoreLost instead of UnknownPool if this store has registered or joined the
-        pool."""
-        try:
-            yield
-        except UnknownPool as error:
-            if pool_id in self._joined:
-                raise self._server.mark_lost(f"pool {pool_id} is gone") from error
-            raise
-
-    def _mirrors_of(self, pool_id: str) -> list[HeldBlocksMirror]:
-        return self._joined.get(pool_id, [])
 
     def _join(self, pool_id: str, run_id: bytes) -> None:
         """Record that this store uses the pool. StoreLost: the pool was made before the server
         restarted; the server read an old state from a file."""
-        if run_id.decode() != self.run_id:
-            raise self._server.mark_lost(f"pool {pool_id} is older than the server's restart")
-        self._joined.setdefault(pool_id, [])
+        link = self._link(pool_id)
+        if run_id.decode() != link.server.run_id:
+            raise link.server.mark_lost(f"pool {pool_id} is older than the server's restart")
+        if link.mirrors is None:
+            link.mirrors = []
 
     # When the server has lost its data
 
-    @property
-    def _recoverable(self) -> bool:
-        """Whether each pool that this store uses was joined by a worker of this store, and all of
-        these workers have a `recovery`."""
-        return all(
-            pool and all(joined.recovery is not None for joined in pool)
-            for pool in self._joined.values()
-        )
-
     @abstractmethod
-    async def _renew(self, run_id: str) -> None:
-        """Report everything that this store's workers hold to the server with this run_id, and wait
-        until the pools are rebuilt. StoreUnavailable: call it again. Other errors end the store."""
+    async def _renew(self, pool_id: str, run_id: str) -> None:
+        """Report everything that this store's workers hold of a pool to the server with this
+        run_id, and wait until the pool is rebuilt. StoreUnavailable: call it again. Other errors
+        end the store."""
+
+    def _keep_listed(self, pool_id: str) -> None:
+        """Add a pool to the set of pools every now and then: the node with the set may lose it
+        while the pool's node loses nothing. Nobody waits for the answer."""
+        link, now = self._link(pool_id), asyncio.get_running_loop().time()
+        if now < link.listed_at + LISTING_S or (link.listing and not link.listing.done()):
+            return
+        link.listed_at = now
+        link.listing = self._set_link.mutations.submit(("SADD", keys.POOLS, pool_id))
+        link.listing.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+
+async def _follow(run_id: str) -> None:
+    """Renew nothing: stores list their pools again."""
+
+
+@contextmanager
+def _detect_loss(link: Link, pool_id: str) -> Iterator[None]:
+    """Raises StoreLost instead of UnknownPool if this store has registered or joined the pool."""
+    try:
+        yield
+    except UnknownPool as error:
+        if link.mirrors is not None:
+            raise link.server.mark_lost(f"pool {pool_id} is gone") from error
+        raise
 
 
 def _fcall(command: str, function: str, pool_id: str, args: Sequence[Argument]) -> Command:

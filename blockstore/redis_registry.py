@@ -8,6 +8,7 @@
                                 a score)
 {quire}:usage           HASH    <API key>/<period>/<gateway> -> the tokens used of a budget
 
+All keys have one hash tag, so that one node of a cluster has them.
 A server may lose all this: members announce themselves again, and the server's clock is later than
 every arrival before, unless there were a thousand a second.
 
@@ -26,9 +27,8 @@ from itertools import chain
 from typing import Any, Self
 
 from blockstore import keys
-from blockstore.connection import Server
-from blockstore.library import check_server
 from blockstore.registry import Load, Member
+from blockstore.server import Server
 from blockstore.stream import CommandStream
 
 
@@ -87,14 +87,14 @@ class RedisRegistry:
         on_refused: Callable[[str], None] = lambda member_id: None,
     ) -> Self:
         """Connect; `key` signs entries. StoreUnavailable, StoreUnsuitable."""
-        server = Server(url, timeout_s=min(2.0, retry_for_s / 2))
-        await check_server(server)
+        server = Server(url, timeout_s=min(2.0, retry_for_s / 2), key=keys.MEMBERS)
+        await server.check_suitable()
         stream = CommandStream(server, retry_for_s, renews=True)
         return cls(server, stream, key, on_refused)
 
     @property
     def run_id(self) -> str:
-        """The server's run_id; it changes when the server has restarted."""
+        """Which history of data the server has; see `Server.run_id`."""
         return self._server.run_id
 
     async def announce(self, member: Member, ttl_s: float) -> None:

@@ -65,19 +65,20 @@ class RedisStore(RedisCalls):
     async def register_pool(self, spec: PoolSpec) -> None:
         run_id = await self._mutate(
             *("register_pool", spec.pool_id, spec.model, spec.fingerprint, spec.num_blocks),
-            *(spec.block_size, spec.block_bytes, spec.watermark_blocks, self.run_id),
+            *(spec.block_size, spec.block_bytes, spec.watermark_blocks),
+            await self._run_id_of(spec.pool_id),
         )
         self._join(spec.pool_id, run_id)
-        await self._mutations.send("SADD", keys.POOLS, spec.pool_id)
+        await self._set_link.mutations.send("SADD", keys.POOLS, spec.pool_id)
 
     async def drop_pool(self, pool_id: str) -> None:
-        self._joined.pop(pool_id, None)
+        self._link(pool_id).mirrors = None
         while await self._mutate("drop_pool", pool_id):
             pass
-        await self._mutations.send("SREM", keys.POOLS, pool_id)
+        await self._set_link.mutations.send("SREM", keys.POOLS, pool_id)
 
     async def pool_ids(self) -> tuple[str, ...]:
-        names = await self._reads.send("SMEMBERS", keys.POOLS)
+        names = await self._set_link.reads.send("SMEMBERS", keys.POOLS)
         return tuple(sorted(name.decode() for name in names))
 
     # Workers
@@ -94,23 +95,22 @@ class RedisStore(RedisCalls):
             *(spec.num_blocks, spec.block_size, spec.block_bytes),
         )
         self._join(spec.pool_id, run_id)
-        if all(joined.worker_id != worker_id for joined in self._joined[spec.pool_id]):
-            self._joined[spec.pool_id].append(
-                HeldBlocksMirror(spec, worker_id, recovery, mark_owned)
-            )
+        mirrors = self._link(spec.pool_id).mirrors
+        assert mirrors is not None
+        if all(joined.worker_id != worker_id for joined in mirrors):
+            mirrors.append(HeldBlocksMirror(spec, worker_id, recovery, mark_owned))
 
     async def fence(self, pool_id: str, worker_id: str) -> None:
         await self._mutate("fence", pool_id, worker_id)
 
     async def leave(self, pool_id: str, worker_id: str) -> None:
         await self._mutate("leave", pool_id, worker_id)
-        left = [joined for joined in self._mirrors_of(pool_id) if joined.worker_id != worker_id]
-        if left:
-            self._joined[pool_id] = left
-        else:
-            self._joined.pop(pool_id, None)
+        link = self._link(pool_id)
+        left = [joined for joined in link.mirrors or () if joined.worker_id != worker_id]
+        link.mirrors = left or None
 
     async def heartbeat(self, pool_id: str, worker_id: str) -> Heartbeat:
+        self._keep_listed(pool_id)
         fenced, *demands = await self._read("heartbeat", pool_id, worker_id)
         return Heartbeat(fenced == 1, names(demands))
 
@@ -241,13 +241,15 @@ class RedisStore(RedisCalls):
         self, spec: PoolSpec, ledger_epoch: int, worker_ids: Sequence[str]
     ) -> None:
         await self._mutate(
-            *("recover", spec.pool_id, ledger_epoch, self.run_id, spec.model, spec.fingerprint),
+            *("recover", spec.pool_id, ledger_epoch, await self._run_id_of(spec.pool_id)),
+            *(spec.model, spec.fingerprint),
             *(spec.num_blocks, spec.block_size, spec.block_bytes, spec.watermark_blocks),
             *worker_ids,
         )
-        await self._mutations.send("SADD", keys.POOLS, spec.pool_id)
+        await self._set_link.mutations.send("SADD", keys.POOLS, spec.pool_id)
         # Also workers that make no calls now must notice the loss, and that they are missing.
-        await self._mutations.send("PUBLISH", keys.room_channel(spec.pool_id), "")
+        announcement = "SPUBLISH", keys.room_channel(spec.pool_id), ""
+        await self._link(spec.pool_id).mutations.send(*announcement)
 
     async def reassert(
         self, spec: PoolSpec, worker_id: str, holders: Sequence[Asserted], waits: Sequence[Wait]
@@ -288,7 +290,8 @@ class RedisStore(RedisCalls):
         return tuple(map(holder_info, page))
 
     async def held_blocks(self, pool_id: str, holder_id: str) -> frozenset[int]:
-        return frozenset(ids(await self._reads.send("HKEYS", keys.held(pool_id, holder_id))))
+        reads = self._link(pool_id).reads
+        return frozenset(ids(await reads.send("HKEYS", keys.held(pool_id, holder_id))))
 
     async def block_infos(self, pool_id: str, block_ids: Sequence[int]) -> tuple[BlockInfo, ...]:
         pages = range(0, len(block_ids), OBSERVER_PAGE)
@@ -296,10 +299,11 @@ class RedisStore(RedisCalls):
         return tuple(chain.from_iterable(infos))
 
     async def _infos(self, pool_id: str, block_ids: Sequence[int]) -> Iterator[BlockInfo]:
+        reads = self._link(pool_id).reads
         refs, hashes, clocks = await asyncio.gather(
-            self._reads.send("HMGET", keys.refs(pool_id), *block_ids),
-            self._reads.send("HMGET", keys.hashes(pool_id), *block_ids),
-            self._reads.send("ZMSCORE", keys.cached(pool_id), *block_ids),
+            reads.send("HMGET", keys.refs(pool_id), *block_ids),
+            reads.send("HMGET", keys.hashes(pool_id), *block_ids),
+            reads.send("ZMSCORE", keys.cached(pool_id), *block_ids),
         )
         return (
             BlockInfo(block_id, int(held or 0), carried, None if clock is None else int(clock))
@@ -310,7 +314,7 @@ class RedisStore(RedisCalls):
         """Return a pool's counters. UnknownPool: also for a pool that a restarted server read from
         a file."""
         stats, run_id = pool_stats(pool_id, await self._read("stats", pool_id))
-        if run_id != self.run_id:
+        if run_id != self._link(pool_id).server.run_id:
             raise UnknownPool(f"pool {pool_id} is older than the server's restart")
         return stats
 
@@ -321,43 +325,47 @@ class RedisStore(RedisCalls):
         return await audit_pool(await self.stats(pool_id), read)
 
     async def wait_for_room(self, pool_id: str, timeout_s: float) -> None:
-        async def require_pool() -> None:
-            if await self._reads.send("EXISTS", keys.pool_header(pool_id)):
-                return
-            if self._recoverable and pool_id in self._joined:
-                self._server.mark_in_doubt()
-                return
-            with self._detect_loss(pool_id):
-                raise UnknownPool(f"pool {pool_id} is not there")
+        link = self._link(pool_id)
 
-        await self._free_block_notifier.wait(keys.room_channel(pool_id), timeout_s, require_pool)
+        async def require_pool() -> None:
+            if await link.reads.send("EXISTS", keys.pool_header(pool_id)):
+                return
+            if link.mirrors is None:
+                raise UnknownPool(f"pool {pool_id} is not there")
+            if not link.recoverable:
+                raise link.server.mark_lost(f"pool {pool_id} is gone")
+            link.server.mark_in_doubt()
+
+        await link.free_block_notifier.wait(keys.room_channel(pool_id), timeout_s, require_pool)
 
     # When the server has lost its data
 
-    async def _renew(self, run_id: str) -> None:
-        """Report everything that this store's workers hold, and wait until the pools are rebuilt.
-        StoreUnavailable: call it again. StoreLost, PoolGone: a recovery is impossible.
+    async def _renew(self, pool_id: str, run_id: str) -> None:
+        """Report everything that this store's workers hold of a pool, and wait until the pool is
+        rebuilt. StoreUnavailable: call it again. StoreLost, PoolGone: a recovery is impossible.
         WorkerFenced, UnknownWorker: a worker of this store was fenced or reaped meanwhile."""
-        if not self._recoverable:
-            raise self._server.mark_lost("it was restarted, or replaced by another one")
-        fresh = await self._connect_once(self._url, MAX_ANSWER_S)
+        link = self._link(pool_id)
+        if not link.recoverable:
+            raise link.server.mark_lost("it was restarted, or replaced by another one")
+        fresh = self._single_use(self._url, MAX_ANSWER_S)
         try:
-            members = [mirror for pool in self._joined.values() for mirror in pool]
+            fresh_run_id = await fresh._run_id_of(pool_id)
+            members = list(link.mirrors or ())
             for mirror in members:  # all, before waiting for other processes, which wait, too
-                await _report_to(fresh, mirror)
+                await _report_to(fresh, fresh_run_id, mirror)
             for mirror in members:
                 await _until_whole(fresh, mirror)
         except (WorkerFenced, UnknownWorker, PoolGone):
             raise
         except (LedgerError, StoreLost) as error:  # lost again, or another process went on
-            raise StoreUnavailable(f"{self._server.url}: {error}") from error
+            raise StoreUnavailable(f"{link.server.url}: {error}") from error
         finally:
             await fresh.close()
 
 
-async def _report_to(fresh: RedisStore, mirror: HeldBlocksMirror) -> None:
+async def _report_to(fresh: RedisStore, run_id: str, mirror: HeldBlocksMirror) -> None:
     assert mirror.recovery is not None
-    await mirror.recovery.begin(fresh, fresh.run_id)
+    await mirror.recovery.begin(fresh, run_id)
     await fresh.reassert(mirror.spec, mirror.worker_id, *mirror.report())
 
 

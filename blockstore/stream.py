@@ -5,8 +5,8 @@ at once. One exchange sends several queued commands together and reads their rep
 without a reply (the connection broke, or the time limit passed) keeps its place in the queue and is
 sent again before any later one. Before that, the stream kills its old connection on the server, so
 that the server cannot execute commands of it late, out of order. A command that the server refuses
-because it has lost its data is sent again, too: the one stream of a store that `renews` sends
-nothing until the data is rebuilt.
+because it has lost its data, or because it is not the primary, is sent again, too: the one stream
+of a pool that `renews` sends nothing until the data is rebuilt.
 
     queue   [ sent, no reply yet  | not sent yet              ]
               <---- one exchange ---->
@@ -29,8 +29,9 @@ from hiredis import pack_command
 from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import RedisError, ResponseError
 
-from blockstore.connection import Command, Server, ask, read_reply, translate, translate_errors
-from blockstore.errors import BlockStoreError, StoreUnavailable
+from blockstore.connection import Command, ask, read_reply, translate, translate_errors
+from blockstore.errors import BlockStoreError, NotPrimary, StoreUnavailable
+from blockstore.server import Server
 from blockstore.task_cancellation import cancel_task
 
 MAX_IN_FLIGHT = 128
@@ -38,6 +39,10 @@ MAX_IN_FLIGHT = 128
 quickly."""
 
 MAX_BACKOFF_S = 0.25
+
+MAX_IDLE_S = 60.0
+"""A stream that has nothing to send for this long closes its connection, so that streams of pools
+that are gone keep none."""
 
 Record = Callable[[object], None]
 """Called with a reply, or with the error that it was, before the caller gets it; also for a
@@ -78,7 +83,7 @@ class CommandStream:
         self._queued = asyncio.Event()
         self._drained = asyncio.Event()
         self._connection: AbstractConnection | None = None
-        self._client = ("", 0)  # (run_id of the server, id of our connection there)
+        self._client = ("", 0)  # (process_id of the server, id of our connection there)
         self._task: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -138,14 +143,23 @@ class CommandStream:
     async def _run(self) -> None:
         try:
             while True:
-                await self._queued.wait()
-                self._queued.clear()
+                await self._wait_for_calls()
                 await self._answer_queued()
                 self._drained.set()
         finally:
             self._closed = True
             await self._disconnect()
             self._fail_all(StoreUnavailable(f"{self._server.url}: the store is closed"))
+
+    async def _wait_for_calls(self) -> None:
+        """Wait until there is something to do; an idle connection is closed meanwhile."""
+        try:
+            async with asyncio.timeout(MAX_IDLE_S):
+                await self._queued.wait()
+        except TimeoutError:
+            await self._disconnect()
+            await self._queued.wait()
+        self._queued.clear()
 
     async def _answer_queued(self) -> None:
         """Exchange until every queued command has been answered or has expired, and the server is
@@ -178,6 +192,8 @@ class CommandStream:
             await connection.send_packed_command([call.command for call in calls])
             for call in calls:
                 reply = self._translated(await read_reply(connection))
+                if isinstance(reply, NotPrimary):
+                    raise reply
                 if isinstance(reply, Exception) and call.is_loss(reply):
                     self._server.mark_in_doubt()
                     raise StoreUnavailable(str(reply))
@@ -206,16 +222,16 @@ class CommandStream:
 
     async def _connect(self) -> AbstractConnection:
         connection = await self._server.open(self._renews)
-        run_id, old_id = self._client
+        process_id, old_id = self._client
         try:
             with translate_errors(self._server.url):
                 client_id = await ask(connection, "CLIENT", "ID")
-                if run_id == self._server.run_id:
+                if process_id == self._server.process_id:
                     await ask(connection, "CLIENT", "KILL", "ID", old_id)
         except BaseException:
             await connection.disconnect(nowait=True)
             raise
-        self._connection, self._client = connection, (self._server.run_id, client_id)
+        self._connection, self._client = connection, (self._server.process_id, client_id)
         return connection
 
     async def _disconnect(self) -> None:

@@ -61,6 +61,14 @@ class Valkey:
         ]
         self._process: subprocess.Popen[bytes] | None = None
 
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None
+
+    def run_with(self, *options: str) -> None:
+        """Put options, such as a configuration file, before the others."""
+        self._command[1:] = [*options, *self._command[1:]]
+
     def start(self) -> None:
         """Return when it answers; an error with its log when it does not."""
         self.socket.unlink(missing_ok=True)

@@ -33,7 +33,7 @@
 --   T:demands              SET   holders that must be preempted
 --   T:tombs                HASH  h:<holder> or w:<worker> -> "epoch until_ms"
 --   T:graves               LIST  the fields of T:tombs, oldest first
---   T:room                 channel on which freed blocks, and waits that ended, are announced
+--   T:room                 shard channel on which freed blocks, and waits that ended, are announced
 --
 -- A function is defined with its signature, and checks its arguments against it first.
 --
@@ -89,7 +89,7 @@ local function require_distinct(values)
   end
 end
 
--- Registers `body(tag, args)` as quire_v4_<name>; a refusal in it becomes an error reply.
+-- Registers `body(tag, args)` as quire_v5_<name>; a refusal in it becomes an error reply.
 local function define(name, flags, signature, body)
   local function call(keys, args)
     if #keys ~= 1 or not string.find(keys[1], '^{[^{}]+}$') then refuse('INVALID', 'keys') end
@@ -97,7 +97,7 @@ local function define(name, flags, signature, body)
     return body(keys[1], args)
   end
   redis.register_function({
-    function_name = 'quire_v4_' .. name,
+    function_name = 'quire_v5_' .. name,
     flags = flags,
     callback = function(keys, args)
       local done, reply = pcall(call, keys, args)
@@ -178,7 +178,7 @@ local function save(pool)
     'HSET', pool.tag .. ':pool', 'version', pool.version + 1, 'top', pool.top,
     'next', pool.next, 'clock', pool.clock, 'queries', pool.queries, 'hits', pool.hits
   )
-  if pool.has_news then redis.call('PUBLISH', pool.tag .. ':room', '') end
+  if pool.has_news then redis.call('SPUBLISH', pool.tag .. ':room', '') end
 end
 
 local function now_ms()

@@ -129,7 +129,7 @@ async def test_the_store_and_the_registry_work_for_the_user(
         ("ACL", "LIST"),
         ("SHUTDOWN",),
         ("MONITOR",),
-        ("PUBLISH", "another", "1"),
+        ("SPUBLISH", "another", "1"),
     ],
     ids=lambda command: str(command[0]),
 )

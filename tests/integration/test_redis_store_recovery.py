@@ -2,30 +2,27 @@
 waits, and gets an answer."""
 
 import asyncio
-import math
 import random
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from blockstore.errors import LedgerError, OutOfBlocks, StoreLost, WorkerFenced
 from blockstore.hashing import next_hash
-from blockstore.records import Asserted, Growth
+from blockstore.records import Growth
 from blockstore.redis_store import RedisStore
-from services.common.pool.directory import PoolDirectory, new_directory
-from services.common.pool.header import PoolHeader
-from services.common.pool.layout import PoolLayout
-from services.common.pool.locks import WorkerLock
-from services.common.pool.recovery import PoolRecovery
-from services.common.pool.stamps import Stamps, record_bytes
+from services.common.pool.directory import PoolDirectory
 from tests.conftest import Valkey
+from tests.integration.ledger_workers import (
+    LIMIT_S,
+    NUM_BLOCKS,
+    Worker,
+    assert_whole,
+    joined,
+    make_directory,
+)
 
-NUM_BLOCKS, SIZE, LIMIT_S = 24, 4, 10.0
-LAYOUT = PoolLayout("model", "fingerprint", 1, 1, 4, "float32", SIZE)
-HEADER = PoolHeader("pool", "", LAYOUT, NUM_BLOCKS, 0)
 ROOT = b"r" * 16
 TOKENS = (1, 2, 3, 4), (5, 6, 7, 8)
 A = next_hash(ROOT, TOKENS[0])
@@ -34,84 +31,7 @@ B = next_hash(A, TOKENS[1])
 
 @pytest.fixture
 def directory(tmp_path: Path) -> PoolDirectory:
-    with new_directory(tmp_path, "pool") as made:
-        made.stamps.write_bytes(bytes(NUM_BLOCKS * record_bytes(SIZE)))
-        HEADER.write(made.header)
-    return PoolDirectory(tmp_path / "pool")
-
-
-class Worker:
-    """What the tests need of a worker: its lock, its store and the pool's stamps."""
-
-    def __init__(
-        self, name: str, url: str, directory: PoolDirectory, store: RedisStore, stamps: Stamps
-    ) -> None:
-        self.name = name
-        self.store = store
-        self.url = url
-        self.lock = WorkerLock.create(directory.lock_path(name))
-        self.stamps = stamps
-        self.beating = asyncio.create_task(self._beat())
-
-    async def _beat(self) -> None:
-        """Its pulse, without which an idle worker would not notice."""
-        while True:
-            await asyncio.sleep(0.02)
-            await self.store.heartbeat("pool", self.name)
-
-    async def allocate(self, holder: str, order: int, num_blocks: int) -> tuple[int, ...]:
-        """Blocks of its own, stamped as such with the answer."""
-        found = await self.store.allocate("pool", holder, self.name, order, [], num_blocks)
-        return found.block_ids
-
-    async def grow(self, holder: str, epoch: int, have: int, total: int) -> tuple[int, ...]:
-        growth = Growth(holder, epoch, have, total)
-        (grown,) = (await self.store.extend("pool", self.name, [growth])).grown
-        assert grown.error is None
-        return grown.block_ids
-
-
-def _own(stamps: Stamps, holder: str, block_ids: Sequence[int]) -> None:
-    stamps.mark_owned(block_ids, holder)
-
-
-@asynccontextmanager
-async def joined(url: str, directory: PoolDirectory, *names: str) -> AsyncIterator[list[Worker]]:
-    workers = []
-    for name in names:
-        store = await RedisStore.connect(url, retry_for_s=math.inf)
-        await store.register_pool(HEADER.spec)
-        stamps = Stamps(directory.stamps, NUM_BLOCKS, SIZE)
-        recovery, own = PoolRecovery(directory), partial(_own, stamps)
-        await store.register_worker(HEADER.spec, name, recovery, own)
-        workers.append(Worker(name, url, directory, store, stamps))
-    try:
-        async with asyncio.timeout(LIMIT_S):
-            yield workers
-    finally:
-        for worker in workers:
-            worker.beating.cancel()
-            await worker.store.close()
-            worker.stamps.close()
-            worker.lock.close()
-
-
-async def assert_whole(workers: list[Worker]) -> None:
-    """The ledger is clean, and says of holders what their workers believe (an issuer may not have
-    heard yet of a claim)."""
-    known: dict[str, Asserted] = {}
-    for worker in workers:
-        (held_blocks,) = worker.store._joined["pool"]
-        for held in held_blocks.report()[0]:
-            if held.holder_id not in known or known[held.holder_id].epoch < held.epoch:
-                known[held.holder_id] = held
-    store = await RedisStore.connect(workers[0].url)
-    found = {h.holder_id: (h.epoch, h.num_blocks) for h in await store.holders("pool")}
-    report = await store.audit("pool")
-    await store.close()
-    assert found == {key: (held.epoch, len(held.block_ids)) for key, held in known.items()}
-    assert report.ledger_checked
-    assert report.violations == ()
+    return make_directory(tmp_path)
 
 
 def restart(valkey: Valkey) -> None:
@@ -250,7 +170,7 @@ async def test_a_worker_without_a_pulse_hears_that_it_has_to_speak(
         await v.allocate("a", 1, 3)
         w.beating.cancel()
         listening = asyncio.create_task(w.store.wait_for_room("pool", 10 * LIMIT_S))
-        while own_valkey.command("PUBSUB", "NUMSUB", "{pool}:room")[1] != 1:
+        while own_valkey.command("PUBSUB", "SHARDNUMSUB", "{pool}:room")[1] != 1:
             await asyncio.sleep(0.01)
         flush(own_valkey)
         grown = asyncio.create_task(v.grow("a", 1, 3, 4))
@@ -299,11 +219,12 @@ async def test_a_pool_whose_directory_is_gone_is_lost(
 async def test_a_report_to_a_server_that_is_lost_meanwhile_is_given_up(own_valkey: Valkey) -> None:
     """Such a store is for one server. It has lost its functions, which is to be seen to, and is
     another one then, which ends the store; and that is the end of it, not of the event loop."""
-    telling = await RedisStore._connect_once(own_valkey.url, LIMIT_S)
+    telling = RedisStore._single_use(own_valkey.url, LIMIT_S)
+    await telling.drop_pool("pool")
     flush_all_there_is(own_valkey)
     asked = asyncio.create_task(telling.drop_pool("pool"))
     async with asyncio.timeout(LIMIT_S):
-        while not telling._server.in_doubt:
+        while not telling._link("pool").server.in_doubt:
             await asyncio.sleep(0.001)
         await asyncio.to_thread(restart, own_valkey)
         with pytest.raises(StoreLost, match="restarted"):

@@ -9,7 +9,8 @@ from blockstore.acl import COMMANDS, acl_file
 SOURCES = Path(blockstore.__file__).parent
 PYTHONS = {
     *("INFO", "PING", "SELECT", "CLIENT|ID", "CLIENT|KILL", "CLIENT|SETINFO"),
-    *("FUNCTION|LOAD", "FUNCTION|LIST", "FCALL", "FCALL_RO", "SUBSCRIBE", "UNSUBSCRIBE"),
+    *("FUNCTION|LOAD", "FUNCTION|LIST", "FCALL", "FCALL_RO", "SSUBSCRIBE", "SUNSUBSCRIBE"),
+    *("CLUSTER|MYID", "CLUSTER|SLOTS"),
     *("SET", "MGET", "ZINCRBY"),
 }
 

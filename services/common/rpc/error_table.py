@@ -84,6 +84,7 @@ FAILURES: dict[type[Exception], Failure] = {
         for error, row in _DOMAIN.items()
     },
     store.StoreUnavailable: Failure("store_unavailable", _UNAVAILABLE, 503, _NO_STORE, _RETRY_S),
+    store.NotPrimary: Failure("not_primary", _UNAVAILABLE, 503, _NO_STORE, _RETRY_S),
     store.StoreLost: Failure("store_lost", _UNAVAILABLE, 503, _NO_STORE, _RETRY_S),
     store.PoolGone: Failure("pool_gone", _UNAVAILABLE, 503, _NO_STORE, _RETRY_S),
     store.StoreUnsuitable: Failure("store_unsuitable", _PRECONDITION, 503, _NO_STORE),

@@ -1,0 +1,182 @@
+"""Replicated servers, clusters and Sentinels of real Valkey processes, on free ports of
+127.0.0.1."""
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+
+import redis
+from redis.crc import key_slot
+
+from tests.conftest import Valkey
+
+LIMIT_S = 20.0
+NUM_SLOTS = 16384
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def free_ports(number: int) -> list[int]:
+    with ExitStack() as stack:
+        made = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(number)]
+        return [each.getsockname()[1] for each in made]
+
+
+class TcpValkey(Valkey):
+    """A server on a TCP port, whose password may be that of its primary, too."""
+
+    def __init__(self, directory: Path, port: int, *options: str) -> None:
+        directory.mkdir(exist_ok=True)
+        super().__init__(
+            directory, "--port", str(port), "--bind", "127.0.0.1", "--repl-diskless-sync-delay",
+            *("0", *options),
+        )  # fmt: skip
+        self.port = port
+        self.url = f"redis://127.0.0.1:{port}"
+
+    def info(self) -> dict[str, str]:
+        with redis.Redis.from_url(self.url) as client:
+            return dict(client.info())
+
+    def follow(self, primary: "TcpValkey") -> None:
+        """Replicate it; returns when the data is here."""
+        self.command("REPLICAOF", "127.0.0.1", primary.port)
+        wait_until(self.is_replicating)
+
+    def is_replicating(self) -> bool:
+        return self.info().get("master_link_status") == "up"
+
+
+@contextmanager
+def replicated(directory: Path, number: int = 2) -> Iterator[list[TcpValkey]]:
+    """A primary and its replicas."""
+    servers = [
+        TcpValkey(directory / f"server-{index}", port)
+        for index, port in enumerate(free_ports(number))
+    ]
+    with ExitStack() as stack:
+        for server in servers:
+            stack.callback(server.kill)
+            server.start()
+        for server in servers[1:]:
+            server.follow(servers[0])
+        yield servers
+
+
+@contextmanager
+def sentinel(directory: Path, primary: TcpValkey) -> Iterator[str]:
+    """A Sentinel that replaces the primary after half a second; yields the URL of its service."""
+    (port,) = free_ports(1)
+    directory.mkdir()
+    config = directory / "sentinel.conf"
+    config.write_text(
+        f"sentinel monitor ledger 127.0.0.1 {primary.port} 1\n"
+        "sentinel down-after-milliseconds ledger 500\n"
+        "sentinel failover-timeout ledger 3000\n"
+    )
+    server = Valkey(directory, "--port", str(port), "--bind", "127.0.0.1")
+    server.run_with(str(config), "--sentinel")
+    server.url = f"redis://127.0.0.1:{port}"
+    try:
+        server.start()
+        wait_until(lambda: _num_replicas(server) == 1)
+        yield f"sentinel://127.0.0.1:{port}/ledger/0"
+    finally:
+        server.kill()
+
+
+def _num_replicas(server: Valkey) -> int:
+    with redis.Redis.from_url(server.url) as client:
+        return int(client.sentinel_master("ledger")["num-slaves"])
+
+
+class Cluster:
+    """`nodes` with equal shares of the slots, then their replicas, one for each."""
+
+    def __init__(self, directory: Path, num_primaries: int, with_replicas: bool) -> None:
+        ports = free_ports(2 * num_primaries * (1 + with_replicas))
+        self.nodes = [
+            TcpValkey(
+                directory / f"node-{port}", port,
+                *("--cluster-enabled", "yes", "--cluster-port", str(bus)),
+                *("--cluster-node-timeout", "1000", "--cluster-replica-validity-factor", "0"),
+            )
+            for port, bus in zip(ports[::2], ports[1::2], strict=True)
+        ]  # fmt: skip
+        self._buses = ports[1::2]
+        self.primaries = self.nodes[:num_primaries]
+
+    @property
+    def url(self) -> str:
+        return "redis://" + ",".join(f"127.0.0.1:{node.port}" for node in self.nodes[:2])
+
+    def form(self) -> None:
+        """Return when every node knows that the cluster is complete."""
+        num = len(self.primaries)
+        bounds = [index * NUM_SLOTS // num for index in range(num + 1)]
+        for node, first, end in zip(self.primaries, bounds, bounds[1:], strict=False):
+            node.command("CLUSTER", "ADDSLOTSRANGE", first, end - 1)
+        for node, bus in zip(self.nodes[1:], self._buses[1:], strict=True):
+            self.nodes[0].command("CLUSTER", "MEET", "127.0.0.1", node.port, bus)
+        for node, primary in zip(self.nodes[num:], self.primaries, strict=False):
+            wait_until(partial(self._knows_all, node))
+            node.command("CLUSTER", "REPLICATE", self.node_id(primary))
+            wait_until(node.is_replicating)
+        for node in self.nodes:
+            wait_until(partial(self._is_complete, node))
+
+    def node_id(self, node: TcpValkey) -> str:
+        return str(node.command("CLUSTER", "MYID").decode())
+
+    def owner(self, key: str) -> TcpValkey:
+        """The primary that has the key's slot, as the first living node sees it."""
+        node = next(node for node in self.nodes if node.is_running)
+        slot = key_slot(key.encode())
+        for first, last, primary, *_ in node.command("CLUSTER", "SLOTS"):
+            if first <= slot <= last:
+                return next(node for node in self.nodes if node.port == primary[1])
+        raise AssertionError(f"nobody has slot {slot}")
+
+    def move(self, tag: str, target: TcpValkey) -> Callable[[], None]:
+        """Begin to move the tag's slot; calling the result ends the move."""
+        slot, source = key_slot(tag.encode()), self.owner(tag)
+        target.command("CLUSTER", "SETSLOT", slot, "IMPORTING", self.node_id(source))
+        source.command("CLUSTER", "SETSLOT", slot, "MIGRATING", self.node_id(target))
+
+        def end() -> None:
+            for key in source.command("CLUSTER", "GETKEYSINSLOT", slot, 1000):
+                source.command("MIGRATE", "127.0.0.1", target.port, key, 0, 5000)
+            for node in (target, source, *self.nodes):
+                if node.info()["role"] == "master":
+                    node.command("CLUSTER", "SETSLOT", slot, "NODE", self.node_id(target))
+
+        return end
+
+    def _knows_all(self, node: TcpValkey) -> bool:
+        listing = node.command("CLUSTER NODES").values()
+        return sum("handshake" not in each["flags"] for each in listing) == len(self.nodes)
+
+    def _is_complete(self, node: TcpValkey) -> bool:
+        info = node.command("CLUSTER INFO")
+        return info["cluster_state"] == "ok" and self._knows_all(node)
+
+
+@contextmanager
+def cluster(
+    directory: Path, num_primaries: int = 3, with_replicas: bool = False
+) -> Iterator[Cluster]:
+    made = Cluster(directory, num_primaries, with_replicas)
+    with ExitStack() as stack:
+        for node in made.nodes:
+            stack.callback(node.kill)
+            node.start()
+        made.form()
+        yield made
