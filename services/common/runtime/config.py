@@ -44,7 +44,7 @@ class ServiceSettings(BaseSettings):
 
     redis_url: str = Field(
         default="redis://127.0.0.1:6379/0",
-        description="Redis or Valkey: redis://, rediss://, unix:// or sentinel://; hosts with commas",
+        description="Redis or Valkey: redis://, rediss://, unix:// or sentinel://, several hosts",
     )
     redis_password_file: Path | None = Field(
         default=None,
