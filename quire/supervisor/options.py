@@ -300,6 +300,26 @@ class ServeOptions:
             help='default sampling parameters that replace single ones: {"temperature": 0.5}',
         ),
     ] = None
+    tool_call_parser: Annotated[
+        Literal[
+            "auto",
+            "none",
+            "hermes",
+            "llama3_json",
+            "pythonic",
+            "mistral",
+            "phi4_mini_json",
+            "openai",
+        ]
+        | None,
+        To.GATEWAYS,
+        _network(help="format of tool calls; default: auto, that of the chat template"),
+    ] = None
+    reasoning_parser: Annotated[
+        Literal["auto", "none", "think", "mistral"] | None,
+        To.GATEWAYS,
+        _network(help="tags of reasoning; default: auto, those of the chat template"),
+    ] = None
     client_priority: Annotated[
         bool,
         To.GATEWAYS,

@@ -16,6 +16,7 @@ from services.gateway.access.keyring import Keyring
 from services.gateway.dashboard.access import DashboardSetting
 from services.gateway.frontend.http.body_limits import DEFAULT_BODY_MEMORY_BYTES, MAX_BODY_BYTES
 from services.gateway.intake.generation_config import AUTO
+from services.gateway.parsing.choice import CallParserName, ReasoningParserName
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,8 @@ class GatewayOptions:
 
     generation_config: str = AUTO
     override_generation_config: str | None = None
+    tool_call_parser: CallParserName = "auto"
+    reasoning_parser: ReasoningParserName = "auto"
     client_priority: bool = False
     max_waiting: int = 1024
     report_cached_tokens: bool = False
@@ -117,6 +120,14 @@ class GatewaySettings(TracedSettings):
     override_generation_config: str | None = Field(
         default=None,
         description='JSON object of default sampling parameters, e.g. {"temperature": 0.5}',
+    )
+    tool_call_parser: CallParserName = Field(
+        default="auto",
+        description="the format of the models' tool calls; auto: that of their chat templates; "
+        "none: they have none",
+    )
+    reasoning_parser: ReasoningParserName = Field(
+        default="auto", description="the tags around the models' reasoning; auto and none: as above"
     )
     client_priority: bool = Field(
         default=False, description="requests may set a priority; without, one other than 0 fails"

@@ -16,6 +16,7 @@ from services.common.errors import (
     UnknownModel,
 )
 from services.common.runtime.logging import bind_request_id
+from services.common.text.detokenizer import Detokenizer
 from services.common.text.stop_strings import StopMatcher
 from services.gateway.access.caller import EVERYONE, Caller
 from services.gateway.change_notifier import ChangeNotifier
@@ -28,8 +29,10 @@ from services.gateway.frontend.api import (
     TokenizeRequest,
 )
 from services.gateway.intake.admission import AdmittedRequest, admit, check_priority
+from services.gateway.intake.catalog import Model
 from services.gateway.intake.identity import check_identity, client_id, scoped_id, with_resume_token
 from services.gateway.intake.prompts import check_token_ids, tokenize_prompt
+from services.gateway.parsing.message import MessageParser
 from services.gateway.request.lifecycle import RequestLifecycle
 from services.gateway.request.trace import RequestTrace
 from services.gateway.request_metrics import RequestMetrics, code_of
@@ -136,7 +139,7 @@ class Gateway:
             with self._tokenizing():
                 token_ids = await tokenize_prompt(
                     *(request.prompt, served.model, served.max_model_len),
-                    request.template_arguments,
+                    *(request.template_arguments, request.tools),
                     add_special_tokens=request.add_special_tokens,
                     add_generation_prompt=request.add_generation_prompt,
                 )
@@ -214,13 +217,14 @@ class Gateway:
             Sequence(
                 index,
                 Text(
-                    tokenizer.detokenizer(skip_special_tokens=request.skip_special_tokens),
+                    _detokenizer(request, served.model),
                     StopMatcher(request.stop, included=request.include_stop_str),
                     min_tokens=sampling.min_tokens,
                     includes_end=request.include_stop_str,
                 ),
                 frozenset(sampling.stop_token_ids),
                 None if asked.sampling.logprobs is None else tokenizer,
+                _parser(request, index),
             )
             for index in range(request.num_sequences)
         )
@@ -249,6 +253,18 @@ class Gateway:
         output.running_usage = asked.running_usage
         output.replay(request.received or ())
         return output
+
+
+def _parser(request: AdmittedRequest, index: int) -> MessageParser | None:
+    if request.parsing is None:
+        return None
+    return MessageParser(request.parsing, f"{request.request_id}/{index}")
+
+
+def _detokenizer(request: AdmittedRequest, model: Model) -> Detokenizer:
+    if request.parsing is not None and request.skip_special_tokens:
+        return Detokenizer(model.message_pieces)
+    return model.tokenizer.detokenizer(skip_special_tokens=request.skip_special_tokens)
 
 
 def _choose(name: str, names: tuple[str, ...]) -> str:

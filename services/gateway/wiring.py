@@ -20,6 +20,7 @@ from services.gateway.dashboard.document import EndedRequests
 from services.gateway.gateway import Gateway
 from services.gateway.intake.catalog import load_model
 from services.gateway.intake.generation_config import GenerationConfig
+from services.gateway.parsing.choice import Parsers
 from services.gateway.request.lifecycle import RequestLifecycle
 from services.gateway.request_metrics import RequestMetrics, outcome_of
 from services.gateway.scheduling.dispatcher import Dispatcher
@@ -84,6 +85,7 @@ async def start_gateway(
     generation = GenerationConfig.read(
         options.generation_config, options.override_generation_config
     )
+    parsers = Parsers(options.tool_call_parser, options.reasoning_parser)
     gateway_id = f"gateway-{secrets.token_hex(4)}"
     changes = ChangeNotifier()
 
@@ -95,7 +97,7 @@ async def start_gateway(
         registry,
         store,
         connect=lambda member: connect_to(member, dispatcher),
-        load=partial(load_model, generation=generation),
+        load=partial(load_model, generation=generation, parsers=parsers),
         on_change=changes.notify,
         poll_s=options.poll_s,
         gateway_id=gateway_id,

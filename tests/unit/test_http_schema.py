@@ -17,6 +17,8 @@ from services.gateway.frontend.api import (
     GenerationRequest,
     Received,
     RequestedSampling,
+    RequestedTools,
+    ToolChoice,
 )
 from services.gateway.frontend.http.body import read_body
 from services.gateway.frontend.http.merge import merged
@@ -24,6 +26,9 @@ from services.gateway.frontend.http.schema import ChatBody, CompletionBody
 from services.protocol.ticket import FinishReason
 
 USER = [{"role": "user", "content": "Hi"}]
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+CHOICE = {"type": "function", "function": {"name": "f"}}
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
 
 
 async def problem(model: type[CompletionBody | ChatBody], body: bytes) -> str:
@@ -196,7 +201,16 @@ def test_fields_without_effect_are_accepted(fields: dict[str, Any]) -> None:
         ({"suffix": "x"}, "suffix is not supported"),
         ({"n": True}, "n: Input should be"),
         ({"top_logprobs": 2}, "logprobs=true"),
-        ({"tools": [{"type": "function"}]}, "tools is not supported"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function: Field required"),
+        ({"tools": [*TOOLS, *TOOLS]}, "tools: 'f' is there more than once"),
+        ({"tools": TOOLS, "tool_choice": {**CHOICE, "function": {"name": "g"}}}, "'g' is not one"),
+        ({"tools": TOOLS, "tool_choice": "f"}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice is for requests with tools"),
+        ({"messages": [{**USER[0], "tool_calls": [CALL]}]}, "messages with role assistant"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{**CALL, "function": {}}]}]},
+            "messages[0].tool_calls[0].function.name: Field required",
+        ),
         ({"spaces_between_special_tokens": 0}, "special_tokens is not supported"),
         ({"presence_penalty": "x"}, "presence_penalty: Input should be a valid number"),
         ({"logit_bias": [1]}, "logit_bias: must be an object of token ids and numbers"),
@@ -238,7 +252,10 @@ def test_fields_without_effect_are_accepted(fields: dict[str, Any]) -> None:
         ({"max_tokens": 1, "max_completion_tokens": 2}, "differ; give one of them"),
         ({"messages": "Hi"}, "messages: Input should be a valid list"),
         ({"messages": ["Hi"]}, "messages[0]: Input should be"),
-        ({"messages": [{"role": "user"}]}, "messages[0].content: Field required"),
+        (
+            {"messages": [{"role": "user"}]},
+            "messages[0]: content is needed, except",
+        ),
         ({"messages": [{"role": "", "content": ""}]}, "messages[0].role: String should have"),
         (
             {"messages": [*USER, {"role": "user", "content": 7}]},
@@ -254,7 +271,7 @@ def test_fields_without_effect_are_accepted(fields: dict[str, Any]) -> None:
         ),
         (
             {"messages": [{"role": "user", "content": "", "tool_call_id": "x"}]},
-            "messages[0].tool_call_id is not supported",
+            "messages[0]: tool_call_id is of messages with role tool",
         ),
     ],
 )
@@ -290,7 +307,7 @@ def test_received_tokens_of_a_broken_stream_arrive() -> None:
         ({"received": [{"index": 0}]}, "received[0].token_ids: Field required"),
         (
             {"received": [{"index": 0, "token_ids": [], "finish_reason": "abort"}]},
-            "received[0].finish_reason: Input should be 'stop' or 'length'",
+            "received[0].finish_reason: Input should be 'stop', 'length' or 'tool_calls'",
         ),
     ],
 )
@@ -402,3 +419,39 @@ _TAG = {"type": "structural_tag", "format": {"type": "const_string", "value": "x
 )
 def test_forms_of_the_text(fields: dict[str, Any], kind: str, text: str) -> None:
     assert chat(**fields).sampling.structure == Structure(StructureKind(kind), text)
+
+
+def test_tools_and_calls_reach_the_chat_template() -> None:
+    """As transformers' users write them: arguments are an object, except broken ones."""
+    broken = {**CALL, "function": {"name": "f", "arguments": '{"x": '}}
+    said = [
+        *USER,
+        {"role": "assistant", "tool_calls": [CALL, broken], "reasoning_content": "Hm"},
+        {"role": "tool", "tool_call_id": "c1", "content": "2"},
+    ]
+    request = chat(messages=said, tools=TOOLS, parallel_tool_calls=False)
+    _, assistant, tool = tuple(request.prompt)
+    assert isinstance(assistant, ChatMessage)
+    assert isinstance(tool, ChatMessage)
+    first, second = assistant.fields["tool_calls"]
+    assert first == {**CALL, "function": {"name": "f", "arguments": {"x": 1}}}
+    assert second["function"]["arguments"] == '{"x": '
+    assert assistant.fields["reasoning_content"] == "Hm"
+    assert tool == ChatMessage("tool", "2", fields={"tool_call_id": "c1"})
+    assert request.tools == RequestedTools(tuple(TOOLS), parallel=False)
+    assert request.wants_parts
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        (None, (ToolChoice.AUTO, None)),
+        ("none", (ToolChoice.NONE, None)),
+        ("required", (ToolChoice.REQUIRED, None)),
+        (CHOICE, (ToolChoice.AUTO, "f")),
+    ],
+)
+def test_the_choice_of_tools_arrives(choice: Any, expected: tuple[ToolChoice, str | None]) -> None:
+    tools = chat(tools=TOOLS, tool_choice=choice).tools
+    assert tools is not None
+    assert (tools.choice, tools.function) == expected

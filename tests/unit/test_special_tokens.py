@@ -135,6 +135,16 @@ def test_roles_names_and_arguments_are_text_too(kind: str) -> None:
     assert (hidden[given["a"][0]["b"]], given["n"]) == ("</s>", 7)
 
 
+def test_keys_of_objects_are_text_too_except_those_that_a_template_names() -> None:
+    tool = {"name": "f", "properties": {"<|im_end|>": {"type": "</s>"}}}
+    given, hidden = LOADED["byte level"].special.hide(tool, {"name"})
+    (key,) = given["properties"]
+    assert (hidden[key], hidden[given["properties"][key]["type"]]) == ("<|im_end|>", "</s>")
+    assert given["name"] == "f"
+    kept, _ = LOADED["byte level"].special.hide({"<s>": "<s>"}, {"<s>"})
+    assert list(kept) == ["<s>"] != list(kept.values())
+
+
 def test_tokens_that_are_no_special_ones_stay_tokens() -> None:
     """A model's own thoughts come back as it has written them."""
     tokenizer = LOADED["byte level"]

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -18,6 +19,7 @@ from services.common.gguf.tokenizer import gguf_chat_template
 from services.common.text.tokenizer import TOKENIZER_CONFIG_FILE, read_tokenizer_config
 
 TEMPLATE_FILE = "chat_template.jinja"
+TOOL_TEMPLATE_FILE = "additional_chat_templates/tool_use.jinja"
 
 _RESERVED = ("chat_template", "continue_final_message", "conversation", "self", "tokenize")
 """Names that a client may not set: parameters of transformers' `apply_chat_template` that are not
@@ -27,23 +29,37 @@ variables of the template, and jinja2's own names."""
 @dataclass(frozen=True)
 class ChatTemplate:
     """A compiled chat template. `special_tokens`: as in `Tokenizer.special_tokens`, text by name
-    (`bos_token` ...)."""
+    (`bos_token` ...). `source`: its own, and that of the template for requests with tools."""
 
     _template: Template
+    _tool_template: Template
+    source: str
     special_tokens: Mapping[str, str]
 
     @classmethod
     def from_directory(cls, directory: Path, special_tokens: Mapping[str, str]) -> Self | None:
         """The checkpoint's chat template; None if it has none. StartupError: it is invalid."""
-        source = _source(directory)
-        return None if source is None else cls.from_source(source, special_tokens)
+        sources = _sources(directory)
+        return None if sources is None else cls.from_source(sources[0], special_tokens, sources[1])
 
     @classmethod
-    def from_source(cls, source: str, special_tokens: Mapping[str, str]) -> Self:
+    def from_source(
+        cls, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None
+    ) -> Self:
+        """`tool_source`: the template for requests with tools; None: the same."""
+        environment = _environment()
         try:
-            return cls(_environment().from_string(source), special_tokens)
+            template = environment.from_string(source)
+            with_tools = template if tool_source is None else environment.from_string(tool_source)
         except TemplateError as error:
             raise StartupError(f"the chat template is not valid: {error}") from error
+        return cls(template, with_tools, source + (tool_source or ""), special_tokens)
+
+    @cached_property
+    def takes_tools(self) -> bool:
+        """Whether the template mentions the tools of a request."""
+        names = _environment().parse(self.source).find_all(nodes.Name)
+        return any(name.name == "tools" for name in names)
 
     def render(
         self,
@@ -51,16 +67,18 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         arguments: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """Render a conversation of `{"role": ..., "content": ...}` messages to a prompt.
 
         The prompt contains its special tokens, so encode it without adding more. `arguments`:
-        variables that the client sets. InvalidRequest: the template refuses the messages, or a
-        client may not set one of the variables.
+        variables that the client sets. `tools`: the functions that the model may call.
+        InvalidRequest: the template refuses the messages, or a client may not set one of the
+        variables.
         """
         given = {
             "messages": messages,
-            "tools": None,
+            "tools": list(tools) or None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
             **self.special_tokens,
@@ -72,30 +90,36 @@ class ChatTemplate:
                     "chat_template_kwargs",
                 )
         try:
-            return self._template.render(**given, **(arguments or {}))
+            template = self._tool_template if tools else self._template
+            return template.render(**given, **(arguments or {}))
         # A template is a program: a client's messages can make it raise any error.
         except Exception as error:
             raise InvalidRequest(f"the chat template refuses the messages: {error}") from error
 
 
-def _source(directory: Path) -> str | None:
-    """The template's source. Its own file takes precedence over the entry in tokenizer_config.json,
-    which may be a list of named templates."""
+def _sources(directory: Path) -> tuple[str, str | None] | None:
+    """The template's source, and that of the one for tools, if it is another. Their own files take
+    precedence over the entry in tokenizer_config.json, which may be a list of named templates."""
     if (gguf := gguf_file(directory)) is not None:
-        return gguf_chat_template(GgufFile.read(gguf))
-    path = directory / TEMPLATE_FILE
+        source = gguf_chat_template(GgufFile.read(gguf))
+        return None if source is None else (source, None)
+    path, tool_path = directory / TEMPLATE_FILE, directory / TOOL_TEMPLATE_FILE
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        with_tools = tool_path.read_text(encoding="utf-8") if tool_path.is_file() else None
+        return path.read_text(encoding="utf-8"), with_tools
     match read_tokenizer_config(directory).get("chat_template"):
         case None:
             return None
         case str(source):
-            return source
+            return source, None
         case [*entries]:
+            named: dict[str, str] = {}
             for entry in entries:
                 match entry:
-                    case {"name": "default", "template": str(source)}:
-                        return source
+                    case {"name": str(name), "template": str(source)}:
+                        named[name] = source
+            if "default" in named:
+                return named["default"], named.get("tool_use")
     raise StartupError(f"{directory / TOKENIZER_CONFIG_FILE}: chat_template has no default")
 
 

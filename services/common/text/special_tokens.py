@@ -15,7 +15,7 @@ A chat without hidden text is encoded by the checkpoint's own tokenizer.
 """
 
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -56,13 +56,14 @@ class SpecialTokens:
         self._encoder, self._id_of = self._second_tokenizer(tokenizer, added)
         self._unknown_id = tokenizer.token_to_id(getattr(tokenizer.model, "unk_token", None) or "")
 
-    def hide(self, values: Any) -> tuple[Any, Mapping[str, str]]:
-        """Replace the text of special tokens in all strings of `values` (of JSON's types).
+    def hide(self, values: Any, keys: Collection[str] = ()) -> tuple[Any, Mapping[str, str]]:
+        """Replace the text of special tokens in all strings of `values` (of JSON's types), keys of
+        objects included. `keys`: those that stay as they are, because a template names them.
 
         Returns the new values, and the replaced text by the character that stands for it.
         InvalidRequest: a string contains a lone surrogate.
         """
-        matches = {string: self._to_hide(string) for string in _strings(values)}
+        matches = {string: self._to_hide(string) for string in _strings(values, keys)}
         found = {text for each in matches.values() for _, _, text in each}
         if not found:
             return values, {}
@@ -73,7 +74,7 @@ class SpecialTokens:
             string: _with(string, [(begin, end, hidden[text]) for begin, end, text in each])
             for string, each in matches.items()
         }
-        return _replaced(values, new), {char: text for text, char in hidden.items()}
+        return _replaced(values, new, keys), {char: text for text, char in hidden.items()}
 
     def encode(self, text: str, hidden: Mapping[str, str]) -> tuple[int, ...]:
         """The token ids of a rendered chat. `hidden`: the second result of `hide`.
@@ -172,20 +173,24 @@ def _with(text: str, replacements: Iterable[tuple[int, int, str]]) -> str:
     return "".join([*parts, text[position:]])
 
 
-def _replaced(values: Any, new: Mapping[str, str]) -> Any:
+def _replaced(values: Any, new: Mapping[str, str], kept: Collection[str]) -> Any:
     if isinstance(values, str):
         return new[values]
     if isinstance(values, Mapping):
-        return {name: _replaced(value, new) for name, value in values.items()}
+        return {
+            key if key in kept else new[key]: _replaced(value, new, kept)
+            for key, value in values.items()
+        }
     if isinstance(values, list | tuple):
-        return [_replaced(value, new) for value in values]
+        return [_replaced(value, new, kept) for value in values]
     return values
 
 
-def _strings(values: Any) -> Iterator[str]:
+def _strings(values: Any, kept: Collection[str]) -> Iterator[str]:
     if isinstance(values, str):
         yield values
     elif isinstance(values, Mapping):
-        yield from chain.from_iterable(map(_strings, values.values()))
+        yield from (key for key in values if key not in kept)
+        yield from chain.from_iterable(_strings(each, kept) for each in values.values())
     elif isinstance(values, list | tuple):
-        yield from chain.from_iterable(map(_strings, values))
+        yield from chain.from_iterable(_strings(each, kept) for each in values)

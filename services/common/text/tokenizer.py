@@ -1,7 +1,7 @@
 """A checkpoint's tokenizer: encodes text to token ids, and makes detokenizers."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -49,7 +49,12 @@ class Tokenizer:
     @cached_property
     def pieces(self) -> Pieces:
         """The bytes of each token; special tokens have none."""
-        return self.all_pieces.without(special_token_ids(self._tokenizer))
+        return self.pieces_with(frozenset())
+
+    def pieces_with(self, shown: Collection[str]) -> Pieces:
+        """The same, but special tokens with one of these texts have it as bytes."""
+        hidden = special_token_ids(self._tokenizer)
+        return self.all_pieces.without([i for i in hidden if self.token(i) not in shown])
 
     @cached_property
     def special(self) -> SpecialTokens:

@@ -5,10 +5,12 @@ The gRPC and the HTTP server both call `Generator`; nothing here depends on eith
 
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, Protocol
 
 from services.common.structured.structure import Structure
 from services.gateway.access.caller import EVERYONE, Caller
+from services.gateway.parsing.parts import Part
 from services.protocol.ticket import EarlyStopping, FinishReason
 
 
@@ -18,6 +20,8 @@ class ChatMessage:
     content: str
     name: str = ""
     """The speaker, for chat templates that distinguish several speakers of one role; "" if none."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """More fields for the chat template: tool_calls, tool_call_id, reasoning_content."""
 
 
 Prompt = str | tuple[int, ...] | tuple[ChatMessage, ...]
@@ -25,6 +29,29 @@ Prompt = str | tuple[int, ...] | tuple[ChatMessage, ...]
 
 TemplateArguments = Mapping[str, Any]
 """Variables that a client sets for the chat template, in addition to the messages."""
+
+
+class ToolChoice(StrEnum):
+    AUTO = "auto"
+    NONE = "none"
+    REQUIRED = "required"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestedTools:
+    """The functions that the model may call, as the client sent them."""
+
+    definitions: tuple[Mapping[str, Any], ...]
+    """Each as in OpenAI's API: `{"type": "function", "function": {"name": ...}}`."""
+    choice: ToolChoice = ToolChoice.AUTO
+    function: str | None = None
+    """The function that the model must call; None: `choice` says what it may."""
+    parallel: bool = True
+    """Whether a message may have several calls."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(definition["function"]["name"] for definition in self.definitions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +150,9 @@ class GenerationRequest:
     echo: bool = False
     """Report the prompt too."""
     template_arguments: TemplateArguments = field(default_factory=dict)
+    tools: RequestedTools | None = None
+    wants_parts: bool = False
+    """Deltas of a chat have the parts of its message, if the model's format is known."""
     running_usage: bool = False
     """Every delta has the usage so far; otherwise only the last one has the usage."""
     caller: Caller = EVERYONE
@@ -197,6 +227,10 @@ class Delta:
     """In the first delta of the request, if it asks for the prompt or its logprobs."""
     score: float | None = None
     """The sequence's mean logprob if `best_of` chose it, its score if a beam search found it."""
+    parts: tuple[Part, ...] | None = None
+    """What `text` and the earlier deltas complete of the message; None: it is not parsed."""
+    has_calls: bool = False
+    """Whether the message has a tool call so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +252,7 @@ class TokenizeRequest:
     add_generation_prompt: bool = True
     """To a chat."""
     template_arguments: TemplateArguments = field(default_factory=dict)
+    tools: RequestedTools | None = None
     with_tokens: bool = False
 
 

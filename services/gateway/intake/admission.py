@@ -19,6 +19,8 @@ from services.gateway.intake.prompts import (
     tokenize_prompt,
 )
 from services.gateway.intake.sampling import resolve_sampling
+from services.gateway.intake.tools import parsing_of
+from services.gateway.parsing.message import Parsing
 from services.gateway.request.trace import RequestTrace
 from services.gateway.workers.directory import ModelPools
 from services.protocol.logprobs import MAX_LOGPROBS
@@ -55,6 +57,8 @@ class AdmittedRequest:
     prompt_logprobs: int | None = None
     include_stop_str: bool = False
     skip_special_tokens: bool = True
+    parsing: Parsing | None = None
+    """How to parse the messages; None: the client gets text only."""
     caller: Caller = EVERYONE
     trace: RequestTrace | None = None
     """None: the request is not traced."""
@@ -81,6 +85,7 @@ class AdmittedRequest:
             and self.prompt_logprobs == other.prompt_logprobs
             and self.include_stop_str == other.include_stop_str
             and self.skip_special_tokens == other.skip_special_tokens
+            and self.parsing == other.parsing
             and (self.num_sequences, self.num_best) == (other.num_sequences, other.num_best)
         )
 
@@ -122,7 +127,8 @@ async def admit(
     sampling = await resolve_sampling(asked, served.model)
     check_slots(asked.width, served.max_slots)
     prompt = await tokenize_prompt(
-        request.prompt, served.model, served.max_model_len, request.template_arguments
+        *(request.prompt, served.model, served.max_model_len),
+        *(request.template_arguments, request.tools),
     )
     most = served.model.config.generation.max_new_tokens
     max_tokens = resolve_max_tokens(
@@ -157,6 +163,7 @@ async def admit(
         num_best=asked.n if asked.selects_best else None,
         received=request.received,
         prompt_logprobs=asked.prompt_logprobs,
+        parsing=parsing_of(request, served.model, prompt),
         caller=request.caller,
     )
 

@@ -5,9 +5,12 @@ from pathlib import Path
 
 from services.common.text.chat_template import ChatTemplate
 from services.common.text.model_config import ModelConfig
+from services.common.text.pieces import Pieces
 from services.common.text.tokenizer import Tokenizer
 from services.gateway.intake.generation_config import GenerationConfig
 from services.gateway.intake.structures import StructureChecker
+from services.gateway.parsing.choice import Parsers
+from services.gateway.parsing.message import MessageFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +22,16 @@ class Model:
     chat_template: ChatTemplate | None
     """None if the checkpoint has no chat template."""
     structures: StructureChecker
+    format: MessageFormat
+    message_pieces: Pieces
+    """The pieces of tokens in messages: those of special tokens that belong to `format` too."""
 
 
-def load_model(directory: str, generation: GenerationConfig | None = None) -> Model:
-    """Loads a model from its directory. Takes up to seconds for a large vocabulary. `generation`:
-    the deployment's own; None: the model's.
+def load_model(
+    directory: str, generation: GenerationConfig | None = None, parsers: Parsers | None = None
+) -> Model:
+    """Loads a model from its directory. Takes up to seconds for a large vocabulary. `generation`,
+    `parsers`: the deployment's own; None: the model's.
 
     StartupError: files are missing or wrong.
     """
@@ -32,9 +40,13 @@ def load_model(directory: str, generation: GenerationConfig | None = None) -> Mo
     config = ModelConfig.from_directory(path)
     if generation is not None:
         config = replace(config, generation=generation.defaults(config.generation))
+    template = ChatTemplate.from_directory(path, tokenizer.special_tokens)
+    form = (parsers or Parsers()).format(template.source if template else None)
     return Model(
         config=config,
         tokenizer=tokenizer,
-        chat_template=ChatTemplate.from_directory(path, tokenizer.special_tokens),
         structures=StructureChecker(path, config.vocab_size, config.eos_token_ids),
+        chat_template=template,
+        format=form,
+        message_pieces=tokenizer.pieces_with(form.markers),
     )

@@ -9,10 +9,17 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import Any, cast
+
+from pydantic_core import to_json
 
 from services.common.errors import InvalidRequest, PromptTooLong
-from services.gateway.frontend.api import ChatMessage, Prompt, TemplateArguments
+from services.gateway.frontend.api import (
+    ChatMessage,
+    Prompt,
+    RequestedTools,
+    TemplateArguments,
+)
 from services.gateway.intake.catalog import Model
 
 _SHORT_CHARS = 2048
@@ -23,6 +30,12 @@ PROMPT = "prompt"
 
 MAX_MESSAGES = 16_384
 """Limit for the messages of a chat; to render a message takes about 20 us."""
+
+_TEMPLATE_KEYS = (
+    *("messages", "role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"),
+    *("tools", "id", "type", "function", "description", "parameters", "arguments", "thinking"),
+)
+"""The keys of messages and tools that a template names. Other keys are text of the client."""
 
 _FIRST_LOOK_CHARS = 1 << 17
 _NUM_THREADS = 2
@@ -35,14 +48,15 @@ async def tokenize_prompt(
     model: Model,
     max_model_len: int,
     arguments: TemplateArguments | None = None,
+    tools: RequestedTools | None = None,
     *,
     add_special_tokens: bool = True,
     add_generation_prompt: bool = True,
 ) -> tuple[int, ...]:
     """The prompt's token ids: at least one, all in the vocabulary.
 
-    `arguments`: variables of the chat template. `add_special_tokens`: to text.
-    `add_generation_prompt`: to a chat.
+    `arguments`: variables of the chat template. `tools`: functions that a chat's template
+    describes. `add_special_tokens`: to text. `add_generation_prompt`: to a chat.
 
     Raises InvalidRequest or PromptTooLong.
     """
@@ -50,9 +64,10 @@ async def tokenize_prompt(
         encode = partial(model.tokenizer.encode, add_special_tokens=add_special_tokens)
         work = partial(_encode, prompt, model, max_model_len, encode)
     else:
-        chat = ChatOptions(arguments or {}, add_generation_prompt)
+        definitions = () if tools is None else tools.definitions
+        chat = ChatOptions(arguments or {}, definitions, add_generation_prompt)
         work = partial(_token_ids, prompt, model, max_model_len, chat)
-    if _num_chars(prompt) <= _SHORT_CHARS and not arguments:
+    if _num_chars(prompt) <= _SHORT_CHARS and not arguments and tools is None:
         token_ids = work()
     else:
         token_ids = await asyncio.get_running_loop().run_in_executor(_threads, work)
@@ -78,8 +93,13 @@ def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> Non
 
 def _num_chars(prompt: Prompt) -> int:
     if messages := _messages(prompt):
-        return sum(len(message.role) + len(message.content) for message in messages)
+        return sum(_num_message_chars(message) for message in messages)
     return len(prompt)
+
+
+def _num_message_chars(message: ChatMessage) -> int:
+    fields = to_json(message.fields) if message.fields else b""
+    return len(message.role) + len(message.content) + len(fields)
 
 
 def _messages(prompt: Prompt) -> tuple[ChatMessage, ...]:
@@ -93,6 +113,7 @@ class ChatOptions:
     """How the chat template renders a chat."""
 
     arguments: TemplateArguments
+    tools: Sequence[Mapping[str, Any]]
     add_generation_prompt: bool
 
 
@@ -125,18 +146,26 @@ def _render(
     for number, message in enumerate(messages):
         if not message.role:
             raise InvalidRequest(f"message {number} has no role", PROMPT)
-    written = {"messages": list(map(_fields, messages)), "arguments": options.arguments}
-    given, hidden = model.tokenizer.special.hide(written)
+    if options.tools and not model.chat_template.takes_tools:
+        raise InvalidRequest("this model's chat template has no place for tools", "tools")
+    written = {
+        "messages": list(map(_fields, messages)),
+        "arguments": options.arguments,
+        "tools": options.tools,
+    }
+    variables = filter(str.isidentifier, options.arguments)
+    given, hidden = model.tokenizer.special.hide(written, {*_TEMPLATE_KEYS, *variables})
     text = model.chat_template.render(
         given["messages"],
         add_generation_prompt=options.add_generation_prompt,
         arguments=given["arguments"],
+        tools=given["tools"],
     )
     return text, hidden
 
 
-def _fields(message: ChatMessage) -> dict[str, str]:
-    fields = {"role": message.role, "content": message.content}
+def _fields(message: ChatMessage) -> dict[str, Any]:
+    fields = {"role": message.role, "content": message.content, **message.fields}
     return {**fields, "name": message.name} if message.name else fields
 
 

@@ -5,6 +5,8 @@ from services.common.errors import InvalidRequest
 from services.common.text.stop_strings import Scanned
 from services.common.text.tokenizer import Tokenizer
 from services.gateway.frontend.api import Delta, PromptReport, Received, TokenLogprobs, Usage
+from services.gateway.parsing.message import MessageParser
+from services.gateway.parsing.parts import Part, joined
 from services.gateway.streaming.logprob_text import with_text
 from services.gateway.streaming.text import Text
 from services.protocol.logprobs import Logprobs
@@ -20,7 +22,8 @@ class Sequence:
     `tokens` are all tokens from workers, also those after a stop string, which the client does not
     get. `worker_finish` is the finish reason that the worker reported, `finish_reason` the one that
     the client sees. `stop_token_ids`: the request's, to report which one ended the sequence.
-    `tokenizer`: adds the text to logprobs; None if the client did not ask for logprobs.
+    `tokenizer`: adds the text to logprobs; None if the client did not ask for logprobs. `parser`:
+    divides the text into the parts of a message; None: the client wants none.
     """
 
     def __init__(
@@ -29,6 +32,7 @@ class Sequence:
         text: Text,
         stop_token_ids: frozenset[int],
         tokenizer: Tokenizer | None = None,
+        parser: MessageParser | None = None,
     ) -> None:
         self.index = index
         self.tokens: list[int] = []
@@ -43,6 +47,8 @@ class Sequence:
         self._text = text
         self._stop_token_ids = stop_token_ids
         self._tokenizer = tokenizer
+        self._parser = parser
+        self._unread_parts: list[Part] = []
         self._stopped_by: str | int | None = None
         self._unread_ids: list[int] = []
         self._unread_text: list[str] = []
@@ -84,6 +90,7 @@ class Sequence:
         if any(self._add_text(self._text.push(token_id)) for token_id in received.token_ids):
             raise InvalidRequest("a stop string is in the tokens received: the sequence has ended")
         self._unread_text.clear()
+        self._unread_parts.clear()
 
     def is_prefix_of(self, other: "Sequence") -> bool:
         """Whether `other` has all tokens of this sequence, and its end if this one has ended."""
@@ -132,9 +139,12 @@ class Sequence:
             logprobs=self._take_logprobs(),
             prompt=prompt,
             score=self.score,
+            parts=None if self._parser is None else joined(self._unread_parts),
+            has_calls=self._parser is not None and self._parser.has_calls,
         )
         self._unread_ids.clear()
         self._unread_text.clear()
+        self._unread_parts.clear()
         self._unread_logprobs.clear()
         self._end_is_sent = self.has_ended
         return delta
@@ -157,8 +167,11 @@ class Sequence:
         """Add to the client's text. True: a stop string ended the sequence."""
         if scanned.text:
             self._unread_text.append(scanned.text)
+            if self._parser is not None:
+                self._unread_parts.extend(self._parser.push(scanned.text))
         if scanned.stop is None:
             return False
+        self._finish_parts()
         self.finish_reason, self._stopped_by = FinishReason.STOP, scanned.stop
         return True
 
@@ -167,7 +180,12 @@ class Sequence:
         completes a stop string, the stop string ends it instead."""
         if self._add_text(self._text.flush()):
             return
+        self._finish_parts()
         self.finish_reason = finish
         last = token_ids[-1] if token_ids else None
         if finish is FinishReason.STOP and last in self._stop_token_ids:
             self._stopped_by = last
+
+    def _finish_parts(self) -> None:
+        if self._parser is not None:
+            self._unread_parts.extend(self._parser.finish())

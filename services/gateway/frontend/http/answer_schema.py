@@ -75,7 +75,7 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 @_exact
 class Choice(TypedDict):
     index: int
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
     stop_reason: str | int | None
     token_ids: NotRequired[list[int]]
 
@@ -88,9 +88,24 @@ class TextChoice(Choice):
 
 
 @_exact
+class Function(TypedDict):
+    name: str
+    arguments: str
+
+
+@_exact
+class ToolCall(TypedDict):
+    id: str
+    type: Literal["function"]
+    function: Function
+
+
+@_exact
 class Message(TypedDict):
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCall]]
 
 
 @_exact

@@ -1,7 +1,7 @@
 """Turns the generator's deltas into one JSON answer, or into a stream of its parts."""
 
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
@@ -18,6 +18,7 @@ from services.gateway.frontend.http.logprobs import (
     echoed_logprobs,
     prompt_logprobs,
 )
+from services.gateway.parsing.parts import Part, Reasoning
 from services.protocol.ticket import FinishReason
 
 Deltas = AsyncGenerator[tuple[int, Delta], None]
@@ -43,6 +44,8 @@ class AnswerOptions:
     """The text begins with the prompt's text."""
     only_prompt: bool = False
     """The answer has nothing of the generated tokens."""
+    reasoning: bool = True
+    """The answer has the model's reasoning."""
     resumed: Collection[int] = ()
     """The choices that the client continues after a stream that broke."""
 
@@ -75,7 +78,12 @@ class Answer:
             transcript.prompt = prompts.get(index // self.choices_per_prompt)
         in_order = sorted(transcripts.items())
         choices = [
-            self._choice(index, transcript, self.format.whole, self._num_echoed(transcript.prompt))
+            self._choice(
+                index,
+                transcript,
+                self.format.whole(self._text(transcript), self._message_parts(transcript)),
+                self._num_echoed(transcript.prompt),
+            )
             for index, transcript in in_order
         ]
         answer = self._envelope(self.format.kind, choices)
@@ -98,10 +106,10 @@ class Answer:
                 transcript.add(delta)
                 transcript.prompt = None if index in num_echoed else prompts.get(number)
                 num_echoed.setdefault(index, self._num_echoed(transcript.prompt))
-                choice = self._choice(index, transcript, self.format.delta, num_echoed[index])
                 if delta.usage is not None:
                     usages[number] = delta.usage
-                yield self._part([choice], usages.values())
+                for choice in self._choices(index, transcript, num_echoed[index]):
+                    yield self._part([choice], usages.values())
         if self.options.usage_in_stream:
             yield {**self._part([]), "usage": self._usage(usages.values())}
 
@@ -129,17 +137,39 @@ class Answer:
                 usages = () if first is None else (replace(first, num_generated_tokens=0),)
                 yield self._part([choice_json(index, opening, None, self._ids([]), None)], usages)
 
-    def _choice(
-        self, index: int, gained: Transcript, content: Callable[[str], JSON], num_echoed: int
-    ) -> JSON:
-        """`content`: `delta` or `whole` of the format. `num_echoed`: number of characters of the
-        choice's text that are the prompt's."""
+    def _choices(self, index: int, gained: Transcript, num_echoed: int) -> list[JSON]:
+        """The choice in each part of a stream for a delta; none if the delta says nothing."""
+        contents = self.format.deltas(self._text(gained), self._message_parts(gained))
+        ends = gained.last is not None and gained.last.finish_reason is not None
+        if not contents and not (
+            ends or gained.logprobs or self.options.token_ids or self.options.usage_in_parts
+        ):
+            return []
+        *early, last = contents or [{"delta": {}}]
+        ids = self._ids([])
+        choices = [choice_json(index, content, None, ids, None) for content in early]
+        return [*choices, self._choice(index, gained, last, num_echoed)]
+
+    def _text(self, gained: Transcript) -> str:
+        """The generated text that the client gets, after the prompt's if it is echoed."""
+        generated = "" if self.options.only_prompt else gained.text
+        if gained.prompt is None or not self.options.echo:
+            return generated
+        return gained.prompt.text + generated
+
+    def _message_parts(self, gained: Transcript) -> list[Part] | None:
+        if gained.parts is None or self.options.reasoning:
+            return gained.parts
+        return [part for part in gained.parts if not isinstance(part, Reasoning)]
+
+    def _choice(self, index: int, gained: Transcript, content: JSON, num_echoed: int) -> JSON:
+        """`content`: the fields of the choice for its text. `num_echoed`: number of characters of
+        that text that are the prompt's."""
         echoed = gained.prompt if self.options.echo else None
         if self.options.only_prompt:
             gained = Transcript(last=_without_tokens(gained.last))
-        text = gained.text if echoed is None else echoed.text + gained.text
         logprobs = self._logprobs(echoed, gained.logprobs, num_echoed)
-        return choice_json(index, content(text), gained.last, self._ids(gained.token_ids), logprobs)
+        return choice_json(index, content, gained.last, self._ids(gained.token_ids), logprobs)
 
     def _logprobs(
         self, echoed: PromptReport | None, tokens: Sequence[TokenLogprobs], num_echoed: int

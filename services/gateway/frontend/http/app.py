@@ -184,6 +184,7 @@ class _Endpoints:
                 usage_in_parts=body.running_usage,
                 echo=body.echoes,
                 only_prompt=body.only_prompt,
+                reasoning=not body.without_reasoning,
                 resumed={each.index for each in body.received or ()},
             ),
         )

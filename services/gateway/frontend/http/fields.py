@@ -20,9 +20,8 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from services.gateway.frontend.api import ChatMessage, Received
+from services.gateway.frontend.api import Received
 from services.gateway.frontend.http.ignored_fields import NO_EFFECT_VALUES, without_ignored
-from services.gateway.intake.prompts import MAX_MESSAGES
 from services.protocol.ticket import FinishReason
 
 MAX_FIELDS = 128
@@ -73,11 +72,13 @@ class ReceivedBody(Body):
 
     index: int
     token_ids: Integers
-    finish_reason: Literal["stop", "length"] | None = None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None = None
     """Set if the client received the whole choice."""
 
     def to_received(self) -> Received:
-        finish = None if self.finish_reason is None else FinishReason(self.finish_reason)
+        # A choice with tool calls is one that the model has ended.
+        reason = "stop" if self.finish_reason == "tool_calls" else self.finish_reason
+        finish = None if reason is None else FinishReason(reason)
         return Received(self.index, tuple(self.token_ids), finish)
 
 
@@ -205,15 +206,6 @@ NumberOrFalse = Annotated[
 ]
 
 
-class MessageBody(Body):
-    role: str = Field(min_length=1)
-    content: Annotated[
-        str, *_parsed(_content, _STRING, {"type": "array", "items": _TEXT_PART}, _NULL)
-    ]
-    name: str | None = None
-
-    def to_message(self) -> ChatMessage:
-        return ChatMessage(self.role, self.content, self.name or "")
-
-
-Messages = Annotated[list[MessageBody], Field(fail_fast=True, max_length=MAX_MESSAGES)]
+MessageText = Annotated[
+    str, *_parsed(_content, _STRING, {"type": "array", "items": _TEXT_PART}, _NULL)
+]

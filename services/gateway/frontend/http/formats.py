@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from services.gateway.frontend.api import Delta, PromptReport, TokenLogprobs, Usage
 from services.gateway.frontend.http.logprobs import JSON, chat_logprobs, text_logprobs
+from services.gateway.frontend.http.tools import delta_fields, message_fields
+from services.gateway.parsing.parts import Part
 
 
 @dataclass(slots=True)
@@ -15,6 +17,8 @@ class Transcript:
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    parts: list[Part] | None = None
+    """The parts of the message; None: it is not parsed."""
     prompt: PromptReport | None = None
     """The prompt of the choice, if it is reported with these deltas."""
     last: Delta | None = None
@@ -23,6 +27,8 @@ class Transcript:
         self.texts.append(delta.text)
         self.token_ids.extend(delta.token_ids)
         self.logprobs.extend(delta.logprobs)
+        if delta.parts is not None:
+            self.parts = [*(self.parts or ()), *delta.parts]
         self.last = delta
 
     @property
@@ -41,14 +47,27 @@ class AnswerFormat:
     """The field `object` of each part of a stream."""
     opening: JSON | None
     """The fields of the choice with which a stream begins, if it begins with one."""
-    delta: Callable[[str], JSON]
-    """The fields of a choice for the text of a delta."""
-    whole: Callable[[str], JSON]
-    """The fields of a choice for the whole text."""
+    deltas: Callable[[str, Sequence[Part] | None], list[JSON]]
+    """The fields of a choice for the text of a delta and its parts: one for each part of the
+    stream; none if nothing is new."""
+    whole: Callable[[str, Sequence[Part] | None], JSON]
+    """The fields of a choice for the whole text, and its parts."""
     logprobs: Callable[[Sequence[TokenLogprobs], int], JSON]
     """The field `logprobs` for tokens that begin at an offset of the choice's text."""
     prompt_logprobs_in_choice: bool
     """Whether prompt logprobs are in the choice; otherwise they are at the answer's top level."""
+
+
+def _chat_deltas(text: str, parts: Sequence[Part] | None) -> list[JSON]:
+    if parts is None:
+        return [{"delta": {"content": text}}]
+    return [{"delta": delta_fields(part)} for part in parts]
+
+
+def _chat_message(text: str, parts: Sequence[Part] | None) -> JSON:
+    if parts is None:
+        return {"message": {"role": "assistant", "content": text}}
+    return {"message": message_fields(parts)}
 
 
 COMPLETION_FORMAT = AnswerFormat(
@@ -56,8 +75,8 @@ COMPLETION_FORMAT = AnswerFormat(
     kind="text_completion",
     chunk_kind="text_completion",
     opening=None,
-    delta=lambda text: {"text": text},
-    whole=lambda text: {"text": text},
+    deltas=lambda text, _parts: [{"text": text}],
+    whole=lambda text, _parts: {"text": text},
     logprobs=text_logprobs,
     prompt_logprobs_in_choice=True,
 )
@@ -66,8 +85,8 @@ CHAT_FORMAT = AnswerFormat(
     kind="chat.completion",
     chunk_kind="chat.completion.chunk",
     opening={"delta": {"role": "assistant", "content": ""}},
-    delta=lambda text: {"delta": {"content": text}},
-    whole=lambda text: {"message": {"role": "assistant", "content": text}},
+    deltas=_chat_deltas,
+    whole=_chat_message,
     logprobs=lambda tokens, _offset: chat_logprobs(tokens),
     prompt_logprobs_in_choice=False,
 )
@@ -81,12 +100,14 @@ def choice_json(
     logprobs: JSON | None,
 ) -> JSON:
     """One choice of an answer. `token_ids`, `logprobs`: None if the client did not ask for them."""
-    reason = delta.finish_reason if delta else None
+    reason = delta.finish_reason.value if delta and delta.finish_reason else None
+    if delta and delta.has_calls and reason == "stop":
+        reason = "tool_calls"
     fields = {
         "index": index,
         **content,
         "logprobs": logprobs,
-        "finish_reason": reason.value if reason else None,
+        "finish_reason": reason,
         "stop_reason": delta.stopped_by if delta else None,
     }
     return fields if token_ids is None else {**fields, "token_ids": token_ids}

@@ -15,12 +15,12 @@ from services.gateway.frontend.api import (
     Prompt,
     RequestedBeams,
     RequestedSampling,
+    RequestedTools,
 )
 from services.gateway.frontend.http.fields import (
     Biases,
     Body,
     Integers,
-    Messages,
     NumberOrFalse,
     Prompts,
     ReceivedBody,
@@ -28,11 +28,13 @@ from services.gateway.frontend.http.fields import (
     Strings,
     Texts,
 )
+from services.gateway.frontend.http.messages import Messages
 from services.gateway.frontend.http.structured import (
     ResponseFormat,
     ResponsesFormat,
     StructuredOutputsBody,
 )
+from services.gateway.frontend.http.tools import Choice, Tools, requested_tools
 from services.gateway.intake.prompts import PROMPT
 from services.protocol.ticket import EarlyStopping
 
@@ -218,6 +220,11 @@ class GenerationBody(SampledBody):
         """Whether the answer has nothing of the generated tokens."""
         return False
 
+    @property
+    def without_reasoning(self) -> bool:
+        """Whether the answer leaves out the model's reasoning."""
+        return False
+
     def request(self, prompt: Prompt, request_id: str) -> GenerationRequest:
         received = self.received
         return replace(
@@ -303,9 +310,14 @@ class ChatBody(GenerationBody):
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: ReasoningEffort | None = None
+    include_reasoning: bool | None = None
+    tools: Tools | None = None
+    tool_choice: Choice | None = None
+    parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
     def _check_chat(self) -> Self:
+        self.requested_tools()
         if self.selects_best:
             text = "best_of above n is for /v1/completions, or for use_beam_search=true"
             raise ValueError(text)
@@ -324,6 +336,10 @@ class ChatBody(GenerationBody):
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
+    @property
+    def without_reasoning(self) -> bool:
+        return self.include_reasoning is False
+
     def sampling(self) -> RequestedSampling:
         sampling, limit = super().sampling(), self.max_completion_tokens
         return sampling if limit is None else replace(sampling, max_tokens=limit)
@@ -331,7 +347,17 @@ class ChatBody(GenerationBody):
     def requests(self, request_id: str) -> list[GenerationRequest]:
         messages = tuple(message.to_message() for message in self.messages)
         arguments = template_arguments(self.chat_template_kwargs, self.reasoning_effort)
-        return [replace(self.request(messages, request_id), template_arguments=arguments)]
+        return [
+            replace(
+                self.request(messages, request_id),
+                template_arguments=arguments,
+                tools=self.requested_tools(),
+                wants_parts=True,
+            )
+        ]
+
+    def requested_tools(self) -> RequestedTools | None:
+        return requested_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
 
 
 def one_structure(

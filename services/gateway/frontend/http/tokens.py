@@ -9,8 +9,10 @@ from starlette.responses import Response
 from services.gateway.frontend.api import Generator, TokenizeRequest
 from services.gateway.frontend.http.body import read_body
 from services.gateway.frontend.http.failures import PARAM_NAMES
-from services.gateway.frontend.http.fields import Body, Integers, Messages
+from services.gateway.frontend.http.fields import Body, Integers
+from services.gateway.frontend.http.messages import Messages
 from services.gateway.frontend.http.responses import Json
+from services.gateway.frontend.http.tools import Tools, requested_tools
 from services.gateway.intake.prompts import PROMPT
 
 
@@ -24,13 +26,14 @@ class TokenizeBody(Body):
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
+    tools: Tools | None = None
 
     @model_validator(mode="after")
     def _check_form(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("one of prompt and messages is needed")
         if self.prompt is not None:
-            for name in ("add_generation_prompt", "chat_template_kwargs"):
+            for name in ("add_generation_prompt", "chat_template_kwargs", "tools"):
                 if getattr(self, name):
                     raise ValueError(f"{name} is for messages")
         elif self.add_special_tokens:
@@ -45,6 +48,7 @@ class TokenizeBody(Body):
             add_special_tokens=self.add_special_tokens is not False,
             add_generation_prompt=self.add_generation_prompt is not False,
             template_arguments=self.chat_template_kwargs or {},
+            tools=requested_tools(self.tools, None, None),
             with_tokens=bool(self.return_token_strs),
         )
 

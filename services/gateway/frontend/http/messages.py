@@ -1,0 +1,46 @@
+"""The messages of a chat's body."""
+
+from typing import Annotated, Any, Self
+
+from pydantic import Field, model_validator
+
+from services.gateway.frontend.api import ChatMessage
+from services.gateway.frontend.http.fields import Body, MessageText
+from services.gateway.frontend.http.tools import ToolCalls
+from services.gateway.intake.prompts import MAX_MESSAGES
+
+
+class MessageBody(Body):
+    role: str = Field(min_length=1)
+    content: MessageText = ""
+    name: str | None = None
+    tool_calls: ToolCalls | None = None
+    """Of an assistant's message: its calls."""
+    tool_call_id: str | None = None
+    """Of a tool's message: the call that it answers."""
+    reasoning_content: str | None = None
+    """Of an assistant's message, for templates that show earlier reasoning."""
+
+    @model_validator(mode="after")
+    def _check_fields(self) -> Self:
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("tool_calls are of messages with role assistant")
+        if self.tool_call_id is not None and self.role != "tool":
+            raise ValueError("tool_call_id is of messages with role tool")
+        if "content" not in self.model_fields_set and not self.tool_calls:
+            raise ValueError("content is needed, except with tool_calls")
+        return self
+
+    def to_message(self) -> ChatMessage:
+        fields: dict[str, Any] = {}
+        if self.tool_calls:
+            fields["tool_calls"] = [call.to_fields() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            fields["tool_call_id"] = self.tool_call_id
+        if self.reasoning_content:
+            # Qwen's and DeepSeek's templates read the first name, gpt-oss's the second.
+            fields["reasoning_content"] = fields["thinking"] = self.reasoning_content
+        return ChatMessage(self.role, self.content, self.name or "", fields)
+
+
+Messages = Annotated[list[MessageBody], Field(fail_fast=True, max_length=MAX_MESSAGES)]

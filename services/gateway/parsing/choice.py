@@ -1,0 +1,47 @@
+"""Chooses a model's `MessageFormat`, from its chat template unless the deployment says it."""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from services.gateway.parsing.message import CallFormat, MessageFormat
+
+CallParserName = Literal[
+    "auto", "none", "hermes", "llama3_json", "pythonic", "mistral", "phi4_mini_json", "openai"
+]
+ReasoningParserName = Literal["auto", "none", "think", "mistral"]
+
+_TAGS = {"think": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]")}
+
+_PATTERNS: tuple[tuple[CallFormat, str], ...] = (
+    (CallFormat.HARMONY, r"<\|channel\|>"),
+    (CallFormat.MISTRAL, r"\[TOOL_CALLS\]"),
+    (CallFormat.TOOL_CALL_LIST, r"<\|tool_call\|>"),
+    # Others write XML between the same tags.
+    (CallFormat.HERMES, r"\A(?!.*(?:<function=|<arg_key>)).*<tool_call>"),
+    (CallFormat.PYTHONIC, r"<\|python_start\|>|\[func_name1\("),
+    (CallFormat.LLAMA3_JSON, r"<\|python_tag\|>|\"name\": function name, \"parameters\":"),
+)
+"""What shows a format in a template; the first one counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parsers:
+    """The deployment's choice: the same for all its models, unless it is auto."""
+
+    calls: CallParserName = "auto"
+    reasoning: ReasoningParserName = "auto"
+
+    def format(self, template: str | None) -> MessageFormat:
+        """The format of a model with this chat template; None: it has none."""
+        source = template or ""
+        calls: CallFormat | None = None
+        if self.calls == "auto":
+            found = (each for each, p in _PATTERNS if re.search(p, source, re.DOTALL))
+            calls = next(found, None)
+        elif self.calls != "none":
+            calls = CallFormat(self.calls)
+        reasoning = _TAGS.get(self.reasoning)
+        if self.reasoning == "auto":
+            reasoning = next((tags for tags in _TAGS.values() if tags[1] in source), None)
+        return MessageFormat(calls, reasoning)

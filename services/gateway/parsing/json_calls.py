@@ -1,0 +1,92 @@
+"""Calls that are JSON objects, with the name of the function and its arguments."""
+
+from collections.abc import Collection
+
+from services.gateway.parsing.parts import PartWriter
+from services.gateway.parsing.reader import Malformed, Reader, Reading
+
+_ARGUMENTS = ("arguments", "parameters")
+
+
+def read_call(reader: Reader, writer: PartWriter, offered: Collection[str] | None) -> Reading[None]:
+    """Reads `{"name": "...", "arguments": {...}}`, with its keys in any order.
+
+    The call starts as soon as its name is known, and its arguments are passed on as they are
+    written. `offered`: the functions that may be called; None: any. Malformed: this is no such
+    object; the reader holds what is not part of the call.
+    """
+    name: str | None = None
+    early: list[str] | None = None  # arguments before the name
+    yield from reader.expect("{")
+    char = yield from reader.skip_spaces()
+    while char != "}":
+        key = yield from _key(reader)
+        if key == "name" and name is None:
+            name = checked_name((yield from reader.string()), offered)
+            writer.start_call(name)
+            for text in early or ():
+                writer.arguments(text)
+            reader.hold()
+        elif key in _ARGUMENTS and name is None and early is None:
+            early = []
+            yield from reader.value(early.append)
+        elif key in _ARGUMENTS and name is not None and early is None:
+            early = []
+            reader.held()
+            yield from reader.value(writer.arguments)
+            reader.hold()
+        elif key not in ("name", *_ARGUMENTS):
+            yield from reader.value(lambda _: None)
+        else:
+            raise Malformed
+        char = yield from reader.skip_spaces()
+        if char == ",":
+            reader.take(1)
+            char = yield from reader.skip_spaces()
+            if char == "}":
+                raise Malformed
+        elif char != "}":
+            raise Malformed
+    if name is None:
+        raise Malformed
+    reader.take(1)
+    reader.hold()
+
+
+def _key(reader: Reader) -> Reading[str]:
+    key = yield from reader.string()
+    yield from reader.skip_spaces()
+    yield from reader.expect(":")
+    yield from reader.skip_spaces()
+    return key
+
+
+def read_calls(
+    reader: Reader, writer: PartWriter, offered: Collection[str] | None
+) -> Reading[None]:
+    """Reads one call, or a list of calls."""
+    if (yield from reader.skip_spaces()) != "[":
+        yield from read_call(reader, writer, offered)
+        writer.end_call()
+        return
+    reader.take(1)
+    char = yield from reader.skip_spaces()
+    while True:
+        yield from read_call(reader, writer, offered)
+        writer.end_call()
+        char = yield from reader.skip_spaces()
+        if char == ",":
+            reader.take(1)
+            yield from reader.skip_spaces()
+        else:
+            yield from reader.expect("]")
+            reader.hold()
+            return
+
+
+def checked_name(name: str, offered: Collection[str] | None) -> str:
+    """The name, if a function can have it. Malformed: it is empty or has characters that cannot be
+    printed, or the function is not among `offered`."""
+    if not name or not name.isprintable() or (offered is not None and name not in offered):
+        raise Malformed
+    return name
