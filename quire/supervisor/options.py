@@ -27,6 +27,17 @@ class To(Enum):
     GATEWAYS = "gateways"
 
 
+ToolCallParser = Literal[
+    "auto",
+    "none",
+    "hermes",
+    "llama3_json",
+    "pythonic",
+    "mistral",
+    "phi4_mini_json",
+    "openai",
+]
+
 _engine = partial(Option, rich_help_panel="Engine", show_default=False)
 _network = partial(Option, rich_help_panel="Network", show_default=False)
 _port = partial(Option, rich_help_panel="Network", metavar="PORT", min=0, max=65535)
@@ -301,17 +312,7 @@ class ServeOptions:
         ),
     ] = None
     tool_call_parser: Annotated[
-        Literal[
-            "auto",
-            "none",
-            "hermes",
-            "llama3_json",
-            "pythonic",
-            "mistral",
-            "phi4_mini_json",
-            "openai",
-        ]
-        | None,
+        ToolCallParser | None,
         To.GATEWAYS,
         _network(help="format of tool calls; default: auto, that of the chat template"),
     ] = None

@@ -85,3 +85,13 @@ def test_a_broken_tokenizer_config_is_a_startup_error(directory: Path, text: str
     (directory / "tokenizer_config.json").write_text(text, encoding="latin-1")
     with pytest.raises(StartupError, match=r"cannot read .*tokenizer_config\.json"):
         Tokenizer.from_directory(directory)
+
+
+def test_special_tokens_of_a_message_are_shown_to_its_parser(directory: Path) -> None:
+    tokenizer = Tokenizer.from_directory(directory)
+    begin, end = tokenizer.token_id("<s>"), tokenizer.token_id("</s>")
+    assert begin is not None
+    assert end is not None
+    pieces = tokenizer.pieces_with(frozenset(["</s>", "<tool_call>"])).following
+    assert (pieces[begin], pieces[end]) == (None, b"</s>")
+    assert tokenizer.pieces.following[end] is None
