@@ -13,6 +13,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -29,6 +30,7 @@ from quire.supervisor.errors import NoSuchRun, PortInUse, ServeError
 RUNS = Path(f"/dev/shm/quire-{os.getuid()}")
 _POLL_S = 0.05
 _RECORD = "run.json"
+_NAME = re.compile(r"\d+-[0-9a-f]{8}")
 _MAX_SOCKET_PATH = 107
 """Bytes of a Unix socket's path in Linux, without the final NUL."""
 
@@ -177,8 +179,10 @@ def _live_runs(runs: Path) -> Iterator[tuple[Path, RunRecord]]:
 
 
 def run_paths(runs: Path) -> list[Path]:
-    """The directories of all runs, sorted."""
-    return sorted(path for path in runs.iterdir() if path.is_dir()) if runs.is_dir() else []
+    """The directories of all runs, sorted. What else a user has in `runs` is none of Quire's."""
+    if not runs.is_dir():
+        return []
+    return sorted(path for path in runs.iterdir() if path.is_dir() and _NAME.fullmatch(path.name))
 
 
 def _wait_until_unlocked(path: Path, timeout_s: float) -> None:

@@ -40,12 +40,23 @@ def test_the_last_run_takes_the_root_with_it(short_path: Path) -> None:
 def test_leftovers_of_a_dead_run_are_removed_and_a_live_run_is_kept(short_path: Path) -> None:
     runs = short_path / "runs"
     alive = claim(runs, record())
-    dead = runs / "50051-dead"
+    dead = runs / "50051-deadbeef"
     (dead / "pools" / "p-1").mkdir(parents=True)
     (dead / "pools" / "p-1" / "kv").write_bytes(b"old")
     claim(runs, record())
     assert alive.path.exists()
     assert not dead.exists()
+
+
+def test_other_directories_of_the_root_are_kept(short_path: Path) -> None:
+    """A user may give a directory that has files of his own."""
+    runs = short_path / "runs"
+    runs.mkdir(mode=0o700)
+    others = [runs / name for name in ("venv", "50051-notes", ".50051-deadbeef")]
+    for other in others:
+        (other / "files").mkdir(parents=True)
+    claim(runs, record()).remove()
+    assert all((other / "files").is_dir() for other in others)
 
 
 def test_a_second_run_on_the_same_port_is_refused(short_path: Path) -> None:

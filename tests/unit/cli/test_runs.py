@@ -51,14 +51,14 @@ def runs(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runs]:
 
 
 def test_the_only_run_needs_no_name(runs: Runs) -> None:
-    run = runs.add("50051-aa")
-    (runs.root / "50052-bb").mkdir()
-    runs.add_dead("50053-cc")
+    run = runs.add("50051-aaaaaaaa")
+    (runs.root / "50052-bbbbbbbb").mkdir()
+    runs.add_dead("50053-cccccccc")
     assert run_address(None, runs.root) == address(run)
 
 
 def test_several_runs_are_told_and_one_is_chosen_by_port_or_directory(runs: Runs) -> None:
-    one, two = runs.add("50051-aa"), runs.add("5005-bb")
+    one, two = runs.add("50051-aaaaaaaa"), runs.add("5005-bbbbbbbb")
     with pytest.raises(NoSuchRun) as told:
         run_address(None, runs.root)
     assert str(told.value) == (
@@ -82,7 +82,7 @@ def test_where_nobody_serves_operations_nobody_is_asked(runs: Runs) -> None:
 def test_a_named_gateway_is_never_replaced_by_another_run(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = runs.add("50051-aa")
+    run = runs.add("50051-aaaaaaaa")
     monkeypatch.setenv("QUIRE_ADDRESS", "elsewhere:50051")
     with pytest.raises(NoSuchRun, match="QUIRE_ADDRESS names elsewhere:50051"):
         run_address(None, runs.root)
@@ -92,7 +92,7 @@ def test_a_named_gateway_is_never_replaced_by_another_run(
 def test_sockets_of_dead_gateways_are_removed_once_they_are_old(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, dead = runs.add("50051-aa"), runs.add_dead("50051-aa")
+    run, dead = runs.add("50051-aaaaaaaa"), runs.add_dead("50051-aaaaaaaa")
     remove_dead_sockets(run)
     assert dead.exists()
     made_at = dead.stat().st_mtime
