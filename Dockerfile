@@ -21,7 +21,7 @@ FROM base AS requirements
 WORKDIR /src
 COPY pyproject.toml ./
 COPY deploy/requirements.py deploy/
-RUN for list in build project tracing worker nvml cuda; do \
+RUN for list in build project tracing worker nvml cuda flashinfer; do \
       python deploy/requirements.py $list >/requirements-$list.txt || exit 1; \
     done
 
@@ -42,8 +42,15 @@ COPY --from=requirements /requirements-nvml.txt /
 RUN pip install --no-cache-dir --requirement /requirements-nvml.txt
 
 FROM dependencies-control AS dependencies-worker-cuda
-COPY --from=requirements /requirements-cuda.txt /
+COPY --from=requirements /requirements-cuda.txt /requirements-flashinfer.txt /
 RUN pip install --no-cache-dir --requirement /requirements-cuda.txt
+# FlashInfer with compiled kernels, which are not on PyPI: its index for this CUDA, such as
+# https://flashinfer.ai/whl/cu130. Without it `--attention auto` takes another one (ADR 171).
+ARG FLASHINFER_INDEX=""
+RUN if [ -n "$FLASHINFER_INDEX" ]; then \
+      pip install --no-cache-dir --requirement /requirements-flashinfer.txt \
+        flashinfer-jit-cache --extra-index-url "$FLASHINFER_INDEX"; \
+    fi
 
 
 # Tools that build the package; the images do not have them.

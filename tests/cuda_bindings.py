@@ -31,6 +31,7 @@ class CudaWithoutGpu:
         self.reserved: dict[int, mmap.mmap] = {}
         self.mapped: dict[int, int] = {}
         self.accessible: set[int] = set()
+        self.read_only: set[int] = set()
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(real, name)
@@ -122,18 +123,22 @@ class CudaWithoutGpu:
         return ()
 
     def _cuMemSetAccess(self, pointer: Any, size: int, access: Any, count: int) -> tuple[()]:
-        assert [one.flags.name for one in access] == ["CU_MEM_ACCESS_FLAGS_PROT_READWRITE"]
+        (flags,) = (one.flags.name.removeprefix("CU_MEM_ACCESS_FLAGS_PROT_") for one in access)
+        assert flags in ("READ", "READWRITE")
+        if flags == "READ":
+            self.read_only.add(int(pointer))
         assert count == 1
         self.accessible.add(int(pointer))
         return ()
 
     def _cuMemsetD8(self, pointer: Any, value: int, count: int) -> tuple[()]:
-        assert int(pointer) in self.accessible
+        assert int(pointer) in self.accessible - self.read_only
         os.pwrite(self.mapped[int(pointer)], bytes([value]) * count, 0)
         return ()
 
     def _cuMemUnmap(self, pointer: Any, size: int) -> tuple[()]:
         self.accessible.discard(int(pointer))
+        self.read_only.discard(int(pointer))
         os.close(self.mapped.pop(int(pointer)))
         return ()
 

@@ -1,6 +1,7 @@
 """Decode steps as a worker runs them: CUDA graphs, and the next step launched while one is in
 flight. Their tokens, their time, and how long the GPU has nothing to do."""
 
+import gc
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,10 +10,13 @@ from functools import partial
 import torch
 
 import kvops
+import kvops.cuda
 from bench.gpu.check import Check, Failed, Machine, Passed, Skipped
 from bench.gpu.model import DRAWS, Steps, make_config, prompts
 from kvops import AttentionShape
+from services.common.errors import StartupError
 from services.engine.batch import Row
+from services.engine.device.gpu_memory import CudaMeter
 from services.engine.forward import Flight
 
 QWEN3_8B = {"num_layers": 36, "hidden_size": 4096, "vocab_size": 151_936}
@@ -24,6 +28,7 @@ NUM_STEPS = 50
 
 def checks(machine: Machine) -> Iterator[Check]:
     yield "graphs give the tokens of eager steps", lambda: _tokens(machine)
+    yield "graphs take the memory that is planned for them", lambda: _graph_memory(machine)
     for rows, context in LIMITS_MS:
         yield (
             f"a step of Qwen3-8B's shape, {rows} x {context}",
@@ -49,6 +54,30 @@ def _tokens(machine: Machine) -> Passed:
     if differing:
         raise Failed(f"{differing} of {len(found[0])} sequences differ")
     return Passed(f"{len(found[0])} sequences of 24 tokens")
+
+
+def _graph_memory(machine: Machine) -> Passed:
+    """Planned on an arena of one block, then recorded on a real one: a tenth or 64 MiB more."""
+    _needs_gpu(machine)
+    steps = Steps(make_config(3, 1024, 32_000), machine.half, "triton", machine.device)
+    meter = CudaMeter(torch.device("cuda:0"), kvops.cuda.driver("cuda:0").uuid)
+    try:
+        before = meter.used()
+    except StartupError as error:
+        raise Skipped(f"runs only where NVML tells a process's memory: {error}") from error
+    steps.begin(1, 16)
+    steps.runner.capture_graphs(64)
+    planned, steps.runner = meter.used() - before, None  # type: ignore[assignment]
+    gc.collect()
+    torch.cuda.empty_cache()
+    steps.begin(64, 1000)
+    before = meter.used()
+    steps.runner.capture_graphs(64)
+    found = meter.used() - before
+    text = f"planned {planned / 2**20:.0f} MiB, taken {found / 2**20:.0f} MiB"
+    if found > max(1.1 * planned, planned + (64 << 20)):
+        raise Failed(text)
+    return Passed(text, {"planned": planned, "taken": found})
 
 
 def _step(machine: Machine, num_rows: int, context: int) -> Passed:

@@ -43,6 +43,7 @@ _context = multiprocessing.get_context("forkserver")
 def checks(machine: Machine) -> Iterator[Check]:
     _context.set_forkserver_preload(["bench.gpu.sharing"])
     yield "an arena shared by two processes", lambda: _shared(machine)
+    yield "weights that others can only read", lambda: _read_only(machine)
     yield "a hand-off between two processes", lambda: _hand_off(machine)
     yield "writers killed in mid-kernel", lambda: _kills(machine)
 
@@ -61,13 +62,20 @@ def _made(machine: Machine, num_bytes: int) -> SharedMemory:
 
 
 def _other(
-    machine: Machine, memory: SharedMemory, work: Callable[..., None], *arguments: Any
+    machine: Machine,
+    memory: SharedMemory,
+    work: Callable[..., None],
+    *arguments: Any,
+    writable: bool = True,
 ) -> tuple[BaseProcess, Connection]:
     """A process that maps the memory, and does `work(bytes, connection, *arguments)`."""
     ours, theirs = _context.Pipe()
     process = _context.Process(
         target=_in_other,
-        args=(_device(machine), DupFd(memory.fd), memory.num_bytes, work, theirs, *arguments),
+        args=(
+            *(_device(machine), DupFd(memory.fd), memory.num_bytes, writable),
+            *(work, theirs, *arguments),
+        ),
         daemon=True,
     )
     process.start()
@@ -79,13 +87,14 @@ def _in_other(
     device: str,
     fd: Any,
     num_bytes: int,
+    writable: bool,
     work: Callable[..., None],
     connection: Connection,
     *arguments: Any,
 ) -> None:
     if device.startswith("cuda"):
         torch.zeros(1, device=device)
-    memory = SharedMemory.open(kvops.cuda.driver(device), fd.detach(), num_bytes)
+    memory = SharedMemory.open(kvops.cuda.driver(device), fd.detach(), num_bytes, writable)
     work(memory.tensor(), connection, *arguments)
 
 
@@ -124,6 +133,30 @@ def _shared(machine: Machine) -> Passed:
     process.join()
     memory.close()
     return Passed("what one writes the other reads, without a copy")
+
+
+def _read_then_write(values: Tensor, connection: Connection) -> None:
+    connection.send(_read(values.view(-1, _BLOCK_BYTES), [1]))
+    values.fill_(1)
+    connection.send(int(values[0]))  # waits for the GPU
+
+
+def _read_only(machine: Machine) -> Passed:
+    """As workers share weights: one fills, another reads, and its writes end it."""
+    memory = _made(machine, 2 * _BLOCK_BYTES)
+    values = memory.tensor().fill_(7)
+    machine.synchronize()
+    process, connection = _other(machine, memory, _read_then_write, writable=False)
+    if (found := connection.recv()) != 7:
+        raise Failed(f"the other process reads {found} instead of 7")
+    try:
+        raise Failed(f"it has written, and reads {connection.recv()}")
+    except EOFError:
+        process.join()
+    if changed := int((values != 7).sum()):
+        raise Failed(f"a process that maps to read only changed {changed} bytes")
+    memory.close()
+    return Passed("read by another process, which a write ended")
 
 
 def _hand_off(machine: Machine) -> Passed:

@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from services.block_manager.gpu_processes import GpuProcesses, ProcessListError
 from services.block_manager.liveness import WorkerProcesses
+from services.block_manager.weight_keeper import WeightKeeper, until_readable
 from services.common.pool.keeper import (
     MAX_BYTES,
     KeeperRefusal,
@@ -21,6 +22,7 @@ from services.common.pool.keeper import (
     pool_of,
     socket_address,
 )
+from services.common.pool.kept_weights import WeightsKey
 from services.common.runtime.logging import get_logger
 
 log = get_logger(__name__)
@@ -34,6 +36,7 @@ class Keeper:
         self._processes = processes
         self._listed = listed
         self._memory: dict[str, int] = {}
+        self._weights = WeightKeeper()
         self._registering = asyncio.Lock()
 
     async def run(self) -> NoReturn:
@@ -62,6 +65,7 @@ class Keeper:
         for fd in self._memory.values():
             os.close(fd)
         self._memory.clear()
+        self._weights.close()
         self._processes.close()
 
     async def _serve(self, connection: socket.socket) -> None:
@@ -70,11 +74,14 @@ class Keeper:
         with connection:
             connection.setblocking(False)
             path: Path | None = None
-            await _until_readable(connection)
+            await until_readable(connection)
             try:
                 data, fds, _, _ = socket.recv_fds(
                     connection, MAX_BYTES, _MAX_FDS, socket.MSG_CMSG_CLOEXEC
                 )
+                if (key := _weights_key(data)) is not None:
+                    await self._weights.serve(connection, key, fds)
+                    return
                 async with self._registering:
                     # In a thread, because the driver may take its time to list processes.
                     path, memory = await asyncio.to_thread(self._register, data, fds)
@@ -131,16 +138,7 @@ def _listen(root: Path) -> socket.socket:
     return listening
 
 
-async def _until_readable(connection: socket.socket) -> None:
-    loop = asyncio.get_running_loop()
-    readable: asyncio.Future[None] = loop.create_future()
-
-    def wake() -> None:
-        if not readable.done():
-            readable.set_result(None)
-
-    loop.add_reader(connection, wake)
-    try:
-        await readable
-    finally:
-        loop.remove_reader(connection)
+def _weights_key(data: bytes) -> WeightsKey | None:
+    with suppress(ValueError):  # `Registration.decode` refuses it
+        return WeightsKey.decode(data)
+    return None

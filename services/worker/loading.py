@@ -24,6 +24,7 @@ from services.engine.pool import DTYPES
 from services.engine.weights.fused_weights import layer_sections
 from services.engine.weights.kinds import kind_of
 from services.engine.weights.packed_file import Progress
+from services.engine.weights.placement import SharedWeights
 from services.worker.config import WorkerSettings
 from services.worker.cpu.instruction_set import measured_isa
 from services.worker.cpu.place import Place
@@ -45,6 +46,7 @@ class LoadedModel:
     device: WorkerDevice
     engine: dict[str, str]
     ranks: Ranks | None = None
+    weights: SharedWeights | None = None
 
 
 def load(settings: WorkerSettings, progress: Progress, place: Place | None = None) -> LoadedModel:
@@ -77,6 +79,7 @@ def load(settings: WorkerSettings, progress: Progress, place: Place | None = Non
     if backend.native is not None:
         backend.native.assign([Lane()] * num_threads)
     ranks = None
+    shared = _shared_weights(settings, device, backend, progress)
     with place.weights.interleaved() if place else nullcontext():
         if size > 1:
             ranks = Ranks(size, settings.log_level, settings.log_format)
@@ -96,6 +99,7 @@ def load(settings: WorkerSettings, progress: Progress, place: Place | None = Non
                 else settings.weights_cache,
                 context=settings.max_model_len,
                 progress=progress,
+                shared=shared,
             )
     kinds = {
         "quantize": _quantized(settings, config) or "none",
@@ -116,7 +120,7 @@ def load(settings: WorkerSettings, progress: Progress, place: Place | None = Non
     limits = _limits(settings, config)
     plan = replace(_plan(settings, config, dtype), arena=place.arena if place else None)
     if device.driver is not None:
-        pool_bytes = _pool_bytes_on_gpu(settings, device, model, backend, layout)
+        pool_bytes = _pool_bytes_on_gpu(settings, device, model, backend, layout, shared)
         plan = replace(plan, pool_bytes=pool_bytes)
     return LoadedModel(
         model,
@@ -128,7 +132,20 @@ def load(settings: WorkerSettings, progress: Progress, place: Place | None = Non
         device=device,
         engine={**backend.describe(dtype), **kinds, "device": device.name},
         ranks=ranks,
+        weights=shared,
     )
+
+
+def _shared_weights(
+    settings: WorkerSettings, device: WorkerDevice, backend: kvops.Backend, progress: Progress
+) -> SharedWeights | None:
+    """None: the weights are in a file of the host, or divided among ranks."""
+    if device.driver is None or backend.native is not None or settings.tensor_parallel_size > 1:
+        return None
+    if device.torch.type != "cuda" or settings.pool_bytes is not None:  # nothing is measured
+        return SharedWeights(device.driver, settings.pool_root, progress)
+    measure = CudaMeter(device.torch, device.driver.uuid).other
+    return SharedWeights(device.driver, settings.pool_root, progress, measure)
 
 
 def _num_threads(settings: WorkerSettings, place: Place | None) -> int:
@@ -146,6 +163,7 @@ def _pool_bytes_on_gpu(
     model: Model,
     backend: kvops.Backend,
     layout: PoolLayout,
+    shared: SharedWeights | None,
 ) -> int:
     if settings.pool_bytes is not None:
         return settings.pool_bytes
@@ -160,6 +178,8 @@ def _pool_bytes_on_gpu(
         num_rows=settings.max_num_seqs,
         num_workers=settings.num_expected_workers,
         utilization=settings.gpu_memory_utilization,
+        shared=shared,
+        graph_rows=settings.max_num_seqs if shared and not settings.enforce_eager else 0,
     )
     log.info("gpu_memory_planned", device=device.name, **plan.fields(layout.block_bytes))
     return plan.pool

@@ -167,6 +167,8 @@ class WorkerProcess:
                 membership.watch_memory(),
                 *(one.complete_memory() for one in memberships),
             ]
+            if loaded.weights is not None and loaded.weights.kept is not None:
+                working.append(loaded.weights.kept.keep())
             if isinstance(forward, SharedCpus):
                 working.append(_refresh(forward))
             tasks = [vital.create_task(work) for work in working]

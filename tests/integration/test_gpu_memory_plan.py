@@ -1,6 +1,7 @@
 """The pool's size on a GPU: the share that may be used, less what the workers need. The step runs
 on the CPU here, and a meter of the test says what it takes."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,12 +9,15 @@ import torch
 
 import kvops
 from bench.make_checkpoint import make_checkpoint
+from kvops.cuda.memfd import MemfdDriver
 from services.common.errors import StartupError
 from services.common.pool.layout import PoolLayout
 from services.engine.batch import Row
 from services.engine.device.gpu_memory import CudaMeter, GpuMemoryPlan, profile
+from services.engine.device.graphs import ladder
 from services.engine.models import load_model
 from services.engine.runner import Runner
+from services.engine.weights.placement import SharedWeights
 
 GIB = 1 << 30
 
@@ -29,14 +33,24 @@ def test_the_sum() -> None:
         "weights": 16 * GIB,
         "activations": 3 * GIB // 2,
         "other": GIB // 2,
+        "graphs": 0,
+        "shared_weights": 0,
         "pool": 36 * GIB,
         "num_blocks": 36,
     }
 
 
+def test_the_sum_with_weights_that_all_workers_share() -> None:
+    """80 GiB at 0.9, 16 GiB once, two workers with 1.5 + 1 + 0.5 GiB each: 50 GiB are left."""
+    plan = GpuMemoryPlan(80 * GIB, 0.9, 2, 0, 3 * GIB // 2, GIB // 2, GIB, 16 * GIB)
+    assert plan.pool == 50 * GIB
+
+
 def test_a_gpu_that_is_too_small_is_refused_with_the_numbers() -> None:
     plan = GpuMemoryPlan(24 * GIB, 0.5, 2, 6 * GIB, 0, 0)
-    with pytest.raises(StartupError, match=r"0\.5 of the GPU's 24\.00 GiB .*: 2 workers take 12"):
+    with pytest.raises(
+        StartupError, match=r"0\.5 of the GPU's 24\.00 GiB .*: 2 workers take 12.* each 6.*"
+    ):
         _ = plan.pool
 
 
@@ -59,6 +73,10 @@ class Meter:
     def peak(self) -> int:
         self.asked.append("peak")
         return 164
+
+    def used(self) -> int:
+        self.asked.append("used")
+        return 500 + 30 * self.asked.count("used")
 
     def other(self) -> int:
         return 9
@@ -107,6 +125,43 @@ def test_the_largest_step_is_measured(
     assert meter.asked == ["tensors", "tensors", "reset", "peak"]
     assert plan == GpuMemoryPlan(1000, 0.8, 2, weights=107, activations=50, other=9)
     assert plan.pool == 800 - 2 * 166
+
+
+def test_graphs_and_shared_weights_are_counted_once(tmp_path: Path) -> None:
+    """The graphs of all sizes are recorded for their memory, on an arena of one block. What the
+    driver counts of shared weights as this process's is not counted again."""
+    ops = kvops.backend("reference")
+    model = load_model(make_checkpoint(tmp_path / "tiny"), torch.float32, ops)
+    graphs: list[object] = []
+
+    class CountedGraph:
+        def __init__(self) -> None:
+            graphs.append(self)
+
+        def capture(self, launch: Callable[[], torch.Tensor]) -> torch.Tensor:
+            return launch()
+
+        def replay(self) -> None:
+            raise AssertionError("only recorded")
+
+    shared = SharedWeights(MemfdDriver(0), tmp_path, lambda: None)
+    shared.num_bytes, shared.counted = 200, 4
+    plan = profile(
+        Meter(),
+        model,
+        ops,
+        PoolLayout("tiny", "f", 2, 2, 16, "float32", 16),
+        num_tokens=8,
+        num_rows=4,
+        num_workers=2,
+        utilization=0.8,
+        shared=shared,
+        graph_rows=4,
+        new_graph=CountedGraph,
+    )
+    assert len(graphs) == len(ladder(4))
+    assert plan == GpuMemoryPlan(1000, 0.8, 2, 107, 50, other=5, graphs=30, shared_weights=200)
+    assert plan.pool == 800 - 200 - 2 * 192
 
 
 def test_what_nvml_does_not_tell_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

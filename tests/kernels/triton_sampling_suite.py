@@ -15,7 +15,7 @@ from torch import Tensor
 
 import kvops
 from kvops import _native
-from kvops.triton import sampling
+from kvops.triton import draw_arithmetic
 from services.engine.batch import Answer, Draw, Query, Row, RowOutput, Scoring
 from services.engine.device.drawing import DeviceDrawing
 from services.engine.device.flights import DrawnFlight
@@ -82,14 +82,14 @@ def test_three_samplers_draw_the_same(vocab_size: int, kind: int, every: int) ->
 @triton.jit
 def _arithmetic(scaled, numbers, weights, exponentials, SIZE: tl.constexpr):
     i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    tl.store(weights + i, sampling._weights(tl.load(scaled + i)))
-    tl.store(exponentials + i, sampling._exponentials(tl.load(numbers + i)))
+    tl.store(weights + i, draw_arithmetic.weights(tl.load(scaled + i)))
+    tl.store(exponentials + i, draw_arithmetic.exponentials(tl.load(numbers + i)))
 
 
 @triton.jit
 def _random(seed, out, SIZE: tl.constexpr):
     i = tl.arange(0, SIZE)
-    numbers = sampling._uniforms(tl.load(seed), tl.load(seed + 1), tl.load(seed + 2), i)
+    numbers = draw_arithmetic.uniforms(tl.load(seed), tl.load(seed + 1), tl.load(seed + 2), i)
     tl.store(out + i, numbers)
 
 

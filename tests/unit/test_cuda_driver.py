@@ -45,6 +45,18 @@ def test_a_pool_is_one_allocation_that_others_map() -> None:
     assert not other_process.handles | set(other_process.reserved) | set(other_process.mapped)
 
 
+def test_memory_may_be_mapped_to_read_only() -> None:
+    """It is the driver that forbids writes: no tensor of PyTorch does."""
+    cuda = CudaWithoutGpu()
+    driver = driver_of(cuda)
+    memory = SharedMemory.create(driver, SIZE)
+    (written,) = cuda.mapped
+    shared = SharedMemory.open(driver, os.dup(memory.fd), SIZE, writable=False)
+    assert cuda.read_only == set(cuda.mapped) - {written}
+    memory.close()
+    shared.close()
+
+
 def test_fabric_handles_are_asked_for_where_the_device_has_them() -> None:
     cuda = CudaWithoutGpu()
     SharedMemory.create(driver_of(cuda), SIZE).close()

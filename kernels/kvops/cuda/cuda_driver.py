@@ -56,10 +56,12 @@ class CudaDriver:
     def import_fd(self, fd: int) -> Any:
         return self._in_context("cuMemImportFromShareableHandle", fd, self._fd_type)
 
-    def map(self, handle: Any, num_bytes: int) -> int:
+    def map(self, handle: Any, num_bytes: int, writable: bool) -> int:
         access = self._cuda.CUmemAccessDesc()
         access.location = self._properties().location
-        access.flags = self._cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        kind = "READWRITE" if writable else "READ"
+        flags = self._cuda.CUmemAccess_flags
+        access.flags = getattr(flags, f"CU_MEM_ACCESS_FLAGS_PROT_{kind}")
         with ExitStack() as undo:
             pointer = self._in_context("cuMemAddressReserve", num_bytes, 0, 0, 0)
             undo.callback(self._call, "cuMemAddressFree", pointer, num_bytes)

@@ -1,9 +1,11 @@
 """Memory of the host behind the interface of a GPU's driver: real descriptors, no GPU. For tests of
 all that is around a pool on a GPU; a worker uses it only if its device is set to memfd:N."""
 
+import ctypes
 import mmap
 import os
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,9 +37,10 @@ class MemfdDriver:
     def import_fd(self, fd: int) -> int:
         return os.dup(fd)
 
-    def map(self, handle: int, num_bytes: int) -> int:
-        mapping = mmap.mmap(handle, num_bytes)
-        pointer = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
+    def map(self, handle: int, num_bytes: int, writable: bool) -> int:
+        allowed = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        mapping = mmap.mmap(handle, num_bytes, prot=allowed)
+        pointer = int(np.frombuffer(mapping, dtype=np.uint8).ctypes.data)
         self._mappings[pointer] = mapping
         return pointer
 
@@ -52,4 +55,10 @@ class MemfdDriver:
         os.close(handle)
 
     def tensor(self, pointer: int, num_bytes: int, owner: object) -> Tensor:
-        return torch.frombuffer(self._mappings[pointer], dtype=torch.uint8)
+        mapping = self._mappings[pointer]
+        if not memoryview(mapping).readonly:
+            return torch.frombuffer(mapping, dtype=torch.uint8)
+        # PyTorch knows no tensors to be read only: these bytes look writable, and are not.
+        pages = (ctypes.c_uint8 * num_bytes).from_address(pointer)
+        pages.mapping = mapping  # type: ignore[attr-defined]  # kept while a view exists
+        return torch.frombuffer(pages, dtype=torch.uint8)

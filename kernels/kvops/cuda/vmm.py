@@ -54,8 +54,8 @@ class Driver(Protocol):
         """Returns a handle. The caller keeps `fd`."""
         ...
 
-    def map(self, handle: Any, num_bytes: int) -> int:
-        """Map all of the memory, readable and writable; returns the pointer."""
+    def map(self, handle: Any, num_bytes: int, writable: bool) -> int:
+        """Map all of the memory, to read or also to write; returns the pointer."""
         ...
 
     def zero(self, pointer: int, num_bytes: int) -> None:
@@ -91,7 +91,7 @@ class SharedMemory:
         with ExitStack() as undo:
             handle = driver.create(num_bytes)
             with _released(driver, handle):
-                pointer = driver.map(handle, num_bytes)
+                pointer = driver.map(handle, num_bytes, writable=True)
                 undo.callback(driver.unmap, pointer, num_bytes)
                 driver.zero(pointer, num_bytes)
                 fd = driver.export_fd(handle)
@@ -99,14 +99,14 @@ class SharedMemory:
         return cls(driver, fd, num_bytes, pointer)
 
     @classmethod
-    def open(cls, driver: Driver, fd: int, num_bytes: int) -> "SharedMemory":
+    def open(cls, driver: Driver, fd: int, num_bytes: int, writable: bool = True) -> "SharedMemory":
         """Map memory that another process created, and take over `fd`; it is closed if this fails.
-        DriverError."""
+        A write into memory that is not `writable` is a fault. DriverError."""
         with ExitStack() as undo:
             undo.callback(os.close, fd)
             handle = driver.import_fd(fd)
             with _released(driver, handle):
-                pointer = driver.map(handle, num_bytes)
+                pointer = driver.map(handle, num_bytes, writable)
             undo.pop_all()
         return cls(driver, fd, num_bytes, pointer)
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from blockstore.errors import PoolGone
 from services.common.errors import StartupError
@@ -32,7 +32,7 @@ log = get_logger(__name__)
 MAX_BYTES = 4096
 _SOCKET = "keeper.sock"
 _ANSWER_S = 5.0
-_PATIENCE_S = 15.0
+PATIENCE_S = 15.0
 """How long a worker waits for a block manager that starts beside it."""
 
 _RETRY_S = 0.1
@@ -54,6 +54,10 @@ class Registration:
     pool_id: str = ""
     worker_id: str = ""
     gpu_uuid: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.worker_id
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -78,11 +82,20 @@ def socket_address(root: Path) -> Iterator[str]:
         os.close(fd)
 
 
+class Message(Protocol):
+    """What a worker registers with, and what logs call it."""
+
+    @property
+    def name(self) -> str: ...
+
+    def encode(self) -> bytes: ...
+
+
 class KeptMemory:
     """A worker's registration at the keeper, and the descriptor (`fd`) that it brings again."""
 
     def __init__(
-        self, root: Path, registration: Registration, fd: int, connection: socket.socket
+        self, root: Path, registration: Message, fd: int, connection: socket.socket
     ) -> None:
         self.fd = fd
         self._root = root
@@ -98,9 +111,9 @@ class KeptMemory:
             with suppress(OSError):
                 await loop.sock_recv(self._connection, 1)
             self._connection.close()
-            log.warning("keeper_lost", worker_id=self._registration.worker_id)
+            log.warning("keeper_lost", name=self._registration.name)
             await self._return()
-            log.info("keeper_found", worker_id=self._registration.worker_id)
+            log.info("keeper_found", name=self._registration.name)
 
     async def _return(self) -> None:
         while True:
@@ -141,7 +154,7 @@ def register(
     StartupError: the block manager refuses, or does not answer in time. PoolGone: the pool has no
     other worker, and the keeper does not have its memory.
     """
-    deadline = time.monotonic() + _PATIENCE_S
+    deadline = time.monotonic() + PATIENCE_S
     while True:
         try:
             connection, fd = _ask(root, registration, memory_fd)
@@ -168,9 +181,7 @@ def release_removed(root: Path) -> None:
         connection.close()
 
 
-def _ask(
-    root: Path, registration: Registration, memory_fd: int | None
-) -> tuple[socket.socket, int]:
+def _ask(root: Path, registration: Message, memory_fd: int | None) -> tuple[socket.socket, int]:
     """Register once. Returns the connection and the pool's memory. OSError, KeeperRefusal."""
     pidfd = os.pidfd_open(os.getpid())
     try:
@@ -182,7 +193,7 @@ def _ask(
 
 
 def _exchange(
-    root: Path, registration: Registration, fds: Sequence[int]
+    root: Path, registration: Message, fds: Sequence[int]
 ) -> tuple[socket.socket, list[int]]:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:

@@ -1,15 +1,18 @@
 """Divides a GPU's memory between the workers' weights and activations and the pool.
 
-    total x utilization = num_workers x (weights + activations + other) + pool
+    total x utilization = shared weights + num_workers x (weights + activations + graphs + other)
+                          + pool
 
 `utilization` is vLLM's gpu_memory_utilization: the share of the GPU that this deployment may use,
-whatever other programs use. `other`: what a process takes beyond PyTorch's tensors: its CUDA
-context, kernels and workspaces.
+whatever other programs use. `shared weights`: one copy for all workers; then `weights` is what each
+has beside it. `graphs`: CUDA graphs of decode steps with their memory. `other`: what a process
+takes beyond PyTorch's tensors: its CUDA context, kernels and workspaces.
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -17,15 +20,19 @@ from kvops import Backend
 from services.common.errors import StartupError
 from services.common.pool.layout import PoolLayout
 from services.common.pool.sizing import format_size
+from services.engine.device.graphs import CudaGraph, Graph
 from services.engine.device.threads import use_device
 from services.engine.models import Model
 from services.engine.pool import KVPool
 from services.engine.runner import Runner
 
+if TYPE_CHECKING:  # bench.gpu computes without its imports
+    from services.engine.weights.placement import SharedWeights
+
 
 @dataclass(frozen=True, slots=True)
 class GpuMemoryPlan:
-    """The parts, in bytes; `weights`, `activations` and `other` of one worker."""
+    """The parts, in bytes; `weights`, `activations`, `graphs` and `other` of one worker."""
 
     total: int
     utilization: float
@@ -33,18 +40,23 @@ class GpuMemoryPlan:
     weights: int
     activations: int
     other: int
+    graphs: int = 0
+    shared_weights: int = 0
 
     @property
     def pool(self) -> int:
         """StartupError: nothing is left for the pool."""
-        of_workers = self.num_workers * (self.weights + self.activations + self.other)
-        pool = int(self.total * self.utilization) - of_workers
+        each = self.weights + self.activations + self.graphs + self.other
+        taken = self.shared_weights + self.num_workers * each
+        pool = int(self.total * self.utilization) - taken
         if pool <= 0:
             raise StartupError(
                 f"{self.utilization:g} of the GPU's {format_size(self.total)} leaves no memory for "
-                f"the pool: {self.num_workers} workers take {format_size(of_workers)}, each "
+                f"the pool: {self.num_workers} workers take {format_size(taken)}, together "
+                f"{format_size(self.shared_weights)} for shared weights, and each "
                 f"{format_size(self.weights)} for weights, {format_size(self.activations)} for "
-                f"activations and {format_size(self.other)} for its CUDA context and kernels; "
+                f"activations, {format_size(self.graphs)} for CUDA graphs and "
+                f"{format_size(self.other)} for its CUDA context and kernels; "
                 "raise gpu_memory_utilization, or lower max_num_batched_tokens or the number of "
                 "workers"
             )
@@ -68,6 +80,10 @@ class MemoryMeter(Protocol):
 
     def peak(self) -> int:
         """The most that tensors took since `reset_peak`."""
+        ...
+
+    def used(self) -> int:
+        """All that this process has."""
         ...
 
     def other(self) -> int:
@@ -96,6 +112,10 @@ class CudaMeter:
         return torch.cuda.max_memory_allocated(self._device)
 
     def other(self) -> int:
+        """StartupError: see `used`."""
+        return max(0, self.used() - torch.cuda.memory_reserved(self._device))
+
+    def used(self) -> int:
         """StartupError: NVML does not tell. Other workers load at the same time, so the change of
         the GPU's free memory does not tell either."""
         try:
@@ -120,7 +140,7 @@ class CudaMeter:
                 f"NVML does not list process {os.getpid()} on {self._uuid}: containers on a GPU "
                 "need the host's PID namespace (pid: host)"
             )
-        return max(0, int(own) - torch.cuda.memory_reserved(self._device))
+        return int(own)
 
 
 def profile(
@@ -133,9 +153,13 @@ def profile(
     num_rows: int,
     num_workers: int,
     utilization: float,
+    shared: "SharedWeights | None" = None,
+    graph_rows: int = 0,
+    new_graph: Callable[[], Graph] = CudaGraph,
 ) -> GpuMemoryPlan:
-    """Measure a worker's memory by the forward pass of its largest step: `num_tokens` new tokens of
-    `num_rows` sequences. The step has an arena of one block, and writes nothing into it."""
+    """Measure a worker's memory by the forward pass of its largest step, `num_tokens` new tokens of
+    `num_rows` sequences, and by recording the graphs of decode steps of up to `graph_rows` rows.
+    The steps have an arena of one block, and write nothing into it."""
     use_device(model.device)
     weights = meter.tensors()
     kv = KVPool.private(layout, 1, str(model.device)).kv
@@ -144,6 +168,15 @@ def profile(
     meter.reset_peak()
     runner.run_largest_step(num_tokens, num_rows)
     activations = meter.peak() - before
+    other, graphs = meter.other(), 0
+    if graph_rows:
+        # Their temporaries are in memory of their own, which the peak above does not show.
+        before = meter.used()
+        runner.capture_graphs(graph_rows, new_graph)
+        graphs = max(0, meter.used() - before)
     return GpuMemoryPlan(
-        meter.total(), utilization, num_workers, weights, activations, meter.other()
+        *(meter.total(), utilization, num_workers, weights, activations),
+        other=max(0, other - (shared.counted if shared else 0)),
+        graphs=graphs,
+        shared_weights=shared.num_bytes if shared else 0,
     )

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+import xxhash
 from torch import Tensor
 
 from kvops import Backend
@@ -23,6 +24,7 @@ from services.engine.models.model import Model
 from services.engine.weights.checkpoint import load_weights, weights_digest
 from services.engine.weights.fused_weights import Section, layer_sections
 from services.engine.weights.packed_file import Progress
+from services.engine.weights.placement import Placement, SharedWeights, private
 from services.engine.weights.sharded import ShardedWeights
 from services.engine.weights.weights import Weights
 
@@ -37,6 +39,7 @@ def load_model(
     cache: Path | None = None,
     context: int | None = None,
     progress: Progress = lambda: None,
+    shared: SharedWeights | None = None,
 ) -> Model:
     """Load the checkpoint's decoder, to compute in `dtype` (bf16 or fp32) on `backend`, with its
     weights on `device`, such as "cuda".
@@ -45,6 +48,7 @@ def load_model(
     the next start and the other workers of this host reuse; None: each process packs its own.
     `context`: the most positions of a request, see `ModelConfig.for_context`.
     `progress` is called several times a second; an exception that it raises ends the loading.
+    `shared`: one copy of the weights for all workers on the device; None: a copy of its own.
 
     StartupError: the configuration, a weight or the quantization is wrong or not supported.
     """
@@ -56,7 +60,14 @@ def load_model(
         raise StartupError(f"backend {backend.name!r} has no {quantize} kernels; 'cpu' has")
     weights = load_weights(directory, config)
     digest = weights_digest(directory, progress)
-    return _composed(directory, config, weights, digest, dtype, backend, device)
+
+    def load(place: Placement) -> ComposedModel:
+        return _composed(directory, config, weights, digest, backend, place)
+
+    if shared is None:
+        return load(private(device, dtype))
+    name = xxhash.xxh3_128_hexdigest(f"{digest} {config}".encode())
+    return shared.load(name, dtype, load)
 
 
 def load_shard(
@@ -74,7 +85,8 @@ def load_shard(
     shard = shards(config, size)[rank]
     weights = ShardedWeights(load_weights(directory, config), shard)
     digest = weights_digest(directory, progress) if rank == 0 else ""
-    return _composed(directory, shard.own_config, weights, digest, dtype, backend, device)
+    place = private(device, dtype)
+    return _composed(directory, shard.own_config, weights, digest, backend, place)
 
 
 def _composed(
@@ -82,34 +94,27 @@ def _composed(
     config: ModelConfig,
     weights: Weights,
     digest: str,
-    dtype: torch.dtype,
     backend: Backend,
-    device: str,
+    place: Placement,
 ) -> ComposedModel:
 
-    def there(values: Tensor) -> Tensor:
-        return values.to(device, dtype)
-
     def optional(name: str) -> Tensor | None:
-        found = weights.tensors.get(name)
-        return None if found is None else there(found)
+        return tensor(name) if name in weights.tensors else None
 
     def tensor(name: str) -> Tensor:
-        return there(weights.tensors[name])
+        return place(lambda: [weights.tensors[name]])
 
     def matrix(name: str) -> Tensor:
         weight = weights.linear(name)
         if not isinstance(weight, Tensor):
             form = weights.form(name)
             raise StartupError(f"{directory}: backend {backend.name!r} has no {form} kernels")
-        return there(weight)
+        return weight
 
     def linear(section: Section) -> Linear:
-        parts = [matrix(source) for source in section.sources]
+        weight = place(lambda: [matrix(source) for source in section.sources])
         bias = section.bias(weights.tensors)
-        return Linear(
-            parts[0] if len(parts) == 1 else torch.cat(parts), None if bias is None else there(bias)
-        )
+        return Linear(weight, None if bias is None else place(lambda: [bias]))
 
     def layer(number: int, window: int | None) -> Layer:
         prefix, norms = layer_prefix(number), config.family.norms
@@ -133,6 +138,8 @@ def _composed(
         embedding=embedding,
         layers=tuple(layer(i, window) for i, window in enumerate(config.windows)),
         final_norm=tensor(FINAL_NORM),
-        head=embedding if config.tied_embeddings else matrix(HEAD.removesuffix(".weight")),
+        head=embedding
+        if config.tied_embeddings
+        else place(lambda: [matrix(HEAD.removesuffix(".weight"))]),
         weights_digest=digest,
     )

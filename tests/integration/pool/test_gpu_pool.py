@@ -142,7 +142,7 @@ async def test_a_swap_pool_of_a_gpu_pool_is_a_file(joined: Join) -> None:
 async def test_without_a_block_manager_nothing_is_left(
     joined: Join, store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(client, "PATIENCE_S", 0.0)
     with pytest.raises(StartupError, match=r"block manager, at .*keeper\.sock, does not register"):
         await joined("decode-1")
     assert names(tmp_path) == ["host.lock"]
@@ -166,7 +166,7 @@ async def test_a_keeper_that_cannot_list_processes_takes_no_worker(
 class Broken(MemfdDriver):
     error: Exception
 
-    def map(self, handle: int, num_bytes: int) -> int:
+    def map(self, handle: int, num_bytes: int, writable: bool) -> int:
         raise self.error
 
 

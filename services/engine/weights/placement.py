@@ -1,0 +1,165 @@
+"""Where the tensors of a composed model are: in memory of this process, or packed into one
+allocation of a GPU that all workers on it map (`services.common.pool.kept_weights`).
+
+    | length of the text | text: the shapes, in order | pad | tensor | pad | tensor | ...
+
+A loader asks for its tensors in an order that depends on the checkpoint alone. So a tensor has no
+name here: it is the next one.
+"""
+
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvops.cuda.vmm import Driver, DriverError, SharedMemory, allocation_bytes
+from services.common.errors import StartupError
+from services.common.pool.keeper import KeptMemory
+from services.common.pool.kept_weights import WeightsClaim, WeightsKey
+
+LAYOUT_VERSION = 1
+_ALIGNMENT = 256  # bytes, more than any kernel asks for
+_LENGTH_BYTES = 8
+
+Parts = Callable[[], Sequence[Tensor]]
+M = TypeVar("M")
+
+
+class Placement(Protocol):
+    def __call__(self, parts: Parts) -> Tensor:
+        """The next tensor, on the model's device and in its dtype: the parts, one after another.
+        `parts` is not called where the values are there already."""
+        ...
+
+
+def private(device: str, dtype: torch.dtype) -> Placement:
+    """Each tensor in memory of its own."""
+
+    def place(parts: Parts) -> Tensor:
+        placed = [part.to(device, dtype) for part in parts()]
+        return placed[0] if len(placed) == 1 else torch.cat(placed)
+
+    return place
+
+
+class SharedWeights:
+    """Weights once on a GPU. `num_bytes`: of their allocation. `counted`: of these, what the driver
+    counts as this process's."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        root: Path,
+        progress: Callable[[], None],
+        measure: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """`root`: of the pools, where the keeper is. `measure`: the bytes of this process on the
+        device that are no tensors of PyTorch."""
+        self._driver, self._root = driver, root
+        self._measure, self._progress = measure, progress
+        self.num_bytes = self.counted = 0
+        self.kept: KeptMemory | None = None
+
+    def load(self, name: str, dtype: torch.dtype, load: Callable[[Placement], M]) -> M:
+        """What `load` makes of a placement, with all tensors in the shared memory `name`, read
+        only. The first worker fills it. StartupError: no memory, no keeper."""
+        key = WeightsKey(f"{name}-{dtype}-{LAYOUT_VERSION}", self._driver.uuid)
+        with ExitStack() as undo:
+            claim = WeightsClaim(self._root, key, self._progress)
+            undo.callback(claim.close)
+            try:
+                if claim.found is None:
+                    with closing(self._filled(dtype, load)) as made:
+                        kept = claim.seal(made.fd, made.num_bytes)
+                else:
+                    kept = claim.take()
+                before = self._measure()
+                self.num_bytes = claim.num_bytes
+                memory = SharedMemory.open(
+                    self._driver, os.dup(kept.fd), self.num_bytes, writable=False
+                )
+                self.counted = max(0, self._measure() - before)
+            except DriverError as error:
+                raise StartupError(f"no memory for shared weights: {error}") from error
+            model = load(_Packed(memory.tensor(), dtype).take)
+            undo.pop_all()
+        self.kept = kept
+        return model
+
+    def _filled(self, dtype: torch.dtype, load: Callable[[Placement], M]) -> SharedMemory:
+        shapes = _Shapes(dtype)
+        load(shapes.record)
+        num_bytes = allocation_bytes(self._driver, shapes.num_bytes)
+        memory = SharedMemory.create(self._driver, num_bytes)
+        try:
+            values = memory.tensor()
+            values[: len(shapes.head)] = torch.from_numpy(
+                np.frombuffer(shapes.head, np.uint8).copy()
+            )
+            load(_Packed(values, dtype).fill)
+            if values.is_cuda:
+                torch.cuda.synchronize(values.device)
+        except BaseException:
+            memory.close()
+            raise
+        return memory
+
+
+class _Shapes:
+    """Records the shapes of all tensors, without their values."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._shapes: list[list[int]] = []
+
+    def record(self, parts: Parts) -> Tensor:
+        placed = torch.cat([torch.empty(part.shape, device="meta") for part in parts()])
+        self._shapes.append(list(placed.shape))
+        return placed.to(self._dtype)
+
+    @property
+    def head(self) -> bytes:
+        text = json.dumps(self._shapes).encode()
+        return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+    @property
+    def num_bytes(self) -> int:
+        sizes = (_padded(math.prod(shape) * self._dtype.itemsize) for shape in self._shapes)
+        return _padded(len(self.head)) + sum(sizes)
+
+
+class _Packed:
+    """Takes the tensors of packed memory one after another, as views."""
+
+    def __init__(self, memory: Tensor, dtype: torch.dtype) -> None:
+        self._memory, self._dtype = memory, dtype
+        length = int.from_bytes(bytes(memory[:_LENGTH_BYTES].tolist()), "little")
+        end = _LENGTH_BYTES + length
+        self._shapes = iter(json.loads(bytes(memory[_LENGTH_BYTES:end].tolist())))
+        self._begin = _padded(end)
+
+    def take(self, parts: Parts) -> Tensor:
+        shape = next(self._shapes)
+        end = self._begin + math.prod(shape) * self._dtype.itemsize
+        view = self._memory[self._begin : end].view(self._dtype).view(shape)
+        self._begin = _padded(end)
+        return view
+
+    def fill(self, parts: Parts) -> Tensor:
+        placed = self.take(parts)
+        begin = 0
+        for part in parts():
+            placed[begin : begin + len(part)] = part
+            begin += len(part)
+        return placed
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

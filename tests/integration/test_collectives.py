@@ -1,0 +1,57 @@
+"""Sums of ranks, on gloo with a thread for each rank: the order of the ranks, in every batch."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench.make_checkpoint import make_checkpoint
+from services.common.checkpoint.shards import shards
+from services.common.text.model_config import ModelConfig
+from services.engine.ranks.collectives import Collectives, connect
+
+from .models_oracle import SPECS
+
+SIZE = 4
+TERMS = (1e8, 1.0, -1e8, 0.5)
+"""In this order 0.5, because 1e8 + 1 is 1e8 in fp32; backwards 0; by twos from the ends 1."""
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Collectives]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    config = ModelConfig.from_directory(make_checkpoint(folder / "model", SPECS["llama-gqa"]))
+    cpu = torch.device("cpu")
+
+    def joined(rank: int) -> Collectives:
+        return connect(folder / "meeting", shards(config, SIZE)[rank], cpu, 30.0)
+
+    with ThreadPoolExecutor(SIZE) as threads:
+        yield list(threads.map(joined, range(SIZE)))
+
+
+def sums(group: list[Collectives], terms: list[Tensor]) -> list[Tensor]:
+    with ThreadPoolExecutor(SIZE) as threads:
+        return list(threads.map(Collectives.sum, group, terms))
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 5, 64, 700])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_terms_are_added_in_the_order_of_the_ranks(
+    group: list[Collectives], dtype: torch.dtype, num_rows: int
+) -> None:
+    """Law 10: an all-reduce turns the order by the message's size and the value's place in it."""
+    terms = [torch.full((num_rows, 96), value, dtype=dtype) for value in TERMS]
+    for total in sums(group, terms):
+        assert total.dtype == dtype
+        assert torch.equal(total, torch.full((num_rows, 96), 0.5, dtype=dtype))
+
+
+def test_a_sum_is_rounded_once(group: list[Collectives]) -> None:
+    """In bf16, 1 + 2^-9 is 1: a sum that is rounded after each term loses the small ones."""
+    terms = [torch.full((2, 8), value, dtype=torch.bfloat16) for value in (1.0, *[2**-9] * 3)]
+    expected = torch.tensor(1 + 3 * 2**-9).bfloat16()
+    for total in sums(group, terms):
+        assert (total == expected).all()
