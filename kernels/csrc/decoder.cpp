@@ -19,13 +19,6 @@ float widened(const void* from, Dtype dtype, int64_t i) {
   return value;
 }
 
-// The stride of rows, in elements: an odd number of cache lines. At a stride of a power of two, the
-// rows of a tile would compete for the same few cache sets of L1.
-int64_t spaced(int64_t width, size_t size) {
-  const int64_t line = 64 / static_cast<int64_t>(size);
-  return ((width + line - 1) / line | 1) * line;
-}
-
 }  // namespace
 
 Decoder::Buffers Decoder::buffers(const Batch& batch, const Arena& arena) {
@@ -87,6 +80,8 @@ AttentionCall Decoder::attention_call(const Batch& batch, const Arena& arena,
 
 void Decoder::forward(const Batch& batch, const Arena& arena, float* hidden) {
   const Buffers b = buffers(batch, arena);
+  for (const Layer& layer : layers_)
+    if (layer.experts) expert_step_.prepare(*layer.experts, batch.num_tokens);
   plan_.make(attention_call(batch, arena, b), static_cast<int>(batch.num_rows), pool_.num_lanes());
   pool_.run([&](Lane& lane) {
     int64_t m = batch.num_tokens;
@@ -170,6 +165,12 @@ void Decoder::keep_wanted(Lane& lane, const Batch& batch, const Buffers& b) {
 void Decoder::finish_layer(Lane& lane, const Layer& layer, int64_t m, const Buffers& b) {
   Activations x = taken(lane, b.attended, b.attention_stride, m, *layer.output, b);
   linear(lane, *layer.output, x, m, Epilogue::add_f32, b.residual, b.residual_stride);
+  if (layer.experts) {
+    const NormCall call{b.residual,     b.residual_stride, shape_.hidden,
+                        layer.mlp_norm, shape_.eps,        {}};
+    expert_step_.add(lane, *layer.experts, call, m, b.residual, b.residual_stride);
+    return;
+  }
   norm(lane, layer.mlp_norm, m, *layer.gate_up, b);
   linear(lane, *layer.gate_up, input_rows(*layer.gate_up, b).read(), m,
          dtype_ == Dtype::f32 ? Epilogue::silu_mul_f32 : Epilogue::silu_mul_bf16, b.gated,

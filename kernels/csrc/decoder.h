@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "attention_plan.h"
+#include "experts.h"
 #include "kernels.h"
 #include "packed_linear.h"
 #include "scratch.h"
@@ -24,11 +25,12 @@ struct Layer {
   const Linear* qkv;        // [(H + 2 G) * D, hidden]
   const float* query_norm;  // [D], or null
   const float* key_norm;
-  const Linear* output;   // [hidden, H * D]
-  const float* mlp_norm;  // [hidden]
-  const Linear* gate_up;  // panels of 16 gate and 16 up columns, see Epilogue::silu_mul_*
-  const Linear* down;     // [hidden, intermediate]
-  int window;             // positions that a query sees; 0: all
+  const Linear* output;    // [hidden, H * D]
+  const float* mlp_norm;   // [hidden]
+  const Linear* gate_up;   // panels of 16 gate and 16 up columns, see Epilogue::silu_mul_*
+  const Linear* down;      // [hidden, intermediate]
+  const Experts* experts;  // instead of gate_up and down, which are null then; or null
+  int window;              // positions that a query sees; 0: all
 };
 
 struct Shape {
@@ -80,7 +82,8 @@ class Decoder {
         embedding_dtype_(embedding_dtype),
         final_norm_(final_norm),
         cos_(cos),
-        sin_(sin) {}
+        sin_(sin),
+        expert_step_(kernels, pool) {}
 
   // Writes the final, normed states, fp32 [num_wanted, hidden], to `hidden`, and the new tokens' KV
   // to the arena.
@@ -130,6 +133,7 @@ class Decoder {
   const float* cos_;  // [positions, D / 2]
   const float* sin_;
   AttentionPlan plan_;
+  ExpertStep expert_step_;
   Scratch residual_, qkv_, q_, attended_, gated_, inputs_, scales_, sums_, scratch_;
 };
 

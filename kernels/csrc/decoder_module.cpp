@@ -8,6 +8,7 @@
 #include <memory>
 #include <optional>
 
+#include "bound_experts.h"
 #include "cpu.h"
 #include "decoder.h"
 
@@ -23,12 +24,18 @@ void check_linear(const PackedLinear& linear, int64_t n, int64_t k, const char* 
                                 std::to_string(k) + "]");
 }
 
+std::vector<const Linear*> linears_of(const Layer& layer) {
+  if (!layer.experts) return {layer.qkv, layer.output, layer.gate_up, layer.down};
+  return {layer.qkv, layer.output, layer.experts->gate_up[0], layer.experts->down[0]};
+}
+
 // A layer's weights; Python keeps the packed linears alive (`keep_alive` in `bind_decoder`).
 class LayerWeights {
  public:
   LayerWeights(Array input_norm, const PackedLinear& qkv, std::optional<Array> query_norm,
                std::optional<Array> key_norm, const PackedLinear& output, Array mlp_norm,
-               const PackedLinear& gate_up, const PackedLinear& down, int window)
+               const PackedLinear* gate_up, const PackedLinear* down, const BoundExperts* experts,
+               int window)
       : input_norm(input_norm),
         query_norm(query_norm),
         key_norm(key_norm),
@@ -37,15 +44,22 @@ class LayerWeights {
         output(output),
         gate_up(gate_up),
         down(down),
+        experts(experts),
         window(window) {
+    require(experts ? !gate_up && !down : gate_up && down,
+            "a layer needs either gate_up and down, or experts");
     require(window >= 0, "a window of less than 0 positions");
   }
 
   Layer checked(const Shape& shape) const {
     check_linear(qkv, shape.qkv_size(), shape.hidden, "qkv");
     check_linear(output, shape.hidden, shape.attention_size(), "output");
-    check_linear(gate_up, round_up(shape.intermediate, 16) * 2, shape.hidden, "gate_up");
-    check_linear(down, shape.hidden, shape.intermediate, "down");
+    if (experts) {
+      require(experts->get().hidden() == shape.hidden, "experts have another hidden size");
+    } else {
+      check_linear(*gate_up, round_up(shape.intermediate, 16) * 2, shape.hidden, "gate_up");
+      check_linear(*down, shape.hidden, shape.intermediate, "down");
+    }
     const auto heads = static_cast<size_t>(shape.head_dim);
     return {floats(input_norm, shape.hidden, "input_norm"),
             &qkv.get(),
@@ -53,8 +67,9 @@ class LayerWeights {
             key_norm ? floats(*key_norm, heads, "key_norm") : nullptr,
             &output.get(),
             floats(mlp_norm, shape.hidden, "mlp_norm"),
-            &gate_up.get(),
-            &down.get(),
+            gate_up ? &gate_up->get() : nullptr,
+            down ? &down->get() : nullptr,
+            experts ? &experts->get() : nullptr,
             window};
   }
 
@@ -62,7 +77,9 @@ class LayerWeights {
   Array input_norm;
   std::optional<Array> query_norm, key_norm;
   Array mlp_norm;
-  const PackedLinear &qkv, &output, &gate_up, &down;
+  const PackedLinear &qkv, &output;
+  const PackedLinear *gate_up, *down;
+  const BoundExperts* experts;
   int window;
 };
 
@@ -82,7 +99,7 @@ class BoundDecoder {
     for (const LayerWeights* layer : layers) checked.push_back(layer->checked(shape));
     kind_ = checked.front().qkv->kind;
     for (const Layer& layer : checked)
-      for (const Linear* linear : {layer.qkv, layer.output, layer.gate_up, layer.down})
+      for (const Linear* linear : linears_of(layer))
         require((linear->kind == WeightKind::f32) == (kind_ == WeightKind::f32),
                 "float32 linears beside linears of another kind");
     decoder_ = std::make_unique<Decoder>(kernels_called(isa), pool, shape, std::move(checked),
@@ -170,10 +187,12 @@ void bind_decoder(nb::module_& m) {
           "intermediate"_a, "vocab"_a, "eps"_a);
   nb::class_<LayerWeights>(m, "Layer")
       .def(nb::init<Array, const PackedLinear&, std::optional<Array>, std::optional<Array>,
-                    const PackedLinear&, Array, const PackedLinear&, const PackedLinear&, int>(),
+                    const PackedLinear&, Array, const PackedLinear*, const PackedLinear*,
+                    const BoundExperts*, int>(),
            nb::kw_only(), "input_norm"_a, "qkv"_a, "query_norm"_a.none(), "key_norm"_a.none(),
-           "output"_a, "mlp_norm"_a, "gate_up"_a, "down"_a, "window"_a, nb::keep_alive<1, 3>(),
-           nb::keep_alive<1, 6>(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>());
+           "output"_a, "mlp_norm"_a, "gate_up"_a = nb::none(), "down"_a = nb::none(),
+           "experts"_a = nb::none(), "window"_a, nb::keep_alive<1, 3>(), nb::keep_alive<1, 6>(),
+           nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>(), nb::keep_alive<1, 10>());
   nb::class_<BoundDecoder>(m, "Decoder",
                            "One call computes a step: all layers of a batch, below the head.")
       .def(nb::init<const std::string&, ThreadPool&, const Shape&,

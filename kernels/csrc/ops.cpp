@@ -11,6 +11,7 @@
 
 #include "arrays.h"
 #include "attention_plan.h"
+#include "bound_experts.h"
 #include "cpu.h"
 #include "packed_linear.h"
 #include "scratch.h"
@@ -231,6 +232,27 @@ class Ops {
     });
   }
 
+  // out [M, hidden] fp32 += the experts' output for the norm of x [M, hidden] fp32.
+  void experts(Array x, Array weight, float eps, const BoundExperts& bound, Array out) {
+    check_rank(x, 2, "x");
+    check_rank(out, 2, "out");
+    const Experts& experts = bound.get();
+    const auto m = static_cast<int64_t>(x.shape(0)), width = static_cast<int64_t>(x.shape(1));
+    require(width == experts.hidden() && out.shape(0) == x.shape(0) && out.shape(1) == x.shape(1),
+            "x, out and experts do not fit");
+    const NormCall norm{data<float>(x, "x"),
+                        x.stride(0),
+                        static_cast<int>(width),
+                        floats(weight, width, "weight"),
+                        eps,
+                        {}};
+    auto* to = data<float>(out, "out");
+    nb::gil_scoped_release free;
+    ExpertStep step(kernels_, pool_);
+    step.prepare(experts, m);
+    pool_.run([&](ThreadPool::Lane& lane) { step.add(lane, experts, norm, m, to, out.stride(0)); });
+  }
+
   std::string name() const { return kernels_.name; }
 
  private:
@@ -263,6 +285,11 @@ void bind_ops(nb::module_& m) {
   nb::class_<PackedLinear>(m, "PackedLinear")
       .def(nb::init<const std::string&, int64_t, int64_t, Array, std::optional<Array>>(), "kind"_a,
            "n"_a, "k"_a, "memory"_a, "bias"_a = nb::none());
+  nb::class_<BoundExperts>(m, "Experts")
+      .def(nb::init<const PackedLinear&, const std::vector<const PackedLinear*>&,
+                    const std::vector<const PackedLinear*>&, int, bool>(),
+           nb::kw_only(), "router"_a, "gate_up"_a, "down"_a, "top_k"_a, "normalizes"_a,
+           nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>());
   nb::class_<Ops>(m, "Ops")
       .def(nb::init<const std::string&, ThreadPool&>(), "isa"_a, "pool"_a, nb::keep_alive<1, 3>())
       .def_prop_ro("name", &Ops::name)
@@ -271,6 +298,7 @@ void bind_ops(nb::module_& m) {
       .def("argmax", &Ops::argmax, "x"_a, "weights"_a, "values"_a, "indices"_a)
       .def("attention", &Ops::attention, "q"_a, "kv_layer"_a, "block_tables"_a, "cu_query_lens"_a,
            "context_lens"_a, "scale"_a, "window"_a, "out"_a)
+      .def("experts", &Ops::experts, "x"_a, "weight"_a, "eps"_a, "experts"_a, "out"_a)
       .def("rms_norm", &Ops::rms_norm, "x"_a, "weight"_a, "eps"_a, "out"_a)
       .def("qkv", &Ops::qkv, "qkv"_a, "query_norm"_a.none(), "key_norm"_a.none(), "eps"_a, "cos"_a,
            "sin"_a, "positions"_a, "slot_mapping"_a, "q"_a, "kv_layer"_a);

@@ -1,6 +1,7 @@
 // Memory that grows and is kept: a step allocates only if it is larger than all before it.
 #pragma once
 
+#include <cstdint>
 #include <cstdlib>
 #include <new>
 
@@ -29,5 +30,12 @@ class Scratch {
   void* memory_ = nullptr;
   size_t size_ = 0;
 };
+
+// The stride of rows, in elements: an odd number of cache lines. At a stride of a power of two, the
+// rows of a tile would compete for the same few cache sets of L1.
+inline int64_t spaced(int64_t width, size_t size) {
+  const int64_t line = 64 / static_cast<int64_t>(size);
+  return ((width + line - 1) / line | 1) * line;
+}
 
 }  // namespace quire

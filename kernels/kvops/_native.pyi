@@ -24,6 +24,17 @@ class PackedLinear:
         self, kind: str, n: int, k: int, memory: Tensor, bias: Tensor | None = None
     ) -> None: ...
 
+class Experts:
+    def __init__(
+        self,
+        *,
+        router: PackedLinear,
+        gate_up: list[PackedLinear],
+        down: list[PackedLinear],
+        top_k: int,
+        normalizes: bool,
+    ) -> None: ...
+
 class Ops:
     def __init__(self, isa: str, pool: ThreadPool) -> None: ...
     @property
@@ -45,6 +56,9 @@ class Ops:
         scale: float,
         window: int,
         out: Tensor,
+    ) -> None: ...
+    def experts(
+        self, x: Tensor, weight: Tensor, eps: float, experts: Experts, out: Tensor
     ) -> None: ...
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None: ...
     def qkv(
@@ -106,8 +120,9 @@ class Layer:
         key_norm: Tensor | None,
         output: PackedLinear,
         mlp_norm: Tensor,
-        gate_up: PackedLinear,
-        down: PackedLinear,
+        gate_up: PackedLinear | None = None,
+        down: PackedLinear | None = None,
+        experts: Experts | None = None,
         window: int,
     ) -> None: ...
 

@@ -6,9 +6,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from kvops.draws import DrawTensors, PenaltyTables
+from kvops.experts import ExpertWeights
 from kvops.step import AttentionCall, AttentionShape, AttentionStep
 
 if TYPE_CHECKING:  # the C++ module is absent where Quire is not compiled
@@ -77,6 +79,20 @@ class Kernels(ABC):
 
     @abstractmethod
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor: ...
+
+    def experts(self, x: Tensor, weights: ExpertWeights) -> Tensor:
+        """Each expert computes its rows together. A row's outputs are added in the order of the
+        experts, so its sum does not depend on the other rows."""
+        chosen, shares = weights.choose(self.linear(x.float(), weights.router, None))
+        total = torch.zeros_like(x, dtype=torch.float32)
+        for expert in range(len(weights.router)):
+            rows, places = (chosen == expert).nonzero(as_tuple=True)
+            if not len(rows):
+                continue
+            gate, up = self.linear(x[rows], weights.gate_up[expert], None).chunk(2, dim=-1)
+            out = self.linear(self.silu_mul(gate, up), weights.down[expert], None)
+            total[rows] += shares[rows, places, None] * out
+        return total.to(x.dtype)
 
     def sample(self, logits: Tensor, draws: DrawTensors, tables: PenaltyTables | None) -> Tensor:
         """Called only if `has_sampler`."""

@@ -17,6 +17,7 @@ from kvops import int4, int8
 from kvops._native import Adjustment as NativeAdjustment
 from kvops._native import (
     Decoder,
+    Experts,
     Head,
     Layer,
     Ops,
@@ -35,6 +36,7 @@ __all__ = [
     "NUMERICS",
     "PACKING",
     "Decoder",
+    "Experts",
     "Head",
     "Kind",
     "Lane",

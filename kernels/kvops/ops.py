@@ -22,6 +22,7 @@ from torch import Tensor
 
 from kvops import int8_kv
 from kvops.draws import DRAW_DTYPES, DrawTensors, PenaltyTables
+from kvops.experts import ExpertWeights
 from kvops.kernels import Kernels
 from kvops.step import AttentionCall, AttentionShape, AttentionStep
 
@@ -233,6 +234,19 @@ class Backend:
         """Computes silu(gate) * up, elementwise (Shazeer, 2020). Both are [T, n], any strides."""
         _check("up", up, gate, tuple(gate.shape))
         return self._kernels.silu_mul(gate, up)
+
+    def experts(self, x: Tensor, weights: ExpertWeights) -> Tensor:
+        """Computes a layer of experts: the sum of the outputs of each row's experts, times their
+        weights (Shazeer et al., 2017). The router computes in fp32. x: [T, hidden]. Result:
+        x's shape."""
+        num, wide, hidden = weights.gate_up.shape
+        _check("x", x, weights.gate_up, (-1, hidden))
+        _check("down", weights.down, x, (num, hidden, wide // 2))
+        if weights.router.shape != (num, hidden) or weights.router.dtype != torch.float32:
+            raise ValueError(f"router: {_shape(weights.router)} is not fp32 {[num, hidden]}")
+        if not 1 <= weights.top_k <= num:
+            raise ValueError(f"top_k: {weights.top_k} is not between 1 and {num} experts")
+        return self._kernels.experts(x, weights)
 
     def warm_up_sampler(self, vocab_size: int) -> None:
         """Compile the kernels of `sample`, if it is there."""

@@ -1,0 +1,163 @@
+"""Layers of experts: the native kernels of every instruction set against the reference and against
+their own linears; a row's bits whatever else is in the batch."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvops
+from kvops.experts import ExpertWeights
+from kvops.int4 import joined
+from kvops.native import (
+    Experts,
+    Kind,
+    NativeCpu,
+    PackedLinear,
+    emulated_kernels,
+    usable_kernels,
+)
+
+EPS = 1e-6
+NAN = float("nan")
+KINDS: tuple[Kind, ...] = ("float32", "bfloat16", "int8", "int4-32")
+TOLERANCES = {"float32": 1e-5, "bfloat16": 0.02, "int8": 0.05, "int4-32": 0.3}
+
+
+@pytest.fixture(scope="module", params=[*usable_kernels(), *emulated_kernels()])
+def cpu(request: pytest.FixtureRequest) -> NativeCpu:
+    return NativeCpu(1, request.param)
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def weights_of(
+    num: int, top_k: int, hidden: int = 64, wide: int = 40, normalizes: bool = True
+) -> ExpertWeights:
+    return ExpertWeights(
+        router=randn(num, hidden, seed=1) * hidden**-0.5,
+        gate_up=randn(num, 2 * wide, hidden, seed=2) * hidden**-0.5,
+        down=randn(num, hidden, wide, seed=3) * wide**-0.5,
+        top_k=top_k,
+        normalizes=normalizes,
+    )
+
+
+def packed_gate_up(cpu: NativeCpu, kind: Kind, gate_up: Tensor) -> PackedLinear:
+    return cpu.pack(kind, joined(gate_up.chunk(2), 16))
+
+
+def native(cpu: NativeCpu, kind: Kind, weights: ExpertWeights) -> Experts:
+    return Experts(
+        router=cpu.pack("float32", weights.router),
+        gate_up=[packed_gate_up(cpu, kind, expert) for expert in weights.gate_up],
+        down=[cpu.pack(kind, expert) for expert in weights.down],
+        top_k=weights.top_k,
+        normalizes=weights.normalizes,
+    )
+
+
+def compute(cpu: NativeCpu, experts: Experts, x: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    cpu.ops.experts(x, torch.ones(x.shape[1]), EPS, experts, out)
+    return out
+
+
+def normed(cpu: NativeCpu, x: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    cpu.ops.rms_norm(x, torch.ones(x.shape[1]), EPS, out)
+    return out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("num", "top_k", "normalizes"), [(1, 1, True), (8, 2, True), (8, 8, False), (130, 2, False)]
+)
+def test_native_experts_are_near_the_reference(
+    cpu: NativeCpu, kind: Kind, num: int, top_k: int, normalizes: bool
+) -> None:
+    weights, x = weights_of(num, top_k, normalizes=normalizes), randn(37, 64)
+    actual = compute(cpu, native(cpu, kind, weights), x)
+    expected = kvops.backend("reference").experts(normed(cpu, x), weights)
+    assert (actual - expected).abs().max() <= TOLERANCES[kind] * expected.abs().max()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("wide", [40, 33])
+def test_a_row_does_not_know_the_others(cpu: NativeCpu, kind: Kind, wide: int) -> None:
+    """A row of a batch of 50, bitwise: the same alone, in other batches, on two threads."""
+    weights, x = weights_of(7, 3, wide=wide), randn(50, 64)
+    experts = native(cpu, kind, weights)
+    together = compute(cpu, experts, x)
+    assert together.isfinite().all()
+    for rows in ([0], [49], [3, 17], list(range(49, -1, -1)), list(range(11, 40))):
+        assert torch.equal(compute(cpu, experts, x[rows]), together[rows])
+    two = NativeCpu(2, cpu.isa)
+    assert torch.equal(compute(two, experts, x), together)
+
+
+@pytest.mark.parametrize("kind", ["float32", "int8", "int4-32"])
+def test_experts_have_the_bits_of_their_linears(cpu: NativeCpu, kind: Kind) -> None:
+    """One expert a row has weight 1, so the output is that of its two linears alone."""
+    weights, x = weights_of(5, 1), randn(30, 64)
+    logits, hidden = torch.empty(30, 5), normed(cpu, x)
+    cpu.ops.linear(hidden, cpu.pack("float32", weights.router), logits)
+    expected = torch.empty_like(x)
+    gated_type = torch.float32 if kind == "float32" else torch.bfloat16
+    for row, expert in enumerate(logits.argmax(dim=1).tolist()):
+        gated = torch.empty(1, 48, dtype=gated_type)
+        gate_up = packed_gate_up(cpu, kind, weights.gate_up[expert])
+        cpu.ops.linear(hidden[row : row + 1], gate_up, gated, "silu_mul")
+        down = cpu.pack(kind, weights.down[expert])
+        cpu.ops.linear(gated[:, :40].contiguous(), down, expected[row : row + 1])
+    assert torch.equal(compute(cpu, native(cpu, kind, weights), x), expected)
+
+
+@pytest.mark.parametrize("levels", [1, 2, 5])
+@pytest.mark.parametrize(
+    ("num", "top_k"), [(8, 2), (16, 4), (128, 1), (128, 2), (128, 8), (130, 2)]
+)
+def test_equal_logits_are_chosen_as_by_transformers(num: int, top_k: int, levels: int) -> None:
+    """... which calls torch.topk. Expert e writes column e only, so the output shows the choice."""
+    cpu, hidden = NativeCpu(), 132
+    weights = weights_of(num, top_k, hidden)
+    for expert in range(num):
+        weights.down[expert].zero_()[expert] = 1
+    generator = torch.Generator().manual_seed(levels)
+    weights.router.zero_()[:, 0] = torch.randint(levels, (num,), generator=generator)
+    x = randn(64, hidden).abs() + 0.1
+    out = compute(cpu, native(cpu, "float32", weights), x)[:, :num]
+    chosen, _ = weights.choose(normed(cpu, x) @ weights.router.T)
+    expected = torch.zeros(64, num, dtype=torch.bool).scatter_(1, chosen, True)
+    assert torch.equal(out != 0, expected)
+
+
+def test_a_row_that_is_not_finite_costs_no_other_row(cpu: NativeCpu) -> None:
+    x = randn(6, 64)
+    experts = native(cpu, "float32", weights_of(6, 2))
+    expected = compute(cpu, experts, x)
+    x[2, 5] = NAN
+    actual = compute(cpu, experts, x)
+    assert actual[2].isnan().all()
+    others = [0, 1, 3, 4, 5]
+    assert torch.equal(actual[others], expected[others])
+
+
+def test_experts_that_do_not_fit_are_refused(cpu: NativeCpu) -> None:
+    weights = weights_of(4, 2)
+    packed = [packed_gate_up(cpu, "float32", expert) for expert in weights.gate_up]
+    down = [cpu.pack("float32", expert) for expert in weights.down]
+    router = cpu.pack("float32", weights.router)
+    for top_k, some in ((0, down), (5, down), (2, down[:3]), (2, [*down[:3], router])):
+        with pytest.raises(ValueError, match=r"top_k|router|experts"):
+            Experts(router=router, gate_up=packed, down=some, top_k=top_k, normalizes=True)
+
+
+def test_experts_of_backends_are_checked() -> None:
+    backend, weights = kvops.backend("reference"), weights_of(4, 2)
+    with pytest.raises(ValueError, match="x: "):
+        backend.experts(randn(3, 63), weights)
+    one = ExpertWeights(weights.router[:1], weights.gate_up[:1], weights.down[:1], 2, True)
+    with pytest.raises(ValueError, match="top_k: 2 is not between 1 and 1 experts"):
+        backend.experts(randn(3, 64), one)
