@@ -1,7 +1,7 @@
 """The client library for asyncio."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Self
 
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
@@ -12,7 +12,18 @@ from quire.connections import Access, AsyncConnection, Connections, Tls
 from quire.errors import QuireError, translate_errors
 from quire.messages import Request
 from quire.progress import RESUME_WINDOW_S, Progress
-from quire.types import Completion, Delta, Model, Pool, PoolAudit, Prompt, Sampling, Scaled, Worker
+from quire.types import (
+    Completion,
+    Delta,
+    Embedding,
+    Model,
+    Pool,
+    PoolAudit,
+    Prompt,
+    Sampling,
+    Scaled,
+    Worker,
+)
 from quire.v1.block_manager_pb2 import (
     AuditRequest,
     DrainWorkerRequest,
@@ -93,6 +104,20 @@ class AsyncClient:
         """Wait for the whole answer, with `sampling.n` sequences."""
         stream = self.generate(prompt, sampling, model=model, timeout_s=timeout_s)
         return messages.completion([delta async for delta in stream])
+
+    async def embed(
+        self,
+        prompt: str | Sequence[int],
+        dimensions: int | None = None,
+        *,
+        model: str = "",
+        timeout_s: float | None = None,
+    ) -> Embedding:
+        """The embedding of a text or of token ids. `dimensions`: the first so many values, for
+        models that are trained for it; None: all."""
+        request = messages.embed_request(prompt, dimensions, model)
+        with self._gateways.use_current() as gateway:
+            return messages.embedding(await gateway.inference.Embed(request, timeout=timeout_s))
 
     async def is_ready(self) -> bool:
         with self._gateways.use_current() as gateway:

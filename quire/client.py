@@ -4,7 +4,7 @@ Both call a gateway over gRPC and raise the errors of `quire.errors`.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol, Self
 
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
@@ -14,7 +14,18 @@ from quire.connections import Access, Connection, Connections, Tls
 from quire.errors import QuireError, translate_errors
 from quire.messages import Request
 from quire.progress import RESUME_WINDOW_S, Progress
-from quire.types import Completion, Delta, Model, Pool, PoolAudit, Prompt, Sampling, Scaled, Worker
+from quire.types import (
+    Completion,
+    Delta,
+    Embedding,
+    Model,
+    Pool,
+    PoolAudit,
+    Prompt,
+    Sampling,
+    Scaled,
+    Worker,
+)
 from quire.v1.block_manager_pb2 import (
     AuditRequest,
     DrainWorkerRequest,
@@ -153,6 +164,20 @@ class Client:
         """Wait for the whole answer, with `sampling.n` sequences."""
         with self.generate(prompt, sampling, model=model, timeout_s=timeout_s) as stream:
             return messages.completion(list(stream))
+
+    def embed(
+        self,
+        prompt: str | Sequence[int],
+        dimensions: int | None = None,
+        *,
+        model: str = "",
+        timeout_s: float | None = None,
+    ) -> Embedding:
+        """The embedding of a text or of token ids. `dimensions`: the first so many values, for
+        models that are trained for it; None: all."""
+        request = messages.embed_request(prompt, dimensions, model)
+        with self._gateways.use_current() as gateway:
+            return messages.embedding(gateway.inference.Embed(request, timeout=timeout_s))
 
     def is_ready(self) -> bool:
         """Whether the service at this address serves. A gateway serves when at least one model has

@@ -15,6 +15,7 @@ from quire.types import (
     Choice,
     Completion,
     Delta,
+    Embedding,
     FinishReason,
     Model,
     Pool,
@@ -92,6 +93,25 @@ def generate_request(request: Request) -> inference_pb2.GenerateRequest:
     except (TypeError, ValueError) as error:
         raise InvalidRequest(f"the request cannot be sent: {error}", "invalid_request") from error
     return message
+
+
+def embed_request(
+    prompt: str | Sequence[int], dimensions: int | None = None, model: str = ""
+) -> inference_pb2.EmbedRequest:
+    """Raises InvalidRequest if a value does not fit into its field."""
+    try:
+        message = inference_pb2.EmbedRequest(model=model, dimensions=dimensions)
+        if isinstance(prompt, str):
+            message.text = prompt
+        else:
+            message.token_ids.ids.extend(prompt)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"the request cannot be sent: {error}", "invalid_request") from error
+    return message
+
+
+def embedding(response: inference_pb2.EmbedResponse) -> Embedding:
+    return Embedding(tuple(response.embedding), response.usage.num_prompt_tokens)
 
 
 def _sampling(sampling: Sampling) -> sampling_pb2.SamplingParams:

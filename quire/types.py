@@ -170,6 +170,14 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
+class Embedding:
+    """The embedding of a prompt: a vector of length 1."""
+
+    values: tuple[float, ...]
+    num_prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """The complete answer to a request.
 

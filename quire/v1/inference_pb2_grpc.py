@@ -40,6 +40,11 @@ class InferenceStub:
                 request_serializer=quire_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/quire.v1.Inference/Embed',
+                request_serializer=quire_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
+                _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/quire.v1.Inference/ListModels',
                 request_serializer=quire_dot_v1_dot_inference__pb2.ListModelsRequest.SerializeToString,
@@ -61,6 +66,13 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Embed(self, request, context):
+        """The embedding of one input, computed by prefill workers alone. Errors: as Generate.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListModels(self, request, context):
         """The models that are being served now.
         """
@@ -75,6 +87,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=quire_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=quire_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=quire_dot_v1_dot_inference__pb2.EmbedRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_inference__pb2.EmbedResponse.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
@@ -110,6 +127,33 @@ class Inference:
             '/quire.v1.Inference/Generate',
             quire_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
             quire_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.Inference/Embed',
+            quire_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+            quire_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,

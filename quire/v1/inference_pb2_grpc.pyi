@@ -39,6 +39,8 @@ class InferenceStub:
     RESOURCE_EXHAUSTED (queue full; the trailer grpc-retry-pushback-ms says when to try again), UNAVAILABLE,
     DEADLINE_EXCEEDED.
     """
+    Embed: _grpc.UnaryUnaryMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]
+    """The embedding of one input, computed by prefill workers alone. Errors: as Generate."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
     """The models that are being served now."""
 
@@ -53,6 +55,8 @@ class InferenceAsyncStub(InferenceStub):
     RESOURCE_EXHAUSTED (queue full; the trailer grpc-retry-pushback-ms says when to try again), UNAVAILABLE,
     DEADLINE_EXCEEDED.
     """
+    Embed: _aio.UnaryUnaryMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]  # type: ignore[assignment]
+    """The embedding of one input, computed by prefill workers alone. Errors: as Generate."""
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
     """The models that are being served now."""
 
@@ -70,6 +74,14 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         RESOURCE_EXHAUSTED (queue full; the trailer grpc-retry-pushback-ms says when to try again), UNAVAILABLE,
         DEADLINE_EXCEEDED.
         """
+
+    @_abc_1.abstractmethod
+    def Embed(
+        self,
+        request: _inference_pb2.EmbedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.EmbedResponse, _abc.Awaitable[_inference_pb2.EmbedResponse]]:
+        """The embedding of one input, computed by prefill workers alone. Errors: as Generate."""
 
     @_abc_1.abstractmethod
     def ListModels(

@@ -4,6 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+import numpy as np
+from numpy.typing import NDArray
+
 from services.engine.sampling.adjustment import Adjustment
 from services.engine.sequences.grammar_state import GrammarState
 from services.protocol.logprobs import Logprobs
@@ -64,8 +67,10 @@ class Row:
     stored (slot -1): they are in adopted blocks. `draws` is empty if the row ends before its
     sequence does. It has several draws, equal but for the index, if several sequences of a group
     begin with these tokens. `scoring` is None if the request asks for no prompt logprobs.
-    `drawn_by`: the index of a row in the step launched before. That row draws this row's one token,
-    and is not retired yet; `token_ids` has `UNKNOWN_TOKEN` instead. None: all tokens are known.
+    `num_states`: of how many of its last tokens the final states are wanted as they are; such a row
+    neither draws nor scores. `drawn_by`: the index of a row in the step launched before. That row
+    draws this row's one token, and is not retired yet; `token_ids` has `UNKNOWN_TOKEN` instead.
+    None: all tokens are known.
     """
 
     token_ids: Sequence[int]
@@ -74,17 +79,20 @@ class Row:
     store_from: int = 0
     draws: tuple[Draw, ...] = ()
     scoring: Scoring | None = None
+    num_states: int = 0
     drawn_by: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RowOutput:
-    """The result of a row that asks for logprobs. `tokens`: one for each draw. `logprobs`: theirs,
-    if the sampling parameters ask for them. `prompt`: those of the row's `scoring`."""
+    """The result of a row that asks for logprobs or states. `tokens`: one for each draw.
+    `logprobs`: theirs, if the sampling parameters ask for them. `prompt`: those of the row's
+    `scoring`. `states`: fp32 [num_states, hidden]; None if the row asks for none."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[Logprobs, ...] = ()
     prompt: tuple[Logprobs, ...] = ()
+    states: NDArray[np.float32] | None = None
 
 
 RowResult = tuple[int, ...] | RowOutput | Fault

@@ -241,4 +241,5 @@ class Engine:
             prompt_logprobs=tuple(results.prompt_logprobs),
             beams=group.beams,
             hypotheses=results.hypotheses,
+            embedding=results.embedding,
         )

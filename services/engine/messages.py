@@ -66,7 +66,7 @@ class Advance:
     enough. `remaining`: None while the group runs on; otherwise the engine has dropped the group,
     and these sequences continue at another worker. `prompt_logprobs`: those of the prompt's next
     tokens, if asked for. `beams`: the state of a beam search. `hypotheses`: its best ones, in its
-    last step.
+    last step. `embedding`: of the prompt, if asked for, once all of it is computed.
     """
 
     key: str
@@ -79,6 +79,7 @@ class Advance:
     prompt_logprobs: tuple[Logprobs, ...] = ()
     beams: BeamState | None = None
     hypotheses: tuple[Hypothesis, ...] = ()
+    embedding: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,12 @@ from services.engine.device.inputs import Indices, StepInputs
 from services.engine.device.threads import use_device
 from services.engine.forward import CompleteFlight, Flight
 from services.engine.models import Batch, Model
-from services.engine.sampling.logit_queries import queries, row_results, wanted_states
+from services.engine.sampling.logit_queries import (
+    queries,
+    row_results,
+    wanted_states,
+    with_states,
+)
 from services.engine.sampling.masks import MaskThread
 from services.protocol.ticket import SamplingParams
 
@@ -104,11 +109,15 @@ class Runner:
             if not rows:
                 return CopyFlight(self._kv.device)
         asked = queries(rows)
+        has_states = any(row.num_states for row in rows)
         masks = self._masks.begin(asked)
-        if self.computes_at_launch or not self._drawing.can_draw(asked):
+        if self.computes_at_launch or has_states or not self._drawing.can_draw(asked):
             hidden, self._last = self.hidden(rows), None
             answers = self._model.answer(hidden, masks.applied()) if asked else ()
-            return CompleteFlight(row_results(rows, masks.checked(answers)))
+            results = row_results(rows, masks.checked(answers))
+            if has_states:
+                results = with_states(rows, results, hidden.float().numpy(force=True))
+            return CompleteFlight(results)
         hidden, placed = self._forward(rows, self._drawing.arrays(asked))
         self._last = self._drawing.launch(rows, asked, hidden, placed, masks)
         return self._last
@@ -185,7 +194,7 @@ class Runner:
         self._graphs = graphs
 
     def _wanted(self, rows: Sequence[Row]) -> Indices:
-        if any(row.scoring is not None for row in rows):
+        if any(row.scoring is not None or row.num_states for row in rows):
             return np.array(wanted_states(rows), dtype=np.int64)
         ends = np.cumsum([len(row.token_ids) for row in rows])
         return ends[[bool(row.draws) for row in rows]] - 1

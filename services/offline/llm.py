@@ -2,9 +2,11 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from itertools import cycle
+from operator import mul
 from typing import Any, Self, TypeVar, cast
 
 import structlog
@@ -14,7 +16,8 @@ from quire import messages
 from quire.errors import InvalidRequest, QuireError, ServerError
 from quire.messages import Request
 from quire.supervisor.model_source import find_model
-from quire.types import ChatMessage, Completion, Delta, Prompt, Sampling
+from quire.types import ChatMessage, Completion, Delta, Embedding, Prompt, Sampling
+from quire.v1.inference_pb2 import EmbedRequest
 from services.common.errors import Draining
 from services.common.errors import InvalidRequest as InvalidDomainRequest
 from services.common.errors import QuireError as DomainError
@@ -24,11 +27,13 @@ from services.gateway.frontend.service import InferenceService
 from services.gateway.wiring import Wiring
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 _AT_ONCE = 4
 """Requests that wait or run at a time, for each sequence of a step: the next ones are always there
 when a sequence ends, and a long list of prompts does not lie in the queue as a whole."""
 
+EmbeddedPrompt = str | Sequence[int]
 Conversation = Sequence[ChatMessage] | Sequence[dict[str, str]]
 
 
@@ -103,6 +108,42 @@ class LLM:
         chats = [tuple(map(_message, cast("Conversation", one))) for one in many]
         return self._complete(chats, sampling_params, use_tqdm)
 
+    def embed(
+        self,
+        prompts: EmbeddedPrompt | Sequence[EmbeddedPrompt],
+        *,
+        dimensions: int | None = None,
+        use_tqdm: bool = True,
+    ) -> list[Embedding]:
+        """The embeddings of texts, or of lists of token ids, in order. The checkpoint says how its
+        states are pooled. `dimensions`: the first so many values, for models that are trained for
+        it. Raises as `generate`."""
+        requests = [
+            messages.embed_request(cast("EmbeddedPrompt", prompt), dimensions)
+            for prompt in _prompts(prompts)
+        ]
+
+        async def embed(request: EmbedRequest) -> Embedding:
+            response = await self._service.Embed(request, cast("Any", _Context()))
+            return messages.embedding(response)
+
+        return self._answer_all(requests, embed, "Embedding", use_tqdm)
+
+    def score(
+        self, texts: str | Sequence[str], others: str | Sequence[str], *, use_tqdm: bool = True
+    ) -> list[float]:
+        """The cosine similarities of pairs of texts. One text is compared with all `others`."""
+        left = [texts] if isinstance(texts, str) else list(texts)
+        right = [others] if isinstance(others, str) else list(others)
+        if len(left) not in (1, len(right)):
+            raise InvalidRequest(
+                f"{len(left)} texts for {len(right)} others; give 1 text, or as many",
+                "invalid_request",
+            )
+        found = [each.values for each in self.embed([*left, *right], use_tqdm=use_tqdm)]
+        pairs = zip(cycle(found[: len(left)]), found[len(left) :], strict=False)
+        return [sum(map(mul, one, other)) for one, other in pairs]
+
     def close(self) -> None:
         """Free the model and the pool. May be called again."""
         if self._thread.is_alive():
@@ -168,26 +209,42 @@ class LLM:
     ) -> list[Completion]:
         samplings = _one_each(sampling_params, len(prompts))
         requests = [Request(*each) for each in zip(prompts, samplings, strict=True)]
-        with tqdm(total=len(requests), desc="Generating", disable=not use_tqdm) as bar:
-            return self.run(lambda wiring: self._answers(requests, bar.update))
+
+        async def complete(request: Request) -> Completion:
+            return messages.completion(await self._deltas(request))
+
+        return self._answer_all(requests, complete, "Generating", use_tqdm)
+
+    def _answer_all(
+        self,
+        requests: Sequence[R],
+        answer: Callable[[R], Awaitable[T]],
+        doing: str,
+        use_tqdm: bool,
+    ) -> list[T]:
+        with tqdm(total=len(requests), desc=doing, disable=not use_tqdm) as bar:
+            return self.run(lambda wiring: self._answers(requests, answer, bar.update))
 
     async def _answers(
-        self, requests: Sequence[Request], on_answer: Callable[[], object]
-    ) -> list[Completion]:
+        self,
+        requests: Sequence[R],
+        answer: Callable[[R], Awaitable[T]],
+        on_answer: Callable[[], object],
+    ) -> list[T]:
         places = asyncio.Semaphore(self.num_at_once)
 
-        async def answer(number: int, request: Request) -> Completion:
+        async def one(number: int, request: R) -> T:
             async with places:
                 try:
                     with _domain_errors():
-                        completion = messages.completion(await self._deltas(request))
+                        found = await answer(request)
                 except QuireError as error:
                     error.add_note(f"prompt {number} of {len(requests)}, counted from 0")
                     raise
             on_answer()
-            return completion
+            return found
 
-        tasks = [asyncio.create_task(answer(*each)) for each in enumerate(requests)]
+        tasks = [asyncio.create_task(one(*each)) for each in enumerate(requests)]
         try:
             return await asyncio.gather(*tasks)
         finally:

@@ -67,6 +67,11 @@ class Job:
         return id(self.session), *self.ticket.key
 
     @property
+    def computes_all(self) -> bool:
+        """Whether it computes all tokens, even those in adopted blocks: it needs their states."""
+        return self.num_prompt_logprobs is not None or self.ticket.sampling.needs_all_states
+
+    @property
     def hashes(self) -> Sequence[PrefixHash]:
         """The hashes of the full blocks with which all sequences begin."""
         return self.block_keys.trunk.hashes
@@ -74,17 +79,17 @@ class Job:
     @property
     def chains(self) -> tuple[Sequence[PrefixHash], Sequence[Sequence[PrefixHash]]]:
         """The hashes to look for in the prefix index: those with which all sequences begin, and
-        behind them each sequence's own. A request that asks for logprobs of its prompt looks for
-        the first only, since it computes everything anyway."""
+        behind them each sequence's own. A request that computes everything looks for the first
+        only."""
         shared, behind = self.block_keys.chains
-        return shared, behind if self.num_prompt_logprobs is None else ()
+        return shared, () if self.computes_all else behind
 
     def computed_blocks(self) -> list[ComputedBlocks]:
         """For each sequence, the adopted blocks and how many of their tokens count as computed: 0
-        if the request asks for logprobs of its prompt."""
+        if the request computes everything."""
         assert self.allocation is not None
         computed = self.block_keys.computed_blocks(self.allocation.cached(*self.chains))
-        if self.num_prompt_logprobs is None:
+        if not self.computes_all:
             return computed
         return [replace(blocks, num_tokens=0) for blocks in computed]
 

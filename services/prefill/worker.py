@@ -25,6 +25,7 @@ from services.worker.events import (
     STALE,
     Ending,
     Session,
+    embedding_event,
     hypothesis_events,
     poisoned,
     report,
@@ -146,8 +147,7 @@ class PrefillWorker(PoolWorker):
     def _begin(self, job: Job) -> None:
         """Compute a job that has its blocks, or first copy its KV back from the swap pool.
 
-        KV in the swap pool is of no use to a request that asks for logprobs of its prompt, because
-        that request computes all of its prompt.
+        KV in the swap pool is of no use to a request that computes all of its prompt.
         """
         assert job.allocation is not None
         job.ticket = replace(job.ticket, holder_epoch=job.allocation.epoch)
@@ -155,8 +155,7 @@ class PrefillWorker(PoolWorker):
         self._admission.prefixes.begin(
             job.ticket.holder_id, job.hashes[job.allocation.num_cached_blocks :]
         )
-        is_all_computed = job.num_prompt_logprobs is not None
-        if self.swap_pool is None or is_all_computed or not self.swap_pool.holds(job.ticket):
+        if self.swap_pool is None or job.computes_all or not self.swap_pool.holds(job.ticket):
             self._compute(job, Fetched(job.computed_blocks()))
             return
         job.state = State.FETCHING
@@ -185,8 +184,8 @@ class PrefillWorker(PoolWorker):
         This holds for each sequence of a group. Tokens that several sequences begin with are
         computed once, if the sequences have the same blocks before them; then the rest of each.
 
-        A request that asks for logprobs of its prompt computes all of the prompt, but stores no KV
-        in adopted blocks.
+        A request that asks for logprobs of its prompt, or for their mean state, computes all of the
+        prompt, but stores no KV in adopted blocks.
         """
         allocation = job.allocation
         assert allocation is not None
@@ -227,13 +226,15 @@ class PrefillWorker(PoolWorker):
         job.outputs += (token_event(job.ticket, token) for token in advance.tokens)
         job.prompt_logprobs += advance.prompt_logprobs
         job.outputs += hypothesis_events(job.ticket, advance.hypotheses)
+        if advance.embedding:
+            job.outputs.append(embedding_event(job.ticket, advance.embedding))
         self._commit(job.ticket, advance.completed)
         if advance.remaining is None:
             self.holders.give_back(job.ticket, advance.freed)
         elif job.ending:
             self._retire(job)
         else:
-            self.metrics.generation_tokens.inc(len(job.outputs))
+            self.metrics.generation_tokens.inc(0 if advance.embedding else len(job.outputs))
             if advance.remaining:
                 self.holders.give_back(job.ticket, advance.freed)
                 self._issue(job, advance.remaining, advance.beams)

@@ -3,6 +3,7 @@
 Every received message is checked; an invalid one about a request becomes `Malformed`.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from services.protocol.codec import (
     ticket_from_wire,
     ticket_to_wire,
 )
+from services.protocol.fields import require
 from services.protocol.messages import (
     Began,
     DrainNotice,
@@ -33,6 +35,7 @@ from services.protocol.messages import (
     Step,
     WorkerEvent,
 )
+from services.protocol.ticket import MAX_DIMENSIONS
 
 Fields = dict[str, Message]
 """One field of a response message, by its name."""
@@ -142,7 +145,14 @@ def _output_to_wire(output: Generated) -> worker_pb2.SequenceOutput:
         finish_reason=finish_reason_to_wire(output.finish_reason),
         logprobs=map(logprobs_to_wire, output.logprobs),
         score=output.score,
+        embedding=output.embedding,
     )
+
+
+def _embedding(output: worker_pb2.SequenceOutput) -> tuple[float, ...]:
+    require(len(output.embedding) <= MAX_DIMENSIONS, f"{len(output.embedding)} dimensions")
+    require(all(map(math.isfinite, output.embedding)), "an embedding is not finite")
+    return tuple(output.embedding)
 
 
 def _output_from_wire(output: worker_pb2.SequenceOutput) -> Generated:
@@ -155,4 +165,5 @@ def _output_from_wire(output: worker_pb2.SequenceOutput) -> Generated:
         finish_reason_from_wire(output.finish_reason),
         tuple(map(logprobs_from_wire, output.logprobs)),
         output.score if output.HasField("score") else None,
+        _embedding(output),
     )

@@ -98,7 +98,7 @@ class Generated:
 
     `position`: the position of the first token, counted from the start of the prompt. `logprobs`:
     one for each token, or none. `score`: of a hypothesis that a beam search found; while the search
-    runs, outputs have no tokens.
+    runs, outputs have no tokens. `embedding`: of a request for one, which has no tokens either.
     """
 
     request_id: str
@@ -109,6 +109,7 @@ class Generated:
     finish_reason: FinishReason | None = None
     logprobs: tuple[Logprobs, ...] = ()
     score: float | None = None
+    embedding: tuple[float, ...] = ()
 
     @property
     def key(self) -> tuple[str, int]:

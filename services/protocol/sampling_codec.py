@@ -13,10 +13,13 @@ from services.protocol.logprobs import MAX_LOGPROBS
 from services.protocol.ticket import (
     MAX_BEAM_WIDTH,
     MAX_BIAS,
+    MAX_DIMENSIONS,
     MAX_LENGTH_PENALTY,
     MAX_PENALTY,
     BeamParams,
     EarlyStopping,
+    Pooling,
+    PoolingMode,
     SamplingParams,
 )
 
@@ -53,6 +56,12 @@ _STRUCTURE_KINDS = {
 }
 _STRUCTURE_KINDS_TO_WIRE = {kind: number for number, kind in _STRUCTURE_KINDS.items()}
 
+_MODES = {
+    PoolingMode.LAST: ticket_pb2.Pooling.MODE_LAST,
+    PoolingMode.MEAN: ticket_pb2.Pooling.MODE_MEAN,
+}
+_MODES_FROM_WIRE = {number: mode for mode, number in _MODES.items()}
+
 
 def sampling_to_wire(sampling: SamplingParams) -> ticket_pb2.TicketSampling:
     return ticket_pb2.TicketSampling(
@@ -64,6 +73,7 @@ def sampling_to_wire(sampling: SamplingParams) -> ticket_pb2.TicketSampling:
         bad_words=[ticket_pb2.BadWord(token_ids=word) for word in sampling.bad_words],
         structured_output=None if sampling.structure is None else _structure(sampling.structure),
         beam=None if sampling.beam is None else _beam_to_wire(sampling.beam),
+        pooling=None if sampling.pooling is None else _pooling_to_wire(sampling.pooling),
     )
 
 
@@ -85,6 +95,7 @@ def sampling_from_wire(message: ticket_pb2.TicketSampling) -> SamplingParams:
         bad_words=tuple(tuple(word.token_ids) for word in message.bad_words),
         structure=structure_from_wire(message),
         beam=_beam_from_wire(message.beam) if message.HasField("beam") else None,
+        pooling=_pooling_from_wire(message.pooling) if message.HasField("pooling") else None,
     )
 
 
@@ -147,6 +158,18 @@ def _beam_from_wire(message: ticket_pb2.BeamParams) -> BeamParams:
     require(abs(penalty) <= MAX_LENGTH_PENALTY, f"length_penalty is {penalty}")
     early_stopping = early_stopping_from_wire(message.early_stopping)
     return BeamParams(width, num_returned, penalty, early_stopping)
+
+
+def _pooling_to_wire(pooling: Pooling) -> ticket_pb2.Pooling:
+    return ticket_pb2.Pooling(mode=_MODES[pooling.mode], dimensions=pooling.dimensions)
+
+
+def _pooling_from_wire(message: ticket_pb2.Pooling) -> Pooling:
+    mode, dimensions = _MODES_FROM_WIRE.get(message.mode), message.dimensions
+    require(mode is not None, f"pooling mode {message.mode} is unknown")
+    require(0 < dimensions <= MAX_DIMENSIONS, f"{dimensions} dimensions")
+    assert mode is not None
+    return Pooling(mode, dimensions)
 
 
 def num_top_from_wire(number: int) -> int:

@@ -119,6 +119,26 @@ class BeamState:
     finished: tuple[Hypothesis, ...] = ()
 
 
+class PoolingMode(Enum):
+    """Which final states of a prompt become its embedding."""
+
+    LAST = "last"  # that of the last token
+    MEAN = "mean"  # the mean over all tokens
+
+
+MAX_DIMENSIONS = 1 << 16
+"""The most values of an embedding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pooling:
+    """How a prompt becomes an embedding of `dimensions` values: the first ones of the pooled final
+    state, scaled to length 1."""
+
+    mode: PoolingMode
+    dimensions: int
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """The sampling parameters of a request, with all defaults resolved.
@@ -128,8 +148,9 @@ class SamplingParams:
     id, bias) pairs, ascending by id. `allowed_token_ids`: empty means all. `bad_words`: token
     sequences that must not be generated. `min_tokens`: how many tokens come before any token that
     ends the sequence. `structure`: the form of the text; None: any. `beam`: run a beam search
-    instead of sampling. The order in which all of this applies is in
-    services/engine/sampling/adjustment.py and sampler.py.
+    instead of sampling. `pooling`: the request is for the embedding of its prompt, and no token is
+    drawn. The order in which all of this applies is in services/engine/sampling/adjustment.py and
+    sampler.py.
     """
 
     temperature: float
@@ -150,6 +171,12 @@ class SamplingParams:
     bad_words: tuple[tuple[int, ...], ...] = ()
     min_tokens: int = 0
     structure: Structure | None = None
+    pooling: Pooling | None = None
+
+    @property
+    def needs_all_states(self) -> bool:
+        """Whether all tokens of the prompt are computed, even those in adopted blocks."""
+        return self.pooling is not None and self.pooling.mode is PoolingMode.MEAN
 
     def named_token_ids(self) -> Iterator[int]:
         """All token ids that any parameter names."""

@@ -18,6 +18,8 @@ _NAMES = frozenset(
         # training
         *("initializer_range", "initializer_factor", "z_loss", "pretraining_tp"),
         *("gradient_checkpointing", "classifier_dropout"),
+        # embeddings: `services.common.checkpoint.embedding_config` reads them
+        *("is_matryoshka", "matryoshka_dimensions"),
         # how transformers runs the model
         *("use_cache", "cache_implementation", "attn_implementation", "torchscript"),
         *("return_dict", "use_return_dict", "output_attentions", "output_hidden_states"),

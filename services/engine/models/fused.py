@@ -215,7 +215,9 @@ def _layer(
         return None if found is None else found.float()
 
     norms = config.family.norms
-    linears = {name: packed[s.name] for name, s in layer_sections(config, index).items()}
+    linears: dict[str, Any] = {
+        name: packed[s.name] for name, s in layer_sections(config, index).items()
+    }
     return Layer(
         input_norm=cast(Tensor, norm(norms.attention_in)),
         query_norm=norm("self_attn.q_norm"),

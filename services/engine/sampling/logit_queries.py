@@ -1,11 +1,15 @@
 """Translates rows into queries to the final states of a step, and the answers into row results.
 
 row     |--- tokens scored ---|------|-end-|     states: one for each token that the row scores,
-states   s s s s s s s s s s s         d         and the last one if the row has any draws
+states   s s s s s s s s s s s         d         and the last one if the row has any draws; or the
+                                                 last `num_states` ones
 """
 
 from collections.abc import Iterable, Sequence
 from itertools import islice
+
+import numpy as np
+from numpy.typing import NDArray
 
 from services.engine.batch import Answer, Fault, Query, Row, RowOutput, RowResult
 from services.protocol.logprobs import Logprobs
@@ -18,6 +22,7 @@ def wanted_states(rows: Sequence[Row]) -> list[int]:
     for row in rows:
         end = begin + len(row.token_ids)
         wanted += range(begin, begin + _num_scored(row))
+        wanted += range(end - row.num_states, end)
         if row.draws:
             wanted.append(end - 1)
         begin = end
@@ -34,6 +39,7 @@ def queries(rows: Sequence[Row]) -> list[Query]:
             for position, token_id in enumerate(row.scoring.token_ids, row.start + 1):
                 asked.append(Query(state, token_id, position, row.scoring.num_top))
                 state += 1
+        state += row.num_states
         if row.draws:
             end = row.start + len(row.token_ids)
             asked += (Query(state, draw, end, draw.sampling.logprobs) for draw in row.draws)
@@ -50,6 +56,20 @@ def row_results(rows: Sequence[Row], answers: Iterable[Answer | Fault]) -> list[
         )
         for row in rows
     ]
+
+
+def with_states(
+    rows: Sequence[Row], results: Sequence[RowResult], states: NDArray[np.float32]
+) -> list[RowResult]:
+    """The results, with the states that rows ask for; `states`: all that `wanted_states` names."""
+    found, begin = list(results), 0
+    for i, row in enumerate(rows):
+        if row.num_states:
+            part = states[begin : begin + row.num_states]
+            is_finite = bool(np.isfinite(part).all())
+            found[i] = RowOutput((), states=part) if is_finite else Fault.NOT_FINITE
+        begin += _num_scored(row) + row.num_states + bool(row.draws)
+    return found
 
 
 def _row_result(scored: Sequence[Answer | Fault], drawn: Sequence[Answer | Fault]) -> RowResult:

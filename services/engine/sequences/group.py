@@ -52,13 +52,15 @@ class Token:
 
 @dataclass(slots=True)
 class GroupResults:
-    """What steps did to a group. `freed`: blocks to give back to the pool. `hypotheses`: the best
-    ones of its beam search, when the search is over."""
+    """What steps did to a group. `freed`: blocks to give back to the pool. `embedding`: that of its
+    prompt, once it is computed. `hypotheses`: the best ones of its beam search, when the search is
+    over."""
 
     tokens: list[Token] = field(default_factory=list)
     prompt_logprobs: list[Logprobs] = field(default_factory=list)
     completed: list[CompletedBlock] = field(default_factory=list)
     freed: list[int] = field(default_factory=list)
+    embedding: tuple[float, ...] = ()
     hypotheses: tuple[Hypothesis, ...] = ()
 
 
@@ -247,7 +249,13 @@ class Group:
         apply the tokens that were drawn after its last one."""
         self._results.completed += sequence.take_completed()
         self._results.prompt_logprobs += output.prompt
+        if sequence.pooler is not None and output.states is not None:
+            sequence.pooler.add(output.states)
         if sequence.num_uncomputed:
+            return
+        if sequence.pooler is not None:
+            self._results.embedding = sequence.pooler.embedding()
+            self.end(sequence)
             return
         parts = sequence.split()
         for part in parts[1:]:

@@ -14,6 +14,7 @@ from services.engine.batch import UNKNOWN_TOKEN, Draw, Row, Scoring
 from services.engine.sequences.beam import num_candidates
 from services.engine.sequences.grammar_state import GrammarState
 from services.engine.sequences.penalty_state import PenaltyState
+from services.engine.sequences.pooling import Pooler
 from services.protocol.ticket import FinishReason, SamplingParams, Ticket, TicketSequence
 
 T = TypeVar("T")
@@ -141,7 +142,10 @@ class Sequence:
         self._grammar_state: GrammarState | None = None
         if rules.grammar is not None:
             self._grammar_state = GrammarState(rules.grammar, self.tokens, rules.num_prompt_tokens)
-        has_state = self._penalty_state is not None or self._grammar_state is not None
+        pooling = rules.sampling.pooling
+        self.pooler = None if pooling is None else Pooler(pooling)
+        states = (self._penalty_state, self._grammar_state, self.pooler)
+        has_state = any(state is not None for state in states)
         self.may_run_ahead = not has_state and rules.sampling.logprobs is None
         self._place = 0
         """The index of its row in the last step that has one."""
@@ -222,8 +226,11 @@ class Sequence:
             start=start,
             block_table=self.block_table,
             store_from=self.num_adopted,
-            draws=self._draws() if end >= len(self.tokens) else (),
+            draws=self._draws() if end >= len(self.tokens) and self.pooler is None else (),
             scoring=self._scoring(start, end),
+            num_states=0
+            if self.pooler is None
+            else self.pooler.num_states(num_tokens, is_last=end >= len(self.tokens)),
             drawn_by=drawn_by,
         )
 

@@ -65,6 +65,14 @@ class RequestedBeams:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestedEmbedding:
+    """Asks for the embedding of the prompt instead of text."""
+
+    dimensions: int | None = None
+    """None: all."""
+
+
+@dataclass(frozen=True, slots=True)
 class RequestedSampling:
     """The sampling parameters that the client sent, not checked yet.
 
@@ -104,6 +112,8 @@ class RequestedSampling:
     beam: RequestedBeams | None = None
     structure: Structure | None = None
     """The form of the text; None: any."""
+    embedding: RequestedEmbedding | None = None
+    """Set: no other parameter but `max_tokens`, which is 1, has a meaning."""
 
     @property
     def width(self) -> int:
@@ -231,6 +241,8 @@ class Delta:
     """What `text` and the earlier deltas complete of the message; None: it is not parsed."""
     has_calls: bool = False
     """Whether the message has a tool call so far."""
+    embedding: tuple[float, ...] = ()
+    """If the request asks for one."""
 
 
 @dataclass(frozen=True, slots=True)

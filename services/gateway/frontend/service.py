@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from grpc import aio
@@ -21,6 +21,7 @@ from services.gateway.frontend.api import (
     RequestedSampling,
     TokenLogprobs,
 )
+from services.gateway.frontend.embedding import embed, embedding_request
 from services.gateway.intake.identity import with_resume_token
 from services.gateway.intake.prompts import check_num_messages
 from services.protocol.codec import finish_reason_from_wire, finish_reason_to_wire
@@ -60,6 +61,23 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 yield _response(delta, unsent_token)
                 unsent_token = ""
 
+    async def Embed(
+        self, request: inference_pb2.EmbedRequest, context: aio.ServicerContext[Any, Any]
+    ) -> inference_pb2.EmbedResponse:
+        try:
+            asked = _embedding_from_wire(request, context.time_remaining())
+        except InvalidRequest as error:
+            self._generator.record_refusal(
+                request.request_id, request.model, error.code, str(error)
+            )
+            raise
+        found = await embed(self._generator, asked)
+        return inference_pb2.EmbedResponse(
+            request_id=found.request_id,
+            embedding=found.values,
+            usage=inference_pb2.Usage(**asdict(found.usage)),
+        )
+
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: aio.ServicerContext[Any, Any]
     ) -> inference_pb2.ListModelsResponse:
@@ -89,6 +107,25 @@ def _request_from_wire(
         timeout_s=timeout_s,
         received=_received(message.received) if message.HasField("received") else None,
         resume_token=message.resume_token,
+    )
+
+
+def _embedding_from_wire(
+    message: inference_pb2.EmbedRequest, timeout_s: float | None
+) -> GenerationRequest:
+    match message.WhichOneof("input"):
+        case "text":
+            prompt: str | tuple[int, ...] = message.text
+        case "token_ids":
+            prompt = tuple(message.token_ids.ids)
+        case _:
+            raise InvalidRequest("no input: one of text and token_ids is needed")
+    dimensions = message.dimensions if message.HasField("dimensions") else None
+    return replace(
+        embedding_request(prompt, message.request_id, message.model, dimensions),
+        priority=message.priority,
+        cache_salt=message.cache_salt,
+        timeout_s=timeout_s,
     )
 
 

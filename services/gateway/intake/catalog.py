@@ -1,8 +1,9 @@
 """Loads what the gateway needs of a model: configuration, tokenizer and chat template."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from services.common.checkpoint.embedding_config import EmbeddingConfig
 from services.common.text.chat_template import ChatTemplate
 from services.common.text.model_config import ModelConfig
 from services.common.text.pieces import Pieces
@@ -25,6 +26,7 @@ class Model:
     format: MessageFormat
     message_pieces: Pieces
     """The pieces of tokens in messages: those of special tokens that belong to `format` too."""
+    embedding: EmbeddingConfig = field(default=EmbeddingConfig())
 
 
 def load_model(
@@ -49,4 +51,5 @@ def load_model(
         chat_template=template,
         format=form,
         message_pieces=tokenizer.pieces_with(form.markers),
+        embedding=EmbeddingConfig.from_directory(path),
     )

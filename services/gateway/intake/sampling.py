@@ -10,6 +10,7 @@ from services.gateway.intake.bad_words import token_sequences
 from services.gateway.intake.beams import resolve_beam, with_greedy_sampling
 from services.gateway.intake.catalog import Model
 from services.gateway.intake.checks import check_text, float32, require
+from services.gateway.intake.embeddings import embedding_params
 from services.gateway.intake.prompts import check_token_ids
 from services.gateway.intake.structures import check_combination
 from services.protocol.ticket import MAX_BIAS, MAX_PENALTY, SamplingParams
@@ -33,6 +34,8 @@ async def resolve_sampling(asked: RequestedSampling, model: Model) -> SamplingPa
 
     Raises InvalidRequest.
     """
+    if asked.embedding is not None:
+        return embedding_params(asked.embedding, model)
     _check_stops(asked, model.config.vocab_size)
     _check_biases(asked, model.config.vocab_size)
     _check_allowed(asked, model.config.vocab_size)

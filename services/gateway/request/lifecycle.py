@@ -28,6 +28,7 @@ from services.gateway.intake.identity import client_id
 from services.gateway.request.attempt import Attempt
 from services.gateway.request.beam_tickets import BeamTickets
 from services.gateway.request.crash_attribution import CrashAttribution
+from services.gateway.request.embedding_tickets import EmbeddingTickets
 from services.gateway.request.lease import DecodeReservation, DetachedTicket
 from services.gateway.request.status import RequestStatus
 from services.gateway.request.tickets import Tickets
@@ -80,6 +81,8 @@ class RequestLifecycle:
         self.moved_at = -math.inf
         self.client = Client(request, output, read_window_s, self._on_read, self.close)
         kind_of_tickets = BeamTickets if request.sampling.beam else Tickets
+        if request.sampling.pooling is not None:
+            kind_of_tickets = EmbeddingTickets
         self.tickets = kind_of_tickets(self.client, position)
         self.crash_attribution = CrashAttribution()
         self.trace = request.trace
@@ -95,6 +98,11 @@ class RequestLifecycle:
     @property
     def position(self) -> QueuePosition:
         return self.tickets.position
+
+    @property
+    def num_slots(self) -> int:
+        """The decode slots to reserve; 0: the request ends with its prefill."""
+        return self.num_sequences if self.client.request.sampling.pooling is None else 0
 
     @property
     def num_sequences(self) -> int:
@@ -193,7 +201,9 @@ class RequestLifecycle:
         self, prefill: Worker, load: PrefillLoad, pool_id: str, root_hash: PrefixHash
     ) -> None:
         """Send the ticket to a prefill worker, with `load` to compute. The decode worker has
-        granted the slots."""
+        granted the slots, if the request needs any."""
+        if not self.num_slots:
+            self._move(RequestStatus.RESERVING)  # nothing to reserve
         self._move(RequestStatus.PREFILLING)
         self.started_at = self.started_at or self._clock()
         ticket = self.tickets.submit(self.attempt.number, pool_id, root_hash, self._swapped)

@@ -88,7 +88,7 @@ class Placement:
             lifecycle.close(DeadlineExceeded(text))
             return AT_ONCE
         fitting = [pool for pool, problem in zip(pools, problems, strict=True) if not problem]
-        open_pools = [pool for pool in fitting if pool.open_decode(num_sequences)]
+        open_pools = [pool for pool in fitting if pool.has_open(lifecycle.num_slots)]
         if not open_pools:
             return RETRY_S
         open_pools = _pools_of_ticket(lifecycle, open_pools)
@@ -101,9 +101,16 @@ class Placement:
     async def _place_on_route(
         self, queue: ModelQueue, lifecycle: RequestLifecycle, route: Route
     ) -> bool:
-        """Reserve slots at a decode worker of the route's pool, and send the request on. True: the
-        request was placed, has ended or was requeued, so no other route is tried."""
-        num_sequences = lifecycle.num_sequences
+        """Reserve slots at a decode worker of the route's pool, if the request needs any, and send
+        it on. True: the request was placed, has ended or was requeued, so no other route is
+        tried."""
+        num_sequences = lifecycle.num_slots
+        if not num_sequences:
+            choice = choose_prefill(route, lifecycle.num_uncomputed)
+            if choice is not None and lifecycle in queue.waiting:
+                lifecycle.submit(*choice, route.pool.spec.pool_id, route.root_hash)
+                self._leave(queue, lifecycle)
+            return choice is not None
         for decode in route.pool.open_decode(num_sequences):
             if lifecycle not in queue.waiting:  # the request ended while a worker was asked
                 return True
@@ -118,11 +125,15 @@ class Placement:
             else:
                 lifecycle.requeue()
                 return True
-            queue.waiting.remove(lifecycle)
-            queue.forecast.started(lifecycle, self._clock(), num_sequences)
-            self._rate.count_departure(self._clock())
+            self._leave(queue, lifecycle)
             return True
         return False
+
+    def _leave(self, queue: ModelQueue, lifecycle: RequestLifecycle) -> None:
+        queue.waiting.remove(lifecycle)
+        if lifecycle.num_slots:  # the forecast is one of decode slots
+            queue.forecast.started(lifecycle, self._clock(), lifecycle.num_slots)
+        self._rate.count_departure(self._clock())
 
     def _delay_without_workers(self, queue: ModelQueue, lifecycle: RequestLifecycle) -> float:
         """The time that is left for workers to appear; when none is left, the request is closed."""

@@ -38,6 +38,10 @@ class Pool:
         """Most sequences of one request that can run here."""
         return max((worker.num_slots for worker in self.decode), default=0)
 
+    def has_open(self, num_slots: int) -> bool:
+        """Whether a decode worker may grant the slots; 0 slots need none."""
+        return not num_slots or bool(self.open_decode(num_slots))
+
     def open_decode(self, num_sequences: int = 1) -> tuple[Worker, ...]:
         """The decode workers that may grant `num_sequences` slots, the least loaded first."""
         workers = [worker for worker in self.decode if worker.is_open(num_sequences)]

@@ -70,6 +70,7 @@ class Client:
         """Pass on the next tokens of a sequence that has not ended. If the client is behind,
         backpressure begins; if it is behind by more than MAX_UNREAD_TOKENS, the request is
         cancelled."""
+        self.output.sequences[new.index].embedding = new.embedding
         self.output.write(new.index, new.token_ids, new.finish_reason, new.logprobs, new.score)
         if self.output.overflowing:
             self._cancel_slow_reader()

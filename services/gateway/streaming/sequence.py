@@ -44,6 +44,7 @@ class Sequence:
         self._num_logprobs = 0
         self.score: float | None = None
         """The beam search's score; None for other requests."""
+        self.embedding: tuple[float, ...] = ()
         self._text = text
         self._stop_token_ids = stop_token_ids
         self._tokenizer = tokenizer
@@ -141,6 +142,7 @@ class Sequence:
             score=self.score,
             parts=None if self._parser is None else joined(self._unread_parts),
             has_calls=self._parser is not None and self._parser.has_calls,
+            embedding=self.embedding,
         )
         self._unread_ids.clear()
         self._unread_text.clear()

@@ -41,6 +41,7 @@ class FakeGenerator:
         self.delay_s = 0.0
         self.is_endless = False
         self.num_deltas = 0
+        self.num_running = self.most_at_once = 0
         self.paused = asyncio.Event()
         self.closed = asyncio.Event()
         self.is_ready = True
@@ -49,6 +50,8 @@ class FakeGenerator:
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         self.requests.append(request)
+        self.num_running += 1
+        self.most_at_once = max(self.most_at_once, self.num_running)
         try:
             await asyncio.sleep(self.delay_s)
             while self.is_endless:
@@ -64,6 +67,7 @@ class FakeGenerator:
                 for index in range(request.sampling.n):
                     yield self._delta(request, position, text, index)
         finally:
+            self.num_running -= 1
             self.closed.set()
 
     def _delta(self, request: GenerationRequest, position: int, text: str, index: int) -> Delta:
@@ -79,6 +83,7 @@ class FakeGenerator:
             FinishReason(self.finish_reason) if last else None,
             "END" if last else None,
             usage if is_end or request.running_usage else None,
+            embedding=(0.6, -0.8) if request.sampling.embedding else (),
         )
 
     async def tokenize(self, request: TokenizeRequest) -> Tokenized:

@@ -47,6 +47,8 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"prompt": [[1, 2], [3]], "logprobs": False, "return_token_ids": True}),
     ("/v1/responses", {"input": "Hi", "store": False, "text": {"format": {"type": "text"}}}),
     ("/v1/responses", {"input": [{"role": "user", "content": "Hi"}], "tools": []}),
+    ("/v1/embeddings", {"input": ["Hi", "you"], "model": "tiny", "user": "me"}),
+    ("/v1/embeddings", {"input": [[1, 2], [3]], "encoding_format": "base64"}),
     ("/tokenize", {"prompt": "Hi", "return_token_strs": True}),
     ("/tokenize", HI),
     ("/detokenize", {"tokens": [1, 2]}),

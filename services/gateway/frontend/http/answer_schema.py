@@ -168,6 +168,27 @@ class Response(TypedDict):
 
 
 @_exact
+class EmbeddingUsage(TypedDict):
+    prompt_tokens: int
+    total_tokens: int
+
+
+@_exact
+class Embedding(TypedDict):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+@_exact
+class Embeddings(TypedDict):
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
+@_exact
 class Tokens(TypedDict):
     count: int
     max_model_len: int

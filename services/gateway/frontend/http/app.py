@@ -22,10 +22,12 @@ from services.common.runtime.exposition import exposition
 from services.common.tracing.context import TRACEPARENT
 from services.gateway.access.keyring import Keyring
 from services.gateway.frontend.api import GenerationRequest, Generator, ServedModel
+from services.gateway.frontend.embedding import embed_all
 from services.gateway.frontend.http.answers import Answer, AnswerOptions
 from services.gateway.frontend.http.authentication import Authentication
 from services.gateway.frontend.http.body import read_body
 from services.gateway.frontend.http.body_limits import DEFAULT_BODY_MEMORY_BYTES, BodyLimits
+from services.gateway.frontend.http.embeddings import EmbeddingBody
 from services.gateway.frontend.http.failures import (
     PARAM_NAMES,
     REQUEST_ID_HEADER,
@@ -64,7 +66,7 @@ MAX_TIMEOUT_S = 7 * 24 * 3600
 
 VERSION = version("quire-serve")
 
-Body = TypeVar("Body", CompletionBody, ChatBody, ResponsesBody)
+Body = TypeVar("Body", CompletionBody, ChatBody, ResponsesBody, EmbeddingBody)
 CompletionsBody = TypeVar("CompletionsBody", CompletionBody, ChatBody)
 
 
@@ -89,6 +91,7 @@ def create_app(
             Route("/v1/completions", endpoints.completions, methods=["POST"]),
             Route("/v1/chat/completions", endpoints.chat_completions, methods=["POST"]),
             Route("/v1/responses", endpoints.responses, methods=["POST"]),
+            Route("/v1/embeddings", endpoints.embeddings, methods=["POST"]),
             Route("/v1/models", endpoints.models),
             Route("/v1/models/{model:path}", endpoints.model),
             Route("/tokenize", tokens.tokenize, methods=["POST"]),
@@ -144,6 +147,14 @@ class _Endpoints:
         if body.stream:
             return EventStream(answer.parts(deltas), None, {})
         return await _whole(request, answer.whole(deltas))
+
+    async def embeddings(self, request: Request) -> Response:
+        body, requests = await self._read(request, EmbeddingBody)
+
+        async def answer() -> JSON:
+            return body.answer(await embed_all(self._generator, requests), self._model(body.model))
+
+        return await _whole(request, answer())
 
     async def _read(
         self, request: Request, kind: type[Body]

@@ -5,6 +5,7 @@ a whole. So even a large body causes few errors.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -26,6 +27,9 @@ from services.protocol.ticket import FinishReason
 
 MAX_FIELDS = 128
 """Limit for the fields of one object of a body."""
+
+MAX_INPUTS = 2048
+"""Limit for the inputs of a body that asks for embeddings, as in OpenAI's API."""
 
 MAX_PROMPTS = 128
 """Limit for the prompts of one body; each becomes a request of its own."""
@@ -107,7 +111,7 @@ def parse_biases(value: Any) -> tuple[tuple[int, float], ...]:
         raise ValueError("a bias is too large") from error
 
 
-def parse_prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
+def parse_prompts(value: Any, most: int = MAX_PROMPTS) -> tuple[str | tuple[int, ...], ...]:
     if isinstance(value, str):
         return (value,)
     if isinstance(value, list) and _are_token_ids(value):
@@ -115,8 +119,8 @@ def parse_prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
     wrong = ValueError("must be text, token ids, or a list of either")
     if not isinstance(value, list) or not _types(value) <= {str, list}:
         raise wrong
-    if len(value) > MAX_PROMPTS:
-        raise ValueError(f"{len(value)} prompts, at most {MAX_PROMPTS}")
+    if len(value) > most:
+        raise ValueError(f"{len(value)} prompts, at most {most}")
     if not all(isinstance(prompt, str) or _are_token_ids(prompt) for prompt in value):
         raise wrong
     return tuple(prompt if isinstance(prompt, str) else tuple(prompt) for prompt in value)
@@ -197,6 +201,15 @@ Prompts = Annotated[
         _STRING,
         _IDS,
         {"type": "array", "items": {"anyOf": [_STRING, _IDS]}, "maxItems": MAX_PROMPTS},
+    ),
+]
+Inputs = Annotated[
+    tuple[str | tuple[int, ...], ...],
+    *_parsed(
+        partial(parse_prompts, most=MAX_INPUTS),
+        _STRING,
+        _IDS,
+        {"type": "array", "items": {"anyOf": [_STRING, _IDS]}, "maxItems": MAX_INPUTS},
     ),
 ]
 NumberOrFalse = Annotated[

@@ -8,6 +8,7 @@ from pydantic import BaseModel, TypeAdapter
 from pydantic.json_schema import models_json_schema
 
 from services.gateway.frontend.http import answer_schema
+from services.gateway.frontend.http.embeddings import EmbeddingBody
 from services.gateway.frontend.http.responses_api.body import ResponsesBody
 from services.gateway.frontend.http.schema import ChatBody, CompletionBody
 from services.gateway.frontend.http.tokens import DetokenizeBody, TokenizeBody
@@ -18,6 +19,7 @@ _OPERATIONS: tuple[tuple[str, type[BaseModel], Any, str, bool], ...] = (
     ("/v1/chat/completions", ChatBody, answer_schema.ChatCompletion, "Answers a chat", True),
     ("/v1/completions", CompletionBody, answer_schema.TextCompletion, "Continues a text", True),
     ("/v1/responses", ResponsesBody, answer_schema.Response, "Answers a chat", True),
+    ("/v1/embeddings", EmbeddingBody, answer_schema.Embeddings, "Embeds texts", False),
     ("/tokenize", TokenizeBody, answer_schema.Tokens, "Tokenizes text or a chat", False),
     ("/detokenize", DetokenizeBody, answer_schema.Text, "Decodes tokens to text", False),
 )

@@ -1,0 +1,46 @@
+"""Pools the final states of a prompt into its embedding."""
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.protocol.ticket import Pooling, PoolingMode
+
+States = NDArray[np.float32]
+"""Final states of some tokens of a sequence, [tokens, hidden]."""
+
+
+class Pooler:
+    """Collects the states of one sequence, chunk by chunk.
+
+    The sum of a mean runs from the first position to the last in fp64, so its bits depend neither
+    on the chunks nor on the batch.
+    """
+
+    def __init__(self, pooling: Pooling) -> None:
+        self._pooling = pooling
+        self._total: NDArray[np.float64] | None = None
+
+    def num_states(self, num_tokens: int, *, is_last: bool) -> int:
+        """Of how many of a row's last tokens the pooling needs the states."""
+        if self._pooling.mode is PoolingMode.MEAN:
+            return num_tokens
+        return int(is_last)
+
+    def add(self, states: States) -> None:
+        if not len(states):
+            return
+        values = states.astype(np.float64)
+        if self._total is not None:
+            values = np.concatenate([self._total[None], values])
+        self._total = np.add.accumulate(values, axis=0)[-1]  # one position after another
+
+    def embedding(self) -> tuple[float, ...]:
+        """The first `dimensions` values of the pooled state, with length 1, rounded to fp32. (The
+        sum of a mean has its direction: it is not divided by the number of tokens.)"""
+        assert self._total is not None
+        values = self._total[: self._pooling.dimensions]
+        length = math.sqrt(math.fsum((values * values).tolist()))
+        normalized = values / length if length else values
+        return tuple(normalized.astype(np.float32).tolist())

@@ -1,0 +1,138 @@
+"""Embeddings: the states of transformers, the same bits whatever the batch, the cache and the API,
+and a prefill worker killed in between."""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+import torch
+from transformers import AutoModel
+
+from quire import LLM, AsyncClient, Client, InvalidRequest
+from tests.e2e.conftest import POOL_MEMORY
+from tests.e2e.deployment import Deployment, serving
+from tests.e2e.quiet import quiet
+
+PROMPTS = [[7 + i, 11, *range(20, 20 + 9 * i), 3] for i in range(12)]
+TOLERANCE = 2e-5
+"""Of each value of a vector of length 1, in fp32."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _logs() -> Iterator[None]:
+    """As in test_offline.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("services.offline.llm.configure_logging", lambda *_: None)
+        yield
+
+
+@pytest.fixture(scope="module")
+def mean(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model with mean pooling, trained for 16 dimensions."""
+    directory = tmp_path_factory.mktemp("mean") / "model"
+    shutil.copytree(checkpoint, directory)
+    modules = [{"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}]
+    (directory / "modules.json").write_text(json.dumps(modules))
+    (directory / "1_Pooling").mkdir()
+    pooling = {"pooling_mode_mean_tokens": True}
+    (directory / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    config = json.loads((directory / "config.json").read_text())
+    config["matryoshka_dimensions"] = [16]
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def states(checkpoint: Path) -> list[torch.Tensor]:
+    torch.set_num_threads(1)
+    model: Any = AutoModel.from_pretrained(checkpoint, dtype=torch.float32)
+    with torch.inference_mode():
+        return [model(torch.tensor([prompt])).last_hidden_state[0] for prompt in PROMPTS]
+
+
+def near(found: Any, pooled: torch.Tensor) -> bool:
+    expected = torch.nn.functional.normalize(pooled.double(), dim=0).numpy()
+    return bool(np.abs(np.array(found) - expected).max() <= TOLERANCE)
+
+
+async def test_the_last_state_of_transformers_over_every_api(
+    checkpoint: Path, deployment: Deployment, states: list[torch.Tensor]
+) -> None:
+    """Twelve at once over gRPC, the second time from the prefix cache; over HTTP; offline."""
+    async with AsyncClient(deployment.address) as client:
+        batches = [await asyncio.gather(*map(client.embed, PROMPTS)) for _ in range(2)]
+        alone = await client.embed(PROMPTS[5])
+    found = [one.values for one in batches[0]]
+    assert all(near(*each) for each in zip(found, [one[-1] for one in states], strict=True))
+    assert [one.values for one in batches[1]] == found
+    assert alone.values == found[5]
+    assert [one.num_prompt_tokens for one in batches[0]] == list(map(len, PROMPTS))
+    http = openai.AsyncOpenAI(base_url=f"{deployment.http}/v1", api_key="-")
+    answer = await http.embeddings.create(model="", input=PROMPTS, encoding_format="float")
+    assert [tuple(map(np.float32, one.embedding)) for one in answer.data] == found
+    assert answer.usage.prompt_tokens == sum(map(len, PROMPTS))
+    with LLM(str(checkpoint), pool_memory=str(POOL_MEMORY), threads=1) as llm:
+        assert [one.values for one in llm.embed(PROMPTS, use_tqdm=False)] == found
+
+
+def test_the_mean_of_all_states_in_chunks(mean: Path, states: list[torch.Tensor]) -> None:
+    """... with the same bits whatever the chunks, and with cached prefixes."""
+    settings = {"pool_memory": str(POOL_MEMORY), "threads": 1}
+    with LLM(str(mean), **settings) as llm:
+        found = [one.values for one in llm.embed(PROMPTS, use_tqdm=False)]
+        assert [one.values for one in llm.embed(PROMPTS[::-1], use_tqdm=False)] == found[::-1]
+        short = llm.embed(PROMPTS[11], dimensions=16, use_tqdm=False)[0].values
+        with pytest.raises(InvalidRequest, match="dimensions is 17; this model is trained for 16"):
+            llm.embed(PROMPTS[11], dimensions=17, use_tqdm=False)
+    assert all(near(*each) for each in zip(found, [one.mean(0) for one in states], strict=True))
+    assert near(short, states[11].mean(0)[:16])
+    with LLM(str(mean), max_num_batched_tokens=16, max_num_seqs=8, **settings) as chunked:
+        assert [one.values for one in chunked.embed(PROMPTS, use_tqdm=False)] == found
+
+
+def test_scores_are_cosines(checkpoint: Path) -> None:
+    with LLM(str(checkpoint), pool_memory=str(POOL_MEMORY), threads=1) as llm:
+        one, same, other = llm.embed(["blocks", "blocks", "a table"], use_tqdm=False)
+        cosine = sum(a * b for a, b in zip(one.values, other.values, strict=True))
+        assert one == same
+        scores = llm.score("blocks", ["blocks", "a table"], use_tqdm=False)
+        assert scores == pytest.approx([1.0, cosine], abs=1e-6)
+        with pytest.raises(InvalidRequest, match="2 texts for 3 others"):
+            llm.score(["a", "b"], ["a", "b", "c"])
+
+
+def test_bad_input_is_refused(deployment: Deployment) -> None:
+    with Client(deployment.address) as client:
+        for prompt, dimensions, problem in (
+            ([], None, "the prompt is empty"),
+            ([10**6], None, "not in the vocabulary"),
+            ([1] * 5000, None, "maximum context length"),
+            ([1], 65, r"dimensions is 65, not in \[1, 64\]"),
+            ([1], 32, "trained for no fewer than 64"),
+        ):
+            with pytest.raises(InvalidRequest, match=problem):
+                client.embed(prompt, dimensions)
+        assert len(client.embed([1]).values) == 64
+
+
+async def test_a_killed_prefill_worker_changes_no_bit(checkpoint: Path, tmp_path: Path) -> None:
+    """100 embeddings, with one of two prefill workers killed among them."""
+    prompts = [[i % 200, *range(3, 200)] for i in range(100)]
+    with serving(checkpoint, tmp_path, "--prefill", "2", "--pool-memory", str(POOL_MEMORY)) as run:
+        async with AsyncClient(run.address) as client:
+            expected = [await client.embed(prompt) for prompt in prompts[:3]]
+            calls = [asyncio.create_task(client.embed(prompt)) for prompt in prompts]
+            await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+            os.kill(run.children("services.prefill")[0], signal.SIGKILL)
+            found = await asyncio.gather(*calls)
+            assert [one.values for one in found[:3]] == [one.values for one in expected]
+        async with AsyncClient(run.address, operations=run.operations) as client:
+            await quiet(client)
