@@ -45,7 +45,8 @@ def run(command: list[object], env: dict[str, str], cwd: Path, text: str = "") -
 CALLS = {
     "openai": (
         "openai_client.py",
-        "models; chat, completions, responses: whole, streamed, sync, async; errors with `param`",
+        "models, embeddings; chat, completions, responses: whole, streamed, sync, async; errors "
+        "with `param`",
     ),
     "langchain-openai": (
         "langchain_client.py",

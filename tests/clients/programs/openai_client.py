@@ -48,6 +48,8 @@ def sync() -> None:
         same("".join(p.choices[0].delta.content or "" for p in parts if p.choices))
         text = client.completions.create(model=model, prompt="A block", max_tokens=4, logprobs=2)
         assert len(text.choices[0].logprobs.tokens) == 4
+        vectors = client.embeddings.create(model=model, input=["A block", "a table"]).data
+        assert [round(sum(x * x for x in one.embedding), 4) for one in vectors] == [1.0, 1.0]
         same(client.responses.create(**response).output_text)
         with client.responses.stream(**response) as stream:
             same(stream.get_final_response().output_text)
