@@ -67,10 +67,10 @@ class Row:
     stored (slot -1): they are in adopted blocks. `draws` is empty if the row ends before its
     sequence does. It has several draws, equal but for the index, if several sequences of a group
     begin with these tokens. `scoring` is None if the request asks for no prompt logprobs.
+    `drawn_by`: the index of a row in the step launched before. That row draws this row's one token,
+    and is not retired yet; `token_ids` has `UNKNOWN_TOKEN` instead. None: all tokens are known.
     `num_states`: of how many of its last tokens the final states are wanted as they are; such a row
-    neither draws nor scores. `drawn_by`: the index of a row in the step launched before. That row
-    draws this row's one token, and is not retired yet; `token_ids` has `UNKNOWN_TOKEN` instead.
-    None: all tokens are known.
+    neither draws nor scores.
     """
 
     token_ids: Sequence[int]
@@ -79,8 +79,8 @@ class Row:
     store_from: int = 0
     draws: tuple[Draw, ...] = ()
     scoring: Scoring | None = None
-    num_states: int = 0
     drawn_by: int | None = None
+    num_states: int = 0
 
 
 @dataclass(frozen=True, slots=True)

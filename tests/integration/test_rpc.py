@@ -34,6 +34,9 @@ class Inference(inference_pb2_grpc.InferenceServicer):
             raise self.error
         return inference_pb2.ListModelsResponse(models=[inference_pb2.Model(id="tiny")])
 
+    async def Embed(self, request: Any, context: Any) -> inference_pb2.EmbedResponse:
+        raise NotImplementedError
+
     async def Generate(
         self, request: Any, context: Any
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:

@@ -50,6 +50,12 @@ class FakeGateway(InferenceServicer, BlockManagerServicer, SupervisorServicer):
         if self.endless:
             self.cancelled.wait(timeout=20)
 
+    def Embed(self, request: inference.EmbedRequest, context: Any) -> inference.EmbedResponse:
+        self.requests.append(request)
+        self._refuse(context)
+        usage = inference.Usage(num_prompt_tokens=3)
+        return inference.EmbedResponse(embedding=(0.5, -0.5), usage=usage)
+
     def ListModels(self, _request: Any, context: Any) -> inference.ListModelsResponse:
         self._refuse(context)
         return inference.ListModelsResponse(models=self.models)

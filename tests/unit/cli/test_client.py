@@ -37,6 +37,19 @@ async def test_the_async_client_gets_the_same(hello: Any) -> None:
         assert (await client.complete("Hi")).text == "Hello, world"
 
 
+async def test_both_clients_embed(hello: Any) -> None:
+    with Client(hello.address) as client:
+        found = client.embed("Hi", 2, model="m")
+        with pytest.raises(quire.InvalidRequest, match="cannot be sent"):
+            client.embed([-1])
+    async with AsyncClient(hello.address) as client:
+        assert await client.embed([1, 2]) == found
+    assert (found.values, found.num_prompt_tokens) == ((0.5, -0.5), 3)
+    text, token_ids = hello.requests[-2:]
+    assert (text.text, text.dimensions, text.model) == ("Hi", 2, "m")
+    assert (list(token_ids.token_ids.ids), token_ids.HasField("dimensions")) == ([1, 2], False)
+
+
 def test_a_stream_that_is_cut_short_is_an_error(hello: Any) -> None:
     del hello.responses[-1]
     with Client(hello.address) as client, pytest.raises(quire.ServerError):

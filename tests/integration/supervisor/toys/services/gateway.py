@@ -33,6 +33,9 @@ class Gateway(InferenceServicer, BlockManagerServicer):
     def Generate(self, _request: Any, _context: Any) -> Any:
         raise NotImplementedError
 
+    def Embed(self, _request: Any, _context: Any) -> Any:
+        raise NotImplementedError
+
     def ListHolders(self, _request: Any, _context: Any) -> Any:
         raise NotImplementedError
 
