@@ -7,13 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 
-from llguidance import LLMatcher
-
-from services.common.structured.grammar import Grammar, compile_structure
+from services.common.structured.grammar import Compiled, Grammar, compile_structure
 from services.common.structured.structure import Structure
 from services.common.structured.vocabulary import Vocabulary
 
-_MOST_GRAMMARS = 64
+_MOST_GRAMMARS = 32
 
 
 class Grammars:
@@ -30,7 +28,7 @@ class Grammars:
     def get(self, structure: Structure) -> Grammar:
         """The structure's grammar, which may still be being compiled."""
         grammar = self._recent.get(structure)
-        if grammar is None:
+        if grammar is None or grammar.is_worn:
             compiled = self._thread.submit(self._compile, structure)
             grammar = self._recent[structure] = Grammar(compiled, self._vocab_size)
             while len(self._recent) > _MOST_GRAMMARS:
@@ -59,7 +57,7 @@ class Grammars:
         loop = asyncio.get_running_loop()
         grammar.compiled.add_done_callback(lambda _: loop.call_soon_threadsafe(done))
 
-    def _compile(self, structure: Structure) -> LLMatcher:
+    def _compile(self, structure: Structure) -> Compiled:
         return compile_structure(structure, self._vocabulary)
 
     @cached_property

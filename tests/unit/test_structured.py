@@ -1,6 +1,7 @@
 """Grammars as masks: which tokens may follow some text, as a function of that text alone."""
 
 import json
+import random
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -8,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from llguidance import LLMatcher
+from llguidance import LLParserLimits
 
 from bench.make_checkpoint import CheckpointSpec, make_checkpoint
 from services.common.errors import InvalidRequest
-from services.common.structured.grammar import Grammar, GrammarFault, compile_structure
+from services.common.structured.grammar import Compiled, Grammar, GrammarFault, compile_structure
 from services.common.structured.structure import Structure, StructureKind
 from services.common.structured.vocabulary import Vocabulary
 from services.common.text.tokenizer import Tokenizer
@@ -34,7 +35,7 @@ def vocabulary(tokenizer: Tokenizer) -> Vocabulary:
 
 
 def grammar(vocabulary: Vocabulary, kind: str, text: str) -> Grammar:
-    compiled: Future[LLMatcher] = Future()
+    compiled: Future[Compiled] = Future()
     compiled.set_result(compile_structure(Structure(StructureKind(kind), text), vocabulary))
     return Grammar(compiled, VOCAB_SIZE)
 
@@ -76,6 +77,8 @@ OBJECT = json.dumps(
         ("json", OBJECT, ['{"a": 1}', '{"a":-20}', '{\n"a": 0}'], ['{"a": 1.5}', "{}", "[1]"]),
         ("json", "", ["{}", '{"x": [1, null]}'], ["[]", "1", ""]),
         ("json", "true", ["{}", "1", "[]"], ["", "x"]),
+        ("json", '{"const": [1]}', ["[1]", "[\n  1\n]", "[ 1]"], ["[\n\n1]", "[     1]", " [1]"]),
+        ("json", '{"const": [1], "x-guidance": {"whitespace_flexible": false}}', ["[1]"], ["[ 1]"]),
         ("regex", r"[ab]+\d", ["a1", "bb2"], ["a", "1", "a12"]),
         ("choice", '["yes", "no", "né\\n"]', ["yes", "no", "né\n"], ["ye", "noo", ""]),
         ("grammar", 'start: "x" (start)? "y"', ["xy", "xxyy"], ["x", "xyy"]),
@@ -229,6 +232,28 @@ def test_tokens_that_do_not_follow_the_grammar_are_a_fault(
     walk = grammar(vocabulary, "json", OBJECT).walk()
     with pytest.raises(GrammarFault, match="grammar"):
         walk.mask_after(tokenizer.encode("no object"))
+
+
+def test_a_lexer_that_has_learnt_too_much_is_replaced(
+    vocabulary: Vocabulary, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its states are those of all texts of a grammar together; no text may suffer from the others,
+    nor change its masks."""
+    module, regex = "services.common.structured.grammar", r".*a.{60}"
+    wanted = grammar(vocabulary, "regex", regex)
+    limits = LLParserLimits(max_lexer_states=150, verbose_errors=False)
+    monkeypatch.setattr(f"{module}._LIMITS", limits)
+    form, chance = grammar(vocabulary, "regex", regex), random.Random(3)
+    for _ in range(20):
+        walk, expected, tokens = form.walk(), wanted.walk(), list[int]()
+        for _ in range(12):
+            may_come = allowed(walk.mask_after(tokens))
+            assert may_come == allowed(expected.mask_after(tokens))
+            tokens.append(chance.choice([token for token in may_come if token != EOS]))
+    assert form.is_worn
+    monkeypatch.setattr(f"{module}._QUICK_S", 0.0)  # no time for another
+    with pytest.raises(GrammarFault, match="too many states"):
+        form.walk().mask_after(tokens)
 
 
 def test_special_tokens_and_ids_without_a_token_are_never_text(

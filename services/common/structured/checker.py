@@ -4,7 +4,7 @@ system. One that crashes it, or is beyond a limit, ends this process and nothing
     python -m services.common.structured.checker MODEL_DIRECTORY VOCAB_SIZE EOS_TOKEN_ID...
 
 It reads a structure from each line of its input, and writes a line for each: `null`, or the
-problem. It ends with its input.
+problem. A `null` before them says that it is ready. It ends with its input.
 """
 
 import json
@@ -18,16 +18,18 @@ from services.common.structured.structure import Structure, StructureKind
 from services.common.structured.vocabulary import Vocabulary
 
 CPU_LIMIT_S = 2
-MEMORY_LIMIT_BYTES = 1 << 30
+MEMORY_LIMIT_BYTES = 1 << 27
+"""For one structure, beside what the process has already."""
 
 
 def main() -> None:
     directory, vocab_size, *eos_token_ids = sys.argv[1:]
     vocabulary = Vocabulary.load(Path(directory), int(vocab_size), list(map(int, eos_token_ids)))
-    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    print("null", flush=True)
     for line in sys.stdin:
         _limit_cpu()
+        _limit_memory()
         kind, text = json.loads(line)
         problem = None
         try:
@@ -42,6 +44,14 @@ def _limit_cpu() -> None:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     used = int(usage.ru_utime + usage.ru_stime)
     resource.setrlimit(resource.RLIMIT_CPU, (used + 1 + CPU_LIMIT_S, resource.RLIM_INFINITY))
+
+
+def _limit_memory() -> None:
+    """An allocation beyond the limit fails, which ends this process."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    (used_kb,) = (int(line.split()[1]) for line in status if line.startswith("VmData:"))
+    limit = used_kb * 1024 + MEMORY_LIMIT_BYTES
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
 
 
 if __name__ == "__main__":

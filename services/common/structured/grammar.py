@@ -1,7 +1,9 @@
 """Compiled grammars: which tokens may follow some text."""
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits
@@ -22,8 +24,8 @@ _LIMITS = LLParserLimits(
     step_max_items=50_000,
     verbose_errors=False,
 )
-
-
+_QUICK_S = 0.02
+"""A grammar that compiles in this time may do so beside a step."""
 _MOST_CHARS = 400
 """Of an error, which may quote much of its grammar."""
 
@@ -33,16 +35,41 @@ class GrammarFault(Exception):
     before does not follow it."""
 
 
-def compile_structure(structure: Structure, vocabulary: Vocabulary) -> LLMatcher:
-    """Compiles a structure, in bounded time and memory. Releases the interpreter's lock. Raises
-    InvalidRequest if it is wrong or too complex."""
+@dataclass(slots=True)
+class Compiled:
+    """A compiled structure. Copies of its matcher share what their lexer learns: its states, of
+    which there are at most `max_lexer_states` for all texts together. `is_worn`: a text has needed
+    more, so later requests should have the structure compiled again."""
+
+    structure: Structure
+    vocabulary: Vocabulary
+    matcher: LLMatcher
+    seconds: float
+    is_worn: bool = False
+
+    def again(self, failed: LLMatcher) -> LLMatcher:
+        """A matcher that shares nothing with `failed`. GrammarFault: that would not help, or takes
+        too long beside a step."""
+        if "lexer" not in failed.get_error():
+            raise GrammarFault(_problem(failed))
+        self.is_worn = True
+        if self.seconds > _QUICK_S:
+            raise GrammarFault(_problem(failed))
+        return compile_structure(self.structure, self.vocabulary).matcher
+
+
+def compile_structure(structure: Structure, vocabulary: Vocabulary) -> Compiled:
+    """Compiles a structure, within limits that keep most of them cheap; `checker` has limits for
+    the rest. Releases the interpreter's lock. Raises InvalidRequest if it is wrong or too complex.
+    """
+    began = time.perf_counter()
     grammar = grammar_of(structure, vocabulary.special)
     matcher = LLMatcher(vocabulary.tokens, grammar, log_level=0, limits=_LIMITS)
     matcher.compute_bitmask()  # the lexer finds out only now what the start costs
     if matcher.is_error():
         kind = structure.kind.value
         raise InvalidRequest(f"structured output: {kind} cannot be compiled: {_problem(matcher)}")
-    return matcher
+    return Compiled(structure, vocabulary, matcher, time.perf_counter() - began)
 
 
 def _problem(matcher: LLMatcher) -> str:
@@ -56,9 +83,14 @@ def _problem(matcher: LLMatcher) -> str:
 class Grammar:
     """A structure's grammar for a vocabulary. `compiled` is done before a walk is used."""
 
-    def __init__(self, compiled: "Future[LLMatcher]", vocab_size: int) -> None:
+    def __init__(self, compiled: "Future[Compiled]", vocab_size: int) -> None:
         self.compiled = compiled
         self.num_words = -(-vocab_size // 32)
+
+    @property
+    def is_worn(self) -> bool:
+        compiled = self.compiled
+        return compiled.done() and compiled.exception() is None and compiled.result().is_worn
 
     def walk(self) -> "GrammarWalk":
         return GrammarWalk(self)
@@ -70,24 +102,29 @@ class GrammarWalk:
 
     def __init__(self, grammar: Grammar) -> None:
         self._grammar = grammar
-        self._num_words = grammar.num_words
         self._matcher: LLMatcher | None = None
         self._walked: list[int] = []
 
     def mask_after(self, tokens: Sequence[int]) -> Mask:
         """The tokens that may follow `tokens`, which begin the text. Raises GrammarFault."""
+        compiled = self._grammar.compiled.result()
         if self._matcher is None:
-            self._matcher = self._grammar.compiled.result().deep_copy()
-        matcher, walked = self._matcher, self._walked
-        num_same = len(walked)
-        if tokens[:num_same] != walked:
-            pairs = enumerate(zip(tokens, walked, strict=False))
-            num_same = next((i for i, (a, b) in pairs if a != b), min(len(tokens), num_same))
-            matcher.rollback(len(walked) - num_same)
-        matcher.consume_tokens(list(tokens[num_same:]))
-        self._walked = list(tokens)
-        mask = np.empty(self._num_words, np.int32)
-        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        if matcher.is_error():
-            raise GrammarFault(_problem(matcher))
+            self._matcher = compiled.matcher.deep_copy()
+        mask = np.empty(self._grammar.num_words, np.int32)
+        self._fill(self._matcher, list(tokens), mask)
+        if self._matcher.is_error():
+            self._matcher, self._walked = compiled.again(self._matcher), []
+            self._fill(self._matcher, list(tokens), mask)
+            if self._matcher.is_error():
+                raise GrammarFault(_problem(self._matcher))
         return mask
+
+    def _fill(self, matcher: LLMatcher, tokens: list[int], mask: Mask) -> None:
+        num_same = len(self._walked)
+        if tokens[:num_same] != self._walked:
+            pairs = enumerate(zip(tokens, self._walked, strict=False))
+            num_same = next((i for i, (a, b) in pairs if a != b), min(len(tokens), num_same))
+            matcher.rollback(len(self._walked) - num_same)
+        matcher.consume_tokens(tokens[num_same:])
+        self._walked = tokens
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)

@@ -7,6 +7,7 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from services.common.errors import InvalidRequest
+from services.common.structured.json_schemas import with_options
 from services.common.structured.structural_tags import grammar_of_tags
 from services.common.structured.structure import Structure, StructureKind
 
@@ -32,7 +33,7 @@ def _json(text: str) -> str:
         schema = {}
     if not isinstance(schema, dict):
         raise ValueError("a JSON schema is an object")
-    return LLMatcher.grammar_from_json_schema(schema)
+    return LLMatcher.grammar_from_json_schema(json.dumps(with_options(schema)))
 
 
 def _choice(text: str) -> str:

@@ -19,6 +19,8 @@ from typing import Any
 
 from llguidance.gbnf_to_lark import any_to_lark
 
+from services.common.structured.json_schemas import with_options
+
 Format = Mapping[str, Any]
 
 _FIELDS = {
@@ -86,8 +88,10 @@ class _Rules:
         match form:
             case {"type": "const_string", "value": str(value)}:
                 return self._rule(self._literal(value))
-            case {"type": "json_schema", "json_schema": dict() | bool() as schema}:
-                return self._name({"json_schema": {} if schema is True else schema})
+            case {"type": "json_schema", "json_schema": True}:
+                return self._name({"json_schema": with_options({})})
+            case {"type": "json_schema", "json_schema": dict() as schema}:
+                return self._name({"json_schema": with_options(schema)})
             case {"type": "regex", "pattern": str(pattern)}:
                 escaped = re.sub(r"\\.|/", lambda m: r"\/" if m[0] == "/" else m[0], pattern)
                 return self._name({"lark_grammar": "start: /" + escaped.replace("\n", r"\n") + "/"})

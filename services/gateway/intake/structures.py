@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from select import POLLIN, poll
 
-from services.common.errors import Overloaded
+from services.common.errors import Overloaded, StartupError
 from services.common.structured.checker import CPU_LIMIT_S, MEMORY_LIMIT_BYTES
 from services.common.structured.structure import MAX_STRUCTURE_BYTES, Structure
 from services.gateway.frontend.api import RequestedSampling
@@ -78,13 +78,10 @@ class StructureChecker:
             self._child = self._start()
         child = self._child
         assert child.stdin is not None
-        assert child.stdout is not None
         try:
             child.stdin.write(json.dumps([structure.kind.value, structure.text]).encode() + b"\n")
             child.stdin.flush()
-            answered = poll()
-            answered.register(child.stdout, POLLIN)
-            line = child.stdout.readline() if answered.poll(_WALL_LIMIT_S * 1000) else b""
+            line = _line_of(child)
         except BrokenPipeError:
             line = b""
         if line:
@@ -93,8 +90,9 @@ class StructureChecker:
         _end(child)
         self._child = None
         return (
-            f"structured output: this {structure.kind.value} takes more than {CPU_LIMIT_S} s or "
-            f"{MEMORY_LIMIT_BYTES >> 20} MiB to compile"
+            f"structured output: this {structure.kind.value} is too large, too deep or too complex:"
+            f" it cannot be compiled with {CPU_LIMIT_S} s of CPU time and "
+            f"{MEMORY_LIMIT_BYTES >> 20} MiB"
         )
 
     def _start(self) -> "subprocess.Popen[bytes]":
@@ -102,9 +100,20 @@ class StructureChecker:
             [sys.executable, "-m", _MODULE, *self._arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,  # the backtraces of those that end beyond a limit
         )
         weakref.finalize(self, _end, child)
+        if not _line_of(child):
+            raise StartupError("the process that checks structured output does not start")
         return child
+
+
+def _line_of(child: "subprocess.Popen[bytes]") -> bytes:
+    """The next line; none if the child has ended, or does not answer."""
+    assert child.stdout is not None
+    answered = poll()
+    answered.register(child.stdout, POLLIN)
+    return child.stdout.readline() if answered.poll(_WALL_LIMIT_S * 1000) else b""
 
 
 def _end(child: "subprocess.Popen[bytes]") -> None:

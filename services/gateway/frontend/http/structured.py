@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from services.common.structured.json_schemas import OPTIONS
 from services.common.structured.structure import Structure, StructureKind
 from services.gateway.frontend.http.fields import Body
 
@@ -127,6 +128,6 @@ class StructuredOutputsBody(Body):
             schema = json.loads(schema) if isinstance(schema, str) else schema
             if not isinstance(schema, dict):
                 raise ValueError("a JSON schema is an object")
-            schema = {**schema, "x-guidance": self._options}
+            schema = {**schema, OPTIONS: self._options}
         text = schema if isinstance(schema, str) else json.dumps(schema)
         return Structure(StructureKind.JSON, text)

@@ -1,0 +1,242 @@
+"""Structured output through real processes: every text that ends has its form, whatever happens to
+the workers, and a form that costs too much disturbs nobody."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+
+from quire import InvalidRequest, StructuredOutput
+from quire.async_client import AsyncClient
+from quire.types import Sampling
+
+from .decoders import decoders, figures
+from .deployment import Deployment, serving
+
+LIMIT_S = 90.0
+PROMPT = [300, 280, 310, 299]
+NUM = 4
+NUMBERS = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "numbers": {
+            "type": "array",
+            "items": {"type": "integer", "minimum": 100_000, "maximum": 999_999},
+            "minItems": 60,
+            "maxItems": 70,
+        },
+    },
+    "required": ["name", "numbers"],
+    "additionalProperties": False,
+}
+HOSTILE = {
+    "a prime number": StructuredOutput(json={"type": "integer", "multipleOf": 999_983}),
+    "rules of rules": StructuredOutput(
+        grammar="start: a0\na3000: /x/\n"
+        + "".join(f"a{i}: a{i + 1} a{i + 1} a{i + 1}\n" for i in range(3000))
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def deployment(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    folder = tmp_path_factory.mktemp("run")
+    options = ("--decode", "2", "--pool-memory", "64MiB")
+    with serving(checkpoint, folder, *options) as running:
+        yield running
+
+
+@pytest.fixture
+async def two_decoders(client: AsyncClient) -> AsyncIterator[None]:
+    async with asyncio.timeout(LIMIT_S):
+        while [worker.state for worker in await decoders(client)] != ["serving"] * 2:
+            await client.scale(num_decode=2)
+            await asyncio.sleep(0.05)
+    yield
+    async with asyncio.timeout(LIMIT_S):
+        while any(pool.num_held for pool in await client.pools()):
+            await asyncio.sleep(0.05)
+    assert not any(audit.violations for audit in await client.audit())
+
+
+def numbers(**changes: Any) -> Sampling:
+    """Of objects of some 700 tokens."""
+    form = StructuredOutput(json=NUMBERS)
+    fields: dict[str, Any] = {"temperature": 1.0, "seed": 7, "max_tokens": 4000, "n": NUM}
+    return Sampling(structured_outputs=form, **(fields | changes))
+
+
+class Stream:
+    """An answer that is streamed, whole or in part."""
+
+    def __init__(self, client: AsyncClient, sampling: Sampling) -> None:
+        self.tokens: list[list[int]] = [[] for _ in range(sampling.n)]
+        self.texts = [""] * sampling.n
+        self.reading = asyncio.create_task(self._read(client, sampling))
+
+    async def _read(self, client: AsyncClient, sampling: Sampling) -> None:
+        async for delta in client.generate(PROMPT, sampling, timeout_s=LIMIT_S):
+            self.tokens[delta.index] += delta.token_ids
+            self.texts[delta.index] += delta.text
+        for text in self.texts:
+            jsonschema.validate(json.loads(text), NUMBERS)
+
+    async def is_in_mid_object(self) -> None:
+        while min(map(len, self.tokens)) < 100:
+            assert not self.reading.done()
+            await asyncio.sleep(0.005)
+
+
+async def test_a_killed_decode_worker_in_mid_object_changes_no_token(
+    deployment: Deployment, client: AsyncClient, two_decoders: None
+) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        undisturbed = Stream(client, numbers())
+        await undisturbed.reading
+        streams = [Stream(client, numbers()) for _ in range(2)]  # one at each decode worker
+        for stream in streams:
+            await stream.is_in_mid_object()
+        os.kill(deployment.running("services.decode")[0], signal.SIGKILL)
+        await asyncio.gather(*(stream.reading for stream in streams))
+    assert [stream.tokens for stream in streams] == [undisturbed.tokens] * 2
+    assert len(set(map(tuple, undisturbed.tokens))) == NUM
+
+
+async def test_a_move_in_mid_object_changes_no_token(
+    deployment: Deployment, client: AsyncClient, two_decoders: None
+) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        (num_moves,) = await figures(deployment, "num_moves")
+        undisturbed = Stream(client, numbers(seed=8))
+        await undisturbed.reading
+        streams = [Stream(client, numbers(seed=8)) for _ in range(2)]
+        for stream in streams:
+            await stream.is_in_mid_object()
+        await client.drain((await decoders(client))[0].worker_id)
+        await asyncio.gather(*(stream.reading for stream in streams))
+    assert [stream.tokens for stream in streams] == [undisturbed.tokens] * 2
+    assert await figures(deployment, "num_moves") == [num_moves + 1]
+
+
+async def test_forms_compose_with_other_parameters(client: AsyncClient, two_decoders: None) -> None:
+    sampling = numbers(
+        logprobs=3,
+        min_tokens=50,
+        bad_words=("7", "88"),
+        logit_bias={ord("3"): -100.0},
+        presence_penalty=0.5,
+        repetition_penalty=1.1,
+        stop=("no such text",),
+        top_p=0.9,
+    )
+    completion = await client.complete(PROMPT, sampling, timeout_s=LIMIT_S)
+    for choice in completion.choices:
+        assert choice.finish_reason == "stop"
+        jsonschema.validate(json.loads(choice.text), NUMBERS)
+        assert "7" not in choice.text
+        assert [one.chosen.token_id for one in choice.logprobs] == list(choice.token_ids)
+        assert all(len(one.top) == 3 for one in choice.logprobs)
+
+
+async def test_min_tokens_and_bad_words_give_way_to_the_form(
+    client: AsyncClient, two_decoders: None
+) -> None:
+    form = StructuredOutput(choice=["yes", "no"])
+    sampling = Sampling(
+        temperature=1.0, seed=1, max_tokens=20, min_tokens=15, bad_words=("y", "n"), n=8,
+        structured_outputs=form,
+    )  # fmt: skip
+    completion = await client.complete(PROMPT, sampling, timeout_s=LIMIT_S)
+    assert {choice.text for choice in completion.choices} <= {"yes", "no"}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "pattern"),
+    [
+        ("chat", {"response_format": {"type": "json_object"}}, r"\{.*"),
+        (
+            "chat",
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "strict": True, "schema": {"const": {"a": 1}}},
+                }
+            },
+            r'\{\s*"a"\s*:\s*1\s*\}',
+        ),
+        ("completions", {"structured_outputs": {"choice": ["yes", "no"]}}, "yes|no"),
+        (
+            "completions",
+            {"structured_outputs": {"regex": "[a-c]{3}-[0-9]{2}"}},
+            "[a-c]{3}-[0-9]{2}",
+        ),
+        ("chat", {"structured_outputs": {"grammar": 'root ::= "a" | "b" root'}}, "b*a"),
+        (
+            "chat",
+            {"structured_outputs": {"json": {"const": [1, 2]}, "disable_any_whitespace": True}},
+            re.escape("[1,2]"),
+        ),
+        (
+            "chat",
+            {
+                "response_format": {
+                    "type": "structural_tag",
+                    "format": {
+                        "type": "tag",
+                        "begin": "<f>",
+                        "content": {"type": "json_schema", "json_schema": {"enum": [1, 2]}},
+                        "end": "</f>",
+                    },
+                }
+            },
+            "<f>[12]</f>",
+        ),
+        ("responses", {"text": {"format": {"type": "json_object"}}}, r"\{.*"),
+        (
+            "responses",
+            {"text": {"format": {"type": "json_schema", "name": "n", "schema": {"const": "x"}}}},
+            '"x"',
+        ),
+    ],
+)
+async def test_forms_over_http(
+    deployment: Deployment, two_decoders: None, path: str, fields: dict[str, Any], pattern: str
+) -> None:
+    said: dict[str, Any] = {"input": "hi", "max_output_tokens": 100}
+    if path == "chat":
+        said = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 100}
+    elif path == "completions":
+        said = {"prompt": "hi", "max_tokens": 100}
+    url = f"{deployment.http}/v1/{path.replace('chat', 'chat/completions')}"
+    async with httpx.AsyncClient(timeout=LIMIT_S) as http:
+        answer = (await http.post(url, json={**said, **fields, "seed": 3})).json()
+    if path == "responses":
+        text = answer["output"][0]["content"][0]["text"]
+    else:
+        (choice,) = answer["choices"]
+        text = choice["message"]["content"] if path == "chat" else choice["text"]
+    assert re.fullmatch(pattern, text, re.DOTALL), text
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+async def test_a_hostile_form_is_refused_and_disturbs_nobody(
+    deployment: Deployment, client: AsyncClient, two_decoders: None, name: str
+) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        stream = Stream(client, numbers())
+        await stream.is_in_mid_object()
+        asked = Sampling(structured_outputs=HOSTILE[name], max_tokens=5)
+        with pytest.raises(InvalidRequest, match="is too large, too deep or too complex"):
+            await client.complete(PROMPT, asked, timeout_s=LIMIT_S)
+        await stream.reading
+        good = Sampling(structured_outputs=StructuredOutput(regex=f"after {name}"), max_tokens=50)
+        assert (await client.complete(PROMPT, good, timeout_s=LIMIT_S)).text == f"after {name}"
