@@ -4,12 +4,14 @@
     python -m bench.engine prefill --model DIR --tokens 512 2048
     python -m bench.engine kernels --model DIR --rows 1 8 16 512
     python -m bench.engine sampling --model DIR --streams 16
+    python -m bench.engine structured --model DIR --streams 16
 
 Decode: every stream has a prompt of its own in the arena; one step a token for all. Prefill: one
 prompt in chunks of --chunk tokens. Tokens per second are medians of --rounds, with the lowest and
 the highest. Beside them: the bytes that a step of decode or a prompt has to read, and its barriers.
 Kernels: the model's linears, and attention of one layer of all layers' memory.
-Sampling: what choosing tokens costs of a decode step, by what is asked for.
+Sampling: what choosing tokens costs of a decode step, by what is asked for. Structured: a decode
+step with structured output beside the same without.
 
 --floor measures after each figure what the machine can do (`bench.floors`), and says what share of
 it was reached; for kernels always. Not for fp32.
@@ -33,6 +35,7 @@ import kvops
 from bench import floors
 from bench.engine_kernels import kernels
 from bench.engine_sampling import Rows, sampling
+from bench.engine_structured import StructuredRows, structured
 from kvops import int8_kv
 from kvops.native import Lane, NativeCpu
 from services.engine.batch import Draw, Row, RowResult
@@ -206,6 +209,9 @@ def parser() -> argparse.ArgumentParser:
     four = commands.add_parser("sampling", parents=[common])
     four.add_argument("--streams", type=int, nargs="+", default=[16])
     four.add_argument("--context", type=int, default=256, help="tokens of a row, half generated")
+    five = commands.add_parser("structured", parents=[common])
+    five.add_argument("--streams", type=int, nargs="+", default=[16])
+    five.add_argument("--context", type=int, default=256, help="tokens of a row")
     return parser
 
 
@@ -255,6 +261,14 @@ def main() -> None:
             rows = Rows(model, bench.runner, bench.table, streams, args.context)
             for figure in sampling(rows, rounds=10 * args.rounds):
                 print(figure, flush=True)
+        return
+    if args.command == "structured":
+        for streams in args.streams:
+            bench = Bench(model, streams, args.context, args.kv_dtype == "int8")
+            shape = streams, args.context
+            texts = StructuredRows(model, bench.runner, Path(args.model), bench.table, *shape)
+            for ratio in structured(texts, rounds=10 * args.rounds):
+                print(ratio, flush=True)
         return
     for result, work, tokens in results(args, model, native):
         result = replace(result, read_bytes=work.num_bytes)

@@ -42,8 +42,8 @@ Compile = Callable[[str], Callable[[], Matcher]]
 def _tokens(path: Path) -> list[bytes]:
     tokens = [b""] * VOCAB_SIZE
     for line in path.read_bytes().splitlines():
-        text, token_id = line.split()
-        tokens[int(token_id)] = base64.b64decode(text)
+        text, number = line.split()
+        tokens[int(number)] = base64.b64decode(text)
     for token_id, name in _SPECIAL.items():
         tokens[token_id] = name
     return tokens
