@@ -27,8 +27,8 @@ from blockstore.records import Allocation
 from services.common.runtime.metrics import WorkerMetrics
 from services.engine.batch import Row
 from services.engine.runner import Runner
-from services.engine.sequences.block_keys import BlockKeys
 from services.prefill.config import PrefillSettings
+from services.protocol.block_keys import BlockKeys
 from services.protocol.ticket import SamplingParams, Ticket, TicketSequence
 from services.worker.loading import LoadedModel, load
 from services.worker.membership import Membership, join, join_swap_pool

@@ -120,6 +120,7 @@ _KINDS: dict[str, Callable[[str, Any], None]] = {
     "epoch": _check_number,
     "order": _check_number,
     "num_blocks": _check_number,
+    "lease_ms": _check_number,
     "block_ids": _check_block_ids,
     "hashes": _check_hashes,
     "blocks": _check_committed,

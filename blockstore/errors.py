@@ -11,6 +11,7 @@ BlockStoreError
     ├── Recovering        the ledger was lost, and its recovery is not over
     ├── GeometryMismatch  FingerprintMismatch
     ├── WorkerFenced      a fenced worker may only release
+    ├── LeaseHeld         a member on another host is reaped only when its lease has ended
     ├── WorkerNotEmpty    a worker that leaves still has holders or waits
     ├── OutOfBlocks       needed > available; after `allocate` the holder is a waiter
     ├── MustWait          an earlier request waits
@@ -78,6 +79,10 @@ class FingerprintMismatch(LedgerError):
 
 class WorkerFenced(LedgerError):
     code = "FENCED"
+
+
+class LeaseHeld(LedgerError):
+    code = "LEASED"
 
 
 class WorkerNotEmpty(LedgerError):

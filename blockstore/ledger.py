@@ -7,9 +7,11 @@ was (except for the waiter that a refused `allocate` leaves).
 """
 
 from collections.abc import Sequence
+from math import inf
 
 from blockstore.arguments import check, check_prefix, check_same_pool
 from blockstore.errors import (
+    LeaseHeld,
     NotHeld,
     OutOfBlocks,
     StaleHolder,
@@ -45,8 +47,8 @@ class Ledger(LedgerState):
 
     # Workers
 
-    def register_worker(self, spec: PoolSpec, worker_id: str) -> None:
-        check(spec=spec, worker_id=worker_id)
+    def register_worker(self, spec: PoolSpec, worker_id: str, lease_ms: int = 0) -> None:
+        check(spec=spec, worker_id=worker_id, lease_ms=lease_ms)
         if self.reaped.epoch(worker_id) is not None:
             raise UnknownWorker(f"worker {worker_id} was reaped; names are never reused")
         if self.workers.get(worker_id):
@@ -54,6 +56,8 @@ class Ledger(LedgerState):
         check_same_pool(self.spec, spec, worker_id)
         self.workers[worker_id] = False
         self.rebuilding.missing.discard(worker_id)
+        if lease_ms:
+            self.leases[worker_id] = self.clock() + lease_ms / 1000
 
     def fence(self, worker_id: str) -> None:
         self._require_known(worker_id)
@@ -70,6 +74,7 @@ class Ledger(LedgerState):
         if num_held or num_waiting:
             raise WorkerNotEmpty(f"{worker_id} has {num_held} holders and {num_waiting} waiters")
         self.workers.pop(worker_id, None)
+        self.leases.pop(worker_id, None)
         self.rebuilding.missing.discard(worker_id)
 
     def heartbeat(self, worker_id: str) -> Heartbeat:
@@ -79,6 +84,9 @@ class Ledger(LedgerState):
 
     def reap(self, worker_id: str) -> int:
         check(worker_id=worker_id)
+        if (left_s := self.leases.get(worker_id, -inf) - self.clock()) > 0:
+            raise LeaseHeld(f"{worker_id} may hold blocks for {left_s * 1e3:.0f} ms")
+        self.leases.pop(worker_id, None)
         dead = self.holders.of(worker_id)
         for holder in reversed(dead):
             self._end(holder)

@@ -14,8 +14,8 @@ from blockstore.waiters import Waiter, Waiters
 class LedgerState:
     """Holders, blocks, prefix index and waiters of one pool.
 
-    `clock` returns seconds from any start; only the age of tombstones depends on it. `missing`: the
-    workers of a pool whose ledger was lost; None: the pool is new.
+    `clock` returns seconds from any start; only the age of tombstones and the end of leases depend
+    on it. `missing`: the workers of a pool whose ledger was lost; None: the pool is new.
     """
 
     def __init__(
@@ -30,6 +30,8 @@ class LedgerState:
         self.rebuilding = Rebuilding(missing or (), is_over=missing is None)
         self.blocks = Blocks(spec.num_blocks)
         self.workers = dict.fromkeys(missing or (), False)  # worker -> fenced
+        self.leases: dict[str, float] = {}  # member on another host -> end of its lease
+        self.clock = clock
         self.holders = Holders()
         self.waiters = Waiters()
         self.demands: set[str] = set()  # holders to preempt

@@ -33,7 +33,7 @@ from blockstore.store import MarkOwned, Recovery
 
 class MemoryStore:
     """Keeps all pools of one process. `clock` returns seconds from any start; only the age of
-    tombstones depends on it."""
+    tombstones and the end of leases depend on it."""
 
     def __init__(
         self,
@@ -66,8 +66,9 @@ class MemoryStore:
         worker_id: str,
         recovery: Recovery | None = None,
         mark_owned: MarkOwned | None = None,
+        lease_ms: int = 0,
     ) -> None:
-        self.ledger(spec.pool_id).register_worker(spec, worker_id)
+        self.ledger(spec.pool_id).register_worker(spec, worker_id, lease_ms)
         if mark_owned is not None:
             self._mark_owned[spec.pool_id, worker_id] = mark_owned
 

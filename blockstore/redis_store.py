@@ -89,10 +89,11 @@ class RedisStore(RedisCalls):
         worker_id: str,
         recovery: Recovery | None = None,
         mark_owned: MarkOwned | None = None,
+        lease_ms: int = 0,
     ) -> None:
         run_id = await self._mutate(
             *("register_worker", spec.pool_id, worker_id, spec.fingerprint),
-            *(spec.num_blocks, spec.block_size, spec.block_bytes),
+            *(spec.num_blocks, spec.block_size, spec.block_bytes, lease_ms),
         )
         self._join(spec.pool_id, run_id)
         mirrors = self._link(spec.pool_id).mirrors

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-Role = Literal["gateway", "prefill", "decode", "block_manager"]
+Role = Literal["gateway", "prefill", "decode", "block_manager", "mover"]
 State = Literal["starting", "serving", "draining"]
 
 

@@ -74,7 +74,7 @@ TOMBSTONE_S = 600
 """How long the store remembers the ids of released holders and reaped workers, to refuse late
 calls."""
 
-FUNCTION_LIBRARY = "quire_v5"
+FUNCTION_LIBRARY = "quire_v6"
 """Name of the function library in the server, with its version; services compare it when they
 connect to each other."""
 
@@ -122,8 +122,12 @@ class BlockStore(Protocol):
         worker_id: str,
         recovery: Recovery | None = None,
         mark_owned: MarkOwned | None = None,
+        lease_ms: int = 0,
     ) -> None:
         """Join a pool; joining again is no error. A missing worker that joins holds nothing.
+
+        `lease_ms`: of a member on another host, which has no lock file here: nobody reaps it for
+        that long, by the server's clock. Joining again renews the lease. 0: no lease.
 
         With `recovery`, calls wait while the server has lost the pool, until the pool is rebuilt;
         without, they raise StoreLost from then on. `mark_owned` is called with the new (not cached)
@@ -266,7 +270,8 @@ class BlockStore(Protocol):
     async def reap(self, pool_id: str, worker_id: str) -> int:
         """Release everything that a dead worker held or waited for, the last holder in order first,
         remove the worker from the pool, and return the number of its holders. A worker that is not
-        on the pool is no error (0). In both cases the name can no longer join."""
+        on the pool is no error (0). In both cases the name can no longer join. LeaseHeld: it is on
+        another host, and its lease has not ended."""
 
     async def recover_pool(
         self, spec: PoolSpec, ledger_epoch: int, worker_ids: Sequence[str]

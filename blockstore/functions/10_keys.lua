@@ -21,6 +21,7 @@
 --   T:index                HASH  prefix hash -> block
 --   T:hashes               HASH  block -> its prefix hash; the inverse of T:index
 --   T:workers              HASH  worker -> 0, or 1 if it is fenced
+--   T:leases               HASH  a member on another host -> the end of its lease, in ms of TIME
 --   T:missing              SET   in a recovery: workers that have not reported yet
 --   T:holders:<worker>     ZSET  holder -> order
 --   T:waits:<worker>       SET   holders for which this worker waits
@@ -89,7 +90,7 @@ local function require_distinct(values)
   end
 end
 
--- Registers `body(tag, args)` as quire_v5_<name>; a refusal in it becomes an error reply.
+-- Registers `body(tag, args)` as quire_v6_<name>; a refusal in it becomes an error reply.
 local function define(name, flags, signature, body)
   local function call(keys, args)
     if #keys ~= 1 or not string.find(keys[1], '^{[^{}]+}$') then refuse('INVALID', 'keys') end
@@ -97,7 +98,7 @@ local function define(name, flags, signature, body)
     return body(keys[1], args)
   end
   redis.register_function({
-    function_name = 'quire_v5_' .. name,
+    function_name = 'quire_v6_' .. name,
     flags = flags,
     callback = function(keys, args)
       local done, reply = pcall(call, keys, args)

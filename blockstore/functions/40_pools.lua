@@ -3,8 +3,8 @@
 -- register_pool  model fingerprint num_blocks block_size block_bytes watermark run_id
 --                -> the run_id in the header. POOL_EXISTS: it has another spec
 -- drop_pool      -> 1 if keys are left: call again; else 0
--- register_worker  worker fingerprint num_blocks block_size block_bytes
---                -> the run_id in the header
+-- register_worker  worker fingerprint num_blocks block_size block_bytes lease_ms (0: no lease)
+--                -> the run_id in the header. Joining again renews the lease
 --                UNKNOWN_WORKER: the name was reaped. FENCED. GEOMETRY_MISMATCH.
 --                FINGERPRINT_MISMATCH
 -- fence          worker -> OK. UNKNOWN_WORKER. A missing worker gets a quarantine
@@ -12,11 +12,12 @@
 -- heartbeat      worker -> [fenced 0|1, demanded holder ...]. UNKNOWN_WORKER. RECOVERING: it is
 --                missing
 -- reap           worker -> [holders released by this call, 1 if holders are left: call again]
+--                LEASED: its lease has not ended
 
 local SPEC = { 'model', 'fingerprint', 'num_blocks', 'block_size', 'block_bytes', 'watermark' }
 local OTHER_KEYS = {
   'returned', 'cached', 'refs', 'index', 'hashes', 'workers', 'waiters', 'waiting', 'demands',
-  'tombs', 'graves', 'missing',
+  'tombs', 'graves', 'missing', 'leases',
 }
 local DROP_PAGE = 1000 -- holders
 local REAP_PAGE = 1024 -- references: a few milliseconds
@@ -69,7 +70,7 @@ local function require_same(code, worker, field, ours, theirs)
   if ours ~= theirs then refuse(code, field, 'is', ours, 'in the pool,', theirs, 'in', worker) end
 end
 
-local REGISTER_WORKER = { TEXT, TEXT, NUMBER, NUMBER, NUMBER }
+local REGISTER_WORKER = { TEXT, TEXT, NUMBER, NUMBER, NUMBER, NUMBER }
 
 define('register_worker', WRITES, REGISTER_WORKER, function(tag, args)
   local pool, worker = find_pool(tag), args[1]
@@ -85,6 +86,9 @@ define('register_worker', WRITES, REGISTER_WORKER, function(tag, args)
   require_same('FINGERPRINT_MISMATCH', worker, 'fingerprint', header[1], args[2])
   redis.call('HSET', tag .. ':workers', worker, 0)
   redis.call('SREM', tag .. ':missing', worker)
+  if args[6] ~= '0' then
+    redis.call('HSET', tag .. ':leases', worker, string.format('%d', now_ms() + args[6]))
+  end
   save(pool)
   return header[5]
 end)
@@ -112,6 +116,7 @@ define('leave', FREES, { TEXT }, function(tag, args)
     refuse('NOT_EMPTY', worker, 'has', num_holders, 'holders and', num_waits, 'waiters')
   end
   redis.call('HDEL', tag .. ':workers', worker)
+  redis.call('HDEL', tag .. ':leases', worker)
   redis.call('SREM', tag .. ':missing', worker)
   save(pool)
   return redis.status_reply('OK')
@@ -128,6 +133,9 @@ end)
 define('reap', FREES, { TEXT }, function(tag, args)
   local pool, worker = find_pool(tag), args[1]
   local key, num_references, num_holders = tag .. ':holders:' .. worker, 0, 0
+  local left_ms = (redis.call('HGET', tag .. ':leases', worker) or 0) - now_ms()
+  if left_ms > 0 then refuse('LEASED', worker, 'may hold blocks for', left_ms, 'ms') end
+  redis.call('HDEL', tag .. ':leases', worker)
   bury(pool, 'w:' .. worker, 0)
   end_waits_of(pool, worker)
   local last = redis.call('ZREVRANGE', key, 0, 0)[1]

@@ -294,6 +294,18 @@ class ServeOptions:
         str | None,
         _network(metavar="URL", help="redis://, rediss:// or unix://; default: an embedded Valkey"),
     ] = None
+    service_host: Annotated[
+        str | None,
+        _network(
+            metavar="ADDRESS",
+            help="where workers, block manager and mover listen and are reached, also by other "
+            "hosts; default: 127.0.0.1",
+        ),
+    ] = None
+    mover: Annotated[
+        bool,
+        _network(help="copy KV from the pools of other hosts (needs the extra `mover`)"),
+    ] = False
     generation_config: Annotated[
         str | None,
         To.GATEWAYS,

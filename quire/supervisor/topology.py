@@ -30,7 +30,7 @@ def services(
         "RUN_DIR": str(run),
         "LOG_LEVEL": options.log_level,
         "LOG_FORMAT": log_format,
-        "HOST": LOOPBACK,
+        "HOST": options.service_host or LOOPBACK,
         "STOP_GRACE_S": str(STOP_GRACE_S),
     }
     worker = {
@@ -42,6 +42,7 @@ def services(
         _service("block_manager", "block-manager", Stage.BLOCK_MANAGER, common),
         *_workers("prefill", options.num_prefill, worker),
         *_workers("decode", options.num_decode, worker),
+        *([_service("mover", "mover", Stage.WORKER, common)] if options.mover else []),
         *(
             _gateway(options, index, common, service.address(run))
             for index in range(options.num_gateways)

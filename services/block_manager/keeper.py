@@ -111,6 +111,9 @@ class Keeper:
                     return None, []
                 directory = pool_of(self._root, registration)
                 pidfd, *memory = fds
+                if not registration.gpu_uuid:
+                    self._processes.add(directory, registration.worker_id, pidfd, "")
+                    return directory.process_path(registration.worker_id), []
                 # A list that cannot be read now could not be read at the worker's death either.
                 self._listed.pids(registration.gpu_uuid)
                 pool_id = registration.pool_id

@@ -1,13 +1,17 @@
 """Answers one question for every kind of pool: may this worker still write its blocks?
 
     pool in a file      lock dropped: the kernel has unmapped the process's memory before
+    mover               lock dropped ─▶ the process has exited
     pool on a GPU       lock dropped ─▶ the process has exited ─▶ the driver lists it no more
                                      └▶ or it lives on, and says that the GPU has done its work
+    other host          nobody there writes here; the store knows when the lease has ended
 
 A GPU may still run what a killed process launched, after the process has lost its lock: the driver
-takes a process off its list when it has torn the process's context down.
+takes a process off its list when it has torn the process's context down. A network adapter may
+still write what a killed mover has asked for: it stops when the kernel has closed the mover's
+connections, the last thing that it does before the process counts as exited.
 
-See ADR 121.
+See ADR 121 and ADR 162.
 """
 
 import json
@@ -33,8 +37,9 @@ class Liveness(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ProcessRecord:
-    """The process of a worker on a GPU, in the pool's directory: it is known to the next block
-    manager, too. `started`: in the kernel's ticks since boot; a pid alone may be used again."""
+    """The process of a worker on a GPU, or of a mover, in the pool's directory: it is known to the
+    next block manager, too. `started`: in the kernel's ticks since boot; a pid alone may be used
+    again. `gpu_uuid`: empty for a mover."""
 
     pid: int
     started: int
@@ -53,7 +58,7 @@ class ProcessRecord:
 
 
 class WorkerProcesses:
-    """The pidfds of the workers on GPU pools."""
+    """The pidfds of the workers on GPU pools, and of movers."""
 
     def __init__(self) -> None:
         self._pidfds: dict[Path, int] = {}
@@ -94,25 +99,25 @@ class WorkerProcesses:
 
 
 class PoolLiveness:
-    """The `Liveness` of pools in files and on GPUs of this host."""
+    """The `Liveness` of the members of this host: workers on pools in files and on GPUs, movers."""
 
     def __init__(self, processes: WorkerProcesses, listed: GpuProcesses) -> None:
         self._processes = processes
         self._listed = listed
 
     def obstacle(self, directory: PoolDirectory, worker_id: str) -> str | None:
-        if directory.is_file_pool or not directory.path.exists():
-            return None
-        if directory.finished_path(worker_id).exists():
+        if not directory.path.exists() or directory.finished_path(worker_id).exists():
             return None
         path = directory.process_path(worker_id)
+        if directory.is_file_pool and not path.exists():
+            return None
         try:
             record = ProcessRecord.read(path)
         except (OSError, ValueError, TypeError) as error:
             return f"no record of its process: {error}"
         if not self._processes.has_exited(path, record):
             return f"process {record.pid} has not exited"
-        if directory.gone.exists():
+        if not record.gpu_uuid or directory.gone.exists():
             return None  # a lost GPU lists nothing, and its pool's blocks are given to nobody
         try:
             if record.pid in self._listed.pids(record.gpu_uuid):

@@ -13,6 +13,7 @@ from services.block_manager.auditor import LastAudits
 from services.block_manager.block_watch import BlockWatch, to_wire
 from services.block_manager.drain import Drainer
 from services.block_manager.rounds import Connection, RoundRunner
+from services.common.pool.names import REMOTE_ROLE
 from services.common.rpc.tls import TlsFiles
 from services.protocol.codec import load_to_wire
 from services.protocol.fields import values
@@ -62,14 +63,14 @@ class BlockManagerService(block_manager_pb2_grpc.BlockManagerServicer):
         self, request: pb.ListWorkersRequest, context: Any
     ) -> pb.ListWorkersResponse:
         """List the workers in the registry, and those that the store has on a pool but that are not
-        in the registry yet, or no longer."""
+        in the registry yet, or no longer. Members on other hosts are left out."""
         connection = self._runner.connection
         pools = await connection.of_all_pools(connection.store.stats)
         fenced = {worker_id for stats in pools for worker_id in stats.fenced_worker_ids}
         members = [
             member
             for member in await connection.registry.members()
-            if member.role in ("prefill", "decode")
+            if member.role in ("prefill", "decode", "mover")
         ]
         workers = [_worker(member, member.member_id in fenced) for member in members]
         announced = {member.member_id for member in members}
@@ -77,7 +78,7 @@ class BlockManagerService(block_manager_pb2_grpc.BlockManagerServicer):
             _unannounced(worker_id, stats, worker_id in fenced)
             for stats in pools
             for worker_id in stats.worker_ids
-            if worker_id not in announced
+            if worker_id not in announced and not worker_id.startswith(REMOTE_ROLE)
         ]
         workers.sort(key=lambda worker: worker.worker_id)
         return pb.ListWorkersResponse(workers=workers)

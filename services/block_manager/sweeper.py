@@ -7,7 +7,8 @@ unfinished.
   has its memory: the grace time is that of their restart.
 - A pool of the store without a directory is dropped after a grace time if no member of the registry
   names it. Pools of other hosts or runs have no directory here, but they have members.
-- A worker of the store without a lock file is dead, and is reaped once it can write no more.
+- A worker of the store without a lock file is dead, and is reaped once it can write no more. A
+  member on another host has a lease instead, and is reaped once that has ended.
 - A recovery that no worker ends is ended.
 """
 
@@ -15,7 +16,7 @@ import asyncio
 from contextlib import suppress
 from pathlib import Path
 
-from blockstore.errors import UnknownPool
+from blockstore.errors import LeaseHeld, UnknownPool
 from blockstore.records import PoolStats
 from services.block_manager.liveness import Liveness
 from services.block_manager.rounds import Connection
@@ -99,11 +100,15 @@ class Sweeper:
         self, connection: Connection, directory: PoolDirectory, stats: PoolStats
     ) -> None:
         # A worker's lock file exists from before the worker joins the pool until after it has left.
-        # `stats` was read before the directory, so a worker without a lock file is gone for good.
+        # `stats` was read before the directory, so a worker without a lock file is gone for good,
+        # or it is on another host: the store knows whether its lease has ended.
         for worker_id in set(stats.worker_ids) - set(directory.worker_ids()):
             if await asyncio.to_thread(self._liveness.obstacle, directory, worker_id):
                 continue
-            num_holders = await connection.store.reap(directory.pool_id, worker_id)
+            try:
+                num_holders = await connection.store.reap(directory.pool_id, worker_id)
+            except LeaseHeld:
+                continue
             log.warning(
                 "unlocked_worker_reaped",
                 pool_id=directory.pool_id,

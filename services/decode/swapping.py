@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from services.common.runtime.logging import get_logger
 from services.decode.job import Job, State, ticket_of
-from services.engine.sequences.block_keys import num_tokens_of
+from services.protocol.block_keys import num_tokens_of
 from services.protocol.ticket import Swapped, Ticket
 from services.worker.swap.pool import SwapPool
 

@@ -184,7 +184,7 @@ class Gateway:
     def _describe(self, name: str) -> ServedModel:
         served = self._directory.served(name)
         assert served is not None
-        member = next(pool for pool in served.pools if pool.complete).decode[0].member
+        member = next(pool for pool in served.pools if pool.decode).decode[0].member
         return ServedModel(
             model=name,
             max_model_len=served.max_model_len,

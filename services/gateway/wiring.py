@@ -28,6 +28,7 @@ from services.gateway.scheduling.migration import Migration
 from services.gateway.scheduling.router import Router
 from services.gateway.workers.connection import WorkerConnection, WorkerEventSink
 from services.gateway.workers.directory import Connection, WorkerDirectory
+from services.gateway.workers.movers import Movers
 from services.protocol.version import PROTOCOL_VERSION
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ async def start_gateway(
         return WorkerConnection(member, gateway_id, secret.rpc_key, sink, options.silence_s, tls)
 
     connect_to = connect or connect_over_grpc
+    movers = Movers(secret.rpc_key, tls)
     directory = WorkerDirectory(
         registry,
         store,
@@ -101,8 +103,9 @@ async def start_gateway(
         on_change=changes.notify,
         poll_s=options.poll_s,
         gateway_id=gateway_id,
+        movers=movers,
     )
-    router = Router(store, secret.root)
+    router = Router(store, secret.root, movers.bandwidth)
     ended = EndedRequests()
 
     def on_end(lifecycle: RequestLifecycle, error: Exception | None) -> None:
@@ -112,7 +115,7 @@ async def start_gateway(
         if lifecycle.trace is not None:
             lifecycle.trace.end(outcome, error, lifecycle.client.output.stats)
 
-    dispatcher = Dispatcher(directory, router, registry, options, changes, on_end)
+    dispatcher = Dispatcher(directory, router, registry, options, changes, on_end, movers.pull)
     request_metrics.set_gauges(lambda: dispatcher.num_running, lambda: dispatcher.num_waiting)
     gateway = Gateway(directory, dispatcher, changes, request_metrics, options, tracer)
     async with asyncio.TaskGroup() as tasks:

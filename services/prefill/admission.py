@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from blockstore.errors import MustWait, OutOfBlocks, StaleHolder
 from services.common.runtime.logging import get_logger
-from services.engine.sequences.block_keys import num_blocks_for
 from services.prefill.job import Job, State
 from services.prefill.prefixes import PrefixesInProgress
+from services.protocol.block_keys import num_blocks_for
 from services.protocol.ticket import successor_holder_id
 from services.worker.pool_worker import PoolWorker
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 from blockstore.records import Allocation, PrefixHash
-from services.engine.sequences.block_keys import BlockKeys, ComputedBlocks, num_tokens_of
+from services.protocol.block_keys import BlockKeys, ComputedBlocks, num_tokens_of
 from services.protocol.logprobs import Logprobs
 from services.protocol.messages import Generated, Prefilled
 from services.protocol.ticket import Ticket

@@ -14,9 +14,9 @@ from services.engine import messages
 from services.engine.forward import ForwardPass
 from services.engine.messages import Advance, StepOutcome
 from services.engine.sequences.beam_group import group_class
-from services.engine.sequences.block_keys import BlockKeys, num_blocks_for
 from services.prefill.admission import Admission
 from services.prefill.job import Job, State
+from services.protocol.block_keys import BlockKeys, num_blocks_for
 from services.protocol.ticket import BeamState, Ticket, TicketSequence, first_holder_id
 from services.worker.events import (
     ABORTED,

@@ -27,9 +27,6 @@ from blockstore.errors import (
     FingerprintMismatch,
     GeometryMismatch,
     PoolGone,
-    StoreLost,
-    StoreUnavailable,
-    UnknownPool,
 )
 from blockstore.records import PoolSpec
 from blockstore.store import BlockStore
@@ -46,6 +43,7 @@ from services.common.pool.directory import (
 from services.common.pool.header import BadHeader, PoolHeader
 from services.common.pool.keeper import KeptMemory, release_removed
 from services.common.pool.layout import PoolLayout
+from services.common.pool.leaving import leave_pool
 from services.common.pool.locks import WorkerLock, host_lock
 from services.common.pool.names import new_pool_id
 from services.common.pool.recovery import PoolRecovery
@@ -54,9 +52,6 @@ from services.common.pool.stamps import Stamps, record_bytes
 from services.common.runtime.ticks import until_tick
 from services.engine.pool import KVPool
 from services.worker.pool_memory import FileMemory, PoolMemory
-
-_LEAVE_LIMIT_S = 1.0
-"""How long a leaving worker waits for the store. After that the block manager reaps the worker."""
 
 _ALLOCATION_NICENESS = 10
 """The nice value of the thread that allocates memory. Beside workers that compute on all cores it
@@ -128,13 +123,9 @@ class Membership:
             return
         self.pool.close()
         self.stamps.close()
-        try:
-            async with asyncio.timeout(_LEAVE_LIMIT_S), host_lock(self.directory.path.parent):
-                await self._deregister()
-        except TimeoutError as error:
-            raise StoreUnavailable(f"{self.worker_id} cannot leave its pool now") from error
-        finally:
-            self.lock.close()
+        is_removed = await leave_pool(self.store, self.directory, self.worker_id, self.lock)
+        if is_removed and self.kept is not None:
+            await asyncio.to_thread(release_removed, self.directory.path.parent)
 
     def close(self) -> None:
         """Unmap the pool and drop the lock without a call to the store; the block manager then
@@ -149,23 +140,6 @@ class Membership:
         self.lock.close()
         if self.kept is not None:
             self.kept.close()
-
-    async def _deregister(self) -> None:
-        pool_id = self.spec.pool_id
-        try:
-            await self.store.leave(pool_id, self.worker_id)
-            ledger_is_there = True
-        except (UnknownPool, StoreLost):
-            ledger_is_there = False
-        # The worker holds nothing, so the block manager need not reap it.
-        self.lock.unlink()
-        self.directory.process_path(self.worker_id).unlink(missing_ok=True)
-        if not self.directory.is_live():
-            if ledger_is_there:
-                await self.store.drop_pool(pool_id)
-            await asyncio.to_thread(self.directory.remove)
-            if self.kept is not None:
-                await asyncio.to_thread(release_removed, self.directory.path.parent)
 
 
 async def join(

@@ -137,6 +137,9 @@ class Fleet:
     def complete_pools(self, name: str) -> tuple[Pool, ...]:
         return (self.pool,) if self.pool.complete else ()
 
+    def prefill_pools(self, name: str) -> tuple[Pool, ...]:
+        return (self.pool,) if self.pool.prefill else ()
+
     def parked_lookup_workers(self, name: str) -> tuple[tuple[Worker, PoolSpec], ...]:
         return tuple((w, SPEC) for line in self.lines if (w := line.worker).member.role == "decode")
 

@@ -14,9 +14,9 @@ from services.common.pool.stamps import Stamps, record_bytes
 from services.engine.engine import Engine
 from services.engine.messages import AddBlocks, Admit, Command
 from services.engine.scheduler import Scheduler
-from services.engine.sequences.block_keys import ComputedBlocks, num_blocks_for
 from services.engine.sequences.group import Group
 from services.engine.sequences.sequence import Rules
+from services.protocol.block_keys import ComputedBlocks, num_blocks_for
 from services.protocol.ticket import SamplingParams, Ticket, TicketSequence
 from tests.late_device import DEVICES, Device
 

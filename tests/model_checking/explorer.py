@@ -22,6 +22,7 @@ from blockstore.ledger import Ledger
 from tests.model_checking.actors import Faults
 from tests.model_checking.ledgers import Ledgers, Violation
 from tests.model_checking.move_scenario import MoveScenario
+from tests.model_checking.pull_scenario import PullFaults, PullScenario
 from tests.model_checking.recovery_scenario import MakeRecovering, RecoveryScenario
 from tests.model_checking.scenario import Label, MakeLedger, Scenario, spelled
 
@@ -153,6 +154,12 @@ def explore_moves(faults: Faults, make_ledger: MakeLedger = Ledger) -> Explorati
         return _explore(MoveScenario(make_ledger, faults))
 
 
+def explore_pulls(faults: PullFaults, left_out: str = "") -> Exploration:
+    """The same of a pull from one pool to another; `left_out`: see `PullScenario`."""
+    with _without_gc():
+        return _explore(PullScenario(faults, left_out))
+
+
 def _explore(scenario: Explored) -> Exploration:
     graph = _Graph(scenario.start())
     finished: list[int] = []
@@ -185,6 +192,7 @@ def main() -> int:
     faults = EXPLORED_IN_FULL if parser.parse_args().full else EXPLORED
     explorations = {str(each): partial(explore, each) for each in faults}
     explorations |= {f"moves, {each}": partial(explore_moves, each) for each in EXPLORED_MOVES}
+    explorations["pulls"] = partial(explore_pulls, PullFaults())
     explorations["a recovery"] = partial(explore_recovery, RECOVERY_FAULTS)
     for name, exploration in explorations.items():
         started = time.perf_counter()

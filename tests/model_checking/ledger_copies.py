@@ -15,6 +15,7 @@ def copy_ledger(ledger: Ledger) -> Ledger:
     twin = copy.copy(ledger)
     twin.blocks = _copy_blocks(ledger.blocks)
     twin.workers = ledger.workers.copy()
+    twin.leases = ledger.leases.copy()
     twin.holders = Holders((key, _copy_holder(holder)) for key, holder in ledger.holders.items())
     twin.waiters = Waiters(ledger.waiters)
     twin.demands = ledger.demands.copy()
@@ -33,6 +34,7 @@ def snapshot(ledger: Ledger) -> Hashable:
         (frozenset(blocks.refs.items()), frozenset(blocks.index.items())),
         frozenset(map(_holder_snapshot, ledger.holders.values())),
         frozenset(ledger.workers.items()),
+        frozenset(ledger.leases.items()),
         frozenset(ledger.waiters.items()),
         frozenset(ledger.demands),
         frozenset(ledger.released.epochs.items()),

@@ -30,9 +30,9 @@ from services.engine.messages import (
 from services.engine.scheduler import Scheduler
 from services.engine.sequences.beam import FIRST, Beam
 from services.engine.sequences.beam_group import group_class
-from services.engine.sequences.block_keys import BlockKeys, num_blocks_for
 from services.engine.sequences.group import Group
 from services.engine.sequences.sequence import Rules, Sequence
+from services.protocol.block_keys import BlockKeys, num_blocks_for
 from services.protocol.ticket import Ticket
 from tests.late_device import Device, LateFlight, LateForward
 from tests.unit.workers.fakes import SAMPLED, Arena, FakeForward, make_stamps, next_token

@@ -14,6 +14,7 @@ from quire.cli.app import app
 from services.block_manager.config import BlockManagerSettings
 from services.common.runtime.config import ServiceSettings
 from services.gateway.config import GatewaySettings
+from services.mover.config import MoverSettings
 from services.worker.config import WorkerSettings
 
 ROOT = Path(__file__).parents[2]
@@ -25,6 +26,7 @@ SETTINGS: dict[str, type[ServiceSettings]] = {
     "Gateway": GatewaySettings,
     "Prefill and decode workers": WorkerSettings,
     "Block manager": BlockManagerSettings,
+    "Mover": MoverSettings,
 }
 
 

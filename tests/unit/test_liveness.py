@@ -32,7 +32,7 @@ class FakeProcesses(WorkerProcesses):
     exited = False
 
     def has_exited(self, path: Path, record: ProcessRecord) -> bool:
-        assert record == ProcessRecord(PID, 99, GPU)
+        assert (record.pid, record.started) == (PID, 99)
         return self.exited
 
 
@@ -104,7 +104,20 @@ def test_an_unknown_process_is_never_quiet(pool: PoolDirectory) -> None:
 
 def test_a_pool_in_a_file_needs_the_lock_only(pool: PoolDirectory) -> None:
     pool.kv.touch()
+    pool.process_path("decode-1").unlink()
     assert PoolLiveness(FakeProcesses(), FakeNvml()).obstacle(pool, "decode-1") is None
+
+
+def test_a_mover_is_quiet_when_its_process_has_exited(pool: PoolDirectory) -> None:
+    """A network adapter may write until then; no GPU is asked."""
+    pool.kv.touch()
+    ProcessRecord(PID, 99, "").write(pool.process_path("mover-1"))
+    processes, nvml = FakeProcesses(), FakeNvml()
+    nvml.listed = "NVML: the driver is not loaded"
+    liveness = PoolLiveness(processes, nvml)
+    assert liveness.obstacle(pool, "mover-1") == "process 4711 has not exited"
+    processes.exited = True
+    assert liveness.obstacle(pool, "mover-1") is None
 
 
 async def test_no_reap_while_a_condition_is_unmet(

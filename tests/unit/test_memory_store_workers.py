@@ -8,6 +8,7 @@ import pytest
 from blockstore.errors import (
     FingerprintMismatch,
     GeometryMismatch,
+    LeaseHeld,
     OutOfBlocks,
     StaleHolder,
     UnknownPool,
@@ -270,3 +271,27 @@ def test_audit_names_a_waiter_whose_worker_is_gone() -> None:
     ledger.waiters["a"] = Waiter(order=1, worker_id="x")
 
     assert audit(ledger).violations == ("waiter a has worker x, which is gone or fenced",)
+
+
+async def test_a_member_on_another_host_is_reaped_when_its_lease_has_ended(
+    store: BlockStore, clock: Clock
+) -> None:
+    await store.register_worker(POOL, "far", lease_ms=1000)
+    await store.allocate("pool", "f", "far", 4, [A], 1)
+    clock.now_s += 0.9
+    with pytest.raises(LeaseHeld, match="100 ms"):
+        await store.reap("pool", "far")
+    await store.register_worker(POOL, "far", lease_ms=1000)
+    clock.now_s += 0.9
+    with pytest.raises(LeaseHeld):
+        await store.reap("pool", "far")
+    clock.now_s += 0.2
+    assert await store.reap("pool", "far") == 1
+    with pytest.raises(UnknownWorker):
+        await store.register_worker(POOL, "far", lease_ms=1000)
+
+
+async def test_a_member_that_has_left_has_no_lease(store: BlockStore) -> None:
+    await store.register_worker(POOL, "far", lease_ms=60_000)
+    await store.leave("pool", "far")
+    assert await store.reap("pool", "far") == 0

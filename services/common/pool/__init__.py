@@ -9,7 +9,7 @@
     <root>/<pool_id>/recovery.lock   held by the process that recovers the pool's ledger
     <root>/<pool_id>/gone            exists once the GPU with the arena is lost
     <root>/<pool_id>/workers/<worker_id>.lock    locked while that worker lives
-    <root>/<pool_id>/workers/<worker_id>.process     the process of a worker on a GPU
+    <root>/<pool_id>/workers/<worker_id>.process     the process of a worker on a GPU, or of a mover
     <root>/<pool_id>/workers/<worker_id>.finished    exists if it drops its lock and lives on
 
 Names are never reused. Directories have mode 0700, files 0600.

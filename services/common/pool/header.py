@@ -60,7 +60,7 @@ class PoolHeader:
 
     def write(self, path: Path) -> None:
         path.touch(mode=0o600, exist_ok=False)
-        path.write_bytes(_ADAPTER.dump_json(self, indent=2))
+        path.write_bytes(self.dump())
 
     def replace(self, path: Path) -> None:
         """Write the header in place of an older one, atomically."""
@@ -71,10 +71,18 @@ class PoolHeader:
     @classmethod
     def read(cls, path: Path) -> "PoolHeader":
         """Read a header. Raises BadHeader if it is invalid, OSError if the file cannot be read."""
+        return cls.parse(path.read_bytes(), str(path))
+
+    @classmethod
+    def parse(cls, text: bytes, name: str = "header") -> "PoolHeader":
+        """BadHeader: it is invalid. `name`: of the header, for the error."""
         try:
-            return _ADAPTER.validate_json(path.read_bytes(), strict=True)
+            return _ADAPTER.validate_json(text, strict=True)
         except ValidationError as error:
-            raise BadHeader(f"{path}: {error}") from error
+            raise BadHeader(f"{name}: {error}") from error
+
+    def dump(self) -> bytes:
+        return _ADAPTER.dump_json(self, indent=2)
 
 
 _ADAPTER = TypeAdapter(PoolHeader)

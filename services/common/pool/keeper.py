@@ -48,8 +48,8 @@ class KeeperRefusal(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """The message of a worker. With all fields empty it asks the keeper to give up the memory of
-    pools that were removed."""
+    """The message of a worker. Without a GPU it is a mover, whose process alone is recorded. With
+    all fields empty it asks the keeper to give up the memory of pools that were removed."""
 
     pool_id: str = ""
     worker_id: str = ""
@@ -92,17 +92,23 @@ class Message(Protocol):
 
 
 class KeptMemory:
-    """A worker's registration at the keeper, and the descriptor (`fd`) that it brings again."""
+    """A worker's registration at the keeper, and the descriptor (`fd`) that it brings again; a
+    mover has none."""
 
     def __init__(
-        self, root: Path, registration: Message, fd: int, connection: socket.socket
+        self, root: Path, registration: Message, fd: int | None, connection: socket.socket
     ) -> None:
-        self.fd = fd
+        self._fd = fd
         self._root = root
         self._registration = registration
         self._connection = connection
         self._closing = threading.Lock()
         self._is_closed = False
+
+    @property
+    def fd(self) -> int:
+        assert self._fd is not None, "a mover brings no memory"
+        return self._fd
 
     async def keep(self) -> NoReturn:
         """Register again whenever the keeper was gone, until cancelled."""
@@ -127,26 +133,28 @@ class KeptMemory:
             self._connection.close()
             if not self._is_closed:
                 self._is_closed = True
-                os.close(self.fd)
+                if self._fd is not None:
+                    os.close(self._fd)
 
     def _register_again(self) -> bool:
         with self._closing:
             if self._is_closed:
                 return True
             try:
-                self._connection, fd = _ask(self._root, self._registration, self.fd)
+                self._connection, fd = _ask(self._root, self._registration, self._fd)
             except (OSError, KeeperRefusal) as error:
                 if not isinstance(error, ConnectionRefusedError | FileNotFoundError):
                     log.warning("keeper_refuses", reason=str(error))
                 return False
-            os.close(fd)
+            if fd is not None:
+                os.close(fd)
             return True
 
 
 def register(
     root: Path, registration: Registration, memory_fd: int | None, *, is_live: bool
 ) -> KeptMemory:
-    """Register this process as a worker on a pool in a GPU's memory. Blocks.
+    """Register this process as a worker on a pool in a GPU's memory, or as a pool's mover. Blocks.
 
     `memory_fd`: the memory, if this worker made it; the caller keeps that descriptor. `is_live`:
     whether another worker may bring the memory.
@@ -168,8 +176,10 @@ def register(
             error, is_final = refused, False
         if is_final or time.monotonic() > deadline:
             raise StartupError(
-                f"the block manager, at {root / _SOCKET}, does not register this worker on "
-                f"{registration.gpu_uuid}: {error}"
+                f"the block manager, at {root / _SOCKET}, does not register "
+                f"{registration.worker_id}"
+                + f" on {registration.gpu_uuid}" * bool(registration.gpu_uuid)
+                + f": {error}"
             ) from error
         time.sleep(_RETRY_S)
 
@@ -181,15 +191,18 @@ def release_removed(root: Path) -> None:
         connection.close()
 
 
-def _ask(root: Path, registration: Message, memory_fd: int | None) -> tuple[socket.socket, int]:
-    """Register once. Returns the connection and the pool's memory. OSError, KeeperRefusal."""
+def _ask(
+    root: Path, registration: Message, memory_fd: int | None
+) -> tuple[socket.socket, int | None]:
+    """Register once. Returns the connection and the pool's memory, if it is on a GPU. OSError,
+    KeeperRefusal."""
     pidfd = os.pidfd_open(os.getpid())
     try:
         fds = [pidfd] if memory_fd is None else [pidfd, memory_fd]
-        connection, (fd,) = _exchange(root, registration, fds)
+        connection, received = _exchange(root, registration, fds)
     finally:
         os.close(pidfd)
-    return connection, fd
+    return connection, next(iter(received), None)
 
 
 def _exchange(

@@ -5,6 +5,9 @@ import secrets
 
 _MAX_SLUG = 48
 
+REMOTE_ROLE = "remote"
+"""The role in the names of members on other hosts, which have a lease instead of a lock file."""
+
 
 def new_pool_id(model: str) -> str:
     """`<model-slug>-<8 hex>`: the id of a new incarnation of a pool of `model`, safe as a directory

@@ -21,7 +21,7 @@ from blockstore.records import Content
 from blockstore.store import BlockStore
 from services.common.pool.directory import PoolDirectory
 from services.common.pool.header import BadHeader, PoolHeader
-from services.common.pool.locks import file_lock
+from services.common.pool.locks import file_lock, is_held
 from services.common.pool.stamps import Stamps
 from services.common.runtime.logging import get_logger
 
@@ -78,10 +78,17 @@ class PoolRecovery:
         )
 
     def _may_be_writing(self, header: PoolHeader) -> tuple[str, ...]:
-        """The workers whose locks are held. A GPU may work for a worker that has lost its lock: of
-        a pool there, all that the block manager has not reaped."""
+        """The workers whose locks are held. A GPU or a network adapter may write for a member that
+        has lost its lock: of pools on GPUs all members, and all movers, that the block manager has
+        not reaped."""
         directory = self._directory
-        return directory.live_worker_ids() if header.kind == "file" else directory.worker_ids()
+        return tuple(
+            worker_id
+            for worker_id in directory.worker_ids()
+            if header.kind != "file"
+            or directory.process_path(worker_id).exists()
+            or is_held(directory.lock_path(worker_id))
+        )
 
     @asynccontextmanager
     async def _locked_header(self) -> AsyncIterator[PoolHeader]:

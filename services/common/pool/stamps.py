@@ -24,6 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
+from typing import Self
 
 from blockstore.records import Content, PrefixHash
 
@@ -66,10 +67,29 @@ class Stamps:
 
     def __init__(self, path: Path, num_blocks: int, block_size: int) -> None:
         """Map the file. Raises ValueError if its size does not fit this geometry."""
+        self._take(_map(path, num_blocks * record_bytes(block_size)), num_blocks, block_size)
+
+    @classmethod
+    def private(cls, num_blocks: int, block_size: int) -> Self:
+        """Stamps in this process's memory, all FREE: for copies of another pool's stamps."""
+        stamps = cls.__new__(cls)
+        stamps._take(mmap.mmap(-1, num_blocks * record_bytes(block_size)), num_blocks, block_size)
+        return stamps
+
+    def _take(self, memory: mmap.mmap, num_blocks: int, block_size: int) -> None:
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._record_bytes = record_bytes(block_size)
-        self._bytes = _map(path, num_blocks * self._record_bytes)
+        self._bytes = memory
+
+    @property
+    def memory(self) -> mmap.mmap:
+        return self._bytes
+
+    def record(self, block_id: int) -> bytes:
+        """The whole record of a block."""
+        at = self._at(block_id)
+        return self._bytes[at : at + self._record_bytes]
 
     def mark_owned(self, block_ids: Sequence[int], owner: str) -> None:
         """Stamp blocks as PRIVATE blocks of `owner` (a holder's id), before the first write into

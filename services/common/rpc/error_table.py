@@ -96,6 +96,7 @@ FAILURES: dict[type[Exception], Failure] = {
     store.FingerprintMismatch: Failure("fingerprint_mismatch", _PRECONDITION, 409),
     store.WorkerFenced: Failure("worker_fenced", _PRECONDITION, 409),
     store.WorkerNotEmpty: Failure("worker_not_empty", _PRECONDITION, 409),
+    store.LeaseHeld: Failure("lease_held", _PRECONDITION, 409),
     store.OutOfBlocks: Failure("out_of_blocks", _EXHAUSTED, 429, retry_delay_s=_RETRY_S),
     store.MustWait: Failure("must_wait", _EXHAUSTED, 429, retry_delay_s=_RETRY_S),
     store.StaleHolder: Failure("stale_holder", StatusCode.ABORTED, 409),

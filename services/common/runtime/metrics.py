@@ -17,6 +17,7 @@ _INTER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 
 _LATENCY = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 60, 120, 240, 480)
 _QUIET = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _STEP = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
+_PULL = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _BATCH_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
@@ -230,3 +231,35 @@ class PoolMetrics:
             gauge.remove(pool_id, model)
         self._blocks.remove_by_labels({"pool_id": pool_id})
         self._seen.pop(pool_id, None)
+
+
+class MoverMetrics:
+    """The metrics of movers. `source`: the id of the pool that is read."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        counter = partial(Counter, registry=registry)
+        gauge = partial(Gauge, registry=registry)
+        self.pulls = counter(
+            "quire:mover_pulls", "Pulls by outcome: done, or why not.", ["source", "outcome"]
+        )
+        self.blocks = counter("quire:mover_pulled_blocks", "Blocks copied.", ["source"])
+        self.seconds = Histogram(
+            "quire:mover_pull_seconds",
+            "Time of a pull that copied blocks.",
+            ["source"],
+            buckets=_PULL,
+            registry=registry,
+        )
+        self.bandwidth = gauge(
+            "quire:mover_bandwidth_bytes_per_second", "As last measured.", ["source"]
+        )
+        self.slow = gauge(
+            "quire:mover_slow_source",
+            "1 if the bandwidth is below min_bandwidth: the transport may have chosen a slow way.",
+            ["source"],
+        )
+
+    def forget(self, source: str) -> None:
+        """Remove the gauges of a pool that is gone."""
+        for each in (self.bandwidth, self.slow):
+            each.remove(source)

@@ -26,7 +26,6 @@ from blockstore.hashing import prefix_hashes
 from blockstore.records import PrefixHash
 from services.common.pool.stamps import Stamps
 from services.engine.batch import Fault, RowOutput, RowResult
-from services.engine.sequences.block_keys import ComputedBlocks
 from services.engine.sequences.sequence import (
     Branch,
     CompletedBlock,
@@ -34,6 +33,7 @@ from services.engine.sequences.sequence import (
     Sequence,
     split_common_prefix,
 )
+from services.protocol.block_keys import ComputedBlocks
 from services.protocol.logprobs import Logprobs
 from services.protocol.ticket import BeamState, FinishReason, Hypothesis, Ticket, TicketSequence
 

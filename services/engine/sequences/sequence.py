@@ -3,7 +3,6 @@
 from collections import defaultdict
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from blockstore.hashing import next_hash
 from blockstore.records import PrefixHash
@@ -15,9 +14,8 @@ from services.engine.sequences.beam import num_candidates
 from services.engine.sequences.grammar_state import GrammarState
 from services.engine.sequences.penalty_state import PenaltyState
 from services.engine.sequences.pooling import Pooler
+from services.protocol.block_keys import common_prefix
 from services.protocol.ticket import FinishReason, SamplingParams, Ticket, TicketSequence
-
-T = TypeVar("T")
 
 CompletedBlock = tuple[int, PrefixHash, PrefixHash, tuple[int, ...]]
 """(block id, prefix hash, parent's prefix hash, token ids)."""
@@ -80,14 +78,6 @@ class Branch:
 
     index: int
     own: tuple[int, ...] = ()
-
-
-def common_prefix(sequences: Seq[tuple[T, ...]]) -> tuple[T, ...]:
-    """The longest common prefix."""
-    first, last = min(sequences), max(sequences)  # in lexical order all others are between these
-    pairs = enumerate(zip(first, last, strict=False))
-    num_same = next((i for i, (a, b) in pairs if a != b), min(len(first), len(last)))
-    return first[:num_same]
 
 
 def split_common_prefix(branches: Seq[Branch]) -> tuple[tuple[int, ...], tuple[Branch, ...]]:

@@ -2,6 +2,7 @@
 
     QUEUED        -
     RESERVING     decode (not answered yet)
+    PULLING       decode
     PREFILLING    decode, prefill
     DECODING      decode; and target, while the request moves to another decode worker
 
@@ -90,6 +91,12 @@ class Attempt:
         self.mark_claimed(lease.worker)
         lease.finish()
         self._detached = DetachedTicket(lease.worker, ticket)
+
+    def replace_detached(self, pulled: DetachedTicket) -> None:
+        """A mover has copied the detached ticket to another pool, and claimed it at its issuer."""
+        if detached := self.detached:
+            detached.abort()
+        self._detached = pulled
 
     def mark_claimed(self, worker: Worker) -> None:
         """A worker has claimed the detached ticket, or does not need it any more: release it. The

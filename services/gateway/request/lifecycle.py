@@ -4,6 +4,7 @@
 |---|---|
 | `status.py` | the statuses, and which may follow which |
 | `attempt.py`, `lease.py` | the leases of the request at workers |
+| `pulling.py` | copies its KV to another pool |
 | `tickets.py` | builds tickets, and checks those that workers return |
 | `worker_events.py` | applies the messages of workers to the request |
 | `crash_attribution.py` | whether a crash may be the request's fault |
@@ -30,6 +31,7 @@ from services.gateway.request.beam_tickets import BeamTickets
 from services.gateway.request.crash_attribution import CrashAttribution
 from services.gateway.request.embedding_tickets import EmbeddingTickets
 from services.gateway.request.lease import DecodeReservation, DetachedTicket
+from services.gateway.request.pulling import Pull, Pulling
 from services.gateway.request.status import RequestStatus
 from services.gateway.request.tickets import Tickets
 from services.gateway.request.timeline import Phase, Timeline
@@ -53,6 +55,9 @@ class LifecycleHost(Protocol):
     def on_queued(self, lifecycle: "RequestLifecycle") -> None: ...
 
     def on_closed(self, lifecycle: "RequestLifecycle", error: Exception | None) -> None: ...
+
+    @property
+    def pull(self) -> Pull: ...
 
 
 class RequestLifecycle:
@@ -88,6 +93,7 @@ class RequestLifecycle:
         self.trace = request.trace
         self.timeline = Timeline(self.trace)
         self._host = host
+        self._pulling = Pulling(host.pull)
         self._attempt_numbers = attempt_numbers
         self.num_retries = 0
 
@@ -198,33 +204,80 @@ class RequestLifecycle:
         return reservation.granted
 
     def submit(
-        self, prefill: Worker, load: PrefillLoad, pool_id: str, root_hash: PrefixHash
+        self,
+        prefill: Worker,
+        load: PrefillLoad,
+        pool_id: str,
+        root_hash: PrefixHash,
+        source_pool_id: str = "",
     ) -> None:
         """Send the ticket to a prefill worker, with `load` to compute. The decode worker has
-        granted the slots, if the request needs any."""
+        granted the slots, if the request needs any. `source_pool_id`: a pool whose cached prefix is
+        copied first; if that fails, it is computed."""
         if not self.num_slots:
             self._move(RequestStatus.RESERVING)  # nothing to reserve
-        self._move(RequestStatus.PREFILLING)
         self.started_at = self.started_at or self._clock()
         ticket = self.tickets.submit(self.attempt.number, pool_id, root_hash, self._swapped)
+        if not source_pool_id:
+            self._submit(prefill, load, ticket)
+            return
+
+        def go_on(_: object) -> None:
+            if prefill.usable:
+                self._submit(prefill, load, replace(ticket, timeout_ms=self.client.timeout_ms()))
+            else:
+                self.requeue()
+
+        self._move(RequestStatus.PULLING)
+        self._pulling.begin(ticket, source_pool_id, pool_id, go_on, go_on)
+
+    def _submit(self, prefill: Worker, load: PrefillLoad, ticket: Ticket) -> None:
+        self._move(RequestStatus.PREFILLING)
         ticket = self._traced(ticket)
         suspect = self.crash_attribution.assign(prefill)
         submit = Submit(ticket, self.client.unsent_prompt_logprobs, suspect)
         self.attempt.submit(prefill, submit, load)
 
     def admit(self) -> None:
-        """Send the detached ticket to the decode worker that has granted the slots."""
+        """Send the detached ticket to the decode worker that has granted the slots. If its KV is in
+        another pool, a mover copies it first."""
         was_decoding = self.is_decoding
-        if not was_decoding:
-            self._move(RequestStatus.DECODING)
         decode, detached = self.attempt.decode, self.attempt.detached
         assert decode is not None
         assert detached is not None
         detached.is_sent = True
+        if detached.ticket.pool_id != decode.worker.member.pool_id:
+            self._pull_ticket(detached.ticket, decode.worker)
+            return
+        if not was_decoding:
+            self._move(RequestStatus.DECODING)
         phase = Phase.MOVING if was_decoding else Phase.HAND_OFF
         self.timeline.enter(phase, decode.worker.id)
         ticket = self._traced(self.tickets.admit(detached.ticket, self.attempt.number))
         decode.worker.send(Admit(ticket, self.crash_attribution.assign(decode.worker)))
+
+    def _pull_ticket(self, ticket: Ticket, decode: Worker) -> None:
+        """Copy the KV of the detached ticket to the pool of its decode worker, then admit it."""
+        target = decode.member.pool_id
+
+        def on_pulled(pulled: DetachedTicket | None) -> None:
+            problem = "no ticket"
+            if pulled is not None:
+                problem = self.tickets.problem_of_moved(pulled.ticket, target)
+                self.attempt.replace_detached(pulled)
+            if problem:
+                self.retry_or_fail(f"the mover of {target} answered with a wrong ticket: {problem}")
+            else:
+                self.client.output.stats.num_moves += 1
+                self.admit()
+
+        def on_failure(reason: str) -> None:
+            self.retry_or_fail(f"its KV was not copied to {target}: {reason}")
+
+        self._move(RequestStatus.PULLING)
+        self.timeline.enter(Phase.HAND_OFF)
+        asked = self.tickets.admit(ticket, self.attempt.number)
+        self._pulling.begin(asked, ticket.pool_id, target, on_pulled, on_failure)
 
     def _traced(self, ticket: Ticket) -> Ticket:
         """The ticket with the trace context of this attempt."""
@@ -236,6 +289,7 @@ class RequestLifecycle:
     def requeue(self, phase: Phase = Phase.WAITING) -> None:
         """Return to the queue, at the same position, with the tokens received; see also
         `Attempt.next_attempt`."""
+        self._pulling.cancel()
         self.timeline.enter(phase)
         self.crash_attribution.unassign()
         self.attempt = self.attempt.next_attempt(next(self._attempt_numbers))
@@ -324,6 +378,7 @@ class RequestLifecycle:
         """
         if self.status is RequestStatus.ENDED:
             return
+        self._pulling.cancel()
         if aborts:
             self.crash_attribution.unassign()
             self.attempt.close()

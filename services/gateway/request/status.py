@@ -8,6 +8,9 @@
       └────────────────────┴────────────────────────────────┴───────────┘
        requeue(): preempted, drained, handed over without a target, ticket gone, worker lost
 
+    PULLING comes before PREFILLING while a mover copies the prompt's cached prefix from another
+    pool, and before DECODING while it copies the ticket's KV to the decode worker's pool.
+
     every status ───▶ ENDED    close(): finished, stop string, error, cancelled, deadline
 
 All sequences of a request share one status. The request ends when its last sequence has ended.
@@ -19,6 +22,7 @@ from enum import Enum
 class RequestStatus(Enum):
     QUEUED = "queued"
     RESERVING = "reserving"
+    PULLING = "pulling"
     PREFILLING = "prefilling"
     DECODING = "decoding"
     ENDED = "ended"
@@ -33,12 +37,24 @@ class RequestStatus(Enum):
 _NEXT = {
     RequestStatus.QUEUED: {RequestStatus.RESERVING, RequestStatus.ENDED},
     RequestStatus.RESERVING: {
+        RequestStatus.PULLING,
         RequestStatus.PREFILLING,
         RequestStatus.DECODING,
         RequestStatus.QUEUED,
         RequestStatus.ENDED,
     },
-    RequestStatus.PREFILLING: {RequestStatus.DECODING, RequestStatus.QUEUED, RequestStatus.ENDED},
+    RequestStatus.PULLING: {
+        RequestStatus.PREFILLING,
+        RequestStatus.DECODING,
+        RequestStatus.QUEUED,
+        RequestStatus.ENDED,
+    },
+    RequestStatus.PREFILLING: {
+        RequestStatus.PULLING,
+        RequestStatus.DECODING,
+        RequestStatus.QUEUED,
+        RequestStatus.ENDED,
+    },
     RequestStatus.DECODING: {RequestStatus.QUEUED, RequestStatus.ENDED},
     RequestStatus.ENDED: set[RequestStatus](),
 }

@@ -188,6 +188,12 @@ class Tickets:
                 return "no blocks"
         return "" if all(index < self._num_sequences for index in returned) else "other sequences"
 
+    def problem_of_moved(self, ticket: Ticket, pool_id: str) -> str:
+        """Check a ticket that was copied to another pool, where the request goes on."""
+        if self._submitted is not None:
+            self._submitted = replace(self._submitted, pool_id=pool_id)
+        return self.problem_of_ticket(ticket)
+
     def save_progress(self, ticket: Ticket) -> None:
         """Keep what a returned ticket has and the client has not: nothing, except in a beam
         search."""

@@ -96,6 +96,7 @@ def _on_prefilled(request: RequestLifecycle, lease: PrefillLease, event: Prefill
         request.retry_or_fail(f"prefill worker {lease.worker.id} {problem}")
         return
     request.crash_attribution.note_token(lease.worker)
+    lease.worker.prefill_ns_per_token = event.ticket.prefill_ns_per_token
     request.client.output.stats.note_prefill(event.ticket.num_cached_tokens)
     if event.prompt_logprobs:
         request.client.output.write_prompt(event.prompt_logprobs)

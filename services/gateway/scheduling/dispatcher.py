@@ -21,6 +21,7 @@ from services.gateway.intake.admission import AdmittedRequest
 from services.gateway.request import worker_events
 from services.gateway.request.lease import DetachedTicket
 from services.gateway.request.lifecycle import RequestLifecycle
+from services.gateway.request.pulling import Pull, no_pull
 from services.gateway.request.status import RequestStatus
 from services.gateway.scheduling.model_queue import ModelQueue
 from services.gateway.scheduling.parked_lookup import ParkedLookup
@@ -53,7 +54,7 @@ class Dispatcher:
     """Holds the requests of this gateway by id, and the model queues.
 
     `changes` notifies of every change that may let a request continue. `on_end` is called with each
-    request that has ended, and its error if it has one.
+    request that has ended, and its error if it has one. `pull` copies KV between pools.
     """
 
     def __init__(
@@ -64,12 +65,14 @@ class Dispatcher:
         options: GatewayOptions,
         changes: ChangeNotifier,
         on_end: Callable[[RequestLifecycle, Exception | None], None],
+        pull: Pull = no_pull,
     ) -> None:
         self._workers = workers
         self._router = router
         self._registry = registry
         self._options = options
         self._on_end = on_end
+        self.pull = pull
         self._changes = changes
         self._rate = ServiceRate()
         self._placement = Placement(workers, router, options, changes, self._rate)

@@ -21,6 +21,9 @@ from services.gateway.scheduling.router import Pool, Route, Router, choose_prefi
 RETRY_S = 0.25
 """When decode workers that have refused are asked again, if no change is reported before."""
 
+_NO_WORKERS_S = 1.0
+"""When pools are looked at again without a change: a mover may be tried again after a failure."""
+
 AT_ONCE = 0.0
 """A delay: the next request may be placed at once."""
 
@@ -29,6 +32,8 @@ class Workers(Protocol):
     """The part of the worker directory that placement needs."""
 
     def complete_pools(self, name: str) -> tuple[Pool, ...]: ...
+
+    def prefill_pools(self, name: str) -> tuple[Pool, ...]: ...
 
     def forget_refusals(self) -> None: ...
 
@@ -91,12 +96,41 @@ class Placement:
         open_pools = [pool for pool in fitting if pool.has_open(lifecycle.num_slots)]
         if not open_pools:
             return RETRY_S
-        open_pools = _pools_of_ticket(lifecycle, open_pools)
-        routes = await self._router.routes(request.prompt_token_ids, request.cache_salt, open_pools)
-        for route in routes:
+        for route in await self._routes(queue.model, lifecycle, open_pools):
             if await self._place_on_route(queue, lifecycle, route):
                 return AT_ONCE
         return AT_ONCE if lifecycle not in queue.waiting else RETRY_S
+
+    async def _routes(
+        self, model: str, lifecycle: RequestLifecycle, open_pools: list[Pool]
+    ) -> list[Route]:
+        """The routes of a request, the best first. If it has a detached ticket, it goes on in that
+        ticket's pool. If that pool has no slot, a mover copies the KV to another pool; otherwise
+        the ticket is aborted, and the request may go to every pool."""
+        request, detached = lifecycle.client.request, lifecycle.attempt.detached
+        prefill_pools: list[Pool] | None = [
+            pool
+            for pool in self._workers.prefill_pools(model)
+            if not request.capacity_problem(pool.spec)
+        ]
+        if detached is not None:
+            pool_id, can_copy = detached.ticket.pool_id, self._router.can_copy
+            same = [pool for pool in open_pools if pool.spec.pool_id == pool_id]
+            if not same and lifecycle.is_computed:
+                same = [pool for pool in open_pools if can_copy(pool_id, pool.spec.pool_id)]
+            if same and lifecycle.is_computed:
+                return [Route(pool, b"") for pool in same]
+            if same:  # the KV is in the swap pool of this pool
+                open_pools, prefill_pools = same, None
+            else:
+                detached.abort()
+        return await self._router.routes(
+            request.prompt_token_ids,
+            request.cache_salt,
+            open_pools,
+            prefill_pools,
+            may_pull=lifecycle.client.unsent_prompt_logprobs is None,
+        )
 
     async def _place_on_route(
         self, queue: ModelQueue, lifecycle: RequestLifecycle, route: Route
@@ -108,7 +142,8 @@ class Placement:
         if not num_sequences:
             choice = choose_prefill(route, lifecycle.num_uncomputed)
             if choice is not None and lifecycle in queue.waiting:
-                lifecycle.submit(*choice, route.pool.spec.pool_id, route.root_hash)
+                pool_id = route.prefill.spec.pool_id
+                lifecycle.submit(*choice, pool_id, route.root_hash, route.source_pool_id)
                 self._leave(queue, lifecycle)
             return choice is not None
         for decode in route.pool.open_decode(num_sequences):
@@ -121,7 +156,8 @@ class Placement:
             if lifecycle.is_computed:
                 lifecycle.admit()
             elif choice := choose_prefill(route, lifecycle.num_uncomputed):
-                lifecycle.submit(*choice, route.pool.spec.pool_id, route.root_hash)
+                pool_id = route.prefill.spec.pool_id
+                lifecycle.submit(*choice, pool_id, route.root_hash, route.source_pool_id)
             else:
                 lifecycle.requeue()
                 return True
@@ -143,21 +179,9 @@ class Placement:
         since = max(queue.without_workers_since, lifecycle.waiting_since)
         left_s = since + self._options.patience_s - now
         if left_s > 0:
-            return left_s
+            return min(left_s, _NO_WORKERS_S)
         at_once = f", {lifecycle.num_sequences} sequences at a time" * (lifecycle.num_sequences > 1)
         lifecycle.close(
             NoWorker(f"no prefill and decode worker serve {queue.model!r} now{at_once}")
         )
         return AT_ONCE
-
-
-def _pools_of_ticket(lifecycle: RequestLifecycle, pools: list[Pool]) -> list[Pool]:
-    """The pool of the request's detached ticket. If that pool has no slot, the ticket is aborted
-    and the request may go to every pool."""
-    detached = lifecycle.attempt.detached
-    if detached is None:
-        return pools
-    same = [pool for pool in pools if pool.spec.pool_id == detached.ticket.pool_id]
-    if not same:
-        detached.abort()
-    return same or pools

@@ -1,10 +1,18 @@
-"""Chooses where a request goes: the pool, its decode worker and its prefill worker.
+"""Chooses where a request goes: the pool where it decodes, the pool where its prompt is computed,
+and the workers there.
 
-See ADR 30.
+Usually both are one pool. With movers, the prompt may be computed in another pool, or its cached
+prefix may be copied from one: whatever takes the least time.
+
+    cost = tokens that wait at the prefill worker x time of a token
+         + tokens that no cache has              x time of a token
+         + blocks to copy / measured bandwidth, before and after the prefill
+
+See ADR 30 and ADR 163.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from blockstore.errors import StoreUnavailable, UnknownPool
@@ -19,6 +27,15 @@ _LONG_PROMPT_TOKENS = 8192
 _COMPUTE_WEIGHT = 2
 """The weight of a token that a request computes, compared with a token that is ahead of it in the
 queue. Both delay the request; only the first is work that delays others."""
+
+_S_PER_TOKEN = 50e-6
+"""What a prompt's token takes at prefill workers that have not measured it yet."""
+
+_PULL_S = 0.02
+"""What a pull takes whatever its size: calls of two stores, three reads."""
+
+Bandwidth = Callable[[str, str], float]
+"""The bytes a second from one pool to another, by their ids; 0: it cannot be copied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,44 +64,154 @@ class Pool:
         workers = [worker for worker in self.decode if worker.is_open(num_sequences)]
         return tuple(sorted(workers, key=lambda worker: (-worker.num_free_slots, worker.id)))
 
+    @property
+    def s_per_token(self) -> float:
+        measured = [worker.prefill_ns_per_token for worker in self.prefill]
+        return min(filter(None, measured), default=0) * 1e-9 or _S_PER_TOKEN
+
+    @property
+    def num_pending_tokens(self) -> int:
+        return min((worker.num_pending_tokens for worker in self.prefill), default=0)
+
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A pool for a request. `hashes`: of the prompt; empty if there is only one prefill worker."""
+    """A pool where a request decodes. `hashes`: of the prompt; empty if there is only one prefill
+    worker. `prefill_pool`: where the prompt is computed; None: in `pool`. `num_cached_blocks`: in
+    the pool where it is computed, with those that are copied there first, from the pool
+    `source_pool_id` unless that is empty. `cost_s`: what it takes until the request can decode."""
 
     pool: Pool
     root_hash: PrefixHash
     hashes: tuple[PrefixHash, ...] = ()
     num_cached_blocks: int = 0
     num_free_blocks: int = 0
+    prefill_pool: Pool | None = None
+    source_pool_id: str = ""
+    cost_s: float = 0.0
+
+    @property
+    def prefill(self) -> Pool:
+        return self.prefill_pool or self.pool
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What the store says of a pool, for one prompt."""
+
+    root: PrefixHash
+    hashes: tuple[PrefixHash, ...] = ()
+    num_cached: int = 0
+    num_free: int = 0
 
 
 class Router:
-    """Compares pools by the cached prefix of a prompt and by their free blocks."""
+    """Compares pools by what a request costs there, and by their free blocks. `bandwidth`: None:
+    there are no movers."""
 
-    def __init__(self, store: BlockStore, secret: bytes) -> None:
+    def __init__(
+        self, store: BlockStore, secret: bytes, bandwidth: Bandwidth | None = None
+    ) -> None:
         self._store = store
         self._secret = secret
+        self._bandwidth = bandwidth or (lambda source, target: 0.0)
 
     def root(self, spec: PoolSpec, cache_salt: str) -> PrefixHash:
         """The root of all prefix hashes of a pool with this salt."""
         return root_hash(spec.fingerprint, self._secret, cache_salt)
 
-    async def routes(
-        self, prompt: tuple[int, ...], cache_salt: str, pools: Sequence[Pool]
-    ) -> list[Route]:
-        """One route for each pool, the best first: longest cached prefix, then most blocks that are
-        free or cached. If the store does not answer, both numbers are 0. BlockStoreError."""
-        routes = [await self._route(prompt, cache_salt, pool, len(pools) > 1) for pool in pools]
-        return sorted(routes, key=lambda r: (-r.num_cached_blocks, -r.num_free_blocks))
+    def can_copy(self, source_pool_id: str, target_pool_id: str) -> bool:
+        return self._bandwidth(source_pool_id, target_pool_id) > 0
 
-    async def _route(
-        self, prompt: tuple[int, ...], cache_salt: str, pool: Pool, compare: bool
+    async def routes(
+        self,
+        prompt: tuple[int, ...],
+        cache_salt: str,
+        pools: Sequence[Pool],
+        prefill_pools: Sequence[Pool] | None = None,
+        may_pull: bool = True,
+    ) -> list[Route]:
+        """The routes that end in `pools`, the best first: least cost, then most blocks that are
+        free or cached. If the store does not answer, a pool counts as empty. BlockStoreError.
+
+        `prefill_pools`: where the prompt may be computed; None: `pools`. `may_pull`: whether a
+        cached prefix is of use to the request.
+        """
+        sources = pools if prefill_pools is None else prefill_pools
+        known = {pool.spec.pool_id: pool for pool in (*pools, *sources)}
+        compare = len(known) > 1
+        seen = {
+            pool_id: await self._look(prompt, cache_salt, pool, compare)
+            for pool_id, pool in known.items()
+        }
+        routes = [
+            self._route(len(prompt), pool, prefill, seen, may_pull)
+            for pool in pools
+            for prefill in sources
+            if prefill.prefill and self._leads_to(prefill.spec, pool.spec)
+        ]
+        return sorted(routes, key=lambda route: (route.cost_s, -route.num_free_blocks))
+
+    def _leads_to(self, prefill: PoolSpec, decode: PoolSpec) -> bool:
+        """Whether a request can be computed in one pool and decode in the other."""
+        return prefill == decode or self.can_copy(prefill.pool_id, decode.pool_id)
+
+    def _route(
+        self,
+        num_tokens: int,
+        pool: Pool,
+        prefill: Pool,
+        seen: Mapping[str, _Seen],
+        may_pull: bool,
     ) -> Route:
+        here, spec = seen[prefill.spec.pool_id], prefill.spec
+        ways = [("", here.num_cached, 0.0)]
+        if may_pull:
+            ways += self._pulls(spec, seen)
+
+        def cost(way: tuple[str, int, float]) -> float:
+            _, num_cached, pull_s = way
+            num_left = max(1, num_tokens - num_cached * spec.block_size)
+            return (prefill.num_pending_tokens + num_left) * prefill.s_per_token + pull_s
+
+        source, num_cached, _ = best = min(ways, key=cost)
+        move_s = 0.0
+        if prefill.spec != pool.spec:
+            num_blocks = -(-num_tokens // spec.block_size)
+            move_s = self._pull_s(spec.pool_id, pool.spec, num_blocks)
+        return Route(
+            pool,
+            here.root,
+            here.hashes,
+            num_cached,
+            seen[pool.spec.pool_id].num_free,
+            prefill,
+            source,
+            cost(best) + move_s,
+        )
+
+    def _pulls(
+        self, target: PoolSpec, seen: Mapping[str, _Seen]
+    ) -> Iterator[tuple[str, int, float]]:
+        """The pools with a longer cached prefix that can be copied to `target`: its length in
+        blocks, and the time of the copy."""
+        num_here = seen[target.pool_id].num_cached
+        for pool_id, there in seen.items():
+            num_blocks = there.num_cached - num_here
+            if num_blocks > 0 and self._bandwidth(pool_id, target.pool_id) > 0:
+                yield pool_id, there.num_cached, self._pull_s(pool_id, target, num_blocks)
+
+    def _pull_s(self, source_pool_id: str, target: PoolSpec, num_blocks: int) -> float:
+        bandwidth = self._bandwidth(source_pool_id, target.pool_id)
+        return _PULL_S + num_blocks * target.block_bytes / bandwidth
+
+    async def _look(
+        self, prompt: tuple[int, ...], cache_salt: str, pool: Pool, compare: bool
+    ) -> _Seen:
         spec = pool.spec
         root = self.root(spec, cache_salt)
         if not compare and len(pool.prefill) == 1:
-            return Route(pool, root)
+            return _Seen(root)
         if len(prompt) < _LONG_PROMPT_TOKENS:
             hashes = prefix_hashes(root, prompt, spec.block_size)
         else:
@@ -92,24 +219,24 @@ class Router:
         try:
             num_cached = await self._store.match(spec.pool_id, hashes)
             if not compare:
-                return Route(pool, root, hashes, num_cached)
+                return _Seen(root, hashes, num_cached)
             stats = await self._store.stats(spec.pool_id)
         except (StoreUnavailable, UnknownPool):  # the ledger is lost or in recovery
-            return Route(pool, root, hashes)
-        return Route(pool, root, hashes, num_cached, stats.num_free + stats.num_cached)
+            return _Seen(root, hashes)
+        return _Seen(root, hashes, num_cached, stats.num_free + stats.num_cached)
 
 
 def choose_prefill(route: Route, num_tokens: int) -> tuple[Worker, PrefillLoad] | None:
     """The prefill worker that computes `num_tokens` soonest and with the least work. It need not
     compute a prefix that it computes for another request. A worker that waits for its store is
     chosen only if all of them do. None: all workers have left."""
-    workers = [worker for worker in route.pool.prefill if worker.usable]
+    workers = [worker for worker in route.prefill.prefill if worker.usable]
     if not workers:
         return None
 
     def to_compute(worker: Worker) -> int:
         num_blocks = max(route.num_cached_blocks, worker.num_blocks_in_progress(route.hashes))
-        return max(1, num_tokens - num_blocks * route.pool.spec.block_size)
+        return max(1, num_tokens - num_blocks * route.prefill.spec.block_size)
 
     def cost(worker: Worker) -> tuple[bool, int, str]:
         num_tokens = worker.num_pending_tokens + _COMPUTE_WEIGHT * to_compute(worker)

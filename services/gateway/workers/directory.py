@@ -19,6 +19,7 @@ from services.common.runtime.logging import get_logger
 from services.common.runtime.ticks import until_tick
 from services.gateway.intake.catalog import Model
 from services.gateway.scheduling.router import Pool
+from services.gateway.workers.movers import Movers
 from services.gateway.workers.worker import Worker
 
 log = get_logger(__name__)
@@ -75,6 +76,7 @@ class WorkerDirectory:
         poll_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
         gateway_id: str = "",
+        movers: Movers | None = None,
     ) -> None:
         self._registry = registry
         self._store = store
@@ -83,6 +85,7 @@ class WorkerDirectory:
         self._on_change = on_change
         self._poll_s = poll_s
         self._gateway_id = gateway_id
+        self._movers = movers or Movers(b"")
         self.another_gateway_serves = False
         """Whether another gateway serves, at which this gateway's clients can continue."""
         self._connections: dict[str, Connection] = {}
@@ -115,9 +118,22 @@ class WorkerDirectory:
         return tuple(sorted({worker.member.model for worker in self.workers}))
 
     def complete_pools(self, name: str) -> tuple[Pool, ...]:
-        """The pools of a model with at least one prefill and one decode worker that take work."""
+        """The pools of a model with at least one decode worker that takes work, and one prefill
+        worker: on the pool itself, or on a pool from which a mover can copy."""
         served = self.served(name)
-        return tuple(pool for pool in served.pools if pool.complete) if served else ()
+        pools = served.pools if served else ()
+        return tuple(pool for pool in pools if pool.decode and self._is_fed(pool, pools))
+
+    def prefill_pools(self, name: str) -> tuple[Pool, ...]:
+        """The pools of a model with a prefill worker that takes work."""
+        served = self.served(name)
+        return tuple(pool for pool in served.pools if pool.prefill) if served else ()
+
+    def _is_fed(self, pool: Pool, pools: tuple[Pool, ...]) -> bool:
+        target, bandwidth = pool.spec.pool_id, self._movers.bandwidth
+        return bool(pool.prefill) or any(
+            other.prefill and bandwidth(other.spec.pool_id, target) for other in pools
+        )
 
     def decode_workers(self) -> dict[str, tuple[Worker, ...]]:
         """The connected decode workers by pool id, including those that drain."""
@@ -181,6 +197,8 @@ class WorkerDirectory:
     async def refresh(self) -> None:
         """Read the registry, and add and remove workers accordingly. BlockStoreError."""
         members = await self._registry.members()
+        if await self._movers.follow(members):
+            self._on_change()
         managers = [member for member in members if member.role == "block_manager"]
         self.block_manager = managers[0] if managers else None
         self.another_gateway_serves = any(
@@ -205,6 +223,7 @@ class WorkerDirectory:
     async def close(self) -> None:
         for worker_id in tuple(self._connections):
             await self._remove(worker_id)
+        await self._movers.close()
 
     async def _add_or_update(self, member: Member) -> None:
         known = self._connections.get(member.member_id)

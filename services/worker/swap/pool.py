@@ -23,7 +23,7 @@ from blockstore.store import BlockStore
 from services.common.pool.stamps import Stamps
 from services.common.runtime.logging import get_logger
 from services.common.runtime.metrics import WorkerMetrics
-from services.engine.sequences.block_keys import BlockKeys, ComputedBlocks, Key
+from services.protocol.block_keys import BlockKeys, ComputedBlocks, Key
 from services.protocol.ticket import Swapped, SwappedTable, Ticket
 from services.worker.membership import Membership
 from services.worker.swap.cost import SwapCost

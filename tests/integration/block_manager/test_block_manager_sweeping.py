@@ -88,3 +88,21 @@ async def test_after_the_store_was_lost_the_manager_serves_the_new_one(host: Poo
         await until(lambda: equals(pool_directories(host.root), (new,)))
         with pytest.raises(UnknownPool):
             await host.store.stats(old.pool_id)
+
+
+async def test_a_member_on_another_host_is_reaped_when_its_lease_has_ended(host: PoolHost) -> None:
+    """It has no lock file here. A renewed lease protects what it holds."""
+    pool = await host.make_pool()
+    await host.start_worker(pool)
+    spec = pool.read_header().spec
+    for name, lease_ms in (("remote-1", 600_000), ("remote-2", 200)):
+        await host.store.register_worker(spec, name, lease_ms=lease_ms)
+        await host.store.allocate("tiny-1", f"of {name}", name, 1, [], 1)
+
+    async def only_one_holds() -> bool:
+        holders = await host.store.holders("tiny-1")
+        return [holder.worker_id for holder in holders] == ["remote-1"]
+
+    async with managed(host):
+        assert not await only_one_holds()
+        await until(only_one_holds)

@@ -184,6 +184,7 @@ class Refusing(MemoryStore):
         worker_id: str,
         recovery: Recovery | None = None,
         mark_owned: MarkOwned | None = None,
+        lease_ms: int = 0,
     ) -> None:
         raise StoreUnavailable("no answer")
 

@@ -179,3 +179,63 @@ def test_an_abort_names_request_and_attempt() -> None:
     member = Member("d", "decode", "host:1", "serving", 1, 1)
     Worker(member, sent.append).abort("r1", 3)
     assert sent == [Abort("r1", 3)]
+
+
+# ── several pools and movers ─────────────────────────────────────────────────────────────────────
+
+MIB = 1 << 20
+
+
+def equal_spec(pool_id: str) -> PoolSpec:
+    """Pools of the same weights; a block has 1 MiB."""
+    return PoolSpec(pool_id, "toy", "same", 64, block_size=16, block_bytes=MIB)
+
+
+def measured(worker_id: str, ms_per_token: float, num_pending_tokens: int = 0) -> Worker:
+    known = worker(worker_id, num_pending_tokens=num_pending_tokens)
+    known.prefill_ns_per_token = round(ms_per_token * 1e6)
+    return known
+
+
+async def best(
+    bandwidth: float,
+    prefill_a: tuple[Worker, ...],
+    prefill_b: tuple[Worker, ...],
+    cached: int = 0,
+) -> tuple[str, str]:
+    """Where a prompt of 64 tokens that decodes in pool b is computed, and from where its prefix is
+    copied first. Pool a has `cached` blocks of it."""
+    store = MemoryStore()
+    a = Pool(equal_spec("a"), prefill_a, ())
+    b = Pool(equal_spec("b"), prefill_b, (worker("d"),))
+    for each in (a, b):
+        await store.register_pool(each.spec)
+    await cache(store, a.spec, cached)
+    router = Router(store, SECRET, lambda source, target: bandwidth if source != target else 0.0)
+    (route, *_) = await router.routes(PROMPT, "", [b], [a, b])
+    return route.prefill.spec.pool_id, route.source_pool_id
+
+
+async def test_a_cached_prefix_is_copied_where_that_takes_less_time() -> None:
+    """48 tokens at 1 ms each are computed in 48 ms; a pull takes 20 ms, and 3 MiB."""
+    own = (measured("p", 1.0),)
+    assert await best(1000 * MIB, (), own, cached=3) == ("b", "a")
+    assert await best(100 * MIB, (), own, cached=3) == ("b", "")
+    assert await best(0.0, (), own, cached=3) == ("b", "")
+    assert await best(1000 * MIB, (), (measured("p", 0.1),), cached=3) == ("b", "")
+
+
+async def test_a_prompt_is_computed_in_another_pool_where_that_takes_less_time() -> None:
+    """64 tokens of 1 ms behind 1000 others, or at once in pool a and then copied: 4 MiB."""
+    busy, idle = (measured("p", 1.0, 1000),), (measured("q", 1.0),)
+    assert await best(100 * MIB, idle, busy) == ("a", "")
+    assert await best(100 * MIB, busy, idle) == ("b", "")
+    assert await best(100 * MIB, idle, ()) == ("a", ""), "pool b only decodes"
+
+
+async def test_a_pool_without_prefill_and_without_a_mover_has_no_route() -> None:
+    store = MemoryStore()
+    a, b = Pool(equal_spec("a"), (worker("p"),), ()), Pool(equal_spec("b"), (), (worker("d"),))
+    for each in (a, b):
+        await store.register_pool(each.spec)
+    assert await Router(store, SECRET).routes(PROMPT, "", [b], [a, b]) == []

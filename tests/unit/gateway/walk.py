@@ -16,6 +16,7 @@ from services.gateway.frontend.api import Delta
 from services.gateway.intake.admission import AdmittedRequest
 from services.gateway.request import worker_events
 from services.gateway.request.lifecycle import RequestLifecycle
+from services.gateway.request.pulling import Pull, no_pull
 from services.gateway.scheduling.request_queue import QueuePosition
 from services.gateway.streaming.best_of import BestOf
 from services.gateway.streaming.output import Output, RequestStats
@@ -55,6 +56,7 @@ class NoMeter:
 
 class ScriptedHost:
     def __init__(self) -> None:
+        self.pull: Pull = no_pull
         self.ended: list[Exception | None] = []
         self.num_waits = 0
 
@@ -72,7 +74,7 @@ class ScriptedWorker(Worker):
         self.sent: list[Command] = []
         load = Load(num_free_slots=4)
         super().__init__(
-            Member(worker_id, role, "host:1", "serving", 1, 1, max_num_seqs=4, load=load),
+            Member(worker_id, role, "host:1", "serving", 1, 1, "pool", max_num_seqs=4, load=load),
             self.sent.append,
         )
         self.connected = True

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from blockstore.hashing import next_hash, prefix_hashes
-from services.engine.sequences.block_keys import BlockKeys, ComputedBlocks
+from services.protocol.block_keys import BlockKeys, ComputedBlocks
 from services.protocol.ticket import Ticket, TicketSequence
 
 from .fakes import PROMPT, ticket

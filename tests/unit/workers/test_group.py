@@ -19,14 +19,14 @@ from services.engine.messages import (
     StepOutcome,
 )
 from services.engine.scheduler import Scheduler
-from services.engine.sequences.block_keys import (
+from services.engine.sequences.group import Group
+from services.engine.sequences.sequence import Rules
+from services.protocol.block_keys import (
     BlockKeys,
     ComputedBlocks,
     num_blocks_for,
     num_tokens_of,
 )
-from services.engine.sequences.group import Group
-from services.engine.sequences.sequence import Rules
 from services.protocol.ticket import FinishReason, Ticket, TicketSequence
 
 from .fakes import PROMPT, SAMPLED, Arena, FakeForward, expected, make_stamps, next_token, ticket

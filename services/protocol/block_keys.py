@@ -14,13 +14,15 @@ See ADR 84.
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise, takewhile
+from typing import TypeVar
 
 from blockstore.hashing import next_hash, prefix_hashes
 from blockstore.records import PrefixHash
 from services.common.pool.allotment import blocks_at_admission
 from services.common.pool.stamps import Stamps
-from services.engine.sequences.sequence import common_prefix
 from services.protocol.ticket import Ticket
+
+T = TypeVar("T")
 
 Key = PrefixHash
 
@@ -193,6 +195,14 @@ class BlockKeys:
         """The key of a `found` full block whose stamp does not match (law 6), or None."""
         wrong_keys = (span.first_mismatch(stamps, found) for span in self.spans)
         return next((key for key in wrong_keys if key is not None), None)
+
+
+def common_prefix(sequences: Sequence[tuple[T, ...]]) -> tuple[T, ...]:
+    """The longest common prefix."""
+    first, last = min(sequences), max(sequences)  # in lexical order all others are between these
+    pairs = enumerate(zip(first, last, strict=False))
+    num_same = next((i for i, (a, b) in pairs if a != b), min(len(first), len(last)))
+    return first[:num_same]
 
 
 def num_tokens_of(ticket: Ticket) -> int:

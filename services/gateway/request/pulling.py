@@ -1,0 +1,68 @@
+"""Copies the KV of a request to another pool before it goes on there."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from services.common.errors import QuireError, Unavailable
+from services.common.runtime.logging import get_logger
+from services.gateway.intake.identity import client_id
+from services.gateway.request.lease import DetachedTicket
+from services.protocol.ticket import Ticket
+
+log = get_logger(__name__)
+
+Pull = Callable[[Ticket, str, str], Awaitable[DetachedTicket | None]]
+"""Copies a ticket's KV from one pool to another, by their ids: see
+`services.gateway.workers.movers`."""
+
+
+async def no_pull(ticket: Ticket, source_pool_id: str, target_pool_id: str) -> None:
+    """The pull of a gateway without movers."""
+    raise Unavailable(f"no mover copies from {source_pool_id} to {target_pool_id}")
+
+
+class Pulling:
+    """The pull of one request, in a task; one at a time."""
+
+    def __init__(self, pull: Pull) -> None:
+        self._pull = pull
+        self._task: asyncio.Task[None] | None = None
+
+    def begin(
+        self,
+        ticket: Ticket,
+        source_pool_id: str,
+        target_pool_id: str,
+        then: Callable[[DetachedTicket | None], None],
+        on_failure: Callable[[str], None],
+    ) -> None:
+        """Call `then` with the copied ticket (None: only a prefix was copied), or `on_failure` with
+        the reason."""
+        run = self._run(ticket, source_pool_id, target_pool_id, then, on_failure)
+        self._task = asyncio.create_task(run, name=f"pull {ticket.request_id}")
+
+    def cancel(self) -> None:
+        """End the pull in progress; none of its callbacks is called."""
+        task, self._task = self._task, None
+        if task is not None and task is not asyncio.current_task():
+            task.cancel()
+
+    async def _run(
+        self,
+        ticket: Ticket,
+        source_pool_id: str,
+        target_pool_id: str,
+        then: Callable[[DetachedTicket | None], None],
+        on_failure: Callable[[str], None],
+    ) -> None:
+        pools = {"source": source_pool_id, "target": target_pool_id}
+        try:
+            pulled = await self._pull(ticket, source_pool_id, target_pool_id)
+        except QuireError as error:
+            reason = str(error)
+            log.warning(
+                "pull_failed", request_id=client_id(ticket.request_id), **pools, reason=reason
+            )
+            on_failure(reason)
+        else:
+            then(pulled)

@@ -1,0 +1,42 @@
+"""Settings of the mover."""
+
+from typing import ClassVar
+
+from pydantic import Field, field_validator
+from pydantic_settings import SettingsConfigDict
+
+from services.common.pool.sizing import parse_size
+from services.common.runtime.config import PoolServiceSettings
+
+
+class MoverSettings(PoolServiceSettings):
+    model_config = SettingsConfigDict(env_prefix="QUIRE_MOVER_")
+
+    service: ClassVar[str] = "mover"
+
+    model_name: str = Field(
+        "", description="the model whose pool this mover serves; default: the only one of the host"
+    )
+    lease_s: float = Field(
+        10.0,
+        ge=1,
+        description="how long another pool keeps blocks for this mover without a renewal",
+    )
+    pull_timeout_s: float = Field(
+        20.0, gt=0, description="how long a copy may take before it is given up"
+    )
+    landing_timeout_s: float = Field(
+        10.0,
+        gt=0,
+        description="how long a copy that was given up may still write; then the process ends",
+    )
+    probe_size: str = Field("16MiB", description="how much a bandwidth probe reads")
+    min_bandwidth: str = Field(
+        "100MiB", description="bytes a second below which another pool counts as slow"
+    )
+
+    @field_validator("probe_size", "min_bandwidth")
+    @classmethod
+    def _check_size(cls, text: str) -> str:
+        parse_size(text)
+        return text

@@ -1,0 +1,147 @@
+"""The transport over NIXL: RDMA, TCP or shared memory, as UCX finds them (UCX_TLS)."""
+
+import json
+from base64 import b64decode, b64encode
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from services.common.errors import StartupError
+from services.mover.transport import Area, Region, State, Transfer, TransportError
+
+_STATES = {"DONE": State.DONE, "PROC": State.RUNNING, "ERR": State.FAILED}
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A region of this process, with one prepared descriptor for each item."""
+
+    region: Region
+    descriptors: Any
+    registration: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """The memory of another mover. `agent`: its NIXL agent."""
+
+    agent: str
+    areas: dict[Area, _Prepared]
+
+
+class NixlTransport:
+    """One NIXL agent. An agent's name is used once: NIXL confuses the connections of two agents
+    with one name."""
+
+    name: ClassVar[str] = "nixl"
+
+    def __init__(self, agent_name: str) -> None:
+        """StartupError: NIXL is not installed, or finds no way to communicate."""
+        try:
+            from nixl_cu12 import nixl_agent, nixl_agent_config
+
+            self._agent = nixl_agent(agent_name, nixl_agent_config(backends=["UCX"]))
+        except (ImportError, RuntimeError) as error:
+            raise StartupError(
+                f"a mover needs NIXL (pip install 'quire-serve[mover]'): {error}"
+            ) from error
+
+    def share(self, blocks: Region, stamps: Region) -> bytes:
+        for region in (blocks, stamps):
+            self._register(region)
+        areas = {Area.BLOCKS.value: _described(blocks), Area.STAMPS.value: _described(stamps)}
+        metadata = b64encode(self._agent.get_agent_metadata()).decode()
+        return json.dumps({"agent": metadata, "areas": areas}).encode()
+
+    def prepare(self, region: Region) -> _Prepared:
+        registration = self._register(region)
+        return replace(self._prepare(region, "NIXL_INIT_AGENT"), registration=registration)
+
+    def forget(self, prepared: _Prepared) -> None:
+        try:
+            self._agent.release_dlist_handle(prepared.descriptors)
+            self._agent.deregister_memory(prepared.registration)
+        except Exception as error:
+            raise TransportError(f"NIXL does not forget memory: {error}") from error
+
+    def connect(self, memory: bytes) -> _Source:
+        try:
+            described = json.loads(memory)
+            areas = {
+                Area(name): Region(tuple(parts), size, number)
+                for name, (parts, size, number) in described["areas"].items()
+            }
+            metadata = b64decode(described["agent"])
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise TransportError(f"not a description of memory: {error}") from error
+        try:
+            found = self._agent.add_remote_agent(metadata)
+            agent = found.decode() if isinstance(found, bytes) else str(found)
+            prepared = {area: self._prepare(region, agent) for area, region in areas.items()}
+        except Exception as error:  # NIXL has an exception for each status, without a common base
+            raise TransportError(f"NIXL does not connect: {error}") from error
+        return _Source(agent, prepared)
+
+    def read(
+        self,
+        source: _Source,
+        area: Area,
+        items: Sequence[int],
+        target: _Prepared,
+        places: Sequence[int],
+    ) -> Transfer:
+        remote = source.areas[area]
+        try:
+            handle = self._agent.make_prepped_xfer(
+                "READ",
+                target.descriptors,
+                np.array(target.region.places(places), np.int32),
+                remote.descriptors,
+                np.array(remote.region.places(items), np.int32),
+            )
+            self._agent.transfer(handle)
+        except Exception as error:
+            raise TransportError(f"NIXL does not read from {source.agent}: {error}") from error
+        return _NixlTransfer(self._agent, handle)
+
+    def disconnect(self, source: _Source) -> None:
+        try:
+            for prepared in source.areas.values():
+                self._agent.release_dlist_handle(prepared.descriptors)
+            self._agent.remove_remote_agent(source.agent)
+        except Exception as error:
+            raise TransportError(f"NIXL does not forget {source.agent}: {error}") from error
+
+    def _register(self, region: Region) -> Any:
+        num_bytes = region.item_bytes * region.num_items
+        parts = [(at, num_bytes, 0, "") for at in region.parts]
+        try:
+            return self._agent.register_memory(parts, "DRAM")
+        except Exception as error:
+            raise TransportError(f"NIXL does not register memory: {error}") from error
+
+    def _prepare(self, region: Region, agent: str) -> _Prepared:
+        size, number = region.item_bytes, region.num_items
+        descriptors = np.array([(at, size, 0, size, number) for at in region.parts], np.uint64)
+        return _Prepared(region, self._agent.prep_xfer_dlist(agent, descriptors, "DRAM"))
+
+
+def _described(region: Region) -> tuple[object, ...]:
+    return region.parts, region.item_bytes, region.num_items
+
+
+class _NixlTransfer:
+    def __init__(self, agent: Any, handle: Any) -> None:
+        self._agent = agent
+        self._handle = handle
+
+    def poll(self) -> State:
+        try:
+            return _STATES[self._agent.check_xfer_state(self._handle)]
+        except Exception:  # NIXL raises some failures and returns others
+            return State.FAILED
+
+    def release(self) -> None:
+        self._agent.release_xfer_handle(self._handle)

@@ -1,0 +1,143 @@
+"""The mover's own pool: finds it, joins it without PyTorch, leaves it.
+
+A mover is a member of its pool like a worker: a lock file, a name in the store, stamps for what it
+writes. It also tells the block manager its process, because a network adapter may write until that
+has exited.
+"""
+
+import mmap
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from blockstore.errors import FingerprintMismatch, GeometryMismatch
+from blockstore.records import PoolSpec
+from blockstore.redis_store import RedisStore
+from services.common.errors import StartupError
+from services.common.pool.directory import PoolDirectory, pool_directories
+from services.common.pool.header import BadHeader, PoolHeader
+from services.common.pool.keeper import KeptMemory, Registration, register
+from services.common.pool.leaving import leave_pool
+from services.common.pool.locks import WorkerLock, host_lock
+from services.common.pool.recovery import PoolRecovery
+from services.common.pool.stamps import Stamps, record_bytes
+from services.mover.transport import Region
+
+
+@dataclass(frozen=True, slots=True)
+class OwnPool:
+    """A joined pool, and its memory, mapped until the process ends."""
+
+    store: RedisStore
+    directory: PoolDirectory
+    header: PoolHeader
+    member_id: str
+    lock: WorkerLock
+    kept: KeptMemory
+    stamps: Stamps
+    arenas: tuple[mmap.mmap, ...]
+
+    @property
+    def spec(self) -> PoolSpec:
+        return self.header.spec
+
+    @property
+    def blocks_region(self) -> Region:
+        return Region.of(self.arenas, self.header.layout.block_bytes, self.header.num_blocks)
+
+    @property
+    def stamps_region(self) -> Region:
+        return stamps_region(self.stamps, self.header)
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether a member lives besides this one."""
+        return set(self.directory.live_worker_ids()) != {self.member_id}
+
+    def close(self) -> None:
+        """Drop the lock. The memory stays mapped: a read may still land there."""
+        self.lock.close()
+        self.kept.close()
+
+    async def leave(self) -> None:
+        """Leave the pool: the mover holds nothing, and nothing lands any more. WorkerNotEmpty,
+        StoreUnavailable, StoreLost: the block manager does what is left to do."""
+        await leave_pool(self.store, self.directory, self.member_id, self.lock)
+
+
+def stamps_region(stamps: Stamps, header: PoolHeader) -> Region:
+    size = record_bytes(header.layout.block_size)
+    return Region.of([stamps.memory], size, header.num_blocks)
+
+
+def find_pool(root: Path, model_name: str) -> PoolDirectory | None:
+    """The live pool of a model; None: there is none yet. `model_name`: empty for the only pool.
+
+    StartupError: there are several, or it is in the memory of a GPU."""
+    found: dict[str, PoolDirectory] = {}
+    for directory in pool_directories(root):
+        try:
+            header = directory.read_header()
+        except (BadHeader, FileNotFoundError):
+            continue  # of another version, or just removed
+        is_wanted = header.colder_of is None and model_name in ("", header.layout.model)
+        if not is_wanted or not directory.is_live():
+            continue
+        if header.kind != "file":
+            raise StartupError(
+                f"pool {header.pool_id} is in the memory of {header.gpu_uuid}: a mover serves "
+                "pools in the host's memory only, so far"
+            )
+        found[header.layout.model] = directory
+    if len(found) > 1:
+        raise StartupError(
+            f"{root} has pools of {', '.join(sorted(found))}: set QUIRE_MOVER_MODEL_NAME to one"
+        )
+    return next(iter(found.values()), None)
+
+
+async def join_pool(store: RedisStore, directory: PoolDirectory, member_id: str) -> OwnPool:
+    """Join a live pool. FileNotFoundError or BadHeader: it was just removed. StartupError: the
+    block manager or the store refuses this member."""
+    async with host_lock(directory.path.parent):
+        header, recovery = directory.read_header(), PoolRecovery(directory)
+        with ExitStack() as undo:
+            # First: a member with a lock and without a record may be reaped before it has exited.
+            registration = Registration(header.pool_id, member_id, "")
+            kept = register(directory.path.parent, registration, None, is_live=True)
+            undo.callback(directory.process_path(member_id).unlink, missing_ok=True)
+            undo.callback(kept.close)
+            lock = WorkerLock.create(directory.lock_path(member_id))
+            undo.callback(lock.close)
+            undo.callback(lock.unlink)
+            block_size = header.layout.block_size
+            stamps = Stamps(directory.stamps, header.num_blocks, block_size)
+            arenas = tuple(_map(path, header.arena_bytes) for path in directory.arenas)
+            try:
+                await recovery.begin(store, store.run_id)
+                own = partial(_stamp_owner, stamps, lock)
+                await store.register_worker(header.spec, member_id, recovery, own)
+            except (GeometryMismatch, FingerprintMismatch) as error:
+                raise StartupError(f"pool {header.pool_id} refuses {member_id}: {error}") from error
+            undo.pop_all()
+    return OwnPool(store, directory, header, member_id, lock, kept, stamps, arenas)
+
+
+def _map(path: Path, num_bytes: int) -> mmap.mmap:
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return mmap.mmap(fd, num_bytes)
+    finally:
+        os.close(fd)
+
+
+def _stamp_owner(
+    stamps: Stamps, lock: WorkerLock, holder_id: str, block_ids: Sequence[int]
+) -> None:
+    """Stamp new blocks with their holder, unless this member was given up: see
+    `services.worker.liveness.fence_guard`."""
+    if not lock.is_revoked:
+        stamps.mark_owned(block_ids, holder_id)

@@ -1,0 +1,351 @@
+"""One pull: copies KV from another pool into the mover's own.
+
+    source pool                      this mover                            own pool
+      claim (or pin a prefix) ◀─────── 1
+                                       2 ───────▶ allocate: stamps say "private"
+      stamps, then blocks     ◀─────── 3, 4 ─────▶ blocks land
+      stamps once more        ◀─────── 5
+                                       6 ───────▶ stamps, commit; detach or release
+      release                 ◀─────── 7
+
+The stamps decide what came, never the claim: a block counts if its stamp was right before the read
+of the block, and is the same after it. Until a read is over, whoever gave it up meanwhile, its
+target blocks stay with their holder, because parts of it may still land.
+
+See ADR 162.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from blockstore.errors import (
+    BlockStoreError,
+    MustWait,
+    NotHeld,
+    OutOfBlocks,
+    StaleHolder,
+    StoreLost,
+    UnknownPool,
+    UnknownWorker,
+    WorkerFenced,
+)
+from blockstore.records import Allocation, PoolSpec, PrefixHash
+from blockstore.store import BlockStore
+from services.common.pool.stamps import Stamps
+from services.common.runtime.logging import get_logger
+from services.mover.transport import Area, State, Transfer, Transport, TransportError
+from services.protocol.block_keys import BlockKeys, Key
+from services.protocol.ticket import Ticket
+
+log = get_logger(__name__)
+
+_POLL_S = 0.0005
+_OVER = (StaleHolder, NotHeld, UnknownPool, UnknownWorker, StoreLost)
+"""Errors of a release after which this mover holds nothing in the pool any more."""
+
+
+class PullFailed(Exception):
+    """A pull that copied nothing; the request is computed instead. `reason`: for metrics."""
+
+    def __init__(self, reason: str, text: str = "") -> None:
+        super().__init__(f"{reason}: {text}" if text else reason)
+        self.reason = reason
+
+
+@dataclass(slots=True)
+class Side:
+    """A pool of a pull, and this mover's name on it."""
+
+    store: BlockStore
+    spec: PoolSpec
+    member_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Copies of a pool's stamps, each at its place. `prepared`: the memory, prepared for reads."""
+
+    stamps: Stamps
+    prepared: Any
+
+
+@dataclass(slots=True)
+class Source(Side):
+    """The pool that a pull reads. `memory`: the transport's. `before`, `after`: where the stamps of
+    a pull are read to, so that there is one pull of a source at a time. `is_broken`: a call has
+    failed, so nothing more is pulled, and the lease is not renewed."""
+
+    memory: Any
+    before: Copies
+    after: Copies
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    is_broken: bool = False
+
+
+@dataclass(slots=True)
+class Target(Side):
+    """The mover's own pool. `blocks`: its blocks, prepared for reads. `may_write`: false once the
+    block manager has given this mover up. `end_process`: called when a read does not end."""
+
+    stamps: Stamps
+    blocks: Any
+    may_write: Callable[[], bool]
+    end_process: Callable[[str], None]
+
+
+class Pull:
+    """Copies the KV of one ticket, in a task that no cancellation ends: `give_up` tells it to."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        source: Source,
+        target: Target,
+        ticket: Ticket,
+        timeout_s: float,
+        landing_timeout_s: float,
+    ) -> None:
+        self.num_blocks = 0
+        self.reading_s = 0.0
+        """How long the read of the blocks took."""
+        self._transport = transport
+        self._source = source
+        self._target = target
+        self._ticket = ticket
+        self._is_prefix = not ticket.sequences[0].block_ids
+        self._holder_id = f"pull-{secrets.token_hex(8)}" if self._is_prefix else ticket.holder_id
+        self._landing_timeout_s = landing_timeout_s
+        self._clock = asyncio.get_running_loop().time
+        self._given_up_at = self._clock() + timeout_s
+        self._pin: tuple[str, int] | None = None
+        left_out = 0 if self._is_prefix else 1
+        self._keys = BlockKeys.of(ticket, target.spec.block_size, num_left_out=left_out)
+
+    def holds(self, side: Side, holder_id: str) -> bool:
+        """Whether this pull has that holder: in the source or in the own pool."""
+        pinned = self._pin is not None and self._pin[0] == holder_id and side is self._source
+        return pinned or (side is self._target and self._holder_id == holder_id)
+
+    def reads(self, source: Source) -> bool:
+        return source is self._source
+
+    def give_up(self) -> None:
+        """End the pull as soon as nothing lands any more."""
+        self._given_up_at = min(self._given_up_at, self._clock())
+
+    async def run(self) -> Ticket | None:
+        """Returns the ticket, detached in the own pool; None: the prompt's blocks are in its prefix
+        cache. Raises PullFailed; errors of the own pool's store."""
+        async with self._source.turn:
+            self._check()
+            try:
+                sources = await self._pinned()
+                return await self._fill(sources) if sources else None
+            except (TransportError, UnknownPool, StoreLost) as error:
+                self._source.is_broken = True
+                raise PullFailed("source_lost", str(error)) from error
+            finally:
+                await self._unpin()
+
+    # 1, 7: the source pool.
+
+    async def _pinned(self) -> dict[Key, int]:
+        """Hold blocks of the source pool. Returns the block of each key."""
+        try:
+            return await (self._pin_prefix() if self._is_prefix else self._claim())
+        except (StaleHolder, NotHeld, WorkerFenced, UnknownWorker, MustWait, OutOfBlocks) as error:
+            raise PullFailed("source_refused", str(error)) from error
+
+    async def _claim(self) -> dict[Key, int]:
+        ticket, source = self._ticket, self._source
+        tables = [state.block_ids for state in ticket.sequences]
+        num_prompt = len(ticket.prompt_token_ids)
+        for state in ticket.sequences:
+            if state.num_computed_tokens != num_prompt + len(state.token_ids) - 1:
+                raise PullFailed("incomplete", f"{state.num_computed_tokens} computed tokens")
+        block_ids = tuple(dict.fromkeys(block_id for table in tables for block_id in table))
+        claim = await source.store.claim(
+            *(source.spec.pool_id, ticket.holder_id, ticket.holder_epoch, source.member_id),
+            block_ids,
+        )
+        self._pin = ticket.holder_id, claim.epoch
+        self._note("claimed")
+        return self._keys.blocks(tables)
+
+    async def _pin_prefix(self) -> dict[Key, int]:
+        """Nothing if the own pool has as long a prefix already."""
+        source, hashes = self._source, self._keys.trunk.hashes
+        num_there = await source.store.match(source.spec.pool_id, hashes)
+        if num_there <= await self._target.store.match(self._target.spec.pool_id, hashes):
+            return {}
+        wanted = hashes[:num_there]
+        pin = f"pin-{secrets.token_hex(8)}"
+        order = self._ticket.order
+        try:
+            found = await source.store.allocate(
+                source.spec.pool_id, pin, source.member_id, order, wanted, num_there
+            )
+        except (MustWait, OutOfBlocks):
+            await source.store.withdraw(source.spec.pool_id, pin)
+            raise
+        self._pin = pin, found.epoch
+        self._note("claimed")
+        return found.cached(wanted)
+
+    async def _unpin(self) -> None:
+        """Release what is held in the source pool. If that fails, its lease ends by itself."""
+        pin, self._pin = self._pin, None
+        if pin is None:
+            return
+        try:
+            await self._source.store.release(self._source.spec.pool_id, *pin)
+        except _OVER:
+            pass
+        except BlockStoreError as error:
+            self._source.is_broken = True
+            log.warning("pin_not_released", pool_id=self._source.spec.pool_id, reason=str(error))
+
+    # 2, 6: the own pool.
+
+    async def _fill(self, sources: dict[Key, int]) -> Ticket | None:
+        keys, target = self._keys, self._target
+        if not self._is_prefix and set(sources) != set(_all_keys(keys)):
+            raise PullFailed("incomplete", f"{len(sources)} blocks")
+        allocation = await self._allocate(sources)
+        held = target.spec.pool_id, self._holder_id, allocation.epoch
+        self._note("allocated")
+        is_kept = False
+        try:
+            chains = (tuple(sources), ()) if self._is_prefix else keys.chains
+            targets = allocation.cached(*chains)
+            if wrong := keys.first_mismatch(target.stamps, targets):
+                log.error("kv_corrupt", pool_id=target.spec.pool_id, block_id=targets[wrong])
+                await target.store.retract(target.spec.pool_id, targets[wrong], wrong)
+                raise PullFailed("own_cache_corrupt")
+            new = allocation.block_ids[allocation.num_cached_blocks :]
+            missing = (key for key in sources if key not in targets)
+            copied = dict(zip(missing, new, strict=True))
+            await self._copy(sources, copied)
+            self.num_blocks = len(copied)
+            await target.store.commit(*held, keys.full_among(copied))
+            self._note("committed")
+            if self._is_prefix:
+                return None
+            self._check()
+            epoch = await target.store.detach(*held)
+            is_kept = True
+            return self._moved(targets | copied, epoch)
+        finally:
+            if not is_kept:
+                await self._release(allocation.epoch)
+
+    async def _allocate(self, sources: Mapping[Key, int]) -> Allocation:
+        target, pool_id = self._target, self._target.spec.pool_id
+        hashes, branches = (tuple(sources), ()) if self._is_prefix else self._keys.chains
+        asked = target.member_id, self._ticket.order, hashes, len(sources), branches
+        try:
+            return await target.store.allocate(pool_id, self._holder_id, *asked)
+        except (OutOfBlocks, MustWait) as error:
+            await target.store.withdraw(pool_id, self._holder_id)
+            raise PullFailed("no_room", str(error)) from error
+        except StaleHolder as error:  # the ticket was in this pool before
+            raise PullFailed("holder_used", str(error)) from error
+
+    async def release(self, ticket: Ticket) -> None:
+        """Release the ticket that `run` returned, unless a worker has claimed it."""
+        await self._release(ticket.holder_epoch)
+
+    async def _release(self, epoch: int) -> None:
+        with suppress(StaleHolder):
+            await self._target.store.release(self._target.spec.pool_id, self._holder_id, epoch)
+
+    def _moved(self, targets: Mapping[Key, int], epoch: int) -> Ticket:
+        sequences = (
+            replace(state, block_ids=tuple(targets[key] for key in self._keys.keys_of(number)))
+            for number, state in enumerate(self._ticket.sequences)
+        )
+        return replace(
+            self._ticket,
+            pool_id=self._target.spec.pool_id,
+            holder_epoch=epoch,
+            sequences=tuple(sequences),
+        )
+
+    # 3, 4, 5: the transfers.
+
+    async def _copy(self, sources: Mapping[Key, int], copied: Mapping[Key, int]) -> None:
+        """Copy the blocks of `copied` (key -> own block), and complete their stamps."""
+        source, keys, target = self._source, self._keys, self._target
+        before = await self._read_stamps(source.before, sources.values())
+        self._note("stamps_read")
+        if keys.first_mismatch(source.before.stamps, sources) or not self._owns_tails(sources):
+            raise PullFailed("wrong_stamps", "the source's blocks hold other tokens")
+        self._require_may_write()
+        items = [sources[key] for key in copied]
+        began = self._clock()
+        await self._read(Area.BLOCKS, items, target.blocks, tuple(copied.values()))
+        self.reading_s = self._clock() - began
+        self._note("blocks_read")
+        after = await self._read_stamps(source.after, sources.values())
+        if before != after:
+            raise PullFailed("stamps_changed", "the source's blocks were given to others meanwhile")
+        self._require_may_write()
+        for span in keys.spans:
+            span.stamp(target.stamps, copied)
+
+    def _owns_tails(self, sources: Mapping[Key, int]) -> bool:
+        tails = () if self._is_prefix else tuple(self._keys.tails)
+        return self._source.before.stamps.are_written_by(
+            [sources[key] for key in tails], self._ticket.holder_id
+        )
+
+    async def _read_stamps(self, copies: Copies, block_ids: Iterable[int]) -> list[bytes]:
+        """Read the stamps of the source's blocks; returns the records."""
+        items = list(block_ids)
+        await self._read(Area.STAMPS, items, copies.prepared, items)
+        return [copies.stamps.record(block_id) for block_id in items]
+
+    async def _read(
+        self, area: Area, items: Sequence[int], target: Any, places: Sequence[int]
+    ) -> None:
+        self._check()
+        if items:
+            read = self._transport.read
+            transfer = await asyncio.to_thread(
+                read, self._source.memory, area, items, target, places
+            )
+            await self._land(transfer)
+            self._check()
+
+    async def _land(self, transfer: Transfer) -> None:
+        """Wait until nothing lands any more. A read that does not end ends the process: nobody else
+        can know when its blocks are quiet."""
+        while (state := transfer.poll()) is State.RUNNING:
+            late_s = self._clock() - self._given_up_at
+            if late_s > 0:
+                await self._unpin()
+            if late_s > self._landing_timeout_s:
+                self._target.end_process(f"a read was given up {late_s:.1f} s ago and has no end")
+            await asyncio.sleep(_POLL_S)
+        transfer.release()
+        if state is State.FAILED:
+            raise TransportError("a read failed")
+
+    def _note(self, step: str) -> None:
+        log.debug("pull_step", step=step, holder_id=self._holder_id)
+
+    def _check(self) -> None:
+        if self._clock() >= self._given_up_at:
+            raise PullFailed("given_up")
+
+    def _require_may_write(self) -> None:
+        if not self._target.may_write():
+            raise PullFailed("fenced", "this mover was given up by its block manager")
+
+
+def _all_keys(keys: BlockKeys) -> Iterable[PrefixHash]:
+    return (key for number in range(len(keys.branches)) for key in keys.keys_of(number))

@@ -1,0 +1,47 @@
+"""The gRPC service quire.v1.Mover."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from blockstore.store import FUNCTION_LIBRARY
+from quire.v1 import mover_pb2 as pb
+from quire.v1 import mover_pb2_grpc
+from services.common.errors import InvalidRequest, VersionMismatch
+from services.common.pool.header import PoolHeader
+from services.mover.mover import Mover
+from services.protocol.codec import ticket_from_wire, ticket_to_wire
+from services.protocol.version import PROTOCOL_VERSION
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Mover"].full_name
+
+
+class MoverService(mover_pb2_grpc.MoverServicer):
+    """`memory`: what `Transport.share` has returned."""
+
+    def __init__(self, mover: Mover, header: PoolHeader, transport: str, memory: bytes) -> None:
+        self._mover = mover
+        self._description = pb.DescribeResponse(
+            header=header.dump(), transport=transport, memory=memory
+        )
+
+    async def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.DescribeResponse:
+        theirs = request.protocol_version, request.function_library
+        if theirs != (PROTOCOL_VERSION, FUNCTION_LIBRARY):
+            raise VersionMismatch(
+                f"the other mover speaks protocol {theirs[0]} with function library {theirs[1]!r}, "
+                f"this one {PROTOCOL_VERSION} with {FUNCTION_LIBRARY!r}"
+            )
+        return self._description
+
+    async def Pull(self, request: pb.PullRequest, context: Any) -> AsyncIterator[pb.PullResponse]:
+        ticket = ticket_from_wire(request.ticket)
+        with_blocks = [bool(sequence.block_ids) for sequence in ticket.sequences]
+        if len(set(with_blocks)) > 1:
+            raise InvalidRequest("some sequences of the ticket have blocks, others have none")
+        async with self._mover.pulling(ticket, request.source_pool_id) as (moved, num_blocks):
+            yield pb.PullResponse(
+                ticket=None if moved is None else ticket_to_wire(moved), num_blocks=num_blocks
+            )
+            if moved is not None:
+                await asyncio.Event().wait()  # until the gateway ends the call

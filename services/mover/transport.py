@@ -1,0 +1,92 @@
+"""What a mover needs of a transport: reads from the memory of another mover into its own.
+
+share      register this pool's arena and stamps once; what others need to read them
+connect    prepare a descriptor for each block and stamp of another pool
+prepare    register memory of this process, into which reads land
+read       begin a read; it lands until `poll` says DONE or FAILED, whoever gave it up meanwhile
+"""
+
+import ctypes
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, ClassVar, Protocol
+
+
+class TransportError(Exception):
+    """The transport cannot do it: the other side is gone, or its memory is not readable."""
+
+
+class Area(Enum):
+    """The memory of a pool that other movers read."""
+
+    BLOCKS = "blocks"
+    STAMPS = "stamps"
+
+
+class State(Enum):
+    """The state of a read. `FAILED`: parts of it may have landed; nothing lands any more."""
+
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Memory with one item (a block, a stamp) after the other. With several ranks a block has a
+    part in the arena of each: `parts` are the addresses of the arenas. `memories`: of this process;
+    they stay mapped as long as this region is known."""
+
+    parts: tuple[int, ...]
+    item_bytes: int
+    num_items: int
+    memories: tuple[mmap.mmap, ...] = ()
+
+    @classmethod
+    def of(cls, memories: Sequence[mmap.mmap], item_bytes: int, num_items: int) -> "Region":
+        parts = tuple(map(_address, memories))
+        return cls(parts, item_bytes, num_items, tuple(memories))
+
+    def places(self, items: Sequence[int]) -> list[int]:
+        """The numbers of all parts of these items: part 0 of each, then part 1 of each ..."""
+        num_parts = len(self.parts)
+        return [part * self.num_items + item for part in range(num_parts) for item in items]
+
+
+class Transfer(Protocol):
+    def poll(self) -> State: ...
+
+    def release(self) -> None:
+        """Free what the transport keeps for it. Only once it is not RUNNING."""
+
+
+class Transport(Protocol):
+    """`name`: both sides of a transfer need the same. Prepared regions and sources are the
+    transport's own objects. All methods may raise TransportError."""
+
+    name: ClassVar[str]
+
+    def share(self, blocks: Region, stamps: Region) -> bytes: ...
+
+    def prepare(self, region: Region) -> Any: ...
+
+    def forget(self, prepared: Any) -> None:
+        """Undo `prepare`: no read to it is RUNNING."""
+
+    def connect(self, memory: bytes) -> Any: ...
+
+    def read(
+        self, source: Any, area: Area, items: Sequence[int], target: Any, places: Sequence[int]
+    ) -> Transfer:
+        """Read the items of the source's area to these places of a prepared region."""
+        ...
+
+    def disconnect(self, source: Any) -> None:
+        """Forget a source from which no read is RUNNING."""
+
+
+def _address(memory: mmap.mmap) -> int:
+    view = ctypes.c_char.from_buffer(memory)
+    return ctypes.addressof(view)

@@ -1,0 +1,135 @@
+"""Pools of two hosts: a prompt that is computed in one decodes in the other, and a cached prefix is
+copied instead of computed."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blockstore.hashing import root_hash
+from blockstore.redis_registry import RedisRegistry
+from quire.async_client import AsyncClient
+from quire.sockets import living_sockets
+from quire.supervisor.run_directory import free_port
+from quire.types import Sampling
+from services.common.runtime.secret import Secret
+from services.gateway.workers.movers import Movers
+from services.protocol.ticket import SamplingParams, Ticket
+
+from .conftest import POOL_MEMORY, Oracle
+from .hosts import SECRET, Host
+from .quiet import quiet
+from .test_serving import greedy, prompt
+
+
+@pytest.fixture(scope="module")
+def hosts(
+    valkey_server: Any, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Host, Host]]:
+    """Host a has only a prefill worker, host b only a decode worker; the gateway is on a."""
+    valkey_server.command("FLUSHALL")
+    folder = tmp_path_factory.mktemp("hosts")
+    a, b = (Host(name, folder, checkpoint, valkey_server.url, POOL_MEMORY) for name in ("a", "b"))
+    try:
+        for host, role in ((a, "prefill"), (b, "decode")):
+            host.start("block_manager")
+            host.start(role)
+            host.wait_for(role, "worker_ready")
+            host.start("mover")
+        for host in (a, b):
+            host.wait_for("mover", "source_joined")
+        a.start(
+            "gateway",
+            PORT=str(free_port("127.0.0.1")),
+            REPORT_CACHED_TOKENS="true",
+            PATIENCE_S="60",
+        )
+        yield a, b
+    finally:
+        for host in (a, b):
+            host.stop()
+
+
+@pytest.fixture
+async def client(hosts: tuple[Host, Host]) -> AsyncIterator[AsyncClient]:
+    a, _ = hosts
+    address = f"{a.ip}:{a.wait_for('gateway', 'gateway_listening')['port']}"
+    sockets = ",".join(f"unix:{path}" for path in living_sockets(a.run_dir))
+    client = AsyncClient(address, operations=sockets)
+    async with asyncio.timeout(60):
+        while not await client.is_ready():
+            await asyncio.sleep(0.05)
+    yield client
+    await client.close()
+
+
+@asynccontextmanager
+async def movers(host: Host) -> AsyncIterator[Movers]:
+    """As a gateway has them."""
+    secret = Secret(SECRET.encode())
+    registry = await RedisRegistry.connect(host.redis_url, secret.registry_key)
+    running = Movers(secret.rpc_key)
+    await running.follow(await registry.members())
+    yield running
+    await running.close()
+    await registry.close()
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 100, 700])
+async def test_a_prompt_computed_on_one_host_decodes_on_another(
+    client: AsyncClient, oracle: Oracle, length: int
+) -> None:
+    tokens = prompt(length, length)
+    completion = await client.complete(tokens, greedy(24), timeout_s=60)
+    assert list(completion.token_ids) == oracle.greedy(tokens, 24)
+    await quiet(client)
+
+
+async def test_a_cached_prefix_is_copied(
+    hosts: tuple[Host, Host], client: AsyncClient, oracle: Oracle
+) -> None:
+    """Host b has the KV of an answer, host a that of its prompt only. Once a mover has copied the
+    rest, host a computes the last block alone."""
+    a, b = (host.wait_for("mover", "mover_ready")["pool_id"] for host in hosts)
+    tokens = prompt(7, 40)
+    answer = await client.complete(tokens, greedy(60), timeout_s=60)
+    longer = [*tokens, *answer.token_ids]
+    async with movers(hosts[0]) as running:
+        (spec,) = [pool for pool in await client.pools() if pool.pool_id == a]
+        root = root_hash(spec.fingerprint, Secret(SECRET.encode()).root, "")
+        ticket = Ticket(
+            *("r", 1, 1, a, "h", 0, root, tuple(longer)), SamplingParams(0.0, 0, 1.0, 0.0, 1, 1)
+        )
+        assert running.bandwidth(b, a) > 0
+        assert await running.pull(ticket, b, a) is None
+    again = await client.complete(longer, greedy(8), timeout_s=60)
+    assert again.usage.num_cached_tokens == 96
+    assert list(again.token_ids) == oracle.greedy(longer, 8)
+    await quiet(client)
+
+
+async def test_several_sequences_decode_on_another_host(client: AsyncClient) -> None:
+    tokens = prompt(8, 50)
+    sampling = Sampling(temperature=1.0, seed=5, n=3, max_tokens=20, ignore_eos=True)
+    first = await client.complete(tokens, sampling, timeout_s=60)
+    again = await client.complete(tokens, sampling, timeout_s=60)
+    assert [each.token_ids for each in first.choices] == [each.token_ids for each in again.choices]
+    assert len({each.token_ids for each in first.choices}) == 3
+    await quiet(client)
+
+
+async def test_a_mover_that_is_killed_comes_back_under_another_name(
+    hosts: tuple[Host, Host], client: AsyncClient, oracle: Oracle
+) -> None:
+    """Meanwhile requests wait or are computed again; every token is right."""
+    _, b = hosts
+    prompts = [prompt(20 + number, 200) for number in range(6)]
+    running = [asyncio.create_task(client.complete(p, greedy(40), timeout_s=60)) for p in prompts]
+    b.kill("mover")
+    b.start("mover", "mover-2")
+    for tokens, completion in zip(prompts, await asyncio.gather(*running), strict=True):
+        assert list(completion.token_ids) == oracle.choices(tokens, completion.token_ids)
+    await quiet(client)

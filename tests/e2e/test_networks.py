@@ -1,0 +1,201 @@
+"""Two hosts as network namespaces, on a wire that loses, delays and drops packets, and movers that
+are killed at each step of a pull: no wrong token, and nothing stays held."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.async_client import AsyncClient
+from quire.sockets import living_sockets
+from quire.types import Completion
+from tests.conftest import Valkey
+
+from .conftest import POOL_MEMORY, Oracle
+from .hosts import Host
+from .network import ADDRESSES, Network, why_not
+from .quiet import quiet
+from .test_serving import greedy, prompt
+
+WHY_NOT = why_not()
+pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "it may")
+
+REDIS_PORT, GATEWAY_PORT = 7390, 7391
+MOVER = {"LOG_LEVEL": "debug", "LEASE_S": "3", "PULL_TIMEOUT_S": "4", "LANDING_TIMEOUT_S": "2"}
+STEPS = ["claimed", "allocated", "stamps_read", "blocks_read", "committed"]
+SAMPLE = "stamps_read"
+
+
+@dataclass
+class Cluster:
+    """Host a computes prompts, host b decodes; the gateway is on a, Redis on neither."""
+
+    network: Network
+    a: Host
+    b: Host
+    num_movers: int = 0
+
+    def start_mover(self, host: Host) -> str:
+        """Returns the name of its log: every mover has its own."""
+        self.num_movers += 1
+        name = f"mover-{self.num_movers}"
+        host.start("mover", name, **MOVER)
+        return name
+
+    def movers(self, host: Host) -> list[str]:
+        return [name for name in host.processes if name.startswith("mover")]
+
+    def steps(self, host: Host, step: str) -> int:
+        """How often movers of this host have reached this step of a pull."""
+        logs = (host.events(name, "pull_step") for name in self.movers(host))
+        return sum(event["step"] == step for events in logs for event in events)
+
+
+@pytest.fixture(scope="module")
+def cluster(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    network, folder = Network(), tmp_path_factory.mktemp("networks")
+    options = ("--port", str(REDIS_PORT), "--bind", ADDRESSES["here"], "--protected-mode", "no")
+    valkey = Valkey(folder, *options)
+    hosts = []
+    try:
+        valkey.start()
+        for name in ("a", "b"):
+            redis_url = f"redis://{ADDRESSES['here']}:{REDIS_PORT}"
+            host = Host(
+                *(name, folder, checkpoint, redis_url, POOL_MEMORY, ADDRESSES[name]),
+                within=network.within(name),
+                settings={"UCX_TLS": "tcp,self"},
+            )
+            hosts.append(host)
+        cluster = Cluster(network, hosts[0], hosts[1])
+        for host, role in zip(hosts, ("prefill", "decode"), strict=True):
+            host.start("block_manager")
+            host.start(role)
+            host.wait_for(role, "worker_ready")
+        for host in hosts:
+            cluster.start_mover(host)
+        hosts[0].start("gateway", PORT=str(GATEWAY_PORT), PATIENCE_S="60", HTTP_PORT="none")
+        hosts[0].wait_for("gateway", "gateway_listening")
+        yield cluster
+    finally:
+        network.heal()
+        for host in hosts:
+            host.stop()
+        valkey.kill()
+        network.close()
+
+
+@asynccontextmanager
+async def serving(cluster: Cluster) -> AsyncIterator[AsyncClient]:
+    """A client; movers that end are started again, as a supervisor does. At the end, the wire is
+    whole, and nothing is held."""
+    sockets = ",".join(f"unix:{path}" for path in living_sockets(cluster.a.run_dir))
+    client = AsyncClient(f"{ADDRESSES['a']}:{GATEWAY_PORT}", operations=sockets)
+    keeping = asyncio.create_task(keep_movers(cluster))
+    try:
+        async with asyncio.timeout(60):
+            while not await client.is_ready():
+                await asyncio.sleep(0.05)
+        yield client
+        cluster.network.heal()
+        await quiet(client)
+    finally:
+        keeping.cancel()
+        await client.close()
+
+
+async def keep_movers(cluster: Cluster) -> None:
+    while True:
+        for host in (cluster.a, cluster.b):
+            if all(host.processes[name].poll() is not None for name in cluster.movers(host)):
+                cluster.start_mover(host)
+        await asyncio.sleep(0.05)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def ask(client: AsyncClient, prompts: Sequence[Sequence[int]]) -> list["asyncio.Task[Completion]"]:
+    return [asyncio.create_task(client.complete(p, greedy(24), timeout_s=90)) for p in prompts]
+
+
+async def assert_right(
+    oracle: Oracle, prompts: Sequence[Sequence[int]], asked: Sequence[Any]
+) -> None:
+    for tokens, completion in zip(prompts, await asyncio.gather(*asked), strict=True):
+        assert list(completion.token_ids) == oracle.choices(tokens, completion.token_ids)
+
+
+def prompts(seed: int, number: int, length: int) -> list[list[int]]:
+    return [prompt(seed * 100 + index, length + index) for index in range(number)]
+
+
+async def test_lost_and_late_packets_change_no_token(cluster: Cluster, oracle: Oracle) -> None:
+    async with serving(cluster) as client:
+        cluster.network.loss, cluster.network.delay_s = 0.02, 0.005
+        asked = ask(client, all_of := prompts(1, 6, 300))
+        await assert_right(oracle, all_of, asked)
+
+
+async def test_a_wire_that_is_cut_one_way_while_blocks_land(
+    cluster: Cluster, oracle: Oracle
+) -> None:
+    """The read has no end: the mover gives it up, then its process ends, and its blocks are
+    released only after that. The requests are computed again."""
+    async with serving(cluster) as client:
+        cluster.network.bytes_per_s = 400_000
+        (mover,) = (
+            name for name in cluster.movers(cluster.b) if cluster.b.processes[name].poll() is None
+        )
+        before = cluster.steps(cluster.b, "stamps_read")
+        asked = ask(client, all_of := prompts(2, 3, 600))
+        await until(lambda: cluster.steps(cluster.b, "stamps_read") > before)
+        cluster.network.blocked = {("a", "b")}
+        await until(lambda: cluster.b.processes[mover].poll() is not None)
+        assert cluster.b.events(mover, "read_without_end")
+        cluster.network.heal()
+        await assert_right(oracle, all_of, asked)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [pytest.param(s, marks=[] if s == SAMPLE else pytest.mark.full) for s in STEPS],
+)
+@pytest.mark.parametrize(
+    "whose", ["own", pytest.param("source's", marks=pytest.mark.full)], ids=["own", "source"]
+)
+async def test_a_mover_killed_at_each_step_of_a_pull(
+    cluster: Cluster, oracle: Oracle, step: str, whose: str
+) -> None:
+    async with serving(cluster) as client:
+        cluster.network.delay_s = 0.02
+        before = cluster.steps(cluster.b, step)
+        asked = ask(client, all_of := prompts(3 + STEPS.index(step), 4, 400))
+        await until(lambda: cluster.steps(cluster.b, step) > before)
+        host = cluster.b if whose == "own" else cluster.a
+        for name in cluster.movers(host):
+            host.processes[name].kill()
+        cluster.network.heal()
+        await assert_right(oracle, all_of, asked)
+
+
+@pytest.mark.full
+async def test_redis_is_out_of_reach_of_one_host_for_longer_than_a_lease(
+    cluster: Cluster, oracle: Oracle
+) -> None:
+    async with serving(cluster) as client:
+        cluster.network.delay_s = 0.02
+        before = cluster.steps(cluster.b, "claimed")
+        asked = ask(client, all_of := prompts(9, 4, 400))
+        await until(lambda: cluster.steps(cluster.b, "claimed") > before)
+        cluster.network.blocked = {("b", "here"), ("here", "b")}
+        await asyncio.sleep(4)
+        cluster.network.heal()
+        await assert_right(oracle, all_of, asked)
