@@ -123,6 +123,7 @@ class Usage:
     `num_cached_tokens`: prompt tokens found in the prefix cache; None unless the request has a
     `cache_salt`, or the gateway reports the number for every request (`quire serve
     --report-cached-tokens`). `time_to_first_token_ms`: from the arrival at the gateway.
+    `num_accepted_drafts`, `num_rejected_drafts`: of speculative decoding.
     """
 
     num_prompt_tokens: int
@@ -130,6 +131,8 @@ class Usage:
     num_generated_tokens: int
     time_to_first_token_ms: float
     num_preemptions: int
+    num_accepted_drafts: int = 0
+    num_rejected_drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -230,6 +230,15 @@ class ServeOptions:
     max_num_batched_tokens: Annotated[
         int | None, To.WORKERS, _engine(min=1, metavar="N", help="tokens of one step")
     ] = None
+    speculative_config: Annotated[
+        str | None,
+        To.WORKERS,
+        _engine(
+            metavar="JSON",
+            help="speculative decoding, such as "
+            """'{"method": "ngram", "num_speculative_tokens": 5}'; default: none""",
+        ),
+    ] = None
     park_window_s: Annotated[
         float | None,
         To.WORKERS,

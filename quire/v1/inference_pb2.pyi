@@ -105,18 +105,22 @@ class SequenceDelta(_message.Message):
     def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., finish_reason: _Optional[_Union[_sampling_pb2.FinishReason, str]] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_logprobs_pb2.TokenLogprobs, _Mapping]]] = ..., score: _Optional[float] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("num_prompt_tokens", "num_cached_tokens", "num_generated_tokens", "time_to_first_token_ms", "num_preemptions")
+    __slots__ = ("num_prompt_tokens", "num_cached_tokens", "num_generated_tokens", "time_to_first_token_ms", "num_preemptions", "num_accepted_drafts", "num_rejected_drafts")
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TIME_TO_FIRST_TOKEN_MS_FIELD_NUMBER: _ClassVar[int]
     NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ACCEPTED_DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_REJECTED_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     num_prompt_tokens: int
     num_cached_tokens: int
     num_generated_tokens: int
     time_to_first_token_ms: float
     num_preemptions: int
-    def __init__(self, num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_generated_tokens: _Optional[int] = ..., time_to_first_token_ms: _Optional[float] = ..., num_preemptions: _Optional[int] = ...) -> None: ...
+    num_accepted_drafts: int
+    num_rejected_drafts: int
+    def __init__(self, num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_generated_tokens: _Optional[int] = ..., time_to_first_token_ms: _Optional[float] = ..., num_preemptions: _Optional[int] = ..., num_accepted_drafts: _Optional[int] = ..., num_rejected_drafts: _Optional[int] = ...) -> None: ...
 
 class EmbedRequest(_message.Message):
     __slots__ = ("request_id", "model", "text", "token_ids", "priority", "cache_salt", "dimensions")

@@ -7,7 +7,14 @@ from enum import Enum, auto
 from services.engine.messages import Advance
 from services.protocol.messages import Generated
 from services.protocol.ticket import Ticket
-from services.worker.events import HANDED_OVER, Ending, Session, hypothesis_events, token_event
+from services.worker.events import (
+    HANDED_OVER,
+    Ending,
+    Session,
+    hypothesis_events,
+    token_event,
+    verified_events,
+)
 from services.worker.trace import NO_TRACE, JobTrace
 
 
@@ -128,6 +135,8 @@ def take_outputs(job: Job, advance: Advance) -> Sequence[Generated]:
         return hypothesis_events(ticket, advance.hypotheses) or [is_running]
     tokens = [token for token in advance.tokens if token.index in job.living]
     job.living.difference_update(token.index for token in tokens if token.finish)
+    if advance.verified:
+        return verified_events(ticket, tokens, advance.verified)
     return [token_event(ticket, token) for token in tokens]
 
 

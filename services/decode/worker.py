@@ -259,6 +259,10 @@ class DecodeWorker(PoolWorker):
             return []
         outputs = take_outputs(job, advance)
         self.metrics.generation_tokens.inc(sum(len(one.token_ids) for one in outputs))
+        for one in advance.verified:
+            self.metrics.num_drafts.inc()
+            self.metrics.num_draft_tokens.inc(one.num_drafts)
+            self.metrics.num_accepted_tokens.inc(one.num_accepted)
         return outputs
 
     # Early ends.

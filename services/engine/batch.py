@@ -67,6 +67,8 @@ class Row:
     stored (slot -1): they are in adopted blocks. `draws` is empty if the row ends before its
     sequence does. It has several draws, equal but for the index, if several sequences of a group
     begin with these tokens. `scoring` is None if the request asks for no prompt logprobs.
+    `num_drafts`: the last so many of `token_ids` are drafts. Then `draws` has one draw for each of
+    them, after the token before it, and one after the last token.
     `drawn_by`: the index of a row in the step launched before. That row draws this row's one token,
     and is not retired yet; `token_ids` has `UNKNOWN_TOKEN` instead. None: all tokens are known.
     `num_states`: of how many of its last tokens the final states are wanted as they are; such a row
@@ -81,6 +83,7 @@ class Row:
     scoring: Scoring | None = None
     drawn_by: int | None = None
     num_states: int = 0
+    num_drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True)

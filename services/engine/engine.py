@@ -32,6 +32,7 @@ from services.engine.messages import (
 from services.engine.prefill_batching_delay import PrefillBatchingDelay
 from services.engine.scheduler import ScheduledSequence, Scheduler
 from services.engine.sequences.group import Group
+from services.engine.speculation.speculation import Speculation
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,7 @@ class Engine:
     `one_token` (prefill workers): a sequence stops after its first drawn token, and its group
     leaves the engine when all its sequences have stopped. `look_ahead`: for how many tokens beyond
     the end of a sequence the engine asks for blocks; a prefill worker has acquired all before.
+    `speculation`: None: no row gets drafts.
     """
 
     def __init__(
@@ -60,12 +62,14 @@ class Engine:
         *,
         one_token: bool,
         look_ahead: int,
+        speculation: Speculation | None = None,
     ) -> None:
         self._forward = forward
         self._scheduler = scheduler
         self._stamps = stamps
         self._one_token = one_token
         self._look_ahead = 1 if one_token else look_ahead
+        self._speculation = None if one_token else speculation
         self._launched: deque[LaunchedStep] = deque()
         self._retired_at = 0.0
         self._changed: dict[str, Group] = {}
@@ -112,7 +116,12 @@ class Engine:
                 self._forward.on_idle()
             return False
         num_waiting = self._scheduler.num_runnable - len(batch)
-        rows = [one.sequence.launch(one.num_tokens, place) for place, one in enumerate(batch)]
+        if self._speculation is not None:
+            batch = self._speculation.with_drafts(batch, self._scheduler.budget)
+        rows = [
+            one.sequence.launch(one.num_tokens, place, one.drafts)
+            for place, one in enumerate(batch)
+        ]
         pairs = list(chain.from_iterable(pairs for _, pairs in copied))
         flight = self._forward.launch(rows, pairs, num_waiting)
         groups = {group.key: group for group, _ in copied}
@@ -142,6 +151,8 @@ class Engine:
                 command.group.is_started = command.is_started
                 if self._one_token:
                     command.group.stop_after_draws()
+                elif self._speculation is not None:
+                    command.group.stay_behind()
                 self._scheduler.add(command.group)
                 continue
             group = self._scheduler.get(command.key)
@@ -176,13 +187,18 @@ class Engine:
         results = step.flight.result()
         for group in step.groups.values():
             group.num_flights -= 1
+        num_accepted = []
         for one, result in zip(step.batch, results, strict=True):
-            one.group.retire(one.sequence, one.num_tokens, result)
+            accepted = one.group.retire(one.sequence, one.num_tokens, result, one.drafts)
+            num_accepted.append(accepted)
             self._changed[one.group.key] = one.group
         began, self._retired_at = max(step.began, self._retired_at), time.perf_counter()
-        num_tokens = sum(one.num_tokens for one in step.batch)
-        self._batching_delay.observe(num_tokens, self._retired_at - began)
-        return num_tokens, self._retired_at - began
+        num_tokens = sum(one.num_tokens + len(one.drafts) for one in step.batch)
+        duration_s = self._retired_at - began
+        self._batching_delay.observe(num_tokens, duration_s)
+        if self._speculation is not None:
+            self._speculation.retired(step.batch, num_accepted, duration_s)
+        return num_tokens, duration_s
 
     def _report(
         self, removed: tuple[Removed, ...], retired: Seq[tuple[int, float]], *, is_busy: bool
@@ -242,4 +258,5 @@ class Engine:
             beams=group.beams,
             hypotheses=results.hypotheses,
             embedding=results.embedding,
+            verified=tuple(results.verified),
         )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from blockstore.records import PrefixHash
 from services.engine.batch import Fault
-from services.engine.sequences.group import Group, Token
+from services.engine.sequences.group import Group, Token, Verified
 from services.protocol.logprobs import Logprobs
 from services.protocol.ticket import BeamState, Hypothesis, TicketSequence
 
@@ -60,7 +60,8 @@ Command = Admit | Start | AddBlocks | AbortSequence | Remove
 class Advance:
     """The progress of one group in the retired step, or in two steps retired together.
 
-    `tokens`: the drawn tokens, at most one per sequence and step. `completed`: (block id, prefix
+    `tokens`: the drawn tokens, at most one per sequence and step, and one more for each draft that
+    was accepted (`verified`). `completed`: (block id, prefix
     hash) of blocks to commit; after that, `freed`: blocks to give back to the pool.
     `wanted_blocks`: how many blocks the holder should have acquired in total by now; 0 if it has
     enough. `remaining`: None while the group runs on; otherwise the engine has dropped the group,
@@ -80,6 +81,7 @@ class Advance:
     beams: BeamState | None = None
     hypotheses: tuple[Hypothesis, ...] = ()
     embedding: tuple[float, ...] = ()
+    verified: tuple[Verified, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -194,7 +194,7 @@ class Runner:
         self._graphs = graphs
 
     def _wanted(self, rows: Sequence[Row]) -> Indices:
-        if any(row.scoring is not None or row.num_states for row in rows):
+        if any(row.scoring is not None or row.num_states or row.num_drafts for row in rows):
             return np.array(wanted_states(rows), dtype=np.int64)
         ends = np.cumsum([len(row.token_ids) for row in rows])
         return ends[[bool(row.draws) for row in rows]] - 1

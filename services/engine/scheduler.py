@@ -8,11 +8,13 @@ from services.engine.sequences.sequence import Sequence
 
 
 class ScheduledSequence(NamedTuple):
-    """A sequence in a step, which computes its next `num_tokens` uncomputed tokens."""
+    """A sequence in a step, which computes its next `num_tokens` uncomputed tokens, and behind the
+    last of them `drafts` (`services.engine.speculation`)."""
 
     group: Group
     sequence: Sequence
     num_tokens: int
+    drafts: tuple[int, ...] = ()
 
 
 _SHORTEST_SHARE = 4

@@ -132,6 +132,8 @@ class RequestMetrics:
             num_cached_tokens=stats.num_cached_tokens,
             num_sequences=request.num_sequences,
             num_generated_tokens=stats.num_generated_tokens,
+            num_accepted_drafts=stats.num_accepted_drafts,
+            num_rejected_drafts=stats.num_rejected_drafts,
             num_preemptions=stats.num_preemptions,
             num_moves=stats.num_moves,
             num_attempts=lifecycle.num_attempts,

@@ -146,6 +146,8 @@ def _output_to_wire(output: Generated) -> worker_pb2.SequenceOutput:
         logprobs=map(logprobs_to_wire, output.logprobs),
         score=output.score,
         embedding=output.embedding,
+        num_drafts=output.num_drafts,
+        num_accepted=output.num_accepted,
     )
 
 
@@ -156,6 +158,8 @@ def _embedding(output: worker_pb2.SequenceOutput) -> tuple[float, ...]:
 
 
 def _output_from_wire(output: worker_pb2.SequenceOutput) -> Generated:
+    most = min(output.num_drafts, len(output.token_ids))
+    require(output.num_accepted <= most, f"{output.num_accepted} of {most} drafts accepted")
     return Generated(
         output.request_id,
         output.attempt,
@@ -166,4 +170,6 @@ def _output_from_wire(output: worker_pb2.SequenceOutput) -> Generated:
         tuple(map(logprobs_from_wire, output.logprobs)),
         output.score if output.HasField("score") else None,
         _embedding(output),
+        output.num_drafts,
+        output.num_accepted,
     )

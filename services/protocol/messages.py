@@ -99,6 +99,8 @@ class Generated:
     `position`: the position of the first token, counted from the start of the prompt. `logprobs`:
     one for each token, or none. `score`: of a hypothesis that a beam search found; while the search
     runs, outputs have no tokens. `embedding`: of a request for one, which has no tokens either.
+    `num_drafts`: how many drafts the step verified, of which it accepted `num_accepted`: these are
+    among its tokens.
     """
 
     request_id: str
@@ -110,6 +112,8 @@ class Generated:
     logprobs: tuple[Logprobs, ...] = ()
     score: float | None = None
     embedding: tuple[float, ...] = ()
+    num_drafts: int = 0
+    num_accepted: int = 0
 
     @property
     def key(self) -> tuple[str, int]:

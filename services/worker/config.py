@@ -15,6 +15,7 @@ from services.common.pool.sizing import check_capacity, parse_size
 from services.common.runtime.config import PoolServiceSettings
 from services.common.text.model_config import ModelConfig
 from services.common.tracing.opening import TracedSettings, check_tracing
+from services.worker.speculative_config import SpeculativeConfig
 
 _BATCHED_TOKENS = 512
 
@@ -127,6 +128,12 @@ class WorkerSettings(TracedSettings, PoolServiceSettings):
         description=f"tokens computed in one step, at least max_num_seqs; none: {_BATCHED_TOKENS}, "
         "or max_num_seqs where that is more",
     )
+    speculative_config: SpeculativeConfig | None = Field(
+        None,
+        description='speculative decoding, as JSON: {"method": "ngram", "num_speculative_tokens": '
+        '5}, and for n-grams of other sizes "prompt_lookup_min" and "prompt_lookup_max"; none: no '
+        "drafts; the backend cpu only",
+    )
     step_limit_s: float = Field(
         default=120.0,
         gt=0,
@@ -232,9 +239,21 @@ class WorkerSettings(TracedSettings, PoolServiceSettings):
         """Raises StartupError if there is no checkpoint, or one that the ranks cannot divide, or no
         memory for the pools."""
         check_tracing(self)
+        self.check_speculation()
         self.check_ranks(ModelConfig.from_directory(self.model))
         in_files = (self.pool_bytes or 0) if self.device == "cpu" else 0
         check_capacity(in_files + (self.swap_bytes or 0), self.pool_root)
+
+    def check_speculation(self) -> None:
+        """Raises StartupError unless the kernels verify a draft with the bits of a decode step."""
+        if self.speculative_config is None:
+            return
+        if self.kernels != "cpu" or self.tensor_parallel_size > 1:
+            raise StartupError(
+                f"speculative_config with backend {self.kernels!r} and tensor_parallel_size "
+                f"{self.tensor_parallel_size}: only the backend 'cpu' in one process computes a "
+                "token among drafts to the same bits as alone; remove one of the two settings"
+            )
 
     def check_ranks(self, config: ModelConfig) -> None:
         """Raises StartupError if this model cannot be divided among the ranks."""

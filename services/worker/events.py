@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Protocol
 
 from services.common.errors import DeadlineExceeded, InvalidRequest, PoisonRequest
 from services.engine.batch import Fault
-from services.engine.sequences.group import Token
+from services.engine.sequences.group import Token, Verified
 from services.protocol.messages import Failed, Generated, Requeued, RequeueReason, WorkerEvent
 from services.protocol.ticket import FinishReason, Hypothesis, Ticket
 
@@ -41,6 +42,30 @@ def token_event(ticket: Ticket, token: Token) -> Generated:
     return Generated(
         *ticket.key, token.index, token.position, (token.token,), token.finish, logprobs
     )
+
+
+def verified_events(
+    ticket: Ticket, tokens: Sequence[Token], verified: Sequence[Verified]
+) -> list[Generated]:
+    """One event for each run of tokens of a sequence, with the number of its drafts."""
+    counts = {one.index: (one.num_drafts, one.num_accepted) for one in verified}
+    events = []
+    for index, same in groupby(tokens, key=lambda token: token.index):
+        run = tuple(same)
+        num_drafts, num_accepted = counts.pop(index, (0, 0))
+        events.append(
+            Generated(
+                *ticket.key,
+                index,
+                run[0].position,
+                tuple(token.token for token in run),
+                run[-1].finish,
+                tuple(token.logprobs for token in run if token.logprobs is not None),
+                num_drafts=num_drafts,
+                num_accepted=num_accepted,
+            )
+        )
+    return events
 
 
 def hypothesis_events(ticket: Ticket, hypotheses: Sequence[Hypothesis]) -> list[Generated]:

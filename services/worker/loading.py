@@ -11,6 +11,7 @@ from kvops.native import Lane
 from services.common.checkpoint.check import check_format
 from services.common.checkpoint.weights import weight_files
 from services.common.errors import StartupError
+from services.common.pool.allotment import LOOK_AHEAD
 from services.common.pool.layout import Dtype, KVDtype, PoolLayout
 from services.common.pool.sizing import MemoryPlan
 from services.common.runtime.logging import get_logger
@@ -61,6 +62,7 @@ def load(settings: WorkerSettings, progress: Progress, place: Place | None = Non
     config = ModelConfig.from_directory(settings.model).for_context(settings.max_model_len)
     size = settings.tensor_parallel_size
     settings.check_ranks(config)
+    settings.check_speculation()
     tokenizer_file(settings.model)  # raises without a tokenizer: gateways would not serve the model
     name = _dtype(settings, config)
     dtype = DTYPES[name]
@@ -267,13 +269,17 @@ def _shape(settings: WorkerSettings, config: ModelConfig) -> ModelShape:
 
 
 def _limits(settings: WorkerSettings, config: ModelConfig) -> Limits:
+    speculative = settings.speculative_config
+    speculation = None if speculative is None else speculative.speculation()
     return Limits(
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.num_batched_tokens,
         max_model_len=settings.max_model_len or config.max_position_embeddings,
         vocab_size=config.vocab_size,
         eos_token_ids=frozenset(config.eos_token_ids),
+        look_ahead=LOOK_AHEAD + (speculative.num_speculative_tokens if speculative else 0),
         park_window_s=settings.park_window_s,
+        speculation=speculation,
     )
 
 

@@ -23,6 +23,7 @@ from services.engine.forward import ForwardPass
 from services.engine.messages import FailedGroup, Start, StepOutcome
 from services.engine.scheduler import Scheduler
 from services.engine.sequences.sequence import Rules
+from services.engine.speculation.speculation import Speculation
 from services.engine.thread import EngineThread
 from services.protocol.messages import Began
 from services.protocol.ticket import Ticket
@@ -58,6 +59,7 @@ class Limits:
     long a detached ticket may stay unclaimed. `swapped_ttl_s`: the same for a ticket whose blocks
     are in the swap pool; it is longer because running requests do not need those blocks.
     `park_window_s`: how long a decode worker parks requests whose gateway is gone; 0: not at all.
+    `speculation`: of a decode worker; None: rows get no drafts.
     """
 
     max_num_seqs: int
@@ -69,6 +71,7 @@ class Limits:
     ticket_ttl_s: float = 30.0
     swapped_ttl_s: float = 600.0
     park_window_s: float = 0.0
+    speculation: Speculation | None = None
 
 
 def grammars_of(directory: Path, limits: Limits) -> Grammars:
@@ -120,6 +123,7 @@ class PoolWorker(ABC):
             membership.stamps,
             one_token=one_token,
             look_ahead=limits.look_ahead,
+            speculation=limits.speculation,
         )
         self.engine = EngineThread(engine, loop, self._after_step, self._fail)
 

@@ -4,7 +4,7 @@ to stand still in the middle of an answer, and lose it there in every way that t
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +28,7 @@ from services.common.runtime.metrics import WorkerMetrics
 from services.decode.service import DecodeService
 from services.decode.worker import DecodeWorker
 from services.engine.forward import ForwardPass
+from services.engine.sequences.sequence import Sequence as DecodingSequence
 from services.gateway.change_notifier import ChangeNotifier
 from services.gateway.config import GatewayOptions
 from services.gateway.frontend.service import InferenceService
@@ -47,7 +48,8 @@ from services.protocol.version import PROTOCOL_VERSION
 from services.worker.events import HANDED_OVER
 from services.worker.pool_worker import Limits
 from services.worker.swap.pool import SwapPool
-from tests.exactness import Answer
+from tests.drafting import oracle
+from tests.exactness import SEED, Answer
 from tests.late_device import Device, LateForward, computes_at_launch
 from tests.unit.workers.fakes import join, make_pool, make_stamps
 
@@ -62,7 +64,8 @@ HELLO = worker_pb2.Hello(
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """`chunk`: tokens that a prefill worker computes in one step."""
+    """`chunk`: tokens that a prefill worker computes in one step. `speculates`: the decode workers
+    verify drafts, of which every second one is wrong."""
 
     block_size: int = 8
     num_blocks: int = 1200
@@ -72,6 +75,7 @@ class Setting:
     num_prefills: int = 1
     num_decoders: int = 2
     device: Device = computes_at_launch
+    speculates: bool = False
 
 
 class ForgetfulStore(MemoryStore):
@@ -186,7 +190,9 @@ class Call:
 
 
 class ExactnessDeployment:
-    """`prompt`: of what is compared."""
+    """`prompt`: of what is compared. `known`: its tokens by sequence, which become drafts."""
+
+    known: Mapping[int, Sequence[int]] = {}
 
     def __init__(
         self, directory: Path, models: Models, setting: Setting, prompt: tuple[int, ...]
@@ -279,6 +285,7 @@ class ExactnessDeployment:
             max_num_batched_tokens=setting.chunk if role == "prefill" else 256,
             max_model_len=MAX_MODEL_LEN,
             vocab_size=model.config.vocab_size,
+            speculation=oracle(self._next_known, 2, 2) if setting.speculates else None,
         )
         make, serve = (
             (PrefillWorker, PrefillService) if role == "prefill" else (DecodeWorker, DecodeService)
@@ -305,6 +312,14 @@ class ExactnessDeployment:
         )
         await self.registry.announce(member, ttl_s=1e6)
         return resident
+
+    def _next_known(self, sequence: DecodingSequence, tokens: list[int]) -> int | None:
+        """Companions get drafts that are hardly ever right."""
+        rules = sequence.rules
+        if rules.sampling.seed != SEED:
+            return tokens[-1]
+        number, answer = len(tokens) - rules.num_prompt_tokens, self.known.get(sequence.index, ())
+        return answer[number] if number < len(answer) else None
 
     def _connect(self, member: Member) -> Line:
         service = self._residents[member.member_id].service

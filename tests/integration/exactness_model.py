@@ -3,9 +3,10 @@ compared."""
 
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 import kvops
 from kvops.native import Lane
-from services.engine.batch import Draw, Row
+from services.engine.batch import Draw, Fault, Row, RowOutput, RowResult
 from services.engine.forward import Flight
 from services.engine.models import Model, load_model
 from services.engine.runner import Runner
@@ -53,6 +54,21 @@ class Models:
         return load_model(self.directory, torch.bfloat16, ops), ops
 
 
+def _void(rows: Sequence[Row], results: Sequence[RowResult]) -> Iterator[tuple[int, int]]:
+    """By (sequence, position): what of our request was drawn after a wrong draft."""
+    for row, result in zip(rows, results, strict=True):
+        if not row.num_drafts or row.draws[0].sampling.seed != SEED:
+            continue
+        assert not isinstance(result, Fault)
+        tokens = result.tokens if isinstance(result, RowOutput) else result
+        first = row.start + len(row.token_ids) - row.num_drafts
+        drafts = row.token_ids[-row.num_drafts :]
+        pairs = zip(drafts, tokens, strict=False)
+        num_right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        for number in range(num_right + 1, row.num_drafts + 1):
+            yield row.draws[0].sequence_index, first + number
+
+
 class Watched(Runner):
     """Knows rows of what is compared by their seed, or by the prompt. `pause_every`: after so many
     steps with one of them it stands still, until it is to `go_on`; 0: never."""
@@ -66,6 +82,7 @@ class Watched(Runner):
         self.is_paused = False
         self.seen: list[Seen] = []
         self.logits_of: Logits = defaultdict(set)
+        self._new: list[tuple[tuple[int, int], bytes]] = []
         self._num_steps = 0
 
     def go_on(self) -> None:
@@ -85,6 +102,11 @@ class Watched(Runner):
             assert self.gate.wait(LIMIT_S)
         flight = super().launch(rows, copies, num_waiting)
         ours = [row for row in rows if self._is_ours(row)]
+        void = set(_void(rows, flight.result()))
+        for key, state in self._new:
+            if key not in void:
+                self.logits_of[key].add(state)
+        self._new.clear()
         self.seen += [
             Seen(len(rows), len(row.token_ids), row.store_from, len(row.block_table))
             for row in ours
@@ -102,7 +124,7 @@ class Watched(Runner):
             logits = self._model.logits(hidden)
             for query, draw in ours:
                 state = logits[query.state].numpy().tobytes()
-                self.logits_of[draw.sequence_index, query.position].add(state)
+                self._new.append(((draw.sequence_index, query.position), state))
         return hidden
 
     def _is_ours(self, row: Row) -> bool:

@@ -28,6 +28,8 @@ STRATEGIES["4 beams that end"] = replace(  # one after 2 tokens, which is the be
 )
 RUN_AHEAD = ("greedy", "temperature", "top_k and top_p", "min_p", "4 samples")
 """The strategies in which nothing on the host needs a token before the next step is launched."""
+SPECULATING = (*RUN_AHEAD, "logprobs", "logprobs of the prompt")
+"""The strategies whose drafts can be verified."""
 PROMPT = random_prompt(37, seed=1)
 PAUSE_EVERY = 4
 NUM_SWAP_BLOCKS = 400
@@ -268,6 +270,15 @@ CONDITIONS = {
         all_of_it, Setting(5, num_swap_blocks=NUM_SWAP_BLOCKS, num_decoders=3, device=LateForward)
     ),
 }
+for name in (
+    *("alone", "batch of 64", "preempted", "preempted, nothing cached", "swapped", "drained"),
+    *("decode worker dies", "decode worker dies, nothing cached", "all of it"),
+    *("late device, drained", "late device, all of it"),
+):
+    condition = CONDITIONS[name]
+    CONDITIONS[f"speculation, {name}"] = replace(
+        condition, setting=replace(condition.setting, speculates=True)
+    )
 CELLS = [(strategy, condition) for condition in CONDITIONS for strategy in STRATEGIES]
 
 
@@ -321,8 +332,13 @@ def alone() -> dict[str, Found]:
     return {}
 
 
-async def found(opened: Open, condition: Condition, sampling: Sampling) -> Found:
+async def found(
+    opened: Open, condition: Condition, sampling: Sampling, known: Found | None = None
+) -> Found:
     async with opened(condition.setting) as deployment:
+        if known is not None:
+            choices = known.answer.choices
+            deployment.known = {choice.index: choice.token_ids for choice in choices}
         answer = await condition.happens(deployment, Request(PROMPT, sampling))
         return Found(answer, deployment.logits())
 
@@ -334,7 +350,14 @@ async def test_tokens_are_the_same_to_the_bit(
     sampling = STRATEGIES[strategy]
     if strategy not in alone:
         alone[strategy] = await found(opened, CONDITIONS["alone"], sampling)
-    here, expected = await found(opened, CONDITIONS[condition], sampling), alone[strategy]
+    expected = alone[strategy]
+    here = await found(opened, CONDITIONS[condition], sampling, expected)
+    usage = here.answer.usage
+    if CONDITIONS[condition].setting.speculates and strategy in SPECULATING:
+        assert usage.num_accepted_drafts > 1
+        assert usage.num_rejected_drafts > 1
+    else:
+        assert usage.num_accepted_drafts == usage.num_rejected_drafts == 0
     assert here.answer == expected.answer
     assert here.logits.keys() == expected.logits.keys()
     assert [key for key, rows in here.logits.items() if rows != expected.logits[key]] == []

@@ -32,8 +32,10 @@ from services.engine.sequences.beam import FIRST, Beam
 from services.engine.sequences.beam_group import group_class
 from services.engine.sequences.group import Group
 from services.engine.sequences.sequence import Rules, Sequence
+from services.engine.speculation.speculation import Speculation
 from services.protocol.block_keys import BlockKeys, num_blocks_for
 from services.protocol.ticket import Ticket
+from tests.drafting import oracle
 from tests.late_device import Device, LateFlight, LateForward
 from tests.unit.workers.fakes import SAMPLED, Arena, FakeForward, make_stamps, next_token
 from tests.unit.workers.searches import right, steps_of
@@ -66,7 +68,13 @@ class EngineHost:
     """One engine, its device, and what it will be told before its next step."""
 
     def __init__(
-        self, device: ForwardPass, budget: int, stamps: Stamps, *, one_token: bool
+        self,
+        device: ForwardPass,
+        budget: int,
+        stamps: Stamps,
+        *,
+        one_token: bool,
+        speculation: Speculation | None = None,
     ) -> None:
         self.device = device
         self.engine = Engine(
@@ -75,6 +83,7 @@ class EngineHost:
             stamps,
             one_token=one_token,
             look_ahead=LOOK_AHEAD,
+            speculation=speculation,
         )
         self.commands: list[Command] = []
 
@@ -87,8 +96,15 @@ class EngineHost:
         return self.device.flights if isinstance(self.device, LateForward) else ()
 
 
+def _drawn_next(sequence: Sequence, tokens: list[int]) -> int:
+    return next_token(tokens, Draw(SAMPLED, sequence.index))
+
+
 class PoolOfGroups(RuleBasedStateMachine):
+    """`speculates`: rows of the decoders get drafts, of which one in three is wrong."""
+
     device: Device
+    speculates = False
 
     @initialize(size=st.sampled_from([1, 2, 4]), budget=st.sampled_from([3, 64]))
     def start(self, size: int, budget: int) -> None:
@@ -106,7 +122,13 @@ class PoolOfGroups(RuleBasedStateMachine):
         # As in a worker: a step has room for a token of each sequence.
         at_decode = max(budget, MAX_NUM_SEQS)
         self.hosts = {
-            name: EngineHost(device(model), at_decode, self.stamps, one_token=False)
+            name: EngineHost(
+                device(model),
+                at_decode,
+                self.stamps,
+                one_token=False,
+                speculation=oracle(_drawn_next) if self.speculates else None,
+            )
             for name in DECODERS
         }
         self.live: dict[str, Live] = {}

@@ -119,7 +119,16 @@ class GroupsLate(Groups):
     device = LateForward
 
 
+class GroupsSpeculating(GroupsAtLaunch):
+    speculates = True
+
+
+class GroupsSpeculatingLate(GroupsLate):
+    speculates = True
+
+
 TestGroups, TestGroupsLate = GroupsAtLaunch.TestCase, GroupsLate.TestCase
-TestGroups.settings = TestGroupsLate.settings = settings(
-    max_examples=100, stateful_step_count=40, deadline=None
-)
+TestGroupsSpeculating = GroupsSpeculating.TestCase
+TestGroupsSpeculatingLate = GroupsSpeculatingLate.TestCase
+for case in (TestGroups, TestGroupsLate, TestGroupsSpeculating, TestGroupsSpeculatingLate):
+    case.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

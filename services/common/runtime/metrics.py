@@ -146,6 +146,15 @@ class WorkerMetrics:
             "quire:prompt_tokens_cached", "Prompt tokens found in the prefix cache."
         )
         self.generation_tokens = counter("quire:generation_tokens", "Tokens sampled.")
+        self.num_drafts = counter(
+            "quire:spec_decode_num_drafts", "Rows of steps that verified drafts."
+        )
+        self.num_draft_tokens = counter(
+            "quire:spec_decode_num_draft_tokens", "Drafts that steps verified."
+        )
+        self.num_accepted_tokens = counter(
+            "quire:spec_decode_num_accepted_tokens", "Drafts that were accepted."
+        )
         self.num_preemptions = counter("quire:num_preemptions", "Preemptions of sequence groups.")
         self.num_broken = counter("quire:num_broken", "Sequences whose output was not finite.")
         self.swapped_out_blocks = counter(

@@ -3,10 +3,13 @@
 row     |--- tokens scored ---|------|-end-|     states: one for each token that the row scores,
 states   s s s s s s s s s s s         d         and the last one if the row has any draws; or the
                                                  last `num_states` ones
+
+row     | token |------ drafts ------|           a row with drafts: a state for each of its draws
+states      d     d   d   d   d   d
 """
 
 from collections.abc import Iterable, Sequence
-from itertools import islice
+from itertools import islice, takewhile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +27,7 @@ def wanted_states(rows: Sequence[Row]) -> list[int]:
         wanted += range(begin, begin + _num_scored(row))
         wanted += range(end - row.num_states, end)
         if row.draws:
-            wanted.append(end - 1)
+            wanted += range(end - 1 - row.num_drafts, end)
         begin = end
     return wanted
 
@@ -40,7 +43,12 @@ def queries(rows: Sequence[Row]) -> list[Query]:
                 asked.append(Query(state, token_id, position, row.scoring.num_top))
                 state += 1
         state += row.num_states
-        if row.draws:
+        if row.num_drafts:
+            first = row.start + len(row.token_ids) - row.num_drafts
+            for place, draw in enumerate(row.draws):
+                asked.append(Query(state + place, draw, first + place, draw.sampling.logprobs))
+            state += len(row.draws)
+        elif row.draws:
             end = row.start + len(row.token_ids)
             asked += (Query(state, draw, end, draw.sampling.logprobs) for draw in row.draws)
             state += 1
@@ -52,7 +60,8 @@ def row_results(rows: Sequence[Row], answers: Iterable[Answer | Fault]) -> list[
     remaining = iter(answers)
     return [
         _row_result(
-            list(islice(remaining, _num_scored(row))), list(islice(remaining, len(row.draws)))
+            list(islice(remaining, _num_scored(row))),
+            _valid(row, list(islice(remaining, len(row.draws)))),
         )
         for row in rows
     ]
@@ -68,8 +77,16 @@ def with_states(
             part = states[begin : begin + row.num_states]
             is_finite = bool(np.isfinite(part).all())
             found[i] = RowOutput((), states=part) if is_finite else Fault.NOT_FINITE
-        begin += _num_scored(row) + row.num_states + bool(row.draws)
+        begin += _num_scored(row) + row.num_states + (row.num_drafts + 1) * bool(row.draws)
     return found
+
+
+def _valid(row: Row, drawn: Sequence[Answer | Fault]) -> Sequence[Answer | Fault]:
+    """The draws of a row with drafts before its first fault, which may follow from a wrong draft.
+    If it does not, the next step finds it again."""
+    if not row.num_drafts or isinstance(drawn[0], Fault):
+        return drawn
+    return list(takewhile(lambda answer: not isinstance(answer, Fault), drawn))
 
 
 def _row_result(scored: Sequence[Answer | Fault], drawn: Sequence[Answer | Fault]) -> RowResult:

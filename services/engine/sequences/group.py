@@ -50,6 +50,15 @@ class Token:
     logprobs: Logprobs | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """How many drafts of sequence `index` a step has verified, and how many of them it accepted."""
+
+    index: int
+    num_drafts: int
+    num_accepted: int
+
+
 @dataclass(slots=True)
 class GroupResults:
     """What steps did to a group. `freed`: blocks to give back to the pool. `embedding`: that of its
@@ -62,6 +71,7 @@ class GroupResults:
     freed: list[int] = field(default_factory=list)
     embedding: tuple[float, ...] = ()
     hypotheses: tuple[Hypothesis, ...] = ()
+    verified: list[Verified] = field(default_factory=list)
 
 
 class Group:
@@ -144,6 +154,10 @@ class Group:
     def stop_after_draws(self) -> None:
         """Let each sequence stop after the next token that it draws."""
         self._one_token = True
+        self.stay_behind()
+
+    def stay_behind(self) -> None:
+        """Launch no step of a sequence while one of its tokens is being drawn."""
         for sequence in self.sequences:
             sequence.may_run_ahead = False
 
@@ -231,10 +245,18 @@ class Group:
         own = sum(len(branch.own) for one in self.sequences for branch in one.branches)
         return own + sum(one.num_uncomputed for one in self.sequences)
 
-    def retire(self, sequence: Sequence, num_tokens: int, result: RowResult) -> None:
-        """Apply the result of a step: `num_tokens` of the sequence were computed. The result of a
-        sequence that has ended meanwhile is dropped; so are all results after a fault."""
+    def retire(
+        self,
+        sequence: Sequence,
+        num_tokens: int,
+        result: RowResult,
+        drafts: tuple[int, ...] = (),
+    ) -> int:
+        """Apply the result of a step: `num_tokens` of the sequence were computed, and `drafts`. The
+        result of a sequence that has ended meanwhile is dropped; so are all results after a fault.
+        Returns how many drafts were accepted."""
         sequence.num_computed += num_tokens
+        sequence.num_launched -= len(drafts)
         if sequence in self._ended_in_flight:
             if not sequence.in_flight:
                 self._ended_in_flight.remove(sequence)
@@ -242,7 +264,29 @@ class Group:
         elif isinstance(result, Fault):
             self.fault, self.is_paused = self.fault or result, True
         elif self.fault is None:
-            self._advance(sequence, result if isinstance(result, RowOutput) else RowOutput(result))
+            output = result if isinstance(result, RowOutput) else RowOutput(result)
+            if drafts:
+                return self._verify(sequence, drafts, output)
+            self._advance(sequence, output)
+        return 0
+
+    def _verify(self, sequence: Sequence, drafts: tuple[int, ...], output: RowOutput) -> int:
+        """Apply the tokens that were drawn after the last token and after each draft, one by one,
+        as if each came from a step of its own. A draft counts as computed once it is the token that
+        was drawn in its place. The first other token ends this: what was drawn after it followed
+        another text."""
+        num_accepted = 0
+        for number, token in enumerate(output.tokens):
+            self._advance(sequence, RowOutput((token,), output.logprobs[number : number + 1]))
+            if number == len(drafts) or token != drafts[number]:
+                break
+            num_accepted += 1
+            if sequence not in self.sequences or number + 1 == len(output.tokens):
+                break
+            sequence.num_computed += 1
+            sequence.num_launched += 1
+        self._results.verified.append(Verified(sequence.index, len(drafts), num_accepted))
+        return num_accepted
 
     def _advance(self, sequence: Sequence, output: RowOutput) -> None:
         """Note the blocks that the sequence has completed, split it where its branches part, and

@@ -99,6 +99,9 @@ class Sequence:
     KV of adopted positions is never stored again, even if those positions are computed again
     (law 2). A sequence can run as far as the slots of its uncomputed tokens are in its block table.
 
+    A step may compute *drafts* behind the last token. Those that are not accepted leave KV in slots
+    from num_computed on, which the next step overwrites.
+
     A sequence *runs ahead* if a row takes the token that the step in flight draws. It may do so if
     nothing on the host needs that token first: no penalties, no grammar, no logprobs, no beams.
 
@@ -178,6 +181,19 @@ class Sequence:
         return min(self._num_inputs, slots) - self.num_launched
 
     @property
+    def num_draftable(self) -> int:
+        """How many drafts may follow its last token, which is known and to be computed next: for
+        all of them there are slots, and a token more. At most 0 if its draws cannot be verified:
+        penalties, bans and beams are computed for one next token only."""
+        sampling, is_next = self.rules.sampling, self.num_launched == len(self.tokens) - 1
+        if self._penalty_state is not None or sampling.beam is not None or not is_next:
+            return 0
+        if len(self.branches) > 1 or self.branches[0].own:
+            return 0
+        slots = len(self.block_table) * self.rules.block_size
+        return min(slots, self.rules.max_len - 1) - len(self.tokens)
+
+    @property
     def next_block(self) -> int | None:
         """The block that it writes next; None if its block table does not reach that far."""
         number = self._next_number
@@ -204,13 +220,22 @@ class Sequence:
         wrong = stamps.first_mismatch(full, parent, self.hashes[first:], tokens)
         return wrong is None and stamps.are_written_by(rest, owner)
 
-    def launch(self, num_tokens: int, place: int) -> Row:
-        """The row of the next `num_tokens` tokens, which will be at `place` in its step. It draws
-        if they are the last ones. From now on the tokens are in flight."""
+    def launch(self, num_tokens: int, place: int, drafts: tuple[int, ...] = ()) -> Row:
+        """The row of the next `num_tokens` tokens and `drafts`, which will be at `place` in its
+        step. It draws if they are the last ones. From now on the tokens are in flight."""
         start, end = self.num_launched, self.num_launched + num_tokens
         runs_ahead = end > len(self.tokens)
         drawn_by, self._place = self._place if runs_ahead else None, place
-        self.num_launched = end
+        self.num_launched = end + len(drafts)
+        if drafts:
+            return Row(
+                token_ids=(*self.tokens[start:end], *drafts),
+                start=start,
+                block_table=self.block_table,
+                store_from=self.num_adopted,
+                draws=self._draws() * (len(drafts) + 1),
+                num_drafts=len(drafts),
+            )
         return Row(
             token_ids=(UNKNOWN_TOKEN,) if runs_ahead else self.tokens[start:end],
             start=start,

@@ -178,6 +178,9 @@ class Usage:
     num_generated_tokens: int
     time_to_first_token_ms: float
     num_preemptions: int
+    num_accepted_drafts: int = 0
+    num_rejected_drafts: int = 0
+    """Of speculative decoding."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,6 +148,7 @@ def _on_generated(request: RequestLifecycle, decode: DecodeReservation, event: G
     request.attempt.mark_claimed(decode.worker)
     if request.timeline.phase is not Phase.DECODE:
         request.timeline.enter(Phase.DECODE, decode.worker.id)
+    request.client.output.stats.note_drafts(event.num_drafts, event.num_accepted)
     request.deliver([event])
 
 

@@ -52,6 +52,8 @@ class RequestStats:
     num_generated_tokens: int = 0
     num_preemptions: int = 0
     num_moves: int = 0
+    num_accepted_drafts: int = 0
+    num_rejected_drafts: int = 0
     first_token_at: float | None = None
     prefilled: bool = False
 
@@ -61,6 +63,11 @@ class RequestStats:
         if not self.prefilled:
             self.prefilled = True
             self.num_cached_tokens = num_cached_tokens
+
+    def note_drafts(self, num_drafts: int, num_accepted: int) -> None:
+        """Count the drafts that a step verified."""
+        self.num_accepted_drafts += num_accepted
+        self.num_rejected_drafts += num_drafts - num_accepted
 
     @property
     def time_to_first_token_s(self) -> float:
@@ -73,6 +80,8 @@ class RequestStats:
             num_generated_tokens=self.num_generated_tokens,
             time_to_first_token_ms=self.time_to_first_token_s * 1000,
             num_preemptions=self.num_preemptions,
+            num_accepted_drafts=self.num_accepted_drafts,
+            num_rejected_drafts=self.num_rejected_drafts,
         )
 
 

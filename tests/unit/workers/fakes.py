@@ -183,9 +183,25 @@ class FakeForward:
             stored_position, token = self.arena.slots[self._slot(row, position)]
             assert stored_position == position
             context.append(token)
+        if row.num_drafts:
+            return self._verified(row, context)
         if row.draws and self.poison in context:
             return Fault.NOT_FINITE
         return _told(row, context)
+
+    def _verified(self, row: Row, context: list[int]) -> RowResult:
+        """A token after the one before each draft and after the last one, as if asked one by one.
+        Of a draft behind which nothing is finite there is nothing."""
+        first = len(context) - row.num_drafts
+        alone = replace(row, num_drafts=0, draws=row.draws[:1])
+        ends = range(first, len(context) + 1)
+        told = [_told(alone, context[:end]) for end in ends if self.poison not in context[:end]]
+        if not told:
+            return Fault.NOT_FINITE
+        outputs = [one if isinstance(one, RowOutput) else RowOutput(one) for one in told]  # type: ignore[arg-type]
+        tokens = tuple(token for one in outputs for token in one.tokens)
+        logprobs = tuple(each for one in outputs for each in one.logprobs)
+        return RowOutput(tokens, logprobs) if logprobs else tokens
 
     def _slot(self, row: Row, position: int) -> int:
         size = self.arena.block_size

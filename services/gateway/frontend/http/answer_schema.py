@@ -30,11 +30,18 @@ class PromptDetails(TypedDict):
 
 
 @_exact
+class CompletionDetails(TypedDict):
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
+@_exact
 class Usage(TypedDict):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails | None
+    completion_tokens_details: CompletionDetails | None
 
 
 @_exact

@@ -119,9 +119,16 @@ def usage_json(usages: Iterable[Usage]) -> JSON:
     num_prompt = sum(usage.num_prompt_tokens for usage in usages)
     num_generated = sum(usage.num_generated_tokens for usage in usages)
     cached = [usage.num_cached_tokens for usage in usages if usage.num_cached_tokens is not None]
+    num_accepted = sum(usage.num_accepted_drafts for usage in usages)
+    num_rejected = sum(usage.num_rejected_drafts for usage in usages)
+    drafts = {
+        "accepted_prediction_tokens": num_accepted,
+        "rejected_prediction_tokens": num_rejected,
+    }
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_generated,
         "total_tokens": num_prompt + num_generated,
         "prompt_tokens_details": {"cached_tokens": sum(cached)} if cached else None,
+        "completion_tokens_details": drafts if num_accepted + num_rejected else None,
     }

@@ -1,0 +1,53 @@
+"""Drafters for tests: what they propose is right, or wrong, on purpose."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+from services.engine.sequences.sequence import Sequence
+from services.engine.speculation.speculation import Speculation
+
+Next = Callable[[Sequence, list[int]], int | None]
+"""The token after these tokens of a sequence, the last of which may be drafts; None: unknown."""
+
+
+class Oracle:
+    """Knows what a sequence draws. A draft is wrong where the hash of its position says so: one of
+    `wrong_every`; 0: none. What follows a wrong draft is what followed the right one."""
+
+    def __init__(self, next_token: Next, wrong_every: int = 0) -> None:
+        self._next_token = next_token
+        self._wrong_every = wrong_every
+        self.num_proposed = 0
+
+    def propose(self, asked: Seq[tuple[Sequence, int]]) -> list[tuple[int, ...]]:
+        found = [self._drafts(sequence, number) for sequence, number in asked]
+        self.num_proposed += sum(map(len, found))
+        return found
+
+    def _drafts(self, sequence: Sequence, number: int) -> tuple[int, ...]:
+        tokens, drafts = list(sequence.tokens), []
+        while len(drafts) < number and (token := self._next_token(sequence, tokens)) is not None:
+            tokens.append(token)
+            is_wrong = self._is_wrong(sequence, len(tokens))
+            drafts.append(abs(token - 1) if is_wrong else token)
+        return tuple(drafts)
+
+    def _is_wrong(self, sequence: Sequence, position: int) -> bool:
+        chance = (position * 7919 + sequence.index * 104_729) % 1009
+        return bool(self._wrong_every) and chance % self._wrong_every == 0
+
+
+class AsMany:
+    """As many drafts as there may be, whether they pay or not."""
+
+    def numbers(self, rows: Seq[tuple[Sequence, int]], num_rows: int) -> list[int]:
+        return [most for _, most in rows]
+
+    def verified(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None: ...
+
+    def measured(self, num_rows: int, num_drafts: int, duration_s: float) -> None: ...
+
+
+def oracle(next_token: Next, num_tokens: int = 4, wrong_every: int = 3) -> Speculation:
+    """Speculation whose drafts are right, but for one of `wrong_every`."""
+    return Speculation(Oracle(next_token, wrong_every), num_tokens, AsMany())
