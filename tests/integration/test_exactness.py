@@ -28,7 +28,7 @@ STRATEGIES["4 beams that end"] = replace(  # one after 2 tokens, which is the be
 )
 RUN_AHEAD = ("greedy", "temperature", "top_k and top_p", "min_p", "4 samples")
 """The strategies in which nothing on the host needs a token before the next step is launched."""
-SPECULATING = (*RUN_AHEAD, "logprobs", "logprobs of the prompt")
+SPECULATING = (*RUN_AHEAD, "logprobs", "logprobs of the prompt", "2 best of 4")
 """The strategies whose drafts can be verified."""
 PROMPT = random_prompt(37, seed=1)
 PAUSE_EVERY = 4
@@ -89,7 +89,8 @@ async def disturbed(
     deployment: ExactnessDeployment, request: Request, *happenings: Happening
 ) -> Answer:
     """Every few tokens, of an answer that has begun and not ended."""
-    deployment.pause(deployment.decoders, PAUSE_EVERY)
+    every = PAUSE_EVERY // 2 if deployment.setting.speculates else PAUSE_EVERY
+    deployment.pause(deployment.decoders, every)
     call = deployment.call(request)
     for happening in happenings:
         there = await deployment.until_paused(deployment.decoders)
@@ -271,9 +272,8 @@ CONDITIONS = {
     ),
 }
 for name in (
-    *("alone", "batch of 64", "preempted", "preempted, nothing cached", "swapped", "drained"),
-    *("decode worker dies", "decode worker dies, nothing cached", "all of it"),
-    *("late device, drained", "late device, all of it"),
+    *("batch of 64", "preempted, nothing cached", "swapped", "drained", "decode worker dies"),
+    *("all of it", "late device, all of it"),
 ):
     condition = CONDITIONS[name]
     CONDITIONS[f"speculation, {name}"] = replace(
