@@ -1,0 +1,312 @@
+"""Speculation: where drafts come from, how many a row gets, and what a step does with them. Blocks
+of 4."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blockstore.records import PoolSpec
+from services.engine.batch import Draw, Fault
+from services.engine.engine import Engine
+from services.engine.forward import ForwardPass
+from services.engine.messages import AddBlocks, Admit, Command, StepOutcome
+from services.engine.scheduler import Scheduler
+from services.engine.sequences.group import Group
+from services.engine.sequences.sequence import Branch, Rules, Sequence
+from services.engine.speculation.ngram import NgramDrafter
+from services.engine.speculation.payoff import Payoff
+from services.protocol.ticket import FinishReason, Ticket
+from tests.drafting import oracle
+from tests.late_device import Device
+
+from .conftest import MakePair
+from .fakes import PROMPT, SAMPLED, Arena, FakeForward, expected, make_stamps, next_token, ticket
+from .runs import finished, outputs, start
+
+SIZE = 4
+KEY = "h-r1"
+
+
+def sequence(tokens: Seq[int], num_blocks: int = 50, **changes: Any) -> Sequence:
+    """All of whose tokens but the last are computed."""
+    asked = ticket("r1", tokens, sampling=replace(SAMPLED, max_tokens=100, **changes))
+    rules = Rules.of(asked, SIZE, frozenset(), 1000)
+    blocks = range(num_blocks)
+    return Sequence(rules, [Branch(0)], tokens, block_ids=blocks, num_computed=len(tokens) - 1)
+
+
+# ── n-grams ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("tokens", "drafts"),
+    [
+        ([1, 2, 3, 4, 5, 1, 2], (3, 4, 5, 1)),
+        ([1, 2, 9, 8, 1, 2, 7, 6, 1, 2], (7, 6, 1, 2)),  # the latest
+        ([5, 1, 2, 9, 9, 6, 1, 2, 8, 8, 5, 1, 2], (9, 9, 6, 1)),  # the longest, though earlier
+        ([1, 2, 3, 1, 2, 3], (1, 2, 3, 1)),  # a loop goes on
+        ([4, 4, 4], (4, 4, 4, 4)),
+        ([1, 2, 3, 4], ()),
+        ([1, 2, 3, 2], ()),  # one token is no match
+        ([1], ()),
+        ([7, 7], ()),
+    ],
+)
+def test_drafts_follow_the_last_tokens(tokens: list[int], drafts: tuple[int, ...]) -> None:
+    assert NgramDrafter(2, 4).propose([(sequence(tokens), 4)]) == [drafts]
+
+
+def test_a_drafter_sees_the_tokens_that_were_appended() -> None:
+    drafter, one = NgramDrafter(1, 3), sequence([1, 2, 3])
+    assert drafter.propose([(one, 2)]) == [()]
+    for number in range(200):
+        one.tokens.append(number % 3 + 1)
+        drafts = [(number + 1) % 3 + 1, (number + 2) % 3 + 1]
+        assert drafter.propose([(one, 2)]) == [tuple(drafts)]
+
+
+# ── how many ─────────────────────────────────────────────────────────────────────────────────────
+
+
+class Simulated:
+    """A worker whose step takes 1, and `growth` more for each draft, of which a share is accepted
+    as if each were a draw of its own."""
+
+    def __init__(self, growth: float, right: Seq[bool], num_rows: int = 1) -> None:
+        self.payoff, self.growth = Payoff(), growth
+        self.rows = [sequence([1, 2, 3]) for _ in range(num_rows)]
+        self.right = list(right)
+        self.num_tokens, self.duration, self.num_drafts = 0, 0.0, 0
+
+    def step(self, most: int = 8) -> None:
+        numbers = self.payoff.numbers([(one, most) for one in self.rows], len(self.rows))
+        duration = 1 + self.growth * sum(numbers)
+        for one, number in zip(self.rows, numbers, strict=True):
+            accepted = 0
+            while accepted < number and self.right[(self.num_tokens + accepted) % len(self.right)]:
+                accepted += 1
+            self.payoff.verified(one, number, accepted)
+            self.num_tokens += accepted + 1
+        self.payoff.measured(len(self.rows), sum(numbers), duration)
+        self.num_drafts += sum(numbers)
+        self.duration += duration
+
+    def run(self, num_tokens: int) -> float:
+        """Its speed; without drafts it is the number of rows."""
+        while self.num_tokens < num_tokens * len(self.rows):
+            self.step()
+        return self.num_tokens / self.duration
+
+
+@pytest.mark.parametrize("growth", [0.0, 0.02, 0.1, 0.5])
+@pytest.mark.parametrize("num_rows", [1, 8])
+def test_drafts_that_are_never_accepted_cost_little(growth: float, num_rows: int) -> None:
+    assert Simulated(growth, [False], num_rows).run(300) > 0.975 * num_rows
+
+
+def test_drafts_that_are_always_accepted_become_as_many_as_may_be() -> None:
+    """But for the steps that measure what a step without drafts takes."""
+    simulated = Simulated(0.05, [True])
+    assert simulated.run(1000) > 5
+    assert simulated.payoff.numbers([(simulated.rows[0], 8)], 1) == [8]
+
+
+def test_drafts_begin_again_when_the_text_repeats() -> None:
+    simulated = Simulated(0.05, [False])
+    simulated.run(1000)
+    simulated.right = [True]
+    before = simulated.num_drafts
+    simulated.run(1500)
+    assert simulated.num_drafts - before > 300
+
+
+def test_a_step_that_grows_as_fast_as_its_tokens_gets_no_drafts() -> None:
+    """Where arithmetic limits the speed, not memory."""
+    simulated = Simulated(1.0, [True, True, True, False])
+    simulated.run(300)
+    before = simulated.num_drafts
+    simulated.run(600)
+    assert simulated.num_drafts - before < 10
+
+
+def test_the_likeliest_rows_get_the_drafts() -> None:
+    payoff, rows = Payoff(), [sequence([1, 2, 3]) for _ in range(3)]
+    payoff.measured(3, 0, 1.0)
+    for _ in range(20):
+        payoff.verified(rows[0], 3, 3)
+        payoff.verified(rows[2], 3, 0)
+        payoff.measured(3, 10, 1.9)
+    first, second, third = payoff.numbers([(one, 5) for one in rows], 3)
+    assert first == 5
+    assert second > third == 0
+
+
+# ── which rows ───────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("changes", "number"),
+    [
+        ({}, 99),  # max_tokens: 100, of which a step with 99 drafts draws all
+        ({"logprobs": 3}, 99),
+        ({"num_blocks": 3}, 2),  # 12 slots
+        ({"num_blocks": 2}, -2),  # not even one for its last token
+        ({"repetition_penalty": 1.2}, 0),
+        ({"min_tokens": 3}, 0),
+    ],
+)
+def test_how_many_drafts_a_sequence_may_get(changes: dict[str, Any], number: int) -> None:
+    assert sequence(PROMPT, **changes).num_draftable == number
+
+
+# ── what a step does ─────────────────────────────────────────────────────────────────────────────
+
+
+def drawn_next(one: Sequence, tokens: list[int]) -> int:
+    return next_token(tokens, Draw(SAMPLED, one.index))
+
+
+class Host:
+    """A decode engine whose drafts are right, but for one of `wrong_every`."""
+
+    def __init__(
+        self, directory: Path, device: Device, num_drafts: int, wrong_every: int, budget: int = 64
+    ) -> None:
+        spec = PoolSpec("pool", "model", "fingerprint", 64, SIZE, block_bytes=1)
+        self.stamps = make_stamps(directory / "stamps", spec)
+        self.stamps.mark_owned(range(spec.num_blocks), KEY)
+        self.model = FakeForward(Arena(SIZE, self.stamps))
+        self.device: ForwardPass = device(self.model)
+        self.engine = Engine(
+            self.device,
+            Scheduler(budget, 64),
+            self.stamps,
+            one_token=False,
+            look_ahead=2,
+            speculation=oracle(drawn_next, num_drafts, wrong_every),
+        )
+
+    def run(self, asked: Ticket) -> list[StepOutcome]:
+        """All steps, until the group has left. It gets the blocks that it asks for, in order."""
+        rules = Rules.of(asked, SIZE, frozenset(), max_model_len=1000)
+        self.group = Group.to_compute(asked, rules, range(3))
+        commands: list[Command] = [Admit(self.group)]
+        outcomes: list[StepOutcome] = []
+        while not outcomes or outcomes[-1].is_busy:
+            outcomes.append(self.engine.step(commands))
+            commands = []
+            for advance in outcomes[-1].advances:
+                if (wanted := advance.wanted_blocks) > self.group.num_acquired:
+                    blocks = tuple(range(self.group.num_acquired, wanted))
+                    commands.append(AddBlocks(KEY, blocks))
+                if advance.remaining is not None:
+                    return outcomes
+        return outcomes
+
+
+@pytest.fixture(params=[0, 1, 2, 3], ids=lambda each: f"wrong every {each}")
+def wrong_every(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+def drawn(outcomes: Seq[StepOutcome]) -> list[int]:
+    advances = [advance for outcome in outcomes for advance in outcome.advances]
+    return [token.token for advance in advances for token in advance.tokens]
+
+
+def asked(max_tokens: int = 30, **changes: Any) -> Ticket:
+    return ticket("r1", PROMPT, sampling=replace(SAMPLED, max_tokens=max_tokens, **changes))
+
+
+RIGHT = expected(PROMPT, 30, Draw(SAMPLED, 0))
+
+
+@pytest.mark.parametrize("num_drafts", [1, 4, 9])
+def test_tokens_and_stamps_are_those_without_drafts(
+    tmp_path: Path, device: Device, num_drafts: int, wrong_every: int
+) -> None:
+    """A block is stamped when its tokens are known, never with a draft that was rejected: the
+    arena compares its KV, in which the draft stood for a while."""
+    host = Host(tmp_path, device, num_drafts, wrong_every)
+    outcomes = host.run(asked())
+    assert drawn(outcomes) == RIGHT
+    completed = [block for o in outcomes for a in o.advances for block, _ in a.completed]
+    assert completed == list(range((len(PROMPT) + 29) // SIZE))
+    verified = [each for o in outcomes for a in o.advances for each in a.verified]
+    num_rejected = sum(each.num_drafts - each.num_accepted for each in verified)
+    assert bool(num_rejected) is bool(wrong_every)
+    assert sum(each.num_accepted for each in verified) == 30 - (host.model.num_steps)
+    assert (host.model.num_steps == 30) is (wrong_every == 1)
+
+
+@pytest.mark.parametrize("number", range(1, 9))
+def test_a_sequence_that_ends_among_drafts_keeps_nothing_behind_its_end(
+    tmp_path: Path, device: Device, number: int
+) -> None:
+    """All its blocks are spare or given back, each once."""
+    host = Host(tmp_path, device, 8, 0)
+    outcomes = host.run(asked(stop_token_ids=(RIGHT[number - 1],)))
+    assert drawn(outcomes) == RIGHT[:number]
+    last = outcomes[-1].advances[0]
+    assert last.tokens[-1].finish is FinishReason.STOP
+    freed = [block for o in outcomes for a in o.advances for block in a.freed]
+    assert sorted([*freed, *host.group._spare]) == list(range(host.group.num_acquired))
+    num_full = (len(PROMPT) + number - 1) // SIZE
+    assert [host.stamps.is_committed(block) for block in range(64)].count(True) == num_full
+
+
+def test_what_breaks_behind_a_wrong_draft_does_not_count(tmp_path: Path, device: Device) -> None:
+    """A draft behind which nothing is finite, that is not what is drawn."""
+    host = Host(tmp_path, device, 4, 1)
+    host.model.poison = RIGHT[4] - 1  # the wrong draft in its place
+    assert drawn(host.run(asked())) == RIGHT
+
+
+def test_what_breaks_behind_a_right_draft_fails_the_group(tmp_path: Path, device: Device) -> None:
+    host = Host(tmp_path, device, 4, 0)
+    host.model.poison = RIGHT[4]
+    outcomes = host.run(asked())
+    assert drawn(outcomes) == RIGHT[:5]
+    (failed,) = (failed for outcome in outcomes for failed in outcome.failed)
+    assert failed.fault is Fault.NOT_FINITE
+
+
+def test_drafts_stay_in_the_budget_and_in_the_slots(tmp_path: Path, device: Device) -> None:
+    """5 tokens a step. A slot too few for the drafts would raise."""
+    host = Host(tmp_path, device, 64, 0, budget=5)
+    outcomes = host.run(asked())
+    steps = [outcome.num_tokens for outcome in outcomes if outcome.num_tokens]
+    assert steps[:3] == [5, 5, 5]
+    assert max(steps) == 5
+    assert drawn(outcomes) == RIGHT
+
+
+# ── a worker ─────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_gateway_gets_the_tokens_of_a_step_at_once(make_pair: MakePair) -> None:
+    """With the numbers of drafts, which the worker counts."""
+    pair = await make_pair()
+    pair.decode.engine._engine._speculation = oracle(drawn_next, 3, 3)
+    asked = replace(ticket("r1", PROMPT), sampling=replace(SAMPLED, max_tokens=30))
+    issued = await start(pair, asked)
+    await pair.until(lambda: finished(pair.session, "r1"))
+    events = outputs(pair.session, "r1")
+    assert [*issued.sequences[0].token_ids, *(t for e in events for t in e.token_ids)] == RIGHT
+    positions = [len(PROMPT) + 1]
+    for event in events:
+        assert event.position == positions[-1]
+        positions.append(event.position + len(event.token_ids))
+        assert len(event.token_ids) == event.num_accepted + 1
+    figures = {
+        "num_drafts": sum(event.num_drafts > 0 for event in events),
+        "num_draft_tokens": sum(event.num_drafts for event in events),
+        "num_accepted_tokens": sum(event.num_accepted for event in events),
+    }
+    for name, value in figures.items():
+        found = pair.decode_figures.get_sample_value(f"quire:spec_decode_{name}_total")
+        assert found == value > 0
+    await pair.until_empty()
