@@ -6,6 +6,8 @@
 
 The same arguments give the same bytes. Weights are scaled so that greedy decoding wanders through
 the vocabulary instead of repeating one token: sublayers say much more than the embedding does.
+With `--embedding-std 20 --no-tied` it is the other way round: the next token follows from the last
+one alone, and greedy decoding soon goes round in a loop, as a text that repeats itself.
 """
 
 import argparse
@@ -39,7 +41,6 @@ _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
 }
-_EMBEDDING_STD = 0.03  # far below what sublayers add (about 1 each): see the module's docstring
 _LOGIT_STD = 2.0
 
 
@@ -67,6 +68,7 @@ class CheckpointSpec:
     rope_theta: float = 10_000.0
     rope_scaling: dict[str, Any] | None = None
     sliding_window: int = 0
+    embedding_std: float = 0.03  # far below what sublayers add, which is about 1 each
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     shards: int = 1
     seed: int = 0
@@ -188,10 +190,10 @@ def _norm(name: str, size: int, mean: float = 1.0) -> _Weight:
 
 def _embedding_group(spec: CheckpointSpec) -> Iterator[_Weight]:
     """Embedding, final norm and head; the final norm is set so that logits have `_LOGIT_STD`."""
-    head_std = _EMBEDDING_STD if spec.tied else 1.0 / math.sqrt(spec.hidden_size)
+    head_std = spec.embedding_std if spec.tied else 1.0 / math.sqrt(spec.hidden_size)
     gain = _LOGIT_STD / (head_std * math.sqrt(spec.hidden_size))
     shape = (spec.vocab_size, spec.hidden_size)
-    yield _Weight("model.embed_tokens.weight", shape, _EMBEDDING_STD)
+    yield _Weight("model.embed_tokens.weight", shape, spec.embedding_std)
     yield _norm("model.norm", spec.hidden_size, gain)
     if not spec.tied:
         yield _Weight("lm_head.weight", shape, head_std)

@@ -1,0 +1,156 @@
+"""What speculative decoding gains where a text repeats itself, and costs where it never does.
+
+    python -m bench.speculation [--shape small] [--streams 1 8] [--tokens 512] [--rounds 3]
+
+Two `quire.LLM` in this process, one with drafts by prompt lookup and one without, decode the same
+requests in turn, on random weights. Their tokens have to be equal. Texts:
+
+    repeats   a checkpoint whose greedy text goes round in a loop (`bench.make_checkpoint`)
+    edits     the same at a temperature that leaves the loop now and then
+    nothing   draws at temperature 1 from a vocabulary so small that each token is in the prompt:
+              n-grams of one token give drafts for every step, and hardly one is right
+
+Prints a markdown table: tokens per second of decode without and with drafts, medians of the rounds,
+the ratio (lowest and highest round), and how many of the drafts were accepted.
+"""
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.make_checkpoint import SHAPES, make_checkpoint
+from quire import LLM, Sampling
+from quire.types import Completion
+
+NUM_PROMPT_TOKENS = 600
+SMALL_VOCABULARY = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """`changes`: of the checkpoint. `shortest`: n-gram. `temperature`: of the draws."""
+
+    name: str
+    changes: dict[str, Any]
+    shortest: int
+    temperature: float
+
+
+LOOPS: dict[str, Any] = {"embedding_std": 20.0, "tied": False}
+TEXTS = (
+    Text("repeats", LOOPS, 2, 0.0),
+    Text("edits", LOOPS, 2, 0.2),
+    Text("nothing", {"vocab_size": SMALL_VOCABULARY}, 1, 1.0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    without: float
+    with_drafts: float
+    num_drafts: int
+    num_accepted: int
+
+
+@contextmanager
+def pair_of_models(text: Text, args: argparse.Namespace) -> Iterator[tuple[LLM, LLM]]:
+    """Without drafts, and with."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_checkpoint(Path(folder) / "model", SHAPES[args.shape], **text.changes)
+        settings: dict[str, Any] = {
+            "pool_memory": args.pool_memory,
+            "threads": args.threads,
+            "quantize": args.quantize,
+            "weights_cache": Path(folder) / "cache",
+        }
+        speculative = {
+            "method": "ngram",
+            "num_speculative_tokens": args.drafts,
+            "prompt_lookup_min": text.shortest,
+            "prompt_lookup_max": 5,
+        }
+        with (
+            LLM(str(model), **settings) as without,
+            LLM(str(model), **settings, speculative_config=speculative) as with_drafts,
+        ):
+            yield without, with_drafts
+
+
+def decode(llm: LLM, prompts: Sequence[Sequence[int]], sampling: Sampling) -> tuple[float, Any]:
+    """Tokens per second after the prompts, which are cached, and the answers."""
+    began = time.perf_counter()
+    answers: list[Completion] = llm.generate(prompts, sampling, use_tqdm=False)
+    elapsed = time.perf_counter() - began
+    first = max(answer.usage.time_to_first_token_ms for answer in answers) / 1000
+    num_tokens = sum(len(answer.token_ids) - 1 for answer in answers)
+    return num_tokens / (elapsed - first), answers
+
+
+def measure(text: Text, streams: int, args: argparse.Namespace) -> list[Pair]:
+    chance = random.Random(streams)
+    vocabulary = text.changes.get("vocab_size", 2048)
+    prompts = [
+        [chance.randrange(260, vocabulary) for _ in range(NUM_PROMPT_TOKENS)]
+        for _ in range(streams)
+    ]
+    sampling = Sampling(
+        temperature=text.temperature, seed=1, max_tokens=args.tokens, ignore_eos=True
+    )
+    pairs = []
+    with pair_of_models(text, args) as (without, with_drafts):
+        for llm in (without, with_drafts):
+            llm.generate(prompts, Sampling(max_tokens=8, ignore_eos=True), use_tqdm=False)
+        for _ in range(args.rounds):
+            plain, expected = decode(without, prompts, sampling)
+            drafted, answers = decode(with_drafts, prompts, sampling)
+            if [one.token_ids for one in answers] != [one.token_ids for one in expected]:
+                raise SystemExit(f"{text.name}: other tokens with drafts")
+            num_accepted = sum(one.usage.num_accepted_drafts for one in answers)
+            num_rejected = sum(one.usage.num_rejected_drafts for one in answers)
+            pairs.append(Pair(plain, drafted, num_accepted + num_rejected, num_accepted))
+    return pairs
+
+
+def row(text: Text, streams: int, pairs: Sequence[Pair]) -> str:
+    ratios = sorted(pair.with_drafts / pair.without for pair in pairs)
+    cells = [
+        text.name,
+        str(streams),
+        f"{statistics.median(pair.without for pair in pairs):,.0f}",
+        f"{statistics.median(pair.with_drafts for pair in pairs):,.0f}",
+        f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})",
+        f"{sum(p.num_accepted for p in pairs):,} of {sum(p.num_drafts for p in pairs):,}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=list(SHAPES), default="small")
+    parser.add_argument("--texts", nargs="+", choices=[text.name for text in TEXTS], default=None)
+    parser.add_argument("--streams", type=int, nargs="+", default=[1])
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--drafts", type=int, default=8)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--quantize", default=None)
+    parser.add_argument("--pool-memory", default="1GiB")
+    args = parser.parse_args()
+    print("| text | streams | without, tok/s | with, tok/s | ratio | accepted |")
+    print("|---|---:|---:|---:|---:|---:|")
+    for text in TEXTS:
+        for streams in args.streams if not args.texts or text.name in args.texts else ():
+            print(row(text, streams, measure(text, streams, args)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
