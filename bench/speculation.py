@@ -46,7 +46,7 @@ class Text:
 LOOPS: dict[str, Any] = {"embedding_std": 20.0, "tied": False}
 TEXTS = (
     Text("repeats", LOOPS, 2, 0.0),
-    Text("edits", LOOPS, 2, 0.2),
+    Text("edits", LOOPS, 2, 0.1),
     Text("nothing", {"vocab_size": SMALL_VOCABULARY}, 1, 1.0),
 )
 

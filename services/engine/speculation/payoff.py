@@ -23,8 +23,12 @@ _REVIVAL = 0.001
 row whose drafts failed tries again now and then: in the long run that costs at most
 _REVIVAL * _FIRST_CHANCE / _WEIGHT of the time, 0.5 %."""
 _FIRST_GROWTH = 0.05
+_NUM_FIRST = 3
+"""As how many measurements the first growth counts: one interrupted step decides nothing."""
 _NUM_PLAIN, _NUM_DRAFTED = 5, 9
 _STEPS_BETWEEN_PLAIN = 50
+_STEPS_BETWEEN_DRAFTED = 100
+"""What was measured long ago is measured again, with one draft: the machine may have been busy."""
 
 
 @dataclass(slots=True)
@@ -35,6 +39,7 @@ class _Durations:
     plain: deque[float]
     growth: deque[float]
     num_since_plain: int = 0
+    num_since_drafted: int = 0
 
 
 class StepCost:
@@ -43,7 +48,10 @@ class StepCost:
 
     def __init__(self) -> None:
         self._by_rows: defaultdict[int, _Durations] = defaultdict(
-            lambda: _Durations(deque(maxlen=_NUM_PLAIN), deque(maxlen=_NUM_DRAFTED))
+            lambda: _Durations(
+                deque(maxlen=_NUM_PLAIN),
+                deque([_FIRST_GROWTH] * _NUM_FIRST, maxlen=_NUM_DRAFTED),
+            )
         )
 
     def observe(self, num_rows: int, num_drafts: int, duration_s: float) -> None:
@@ -51,10 +59,12 @@ class StepCost:
         if not num_drafts:
             known.plain.append(duration_s)
             known.num_since_plain = 0
+            known.num_since_drafted += 1
         elif known.plain:
             grown = duration_s / max(median(known.plain), 1e-9) - 1
-            known.growth.append(max(0.0, grown) / num_drafts)
+            known.growth.append(min(max(0.0, grown) / num_drafts, 1.0))
             known.num_since_plain += 1
+            known.num_since_drafted = 0
 
     def growth(self, num_rows: int) -> float | None:
         """By which share of a plain step each draft lengthens a step of so many rows. None: a plain
@@ -62,7 +72,14 @@ class StepCost:
         known = self._by_rows[num_rows]
         if not known.plain or known.num_since_plain >= _STEPS_BETWEEN_PLAIN:
             return None
-        return median(known.growth) if known.growth else _FIRST_GROWTH
+        return median(known.growth)
+
+    def num_overdue(self, num_rows: int) -> int:
+        """For how many steps the growth should have been measured: for the first times, or because
+        it was not for long."""
+        known = self._by_rows[num_rows]
+        is_new = len(known.growth) < 2 * _NUM_FIRST
+        return known.num_since_drafted + 1 - (not is_new) * _STEPS_BETWEEN_DRAFTED
 
 
 class Payoff:
@@ -80,9 +97,12 @@ class Payoff:
         """
         growth = self._cost.growth(num_rows)
         numbers = [0] * len(rows)
-        if growth is None:
+        if growth is None or not rows:
             return numbers
         chances = [self._chances.get(sequence, _FIRST_CHANCE) for sequence, _ in rows]
+        if (num_overdue := self._cost.num_overdue(num_rows)) > 0:
+            numbers[num_overdue % len(rows)] = 1  # in turn: a row may have nothing to propose
+            return numbers
         likeliest = [(-chance, place) for place, chance in enumerate(chances)]
         heapify(likeliest)
         num_tokens, duration = float(num_rows), 1.0

@@ -101,8 +101,9 @@ class Simulated:
         return self.num_tokens / self.duration
 
 
-@pytest.mark.parametrize("growth", [0.0, 0.02, 0.1, 0.5])
-@pytest.mark.parametrize("num_rows", [1, 8])
+@pytest.mark.parametrize(
+    ("growth", "num_rows"), [(0.0, 1), (0.02, 1), (0.1, 1), (1.0, 1), (0.01, 8), (0.125, 8)]
+)
 def test_drafts_that_are_never_accepted_cost_little(growth: float, num_rows: int) -> None:
     assert Simulated(growth, [False], num_rows).run(300) > 0.975 * num_rows
 
@@ -130,6 +131,16 @@ def test_a_step_that_grows_as_fast_as_its_tokens_gets_no_drafts() -> None:
     before = simulated.num_drafts
     simulated.run(600)
     assert simulated.num_drafts - before < 10
+
+
+def test_a_growth_that_was_measured_in_a_busy_moment_is_measured_again() -> None:
+    simulated = Simulated(1.0, [True])
+    simulated.run(500)
+    simulated.growth = 0.02
+    simulated.run(1500)
+    before = simulated.num_drafts
+    simulated.run(1600)
+    assert simulated.num_drafts - before > 70
 
 
 def test_the_likeliest_rows_get_the_drafts() -> None:
