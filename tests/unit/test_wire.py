@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blockstore.registry import Load
+from quire.v1.decode_pb2 import DecodeConnectResponse
 from quire.v1.logprobs_pb2 import Logprobs as LogprobsMessage
 from quire.v1.sampling_pb2 import StructuredOutput
 from quire.v1.ticket_pb2 import Ticket as Message
@@ -25,8 +26,9 @@ from services.protocol.codec import (
     ticket_from_wire,
     ticket_to_wire,
 )
+from services.protocol.event_codec import event_to_wire, events_from_wire
 from services.protocol.logprobs import Logprobs
-from services.protocol.messages import LoadReport
+from services.protocol.messages import Generated, LoadReport, Malformed, Step
 from services.protocol.ticket import (
     MAX_BEAM_WIDTH,
     MAX_LENGTH_PENALTY,
@@ -317,6 +319,16 @@ def test_a_finish_reason_of_a_later_version_is_refused() -> None:
 
 
 @unhurried
+@pytest.mark.parametrize(("num_drafts", "num_accepted"), [(1, 2), (4, 3)])
+def test_more_accepted_drafts_than_tokens_are_refused(num_drafts: int, num_accepted: int) -> None:
+    good = Generated("r", 1, 0, 9, (5, 6), num_drafts=4, num_accepted=1)
+    wrong = replace(good, num_drafts=num_drafts, num_accepted=num_accepted)
+    messages = [DecodeConnectResponse(**event_to_wire(Step((one,)))) for one in (good, wrong)]
+    assert list(events_from_wire(messages[0])) == [good]
+    (malformed,) = events_from_wire(messages[1])
+    assert isinstance(malformed, Malformed)
+
+
 @given(st.builds(Load, u32, u32, u32, u64), st.booleans(), st.booleans())
 def test_loads_come_back(load: Load, draining: bool, stalled: bool) -> None:
     message = WorkerLoad.FromString(

@@ -46,6 +46,7 @@ class FakeGenerator:
         self.closed = asyncio.Event()
         self.is_ready = True
         self.num_cached_tokens: int | None = 4
+        self.num_drafts = (0, 0)  # accepted, rejected
         self.finish_reason = "stop"
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
@@ -74,7 +75,7 @@ class FakeGenerator:
         n, last = request.sampling.n, position == len(TEXTS) - 1
         is_end = last and index == n - 1
         num_generated = n * position + index + 1
-        usage = Usage(7, self.num_cached_tokens, num_generated, 1.5, 0)
+        usage = Usage(7, self.num_cached_tokens, num_generated, 1.5, 0, *self.num_drafts)
         return Delta(
             request.request_id,
             index,

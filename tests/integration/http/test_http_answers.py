@@ -54,6 +54,19 @@ async def test_cached_tokens_that_the_client_may_not_know_are_null(
     assert answer.json()["usage"]["prompt_tokens_details"] is None
 
 
+async def test_drafts_of_speculation_are_in_the_usage(
+    http: httpx.AsyncClient, generator: FakeGenerator
+) -> None:
+    """Of all prompts together; null if there were none."""
+    body = {"prompt": ["Hi", "Ho"]}
+    answer = await http.post("/v1/completions", json=body)
+    assert answer.json()["usage"]["completion_tokens_details"] is None
+    generator.num_drafts = (3, 2)
+    answer = await http.post("/v1/completions", json=body)
+    details = {"accepted_prediction_tokens": 6, "rejected_prediction_tokens": 4}
+    assert answer.json()["usage"]["completion_tokens_details"] == details
+
+
 async def test_a_streamed_chat_completion(client: openai.AsyncOpenAI) -> None:
     """Role first, then text as it comes, the reason with the last of it, then the usage."""
     stream = await client.chat.completions.create(
