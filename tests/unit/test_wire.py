@@ -313,12 +313,6 @@ def test_finish_reasons_come_back(reason: FinishReason | None) -> None:
     assert finish_reason_from_wire(finish_reason_to_wire(reason)) is reason
 
 
-def test_a_finish_reason_of_a_later_version_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="finish_reason 99"):
-        finish_reason_from_wire(99)  # type: ignore[arg-type]
-
-
-@unhurried
 @pytest.mark.parametrize(("num_drafts", "num_accepted"), [(1, 2), (4, 3)])
 def test_more_accepted_drafts_than_tokens_are_refused(num_drafts: int, num_accepted: int) -> None:
     good = Generated("r", 1, 0, 9, (5, 6), num_drafts=4, num_accepted=1)
@@ -329,6 +323,12 @@ def test_more_accepted_drafts_than_tokens_are_refused(num_drafts: int, num_accep
     assert isinstance(malformed, Malformed)
 
 
+def test_a_finish_reason_of_a_later_version_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="finish_reason 99"):
+        finish_reason_from_wire(99)  # type: ignore[arg-type]
+
+
+@unhurried
 @given(st.builds(Load, u32, u32, u32, u64), st.booleans(), st.booleans())
 def test_loads_come_back(load: Load, draining: bool, stalled: bool) -> None:
     message = WorkerLoad.FromString(
