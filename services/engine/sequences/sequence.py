@@ -138,8 +138,8 @@ class Sequence:
         pooling = rules.sampling.pooling
         self.pooler = None if pooling is None else Pooler(pooling)
         states = (self._penalty_state, self._grammar_state, self.pooler)
-        has_state = any(state is not None for state in states)
-        self.may_run_ahead = not has_state and rules.sampling.logprobs is None
+        self._has_state = any(state is not None for state in states)
+        self.may_run_ahead = not self._has_state and rules.sampling.logprobs is None
         self._place = 0
         """The index of its row in the last step that has one."""
         num_full = max(num_computed, num_adopted) // rules.block_size
@@ -184,9 +184,9 @@ class Sequence:
     def num_draftable(self) -> int:
         """How many drafts may follow its last token, which is known and to be computed next: for
         all of them there are slots, and a token more. At most 0 if its draws cannot be verified:
-        penalties, bans and beams are computed for one next token only."""
-        sampling, is_next = self.rules.sampling, self.num_launched == len(self.tokens) - 1
-        if self._penalty_state is not None or sampling.beam is not None or not is_next:
+        penalties, bans, masks of a grammar and beams are computed for one next token only."""
+        is_next = self.num_launched == len(self.tokens) - 1
+        if self._has_state or self.rules.sampling.beam is not None or not is_next:
             return 0
         if len(self.branches) > 1 or self.branches[0].own:
             return 0
