@@ -25,7 +25,8 @@ class Oracle:
         return found
 
     def _drafts(self, sequence: Sequence, number: int) -> tuple[int, ...]:
-        tokens, drafts = list(sequence.tokens), []
+        tokens = list(sequence.tokens)
+        drafts: list[int] = []
         while len(drafts) < number and (token := self._next_token(sequence, tokens)) is not None:
             tokens.append(token)
             is_wrong = self._is_wrong(sequence, len(tokens))

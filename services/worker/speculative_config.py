@@ -19,8 +19,8 @@ class SpeculativeConfig(BaseModel):
 
     method: Literal["ngram"]
     num_speculative_tokens: int = Field(ge=1, le=64)
-    prompt_lookup_min: int | None = Field(None, ge=1, le=64)
-    prompt_lookup_max: int | None = Field(None, ge=1, le=64)
+    prompt_lookup_min: int | None = Field(default=None, ge=1, le=64)
+    prompt_lookup_max: int | None = Field(default=None, ge=1, le=64)
 
     @model_validator(mode="after")
     def _check_bounds(self) -> Self:

@@ -45,14 +45,14 @@ def looping(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def deployment(looping: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    options = ("--decode", "2", "--pool-memory", str(8 * POOL_MEMORY))
-    options += ("--speculative-config", json.dumps({**CONFIG, "prompt_lookup_max": 4}))
+    options = ["--decode", "2", "--pool-memory", str(8 * POOL_MEMORY)]
+    options += ["--speculative-config", json.dumps({**CONFIG, "prompt_lookup_max": 4})]
     with serving(looping, tmp_path_factory.mktemp("run"), *options) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def expected(looping: Path) -> Iterator[dict[str, tuple[Choice, ...]]]:
+def expected(looping: Path) -> dict[str, tuple[Choice, ...]]:
     """Without drafts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("services.offline.llm.configure_logging", lambda *_: None)

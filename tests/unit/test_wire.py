@@ -317,7 +317,8 @@ def test_finish_reasons_come_back(reason: FinishReason | None) -> None:
 def test_more_accepted_drafts_than_tokens_are_refused(num_drafts: int, num_accepted: int) -> None:
     good = Generated("r", 1, 0, 9, (5, 6), num_drafts=4, num_accepted=1)
     wrong = replace(good, num_drafts=num_drafts, num_accepted=num_accepted)
-    messages = [DecodeConnectResponse(**event_to_wire(Step((one,)))) for one in (good, wrong)]
+    fields: list[dict[str, Any]] = [event_to_wire(Step((one,))) for one in (good, wrong)]
+    messages = [DecodeConnectResponse(**each) for each in fields]
     assert list(events_from_wire(messages[0])) == [good]
     (malformed,) = events_from_wire(messages[1])
     assert isinstance(malformed, Malformed)
