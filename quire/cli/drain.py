@@ -14,7 +14,9 @@ POLL_S = 0.2
 
 
 def drain(
-    worker: Annotated[str, Argument(metavar="WORKER", help="its id (`quire workers`)")],
+    worker: Annotated[
+        str, Argument(metavar="WORKER", help="its id or its HOST:PORT (`quire workers`)")
+    ],
     gateway: OperationsFlags,
     until: WaitFlags,
     force: Annotated[
@@ -24,6 +26,7 @@ def drain(
 ) -> None:
     """Move a worker's requests to others, then let it exit."""
     with gateway.connect() as client:
+        worker = _worker_id(client, worker)
         num_running = client.drain(worker, force=force)
         if not as_json:
             print(f"{worker} takes no new work; it still runs {num_running} requests")
@@ -33,6 +36,14 @@ def drain(
                 print(f"{worker} has left")
     if as_json:
         print(json.dumps({"num_running": num_running, "left": until.wait}))
+
+
+def _worker_id(client: Client, worker: str) -> str:
+    """The id of the worker at this address; no worker has it: the argument, as the id."""
+    if ":" not in worker:
+        return worker
+    found = [each.worker_id for each in client.workers() if each.address == worker]
+    return found[0] if found else worker
 
 
 def _wait_until_left(client: Client, worker_id: str, timeout_s: float) -> None:

@@ -1,0 +1,102 @@
+{{- define "quire.labels" -}}
+app.kubernetes.io/name: quire
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
+{{- end }}
+
+{{- define "quire.selector" -}}
+{app.kubernetes.io/name: quire, app.kubernetes.io/instance: {{ .root.Release.Name }}, app.kubernetes.io/component: {{ .component }}}
+{{- end }}
+
+{{- define "quire.image" -}}
+{{ .root.Values.image.registry }}{{ index .root.Values.image .name }}:{{ .root.Values.image.tag }}
+{{- end }}
+
+{{- define "quire.credentials" -}}
+{{ .Values.existingSecrets.credentials | default (printf "%s-credentials" .Release.Name) }}
+{{- end }}
+
+{{- define "quire.tls" -}}
+{{ .Values.existingSecrets.tls | default (printf "%s-tls" .Release.Name) }}
+{{- end }}
+
+{{- define "quire.keys" -}}
+{{ .Values.existingSecrets.keys | default (printf "%s-keys" .Release.Name) }}
+{{- end }}
+
+{{- define "quire.redisUrl" -}}
+{{- if .Values.redis.url -}}
+{{ .Values.redis.url }}
+{{- else -}}
+rediss://quire@{{ .Release.Name }}-valkey:6379/0?ssl_ca_certs=/etc/quire/tls/ca.crt&ssl_certfile=/etc/quire/tls/service.crt&ssl_keyfile=/etc/quire/tls/service.key
+{{- end -}}
+{{- end }}
+
+{{- define "quire.podSecurity" -}}
+securityContext:
+  runAsNonRoot: true
+  runAsUser: 10001
+  runAsGroup: 10001
+  fsGroup: 10001
+  seccompProfile: {type: RuntimeDefault}
+automountServiceAccountToken: false
+{{- with .Values.image.pullSecrets }}
+imagePullSecrets: {{ toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{- define "quire.containerSecurity" -}}
+securityContext:
+  allowPrivilegeEscalation: false
+  readOnlyRootFilesystem: true
+  capabilities: {drop: [ALL]}
+{{- end }}
+
+{{/* The settings of every service: root, prefix, port, metricsPort, settings. */}}
+{{- define "quire.env" -}}
+{{- $own := dict
+  "REDIS_URL" (include "quire.redisUrl" .root)
+  "REDIS_PASSWORD_FILE" "/etc/quire/credentials/redis-password"
+  "REDIS_PATIENCE_S" 60
+  "SECRET_FILE" "/etc/quire/credentials/secret"
+  "HOST" "0.0.0.0"
+  "PORT" .port
+  "METRICS_PORT" .metricsPort
+  "RUN_DIR" "/run/quire"
+  "STOP_GRACE_S" .root.Values.stopGraceSeconds
+  "TLS_CERT" "/etc/quire/tls/service.crt"
+  "TLS_KEY" "/etc/quire/tls/service.key"
+  "TLS_CA" "/etc/quire/tls/ca.crt" }}
+- {name: POD_IP, valueFrom: {fieldRef: {fieldPath: status.podIP}}}
+- {name: {{ .prefix }}_ADVERTISE_HOST, value: $(POD_IP)}
+{{- range $name, $value := merge (dict) .settings $own }}
+- {name: {{ $.prefix }}_{{ $name }}, value: {{ $value | toString | quote }}}
+{{- end }}
+{{- end }}
+
+{{- define "quire.probes" -}}
+startupProbe:
+  exec: {command: [quire-probe, {{ .port | quote }}, /etc/quire/tls]}
+  timeoutSeconds: 5
+  periodSeconds: 5
+  failureThreshold: 360
+readinessProbe:
+  exec: {command: [quire-probe, {{ .port | quote }}, /etc/quire/tls]}
+  timeoutSeconds: 5
+  periodSeconds: 5
+{{- end }}
+
+{{- define "quire.mounts" -}}
+- {name: run, mountPath: /run/quire}
+- {name: tmp, mountPath: /tmp}
+- {name: credentials, mountPath: /etc/quire/credentials, readOnly: true}
+- {name: tls, mountPath: /etc/quire/tls, readOnly: true}
+{{- end }}
+
+{{- define "quire.volumes" -}}
+- {name: run, emptyDir: {medium: Memory, sizeLimit: 16Mi}}
+- {name: tmp, emptyDir: {}}
+- {name: credentials, secret: {secretName: {{ include "quire.credentials" . }}, defaultMode: 0440}}
+- {name: tls, secret: {secretName: {{ include "quire.tls" . }}, defaultMode: 0440}}
+{{- end }}

@@ -1,0 +1,213 @@
+"""The Helm chart, rendered by Helm's own engine: valid for Kubernetes, and what services need."""
+
+import json
+import re
+from base64 import b64decode
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml  # type: ignore[import-untyped]
+from cryptography import x509
+from helm_python.chart import Chart, lint
+from helm_python.errors import HelmError
+
+from quire.api_keys import read_keys
+from quire.certificates import SERVICE_NAME
+from services.block_manager.config import BlockManagerSettings
+from services.common.runtime.config import ServiceSettings, load_settings
+from services.decode.config import DecodeSettings
+from services.gateway.config import GatewaySettings
+from services.prefill.config import PrefillSettings
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "deploy" / "helm" / "quire"
+KUBERNETES = "1.37.0"
+SETTINGS: dict[str, type[ServiceSettings]] = {
+    "services.block_manager": BlockManagerSettings,
+    "services.prefill": PrefillSettings,
+    "services.decode": DecodeSettings,
+    "services.gateway": GatewaySettings,
+}
+MODEL = Chart.load(CHART).values["models"][0]
+TWO_MODELS = [
+    MODEL | {"name": "small", "servedName": "small", "prefill": 2, "decode": 3,
+             "settings": {"MAX_NUM_SEQS": 32}, "autoscaling": {"enabled": True, "maxPods": 4},
+             "volume": {"persistentVolumeClaim": {"claimName": "models"}}},
+    MODEL | {"name": "large", "gpu": {"enabled": True, "deviceClass": "gpu.nvidia.com",
+                                      "memoryUtilization": 0.8}, "poolMemory": ""},
+]  # fmt: skip
+VALUES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "everything": {"models": TWO_MODELS, "monitoring": {"serviceMonitor": True}},
+    "own": {
+        "redis": {"url": "sentinel://quire@a:26379,b:26379/ledger/0"},
+        "existingSecrets": {"credentials": "c", "tls": "t", "keys": "k"},
+        "networkPolicy": {"clients": [{"ipBlock": {"cidr": "10.0.0.0/8"}}], "monitoring": []},
+        "gateway": {"hosts": ["llm.example.com"], "resources": {"limits": {"memory": "1Gi"}}},
+    },
+}
+
+
+def rendered(values: dict[str, Any]) -> list[dict[str, Any]]:
+    files = Chart.load(CHART).render(values, name="rel", namespace="ns")
+    documents = [each for text in files.values() for each in yaml.safe_load_all(text)]
+    return [each for each in documents if each]
+
+
+def of_kind(kind: str, values: dict[str, Any]) -> list[dict[str, Any]]:
+    return [each for each in rendered(values) if each["kind"] == kind]
+
+
+def containers(values: dict[str, Any]) -> list[dict[str, Any]]:
+    pods = [each["spec"]["template"]["spec"] for each in of_kind("Deployment", values)]
+    return [container for pod in pods for container in pod["containers"]]
+
+
+@pytest.fixture(params=VALUES)
+def values(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return VALUES[request.param]
+
+
+def test_helm_finds_no_fault(values: dict[str, Any]) -> None:
+    report = lint(CHART, values, strict=True)
+    assert (report["messages"], report["errors"]) == ([], [])
+
+
+def test_manifests_are_valid_for_kubernetes(values: dict[str, Any]) -> None:
+    """Custom resources have no schema here; the test below looks at them."""
+    for document in rendered(values):
+        if document["kind"] not in ("ServiceMonitor", "ScaledObject"):
+            kubernetes_validate.validate(document, KUBERNETES, strict=True)
+
+
+def test_a_wrong_field_is_seen() -> None:
+    (document, *_) = of_kind("Deployment", {})
+    document["spec"]["template"]["spec"]["terminationGracePeriod"] = 3
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(document, KUBERNETES, strict=True)
+
+
+def test_services_understand_their_settings(
+    values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_loaded = 0
+    for container in containers(values):
+        if (cls := SETTINGS.get(container["command"][-1])) is None:
+            continue
+        with monkeypatch.context() as patch:
+            for entry in container["env"]:
+                patch.setenv(entry["name"], entry.get("value", "10.0.0.1"))
+            loaded = load_settings(cls)
+        assert loaded.tls_cert is not None
+        assert loaded.metrics_port == container["ports"][-1]["containerPort"]
+        num_loaded += 1
+    assert num_loaded >= 4
+
+
+def test_a_pods_services_have_ports_of_their_own() -> None:
+    """They share the pod's network."""
+    for deployment in of_kind("Deployment", VALUES["everything"]):
+        pod = deployment["spec"]["template"]["spec"]
+        own = [entry for each in pod["containers"] for entry in each.get("env", ())]
+        ports = [entry["value"] for entry in own if entry["name"].endswith("_PORT")]
+        assert len(set(ports)) == len(ports)
+
+
+def test_a_pool_is_in_memory_and_workers_drain_in_time(values: dict[str, Any]) -> None:
+    chart = Chart.load(CHART).merge_values(values)
+    for deployment in of_kind("Deployment", values):
+        pod = deployment["spec"]["template"]["spec"]
+        workers = [each for each in pod["containers"] if each["name"].startswith(("pref", "dec"))]
+        for worker in workers:
+            command = worker["lifecycle"]["preStop"]["exec"]["command"][-1]
+            assert re.search(rf"--wait --timeout {chart['drainSeconds']}\b", command)
+        if workers:
+            (pools,) = (each for each in pod["volumes"] if each["name"] == "pools")
+            assert pools["emptyDir"]["medium"] == "Memory"
+            needed = chart["drainSeconds"] + chart["stopGraceSeconds"]
+            assert pod["terminationGracePeriodSeconds"] > needed
+
+
+def test_workers_on_a_gpu_share_one_claim() -> None:
+    (pod,) = (
+        each["spec"]["template"]["spec"]
+        for each in of_kind("Deployment", VALUES["everything"])
+        if each["metadata"]["name"] == "rel-large"
+    )
+    assert pod["hostPID"]
+    (claim,) = of_kind("ResourceClaimTemplate", VALUES["everything"])
+    assert pod["resourceClaims"][0]["resourceClaimTemplateName"] == claim["metadata"]["name"]
+    assert all(each["resources"]["claims"] == [{"name": "gpu"}] for each in pod["containers"])
+
+
+def test_scaling_asks_for_a_metric_that_is_exported() -> None:
+    exported = (ROOT / "services/common/runtime/metrics.py").read_text()
+    (scaled,) = of_kind("ScaledObject", VALUES["everything"])
+    assert scaled["spec"]["scaleTargetRef"] == {"name": "rel-small"}
+    assert [each["metadata"]["threshold"] for each in scaled["spec"]["triggers"]] == ["2", "3"]
+    for trigger in scaled["spec"]["triggers"]:
+        (name,) = re.findall(r"quire:\w+", trigger["metadata"]["query"])
+        assert f'"{name}"' in exported
+
+
+def test_monitors_name_ports_of_their_services() -> None:
+    documents = rendered(VALUES["everything"])
+    services = [each for each in documents if each["kind"] == "Service"]
+    monitors = [each for each in documents if each["kind"] == "ServiceMonitor"]
+    assert len(monitors) == 3
+    for monitor in monitors:
+        wanted = monitor["spec"]["selector"]["matchLabels"].items()
+        named = [
+            {port["name"] for port in each["spec"]["ports"]}
+            for each in services
+            if wanted <= each["metadata"]["labels"].items()
+        ]
+        ports = {endpoint["port"] for endpoint in monitor["spec"]["endpoints"]}
+        assert any(ports <= names for names in named)
+
+
+def test_secrets_are_usable(tmp_path: Path) -> None:
+    """Certificates name services and gateways, and the key file has an operator."""
+    secrets = {each["metadata"]["name"]: each["data"] for each in of_kind("Secret", {})}
+    tls = {name: b64decode(text) for name, text in secrets["rel-tls"].items()}
+    for name, host in (
+        ("service", SERVICE_NAME),
+        ("service", "rel-valkey"),
+        ("gateway", "rel-gateway"),
+    ):
+        found = x509.load_pem_x509_certificate(tls[f"{name}.crt"])
+        names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        assert host in names.get_values_for_type(x509.DNSName)
+        found.verify_directly_issued_by(x509.load_pem_x509_certificate(tls["ca.crt"]))
+    keys = b64decode(secrets["rel-keys"]["keys.json"])
+    (tmp_path / "keys.json").write_bytes(keys)
+    assert {key.name: key.role for key in read_keys(tmp_path / "keys.json")} == {
+        "operator": "operator",
+        "user": "user",
+    }
+    assert len(b64decode(secrets["rel-credentials"]["secret"])) >= 16
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"model": []}, "model"),
+        ({"models": [MODEL | {"decode": 0}]}, "decode"),
+        ({"models": [MODEL | {"autoscaling": {"enabled": True}}]}, "servedName"),
+        ({"redis": {"url": "http://h"}}, "redis"),
+    ],
+)
+def test_wrong_values_are_refused(values: dict[str, Any], text: str) -> None:
+    chart = Chart.load(CHART)
+    with pytest.raises(HelmError, match=text):
+        chart.validate_schema(values)
+        chart.render(values, name="rel")
+
+
+def test_schema_names_every_value() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    values = Chart.load(CHART).values
+    assert set(schema["properties"]) - {"global"} == set(values)
+    assert set(schema["properties"]["models"]["items"]["properties"]) == set(MODEL)
