@@ -16,12 +16,17 @@ State = Literal["starting", "serving", "draining"]
 @dataclass(frozen=True, slots=True)
 class Load:
     """The load of a service. `num_free_slots`: how many more sequences a decode worker can take.
-    `num_pending_tokens`: prompt tokens that a prefill worker has yet to compute."""
+    `num_pending_tokens`: prompt tokens that a prefill worker has yet to compute. Of the steps of
+    the last seconds: `busy_permille`, their share of the time in 1/1000; `step_us`, their mean
+    duration; `tokens_per_s`, the tokens computed in a second of steps."""
 
     num_running: int = 0
     num_waiting: int = 0
     num_free_slots: int = 0
     num_pending_tokens: int = 0
+    busy_permille: int = 0
+    step_us: int = 0
+    tokens_per_s: int = 0
 
 
 @dataclass(frozen=True, slots=True)

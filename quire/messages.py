@@ -261,6 +261,9 @@ def workers(response: block_manager_pb2.ListWorkersResponse) -> tuple[Worker, ..
             num_waiting=worker.load.num_waiting,
             num_free_slots=worker.load.num_free_slots,
             num_pending_tokens=worker.load.num_pending_tokens,
+            busy_permille=worker.load.busy_permille,
+            step_us=worker.load.step_us,
+            tokens_per_s=worker.load.tokens_per_s,
             engine=dict(worker.engine),
         )
         for worker in response.workers

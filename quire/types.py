@@ -250,7 +250,9 @@ class Pool:
 @dataclass(frozen=True, slots=True)
 class Worker:
     """A worker in the registry, with its load. `num_free_slots`: the sequences that a decode worker
-    can still take. `engine`: its backend, instruction set or GPU, dtype and quantization."""
+    can still take. Of the steps of the last seconds: `busy_permille`, their share of the time in
+    1/1000; `step_us`, their mean duration; `tokens_per_s`, the tokens computed in a second of
+    steps. `engine`: its backend, instruction set or GPU, dtype and quantization."""
 
     worker_id: str
     role: str
@@ -264,6 +266,9 @@ class Worker:
     num_pending_tokens: int
     engine: Mapping[str, str]
     started_unix_ms: int
+    busy_permille: int = 0
+    step_us: int = 0
+    tokens_per_s: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,7 +173,11 @@ class DecodeWorker(PoolWorker):
         return sum(job.state is not State.DETACHED for job in self._jobs)
 
     def load(self) -> Load:
-        return Load(num_running=len(self._running), num_free_slots=self._num_free_slots)
+        return Load(
+            num_running=len(self._running),
+            num_free_slots=self._num_free_slots,
+            **self.step_meter.figures(),
+        )
 
     @property
     def _num_free_slots(self) -> int:

@@ -36,6 +36,8 @@ class GatewayOptions:
     rebalance_s: float = 1.0
     silence_s: float = 2.0
     read_window_s: float = 10.0
+    target_ttft_s: float = 1.0
+    target_inter_token_s: float = 0.1
 
 
 class GatewaySettings(TracedSettings):
@@ -167,6 +169,12 @@ class GatewaySettings(TracedSettings):
         description="how long a request pauses for a client that does not read it",
     )
 
+    target_ttft_s: float = Field(
+        default=1.0, gt=0, description="time to first token for which workers are recommended"
+    )
+    target_inter_token_s: float = Field(
+        default=0.1, gt=0, description="inter-token latency for which workers are recommended"
+    )
     trace_ratio: float = Field(
         default=1.0,
         ge=0,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from blockstore.registry import Load, Member, Registry, State
 from blockstore.store import BlockStore
+from quire.planning import Targets
 from services.common.rpc.tls import TlsFiles
 from services.common.rpc.transport import RpcServer
 from services.common.runtime.registry_heartbeat import RegistryHeartbeat
@@ -25,6 +26,7 @@ from services.gateway.request.lifecycle import RequestLifecycle
 from services.gateway.request_metrics import RequestMetrics, outcome_of
 from services.gateway.scheduling.dispatcher import Dispatcher
 from services.gateway.scheduling.migration import Migration
+from services.gateway.scheduling.planner import Planner
 from services.gateway.scheduling.router import Router
 from services.gateway.workers.connection import WorkerConnection, WorkerEventSink
 from services.gateway.workers.directory import Connection, WorkerDirectory
@@ -124,6 +126,14 @@ async def start_gateway(
             tasks.create_task(directory.watch(), name="registry"),
             tasks.create_task(migration.drain_workers(), name="drain workers"),
         ]
+        planner = Planner(
+            registry,
+            store,
+            dispatcher.num_waiting_for,
+            request_metrics.metrics.recommended_workers,
+            Targets(options.target_ttft_s, options.target_inter_token_s),
+        )
+        background.append(tasks.create_task(planner.run(), name="planner"))
         if options.rebalance_s:
             rebalancing = migration.rebalance(options.rebalance_s)
             background.append(tasks.create_task(rebalancing, name="rebalance"))

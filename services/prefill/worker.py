@@ -134,6 +134,7 @@ class PrefillWorker(PoolWorker):
             num_waiting=len(self._admission),
             num_pending_tokens=self._admission.num_tokens
             + sum(job.num_uncomputed for job in self._computing.values()),
+            **self.step_meter.figures(),
         )
 
     # States of a job: WAITING -> (FETCHING) -> COMPUTING -> ISSUED -> ENDED.

@@ -146,6 +146,9 @@ def load_from_wire(message: worker_pb2.WorkerLoad) -> LoadReport:
         message.num_waiting,
         message.num_free_slots,
         message.num_pending_tokens,
+        message.busy_permille,
+        message.step_us,
+        message.tokens_per_s,
     )
     return LoadReport(load, message.draining, message.stalled)
 

@@ -32,6 +32,7 @@ from services.worker.grammars import Grammars
 from services.worker.holder_writes import HolderWrites
 from services.worker.jobs import Jobs
 from services.worker.membership import Membership
+from services.worker.step_meter import StepMeter
 from services.worker.store_writer import StoreWriter
 from services.worker.suspect_queue import SuspectQueue
 from services.worker.swap.pool import SwapPool
@@ -112,6 +113,7 @@ class PoolWorker(ABC):
         self.sessions: set[Session] = set()
         """The streams of all connected gateways."""
         self.suspects = SuspectQueue()
+        self.step_meter = StepMeter()
         loop = asyncio.get_running_loop()
         self._failure: asyncio.Future[None] = loop.create_future()
         self.writer = StoreWriter(self._fail)
@@ -192,6 +194,7 @@ class PoolWorker(ABC):
         if outcome.num_tokens:
             self.metrics.step_s.observe(outcome.duration_s)
             self.metrics.step_tokens.observe(outcome.num_tokens)
+            self.step_meter.add(outcome.duration_s, outcome.num_tokens)
         try:
             self._on_outcome(outcome)
         except Exception as error:  # else the rest of the outcome would be lost silently

@@ -56,6 +56,11 @@ def rendered(values: dict[str, Any]) -> list[dict[str, Any]]:
     return [each for each in documents if each]
 
 
+def checked(values: dict[str, Any]) -> None:
+    Chart.load(CHART).validate_schema(values)
+    rendered(values)
+
+
 def of_kind(kind: str, values: dict[str, Any]) -> list[dict[str, Any]]:
     return [each for each in rendered(values) if each["kind"] == kind]
 
@@ -200,10 +205,8 @@ def test_secrets_are_usable(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_values_are_refused(values: dict[str, Any], text: str) -> None:
-    chart = Chart.load(CHART)
     with pytest.raises(HelmError, match=text):
-        chart.validate_schema(values)
-        chart.render(values, name="rel")
+        checked(values)
 
 
 def test_schema_names_every_value() -> None:

@@ -330,7 +330,7 @@ def test_a_finish_reason_of_a_later_version_is_refused() -> None:
 
 
 @unhurried
-@given(st.builds(Load, u32, u32, u32, u64), st.booleans(), st.booleans())
+@given(st.builds(Load, u32, u32, u32, u64, u32, u32, u32), st.booleans(), st.booleans())
 def test_loads_come_back(load: Load, draining: bool, stalled: bool) -> None:
     message = WorkerLoad.FromString(
         load_to_wire(LoadReport(load, draining, stalled)).SerializeToString()

@@ -75,6 +75,12 @@ class GatewayMetrics:
             "Moves of running requests to another decode worker, without recomputation.",
             model,
         )
+        self.recommended_workers = Gauge(
+            "quire:recommended_workers",
+            "Workers that the load needs.",
+            [*model, "role"],
+            registry=registry,
+        )
         self.num_requests_running = Gauge(
             "quire:num_requests_running", "Requests at a worker.", registry=registry
         )

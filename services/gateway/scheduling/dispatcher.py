@@ -92,6 +92,11 @@ class Dispatcher:
     def _num_queued(self) -> int:
         return sum(len(queue.waiting) for queue in self._model_queues.values())
 
+    def num_waiting_for(self, model: str) -> int:
+        """Requests in the model's queue."""
+        queue = self._model_queues.get(model)
+        return len(queue.waiting) if queue else 0
+
     @property
     def num_waiting(self) -> int:
         return len(self._admitting) + self._num_queued

@@ -131,6 +131,32 @@ def test_drain_tells_what_still_runs(gateway: Any, capsys: Any) -> None:
     assert capsys.readouterr().out == "decode-1 takes no new work; it still runs 3 requests\n"
 
 
+def test_a_worker_is_drained_by_its_address(gateway: Any, capsys: Any) -> None:
+    """As a pod does it, which knows its address and not the worker's id."""
+    gateway.worker_lists = [[worker("decode-1")]]
+    assert main(["drain", "127.0.0.1:4000", "--force"]) == 0
+    assert gateway.requests[-1] == bm.DrainWorkerRequest(worker_id="decode-1", force=True)
+
+
+def test_a_plan_is_a_table(gateway: Any, capsys: Any) -> None:
+    full = worker("decode-1")
+    full.state, full.model, full.load.num_free_slots = bm.WORKER_STATE_SERVING, "m", 0
+    gateway.worker_lists, gateway.pools = [[full]], [pool(num_held=4)]
+    assert main(["plan", "--window", "0"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["MODEL", "ROLE", "WORKERS", "NEEDED", "RECOMMENDED", "BECAUSE"]
+    assert lines[2].split()[:5] == ["m", "decode", "1", "1.25", "2"]
+
+
+def test_a_plan_for_several_models_is_not_applied(gateway: Any, capsys: Any) -> None:
+    found = [worker("decode-1"), worker("decode-2")]
+    for number, each in enumerate(found):
+        each.state, each.model = bm.WORKER_STATE_SERVING, f"m{number}"
+    gateway.worker_lists = [found]
+    assert main(["plan", "--window", "0", "--apply"]) == 2
+    assert "2 are served" in capsys.readouterr().err
+
+
 def test_the_last_worker_is_drained_by_force(gateway: Any, capsys: Any) -> None:
     assert main(["drain", "decode-1", "--force"]) == 0
     assert gateway.requests == [bm.DrainWorkerRequest(worker_id="decode-1", force=True)]
