@@ -14,7 +14,7 @@ from quire.types import Sampling
 from .conftest import Oracle
 from .deployment import Deployment, serving
 
-NUM_SLOTS, NUM_STREAMS, NUM_TOKENS, LIMIT_S = 4, 8, 600, 120.0
+NUM_SLOTS, NUM_STREAMS, NUM_TOKENS, LIMIT_S = 4, 12, 2000, 120.0
 GREEDY = Sampling(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 PROMPTS = [list(range(260 + number, 290 + number)) for number in range(NUM_STREAMS)]
 
