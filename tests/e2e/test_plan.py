@@ -45,7 +45,8 @@ async def numbers(client: AsyncClient) -> dict[str, int]:
 async def test_a_worker_changes_its_role_under_streams(
     deployment: Deployment, client: AsyncClient, oracle: Oracle
 ) -> None:
-    """All slots are in use and requests wait: of 3 workers, 2 decode from now on."""
+    """An idle deployment needs one worker of each role. When all slots are in use, of 3 workers 2
+    decode."""
     tokens: list[list[int]] = [[] for _ in PROMPTS]
 
     async def stream(number: int) -> None:
@@ -53,6 +54,10 @@ async def test_a_worker_changes_its_role_under_streams(
             tokens[number] += delta.token_ids
 
     async with asyncio.timeout(LIMIT_S):
+        while await numbers(client) != {"prefill": 2, "decode": 1}:
+            await asyncio.sleep(0.05)
+        idle = await plan(deployment, "--window", "0")
+        assert [row["recommended"] for row in idle.values()] == [1, 1]
         streams = [asyncio.create_task(stream(number)) for number in range(NUM_STREAMS)]
         while sum(map(bool, tokens)) < NUM_SLOTS:
             await asyncio.sleep(0.02)
@@ -65,9 +70,3 @@ async def test_a_worker_changes_its_role_under_streams(
     for prompt, found in zip(PROMPTS, tokens, strict=True):
         assert len(found) == NUM_TOKENS
         assert found == oracle.choices(prompt, found)
-
-
-async def test_an_idle_deployment_is_told_so(deployment: Deployment) -> None:
-    planned = await plan(deployment, "--window", "0")
-    assert planned["prefill"]["num_workers"] == 2
-    assert planned["prefill"]["recommended"] == planned["decode"]["recommended"] == 1
