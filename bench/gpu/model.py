@@ -100,7 +100,8 @@ def make_config(
         vocab_size=vocab_size,
         max_position_embeddings=4096,
         rms_norm_eps=1e-6,
-        rope=RopeConfig(theta=10_000.0),
+        ropes=(RopeConfig(theta=10_000.0),) * num_layers,
+        attention_scale=64**-0.5,
         tied_embeddings=False,
         qkv_bias=True,
         o_bias=False,
@@ -133,17 +134,20 @@ def make_model(config: ModelConfig, ops: Backend, dtype: torch.dtype, device: st
     heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     layers = tuple(
         Layer(
-            input_norm=norm(hidden),
+            attention_in=norm(hidden),
             qkv=linear(heads + 2 * kv_heads, hidden, bias=True),
             query_norm=norm(config.head_dim),
             key_norm=norm(config.head_dim),
             output=linear(hidden, heads),
-            mlp_norm=norm(hidden),
+            attention_out=None,
+            mlp_in=norm(hidden),
             gate_up=linear(2 * wide, hidden),
             down=linear(hidden, wide),
+            mlp_out=None,
             window=window,
+            rope=rope,
         )
-        for window in config.windows
+        for window, rope in zip(config.windows, config.ropes, strict=True)
     )
     return ComposedModel(
         config=config,

@@ -87,18 +87,23 @@ def cut(whole: ComposedModel, shard: Shard, device: torch.device) -> ComposedMod
 
     def layer(one: Layer) -> Layer:
         gate, up = one.gate_up.weight.chunk(2)
-        assert one.query_norm is not None
-        assert one.key_norm is not None
+
+        def norm(weight: Tensor | None) -> Tensor | None:
+            return None if weight is None else weight.to(device)
+
         return Layer(
-            input_norm=one.input_norm.to(device),
+            attention_in=norm(one.attention_in),
             qkv=Linear(qkv(one.qkv.weight), None if one.qkv.bias is None else qkv(one.qkv.bias)),
-            query_norm=one.query_norm.to(device),
-            key_norm=one.key_norm.to(device),
+            query_norm=norm(one.query_norm),
+            key_norm=norm(one.key_norm),
             output=Linear(one.output.weight[:, heads].contiguous().to(device), None),
-            mlp_norm=one.mlp_norm.to(device),
+            attention_out=norm(one.attention_out),
+            mlp_in=norm(one.mlp_in),
             gate_up=Linear(torch.cat([gate[mlp], up[mlp]]).to(device), None),
             down=Linear(one.down.weight[:, mlp].contiguous().to(device), None),
+            mlp_out=norm(one.mlp_out),
             window=one.window,
+            rope=one.rope,
         )
 
     return ComposedModel(

@@ -177,7 +177,7 @@ class AttentionRows {
     multiply_({queries_ + int64_t{row} * num_steps_, num_steps_, tile_, kTile, scores_, kTile,
                nullptr, num_steps_},
               num_rows, seen);
-    softmax_step<dtype>(scores_, is_int8 ? &scales_ : nullptr, call_.scale * kLog2E, spans,
+    softmax_step<dtype>(scores_, is_int8 ? &scales_ : nullptr, score_scale(call_), spans,
                         states_ + row, num_rows, probabilities_ + row * kSteps, corrections_ + row);
   }
 

@@ -138,7 +138,7 @@ class DecodeQuery {
     for (int row = 0; row < num_rows; row += at_once) {
       if constexpr (is_int8) read_scales(tile, seen, row / group, scales);
       softmax_step<Dtype::bf16>(at_.scores + row * kTile, is_int8 ? &scales : nullptr,
-                                call_.scale * kLog2E, spans, at_.states + row,
+                                score_scale(call_), spans, at_.states + row,
                                 num_rows - row < at_once ? num_rows - row : at_once,
                                 at_.probabilities + row * (kTile / 2), at_.corrections + row);
     }

@@ -18,7 +18,7 @@ struct Span {
 // maximum is the lowest number, so that the first tile's correction is exactly 0 without a special
 // case.
 struct SoftmaxState {
-  float max;           // of the products before scaling
+  float max;           // of the scores before scaling
   float sums[kLanes];  // [i]: the sum of the probabilities of words i, i + 16, ... of each tile
 };
 
@@ -62,6 +62,22 @@ inline float largest_score(const float* scores) {
   return reduce_max(largest);
 }
 
+// How products become exponents of 2: score * scale, where a score is a product or, if there is a
+// soft cap, the tanh of product * before_tanh.
+struct ScoreScale {
+  float scale, before_tanh;  // before_tanh is 0 without a cap
+};
+
+inline ScoreScale score_scale(const AttentionCall& call) {
+  if (call.cap == 0.0f) return {call.scale * kLog2E, 0.0f};
+  return {call.cap * kLog2E, call.scale / call.cap};
+}
+
+inline void cap_scores(float* scores, float before_tanh) {
+  for (int i = 0; i < kTile; i += kLanes)
+    store_f32(scores + i, tanh_of(load_f32(scores + i) * before_tanh));
+}
+
 inline void scale_scores(float* scores, const float* scales) {
   for (int i = 0; i < kTile; i += kLanes)
     store_f32(scores + i, load_f32(scores + i) * load_f32(scales + i));
@@ -100,16 +116,18 @@ inline void exponentiate(const float* scores, const float* scales, float scale, 
 }
 
 // Computes the values' weights, not yet divided by the sums of probabilities, from scores
-// [num_rows, kTile], for up to 16 rows. The exponentials are powers of two, so `scale` includes
-// log2 e. `corrections` gets the factors by which each row's earlier sums must be multiplied.
-// `scales`: null if KV is not in int8.
+// [num_rows, kTile], for up to 16 rows. `corrections` gets the factors by which each row's earlier
+// sums must be multiplied. `scales`: null if KV is not in int8.
 template <Dtype dtype>
-inline void softmax_step(float* scores, const TileScales* scales, float scale, const Span* visible,
-                         SoftmaxState* states, int num_rows, uint32_t* out, float* corrections) {
+inline void softmax_step(float* scores, const TileScales* scales, ScoreScale by,
+                         const Span* visible, SoftmaxState* states, int num_rows, uint32_t* out,
+                         float* corrections) {
+  const float scale = by.scale;
   float falls[kLanes] = {};
   for (int row = 0; row < num_rows; ++row) {
     const Span& seen = visible[row];
     if (scales) scale_scores(scores + row * kTile, scales->keys);
+    if (by.before_tanh > 0.0f) cap_scores(scores + row * kTile, by.before_tanh);
     if (seen.begin > 0 || seen.end < kTile) mask_scores(scores + row * kTile, seen);
     const float largest = largest_score(scores + row * kTile);
     const float before = states[row].max;

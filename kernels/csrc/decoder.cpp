@@ -1,7 +1,6 @@
 #include "decoder.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 
 #include "split.h"
@@ -35,6 +34,9 @@ Decoder::Buffers Decoder::buffers(const Batch& batch, const Arena& arena) {
   b.num_tokens = t;
   b.residual_stride = spaced(shape_.hidden, sizeof(float));
   b.residual = static_cast<float*>(residual_.get(t * b.residual_stride * sizeof(float)));
+  const auto has_outputs = [](const Layer& layer) { return layer.attention_out || layer.mlp_out; };
+  if (std::any_of(layers_.begin(), layers_.end(), has_outputs))
+    b.outputs = static_cast<float*>(outputs_.get(t * b.residual_stride * sizeof(float)));
   b.qkv_stride = spaced(shape_.qkv_size(), sizeof(float));
   b.qkv = static_cast<float*>(qkv_.get(t * b.qkv_stride * sizeof(float)));
   b.attention_stride = spaced(shape_.attention_size(), size_of(dtype_));
@@ -66,7 +68,8 @@ AttentionCall Decoder::attention_call(const Batch& batch, const Arena& arena,
   call.num_kv_heads = shape_.num_kv_heads;
   call.head_dim = shape_.head_dim;
   call.block_size = arena.block_size;
-  call.scale = 1.0f / std::sqrt(static_cast<float>(shape_.head_dim));
+  call.scale = shape_.attention_scale;
+  call.cap = shape_.attention_cap;
   call.q = b.q;
   call.q_stride = b.attention_stride;
   call.block_tables = batch.block_tables;
@@ -88,9 +91,8 @@ void Decoder::forward(const Batch& batch, const Arena& arena, float* hidden) {
     embed(lane, batch, b);
     for (size_t i = 0; i < layers_.size(); ++i) {
       const Layer& layer = layers_[i];
-      norm(lane, layer.input_norm, m, *layer.qkv, b);
-      linear(lane, *layer.qkv, input_rows(*layer.qkv, b).read(), m, Epilogue::store_f32, b.qkv,
-             b.qkv_stride);
+      const Activations x = enter(lane, layer.attention_in, m, *layer.qkv, b);
+      linear(lane, *layer.qkv, x, m, Epilogue::store_f32, b.qkv, b.qkv_stride);
       attend(lane, layer, static_cast<int64_t>(i), batch, arena, b);
       if (i + 1 == layers_.size() && batch.num_wanted < m) {
         // All KV is stored, so only the wanted tokens are needed from here on.
@@ -114,7 +116,8 @@ void Decoder::embed(Lane& lane, const Batch& batch, const Buffers& b) {
     for (int64_t t = begin; t < end; ++t)
       for (int64_t i = 0; i < width; ++i)
         b.residual[t * b.residual_stride + i] =
-            widened(embedding_, embedding_dtype_, batch.token_ids[t] * width + i);
+            widened(embedding_, embedding_dtype_, batch.token_ids[t] * width + i) *
+            shape_.embedding_scale;
   });
 }
 
@@ -130,8 +133,10 @@ void Decoder::attend(Lane& lane, const Layer& layer, int64_t index, const Batch&
                       layer.query_norm,
                       layer.key_norm,
                       shape_.eps,
-                      cos_,
-                      sin_,
+                      shape_.norms_all_heads,
+                      layer.rotated,
+                      layer.cos,
+                      layer.sin,
                       batch.positions,
                       batch.slot_mapping,
                       b.q,
@@ -163,45 +168,61 @@ void Decoder::keep_wanted(Lane& lane, const Batch& batch, const Buffers& b) {
 }
 
 void Decoder::finish_layer(Lane& lane, const Layer& layer, int64_t m, const Buffers& b) {
-  Activations x = taken(lane, b.attended, b.attention_stride, m, *layer.output, b);
-  linear(lane, *layer.output, x, m, Epilogue::add_f32, b.residual, b.residual_stride);
+  Activations x = taken(lane, b.attended, dtype_, b.attention_stride, m, *layer.output, b);
+  add(lane, *layer.output, x, layer.attention_out, m, b);
   if (layer.experts) {
-    const NormCall call{b.residual,     b.residual_stride, shape_.hidden,
-                        layer.mlp_norm, shape_.eps,        {}};
-    expert_step_.add(lane, *layer.experts, call, m, b.residual, b.residual_stride);
-    return;
+    const NormCall call{b.residual, b.residual_stride, shape_.hidden, layer.mlp_in, shape_.eps, {}};
+    return expert_step_.add(lane, *layer.experts, call, m, b.residual, b.residual_stride);
   }
-  norm(lane, layer.mlp_norm, m, *layer.gate_up, b);
-  linear(lane, *layer.gate_up, input_rows(*layer.gate_up, b).read(), m,
-         dtype_ == Dtype::f32 ? Epilogue::silu_mul_f32 : Epilogue::silu_mul_bf16, b.gated,
-         b.gated_stride);
-  x = taken(lane, b.gated, b.gated_stride, m, *layer.down, b);
-  linear(lane, *layer.down, x, m, Epilogue::add_f32, b.residual, b.residual_stride);
+  x = enter(lane, layer.mlp_in, m, *layer.gate_up, b);
+  const bool is_f32 = dtype_ == Dtype::f32;
+  const Epilogue silu = is_f32 ? Epilogue::silu_mul_f32 : Epilogue::silu_mul_bf16;
+  const Epilogue gelu = is_f32 ? Epilogue::gelu_mul_f32 : Epilogue::gelu_mul_bf16;
+  linear(lane, *layer.gate_up, x, m, shape_.uses_gelu ? gelu : silu, b.gated, b.gated_stride);
+  x = taken(lane, b.gated, dtype_, b.gated_stride, m, *layer.down, b);
+  add(lane, *layer.down, x, layer.mlp_out, m, b);
 }
 
-void Decoder::norm(Lane& lane, const float* weight, int64_t m, const Linear& next,
-                   const Buffers& b) {
-  const NormCall call{b.residual, b.residual_stride, shape_.hidden,
-                      weight,     shape_.eps,        input_rows(next, b)};
+// Returns the residual stream, normed if there is a norm, as the input of the next linear.
+Activations Decoder::enter(Lane& lane, const float* norm, int64_t m, const Linear& next,
+                           const Buffers& b) {
+  if (!norm) return taken(lane, b.residual, Dtype::f32, b.residual_stride, m, next, b);
+  const Rows rows = input_rows(next, b);
+  const NormCall call{b.residual, b.residual_stride, shape_.hidden, norm, shape_.eps, rows};
   lane.loop(m, kTokensAtOnce,
             [&](int64_t begin, int64_t end) { kernels_.rms_norm(call, begin, end); });
+  return rows.read();
+}
+
+// Adds a linear's output to the residual stream, after its norm if there is one.
+void Decoder::add(Lane& lane, const Linear& weights, const Activations& x, const float* norm,
+                  int64_t m, const Buffers& b) {
+  if (!norm) return linear(lane, weights, x, m, Epilogue::add_f32, b.residual, b.residual_stride);
+  linear(lane, weights, x, m, Epilogue::store_f32, b.outputs, b.residual_stride);
+  const NormCall call{b.outputs, b.residual_stride, shape_.hidden, norm, shape_.eps, {}};
+  lane.loop(m, kTokensAtOnce, [&](int64_t begin, int64_t end) {
+    kernels_.add_normed(call, b.residual, b.residual_stride, begin, end);
+  });
 }
 
 void Decoder::linear(Lane& lane, const Linear& weights, const Activations& x, int64_t m,
                      Epilogue epilogue, void* out, int64_t out_stride) {
-  const LinearCall call{&weights, x, epilogue, out, out_stride};
+  LinearCall call{&weights, x, epilogue, out, out_stride};
+  if (epilogue == Epilogue::add_f32) call.factor = shape_.residual_scale;
   const int64_t num_panels = round_up(weights.n, kPanel) / kPanel;
   lane.loop(num_panels, linear_grain(kernels_, weights, m, pool_.num_lanes()),
             [&](int64_t begin, int64_t end) { kernels_.linear(call, begin, end, 0, m); });
 }
 
-// Returns x as the input of the next linear: quantized if the linear is, otherwise as it is.
-Activations Decoder::taken(Lane& lane, const void* x, int64_t stride, int64_t m, const Linear& next,
-                           const Buffers& b) {
-  if (!is_quantized(next.kind)) return {x, stride};
+// Returns x as the input of the next linear: as it is, or rounded or quantized if the linear reads
+// another type.
+Activations Decoder::taken(Lane& lane, const void* x, Dtype dtype, int64_t stride, int64_t m,
+                           const Linear& next, const Buffers& b) {
+  const bool is_f32 = dtype == Dtype::f32;
+  if (next.kind == (is_f32 ? WeightKind::f32 : WeightKind::bf16)) return {x, stride};
   const Rows rows = input_rows(next, b);
   lane.loop(m, kTokensAtOnce, [&](int64_t begin, int64_t end) {
-    kernels_.quantize(x, dtype_, stride, static_cast<int>(next.k), rows, begin, end);
+    kernels_.quantize(x, dtype, stride, static_cast<int>(next.k), rows, begin, end);
   });
   return rows.read();
 }

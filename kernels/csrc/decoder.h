@@ -1,5 +1,5 @@
-// A decoder-only transformer (Llama, Qwen2, Qwen3, Mistral) without its head: one call computes one
-// step of a batch, all layers, without Python in between.
+// A decoder-only transformer without its head: one call computes one step of a batch, all layers,
+// without Python in between. What a family of models lacks is null, 0 or 1 here.
 //
 // The residual stream is fp32. A linear's input is rounded to the weights' kind (fp32, bf16, or
 // bytes with a scale for each token); queries are fp32 beside fp32 weights and otherwise bf16, as
@@ -20,22 +20,32 @@
 
 namespace quire {
 
+// Norms are [hidden], or null: `attention_in` and `mlp_in` of a sublayer's inputs, the others of
+// its outputs before they are added to the residual stream.
 struct Layer {
-  const float* input_norm;  // [hidden]
+  const float* attention_in;
   const Linear* qkv;        // [(H + 2 G) * D, hidden]
-  const float* query_norm;  // [D], or null
+  const float* query_norm;  // see QkvCall
   const float* key_norm;
-  const Linear* output;    // [hidden, H * D]
-  const float* mlp_norm;   // [hidden]
+  const Linear* output;  // [hidden, H * D]
+  const float* attention_out;
+  const float* mlp_in;
   const Linear* gate_up;   // panels of 16 gate and 16 up columns, see Epilogue::silu_mul_*
   const Linear* down;      // [hidden, intermediate]
   const Experts* experts;  // instead of gate_up and down, which are null then; or null
-  int window;              // positions that a query sees; 0: all
+  const float* mlp_out;
+  int window;        // positions that a query sees; 0: all
+  int rotated;       // dimensions of a head; 0: none
+  const float* cos;  // [positions, rotated / 2]
+  const float* sin;
 };
 
 struct Shape {
   int hidden, num_heads, num_kv_heads, head_dim, intermediate, vocab;
   float eps;
+  float attention_scale, attention_cap;   // see AttentionCall
+  float embedding_scale, residual_scale;  // factors of embeddings and of sublayers' outputs
+  bool norms_all_heads, uses_gelu;        // see QkvCall and Epilogue
 
   int qkv_size() const { return (num_heads + 2 * num_kv_heads) * head_dim; }
   int attention_size() const { return num_heads * head_dim; }
@@ -71,8 +81,7 @@ struct Batch {
 class Decoder {
  public:
   Decoder(const Kernels& kernels, ThreadPool& pool, Shape shape, std::vector<Layer> layers,
-          const void* embedding, Dtype embedding_dtype, const float* final_norm, const float* cos,
-          const float* sin)
+          const void* embedding, Dtype embedding_dtype, const float* final_norm)
       : kernels_(kernels),
         pool_(pool),
         shape_(shape),
@@ -81,8 +90,6 @@ class Decoder {
         embedding_(embedding),
         embedding_dtype_(embedding_dtype),
         final_norm_(final_norm),
-        cos_(cos),
-        sin_(sin),
         expert_step_(kernels, pool) {}
 
   // Writes the final, normed states, fp32 [num_wanted, hidden], to `hidden`, and the new tokens' KV
@@ -96,6 +103,7 @@ class Decoder {
     int64_t num_tokens;
     int64_t residual_stride, qkv_stride, attention_stride, gated_stride;
     float* residual;  // [T, hidden]
+    float* outputs;   // [T, hidden], as the residual stream: a sublayer's, before their norm
     float* qkv;       // [T, qkv_size]
     void* q;          // [T, H * D], fp32 or bf16
     void* attended;   // [T, H * D], fp32 or bf16
@@ -116,11 +124,13 @@ class Decoder {
               const Buffers& b);
   void keep_wanted(Lane& lane, const Batch& batch, const Buffers& b);
   void finish_layer(Lane& lane, const Layer& layer, int64_t m, const Buffers& b);
-  void norm(Lane& lane, const float* weight, int64_t m, const Linear& next, const Buffers& b);
+  Activations enter(Lane& lane, const float* norm, int64_t m, const Linear& next, const Buffers& b);
+  void add(Lane& lane, const Linear& weights, const Activations& x, const float* norm, int64_t m,
+           const Buffers& b);
   void linear(Lane& lane, const Linear& weights, const Activations& x, int64_t m, Epilogue epilogue,
               void* out, int64_t out_stride);
-  Activations taken(Lane& lane, const void* x, int64_t stride, int64_t m, const Linear& next,
-                    const Buffers& b);
+  Activations taken(Lane& lane, const void* x, Dtype dtype, int64_t stride, int64_t m,
+                    const Linear& next, const Buffers& b);
 
   const Kernels& kernels_;
   ThreadPool& pool_;
@@ -130,11 +140,9 @@ class Decoder {
   const void* embedding_;  // [vocab, hidden]
   const Dtype embedding_dtype_;
   const float* final_norm_;
-  const float* cos_;  // [positions, D / 2]
-  const float* sin_;
   AttentionPlan plan_;
   ExpertStep expert_step_;
-  Scratch residual_, qkv_, q_, attended_, gated_, inputs_, scales_, sums_, scratch_;
+  Scratch residual_, outputs_, qkv_, q_, attended_, gated_, inputs_, scales_, sums_, scratch_;
 };
 
 }  // namespace quire

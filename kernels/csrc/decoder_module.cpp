@@ -32,14 +32,20 @@ std::vector<const Linear*> linears_of(const Layer& layer) {
 // A layer's weights; Python keeps the packed linears alive (`keep_alive` in `bind_decoder`).
 class LayerWeights {
  public:
-  LayerWeights(Array input_norm, const PackedLinear& qkv, std::optional<Array> query_norm,
-               std::optional<Array> key_norm, const PackedLinear& output, Array mlp_norm,
-               const PackedLinear* gate_up, const PackedLinear* down, const BoundExperts* experts,
-               int window)
-      : input_norm(input_norm),
+  LayerWeights(std::optional<Array> attention_in, const PackedLinear& qkv,
+               std::optional<Array> query_norm, std::optional<Array> key_norm,
+               const PackedLinear& output, std::optional<Array> attention_out,
+               std::optional<Array> mlp_in, const PackedLinear* gate_up, const PackedLinear* down,
+               const BoundExperts* experts, std::optional<Array> mlp_out, int window,
+               std::optional<Array> cos, std::optional<Array> sin)
+      : attention_in(attention_in),
         query_norm(query_norm),
         key_norm(key_norm),
-        mlp_norm(mlp_norm),
+        attention_out(attention_out),
+        mlp_in(mlp_in),
+        mlp_out(mlp_out),
+        cos(cos),
+        sin(sin),
         qkv(qkv),
         output(output),
         gate_up(gate_up),
@@ -49,6 +55,7 @@ class LayerWeights {
     require(experts ? !gate_up && !down : gate_up && down,
             "a layer needs either gate_up and down, or experts");
     require(window >= 0, "a window of less than 0 positions");
+    require(cos.has_value() == sin.has_value(), "one rotation table without the other");
   }
 
   Layer checked(const Shape& shape) const {
@@ -56,27 +63,49 @@ class LayerWeights {
     check_linear(output, shape.hidden, shape.attention_size(), "output");
     if (experts) {
       require(experts->get().hidden() == shape.hidden, "experts have another hidden size");
+      require(mlp_in && !mlp_out && shape.residual_scale == 1.0f && !shape.uses_gelu,
+              "experts have a norm of their inputs, silu, and neither norm nor factor of outputs");
     } else {
       check_linear(*gate_up, round_up(shape.intermediate, 16) * 2, shape.hidden, "gate_up");
       check_linear(*down, shape.hidden, shape.intermediate, "down");
     }
-    const auto heads = static_cast<size_t>(shape.head_dim);
-    return {floats(input_norm, shape.hidden, "input_norm"),
+    const int rotated = cos ? 2 * static_cast<int>(table(*cos, shape)) : 0;
+    require(!sin || 2 * static_cast<int>(table(*sin, shape)) == rotated,
+            "the rotation tables differ in width");
+    const auto norm = [](const std::optional<Array>& weight, int width, const char* name) {
+      return weight ? floats(*weight, static_cast<size_t>(width), name) : nullptr;
+    };
+    const int hidden = shape.hidden;
+    const int q_width = shape.norms_all_heads ? shape.attention_size() : shape.head_dim;
+    const int k_width = shape.head_dim * (shape.norms_all_heads ? shape.num_kv_heads : 1);
+    return {norm(attention_in, hidden, "attention_in"),
             &qkv.get(),
-            query_norm ? floats(*query_norm, heads, "query_norm") : nullptr,
-            key_norm ? floats(*key_norm, heads, "key_norm") : nullptr,
+            norm(query_norm, q_width, "query_norm"),
+            norm(key_norm, k_width, "key_norm"),
             &output.get(),
-            floats(mlp_norm, shape.hidden, "mlp_norm"),
+            norm(attention_out, hidden, "attention_out"),
+            norm(mlp_in, hidden, "mlp_in"),
             gate_up ? &gate_up->get() : nullptr,
             down ? &down->get() : nullptr,
             experts ? &experts->get() : nullptr,
-            window};
+            norm(mlp_out, hidden, "mlp_out"),
+            window,
+            rotated,
+            cos ? data<float>(*cos, "cos") : nullptr,
+            sin ? data<float>(*sin, "sin") : nullptr};
   }
 
  private:
-  Array input_norm;
-  std::optional<Array> query_norm, key_norm;
-  Array mlp_norm;
+  // Returns a rotation table's width.
+  static size_t table(const Array& table, const Shape& shape) {
+    check_rank(table, 2, "a rotation table");
+    require(table.shape(1) > 0 && 2 * static_cast<int>(table.shape(1)) <= shape.head_dim &&
+                table.stride(0) == static_cast<int64_t>(table.shape(1)),
+            "a rotation table is not a contiguous [positions, at most head_dim / 2]");
+    return table.shape(1);
+  }
+
+  std::optional<Array> attention_in, query_norm, key_norm, attention_out, mlp_in, mlp_out, cos, sin;
   const PackedLinear &qkv, &output;
   const PackedLinear *gate_up, *down;
   const BoundExperts* experts;
@@ -86,14 +115,8 @@ class LayerWeights {
 class BoundDecoder {
  public:
   BoundDecoder(const std::string& isa, ThreadPool& pool, const Shape& shape,
-               const std::vector<const LayerWeights*>& layers, Array embedding, Array final_norm,
-               Array cos, Array sin)
-      : shape_(shape),
-        num_layers_(layers.size()),
-        embedding_(embedding),
-        final_norm_(final_norm),
-        cos_(cos),
-        sin_(sin) {
+               const std::vector<const LayerWeights*>& layers, Array embedding, Array final_norm)
+      : shape_(shape), num_layers_(layers.size()), embedding_(embedding), final_norm_(final_norm) {
     check(shape);
     std::vector<Layer> checked;
     for (const LayerWeights* layer : layers) checked.push_back(layer->checked(shape));
@@ -104,8 +127,7 @@ class BoundDecoder {
                 "float32 linears beside linears of another kind");
     decoder_ = std::make_unique<Decoder>(kernels_called(isa), pool, shape, std::move(checked),
                                          embedding.data(), float_type(embedding, "embedding"),
-                                         floats(final_norm, shape.hidden, "final_norm"),
-                                         data<float>(cos, "cos"), data<float>(sin, "sin"));
+                                         floats(final_norm, shape.hidden, "final_norm"));
   }
 
   void forward(Array token_ids, Array positions, Array slot_mapping, Array block_tables,
@@ -149,12 +171,8 @@ class BoundDecoder {
                 static_cast<int>(embedding_.shape(1)) == s.hidden &&
                 embedding_.stride(0) == s.hidden,
             "embedding is not a contiguous [vocab_size, hidden_size]");
-    for (const Array* table : {&cos_, &sin_}) {
-      check_rank(*table, 2, "a rotation table");
-      require(
-          static_cast<int>(table->shape(1)) == s.head_dim / 2 && table->stride(0) == s.head_dim / 2,
-          "a rotation table is not a contiguous [positions, head_dim / 2]");
-    }
+    require(s.attention_scale > 0 && s.attention_cap >= 0,
+            "an attention scale that is not positive, or a negative cap");
   }
 
   Arena arena_of(const Array& kv) const {
@@ -169,7 +187,7 @@ class BoundDecoder {
   const Shape shape_;
   const size_t num_layers_;
   WeightKind kind_{};
-  Array embedding_, final_norm_, cos_, sin_;
+  Array embedding_, final_norm_;
   std::unique_ptr<Decoder> decoder_;
 };
 
@@ -180,25 +198,42 @@ void bind_decoder(nb::module_& m) {
       .def(
           "__init__",
           [](Shape* self, int hidden, int num_heads, int num_kv_heads, int head_dim,
-             int intermediate, int vocab, float eps) {
-            new (self) Shape{hidden, num_heads, num_kv_heads, head_dim, intermediate, vocab, eps};
+             int intermediate, int vocab, float eps, float attention_scale, float attention_cap,
+             float embedding_scale, float residual_scale, bool norms_all_heads, bool uses_gelu) {
+            new (self) Shape{hidden,
+                             num_heads,
+                             num_kv_heads,
+                             head_dim,
+                             intermediate,
+                             vocab,
+                             eps,
+                             attention_scale,
+                             attention_cap,
+                             embedding_scale,
+                             residual_scale,
+                             norms_all_heads,
+                             uses_gelu};
           },
           nb::kw_only(), "hidden"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a,
-          "intermediate"_a, "vocab"_a, "eps"_a);
+          "intermediate"_a, "vocab"_a, "eps"_a, "attention_scale"_a, "attention_cap"_a,
+          "embedding_scale"_a, "residual_scale"_a, "norms_all_heads"_a, "uses_gelu"_a);
+  using Norm = std::optional<Array>;
   nb::class_<LayerWeights>(m, "Layer")
-      .def(nb::init<Array, const PackedLinear&, std::optional<Array>, std::optional<Array>,
-                    const PackedLinear&, Array, const PackedLinear*, const PackedLinear*,
-                    const BoundExperts*, int>(),
-           nb::kw_only(), "input_norm"_a, "qkv"_a, "query_norm"_a.none(), "key_norm"_a.none(),
-           "output"_a, "mlp_norm"_a, "gate_up"_a = nb::none(), "down"_a = nb::none(),
-           "experts"_a = nb::none(), "window"_a, nb::keep_alive<1, 3>(), nb::keep_alive<1, 6>(),
-           nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>(), nb::keep_alive<1, 10>());
+      .def(nb::init<Norm, const PackedLinear&, Norm, Norm, const PackedLinear&, Norm, Norm,
+                    const PackedLinear*, const PackedLinear*, const BoundExperts*, Norm, int, Norm,
+                    Norm>(),
+           nb::kw_only(), "attention_in"_a.none(), "qkv"_a, "query_norm"_a.none(),
+           "key_norm"_a.none(), "output"_a, "attention_out"_a.none(), "mlp_in"_a.none(),
+           "gate_up"_a = nb::none(), "down"_a = nb::none(), "experts"_a = nb::none(),
+           "mlp_out"_a.none(), "window"_a, "cos"_a.none(), "sin"_a.none(), nb::keep_alive<1, 3>(),
+           nb::keep_alive<1, 6>(), nb::keep_alive<1, 9>(), nb::keep_alive<1, 10>(),
+           nb::keep_alive<1, 11>());
   nb::class_<BoundDecoder>(m, "Decoder",
                            "One call computes a step: all layers of a batch, below the head.")
       .def(nb::init<const std::string&, ThreadPool&, const Shape&,
-                    const std::vector<const LayerWeights*>&, Array, Array, Array, Array>(),
-           "isa"_a, "pool"_a, "shape"_a, "layers"_a, "embedding"_a, "final_norm"_a, "cos"_a,
-           "sin"_a, nb::keep_alive<1, 3>(), nb::keep_alive<1, 5>())
+                    const std::vector<const LayerWeights*>&, Array, Array>(),
+           "isa"_a, "pool"_a, "shape"_a, "layers"_a, "embedding"_a, "final_norm"_a,
+           nb::keep_alive<1, 3>(), nb::keep_alive<1, 5>())
       .def("forward", &BoundDecoder::forward, "token_ids"_a, "positions"_a, "slot_mapping"_a,
            "block_tables"_a, "cu_query_lens"_a, "context_lens"_a, "wanted"_a, "kv"_a, "hidden"_a,
            "Writes `hidden` [wanted, hidden_size] and the new tokens' KV.");

@@ -37,9 +37,9 @@ void Head::logits(const float* hidden, int64_t m, float* out) {
   const int64_t num_panels = round_up(weights_.n, kPanel) / kPanel;
   const int64_t grain = linear_grain(kernels_, weights_, m, pool_.num_lanes());
   pool_.run([&](Lane& lane) {
-    const LinearCall call{&weights_, input(lane, hidden, m), Epilogue::store_f32, out, vocab()};
+    const LinearCall all = call(input(lane, hidden, m), Epilogue::store_f32, out);
     lane.loop(num_panels, grain,
-              [&](int64_t begin, int64_t end) { kernels_.linear(call, begin, end, 0, m); });
+              [&](int64_t begin, int64_t end) { kernels_.linear(all, begin, end, 0, m); });
   });
 }
 
@@ -113,11 +113,11 @@ void Head::compute(const float* hidden, int64_t begin, int64_t end, const Questi
   const int64_t num_parts = (num_panels + grain - 1) / grain;
   auto* bests = static_cast<Best*>(bests_.get(num_parts * num_best * sizeof(Best)));
   pool_.run([&](Lane& lane) {
-    LinearCall call{&weights_, input(lane, states, m), Epilogue::best_or_f32, rows, vocab()};
-    call.num_best = num_best;
+    LinearCall all = call(input(lane, states, m), Epilogue::best_or_f32, rows);
+    all.num_best = num_best;
     lane.loop(num_panels, grain, [&](int64_t first, int64_t last) {
-      call.best = bests + first / grain * num_best;
-      kernels_.linear(call, first, last, 0, m);
+      all.best = bests + first / grain * num_best;
+      kernels_.linear(all, first, last, 0, m);
     });
     if (num_drawing > 0)
       lane.loop(num_drawing, 1, [&](int64_t i, int64_t) {
@@ -177,6 +177,13 @@ void Head::prepare(int64_t m) {
              static_cast<float*>(scales_.get(m * sizeof(float))),
              static_cast<float*>(sums_.get(m * num_groups(weights_) * sizeof(float))),
              num_groups(weights_)};
+}
+
+LinearCall Head::call(const Activations& x, Epilogue epilogue, float* out) const {
+  LinearCall made{&weights_, x, epilogue, out, vocab()};
+  made.factor = factor_;
+  made.cap = cap_;
+  return made;
 }
 
 Activations Head::input(Lane& lane, const float* hidden, int64_t m) {

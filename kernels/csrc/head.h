@@ -29,8 +29,14 @@ struct Questions {
 
 class Head {
  public:
-  Head(const Kernels& kernels, ThreadPool& pool, const Linear& weights)
-      : kernels_(kernels), pool_(pool), weights_(weights), scorer_(kernels) {}
+  // `factor`, `cap`: of the logits, see LinearCall.
+  Head(const Kernels& kernels, ThreadPool& pool, const Linear& weights, float factor, float cap)
+      : kernels_(kernels),
+        pool_(pool),
+        weights_(weights),
+        factor_(factor),
+        cap_(cap),
+        scorer_(kernels) {}
 
   int64_t vocab() const { return weights_.n; }
   int64_t hidden_size() const { return weights_.k; }
@@ -53,12 +59,14 @@ class Head {
   const float* gathered(const float* hidden, int64_t begin, int64_t end);
   void prepare(int64_t m);
   Activations input(Lane& lane, const float* hidden, int64_t m);
+  LinearCall call(const Activations& x, Epilogue epilogue, float* out) const;
   void draw(Sampler& sampler, float* logits, int64_t place, const Questions& asked);
   void keep_likeliest(int64_t begin, int64_t num_best, int64_t num_parts, const Questions& asked);
 
   const Kernels& kernels_;
   ThreadPool& pool_;
   const Linear& weights_;
+  const float factor_, cap_;
   Rows inputs_{};
   std::vector<Sampler> samplers_;  // one for each lane
   Scorer scorer_;

@@ -164,8 +164,10 @@ void score(const std::string& isa, Array logits, Array token_ids, Array logprobs
 
 class BoundHead {
  public:
-  BoundHead(const std::string& isa, ThreadPool& pool, const PackedLinear& weights)
-      : head_(kernels_called(isa), pool, weights.get()) {
+  BoundHead(const std::string& isa, ThreadPool& pool, const PackedLinear& weights, float factor,
+            float cap)
+      : head_(kernels_called(isa), pool, weights.get(), factor, cap) {
+    require(factor > 0 && cap >= 0, "a factor of logits that is not positive, or a negative cap");
     require(head_.hidden_size() % 4 == 0, "a hidden size that is not a multiple of 4");
   }
 
@@ -244,8 +246,9 @@ void bind_head(nb::module_& m) {
         "[M, 1 + k]: its logprob and rank (0: logits that are not finite); behind it come the k "
         "likeliest.");
   nb::class_<BoundHead>(m, "Head", "From final states to tokens, in one pass over the weights.")
-      .def(nb::init<const std::string&, ThreadPool&, const PackedLinear&>(), "isa"_a, "pool"_a,
-           "weights"_a, nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>())
+      .def(nb::init<const std::string&, ThreadPool&, const PackedLinear&, float, float>(), "isa"_a,
+           "pool"_a, "weights"_a, "factor"_a = 1.0f, "cap"_a = 0.0f, nb::keep_alive<1, 3>(),
+           nb::keep_alive<1, 4>())
       .def("logits", &BoundHead::logits, "hidden"_a, "out"_a)
       .def("answer", &BoundHead::answer, "hidden"_a, "states"_a, "draws"_a, "tokens"_a, "scored"_a,
            "token_ids"_a, "logprobs"_a, "ranks"_a,

@@ -98,11 +98,21 @@ enum class Epilogue : int {
   // With panels of 16 columns of `gate` and the same 16 of `up`:
   silu_mul_f32 = 3,  // out[m, j] = silu(gate_j) * up_j
   silu_mul_bf16 = 4,
+  gelu_mul_f32 = 6,  // out[m, j] = gelu(gate_j) * up_j, gelu by its approximation with tanh
+  gelu_mul_bf16 = 7,
   // For rows below `num_best`: best[m] = the largest y among the columns of this call, and its
   // column; the first of equal ones (a NaN is larger than all numbers, as in torch.argmax). For the
   // other rows: out[m - num_best, n] = y.
   best_or_f32 = 5,
 };
+
+inline constexpr bool is_gated(Epilogue e) {
+  return e == Epilogue::silu_mul_f32 || e == Epilogue::silu_mul_bf16 ||
+         e == Epilogue::gelu_mul_f32 || e == Epilogue::gelu_mul_bf16;
+}
+inline constexpr bool is_bf16(Epilogue e) {
+  return e == Epilogue::store_bf16 || e == Epilogue::silu_mul_bf16 || e == Epilogue::gelu_mul_bf16;
+}
 
 struct Best {
   float value;
@@ -117,6 +127,9 @@ struct LinearCall {
   int64_t out_stride;  // elements
   Best* best = nullptr;
   int64_t num_best = 0;
+  // store_f32, add_f32 and best_or_f32 multiply y by `factor`. The first and the last then bound it
+  // by the soft cap `cap` (0: none): cap * tanh(y / cap).
+  float factor = 1.0f, cap = 0.0f;
 };
 
 // ---- keys and values ---------------------------------------------------------------------------
@@ -150,6 +163,7 @@ struct AttentionCall {
   int num_heads, num_kv_heads, head_dim, block_size;
   int window;     // positions that a query sees, its own included; 0: all
   float scale;    // positive
+  float cap;      // soft cap of the scaled scores: cap * tanh(score / cap); 0: none
   const void* q;  // [T, H, D]
   int64_t q_stride;
   KvLayer kv;
@@ -204,16 +218,19 @@ struct NormCall {
 
 // Turns the output of the fused query/key/value linear, fp32 [T, (H + 2 G) * D], into queries for
 // attention, and into keys and values in their slots: norm of queries and keys (unless the weights
-// are null), rotation (GPT-NeoX halves), store. Slot -1: keys and values are not stored.
+// are null), rotation of the first `rotated` dimensions of a head (GPT-NeoX halves), store. Slot
+// -1: keys and values are not stored.
 struct QkvCall {
   Dtype dtype;  // of q
   int num_heads, num_kv_heads, head_dim, block_size;
   const float* qkv;
   int64_t qkv_stride;
-  const float* query_norm;  // [D], or null
-  const float* key_norm;
+  const float* query_norm;  // [D], or null; if `norms_all_heads`, [H * D]
+  const float* key_norm;    // [D], or null; if `norms_all_heads`, [G * D]
   float eps;
-  const float* cos;  // [positions, D / 2]
+  bool norms_all_heads;  // a token's heads have one norm together
+  int rotated;           // even; 0: no rotation
+  const float* cos;      // [positions, rotated / 2]
   const float* sin;
   const int64_t* positions;     // [T]
   const int64_t* slot_mapping;  // [T]
@@ -259,8 +276,11 @@ struct Kernels {
   size_t (*attention_scratch)(const AttentionCall&);
 
   void (*rms_norm)(const NormCall&, int64_t row_begin, int64_t row_end);
-  // Quantizes fp32 or bf16 rows to bytes with a scale for each row: q = round(x / scale), with an
-  // offset of 128 for int8, and scale = largest |x| / 127.
+  // Adds the normed rows to rows of `sums` with this stride; `NormCall::out` is not used.
+  void (*add_normed)(const NormCall&, float* sums, int64_t stride, int64_t row_begin,
+                     int64_t row_end);
+  // Converts fp32 or bf16 rows to the kind of the output. Bytes have a scale for each row: q =
+  // round(x / scale), with an offset of 128 for int8, and scale = largest |x| / 127.
   void (*quantize)(const void* x, Dtype dtype, int64_t stride, int width, const Rows& out,
                    int64_t row_begin, int64_t row_end);
   void (*qkv)(const QkvCall&, int64_t token_begin, int64_t token_end);

@@ -43,11 +43,23 @@ struct Scaling {
   }
 };
 
-// x / (1 + e^-x), from e^-|x|, which does not overflow.
-inline f32x16 silu(f32x16 x) {
+// 1 / (1 + e^-x), from e^-|x|, which does not overflow.
+inline f32x16 logistic(f32x16 x) {
   const f32x16 one = splat(1.0f);
   const f32x16 power = exp_nonpositive(x > 0.0f ? -x : x);
-  return x * ((x > 0.0f ? one : power) / (one + power));
+  return (x > 0.0f ? one : power) / (one + power);
+}
+
+inline f32x16 silu(f32x16 x) { return x * logistic(x); }
+
+// x / 2 * (1 + tanh(y)) = x * logistic(2 y), with y = sqrt(2 / pi) * (x + 0.044715 x^3).
+inline f32x16 gelu(f32x16 x) {
+  return x * logistic(x * (1.5957691216057308f + 0.0713548162726009f * (x * x)));
+}
+
+// The soft cap of a call's results.
+inline Columns capped(const Columns& y, float cap) {
+  return {tanh_of(y.low / cap) * cap, tanh_of(y.high / cap) * cap};
 }
 
 // The first `count` of 32 values: the last panel may reach behind the last column.
@@ -102,9 +114,8 @@ inline void keep_best(Best& best, const Columns& y, int64_t column, int64_t coun
   asm volatile("");
   const Epilogue e = call.epilogue;
   if (e == Epilogue::best_or_f32) return;
-  const int64_t size = e == Epilogue::store_bf16 || e == Epilogue::silu_mul_bf16 ? 2 : 4;
-  const bool is_gated = e == Epilogue::silu_mul_f32 || e == Epilogue::silu_mul_bf16;
-  const int64_t num_bytes = (is_gated ? kLanes : kPanel) * size;
+  const int64_t size = is_bf16(e) ? 2 : 4;
+  const int64_t num_bytes = (is_gated(e) ? kLanes : kPanel) * size;
   const int64_t stride = call.out_stride * size;
   const char* out = static_cast<const char*>(call.out) + row * stride + panel * num_bytes;
   for (int64_t i = 0; i < num_rows; ++i, out += stride) {
@@ -128,17 +139,24 @@ inline void finish(const LinearCall& call, int64_t row, int64_t num_rows, int64_
   auto* f32 = static_cast<float*>(call.out);
   auto* bf16 = static_cast<uint16_t*>(call.out);
   const int64_t stride = call.out_stride, gated = panel * kLanes;
+  const float factor = call.factor, cap = call.cap;
+  const auto scaled = [=](const Columns& y) {
+    const Columns product = {y.low * factor, y.high * factor};
+    return cap > 0.0f ? capped(product, cap) : product;
+  };
   switch (call.epilogue) {
     case Epilogue::store_f32:
-      return each_row(
-          [=](int64_t m, const Columns& y) { store_columns(f32 + m * stride + column, y, count); });
+      return each_row([=](int64_t m, const Columns& y) {
+        store_columns(f32 + m * stride + column, scaled(y), count);
+      });
     case Epilogue::store_bf16:
       return each_row([=](int64_t m, const Columns& y) {
         store_columns(bf16 + m * stride + column, y, count);
       });
     case Epilogue::add_f32:
-      return each_row(
-          [=](int64_t m, const Columns& y) { add_columns(f32 + m * stride + column, y, count); });
+      return each_row([=](int64_t m, const Columns& y) {
+        add_columns(f32 + m * stride + column, {y.low * factor, y.high * factor}, count);
+      });
     case Epilogue::silu_mul_f32:
       return each_row([=](int64_t m, const Columns& y) {
         store_f32(f32 + m * stride + gated, silu(y.low) * y.high);
@@ -147,8 +165,17 @@ inline void finish(const LinearCall& call, int64_t row, int64_t num_rows, int64_
       return each_row([=](int64_t m, const Columns& y) {
         store_f32(bf16 + m * stride + gated, silu(y.low) * y.high);
       });
+    case Epilogue::gelu_mul_f32:
+      return each_row([=](int64_t m, const Columns& y) {
+        store_f32(f32 + m * stride + gated, gelu(y.low) * y.high);
+      });
+    case Epilogue::gelu_mul_bf16:
+      return each_row([=](int64_t m, const Columns& y) {
+        store_f32(bf16 + m * stride + gated, gelu(y.low) * y.high);
+      });
     case Epilogue::best_or_f32:
-      return each_row([&](int64_t m, const Columns& y) {
+      return each_row([&](int64_t m, const Columns& sums) {
+        const Columns y = scaled(sums);
         if (m < call.num_best)
           keep_best(call.best[m], y, column, count);
         else

@@ -28,6 +28,7 @@ Epilogue epilogue_called(const std::string& name, Dtype out) {
   const bool is_f32 = out == Dtype::f32;
   if (name == "store") return is_f32 ? Epilogue::store_f32 : Epilogue::store_bf16;
   if (name == "silu_mul") return is_f32 ? Epilogue::silu_mul_f32 : Epilogue::silu_mul_bf16;
+  if (name == "gelu_mul") return is_f32 ? Epilogue::gelu_mul_f32 : Epilogue::gelu_mul_bf16;
   if (name == "add" && is_f32) return Epilogue::add_f32;
   throw std::invalid_argument("no epilogue '" + name + "' for this output");
 }
@@ -54,8 +55,8 @@ class Ops {
     });
   }
 
-  // out [M, N] fp32 or bf16, or [M, N / 2] for "silu_mul" (see Epilogue), from x [M, K] of the
-  // weights' dtype (fp32 for int8).
+  // out [M, N] fp32 or bf16, or [M, N / 2] for "silu_mul" and "gelu_mul" (see Epilogue), from x [M,
+  // K] of the weights' dtype (fp32 for int8).
   void linear(Array x, const PackedLinear& weights, Array out, const std::string& epilogue) {
     check_rank(x, 2, "x");
     check_rank(out, 2, "out");
@@ -64,10 +65,10 @@ class Ops {
     require(static_cast<int64_t>(x.shape(1)) == w.k, "x is not [M, K]");
     const Dtype in = float_type(x, "x"), to = float_type(out, "out");
     const Epilogue last = epilogue_called(epilogue, to);
-    const bool is_gated = last == Epilogue::silu_mul_f32 || last == Epilogue::silu_mul_bf16;
-    require(!is_gated || w.n % kPanel == 0, "a gated linear has panels that are not full");
+    const bool gated = is_gated(last);
+    require(!gated || w.n % kPanel == 0, "a gated linear has panels that are not full");
     require(static_cast<int64_t>(out.shape(0)) == m &&
-                static_cast<int64_t>(out.shape(1)) == (is_gated ? w.n / 2 : w.n),
+                static_cast<int64_t>(out.shape(1)) == (gated ? w.n / 2 : w.n),
             "out is not [M, N]");
     require(is_quantized(w.kind) || (in == Dtype::f32) == (w.kind == WeightKind::f32),
             "x is not of the weights' dtype");
@@ -136,7 +137,7 @@ class Ops {
   }
 
   void attention(Array q, Array kv_layer, Array block_tables, Array cu_query_lens,
-                 Array context_lens, float scale, int window, Array out) {
+                 Array context_lens, float scale, int window, Array out, float cap) {
     check_rank(q, 3, "q");
     check_rank(out, 3, "out");
     check_rank(kv_layer, 5, "kv_layer");
@@ -155,6 +156,7 @@ class Ops {
             "q's or out's heads are not contiguous");
     call.window = window;
     call.scale = scale;
+    call.cap = cap;
     call.q = q.data();
     call.q_stride = q.stride(0);
     call.block_tables = data<int32_t>(block_tables, "block_tables");
@@ -219,6 +221,8 @@ class Ops {
     call.query_norm = query_norm ? data<float>(*query_norm, "query_norm") : nullptr;
     call.key_norm = key_norm ? data<float>(*key_norm, "key_norm") : nullptr;
     call.eps = eps;
+    check_rank(cos, 2, "cos");
+    call.rotated = 2 * static_cast<int>(cos.shape(1));
     call.cos = data<float>(cos, "cos");
     call.sin = data<float>(sin, "sin");
     call.positions = data<int64_t>(positions, "positions");
@@ -297,7 +301,7 @@ void bind_ops(nb::module_& m) {
       .def("linear", &Ops::linear, "x"_a, "weights"_a, "out"_a, "epilogue"_a = "store")
       .def("argmax", &Ops::argmax, "x"_a, "weights"_a, "values"_a, "indices"_a)
       .def("attention", &Ops::attention, "q"_a, "kv_layer"_a, "block_tables"_a, "cu_query_lens"_a,
-           "context_lens"_a, "scale"_a, "window"_a, "out"_a)
+           "context_lens"_a, "scale"_a, "window"_a, "out"_a, "cap"_a = 0.0f)
       .def("experts", &Ops::experts, "x"_a, "weight"_a, "eps"_a, "experts"_a, "out"_a)
       .def("rms_norm", &Ops::rms_norm, "x"_a, "weight"_a, "eps"_a, "out"_a)
       .def("qkv", &Ops::qkv, "qkv"_a, "query_norm"_a.none(), "key_norm"_a.none(), "eps"_a, "cos"_a,

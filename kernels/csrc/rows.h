@@ -129,6 +129,17 @@ inline void rms_norm(const NormCall& call, int64_t row_begin, int64_t row_end) {
   }
 }
 
+inline void add_normed(const NormCall& call, float* sums, int64_t stride, int64_t row_begin,
+                       int64_t row_end) {
+  for (int64_t row = row_begin; row < row_end; ++row) {
+    const float* x = call.x + row * call.stride;
+    const NormedRow normed = {x, call.weight, rms_factor(x, call.width, call.eps), call.width};
+    float* to = sums + row * stride;
+    for (int i = 0; i < call.width; i += kLanes)
+      store_some(to + i, load_some(to + i, call.width - i) + normed.at(i), call.width - i);
+  }
+}
+
 inline void quantize(const void* x, Dtype dtype, int64_t stride, int width, const Rows& out,
                      int64_t row_begin, int64_t row_end) {
   for (int64_t row = row_begin; row < row_end; ++row) {
@@ -141,11 +152,17 @@ inline void quantize(const void* x, Dtype dtype, int64_t stride, int width, cons
 
 // ---- queries, keys and values ------------------------------------------------------------------
 
-// A head's rotation: the pairs (x[i], x[i + D / 2]) by the angles of a position (Su et al., 2021).
+// A head's rotation: the pairs (x[i], x[i + half]) by the angles of a position (Su et al., 2021).
 struct Rotation {
-  const float* cos;  // [D / 2]
+  const float* cos;  // [half]
   const float* sin;
-  int half;
+  int half;  // 0: none
+};
+
+// A head's norm: x * factor * weight; no weight: x.
+struct HeadNorm {
+  const float* weight;
+  float factor;
 };
 
 // A row whose halves are rotated; of either, `at(i)` is a vector of the row before that.
@@ -162,14 +179,33 @@ inline void write_rotated(const Row& first, const Row& second, const Rotation& r
 }
 
 template <typename T>
-inline void write_head(const float* x, const float* weight, float eps, const Rotation& rotation,
+inline void write_head(const float* x, int head_dim, const HeadNorm& norm, const Rotation& rotation,
                        T* out) {
-  const int half = rotation.half;
-  if (weight == nullptr)
-    return write_rotated(PlainRow<float>{x, half}, PlainRow<float>{x + half, half}, rotation, out);
-  const float factor = rms_factor(x, 2 * half, eps);
-  write_rotated(NormedRow{x, weight, factor, half},
-                NormedRow{x + half, weight + half, factor, half}, rotation, out);
+  const int half = rotation.half, rest = head_dim - 2 * half;
+  if (norm.weight == nullptr) {
+    write_rotated(PlainRow<float>{x, half}, PlainRow<float>{x + half, half}, rotation, out);
+    if (rest > 0) write_floats(PlainRow<float>{x + 2 * half, rest}, rest, out + 2 * half);
+    return;
+  }
+  const auto from = [&](int i, int width) {
+    return NormedRow{x + i, norm.weight + i, norm.factor, width};
+  };
+  write_rotated(from(0, half), from(half, half), rotation, out);
+  if (rest > 0) write_floats(from(2 * half, rest), rest, out + 2 * half);
+}
+
+// Calls write(head, x of the head, its norm) for each of a token's heads.
+template <typename Write>
+inline void each_head(const QkvCall& call, const float* x, int num_heads, const float* weight,
+                      const Write& write) {
+  const int width = call.head_dim;
+  HeadNorm norm = {weight, 0.0f};
+  if (weight && call.norms_all_heads) norm.factor = rms_factor(x, num_heads * width, call.eps);
+  for (int head = 0; head < num_heads; ++head, x += width) {
+    if (weight && !call.norms_all_heads) norm.factor = rms_factor(x, width, call.eps);
+    write(head, x, norm);
+    if (weight && call.norms_all_heads) norm.weight += width;
+  }
 }
 
 // Writes a head of fp32 values as signed bytes and a scale.
@@ -184,9 +220,10 @@ template <typename T>
 inline void store_token(const QkvCall& call, const Rotation& rotation, const float* x, char* keys) {
   const int width = call.num_kv_heads * call.head_dim;
   auto* out = reinterpret_cast<T*>(keys);
-  for (int head = 0; head < call.num_kv_heads; ++head)
-    write_head(x + head * call.head_dim, call.key_norm, call.eps, rotation,
-               out + head * call.head_dim);
+  each_head(call, x, call.num_kv_heads, call.key_norm,
+            [&](int head, const float* from, const HeadNorm& norm) {
+              write_head(from, call.head_dim, norm, rotation, out + head * call.head_dim);
+            });
   write_floats(PlainRow<float>{x + width, width}, width,
                reinterpret_cast<T*>(keys + call.kv.value_bytes));
 }
@@ -195,25 +232,28 @@ inline void store_int8_token(const QkvCall& call, const Rotation& rotation, cons
                              char* keys) {
   const float* values = x + call.num_kv_heads * call.head_dim;
   float rotated[kMostHeadDim];
-  for (int head = 0; head < call.num_kv_heads; ++head) {
-    write_head(x, call.key_norm, call.eps, rotation, rotated);
-    write_int8_head(rotated, call.head_dim, keys);
-    write_int8_head(values, call.head_dim, keys + call.kv.value_bytes);
-    x += call.head_dim;
-    values += call.head_dim;
-    keys += call.head_dim + kScaleBytes;
-  }
+  each_head(call, x, call.num_kv_heads, call.key_norm,
+            [&](int, const float* from, const HeadNorm& norm) {
+              write_head(from, call.head_dim, norm, rotation, rotated);
+              write_int8_head(rotated, call.head_dim, keys);
+              write_int8_head(values, call.head_dim, keys + call.kv.value_bytes);
+              values += call.head_dim;
+              keys += call.head_dim + kScaleBytes;
+            });
 }
 
 template <typename T>
 inline void qkv_token(const QkvCall& call, int64_t token) {
-  const int head_dim = call.head_dim, half = head_dim / 2;
+  const int head_dim = call.head_dim, half = call.rotated / 2;
   const float* x = call.qkv + token * call.qkv_stride;
   const int64_t angles = call.positions[token] * half;
   const Rotation rotation = {call.cos + angles, call.sin + angles, half};
   T* q = static_cast<T*>(call.q) + token * call.q_stride;
-  for (int head = 0; head < call.num_heads; ++head, x += head_dim)
-    write_head(x, call.query_norm, call.eps, rotation, q + head * head_dim);
+  each_head(call, x, call.num_heads, call.query_norm,
+            [&](int head, const float* from, const HeadNorm& norm) {
+              write_head(from, head_dim, norm, rotation, q + head * head_dim);
+            });
+  x += call.num_heads * head_dim;
   const int64_t slot = call.slot_mapping[token];
   if (slot == -1) return;
   const int64_t head_bytes = kv_head_bytes(call.kv.is_int8, call.dtype, head_dim);

@@ -247,4 +247,11 @@ inline f32x16 exp_nonpositive(f32x16 x) {
   return power_of_two(n, r * kLog2E);
 }
 
+// tanh x; error below 2^-22 of 1.
+inline f32x16 tanh_of(f32x16 x) {
+  const f32x16 power = exp_nonpositive((x > 0.0f ? -x : x) * 2.0f);
+  const f32x16 size = (1.0f - power) / (1.0f + power);
+  return x > 0.0f ? size : -size;
+}
+
 }  // namespace quire::QUIRE_ISA

@@ -56,6 +56,7 @@ class Ops:
         scale: float,
         window: int,
         out: Tensor,
+        cap: float = 0.0,
     ) -> None: ...
     def experts(
         self, x: Tensor, weight: Tensor, eps: float, experts: Experts, out: Tensor
@@ -108,22 +109,32 @@ class Shape:
         intermediate: int,
         vocab: int,
         eps: float,
+        attention_scale: float,
+        attention_cap: float,
+        embedding_scale: float,
+        residual_scale: float,
+        norms_all_heads: bool,
+        uses_gelu: bool,
     ) -> None: ...
 
 class Layer:
     def __init__(
         self,
         *,
-        input_norm: Tensor,
+        attention_in: Tensor | None,
         qkv: PackedLinear,
         query_norm: Tensor | None,
         key_norm: Tensor | None,
         output: PackedLinear,
-        mlp_norm: Tensor,
+        attention_out: Tensor | None,
+        mlp_in: Tensor | None,
         gate_up: PackedLinear | None = None,
         down: PackedLinear | None = None,
         experts: Experts | None = None,
+        mlp_out: Tensor | None,
         window: int,
+        cos: Tensor | None,
+        sin: Tensor | None,
     ) -> None: ...
 
 class Decoder:
@@ -135,8 +146,6 @@ class Decoder:
         layers: list[Layer],
         embedding: Tensor,
         final_norm: Tensor,
-        cos: Tensor,
-        sin: Tensor,
     ) -> None: ...
     def forward(
         self,
@@ -152,7 +161,14 @@ class Decoder:
     ) -> None: ...
 
 class Head:
-    def __init__(self, isa: str, pool: ThreadPool, weights: PackedLinear) -> None: ...
+    def __init__(
+        self,
+        isa: str,
+        pool: ThreadPool,
+        weights: PackedLinear,
+        factor: float = 1.0,
+        cap: float = 0.0,
+    ) -> None: ...
     def logits(self, hidden: Tensor, out: Tensor) -> None: ...
     def answer(
         self,

@@ -55,6 +55,7 @@ class CpuKernels(Kernels):
             call.scale,
             call.window or 0,
             out,
+            call.cap or 0.0,
         )
         return out
 
@@ -86,10 +87,13 @@ class CpuKernels(Kernels):
     def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
         cos, sin = cos[:, None], sin[:, None]
         for x in (q, k):
-            first, second = x.chunk(2, dim=-1)
+            first, second = x[..., : 2 * cos.shape[-1]].chunk(2, dim=-1)
             rotated = first * cos - second * sin
             second.copy_(second * cos + first * sin)
             first.copy_(rotated)
 
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         return F.silu(gate).mul_(up)
+
+    def gelu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        return F.gelu(gate, approximate="tanh").mul_(up)

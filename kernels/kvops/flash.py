@@ -16,7 +16,10 @@ PAGE = 256
 
 
 class FlashKernels(TritonKernels):
+    """`has_cap`: whether these kernels have soft caps."""
+
     name = "flash"
+    has_cap = False
     reads_whole_blocks = True
 
     def __init__(self) -> None:
@@ -36,10 +39,15 @@ class FlashKernels(TritonKernels):
             raise ValueError(
                 f"attention 'flash' has no kernels for head size {shape.head_dim}: 8, 16 .. 256"
             )
+        if shape.cap is not None and not self.has_cap:
+            raise ValueError(
+                "attention 'flash' has no soft cap of the scores, which this model needs, without "
+                "the package flash-attn: choose --attention triton"
+            )
         if shape.dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(f"attention 'flash' computes in bf16 and fp16, not in {shape.dtype}")
 
-    def warm_up(self, kv_layer: Tensor, num_heads: int, max_rows: int) -> None:
+    def warm_up(self, kv_layer: Tensor, num_heads: int, max_rows: int, cap: float | None) -> None:
         """Nothing: the kernels are compiled already."""
 
     def clear_begun_blocks(self, kv: Tensor, slot_mapping: Tensor) -> None:

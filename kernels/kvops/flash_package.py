@@ -14,6 +14,8 @@ from kvops.step import AttentionCall, AttentionShape
 
 
 class FlashPackageKernels(FlashKernels):
+    has_cap = True
+
     def __init__(self) -> None:
         """PyTorch's own attention is not used."""
 
@@ -35,6 +37,7 @@ class FlashPackageKernels(FlashKernels):
                 cache_seqlens=lens,
                 block_table=tables,
                 softmax_scale=call.scale,
+                softcap=call.cap or 0.0,
                 causal=True,
                 window_size=reach,
             )
@@ -50,6 +53,7 @@ class FlashPackageKernels(FlashKernels):
             # An upper bound suffices: the exact lengths are on the device.
             max_seqlen_k=call.longest_context,
             softmax_scale=call.scale,
+            softcap=call.cap or 0.0,
             causal=True,
             window_size=reach,
             block_table=tables,

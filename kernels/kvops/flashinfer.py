@@ -46,6 +46,7 @@ class FlashInferKernels(TritonKernels):
         self._workspace: Tensor | None = None
         self._wrappers: dict[tuple[str, int | None, int], Any] = {}
         self._planned: Mapping[int | None, Any] = {}
+        self._scale_and_cap: tuple[float, float | None] = (1.0, None)
         self._copied: torch.cuda.Event | None = None
 
     def numerics(self) -> dict[str, str]:
@@ -63,7 +64,7 @@ class FlashInferKernels(TritonKernels):
                 f"attention 'flashinfer' computes in bf16 and fp16, not in {shape.dtype}"
             )
 
-    def warm_up(self, kv_layer: Tensor, num_heads: int, max_rows: int) -> None:
+    def warm_up(self, kv_layer: Tensor, num_heads: int, max_rows: int, cap: float | None) -> None:
         """Nothing: the runner's first steps load the kernels."""
 
     def clear_begun_blocks(self, kv: Tensor, slot_mapping: Tensor) -> None:
@@ -77,6 +78,7 @@ class FlashInferKernels(TritonKernels):
         is_decode = bool((np.diff(step.query_begins) == 1).all())
         kind = "graph" if step.in_graph else "decode" if is_decode else "prefill"
         rows = num_rows if step.in_graph else 0
+        self._scale_and_cap = step.shape.softmax_scale, step.shape.cap
         self._planned = {
             window: self._planned_wrapper(kind, window, rows, step) for window in step.shape.windows
         }
@@ -101,7 +103,8 @@ class FlashInferKernels(TritonKernels):
             shape.head_dim,
             shape.block_size,
             causal=True,
-            sm_scale=shape.head_dim**-0.5,
+            sm_scale=shape.softmax_scale,
+            logits_soft_cap=shape.cap,
             window_left=-1 if window is None else window - 1,
             q_data_type=shape.dtype,
             kv_data_type=shape.kv_dtype,
@@ -137,11 +140,12 @@ class FlashInferKernels(TritonKernels):
 
     def paged_attention(self, call: AttentionCall) -> Tensor:
         """As planned: the lengths are those of `plan`. RuntimeError: nothing is planned for this
-        window. ValueError: a scale that is not the usual one."""
+        window. ValueError: another scale or soft cap than in the plan."""
         if call.window not in self._planned:
             raise RuntimeError(f"no step is planned for layers with the window {call.window}")
-        if call.scale != call.q.shape[2] ** -0.5:
-            size = call.q.shape[2]
-            raise ValueError(f"scale {call.scale} is not 1 / sqrt({size}), for which plans are")
+        if (call.scale, call.cap) != self._scale_and_cap:
+            raise ValueError(
+                f"scale {call.scale} and cap {call.cap} are not {self._scale_and_cap}, as planned"
+            )
         out: Tensor = self._planned[call.window].run(call.q.contiguous(), call.kv_layer)
         return out

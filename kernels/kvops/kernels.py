@@ -48,7 +48,7 @@ class Kernels(ABC):
         """Called before each step, only if `needs_plan`."""
         raise NotImplementedError
 
-    def warm_up(self, kv_layer: Tensor, num_heads: int, max_rows: int) -> None:
+    def warm_up(self, kv_layer: Tensor, num_heads: int, max_rows: int, cap: float | None) -> None:
         """Compile all kernels that steps of up to `max_rows` rows need. Writes nothing."""
         return
 
@@ -79,6 +79,9 @@ class Kernels(ABC):
 
     @abstractmethod
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def gelu_mul(self, gate: Tensor, up: Tensor) -> Tensor: ...
 
     def experts(self, x: Tensor, weights: ExpertWeights) -> Tensor:
         """Each expert computes its rows together. A row's outputs are added in the order of the

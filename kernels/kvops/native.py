@@ -62,7 +62,7 @@ Temperature 0 chooses the likeliest token."""
 PACKING = "panels-32.1"
 """The name of the layout of packed weights; a change of the layout changes the name."""
 
-NUMERICS = "3"
+NUMERICS = "4"
 """The version of the kernels' results. It changes with every change to a bit of a result, such as
 another order of summation or another draw."""
 
@@ -163,24 +163,15 @@ class NativeCpu:
         layers: list[Layer],
         embedding: Tensor,
         final_norm: Tensor,
-        rotation: tuple[Tensor, Tensor],
     ) -> Decoder:
         """Make a decoder of `layers`. embedding: [vocab, hidden] fp32 or bf16. final_norm: [hidden]
-        fp32. rotation: cosines and sines, each [positions, head_dim / 2] fp32."""
-        return Decoder(
-            self.isa,
-            self.pool,
-            shape,
-            layers,
-            embedding,
-            final_norm,
-            rotation[0],
-            rotation[1],
-        )
+        fp32."""
+        return Decoder(self.isa, self.pool, shape, layers, embedding, final_norm)
 
-    def head(self, weights: PackedLinear) -> Head:
-        """Make a head, from final states to tokens and logprobs. weights: [vocab, hidden]."""
-        return Head(self.isa, self.pool, weights)
+    def head(self, weights: PackedLinear, factor: float = 1.0, cap: float = 0.0) -> Head:
+        """Make a head, from final states to tokens and logprobs. weights: [vocab, hidden]. Logits
+        are multiplied by `factor`, and then bounded by the soft cap `cap` (0: none)."""
+        return Head(self.isa, self.pool, weights, factor, cap)
 
 
 def _check_all(kind: Kind, weights: Sequence[object], packable: Sequence[object]) -> None:

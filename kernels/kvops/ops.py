@@ -101,11 +101,14 @@ class Backend:
         """The longest block table of steps in CUDA graphs; before the first of them."""
         self._kernels.max_blocks = max_blocks
 
-    def warm_up(self, kv_layer: Tensor, num_heads: int, max_rows: int) -> None:
+    def warm_up(
+        self, kv_layer: Tensor, num_heads: int, max_rows: int, cap: float | None = None
+    ) -> None:
         """Compile all variants of kernels that depend on a step's number of rows, for steps of up
-        to `max_rows` rows. Reads block 0 of `kv_layer`, writes nothing."""
+        to `max_rows` rows. `cap`: that of the model's attention. Reads block 0 of `kv_layer`,
+        writes nothing."""
         self._heads(kv_layer)
-        self._kernels.warm_up(kv_layer, num_heads, max_rows)
+        self._kernels.warm_up(kv_layer, num_heads, max_rows, cap)
 
     def store_kv(self, kv_layer: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
         """Writes `kv_layer`: stores token t's key and value in slot `slot_mapping[t]`; -1: skips
@@ -143,6 +146,7 @@ class Backend:
         window: int | None = None,
         *,
         max_query_len: int,
+        cap: float | None = None,
     ) -> Tensor:
         """Computes causal attention of each row's new tokens over the row's context, which includes
         the new tokens.
@@ -155,6 +159,9 @@ class Backend:
         values are read from the arena only: store the new ones first. Position p of row b is in
         block `block_tables[b, p // block_size]`; table entries behind the row's context are not
         read. Query head h uses key/value head h // (H / K).
+
+        Scores are the products of queries and keys times `scale`; with a soft cap, `cap` (> 0),
+        they become cap * tanh(score / cap) before the softmax.
 
         block_tables: [B, any], cu_query_lens: [B + 1], context_lens: [B], int. scale > 0.
         max_query_len: the most new tokens of a row, known on the host: a launch never waits for the
@@ -172,6 +179,8 @@ class Backend:
             raise ValueError(f"scale: {scale} is not positive; the largest product scores highest")
         if window is not None and window < 1:
             raise ValueError(f"window: {window} is not positive; a query sees at least itself")
+        if cap is not None and not cap > 0:
+            raise ValueError(f"cap: {cap} is not positive")
         if q.shape[0] > num_rows * max_query_len:
             raise ValueError(
                 f"max_query_len: {num_rows} rows of at most {max_query_len} tokens are fewer than "
@@ -179,7 +188,7 @@ class Backend:
             )
         rows = (block_tables, cu_query_lens, context_lens)
         return self._kernels.paged_attention(
-            AttentionCall(q, kv_layer, *rows, scale, window, max_query_len)
+            AttentionCall(q, kv_layer, *rows, scale, window, max_query_len, cap)
         )
 
     def copy_blocks(self, kv: Tensor, pairs: Tensor, source: Tensor | None = None) -> None:
@@ -207,33 +216,41 @@ class Backend:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Computes x / sqrt(mean(x^2) + eps) * weight over the last dimension, in fp32 (Zhang and
-        Sennrich, 2019). x: [..., n], weight: [n]. Result: x's shape."""
-        _check("weight", weight, x, (x.shape[-1],))
+        Sennrich, 2019). x: [..., n], weight: [n], of x's dtype or fp32. Result: x's shape."""
+        _check_norm(weight, x)
         return self._kernels.rms_norm(x, weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Writes `residual`: adds x to it. Result: the rms_norm of the sum. Both are [..., n]."""
         _check("residual", residual, x, tuple(x.shape))
-        _check("weight", weight, x, (x.shape[-1],))
+        _check_norm(weight, x)
         return self._kernels.add_rms_norm(x, residual, weight, eps)
 
     def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """Writes `q` and `k`: rotates the pair (x[i], x[i + D / 2]) of each head by the token's
-        i-th angle, in fp32 (Su et al., 2021; paired by halves as in GPT-NeoX).
+        """Writes `q` and `k`: rotates the pair (x[i], x[i + R / 2]) of each head by the token's
+        i-th angle, in fp32 (Su et al., 2021; paired by halves as in GPT-NeoX). The dimensions from
+        R on stay as they are.
 
-        q: [T, H, D], k: [T, K, D], any strides. cos, sin: [T, D / 2], fp32.
+        q: [T, H, D], k: [T, K, D], any strides. cos, sin: [T, R / 2], fp32, R at most D.
         """
         num_tokens, _, head_dim = q.shape
         _check("k", k, q, (num_tokens, -1, head_dim))
         for name, table in (("cos", cos), ("sin", sin)):
-            if table.dtype != torch.float32 or table.shape != (num_tokens, head_dim // 2):
-                raise ValueError(f"{name}: {_shape(table)} is not fp32 [T, D / 2] of q {_shape(q)}")
+            fits = _fits(table, (num_tokens, cos.shape[-1])) and 2 * cos.shape[-1] <= head_dim
+            if table.dtype != torch.float32 or not fits:
+                raise ValueError(f"{name}: {_shape(table)} is not fp32 [T, R / 2] of q {_shape(q)}")
         self._kernels.rope(q, k, cos, sin)
 
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         """Computes silu(gate) * up, elementwise (Shazeer, 2020). Both are [T, n], any strides."""
         _check("up", up, gate, tuple(gate.shape))
         return self._kernels.silu_mul(gate, up)
+
+    def gelu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Computes gelu(gate) * up, elementwise, with gelu's approximation by tanh (Hendrycks and
+        Gimpel, 2016). Both are [T, n], any strides."""
+        _check("up", up, gate, tuple(gate.shape))
+        return self._kernels.gelu_mul(gate, up)
 
     def experts(self, x: Tensor, weights: ExpertWeights) -> Tensor:
         """Computes a layer of experts: the sum of the outputs of each row's experts, times their
@@ -299,6 +316,11 @@ def _check(name: str, tensor: Tensor, like: Tensor, shape: tuple[int, ...]) -> N
         or tensor.dtype not in DTYPES
     ):
         raise ValueError(f"{name}: {_shape(tensor)} is not {list(shape)} beside {_shape(like)}")
+
+
+def _check_norm(weight: Tensor, x: Tensor) -> None:
+    like = weight if weight.dtype == torch.float32 and weight.device == x.device else x
+    _check("weight", weight, like, (x.shape[-1],))
 
 
 def _check_index(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:

@@ -1,6 +1,8 @@
 """The reference backend, against which all others are tested: each operation as its plain formula,
 in fp32. It is written for clarity, not speed, and runs on every device."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -43,7 +45,10 @@ class ReferenceKernels(Kernels):
                 stop = context_len - (end - token) + 1
                 visible = slice(max(0, stop - call.window) if call.window else 0, stop)
                 scores = torch.einsum("hd,phd->hp", q[token].float(), keys[visible])
-                weights = torch.softmax(scores * call.scale, dim=-1)
+                scores = scores * call.scale
+                if call.cap is not None:
+                    scores = call.cap * torch.tanh(scores / call.cap)
+                weights = torch.softmax(scores, dim=-1)
                 out[token] = torch.einsum("hp,phd->hd", weights, values[visible])
         return out
 
@@ -69,7 +74,7 @@ class ReferenceKernels(Kernels):
         return self.rms_norm(residual, weight, eps)
 
     def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-        for x in (q, k):
+        for x in (q[..., : 2 * cos.shape[-1]], k[..., : 2 * cos.shape[-1]]):
             first, second = x.float().chunk(2, dim=-1)
             rotated = (
                 first * cos[:, None] - second * sin[:, None],
@@ -80,6 +85,11 @@ class ReferenceKernels(Kernels):
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         wide = gate.float()
         return (wide / (1 + torch.exp(-wide)) * up.float()).to(gate.dtype)
+
+    def gelu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        wide = gate.float()
+        inner = math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)
+        return (0.5 * wide * (1 + torch.tanh(inner)) * up.float()).to(gate.dtype)
 
 
 def _gather(kv_layer: Tensor, block_table: Tensor, context_len: int) -> tuple[Tensor, Tensor]:

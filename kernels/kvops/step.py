@@ -15,7 +15,8 @@ Ints = np.ndarray[Any, np.dtype[np.int32]]
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
     """`dtype`: of queries. `kv_dtype`: of the arena. `windows`: of the layers, each once; None: all
-    positions."""
+    positions. `scale`: of the scores; None: 1 / sqrt(head_dim). `cap`: their soft cap; None: none.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -24,14 +25,20 @@ class AttentionShape:
     dtype: torch.dtype
     kv_dtype: torch.dtype
     windows: tuple[int | None, ...] = (None,)
+    scale: float | None = None
+    cap: float | None = None
 
     @classmethod
     def of_call(cls, call: "AttentionCall") -> "AttentionShape":
         q, kv_layer = call.q, call.kv_layer
         block_size, num_kv_heads = kv_layer.shape[2:4]
         return cls(
-            q.shape[1], num_kv_heads, q.shape[2], block_size, q.dtype, kv_layer.dtype, (None,)
+            q.shape[1], num_kv_heads, q.shape[2], block_size, q.dtype, kv_layer.dtype, cap=call.cap
         )
+
+    @property
+    def softmax_scale(self) -> float:
+        return self.head_dim**-0.5 if self.scale is None else self.scale
 
     def check(self) -> None:
         """ValueError: no attention is of this shape."""
@@ -54,6 +61,7 @@ class AttentionCall:
     scale: float
     window: int | None
     max_query_len: int
+    cap: float | None = None
 
     @property
     def is_decode(self) -> bool:

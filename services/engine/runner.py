@@ -47,6 +47,8 @@ def attention_shape(
         dtype=dtype,
         kv_dtype=kv.dtype,
         windows=tuple(dict.fromkeys(config.windows)),
+        scale=config.attention_scale,
+        cap=config.attention_cap,
     )
 
 

@@ -229,6 +229,8 @@ def _attention_shape(
         dtype,
         kv_dtype,
         tuple(dict.fromkeys(config.windows)),
+        config.attention_scale,
+        config.attention_cap,
     )
 
 

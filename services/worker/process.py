@@ -207,7 +207,7 @@ class _Stopped(Exception):
 
 def _warm_up_kernels(loaded: LoadedModel, kv_layer: Tensor, num_heads: int, max_rows: int) -> None:
     use_device(kv_layer.device)
-    loaded.ops.warm_up(kv_layer, num_heads, max_rows)
+    loaded.ops.warm_up(kv_layer, num_heads, max_rows, loaded.model.config.attention_cap)
 
 
 def _runner(loaded: LoadedModel, membership: Membership) -> Runner:

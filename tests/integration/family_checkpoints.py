@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from bench.make_checkpoint import make_checkpoint
+
 _EMBEDDING_STD = 0.03  # far below what sublayers add, so that greedy decoding wanders
 _LOGIT_STD = 2.0
 
@@ -35,7 +37,7 @@ _SMALL: dict[str, Any] = {
     "tie_word_embeddings": True,
     "pad_token_id": None,
     "bos_token_id": None,
-    "eos_token_id": None,
+    "eos_token_id": 3,
 }
 
 
@@ -49,6 +51,13 @@ _LONG = _rope(
     long_factor=[1.0 + i for i in range(8)],
     original_max_position_embeddings=32,
 )
+
+_GRANITE: dict[str, Any] = {
+    "attention_multiplier": 0.2,
+    "embedding_multiplier": 6.0,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 3.0,
+}
 
 CASES = {
     "rope linear": Case("qwen3", _rope("linear", factor=3.0)),
@@ -69,6 +78,75 @@ CASES = {
     ),
     "rope longrope, short": Case("llama", _LONG, context=32, lengths=(1, 17, 26)),
     "rope longrope, long": Case("llama", _LONG, lengths=(33, 100)),
+    "qwen2": Case("qwen2"),
+    "llama, all biases": Case(
+        "llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}
+    ),
+    "smollm3": Case("smollm3", {"num_hidden_layers": 5}),
+    "smollm3, windows and biases": Case(
+        "smollm3",
+        {
+            "no_rope_layers": [0, 1, 1],
+            "use_sliding_window": True,
+            "sliding_window": 20,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": False,
+            "vocab_size": 401,
+        },
+    ),
+    "olmo2": Case("olmo2", {"head_dim": 12, "num_key_value_heads": 4}),
+    "olmo2, untied": Case("olmo2", {"tie_word_embeddings": False, "attention_bias": True}),
+    "granite": Case("granite", _GRANITE | {"num_key_value_heads": 1}),
+    "granite, untied": Case(
+        "granite",
+        _GRANITE | {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True},
+    ),
+    "phi3": Case("phi3", {"intermediate_size": 90, "sliding_window": 30}),
+    "phi3, partial longrope": Case(
+        "phi3",
+        _rope(
+            "longrope",
+            short_factor=[1.0, 1.5, 2.0],
+            long_factor=[1.0, 4.0, 9.0],
+            partial_rotary_factor=0.4,
+        )
+        | {"original_max_position_embeddings": 32, "tie_word_embeddings": False},
+        lengths=(33, 100),
+    ),
+    "glm4": Case("glm4", {"head_dim": 24, "vocab_size": 521}),
+    "glm4, whole heads": Case(
+        "glm4",
+        _rope("default", partial_rotary_factor=1.0)
+        | {"attention_bias": False, "tie_word_embeddings": False},
+    ),
+    "gemma2": Case("gemma2", {"sliding_window": 20, "query_pre_attn_scalar": 20}),
+    "gemma2, small caps": Case(
+        "gemma2",
+        {
+            "attn_logit_softcapping": 1.5,
+            "final_logit_softcapping": 2.0,
+            "tie_word_embeddings": False,
+            "head_dim": 10,
+            "num_hidden_layers": 4,
+            "sliding_window": 9,
+            "attention_bias": True,
+        },
+    ),
+    "gemma3": Case("gemma3_text", {"sliding_window": 20, "num_hidden_layers": 7}),
+    "gemma3, linear rope": Case(
+        "gemma3_text",
+        {
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "sliding_window": 33,
+            "final_logit_softcapping": 2.0,
+            "tie_word_embeddings": False,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
     "rope llama3": Case(
         "mistral",
         _rope(
@@ -91,6 +169,14 @@ def make(directory: Path, case: Case, seed: int = 0) -> Path:
     _draw(model)
     model.save_pretrained(directory)
     return directory
+
+
+def make_served(directory: Path, name: str) -> Path:
+    """Write the checkpoint of the case with this name, with a tokenizer, so that it can be
+    served."""
+    case = CASES[name]
+    make_checkpoint(directory, vocab_size=case.config.get("vocab_size", _SMALL["vocab_size"]))
+    return make(directory, case)
 
 
 @torch.no_grad()

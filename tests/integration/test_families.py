@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from services.common.checkpoint.quantization import Quantization
+
 from .family_checkpoints import CASES, make
 from .models_oracle import NUM_NEW_TOKENS, Oracle, RecordingRunner, Trial, random_prompt
 
@@ -51,18 +53,50 @@ def test_greedy_tokens_are_those_of_transformers(
 
 @pytest.mark.parametrize("name", CASES)
 def test_bits_do_not_depend_on_the_batch(checkpoints: Checkpoints, name: str) -> None:
-    """In bf16 on the CPU: alone in one piece, and in chunks on three threads beside others."""
-    directory, _ = checkpoints(name)
+    """In bf16 on the CPU."""
+    check_bits(checkpoints(name)[0], name, torch.bfloat16, None, kv_in_int8=False)
+
+
+@pytest.mark.parametrize("name", ["olmo2", "phi3, partial longrope", "glm4", "gemma2", "gemma3"])
+@pytest.mark.parametrize(
+    ("quantize", "kv_in_int8"), [("int8", False), ("int4", False), (None, True)]
+)
+def test_quantized_families_have_their_own_bits_too(
+    checkpoints: Checkpoints, name: str, quantize: Quantization | None, kv_in_int8: bool
+) -> None:
+    """And logits near those of transformers in fp32: their correlation shows a wrong order of rows
+    or a missing factor."""
+    directory, oracle = checkpoints(name)
+    own = check_bits(directory, name, torch.bfloat16, quantize, kv_in_int8=kv_in_int8)
+    expected = oracle.answer(own.prompt).logits[0]
+    similarity = torch.corrcoef(torch.stack([own.logits[0], expected]))[0, 1]
+    assert similarity > (0.7 if quantize == "int4" else 0.98)
+
+
+def check_bits(
+    directory: Path,
+    name: str,
+    dtype: torch.dtype,
+    quantize: Quantization | None,
+    *,
+    kv_in_int8: bool,
+) -> Trial:
+    """A prompt has the same logits alone in one piece, and in chunks on three threads beside
+    others. Returns the first."""
     case = CASES[name]
 
-    def logits(num_others: int, chunk: int, num_threads: int) -> torch.Tensor:
+    def run(num_others: int, chunk: int, num_threads: int) -> Trial:
         recording = RecordingRunner(
-            *(directory, 16, 400, "cpu", torch.bfloat16),
+            *(directory, 16, 400, "cpu", dtype),
+            quantize=quantize,
+            kv_in_int8=kv_in_int8,
             num_threads=num_threads,
             context=case.context,
         )
         own, *others = placed(recording, (max(case.lengths), *range(5, 5 + num_others)))
         recording.decode_all([*others, own], chunk, late=1)
-        return torch.stack(own.logits)
+        return own
 
-    assert torch.equal(logits(0, WHOLE, 1), logits(9, 29, 3))
+    alone, among = run(0, WHOLE, 1), run(9, 29, 3)
+    assert torch.equal(torch.stack(alone.logits), torch.stack(among.logits))
+    return alone

@@ -15,6 +15,8 @@ from services.common.pool.locks import is_held
 from services.engine.batch import Row, RowOutput, Scoring
 from services.worker.ranks.processes import Ranks
 
+from .family_checkpoints import CASES
+from .family_checkpoints import make as make_family
 from .gguf_checkpoints import write_gguf, write_twin
 from .models_oracle import GREEDY, SPECS, Oracle, random_prompt
 from .quantized_checkpoints import fp8_block, gptq, write_quantized
@@ -69,6 +71,18 @@ def test_greedy_tokens_are_those_of_transformers(
         assert trial.new_tokens == wanted.token_ids
         torch.testing.assert_close(torch.stack(trial.logits), wanted.logits, atol=1e-4, rtol=1e-4)
     ranks.leave()
+
+
+@pytest.mark.parametrize("name", ["phi3, partial longrope", "glm4", "gemma2, small caps"])
+def test_families_are_divided(name: str, crews: dict[int, Ranks], tmp_path: Path) -> None:
+    """Fused linears are taken apart before they are divided; norms of outputs follow the sums."""
+    case = CASES[name]
+    directory = make_family(tmp_path / "model", case)
+    oracle, runner = Oracle(directory), RankedRunner(directory, tmp_path, crews[2])
+    trials = [runner.place(random_prompt(length, seed=length)) for length in case.lengths]
+    runner.decode_all(trials, chunk=13, late=1)
+    for trial in trials:
+        assert trial.new_tokens == oracle.answer(trial.prompt).token_ids
 
 
 @pytest.mark.parametrize("size", [2, 4])

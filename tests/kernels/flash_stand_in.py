@@ -35,7 +35,7 @@ def flash_attn_varlen_func(
     block_table: Tensor | None = None,
 ) -> Tensor:
     """q: [total_q, H, D]; k, v: [num_blocks, page, K, D]. Result: as q."""
-    assert (dropout_p, softcap, alibi_slopes, return_attn_probs) == (0.0, 0.0, None, False)
+    assert (dropout_p, alibi_slopes, return_attn_probs) == (0.0, None, False)
     assert softmax_scale is not None
     assert block_table is not None
     num_rows = len(block_table)
@@ -49,7 +49,7 @@ def flash_attn_varlen_func(
         tokens = slice(begins[row], begins[row + 1])
         keys, values = (_pages(cache, block_table[row], length) for cache in (k, v))
         out[tokens] = _attention(
-            q[tokens], keys, values, length, softmax_scale, causal, window_size
+            q[tokens], keys, values, length, softmax_scale, causal, window_size, softcap
         )
     return out
 
@@ -78,7 +78,7 @@ def flash_attn_with_kvcache(
     """q: [rows, new tokens, H, D]; caches: [num_blocks, page, K, D]. Result: as q."""
     unused: tuple[Any, ...] = (k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad)
     assert unused == (None,) * 6
-    assert (softcap, alibi_slopes, return_softmax_lse) == (0.0, None, False)
+    assert (alibi_slopes, return_softmax_lse) == (None, False)
     assert softmax_scale is not None
     assert block_table is not None
     assert isinstance(cache_seqlens, Tensor)
@@ -87,7 +87,9 @@ def flash_attn_with_kvcache(
     out = torch.full_like(q, float("nan"))
     for row, length in enumerate(cache_seqlens.tolist()):
         keys, values = (_pages(cache, block_table[row], length) for cache in (k_cache, v_cache))
-        out[row] = _attention(q[row], keys, values, length, softmax_scale, causal, window_size)
+        out[row] = _attention(
+            q[row], keys, values, length, softmax_scale, causal, window_size, softcap
+        )
     return out
 
 
@@ -120,6 +122,7 @@ def _attention(
     scale: float,
     causal: bool,
     reach: Reach,
+    softcap: float,
 ) -> Tensor:
     """Query i of n stands at key i + length - n; `reach`: how many it sees to its left and right,
     -1 for all."""
@@ -135,5 +138,7 @@ def _attention(
     wide_keys = keys.float().repeat_interleave(group, dim=1)
     wide_values = values.float().repeat_interleave(group, dim=1)
     scores = torch.einsum("ihd,jhd->hij", q.float(), wide_keys) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
     weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
     return torch.einsum("hij,jhd->ihd", weights, wide_values).to(q.dtype)

@@ -15,7 +15,7 @@ from kvops.step import AttentionCall
 
 __version__ = "0.7.2.post1"
 
-MUST_BE_OFF = ("custom_mask", "packed_custom_mask", "logits_soft_cap", "prefix_len_ptr")
+MUST_BE_OFF = ("custom_mask", "packed_custom_mask", "prefix_len_ptr")
 
 
 class BatchPrefillWithPagedKVCacheWrapper:
@@ -120,6 +120,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
             self.buffers = [values.clone() for values in plan]
         self._shape = num_qo_heads, num_kv_heads, head_dim_qk, page_size
         self._dtype, self._scale, self._window = q_data_type, sm_scale, window_left
+        self._cap = logits_soft_cap
         self._num_tokens = int(qo_indptr[-1])
         self.plans += 1
 
@@ -167,5 +168,6 @@ class BatchPrefillWithPagedKVCacheWrapper:
             self._scale or head_dim**-0.5,
             None if self._window < 0 else self._window + 1,
             int(begins.diff().max()),
+            self._cap,
         )
         return ReferenceKernels().paged_attention(call)

@@ -31,7 +31,9 @@ ROWS = {
 WINDOWS = [1, 5, 16, 40, 1000]
 
 
-def attend(ops: Backend, batch: PagedBatch, window: int | None = None) -> Tensor:
+def attend(
+    ops: Backend, batch: PagedBatch, window: int | None = None, cap: float | None = None
+) -> Tensor:
     return ops.paged_attention(
         batch.q,
         batch.kv_layer,
@@ -41,6 +43,7 @@ def attend(ops: Backend, batch: PagedBatch, window: int | None = None) -> Tensor
         batch.q.shape[-1] ** -0.5,
         window,
         max_query_len=batch.max_query_len,
+        cap=cap,
     )
 
 
@@ -69,6 +72,26 @@ def test_every_backend_slides_the_window_as_the_reference(
     torch.testing.assert_close(
         attend(ops, batch, window), attend(reference, batch, window), rtol=rtol, atol=atol
     )
+
+
+@pytest.mark.parametrize(("cap", "window"), [(0.3, None), (30.0, 16)])
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS.keys())
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_every_backend_caps_scores_as_the_reference(
+    ops: Backend,
+    reference: Backend,
+    geometry: Geometry,
+    rows: list[tuple[int, int]],
+    cap: float,
+    window: int | None,
+) -> None:
+    """The smaller cap bounds most scores, the other none."""
+    batch = paged_batch(geometry, rows, seed=7, window=window)
+    expected = attend(reference, batch, window, cap)
+    rtol, atol = TOLERANCE[geometry.dtype]
+    torch.testing.assert_close(attend(ops, batch, window, cap), expected, rtol=rtol, atol=atol)
+    if cap < 1 and geometry.dtype == torch.float32 and rows != ROWS["one token"]:
+        assert (expected - attend(reference, batch, window)).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("window", [None, *WINDOWS])

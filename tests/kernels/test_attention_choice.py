@@ -5,6 +5,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -187,6 +188,16 @@ def test_pytorch_s_attention_slides_the_window(
     )
 
 
+def test_pytorch_s_attention_has_no_soft_cap(flash: Backend, gpu: Gpu) -> None:
+    capped = replace(WIDE, cap=50.0)
+    with pytest.raises(ValueError, match="'flash' has no soft cap of the scores, which this model"):
+        flash.check_attention(capped)
+    with pytest.raises(ValueError, match="no soft cap"):
+        attend(flash, paged_batch(GEOMETRIES[0], [(1, 3)], seed=0), cap=50.0)
+    ops, why = choose_attention("auto", capped)
+    assert (ops.name, "no soft cap" in why) == ("triton", True)
+
+
 # FlashInfer's
 
 
@@ -197,14 +208,21 @@ def flashinfer(gpu: Gpu) -> Iterator[Backend]:
     sys.modules.pop("kvops.flashinfer")
 
 
-def planned(ops: Backend, batch: PagedBatch, geometry: Geometry, *windows: int) -> None:
+def planned(
+    ops: Backend,
+    batch: PagedBatch,
+    geometry: Geometry,
+    *windows: int,
+    scale: float | None = None,
+    cap: float | None = None,
+) -> None:
     lens: Any = batch.context_lens.numpy()
     num_pages, last = page_facts(lens, geometry.block_size)
     tables = batch.block_tables.numpy()
     page_ids = tables[np.arange(tables.shape[1]) < num_pages[:, None]]
     ops.plan(
         AttentionStep(
-            shape_of(geometry, *windows),
+            replace(shape_of(geometry, *windows), scale=scale, cap=cap),
             batch.cu_query_lens.numpy(),
             np.concatenate([[0], num_pages.cumsum()]).astype(np.int32),
             last,
@@ -249,7 +267,7 @@ def test_flashinfer_plans_each_window_of_the_layers(
         )
     with pytest.raises(RuntimeError, match="no step is planned for layers with the window None"):
         attend(flashinfer, batch)
-    with pytest.raises(ValueError, match=r"scale 1\.0 is not"):
+    with pytest.raises(ValueError, match=r"scale 1\.0 and cap None are not"):
         flashinfer.paged_attention(
             batch.q,
             batch.kv_layer,
@@ -260,6 +278,19 @@ def test_flashinfer_plans_each_window_of_the_layers(
             40,
             max_query_len=40,
         )
+
+
+def test_flashinfer_plans_scale_and_cap(flashinfer: Backend, reference: Backend) -> None:
+    batch = finite(paged_batch(PAGES[0], [(1, 77), (5, 90)], seed=1))
+    planned(flashinfer, batch, PAGES[0], scale=64**-0.5, cap=0.3)
+    torch.testing.assert_close(
+        attend(flashinfer, batch, cap=0.3), attend(reference, batch, cap=0.3), rtol=RTOL, atol=ATOL
+    )
+    with pytest.raises(ValueError, match="and cap None are not"):
+        attend(flashinfer, batch)
+    planned(flashinfer, batch, PAGES[0], scale=0.5)
+    with pytest.raises(ValueError, match=r"scale 0\.125 and cap None are not \(0\.5, None\)"):
+        attend(flashinfer, batch)
 
 
 def test_the_kernels_of_flashinfer_follow_the_step(flashinfer: Backend) -> None:

@@ -83,6 +83,16 @@ def test_flash_attention_slides_the_window_as_the_reference(
     )
 
 
+@pytest.mark.parametrize("rows", [[(1, 300), (1, 17)], [(3, 300), (20, 20)]])
+def test_flash_attention_caps_scores(
+    flash: Backend, reference: Backend, rows: list[tuple[int, int]]
+) -> None:
+    batch = paged_batch(GEOMETRIES[0], rows, seed=3)
+    rtol, atol = TOLERANCE[BF16]
+    expected = attend(reference, batch, cap=0.3)
+    torch.testing.assert_close(attend(flash, batch, cap=0.3), expected, rtol=rtol, atol=atol)
+
+
 @pytest.mark.parametrize(
     "rows", [[(2, 300), (0, 20), (1, 7)], [(1, 300), (1, 20), (1, 7)]], ids=["uneven", "one each"]
 )

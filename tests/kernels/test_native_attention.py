@@ -40,7 +40,9 @@ def cpu(request: pytest.FixtureRequest) -> NativeCpu:
     return NativeCpu(1, request.param)
 
 
-def attend(cpu: NativeCpu, batch: PagedBatch, window: int | None = None) -> Tensor:
+def attend(
+    cpu: NativeCpu, batch: PagedBatch, window: int | None = None, cap: float = 0.0
+) -> Tensor:
     """Into the middle of NaN: a forgotten output shows, and one written beside it."""
     num_tokens, num_heads, head_dim = batch.q.shape
     poisoned = torch.full((num_tokens, num_heads + 2, head_dim), NAN, dtype=batch.q.dtype)
@@ -54,12 +56,13 @@ def attend(cpu: NativeCpu, batch: PagedBatch, window: int | None = None) -> Tens
         head_dim**-0.5,
         window or 0,
         out,
+        cap,
     )
     assert poisoned[:, [0, -1]].isnan().all()
     return out
 
 
-def in_fp64(batch: PagedBatch, window: int | None) -> tuple[Tensor, Tensor]:
+def in_fp64(batch: PagedBatch, window: int | None, cap: float = 0.0) -> tuple[Tensor, Tensor]:
     """The outputs, and what the same weights make of the values' magnitudes."""
     outputs: list[Tensor] = []
     magnitudes: list[Tensor] = []
@@ -69,6 +72,8 @@ def in_fp64(batch: PagedBatch, window: int | None) -> tuple[Tensor, Tensor]:
         grouped = (end - begin, keys.shape[1], num_heads // keys.shape[1], head_dim)
         q = batch.q[begin:end].double().reshape(grouped)
         scores = torch.einsum("ikgd,jkd->kgij", q, keys.double()) * head_dim**-0.5
+        if cap:
+            scores = cap * torch.tanh(scores / cap)
         last = torch.arange(len(keys) - len(q), len(keys))[:, None]
         position = torch.arange(len(keys))
         hidden = position > last
@@ -80,21 +85,29 @@ def in_fp64(batch: PagedBatch, window: int | None) -> tuple[Tensor, Tensor]:
     return torch.cat(outputs), torch.cat(magnitudes)
 
 
-@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize(
+    ("window", "cap"), [*((window, 0.0) for window in WINDOWS), (None, 0.4), (100, 20.0)]
+)
 @KINDS
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
 def test_attention_is_as_near_as_its_roundings_allow(
-    cpu: NativeCpu, geometry: Geometry, dtype: torch.dtype, in_int8: bool, window: int | None
+    cpu: NativeCpu,
+    geometry: Geometry,
+    dtype: torch.dtype,
+    in_int8: bool,
+    window: int | None,
+    cap: float,
 ) -> None:
     """bf16 rounds probabilities before they weigh the values and are summed (each by at most 2^-8
-    of itself, above and below the line) and the result; all else is fp32."""
+    of itself, above and below the line) and the result; all else is fp32. A soft cap bounds scores
+    by tanh."""
     batch = paged_batch(
         dataclasses.replace(geometry, dtype=dtype, in_int8=in_int8), ROWS, seed=1, window=window
     )
-    expected, magnitude = in_fp64(batch, window)
-    error = (attend(cpu, batch, window).double() - expected).abs()
+    expected, magnitude = in_fp64(batch, window, cap)
+    error = (attend(cpu, batch, window, cap).double() - expected).abs()
     roundings = 2 * 2**-8 * magnitude + 2**-8 * expected.abs() if dtype == BF16 else 0.0
-    assert (error <= roundings + 2e-6 * magnitude).all()
+    assert (error <= roundings + (2e-6 + 1e-6 * cap) * magnitude).all()
 
 
 @KINDS

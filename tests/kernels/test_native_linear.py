@@ -1,6 +1,8 @@
 """The native linears of every instruction set that this CPU has: against fp64 and exact integers,
 and bitwise against themselves."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -207,30 +209,38 @@ def test_the_sum_is_added_to_what_is_there(cpu: NativeCpu, kind: Kind) -> None:
 
 @KINDS
 @pytest.mark.parametrize("out_dtype", [FP32, BF16])
+@pytest.mark.parametrize("epilogue", ["silu_mul", "gelu_mul"])
 def test_the_gate_is_applied_to_what_it_gates(
-    cpu: NativeCpu, kind: Kind, out_dtype: torch.dtype
+    cpu: NativeCpu, kind: Kind, out_dtype: torch.dtype, epilogue: str
 ) -> None:
     """A panel is 16 columns of the gate and the same 16 of `up`; silu within 4 ulp, also where e^x
-    would overflow, and the way to 0 is smooth."""
+    would overflow, and the way to 0 is smooth. gelu is as near to x * logistic(2 y), and falls to 0
+    faster: an error of its exponent counts."""
     x = randn(25, 40, dtype=dtype_of(kind)) * torch.logspace(-3, 2, 25)[:, None].to(dtype_of(kind))
     weight = randn(96, 40, dtype=dtype_of(kind), seed=1)
     y = linear(cpu, kind, x, weight).view(25, 3, 2, 16).double()
-    expected = (torch.nn.functional.silu(y[:, :, 0]) * y[:, :, 1]).reshape(25, 48)
+    gate, inner = y[:, :, 0], y[:, :, 0]
+    if epilogue == "gelu_mul":
+        inner = 2 * math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+    expected = (gate * torch.sigmoid(inner) * y[:, :, 1]).reshape(25, 48)
     out = torch.full((25, 60), NAN, dtype=out_dtype)
-    cpu.ops.linear(x, cpu.pack(kind, weight), out[:, 5:53], "silu_mul")
+    cpu.ops.linear(x, cpu.pack(kind, weight), out[:, 5:53], epilogue)
     assert out.isnan().sum() == 25 * 12
     rounding = 2.0**-8 if out_dtype == BF16 else 2.0**-20
+    if epilogue == "gelu_mul":
+        rounding += 2.0**-22 * float(inner.clamp(-90, 0).abs().max())
     error = (out[:, 5:53].double() - expected).abs()
     assert (error <= rounding * expected.abs() + 1e-30).all()
 
 
-def test_silu_knows_its_limits(cpu: NativeCpu) -> None:
+@pytest.mark.parametrize("epilogue", ["silu_mul", "gelu_mul"])
+def test_a_gate_knows_its_limits(cpu: NativeCpu, epilogue: str) -> None:
     """Of 0, large, and infinite gates; NaN stays NaN."""
     gate = torch.tensor([0.0, 1e4, -1e4, float("inf"), NAN])
     weight = torch.zeros(32, 1)
     weight[0], weight[16] = 1.0, 0.0
     packed = cpu.pack("float32", weight, torch.ones(32) * (torch.arange(32) >= 16))
     out = torch.empty(5, 16)
-    cpu.ops.linear(gate[:, None], packed, out, "silu_mul")
+    cpu.ops.linear(gate[:, None], packed, out, epilogue)
     assert out[:3, 0].tolist() == [0.0, 1e4, 0.0]
     assert out[4].isnan().sum() == 16

@@ -116,10 +116,12 @@ SLOTS = torch.tensor([3, -1, 0, 14, 8, 9, 10])
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x: [T, heads, D], halves of GPT-NeoX."""
-    first, second = x.chunk(2, dim=-1)
+    """x: [T, heads, D], halves of GPT-NeoX of as many dimensions as there are angles for."""
+    width = 2 * cos.shape[1]
+    first, second = x[..., :width].chunk(2, dim=-1)
     cos, sin = cos[POSITIONS, None].double(), sin[POSITIONS, None].double()
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat((*turned, x[..., width:]), dim=-1)
 
 
 def store_qkv(
@@ -141,14 +143,17 @@ def store_qkv(
 
 @DTYPES
 @pytest.mark.parametrize("with_norms", [True, False])
-@pytest.mark.parametrize("head_dim", [2, 10, 64, 96, 128, 256])
+@pytest.mark.parametrize(
+    ("head_dim", "width"),
+    [(2, 2), (10, 10), (64, 64), (96, 96), (128, 128), (256, 256), (10, 4), (96, 72), (128, 32)],
+)
 def test_queries_keys_and_values_find_their_places(
-    cpu: NativeCpu, head_dim: int, with_norms: bool, dtype: torch.dtype
+    cpu: NativeCpu, head_dim: int, width: int, with_norms: bool, dtype: torch.dtype
 ) -> None:
     """Normed, rotated and rounded once; token 1 has slot -1: its query is made, nothing stored."""
     qkv = randn(7, (NUM_HEADS + 2 * NUM_KV_HEADS) * head_dim)
     norms = (randn(head_dim, seed=1), randn(head_dim, seed=2)) if with_norms else None
-    angles = torch.rand(50, head_dim // 2) * 6
+    angles = torch.rand(50, width // 2) * 6
     cos, sin = angles.cos(), angles.sin()
     q, kv = store_qkv(cpu, qkv, norms, (cos, sin), dtype)
 

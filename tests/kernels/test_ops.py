@@ -149,14 +149,37 @@ def rotate_as_complex(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat([turned.real, turned.imag], dim=-1).to(x.dtype)
 
 
+def test_rope_turns_the_first_dimensions_of_heads(ops: Backend, reference: Backend) -> None:
+    angles = randn(6, 3, seed=1) * 3
+    q, k = randn(6, 4, 10), randn(6, 2, 10, seed=2)
+    for backend in (ops, reference):
+        turned_q, turned_k = q.clone(), k.clone()
+        backend.rope(turned_q, turned_k, angles.cos(), angles.sin())
+        for turned, x in ((turned_q, q), (turned_k, k)):
+            assert torch.equal(turned[..., 6:], x[..., 6:])
+            assert_near(turned[..., :6], rotate_as_complex(x[..., :6], angles))
+
+
+def test_rms_norm_takes_weights_in_fp32(ops: Backend, reference: Backend) -> None:
+    """That bf16 would round."""
+    x, weight = randn(5, 48, dtype=torch.bfloat16), 1 + randn(48, seed=1) * 2**-10
+    expected = reference.rms_norm(x.float(), weight, 1e-6).bfloat16()
+    for backend in (ops, reference):
+        assert_near(backend.rms_norm(x, weight, 1e-6), expected)
+        assert_near(backend.add_rms_norm(x, torch.zeros_like(x), weight, 1e-6), expected)
+
+
+@pytest.mark.parametrize("name", ["silu_mul", "gelu_mul"])
 @DTYPES
-def test_silu_mul_takes_halves_of_a_fused_tensor(
-    ops: Backend, reference: Backend, dtype: torch.dtype
+def test_silu_mul_and_gelu_mul_take_halves_of_a_fused_tensor(
+    ops: Backend, reference: Backend, dtype: torch.dtype, name: str
 ) -> None:
     fused = randn(5, 2 * 24, dtype=dtype)
     before = fused.clone()
     gate, up = fused.chunk(2, dim=-1)
-    expected = reference.silu_mul(gate, up)
-    assert_near(ops.silu_mul(gate, up), expected)
-    assert_near(expected, (F.silu(gate.double()) * up.double()).to(dtype))
+    expected = getattr(reference, name)(gate, up)
+    assert_near(getattr(ops, name)(gate, up), expected)
+    wide = gate.double()
+    activated = F.silu(wide) if name == "silu_mul" else F.gelu(wide, approximate="tanh")
+    assert_near(expected, (activated * up.double()).to(dtype))
     assert torch.equal(fused, before)

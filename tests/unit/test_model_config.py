@@ -91,7 +91,8 @@ def test_qwen3_0_6b_reads_as_published(tmp_path: Path) -> None:
         vocab_size=151936,
         max_position_embeddings=40960,
         rms_norm_eps=1e-6,
-        rope=RopeConfig(theta=1_000_000.0),
+        ropes=(RopeConfig(theta=1_000_000.0),) * 28,
+        attention_scale=128**-0.5,
         tied_embeddings=True,
         qkv_bias=False,
         o_bias=False,
@@ -170,14 +171,23 @@ def test_rope_scaling_has_two_equal_spellings(tmp_path: Path, kind: str) -> None
         rope_scaling=None,
         rope_parameters=LLAMA3 | {"rope_type": "llama3", "rope_theta": 500000.0},
     )
-    assert old.rope == new.rope == RopeConfig(500_000.0, Llama3Scaling(32.0, 1.0, 4.0, 8192))
+    assert (
+        old.ropes[0] == new.ropes[0] == RopeConfig(500_000.0, Llama3Scaling(32.0, 1.0, 4.0, 8192))
+    )
 
 
 def test_linear_and_default_rope(tmp_path: Path) -> None:
     linear = read(tmp_path, rope_scaling={"type": "linear", "factor": 4})
-    assert linear.rope == RopeConfig(1_000_000.0, LinearScaling(4.0))
+    assert linear.ropes[0] == RopeConfig(1_000_000.0, LinearScaling(4.0))
     default = read(tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 7.0})
-    assert default.rope == RopeConfig(7.0)
+    assert default.ropes[0] == RopeConfig(7.0)
+
+
+def scaling_of(config: ModelConfig) -> object:
+    """That of all layers."""
+    (rope,) = set(config.ropes)
+    assert rope is not None
+    return rope.scaling
 
 
 def test_yarn_rope_has_bounds_and_a_magnitude(tmp_path: Path) -> None:
@@ -185,22 +195,22 @@ def test_yarn_rope_has_bounds_and_a_magnitude(tmp_path: Path) -> None:
     yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     magnitude = 0.1 * math.log(4) + 1
     scaling = YarnScaling(4.0, 23, 40, magnitude)
-    assert read(tmp_path, rope_scaling=yarn).rope == RopeConfig(1_000_000.0, scaling)
+    assert read(tmp_path, rope_scaling=yarn).ropes[0] == RopeConfig(1_000_000.0, scaling)
     fields = yarn | {"attention_factor": 1.5, "truncate": False}
-    exact = read(tmp_path, rope_scaling=fields).rope.scaling
+    exact = scaling_of(read(tmp_path, rope_scaling=fields))
     assert isinstance(exact, YarnScaling)
     assert (round(exact.low, 3), round(exact.high, 3), exact.magnitude) == (23.596, 39.651, 1.5)
 
 
 def test_dynamic_rope_is_plain_within_the_models_context(tmp_path: Path) -> None:
     dynamic = read(tmp_path, rope_scaling={"type": "dynamic", "factor": 2.0})
-    assert dynamic.rope == RopeConfig(1_000_000.0)
+    assert dynamic.ropes[0] == RopeConfig(1_000_000.0)
 
 
 def test_longrope_depends_on_the_workers_context(tmp_path: Path) -> None:
     """And no other rope does."""
     config = read(tmp_path, rope_scaling=LONGROPE)
-    scaling = config.rope.scaling
+    scaling = scaling_of(config)
     assert isinstance(scaling, LongScaling)
     assert scaling.magnitude == math.sqrt(1 + math.log(10) / math.log(4096))
     assert config.for_context(4096).max_position_embeddings == 4096
@@ -214,8 +224,9 @@ def test_longrope_depends_on_the_workers_context(tmp_path: Path) -> None:
 def test_original_context_beside_the_rope_has_precedence(tmp_path: Path) -> None:
     """As in Phi-3."""
     config = read(tmp_path, rope_scaling=LONGROPE, original_max_position_embeddings=2048)
-    assert isinstance(config.rope.scaling, LongScaling)
-    assert config.rope.scaling.original_max_position_embeddings == 2048
+    scaling = scaling_of(config)
+    assert isinstance(scaling, LongScaling)
+    assert scaling.original_max_position_embeddings == 2048
 
 
 @pytest.mark.parametrize(

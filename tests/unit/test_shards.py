@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from services.common.checkpoint.layout import weight_shapes
 from services.common.checkpoint.quantization import StoredQuantization
 from services.common.checkpoint.shards import SPLITS, check_shards, shards
 from services.common.errors import StartupError
+from services.common.text.families import FAMILIES
 from services.common.text.model_config import ModelConfig
 from services.engine.weights.sharded import ShardedWeights
 from services.engine.weights.weights import Form
@@ -123,6 +125,11 @@ def test_kv_heads_are_those_of_the_ranks_query_heads(
         ({"num_heads": 12, "num_kv_heads": 3}, 2, "3 key/value heads are neither"),
         ({"vocab_size": 3}, 4, "a vocabulary of 3 has fewer tokens"),
         (
+            {"architecture": "Olmo2ForCausalLM", "family": FAMILIES["Olmo2ForCausalLM"]},
+            2,
+            "the norm over all heads of Olmo2ForCausalLM is not divided",
+        ),
+        (
             {"quantization": StoredQuantization("gptq", "int4-128", 128)},
             2,
             "linears of int4-128 are not split",
@@ -130,9 +137,9 @@ def test_kv_heads_are_those_of_the_ranks_query_heads(
     ],
 )
 def test_what_cannot_be_divided_is_refused_with_the_numbers(
-    change: dict[str, int], size: int, text: str
+    change: dict[str, Any], size: int, text: str
 ) -> None:
-    config = replace(CONFIG, **change)  # type: ignore[arg-type]
+    config = replace(CONFIG, **change)
     with pytest.raises(StartupError, match=f"tensor_parallel_size {size}: {text}"):
         check_shards(config, size)
     check_shards(config, 1)

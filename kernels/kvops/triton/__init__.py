@@ -41,8 +41,8 @@ class TritonKernels(Kernels):
     def _staged(self) -> StagedCopies:
         return StagedCopies(CudaStream())
 
-    def warm_up(self, kv_layer: Tensor, num_heads: int, max_rows: int) -> None:
-        attention.warm_up(kv_layer, num_heads, max_rows)
+    def warm_up(self, kv_layer: Tensor, num_heads: int, max_rows: int, cap: float | None) -> None:
+        attention.warm_up(kv_layer, num_heads, max_rows, cap)
 
     def store_kv(self, kv_layer: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
         fusions.store_kv(kv_layer, k, v, slot_mapping)
@@ -80,6 +80,9 @@ class TritonKernels(Kernels):
 
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         return fusions.silu_mul(gate, up)
+
+    def gelu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        return fusions.gelu_mul(gate, up)
 
     def sample(self, logits: Tensor, draws: DrawTensors, tables: PenaltyTables | None) -> Tensor:
         return sampling.sample(logits, draws, tables)

@@ -69,7 +69,8 @@ def paged_attention(call: AttentionCall) -> Tensor:
         maxima,
         sums,
         num_rows,
-        call.scale * math.log2(math.e),
+        call.scale / call.cap if call.cap else call.scale * math.log2(math.e),
+        (call.cap or 0.0) * math.log2(math.e),
         _NO_WINDOW if call.window is None else call.window,
         HEAD_DIM=head_dim,
         GROUP=group,
@@ -81,6 +82,7 @@ def paged_attention(call: AttentionCall) -> Tensor:
         KEYS=32 if wide else 64,
         DIMS=max(_MIN_DOT, triton.next_power_of_2(head_dim)),
         SPLIT=num_splits > 1,
+        CAPPED=call.cap is not None,
         MIN_SPLIT=_MIN_SPLIT,
         MAX_SPLITS=_MAX_SPLITS,
         num_warps=8 if wide else 4,
@@ -100,7 +102,7 @@ def paged_attention(call: AttentionCall) -> Tensor:
     return out
 
 
-def warm_up(kv_layer: Tensor, num_heads: int, max_rows: int) -> None:
+def warm_up(kv_layer: Tensor, num_heads: int, max_rows: int, cap: float | None) -> None:
     """Compile what steps of up to `max_rows` rows need: decode steps with and without splits, and
     prefill steps in each bucket of rows. All rows are in block 0, and the results are dropped."""
     block_size, _, head_dim = kv_layer.shape[2:]
@@ -121,6 +123,7 @@ def warm_up(kv_layer: Tensor, num_heads: int, max_rows: int) -> None:
             scale=1.0,
             window=None,
             max_query_len=new,
+            cap=cap,
         )
         paged_attention(call)
 
@@ -190,6 +193,7 @@ def _attend(
     sums,
     num_rows,
     scale,
+    cap,
     window,
     HEAD_DIM: tl.constexpr,
     GROUP: tl.constexpr,
@@ -201,14 +205,15 @@ def _attend(
     KEYS: tl.constexpr,
     DIMS: tl.constexpr,
     SPLIT: tl.constexpr,
+    CAPPED: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
 ):
     """Computes one tile over its context, or over one split of it.
 
     Line i of a tile is token i // GROUP with head i % GROUP of the group. `scale` includes log2(e),
-    because the exponentials are powers of two. `out` is [T, H, D], or with SPLIT [T, H, splits, D].
-    For an empty split, only the maximum (-inf) is written.
+    because the exponentials are powers of two; if CAPPED, `cap` includes it. `out` is [T, H, D], or
+    with SPLIT [T, H, splits, D]. For an empty split, only the maximum (-inf) is written.
     """
     kv_head, split = tl.program_id(1), tl.program_id(2)
     row, first_token, end_token = _tile(
@@ -265,6 +270,8 @@ def _attend(
             other=0.0,
         )
         scores = tl.dot(queries, k, input_precision="ieee") * scale
+        if CAPPED:  # tanh x = 1 - 2 / (e^2x + 1)
+            scores = cap * (1.0 - 2.0 / (tl.exp2(scores * 2.885390081777927) + 1.0))
         ahead = keys[None, :] - positions[:, None]
         seen = is_key[None, :] & (ahead <= 0) & (ahead > -window)
         scores = tl.where(seen, scores, float("-inf"))

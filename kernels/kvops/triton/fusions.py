@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_SILU_WIDTH = 1024
+_GATE_WIDTH = 1024
 _CLEAR_WIDTH = 4096
 _CLEAR_PARTS = 16
 
@@ -160,8 +160,8 @@ def _rms_norm(
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-    num_tokens, num_heads, head_dim = q.shape
-    half = head_dim // 2
+    num_tokens, num_heads = q.shape[:2]
+    half = cos.shape[1]
     _rope[(num_tokens,)](
         q,
         q.stride(),
@@ -226,16 +226,24 @@ def _turn(
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    return _gate_mul(gate, up, gelu=False)
+
+
+def gelu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    return _gate_mul(gate, up, gelu=True)
+
+
+def _gate_mul(gate: Tensor, up: Tensor, *, gelu: bool) -> Tensor:
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     num_tokens, size = gate.shape
-    _silu_mul[(num_tokens, triton.cdiv(size, _SILU_WIDTH))](
-        gate, gate.stride(), up, up.stride(), out, size, WIDTH=_SILU_WIDTH
+    _activate_mul[(num_tokens, triton.cdiv(size, _GATE_WIDTH))](
+        gate, gate.stride(), up, up.stride(), out, size, WIDTH=_GATE_WIDTH, GELU=gelu
     )
     return out
 
 
 @triton.jit
-def _silu_mul(
+def _activate_mul(
     gate,
     gate_strides,
     up,
@@ -243,11 +251,17 @@ def _silu_mul(
     out,
     size,
     WIDTH: tl.constexpr,
+    GELU: tl.constexpr,
 ):
+    """silu(x) = x * logistic(x); gelu(x), with y = sqrt(2 / pi) * (x + 0.044715 x^3) in tanh, is
+    x / 2 * (1 + tanh(y)) = x * logistic(2 y)."""
     token = tl.program_id(0).to(tl.int64)
     dims = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = dims < size
     g = tl.load(gate + token * gate_strides[0] + dims * gate_strides[1], inside).to(tl.float32)
     u = tl.load(up + token * up_strides[0] + dims * up_strides[1], inside).to(tl.float32)
-    silu = g / (1.0 + tl.exp(-g))
-    tl.store(out + token * size + dims, (silu * u).to(out.dtype.element_ty), inside)
+    inner = g
+    if GELU:
+        inner = g * (1.5957691216057308 + 0.0713548162726009 * g * g)
+    activated = g / (1.0 + tl.exp(-inner))
+    tl.store(out + token * size + dims, (activated * u).to(out.dtype.element_ty), inside)

@@ -1,8 +1,12 @@
 """Names and shapes of a checkpoint's tensors.
 
-Families use Llama's names for linears; their rows say how their norms are called.
+A family's row says how its norms are called, and which linears are fused in the checkpoint; for the
+rest, families use Llama's names.
 """
 
+from collections.abc import Mapping
+
+from services.common.text.families import Family
 from services.common.text.model_config import ModelConfig
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -11,9 +15,29 @@ HEAD = "lm_head.weight"
 
 Shape = tuple[int, ...]
 
+FUSED: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "qkv_proj": ("self_attn", ("q_proj", "k_proj", "v_proj")),
+    "gate_up_proj": ("mlp", ("gate_proj", "up_proj")),
+}
+"""Linears that are several of Llama's, whose outputs follow one another: where they are, and the
+names of these."""
+
 
 def layer_prefix(layer: int) -> str:
     return f"model.layers.{layer}"
+
+
+def norm_places(family: Family) -> dict[str, str | None]:
+    """The names of a layer's norms in the checkpoint, by the names that the decoders give them."""
+    norms, has_qk_norm = family.norms, family.qk_norm != "none"
+    return {
+        "attention_in": norms.attention_in,
+        "query_norm": "self_attn.q_norm" if has_qk_norm else None,
+        "key_norm": "self_attn.k_norm" if has_qk_norm else None,
+        "attention_out": norms.attention_out,
+        "mlp_in": norms.mlp_in,
+        "mlp_out": norms.mlp_out,
+    }
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, Shape]:
@@ -48,12 +72,17 @@ def _layer_shapes(config: ModelConfig) -> dict[str, Shape]:
         "mlp.up_proj": (wide, hidden, config.mlp_bias),
         "mlp.down_proj": (hidden, wide, config.mlp_bias),
     }
-    norms = config.family.norms
-    shapes: dict[str, Shape] = {
-        f"{name}.weight": (hidden,) for name in (norms.attention_in, norms.mlp_in)
-    }
-    if config.family.qk_norm == "per head":
-        shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (config.head_dim,)
+    for name in config.family.fused:
+        place, parts = FUSED[name]
+        rows = sum(linears.pop(f"{place}.{part}")[0] for part in parts)
+        linears[f"{place}.{name}"] = (rows, hidden, False)
+    whole = config.family.qk_norm == "all heads"
+    widths = {"query_norm": q_size, "key_norm": kv_size} if whole else {}
+    shapes: dict[str, Shape] = {}
+    for at, norm in norm_places(config.family).items():
+        if norm is not None:
+            usual = config.head_dim if at in ("query_norm", "key_norm") else hidden
+            shapes[f"{norm}.weight"] = (widths.get(at, usual),)
     for name, (rows, columns, bias) in linears.items():
         shapes[f"{name}.weight"] = (rows, columns)
         if bias:

@@ -106,6 +106,8 @@ def check_shards(config: ModelConfig, size: int) -> None:
             size,
             f"{config.num_kv_heads} key/value heads are neither a multiple nor a divisor of it",
         )
+    if config.family.qk_norm == "all heads":
+        raise _refusal(size, f"the norm over all heads of {config.architecture} is not divided")
     if config.vocab_size < size:
         raise _refusal(size, f"a vocabulary of {config.vocab_size} has fewer tokens")
     if config.quantization is not None and config.quantization.kind is not None:

@@ -86,6 +86,7 @@ def gguf_config(file: GgufFile) -> ModelConfig:
     hidden_size = fields.integer("embedding_length")
     vocab_size = _vocab_size(file)
     num_layers = fields.integer("block_count")
+    head_dim = _head_dim(fields, hidden_size, num_heads)
     return ModelConfig(
         architecture=family.architecture,
         family=FAMILIES[family.architecture],
@@ -93,12 +94,13 @@ def gguf_config(file: GgufFile) -> ModelConfig:
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=_num_kv_heads(fields, num_heads),
-        head_dim=_head_dim(fields, hidden_size, num_heads),
+        head_dim=head_dim,
         intermediate_size=fields.integer("feed_forward_length"),
         vocab_size=vocab_size,
         max_position_embeddings=fields.integer("context_length"),
         rms_norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
-        rope=_rope(file, fields),
+        ropes=(_rope(file, fields),) * num_layers,
+        attention_scale=head_dim**-0.5,
         tied_embeddings=gguf_name(HEAD) not in file.tensors,
         qkv_bias="blk.0.attn_q.bias" in file.tensors,
         o_bias="blk.0.attn_output.bias" in file.tensors,

@@ -10,35 +10,62 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Activation = Literal["silu"]
+Activation = Literal["silu", "gelu_pytorch_tanh"]
+"""As transformers names them."""
 
-Biases = Literal["none", "as configured", "qkv"]
+Biases = Literal["none", "as configured", "qkv", "qkv as configured"]
 """Which linears of attention have a bias: none; all four if `attention_bias` is true; those of
-queries, keys and values, always."""
+queries, keys and values, always, or if it is true."""
 
-QKNorm = Literal["none", "per head"]
+QKNorm = Literal["none", "per head", "all heads"]
+"""Norms of queries and of keys: none; of each head; of all heads of a token together."""
 
-Windows = Literal["none", "all layers", "upper layers"]
+Windows = Literal["none", "all layers", "upper layers", "every second", "but every nth", "no rope"]
 """Which layers have a sliding window where `layer_types` is absent: none; all, if `sliding_window`
-is a number; those from `max_window_layers` on, if `use_sliding_window` is true."""
+is a number; those from `max_window_layers` on, if `use_sliding_window` is true; the first and every
+second one; all but each `sliding_window_pattern`-th; those without rotation, if
+`use_sliding_window` is true."""
+
+Ropes = Literal["one", "some layers", "by layer type"]
+"""The rotations of the layers: one for all; one, and none in the layers that `no_rope_layers`
+names; one for layers with a sliding window and one for those without."""
+
+Number = Literal[
+    "attention_multiplier",
+    "query_pre_attn_scalar",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "logits_scaling",
+]
 
 
 @dataclass(frozen=True, slots=True)
 class Norms:
-    """The names of a layer's norms in the checkpoint: of the inputs of attention and of the MLP."""
+    """The names of a layer's norms in the checkpoint: of the inputs of attention and of the MLP,
+    and of their outputs before these are added to the residual stream. None: there is none."""
 
-    attention_in: str = "input_layernorm"
-    mlp_in: str = "post_attention_layernorm"
+    attention_in: str | None = "input_layernorm"
+    attention_out: str | None = None
+    mlp_in: str | None = "post_attention_layernorm"
+    mlp_out: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
     """How an architecture's decoder differs from Llama's, which is the default of each field.
 
-    `norms`: which norms a layer has, and their names. `qk_norm`: how queries and keys are
-    normalized before their rotation. `biases`: of attention. `mlp_bias`: whether the field
-    `mlp_bias` has a meaning. `activation`: of the MLP's gate. `windows`: which layers have a
-    sliding window.
+    `norms`: which norms a layer has, and their names. `norm_offset`: is added to the weights of all
+    norms. `qk_norm`: how queries and keys are normalized before their rotation. `biases`: of
+    attention. `mlp_bias`: whether the field `mlp_bias` has a meaning. `activation`: of the MLP's
+    gate; `activation_name`: the field that has it. `windows`: which layers have a sliding window.
+    `ropes`: of the layers. `partial_rotary`: whether `partial_rotary_factor`, the part of a head
+    that is rotated, has a meaning. `interleaved`: a rotation's pairs are neighbours in the
+    checkpoint.
+    `scaled_embedding`: embeddings are multiplied by the root of the hidden size. `numbers`: which
+    fields that scale or bound values have a meaning. `fused`: linears of the checkpoint that are
+    several of Llama's, `qkv_proj` or `gate_up_proj`.
 
     `defaults`: the value of each field that a config.json may leave out, where transformers has
     another one than `ModelConfig` reads for all. `ignored`: fields that transformers ignores for
@@ -46,14 +73,35 @@ class Family:
     """
 
     norms: Norms = Norms()
+    norm_offset: float = 0.0
     qk_norm: QKNorm = "none"
     biases: Biases = "as configured"
     mlp_bias: bool = False
     activation: Activation = "silu"
+    activation_name: str = "hidden_act"
     windows: Windows = "none"
+    ropes: Ropes = "one"
+    partial_rotary: bool = False
+    interleaved: bool = False
+    scaled_embedding: bool = False
+    numbers: tuple[Number, ...] = ()
+    fused: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
 
+
+_GEMMA_NORMS = Norms(
+    attention_out="post_attention_layernorm",
+    mlp_in="pre_feedforward_layernorm",
+    mlp_out="post_feedforward_layernorm",
+)
+_GEMMA_DEFAULTS = {
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
 
 FAMILIES: Mapping[str, Family] = {
     "LlamaForCausalLM": Family(mlp_bias=True, ignored=("sliding_window", "max_window_layers")),
@@ -73,5 +121,82 @@ FAMILIES: Mapping[str, Family] = {
         qk_norm="per head",
         windows="upper layers",
         defaults={"sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
+    ),
+    "SmolLM3ForCausalLM": Family(
+        mlp_bias=True,
+        windows="no rope",
+        ropes="some layers",
+        defaults={"rope_theta": 2_000_000.0, "tie_word_embeddings": True},
+        ignored=("max_window_layers",),
+    ),
+    "Olmo2ForCausalLM": Family(
+        norms=Norms(
+            attention_in=None,
+            attention_out="post_attention_layernorm",
+            mlp_in=None,
+            mlp_out="post_feedforward_layernorm",
+        ),
+        qk_norm="all heads",
+        defaults={"rms_norm_eps": 1e-5},
+    ),
+    "GraniteForCausalLM": Family(
+        mlp_bias=True,
+        numbers=(
+            "attention_multiplier",
+            "embedding_multiplier",
+            "residual_multiplier",
+            "logits_scaling",
+        ),
+        defaults={"attention_multiplier": 1.0},
+    ),
+    "Phi3ForCausalLM": Family(
+        biases="none",
+        windows="all layers",
+        partial_rotary=True,
+        fused=("qkv_proj", "gate_up_proj"),
+        defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
+    ),
+    "Glm4ForCausalLM": Family(
+        norms=Norms(attention_out="post_self_attn_layernorm", mlp_out="post_mlp_layernorm"),
+        biases="qkv as configured",
+        partial_rotary=True,
+        interleaved=True,
+        fused=("gate_up_proj",),
+        defaults={
+            "rms_norm_eps": 1.5625e-7,
+            "head_dim": 128,
+            "attention_bias": True,
+            "partial_rotary_factor": 0.5,
+        },
+    ),
+    "Gemma2ForCausalLM": Family(
+        norms=_GEMMA_NORMS,
+        norm_offset=1.0,
+        activation="gelu_pytorch_tanh",
+        activation_name="hidden_activation",
+        windows="every second",
+        scaled_embedding=True,
+        numbers=("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
+        defaults=_GEMMA_DEFAULTS
+        | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        ignored=("hidden_act",),
+    ),
+    "Gemma3ForCausalLM": Family(
+        norms=_GEMMA_NORMS,
+        norm_offset=1.0,
+        qk_norm="per head",
+        activation="gelu_pytorch_tanh",
+        activation_name="hidden_activation",
+        windows="but every nth",
+        ropes="by layer type",
+        scaled_embedding=True,
+        numbers=("query_pre_attn_scalar", "final_logit_softcapping"),
+        defaults=_GEMMA_DEFAULTS
+        | {
+            "sliding_window_pattern": 6,
+            "rope_theta": 1_000_000.0,
+            "rope_local_base_freq": 10_000.0,
+        },
+        ignored=("hidden_act",),
     ),
 }

@@ -5,13 +5,19 @@ The gateway reads them too, so this module does not import PyTorch.
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from services.common.checkpoint.quantization import StoredQuantization, stored_quantization
 from services.common.errors import StartupError
-from services.common.text.families import FAMILIES, Family
+from services.common.text.families import FAMILIES, Family, Number
 from services.common.text.json_fields import JsonFields
 from services.common.text.neutral_fields import check_all_read
-from services.common.text.rope_config import LongScaling, RopeConfig, read_rope
+from services.common.text.rope_config import (
+    LongScaling,
+    RopeConfig,
+    read_ropes,
+    rotated_layers,
+)
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
@@ -53,9 +59,14 @@ class ModelConfig:
 
     `family`: the architecture's row there. It is a part of the configuration, so that fingerprints
     include it. `qkv_bias`, `o_bias`, `mlp_bias`: which linears have a bias. `windows`: for each
-    layer the number of positions that a query sees, its own included; None: all. `dtype`: of the
-    weights in the files that are not quantized, one of `DTYPES`. `quantization`: None if no weights
-    are quantized.
+    layer the number of positions that a query sees, its own included; None: all. `ropes`: for each
+    layer its rotation; None: none. `attention_scale`: of the products of queries and keys. `dtype`:
+    of the weights in the files that are not quantized, one of `DTYPES`. `quantization`: None if no
+    weights are quantized.
+
+    Factors: `embedding_scale` of embeddings, `residual_scale` of a sublayer's output, `logit_scale`
+    of logits. `attention_cap`, `logit_cap`: soft caps of scores and of logits, cap * tanh(x / cap);
+    None: none.
     """
 
     architecture: str
@@ -69,7 +80,8 @@ class ModelConfig:
     vocab_size: int
     max_position_embeddings: int
     rms_norm_eps: float
-    rope: RopeConfig
+    ropes: tuple[RopeConfig | None, ...]
+    attention_scale: float
     tied_embeddings: bool
     qkv_bias: bool
     o_bias: bool
@@ -79,6 +91,11 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     generation: GenerationDefaults
     quantization: StoredQuantization | None = None
+    attention_cap: float | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_cap: float | None = None
 
     @classmethod
     def from_directory(cls, directory: Path | str) -> "ModelConfig":
@@ -118,7 +135,8 @@ class ModelConfig:
                 f"max_model_len {context} is beyond the model's context of "
                 f"{self.max_position_embeddings}"
             )
-        if context is None or not isinstance(self.rope.scaling, LongScaling):
+        scalings = [rope.scaling for rope in self.ropes if rope is not None]
+        if context is None or not any(isinstance(scaling, LongScaling) for scaling in scalings):
             return self
         return replace(self, max_position_embeddings=context)
 
@@ -127,14 +145,16 @@ def _model_config(config: JsonFields, generation: JsonFields) -> ModelConfig:
     architecture = _architecture(config)
     family = FAMILIES[architecture]
     config = config.with_defaults(family.defaults)
-    if (act := config.text("hidden_act", "silu")) != family.activation:
-        raise config.wrong("hidden_act", f"{act!r} is not supported, only {family.activation!r}")
+    if (act := config.text(family.activation_name, "silu")) != family.activation:
+        known = f"{act!r} is not supported, only {family.activation!r}"
+        raise config.wrong(family.activation_name, known)
     hidden_size = config.integer("hidden_size")
     num_heads = config.integer("num_attention_heads")
     vocab_size = config.integer("vocab_size")
     num_layers = config.integer("num_hidden_layers")
     head_dim = _head_dim(config, hidden_size, num_heads)
-    bias = family.biases == "as configured" and config.boolean("attention_bias", default=False)
+    windows = _windows(config, family, num_layers)
+    configured = "as configured" in family.biases and config.boolean("attention_bias", False)
     found = ModelConfig(
         architecture=architecture,
         family=family,
@@ -147,19 +167,39 @@ def _model_config(config: JsonFields, generation: JsonFields) -> ModelConfig:
         vocab_size=vocab_size,
         max_position_embeddings=config.integer("max_position_embeddings"),
         rms_norm_eps=config.number("rms_norm_eps", 1e-6),
-        rope=read_rope(config, head_dim),
+        ropes=read_ropes(config, family, head_dim, windows),
         tied_embeddings=config.boolean("tie_word_embeddings", default=False),
-        qkv_bias=bias or family.biases == "qkv",
-        o_bias=bias,
+        qkv_bias=configured or family.biases == "qkv",
+        o_bias=configured and family.biases == "as configured",
         mlp_bias=family.mlp_bias and config.boolean("mlp_bias", default=False),
-        windows=_windows(config, family, num_layers),
+        windows=windows,
         dtype=_dtype(config),
         eos_token_ids=_eos_token_ids(config, generation, vocab_size),
         generation=GenerationDefaults.from_fields(generation),
         quantization=stored_quantization(config),
+        **_numbers(config, family, hidden_size, head_dim),
     )
     check_all_read(config, family.ignored)
     return found
+
+
+def _numbers(config: JsonFields, family: Family, hidden_size: int, head_dim: int) -> dict[str, Any]:
+    """The fields of a ModelConfig that scale and bound values."""
+
+    def number(name: Number) -> float | None:
+        return config.number(name) if name in family.numbers and config.has(name) else None
+
+    scalar = number("query_pre_attn_scalar") or head_dim
+    return {
+        "attention_scale": number("attention_multiplier") or scalar**-0.5,
+        "attention_cap": number("attn_logit_softcapping"),
+        "embedding_scale": hidden_size**0.5
+        if family.scaled_embedding
+        else number("embedding_multiplier") or 1.0,
+        "residual_scale": number("residual_multiplier") or 1.0,
+        "logit_scale": 1.0 / (number("logits_scaling") or 1.0),
+        "logit_cap": number("final_logit_softcapping"),
+    }
 
 
 def _architecture(config: JsonFields) -> str:
@@ -196,8 +236,8 @@ def _windows(config: JsonFields, family: Family, num_layers: int) -> tuple[int |
     """The attention window of each layer: those that `layer_types` names, else as the family
     has it."""
     window = _window(config, family)
-    begin = config.integer("max_window_layers", least=0) if family.windows == "upper layers" else 0
-    windows = tuple(window if layer >= begin else None for layer in range(num_layers))
+    slides = _sliding(config, family, num_layers)
+    windows = tuple(window if slide else None for slide in slides)
     if not config.has("layer_types"):
         return windows
     kinds = config.value("layer_types")
@@ -214,10 +254,29 @@ def _windows(config: JsonFields, family: Family, num_layers: int) -> tuple[int |
     return by_type
 
 
+def _sliding(config: JsonFields, family: Family, num_layers: int) -> list[bool]:
+    """The layers that have a window, if there is one and `layer_types` is absent."""
+    layers = range(num_layers)
+    match family.windows:
+        case "upper layers":
+            begin = config.integer("max_window_layers", least=0)
+            return [layer >= begin for layer in layers]
+        case "every second":
+            return [layer % 2 == 0 for layer in layers]
+        case "but every nth":
+            nth = config.integer("sliding_window_pattern")
+            return [(layer + 1) % nth != 0 for layer in layers]
+        case "no rope":
+            return [not has for has in rotated_layers(config, family, num_layers)]
+        case _:
+            return [True] * num_layers
+
+
 def _window(config: JsonFields, family: Family) -> int | None:
     """The window of layers with a sliding window; None: no layer has one. An absent field means
     the family's default, as in transformers, but null means no window."""
-    uses = family.windows == "all layers" or config.boolean("use_sliding_window", default=False)
+    by_flag = family.windows in ("none", "upper layers", "no rope")
+    uses = not by_flag or config.boolean("use_sliding_window", default=False)
     if family.windows == "none":
         if uses:
             raise config.wrong("use_sliding_window", "this architecture has no sliding window")

@@ -15,6 +15,8 @@ _NAMES = frozenset(
         *("architectures", "model_type", "torch_dtype", "dtype", "auto_map", "name_or_path"),
         *("model_name", "base_model", "tokenizer_class", "processor_class", "license"),
         *("task_specific_params", "finetuning_task", "problem_type", "id2label", "label2id"),
+        # read where it has a meaning, and ignored elsewhere by transformers
+        "original_max_position_embeddings",
         # training
         *("initializer_range", "initializer_factor", "z_loss", "pretraining_tp"),
         *("gradient_checkpointing", "classifier_dropout"),

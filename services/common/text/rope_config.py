@@ -1,8 +1,10 @@
 """Reads how a model rotates queries and keys (RoPE)."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from services.common.text.families import Family
 from services.common.text.json_fields import JsonFields
 from services.common.text.neutral_fields import check_all_read
 
@@ -61,21 +63,65 @@ Scaling = LinearScaling | Llama3Scaling | YarnScaling | LongScaling | FrequencyD
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
+    """`width`: how many dimensions of a head are rotated, from the first on; None: all."""
+
     theta: float
     scaling: Scaling | None = None
+    width: int | None = None
 
 
-def read_rope(config: JsonFields, head_dim: int) -> RopeConfig:
-    """Read both forms: transformers 5 writes everything into `rope_parameters`, earlier versions
-    wrote `rope_theta` beside `rope_scaling`."""
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+def read_ropes(
+    config: JsonFields, family: Family, head_dim: int, windows: Sequence[int | None]
+) -> tuple[RopeConfig | None, ...]:
+    """The rotation of each layer; None: it has none. Reads both forms: transformers 5 writes
+    everything into `rope_parameters`, earlier versions wrote `rope_theta` beside `rope_scaling`."""
     fields = config.object("rope_parameters" if config.has("rope_parameters") else "rope_scaling")
-    theta = fields.number("rope_theta", config.number("rope_theta", 10_000.0))
-    for owner in (config, fields):
-        if owner.number("partial_rotary_factor", 1.0) != 1.0:
-            raise owner.wrong("partial_rotary_factor", "partial rotation is not supported")
-    scaling = _scaling(config, fields, theta, head_dim)
+    if family.ropes != "by layer type":
+        rope = _rope(config, family, fields, config.number("rope_theta", 10_000.0), head_dim)
+        return tuple(rope if has else None for has in rotated_layers(config, family, len(windows)))
+    theta, local = config.number("rope_theta"), config.number("rope_local_base_freq")
+    inner = _FULL in fields.values or _SLIDING in fields.values
+    full = fields.object(_FULL) if inner else fields
+    sliding = fields.object(_SLIDING)
+    if inner:
+        check_all_read(fields)
+    by_kind = {
+        True: _rope(config, family, full, theta, head_dim),
+        False: _rope(config, family, sliding, local, head_dim),
+    }
+    return tuple(by_kind[window is None] for window in windows)
+
+
+def rotated_layers(config: JsonFields, family: Family, num_layers: int) -> list[bool]:
+    """For each layer whether it has a rotation."""
+    if family.ropes == "one":
+        return [True] * num_layers
+    interval = config.integer("no_rope_layer_interval", 4)
+    if not config.has("no_rope_layers"):
+        return [(layer + 1) % interval != 0 for layer in range(num_layers)]
+    flags = config.value("no_rope_layers")
+    if not isinstance(flags, list) or len(flags) != num_layers or not set(flags) <= {0, 1}:
+        raise config.wrong("no_rope_layers", f"{flags!r} is not a list of {num_layers} of 0 and 1")
+    return [flag == 1 for flag in flags]
+
+
+def _rope(
+    config: JsonFields, family: Family, fields: JsonFields, theta: float, head_dim: int
+) -> RopeConfig:
+    theta = fields.number("rope_theta", theta)
+    part = fields.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
+    width = int(head_dim * part)
+    if part != 1 and (not family.partial_rotary or part > 1 or width < 2 or width % 2):
+        reason = "rotates an odd or impossible number of dimensions"
+        if not family.partial_rotary:
+            reason = "this architecture rotates whole heads"
+        raise fields.wrong("partial_rotary_factor", f"{part} of heads of {head_dim}: {reason}")
+    scaling = _scaling(config, fields, theta, width)
     check_all_read(fields)
-    return RopeConfig(theta, scaling)
+    return RopeConfig(theta, scaling, None if width == head_dim else width)
 
 
 def _scaling(config: JsonFields, fields: JsonFields, theta: float, width: int) -> Scaling | None:

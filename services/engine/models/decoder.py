@@ -1,5 +1,5 @@
-"""A decoder composed of the operations of `kvops`: that of Llama, plus the query and key norms of
-Qwen3, the biases of Qwen2 and the sliding windows of Mistral if the checkpoint has them."""
+"""A decoder composed of the operations of `kvops`: that of Llama, with what the rows of
+`services.common.text.families` add to it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,8 +9,9 @@ from torch import Tensor
 
 from kvops import Backend
 from services.common.text.model_config import ModelConfig
+from services.common.text.rope_config import RopeConfig
 from services.engine.batch import Answer, Fault, Query
-from services.engine.models.model import Batch
+from services.engine.models.model import Batch, embedding_scale
 from services.engine.models.rope import rope_tables
 from services.engine.ranks.collectives import Collectives
 from services.engine.sampling.sampling_head import answer_in_parts
@@ -25,18 +26,22 @@ class Linear:
 @dataclass(frozen=True, slots=True)
 class Layer:
     """The weights of one layer. `qkv` and `gate_up` are joined: their outputs follow one another.
-    Only Qwen3 has `query_norm` and `key_norm`. `window`: how many positions a query attends to, its
-    own included; None: all."""
+    Norms: of the inputs of attention and of the MLP, and of their outputs; None: there is none.
+    `window`: how many positions a query attends to, its own included; None: all. `rope`: None: no
+    rotation."""
 
-    input_norm: Tensor
+    attention_in: Tensor | None
     qkv: Linear
     query_norm: Tensor | None
     key_norm: Tensor | None
     output: Linear
-    mlp_norm: Tensor
+    attention_out: Tensor | None
+    mlp_in: Tensor | None
     gate_up: Linear
     down: Linear
+    mlp_out: Tensor | None
     window: int | None
+    rope: RopeConfig | None
 
 
 class ComposedModel:
@@ -65,8 +70,14 @@ class ComposedModel:
         self._head = head
         self.weights_digest = weights_digest
         self.collectives: Collectives | None = None
-        tables = rope_tables(config.rope, config.head_dim, config.max_position_embeddings)
-        self._cos, self._sin = (table.to(embedding.device) for table in tables)
+        self._embedding_scale = embedding_scale(config, embedding.dtype)
+        self._activate = (
+            ops.gelu_mul if config.family.activation == "gelu_pytorch_tanh" else ops.silu_mul
+        )
+        self._rotations = {
+            rope: tuple(table.to(embedding.device) for table in tables)
+            for rope, tables in rope_tables(config).items()
+        }
 
     @property
     def dtype(self) -> torch.dtype:
@@ -77,33 +88,55 @@ class ComposedModel:
         return self._embedding.device
 
     def forward(self, batch: Batch, kv: Tensor, wanted: Tensor) -> Tensor:
-        """See `Model.forward`. The residual stream starts at 0; `add_rms_norm` adds the output of
-        each sublayer to it, where the next one normalizes the stream."""
-        ops, eps = self.ops, self.config.rms_norm_eps
-        ops.clear_begun_blocks(kv, batch.slot_mapping)
-        rotation = self._cos[batch.positions], self._sin[batch.positions]
+        """See `Model.forward`. The residual stream starts at 0; the output of each sublayer is
+        added to it where the next one begins."""
+        self.ops.clear_begun_blocks(kv, batch.slot_mapping)
+        rotations = {
+            rope: tuple(table[batch.positions] for table in tables)
+            for rope, tables in self._rotations.items()
+        }
         x = self._embed(batch.token_ids)
         residual = torch.zeros_like(x)
         for layer, kv_layer in zip(self._layers, kv.unbind(dim=1), strict=True):
-            x = ops.add_rms_norm(x, residual, layer.input_norm, eps)
+            x = self._enter(x, residual, layer.attention_in)
+            rotation = None if layer.rope is None else rotations[layer.rope]
             x = self._attention(layer, x, rotation, batch, kv_layer)
-            x = ops.add_rms_norm(x, residual, layer.mlp_norm, eps)
-            x = self._mlp(layer, x)
-        return ops.add_rms_norm(x[wanted], residual[wanted], self._final_norm, eps)
+            x = self._leave(x, layer.attention_out)
+            x = self._enter(x, residual, layer.mlp_in)
+            x = self._leave(self._mlp(layer, x), layer.mlp_out)
+        return self._enter(x[wanted], residual[wanted], self._final_norm)
 
     def logits(self, hidden: Tensor) -> Tensor:
         logits = self.ops.linear(hidden, self._head)
         if self.collectives is not None:
             logits = self.collectives.join_logits(logits)
-        return logits.float()
+        logits, c = logits.float(), self.config
+        if c.logit_scale != 1:
+            logits = logits * c.logit_scale
+        return logits if c.logit_cap is None else c.logit_cap * torch.tanh(logits / c.logit_cap)
 
     def answer(self, hidden: Tensor, queries: Sequence[Query]) -> list[Answer | Fault]:
         return answer_in_parts(lambda states: self.logits(hidden[states]), queries)
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         if self.collectives is None:
-            return self._embedding[token_ids]
-        return self.collectives.embed(self._embedding, token_ids)
+            x = self._embedding[token_ids]
+        else:
+            x = self.collectives.embed(self._embedding, token_ids)
+        return x if self._embedding_scale == 1 else x * self._embedding_scale
+
+    def _enter(self, x: Tensor, residual: Tensor, norm: Tensor | None) -> Tensor:
+        """Add x to the residual stream. Returns the input of the next sublayer."""
+        if norm is not None:
+            return self.ops.add_rms_norm(x, residual, norm, self.config.rms_norm_eps)
+        residual += x
+        return residual
+
+    def _leave(self, x: Tensor, norm: Tensor | None) -> Tensor:
+        """What a sublayer's output adds to the residual stream."""
+        if norm is not None:
+            x = self.ops.rms_norm(x, norm, self.config.rms_norm_eps)
+        return x if self.config.residual_scale == 1 else x * self.config.residual_scale
 
     def _sum(self, x: Tensor) -> Tensor:
         """The output of a linear whose inputs are divided among the ranks."""
@@ -113,16 +146,18 @@ class ComposedModel:
         self,
         layer: Layer,
         x: Tensor,
-        rotation: tuple[Tensor, Tensor],
+        rotation: tuple[Tensor, ...] | None,
         batch: Batch,
         kv_layer: Tensor,
     ) -> Tensor:
         ops, eps = self.ops, self.config.rms_norm_eps
         q, k, v = self._heads(self._linear(layer.qkv, x))
         if layer.query_norm is not None and layer.key_norm is not None:
-            q = ops.rms_norm(q, layer.query_norm, eps)
-            k = ops.rms_norm(k, layer.key_norm, eps)
-        ops.rope(q, k, *rotation)
+            # The norm's weights are as wide as a head, or as all heads of a token.
+            q = ops.rms_norm(q.reshape(-1, len(layer.query_norm)), layer.query_norm, eps).view_as(q)
+            k = ops.rms_norm(k.reshape(-1, len(layer.key_norm)), layer.key_norm, eps).view_as(k)
+        if rotation is not None:
+            ops.rope(q, k, rotation[0], rotation[1])
         ops.store_kv(kv_layer, k, v, batch.slot_mapping)
         attended = ops.paged_attention(
             q,
@@ -130,14 +165,15 @@ class ComposedModel:
             batch.block_tables,
             batch.cu_query_lens,
             batch.context_lens,
-            self.config.head_dim**-0.5,
+            self.config.attention_scale,
             layer.window,
             max_query_len=batch.max_query_len,
+            cap=self.config.attention_cap,
         )
         return self._sum(self._linear(layer.output, attended.flatten(1)))
 
     def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
-        gated = self.ops.silu_mul(*self._linear(layer.gate_up, x).chunk(2, dim=-1))
+        gated = self._activate(*self._linear(layer.gate_up, x).chunk(2, dim=-1))
         return self._sum(self._linear(layer.down, gated))
 
     def _linear(self, linear: Linear, x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ See ADR 42.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import xxhash
@@ -26,13 +26,14 @@ from kvops.native import (
     aligned,
     packed_bytes,
 )
-from services.common.checkpoint.layout import EMBEDDING, FINAL_NORM, layer_prefix
+from services.common.checkpoint.layout import EMBEDDING, FINAL_NORM, layer_prefix, norm_places
 from services.common.checkpoint.quantization import Quantization
 from services.common.checkpoint.weights import weight_files
 from services.common.errors import StartupError
 from services.common.text.model_config import ModelConfig
+from services.common.text.rope_config import RopeConfig
 from services.engine.batch import Answer, Draw, Fault, Query
-from services.engine.models.model import Batch
+from services.engine.models.model import Batch, embedding_scale
 from services.engine.models.rope import rope_tables
 from services.engine.sampling.logprobs import scores_of
 from services.engine.sampling.sampler import SMALLEST_TEMPERATURE, least_scaled
@@ -68,18 +69,17 @@ class FusedModel:
         self.config = config
         self.dtype = dtype
         self.weights_digest = digest
+        tables = rope_tables(config)
         layers = [
-            _layer(config, layer, window, weights, packed)
-            for layer, window in enumerate(config.windows)
+            _layer(config, layer, tables, weights, packed) for layer in range(config.num_layers)
         ]
         self._decoder = cpu.decoder(
-            _shape(config),
+            _shape(config, dtype),
             layers,
             _readable(weights[EMBEDDING]),
             weights[FINAL_NORM].float(),
-            rope_tables(config.rope, config.head_dim, config.max_position_embeddings),
         )
-        self._head = cpu.head(packed[HEAD_SECTION])
+        self._head = cpu.head(packed[HEAD_SECTION], config.logit_scale, config.logit_cap or 0.0)
 
     @property
     def device(self) -> torch.device:
@@ -204,31 +204,21 @@ def _origin(directory: Path, config: ModelConfig, kinds: Mapping[str, Kind]) -> 
 def _layer(
     config: ModelConfig,
     index: int,
-    window: int | None,
+    tables: Mapping[RopeConfig, tuple[Tensor, Tensor]],
     weights: Mapping[str, Tensor],
     packed: Mapping[str, PackedLinear],
 ) -> Layer:
-    prefix = layer_prefix(index)
-
-    def norm(name: str) -> Tensor | None:
-        found = weights.get(f"{prefix}.{name}.weight")
-        return None if found is None else found.float()
-
-    norms = config.family.norms
-    linears: dict[str, Any] = {
-        name: packed[s.name] for name, s in layer_sections(config, index).items()
+    prefix, rope = layer_prefix(index), config.ropes[index]
+    parts: dict[str, Any] = {
+        place: None if name is None else weights[f"{prefix}.{name}.weight"].float()
+        for place, name in norm_places(config.family).items()
     }
-    return Layer(
-        input_norm=cast(Tensor, norm(norms.attention_in)),
-        query_norm=norm("self_attn.q_norm"),
-        key_norm=norm("self_attn.k_norm"),
-        mlp_norm=cast(Tensor, norm(norms.mlp_in)),
-        window=window or 0,
-        **linears,
-    )
+    parts |= {name: packed[s.name] for name, s in layer_sections(config, index).items()}
+    cos, sin = (None, None) if rope is None else tables[rope]
+    return Layer(window=config.windows[index] or 0, cos=cos, sin=sin, **parts)
 
 
-def _shape(config: ModelConfig) -> Shape:
+def _shape(config: ModelConfig, dtype: torch.dtype) -> Shape:
     return Shape(
         hidden=config.hidden_size,
         num_heads=config.num_heads,
@@ -237,6 +227,12 @@ def _shape(config: ModelConfig) -> Shape:
         intermediate=config.intermediate_size,
         vocab=config.vocab_size,
         eps=config.rms_norm_eps,
+        attention_scale=config.attention_scale,
+        attention_cap=config.attention_cap or 0.0,
+        embedding_scale=embedding_scale(config, dtype),
+        residual_scale=config.residual_scale,
+        norms_all_heads=config.family.qk_norm == "all heads",
+        uses_gelu=config.family.activation == "gelu_pytorch_tanh",
     )
 
 

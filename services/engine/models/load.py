@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -13,6 +14,7 @@ from services.common.checkpoint.layout import (
     FINAL_NORM,
     HEAD,
     layer_prefix,
+    norm_places,
 )
 from services.common.checkpoint.quantization import Quantization
 from services.common.checkpoint.shards import shards
@@ -98,11 +100,11 @@ def _composed(
     place: Placement,
 ) -> ComposedModel:
 
-    def optional(name: str) -> Tensor | None:
-        return tensor(name) if name in weights.tensors else None
-
-    def tensor(name: str) -> Tensor:
-        return place(lambda: [weights.tensors[name]])
+    def norm(name: str) -> Tensor:
+        weight = weights.tensors[f"{name}.weight"]
+        if config.family.norm_offset:  # of which bf16 would keep too few bits
+            return weight.to(embedding.device)
+        return place(lambda: [weight])
 
     def matrix(name: str) -> Tensor:
         weight = weights.linear(name)
@@ -116,28 +118,25 @@ def _composed(
         bias = section.bias(weights.tensors)
         return Linear(weight, None if bias is None else place(lambda: [bias]))
 
-    def layer(number: int, window: int | None) -> Layer:
-        prefix, norms = layer_prefix(number), config.family.norms
-        linears = {
+    def layer(number: int) -> Layer:
+        prefix = layer_prefix(number)
+        parts: dict[str, Any] = {
+            at: None if name is None else norm(f"{prefix}.{name}")
+            for at, name in norm_places(config.family).items()
+        }
+        parts |= {
             name: linear(replace(section, turn=0))
             for name, section in layer_sections(config, number).items()
         }
-        return Layer(
-            input_norm=tensor(f"{prefix}.{norms.attention_in}.weight"),
-            query_norm=optional(f"{prefix}.self_attn.q_norm.weight"),
-            key_norm=optional(f"{prefix}.self_attn.k_norm.weight"),
-            mlp_norm=tensor(f"{prefix}.{norms.mlp_in}.weight"),
-            window=window,
-            **linears,
-        )
+        return Layer(window=config.windows[number], rope=config.ropes[number], **parts)
 
-    embedding = tensor(EMBEDDING)
+    embedding = place(lambda: [weights.tensors[EMBEDDING]])
     return ComposedModel(
         config=config,
         ops=backend,
         embedding=embedding,
-        layers=tuple(layer(i, window) for i, window in enumerate(config.windows)),
-        final_norm=tensor(FINAL_NORM),
+        layers=tuple(layer(number) for number in range(config.num_layers)),
+        final_norm=norm(FINAL_NORM.removesuffix(".weight")),
         head=embedding
         if config.tied_embeddings
         else place(lambda: [matrix(HEAD.removesuffix(".weight"))]),

@@ -37,6 +37,13 @@ class Batch:
         return self.max_query_len == 1
 
 
+def embedding_scale(config: ModelConfig, dtype: torch.dtype) -> float:
+    """The factor of embeddings. The root of the hidden size is rounded to the dtype of the
+    computation, as where the models were trained."""
+    scale = config.embedding_scale
+    return torch.tensor(scale, dtype=dtype).item() if config.family.scaled_embedding else scale
+
+
 class Model(Protocol):
     """A decoder's weights and arithmetic. The KV that it reads and writes belongs to the caller.
 

@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from services.common.text.model_config import ModelConfig
 from services.common.text.rope_config import (
     FrequencyDivisors,
     LinearScaling,
@@ -15,23 +16,30 @@ from services.common.text.rope_config import (
 )
 
 
-def rope_tables(rope: RopeConfig, head_dim: int, num_positions: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of position * frequency, [num_positions, head_dim / 2] each, fp32.
+def rope_tables(config: ModelConfig) -> dict[RopeConfig, tuple[Tensor, Tensor]]:
+    """For each rotation of the model's layers, cosines and sines of position * frequency,
+    [positions, rotated dimensions / 2] each, fp32.
 
-    The table is computed once, so a position's angles have the same bits in any batch. All numbers
+    A table is computed once, so a position's angles have the same bits in any batch. All numbers
     are fp32, as in transformers, so angles at far positions are rounded in the same way.
     """
+    length = config.max_position_embeddings
+    ropes = dict.fromkeys(rope for rope in config.ropes if rope is not None)
+    return {rope: _tables(rope, rope.width or config.head_dim, length) for rope in ropes}
+
+
+def _tables(rope: RopeConfig, width: int, num_positions: int) -> tuple[Tensor, Tensor]:
     positions = torch.arange(num_positions, dtype=torch.float32)
-    angles = torch.outer(positions, _frequencies(rope, head_dim, num_positions))
+    angles = torch.outer(positions, _frequencies(rope, width, num_positions))
     if isinstance(rope.scaling, YarnScaling | LongScaling):
         magnitude = rope.scaling.magnitude
         return angles.cos() * magnitude, angles.sin() * magnitude
     return angles.cos(), angles.sin()
 
 
-def _frequencies(rope: RopeConfig, head_dim: int, num_positions: int) -> Tensor:
-    """theta^(-2i / head_dim) for i < head_dim / 2, then scaled; fp32."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+def _frequencies(rope: RopeConfig, width: int, num_positions: int) -> Tensor:
+    """theta^(-2i / width) for i < width / 2, then scaled; fp32."""
+    exponents = torch.arange(0, width, 2, dtype=torch.int64).float() / width
     wavelengths = rope.theta**exponents
     frequencies = 1.0 / wavelengths
     match rope.scaling:

@@ -116,8 +116,9 @@ class _Follower:
         self._leave()
         self._locks = locks
         self._pools = [_pool(one) for one in message.arenas]
-        shape = self._model.config.num_heads, message.max_num_seqs
-        self._ops.warm_up(self._pools[0].kv[:, 0], *shape)
+        config = self._model.config
+        kv_layer = self._pools[0].kv[:, 0]
+        self._ops.warm_up(kv_layer, config.num_heads, message.max_num_seqs, config.attention_cap)
 
     def _leave(self) -> None:
         """In this order: a rank without the locks writes no block."""

@@ -20,6 +20,7 @@ from services.common.errors import StartupError
 from services.common.gguf.file import gguf_file
 from services.common.text.model_config import ModelConfig
 from services.engine.weights.gguf_weights import load_gguf
+from services.engine.weights.llama_order import as_llama
 from services.engine.weights.stored_linears import decoded
 from services.engine.weights.weights import Form, Weight, Weights
 
@@ -50,8 +51,9 @@ class SafetensorsWeights:
 
 
 def load_weights(directory: Path, config: ModelConfig) -> Weights:
-    """The weights of a checkpoint, in safetensors files or in a GGUF file. Raises StartupError if a
-    file cannot be read, or as `checked_weights` and `check_tensors` do."""
+    """The weights of a checkpoint, in safetensors files or in a GGUF file, as Llama names and
+    orders them. Raises StartupError if a file cannot be read, or as `checked_weights` and
+    `check_tensors` do."""
     if (gguf := gguf_file(directory)) is not None:
         return load_gguf(gguf, config)
     tensors: dict[str, Tensor] = {}
@@ -66,7 +68,7 @@ def load_weights(directory: Path, config: ModelConfig) -> Weights:
             if torch.any(tensors[name]):
                 raise StartupError(f"{directory}: {name}: a bias that the config does not have")
             del tensors[name]
-    return SafetensorsWeights(tensors, config)
+    return as_llama(SafetensorsWeights(tensors, config), config)
 
 
 def weights_digest(directory: Path, progress: Callable[[], None] = lambda: None) -> str:

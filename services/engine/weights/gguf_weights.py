@@ -26,6 +26,7 @@ from services.common.checkpoint.stored_tensors import is_linear
 from services.common.gguf.config import check_tensors, form_of, gguf_name, has_paired_rows
 from services.common.gguf.file import GgufFile, GgufTensor
 from services.common.text.model_config import ModelConfig
+from services.engine.weights.llama_order import neighbours_apart, rows_of
 from services.engine.weights.weights import Form, Weight, Weights
 
 _GROUP = 32
@@ -54,12 +55,7 @@ class GgufWeights:
         raw = _raw(self.data, tensor)
         weight = _in_4_bits(raw, tensor) if self.form(linear) == "int4-32" else _float(raw, tensor)
         order = _order(self.file, self.config, linear)
-        if order is None:
-            return weight
-        if isinstance(weight, Tensor):
-            return weight[order]
-        codes, scales, zeros = (p[order] for p in (weight.codes, weight.scales, weight.zeros))
-        return Int4Weight(codes, scales, zeros, _GROUP)
+        return weight if order is None else rows_of(weight, order)
 
 
 def load_gguf(path: Path, config: ModelConfig) -> Weights:
@@ -170,5 +166,4 @@ def _order(file: GgufFile, config: ModelConfig, linear: str) -> Tensor | None:
     num_heads = heads.get(linear.rpartition(".")[2])
     if num_heads is None or not has_paired_rows(file):
         return None
-    rows = torch.arange(num_heads * config.head_dim)
-    return rows.view(num_heads, config.head_dim // 2, 2).transpose(1, 2).flatten()
+    return neighbours_apart(num_heads, config.head_dim, config.head_dim)

@@ -1,0 +1,44 @@
+"""Families of models between real processes, with the tokens of transformers, also when a decode
+worker dies."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from quire.async_client import AsyncClient
+from quire.types import Sampling
+from tests.integration.family_checkpoints import make_served
+
+from .conftest import Oracle
+from .decoders import busiest, decoders, pid_of
+from .deployment import serving
+from .quiet import quiet
+
+LIMIT_S = 90.0
+NUM_TOKENS = 300
+
+
+@pytest.mark.parametrize("name", ["gemma2", "phi3, partial longrope"])
+async def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """Prompts and answers are longer than windows, and as long as LongRoPE's long context."""
+    checkpoint = make_served(tmp_path / "model", name)
+    oracle = Oracle(checkpoint)
+    prompts = [[300 + (7 * i + number) % 80 for i in range(40)] for number in range(4)]
+    sampling = Sampling(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    options = ("--dtype", "float32", "--decode", "2", "--pool-memory", "64MiB")
+    with serving(checkpoint, tmp_path, *options) as deployment:
+        client = AsyncClient(deployment.address, operations=deployment.operations)
+        async with asyncio.timeout(LIMIT_S):
+            while [worker.state for worker in await decoders(client)] != ["serving"] * 2:
+                await asyncio.sleep(0.05)
+            streams = [asyncio.create_task(client.complete(p, sampling)) for p in prompts]
+            os.kill(pid_of(deployment, await busiest(client)), signal.SIGKILL)
+            answers = [list((await stream).token_ids) for stream in streams]
+        await quiet(client)
+        await client.close()
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert len(answer) == NUM_TOKENS
+        assert answer == oracle.choices(prompt, answer)
