@@ -15,7 +15,7 @@ from bench.make_checkpoint import make_checkpoint
 from quire import LLM, Choice, Sampling
 from quire.async_client import AsyncClient
 from quire.messages import Request
-from quire.types import Delta
+from quire.types import Beam, Delta, StructuredOutput
 
 from .conftest import POOL_MEMORY
 from .decoders import decoders, pid_of
@@ -32,9 +32,17 @@ STRATEGIES = {
         temperature=0.2, seed=6, logprobs=2, max_tokens=NUM_TOKENS, ignore_eos=True
     ),
     "penalties": Sampling(
-        temperature=0, repetition_penalty=1.1, max_tokens=NUM_TOKENS, ignore_eos=True
+        temperature=0, repetition_penalty=1.02, max_tokens=NUM_TOKENS, ignore_eos=True
     ),
+    "structured": Sampling(
+        temperature=0,
+        structured_outputs=StructuredOutput(regex=r"([a-z]{2,5}[.,] )+"),
+        max_tokens=NUM_TOKENS,
+        ignore_eos=True,
+    ),
+    "beams": Sampling(temperature=0, beam=Beam(2), max_tokens=100, ignore_eos=True),
 }
+STREAMED = [name for name in STRATEGIES if name != "beams"]
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +75,7 @@ def expected(looping: Path) -> dict[str, tuple[Choice, ...]]:
 async def test_no_token_changes_when_a_worker_is_killed(
     deployment: Deployment, expected: dict[str, tuple[Choice, ...]], client: AsyncClient
 ) -> None:
-    """All strategies at once; both decode workers die, one after the other. A strategy without
-    penalties had accepted drafts."""
+    """All strategies at once; both decode workers die, one after the other."""
     received: dict[str, list[Delta]] = {name: [] for name in STRATEGIES}
 
     async def read(name: str) -> None:
@@ -78,7 +85,7 @@ async def test_no_token_changes_when_a_worker_is_killed(
     async with asyncio.timeout(90):
         reading = [asyncio.create_task(read(name)) for name in STRATEGIES]
         for least in (100, 250):
-            while min(map(num_tokens, received.values())) < least:
+            while min(num_tokens(received[name]) for name in STREAMED) < least:
                 await asyncio.sleep(0.002)
             for worker in [one for one in await decoders(client) if one.num_running]:
                 os.kill(pid_of(deployment, worker), signal.SIGKILL)
@@ -91,7 +98,8 @@ async def test_no_token_changes_when_a_worker_is_killed(
             assert tuple(one for delta in own for one in delta.logprobs) == choice.logprobs
         usage = deltas[-1].usage
         assert usage is not None
-        assert bool(usage.num_accepted_drafts) is (name != "penalties")
+        assert bool(usage.num_accepted_drafts + usage.num_rejected_drafts) is (name != "beams")
+        assert usage.num_accepted_drafts > 50 or name in ("penalties", "beams")
 
 
 def num_tokens(deltas: list[Delta]) -> int:
@@ -107,7 +115,14 @@ async def test_usage_over_http_counts_drafts(deployment: Deployment) -> None:
         assert usage["completion_tokens"] == 300
         assert details["accepted_prediction_tokens"] > 100
         assert details["rejected_prediction_tokens"] >= 0
-        penalized = await http.post(
-            "/v1/completions", json={**body, "repetition_penalty": 1.1}, timeout=60
-        )
-        assert penalized.json()["usage"]["completion_tokens_details"] is None
+        one = await http.post("/v1/completions", json={**body, "max_tokens": 1}, timeout=60)
+        assert one.json()["usage"]["completion_tokens_details"] is None
+
+
+def test_offline(looping: Path, expected: dict[str, tuple[Choice, ...]]) -> None:
+    with LLM(
+        str(looping), pool_memory=str(8 * POOL_MEMORY), threads=1, speculative_config=CONFIG
+    ) as llm:
+        (answer,) = llm.generate(list(PROMPT), STRATEGIES["sampled"], use_tqdm=False)
+    assert answer.choices == expected["sampled"]
+    assert answer.usage.num_accepted_drafts > 50

@@ -28,7 +28,7 @@ STRATEGIES["4 beams that end"] = replace(  # one after 2 tokens, which is the be
 )
 RUN_AHEAD = ("greedy", "temperature", "top_k and top_p", "min_p", "4 samples")
 """The strategies in which nothing on the host needs a token before the next step is launched."""
-SPECULATING = (*RUN_AHEAD, "logprobs", "logprobs of the prompt", "2 best of 4")
+SPECULATING = [name for name in STRATEGIES if "beams" not in name]
 """The strategies whose drafts can be verified."""
 PROMPT = random_prompt(37, seed=1)
 PAUSE_EVERY = 4

@@ -226,6 +226,27 @@ def test_a_state_sees_the_generated_tokens_only(
     assert first == allowed(form.walk().mask_after([]))
 
 
+def test_a_state_behind_drafts_is_that_of_tokens(
+    vocabulary: Vocabulary, tokenizer: Tokenizer
+) -> None:
+    """A draft that may not come is a fault there, and leaves the state as it was."""
+    form, tokens = grammar(vocabulary, "regex", "(ab|cd)*e"), tokenizer.encode("ab")
+    state = GrammarState(form, tokens, 0)
+    for text in ("c", "cd", "cdab", "cx", "x", "cdc", "a"):
+        assert {"a", "c", "e"} < texts(tokenizer, allowed(state.mask()))
+        drafts = tuple(tokenizer.encode(text))
+        for number in range(1, len(drafts) + 1):
+            behind = state.behind(drafts[:number])
+            if "x" in text[:number]:
+                with pytest.raises(GrammarFault, match="drafts"):
+                    behind.mask()
+            else:
+                alone = form.walk().mask_after([*tokens, *drafts[:number]])
+                assert allowed(behind.mask()) == allowed(alone)
+    tokens += tokenizer.encode("e")
+    assert allowed(state.mask()) == [EOS]
+
+
 def test_tokens_that_do_not_follow_the_grammar_are_a_fault(
     vocabulary: Vocabulary, tokenizer: Tokenizer
 ) -> None:

@@ -105,12 +105,15 @@ class GrammarWalk:
         self._matcher: LLMatcher | None = None
         self._walked: list[int] = []
 
-    def mask_after(self, tokens: Sequence[int]) -> Mask:
-        """The tokens that may follow `tokens`, which begin the text. Raises GrammarFault."""
+    def mask_after(self, tokens: Sequence[int], num_drafts: int = 0) -> Mask:
+        """The tokens that may follow `tokens`, which begin the text. Raises GrammarFault. The last
+        `num_drafts` tokens may be wrong: if they do not have the form, this costs nothing else."""
         compiled = self._grammar.compiled.result()
         if self._matcher is None:
             self._matcher = compiled.matcher.deep_copy()
         mask = np.empty(self._grammar.num_words, np.int32)
+        if num_drafts and not self._follows(self._matcher, tokens):
+            raise GrammarFault("the drafts do not have the form")
         self._fill(self._matcher, list(tokens), mask)
         if self._matcher.is_error():
             self._matcher, self._walked = compiled.again(self._matcher), []
@@ -119,12 +122,21 @@ class GrammarWalk:
                 raise GrammarFault(_problem(self._matcher))
         return mask
 
-    def _fill(self, matcher: LLMatcher, tokens: list[int], mask: Mask) -> None:
+    def _follows(self, matcher: LLMatcher, tokens: Sequence[int]) -> bool:
+        rest = list(tokens[self._go_back(matcher, tokens) :])
+        return int(matcher.validate_tokens(rest)) == len(rest)
+
+    def _go_back(self, matcher: LLMatcher, tokens: Sequence[int]) -> int:
+        """Go back to where the walked text begins like `tokens`. Returns how many that are."""
         num_same = len(self._walked)
-        if tokens[:num_same] != self._walked:
+        if list(tokens[:num_same]) != self._walked:
             pairs = enumerate(zip(tokens, self._walked, strict=False))
             num_same = next((i for i, (a, b) in pairs if a != b), min(len(tokens), num_same))
             matcher.rollback(len(self._walked) - num_same)
-        matcher.consume_tokens(tokens[num_same:])
+            self._walked = self._walked[:num_same]
+        return num_same
+
+    def _fill(self, matcher: LLMatcher, tokens: list[int], mask: Mask) -> None:
+        matcher.consume_tokens(tokens[self._go_back(matcher, tokens) :])
         self._walked = tokens
         matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)

@@ -7,19 +7,29 @@ See ADR 153.
 """
 
 from collections.abc import Sequence
+from copy import copy
 
 from services.common.structured.grammar import Grammar, Mask
 
 
 class GrammarState:
     """The grammar state of one sequence. `tokens`: the sequence's own list, which grows; it begins
-    with `num_prompt` prompt tokens, which the grammar does not see."""
+    with `num_prompt` prompt tokens, which the grammar does not see. `drafts`: tokens that may come
+    behind them."""
 
     def __init__(self, grammar: Grammar, tokens: Sequence[int], num_prompt: int) -> None:
         self._walk = grammar.walk()
         self._tokens = tokens
         self._num_prompt = num_prompt
+        self._drafts: tuple[int, ...] = ()
+
+    def behind(self, drafts: tuple[int, ...]) -> "GrammarState":
+        """The state behind drafts, until the sequence gets its next token."""
+        state = copy(self)
+        state._drafts = drafts
+        return state
 
     def mask(self) -> Mask:
-        """The tokens that may come next. Raises GrammarFault."""
-        return self._walk.mask_after(self._tokens[self._num_prompt :])
+        """The tokens that may come next. Raises GrammarFault, also if a draft may not come."""
+        text = (*self._tokens[self._num_prompt :], *self._drafts)
+        return self._walk.mask_after(text, len(self._drafts))

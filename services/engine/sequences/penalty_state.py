@@ -7,6 +7,7 @@ See ADR 74.
 """
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -24,7 +25,7 @@ class PenaltyState:
     def __init__(
         self,
         sampling: SamplingParams,
-        tokens: Sequence[int],
+        tokens: list[int],
         num_prompt: int,
         end_token_ids: Collection[int],
     ) -> None:
@@ -70,6 +71,19 @@ class PenaltyState:
             state=self,
         )
 
+    def adjustments(self, drafts: tuple[int, ...]) -> list[Adjustment | None]:
+        """The adjustments of the next draw, and of the draw behind each draft."""
+        found = [_frozen(self.adjustment())]
+        for draft in drafts:
+            self._tokens.append(draft)
+            found.append(_frozen(self.adjustment()))
+        for draft in reversed(drafts):
+            self._tokens.pop()
+            if self._num_counted > len(self._tokens):
+                self._counts.remove(draft)
+                self._num_counted -= 1
+        return found
+
     def _seen(self) -> tuple[Ids, Values]:
         """The tokens that penalties affect, and how often each is in the output."""
         if _penalizes(self._sampling):
@@ -90,6 +104,7 @@ class _Counts:
 
     def __init__(self, first: Iterable[int]) -> None:
         self._slots = {token: slot for slot, token in enumerate(dict.fromkeys(first))}
+        self._num_first = len(self._slots)
         self._ids = _ids(self._slots)
         self._counts = np.zeros(len(self._slots), np.float32)
 
@@ -101,6 +116,13 @@ class _Counts:
             self._counts = np.concatenate([self._counts, np.zeros(more, np.float32)])
         self._ids[slot] = token
         self._counts[slot] += 1
+
+    def remove(self, token: int) -> None:
+        """Undo the last `add` that is not undone, which was of this token."""
+        slot = self._slots[token]
+        self._counts[slot] -= 1
+        if not self._counts[slot] and slot >= self._num_first:
+            del self._slots[token]
 
     def arrays(self) -> tuple[Ids, Values]:
         """The tokens, each once, and their counts: views that the next `add` changes."""
@@ -131,6 +153,13 @@ class _BadWords:
             if len(tokens) - len(before) >= begin and tokens[-len(before) :] == before
         ]
         return _ids([*self._alone, *completed])
+
+
+def _frozen(adjustment: Adjustment | None) -> Adjustment | None:
+    """With arrays that no `add` changes."""
+    if adjustment is None:
+        return None
+    return replace(adjustment, seen=adjustment.seen.copy(), counts=adjustment.counts.copy())
 
 
 def _penalizes(sampling: SamplingParams) -> bool:

@@ -10,6 +10,7 @@ from services.common.pool.allotment import blocks_for_decode
 from services.common.pool.stamps import Stamps
 from services.common.structured.grammar import Grammar
 from services.engine.batch import UNKNOWN_TOKEN, Draw, Row, Scoring
+from services.engine.sampling.adjustment import Adjustment
 from services.engine.sequences.beam import num_candidates
 from services.engine.sequences.grammar_state import GrammarState
 from services.engine.sequences.penalty_state import PenaltyState
@@ -138,8 +139,8 @@ class Sequence:
         pooling = rules.sampling.pooling
         self.pooler = None if pooling is None else Pooler(pooling)
         states = (self._penalty_state, self._grammar_state, self.pooler)
-        self._has_state = any(state is not None for state in states)
-        self.may_run_ahead = not self._has_state and rules.sampling.logprobs is None
+        has_state = any(state is not None for state in states)
+        self.may_run_ahead = not has_state and rules.sampling.logprobs is None
         self._place = 0
         """The index of its row in the last step that has one."""
         num_full = max(num_computed, num_adopted) // rules.block_size
@@ -183,10 +184,9 @@ class Sequence:
     @property
     def num_draftable(self) -> int:
         """How many drafts may follow its last token, which is known and to be computed next: for
-        all of them there are slots, and a token more. At most 0 if its draws cannot be verified:
-        penalties, bans, masks of a grammar and beams are computed for one next token only."""
-        is_next = self.num_launched == len(self.tokens) - 1
-        if self._has_state or self.rules.sampling.beam is not None or not is_next:
+        all of them there are slots, and a token more. At most 0 for beams, which need one draw's
+        logprobs a step."""
+        if self.rules.sampling.beam is not None or self.num_launched != len(self.tokens) - 1:
             return 0
         if len(self.branches) > 1 or self.branches[0].own:
             return 0
@@ -233,7 +233,7 @@ class Sequence:
                 start=start,
                 block_table=self.block_table,
                 store_from=self.num_adopted,
-                draws=self._draws() * (len(drafts) + 1),
+                draws=self._draws_with(drafts),
                 num_drafts=len(drafts),
             )
         return Row(
@@ -254,6 +254,20 @@ class Sequence:
         drawing = (branch.index for branch in self.branches if not branch.own)
         sampling, grammar = self.rules.sampling, self._grammar_state
         return tuple(Draw(sampling, index, adjustment, grammar) for index in drawing)
+
+    def _draws_with(self, drafts: tuple[int, ...]) -> tuple[Draw, ...]:
+        """The next draw, and the one behind each draft."""
+        num_draws = len(drafts) + 1
+        adjustments: Seq[Adjustment | None] = [None] * num_draws
+        grammars: Seq[GrammarState | None] = [None] * num_draws
+        if self._penalty_state is not None:
+            adjustments = self._penalty_state.adjustments(drafts)
+        if (grammar := self._grammar_state) is not None:
+            grammars = [grammar, *(grammar.behind(drafts[:n]) for n in range(1, num_draws))]
+        return tuple(
+            Draw(self.rules.sampling, self.index, *state)
+            for state in zip(adjustments, grammars, strict=True)
+        )
 
     def _scoring(self, start: int, end: int) -> Scoring | None:
         """The prompt tokens to score in a row of start .. end: each state scores the next."""

@@ -1,6 +1,8 @@
 """Adds drafts to the rows of a decode step, and learns from the tokens that were drawn."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from itertools import takewhile
 from typing import Protocol
 
 from services.engine.scheduler import ScheduledSequence
@@ -43,7 +45,8 @@ class Speculation:
         proposed = self._drafter.propose([(batch[i].sequence, number) for i, number in chosen])
         batch, left = list(batch), budget - len(batch)
         for (place, _), drafts in zip(chosen, proposed, strict=True):
-            batch[place] = batch[place]._replace(drafts=drafts[:left])
+            is_end = batch[place].sequence.rules.end_ids.__contains__
+            batch[place] = batch[place]._replace(drafts=_until(is_end, drafts[:left]))
             left -= len(batch[place].drafts)
         return batch
 
@@ -57,3 +60,8 @@ class Speculation:
             self._numbers.verified(one.sequence, len(one.drafts), number)
         num_drafts = sum(len(one.drafts) for one in batch)
         self._numbers.measured(len(batch), num_drafts, duration_s)
+
+
+def _until(is_end: Callable[[int], bool], drafts: tuple[int, ...]) -> tuple[int, ...]:
+    """The drafts before the first that would end the text."""
+    return tuple(takewhile(lambda token: not is_end(token), drafts))

@@ -4,21 +4,23 @@ of 4."""
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
 
 from blockstore.records import PoolSpec
 from services.engine.batch import Draw, Fault
 from services.engine.engine import Engine
 from services.engine.forward import ForwardPass
 from services.engine.messages import AddBlocks, Admit, Command, StepOutcome
-from services.engine.scheduler import Scheduler
+from services.engine.scheduler import ScheduledSequence, Scheduler
 from services.engine.sequences.group import Group
+from services.engine.sequences.penalty_state import PenaltyState
 from services.engine.sequences.sequence import Branch, Rules, Sequence
 from services.engine.speculation.ngram import NgramDrafter
 from services.engine.speculation.payoff import Payoff
-from services.protocol.ticket import FinishReason, Ticket
+from services.protocol.ticket import BeamParams, FinishReason, Ticket
 from tests.drafting import oracle
 from tests.late_device import Device
 
@@ -165,12 +167,48 @@ def test_the_likeliest_rows_get_the_drafts() -> None:
         ({"logprobs": 3}, 99),
         ({"num_blocks": 3}, 2),  # 12 slots
         ({"num_blocks": 2}, -2),  # not even one for its last token
-        ({"repetition_penalty": 1.2}, 0),
-        ({"min_tokens": 3}, 0),
+        ({"repetition_penalty": 1.2}, 99),
+        ({"min_tokens": 3}, 99),
+        ({"beam": BeamParams(2, 1)}, 0),
     ],
 )
 def test_how_many_drafts_a_sequence_may_get(changes: dict[str, Any], number: int) -> None:
     assert sequence(PROMPT, **changes).num_draftable == number
+
+
+def test_draws_behind_drafts_are_adjusted_as_if_the_drafts_were_tokens() -> None:
+    """And the sequence's own state is what it was: also its next draws are right."""
+    changes: dict[str, Any] = {
+        "repetition_penalty": 1.5,
+        "frequency_penalty": 1.0,
+        "bad_words": ((8, 9, 3), (2,)),
+        "min_tokens": 4,
+        "stop_token_ids": (7,),
+    }
+    one, logits = sequence([1, 5, 8], **changes), torch.linspace(-2, 2, 12)
+    rules = replace(one.rules, num_prompt_tokens=2)
+
+    def state(tokens: Seq[int]) -> PenaltyState:
+        return PenaltyState(rules.sampling, list(tokens), 2, rules.end_ids)
+
+    tokens = [1, 5, 8]
+    own = PenaltyState(rules.sampling, tokens, 2, rules.end_ids)
+    for new, drafts in ((9, (9, 3, 9)), (8, (8, 8)), (9, (1, 9, 9, 5))):
+        found = own.adjustments(drafts)
+        for number, adjustment in enumerate(found):
+            alone = state([*tokens, *drafts[:number]]).adjustment()
+            assert adjustment is not None
+            assert alone is not None
+            assert adjustment.applied(logits).tolist() == alone.applied(logits).tolist()
+        tokens.append(new)
+
+
+def test_no_draft_ends_the_text() -> None:
+    """What follows an end is not drawn, and a grammar knows no state behind it."""
+    speculation = oracle(lambda one, tokens: len(tokens), 8, 0)
+    one, nobody = sequence([1, 2, 3], stop_token_ids=(6,)), cast("Group", None)
+    (scheduled,) = speculation.with_drafts([ScheduledSequence(nobody, one, 1)], 64)
+    assert scheduled.drafts == (3, 4, 5)
 
 
 # ── what a step does ─────────────────────────────────────────────────────────────────────────────
