@@ -230,7 +230,7 @@ def test_a_state_behind_drafts_is_that_of_tokens(
     vocabulary: Vocabulary, tokenizer: Tokenizer
 ) -> None:
     """A draft that may not come is a fault there, and leaves the state as it was."""
-    form, tokens = grammar(vocabulary, "regex", "(ab|cd)*e"), tokenizer.encode("ab")
+    form, tokens = grammar(vocabulary, "regex", "(ab|cd)*e"), list(tokenizer.encode("ab"))
     state = GrammarState(form, tokens, 0)
     for text in ("c", "cd", "cdab", "cx", "x", "cdc", "a"):
         assert {"a", "c", "e"} < texts(tokenizer, allowed(state.mask()))
