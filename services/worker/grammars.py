@@ -36,26 +36,16 @@ class Grammars:
         self._recent.move_to_end(structure)
         return grammar
 
-    def when_compiled(
-        self,
-        grammar: Grammar,
-        then: Callable[[], None],
-        on_error: Callable[[BaseException], None],
-    ) -> None:
-        """Call `then` in this event loop when the grammar is compiled, at once if it is already."""
-
-        def done() -> None:
-            error = grammar.compiled.exception()
-            if error is None:
-                then()
-            else:
-                on_error(error)
-
+    def when_compiled(self, grammar: Grammar, then: Callable[[BaseException | None], None]) -> None:
+        """Call `then` in this event loop when the grammar is compiled, at once if it is already,
+        with the error if it cannot be compiled."""
         if grammar.compiled.done():
-            done()
+            then(grammar.compiled.exception())
             return
         loop = asyncio.get_running_loop()
-        grammar.compiled.add_done_callback(lambda _: loop.call_soon_threadsafe(done))
+        grammar.compiled.add_done_callback(
+            lambda compiled: loop.call_soon_threadsafe(then, compiled.exception())
+        )
 
     def _compile(self, structure: Structure) -> Compiled:
         return compile_structure(structure, self._vocabulary)

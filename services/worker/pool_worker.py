@@ -210,13 +210,18 @@ class PoolWorker(ABC):
             return
         assert self.grammars is not None
 
-        def on_error(error: BaseException) -> None:
-            if not isinstance(error, InvalidRequest):
+        def on_compiled(error: BaseException | None) -> None:
+            job = self._job_of(ticket.holder_id)
+            if error is not None and not isinstance(error, InvalidRequest):
                 self._fail(error)
-            elif job := self._job_of(ticket.holder_id):
+            elif job is None or job.ending:  # it has ended meanwhile
+                return
+            elif error is None:
+                begin()
+            else:
                 self._end(job, Ending(error=(error.code, str(error))))
 
-        self.grammars.when_compiled(grammar, begin, on_error)
+        self.grammars.when_compiled(grammar, on_compiled)
 
     def _begin_ready(self, ticket: Ticket, session: Session, *, suspect: bool) -> None:
         """Start a group that the engine has, once `Began` is written to its gateway: if this worker

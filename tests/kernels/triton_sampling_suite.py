@@ -5,6 +5,7 @@ last bit. Not collected by itself: `test_triton.py` runs it."""
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,13 +17,15 @@ from torch import Tensor
 import kvops
 from kvops import _native
 from kvops.triton import draw_arithmetic
-from services.engine.batch import Answer, Draw, Query, Row, RowOutput, Scoring
+from services.common.structured.grammar import GrammarFault, Mask
+from services.engine.batch import Answer, Draw, Fault, Query, Row, RowOutput, Scoring
 from services.engine.device.drawing import DeviceDrawing
 from services.engine.device.flights import DrawnFlight
 from services.engine.device.inputs import StepInputs
 from services.engine.models.fused import native_draw
 from services.engine.sampling import arithmetic
-from services.engine.sampling.logit_queries import queries
+from services.engine.sampling.logit_queries import queries, row_results
+from services.engine.sampling.masks import MaskThread
 from services.engine.sampling.philox import uniforms
 from services.engine.sampling.sampler import sample
 from services.engine.sampling.sampling_head import answer
@@ -181,3 +184,49 @@ def test_logprobs_and_prompts_are_those_of_the_host() -> None:
     assert results[3] == RowOutput((drawn[3].token_id,), (drawn[3].logprobs,))
     assert found.inputs([1, 2, 3]) == [0, 2, 3]
     assert found.result() == results
+
+
+class FixedGrammar:
+    """A grammar state that allows every so many tokens; 0: it fails."""
+
+    def __init__(self, every: int, vocab_size: int) -> None:
+        self.every = every
+        bits = np.zeros(-(-vocab_size // 32) * 32, bool)
+        bits[:: every or 1] = True
+        self._mask = np.packbits(bits, bitorder="little").view(np.int32)
+
+    def mask(self) -> Mask:
+        if not self.every:
+            raise GrammarFault("too complex")
+        return self._mask
+
+
+def test_masked_draws_are_those_of_the_host() -> None:
+    """Beside draws without a mask of the same state; logprobs are of the logits without masks. A
+    mask hides neither NaN nor a grammar that fails."""
+    vocab_size = 100
+    p = replace(PLAIN, seed=5, logprobs=2)
+    penalties = replace(p, presence_penalty=1.5, bad_words=((0,), (6,)), temperature=0.7)
+    adjustment = PenaltyState(penalties, [1, 2, 3, 3], 1, [4]).adjustment()
+    grammars: list[Any] = [FixedGrammar(every, vocab_size) for every in (3, 7, 99, 0)]
+    rows = [
+        Row([1], 7, (), draws=(Draw(p, 0, None, grammars[0]), Draw(p, 1, None, grammars[0]))),
+        Row([1], 9, (), draws=(Draw(p, 0), Draw(p, 1))),
+        Row([1], 9, (), draws=(Draw(penalties, 0, adjustment, grammars[1]),)),
+        Row([1], 2, (), draws=(Draw(replace(p, temperature=0.0), 0, None, grammars[2]),)),
+        Row([1], 2, (), draws=(Draw(p, 0, None, grammars[3]),)),
+        Row([1], 2, (), draws=(Draw(p, 0, None, grammars[0]),)),
+    ]
+    asked = queries(rows)
+    logits = 3 * torch.randn(6, vocab_size, generator=torch.Generator().manual_seed(3))
+    logits[5, 1] = float("nan")  # which the mask excludes
+    device, masks = drawing(vocab_size), MaskThread().begin(asked)
+    placed = StepInputs(torch.device("cpu")).place(device.arrays(asked))
+    found = device.launch(rows, asked, logits, placed, masks).result()
+    on_host = masks.checked(answer(logits, masks.applied()))
+    assert found == row_results(rows, on_host)
+    assert found[4:] == [Fault.GRAMMAR, Fault.NOT_FINITE]
+    tokens = [row.tokens for row in found if isinstance(row, RowOutput)]
+    assert all(token % 3 == 0 for token in tokens[0])
+    assert tokens[2][0] % 7 == 0
+    assert tokens[3][0] in (0, 99)

@@ -131,6 +131,7 @@ class FakeForward:
         self.num_steps = 0
         self.num_copies = 0
         self.poison: int | None = None
+        self.poisoned_by = Fault.NOT_FINITE
         self.pause_after = 0
 
     def yield_device(self, wait: Wait) -> None:
@@ -186,7 +187,7 @@ class FakeForward:
         if row.num_drafts:
             return self._verified(row, context)
         if row.draws and self.poison in context:
-            return Fault.NOT_FINITE
+            return self.poisoned_by
         return _told(row, context)
 
     def _verified(self, row: Row, context: list[int]) -> RowResult:

@@ -1,5 +1,8 @@
 import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -8,7 +11,10 @@ from blockstore.errors import WorkerFenced
 from blockstore.hashing import prefix_hashes
 from services.common.errors import InvalidRequest
 from services.common.runtime.metrics import WorkerMetrics
+from services.common.structured.grammar import Grammar
+from services.common.structured.structure import Structure, StructureKind
 from services.decode.worker import DecodeWorker
+from services.engine.batch import Fault
 from services.protocol.messages import Failed, Requeued, RequeueReason, Reserved, Step
 from services.protocol.ticket import FinishReason, TicketSequence
 
@@ -72,6 +78,33 @@ async def test_a_sequence_that_is_not_finite_fails_alone(pair: WorkerPair) -> No
     assert await pair.store.match("pool", prefix_hashes(bytes(16), poisoned, 4)) == 0
     assert await pair.store.match("pool", prefix_hashes(bytes(16), PROMPT, 4)) == 2
     assert pair.decode_figures.get_sample_value("quire:num_broken_total") == 1
+
+
+async def test_a_grammar_that_cannot_go_on_ends_its_request_and_breaks_no_block(
+    pair: WorkerPair,
+) -> None:
+    pair.decode_model.gate.clear()
+    good = await start(pair, ticket("r1", PROMPT, max_tokens=20))
+    prompt = tuple(range(200, 210))
+    await start(pair, ticket("r2", prompt, max_tokens=20))
+    pair.decode_model.poison, pair.decode_model.poisoned_by = prompt[0], Fault.GRAMMAR
+    pair.decode_model.gate.set()
+    await pair.until(lambda: finished(pair.session, "r1") and bool(pair.session.of(Failed)))
+    assert tokens(pair.session, good) == expected(PROMPT, 20)
+    (failed,) = pair.session.of(Failed)
+    assert (failed.request_id, failed.code) == ("r2", "invalid_request")
+    assert "its structured output cannot go on" in failed.message
+    await pair.until_empty()
+    assert await pair.store.match("pool", prefix_hashes(bytes(16), prompt, 4)) == 2
+    assert pair.decode_figures.get_sample_value("quire:num_broken_total") == 0
+
+
+async def test_a_worker_without_a_tokenizer_refuses_structured_output(pair: WorkerPair) -> None:
+    asked = ticket("r1", PROMPT)
+    structure = Structure(StructureKind.REGEX, "a")
+    asked = replace(asked, sampling=replace(asked.sampling, structure=structure))
+    with pytest.raises(InvalidRequest, match="no tokenizer for structured output"):
+        pair.prefill.submit(pair.session, asked)
 
 
 async def test_an_abort_of_a_sequence_that_is_not_finite_is_not_answered(pair: WorkerPair) -> None:
@@ -259,3 +292,37 @@ async def test_draining_lets_what_runs_finish(pair: WorkerPair) -> None:
         await pair.decode.drained()
     assert tokens(pair.session, issued) == expected(PROMPT, 20)
     await pair.until_empty()
+
+
+class SlowGrammars:
+    """Grammars that are compiled when the test says so."""
+
+    def __init__(self) -> None:
+        self.compiled: Future[Any] = Future()
+
+    def get(self, structure: Structure) -> Grammar:
+        return Grammar(self.compiled, 1000)
+
+    def when_compiled(self, grammar: Grammar, then: Callable[[BaseException | None], None]) -> None:
+        loop = asyncio.get_running_loop()
+        self.compiled.add_done_callback(lambda done: loop.call_soon(then, done.exception()))
+
+
+async def test_others_run_while_a_grammar_is_compiled(pair: WorkerPair) -> None:
+    """Its request begins, and ends, when that has failed; one that was aborted before does not."""
+    grammars = pair.prefill.grammars = SlowGrammars()  # type: ignore[assignment]
+    structure = Structure(StructureKind.REGEX, "a")
+    for name in ("r1", "r2"):
+        asked = ticket(name, PROMPT)
+        asked = replace(asked, sampling=replace(asked.sampling, structure=structure))
+        pair.prefill.submit(pair.session, asked, suspect=True)
+    await prefill(pair, ticket("r3", tuple(range(50, 60))))
+    pair.prefill.abort(pair.session, "r2", 1)
+    grammars.compiled.set_exception(InvalidRequest("no such form"))
+    await pair.until(lambda: bool(pair.session.of(Failed)))
+    (failed,) = pair.session.of(Failed)
+    assert (failed.request_id, failed.code, failed.message) == (
+        "r1",
+        "invalid_request",
+        "no such form",
+    )
