@@ -175,11 +175,10 @@ def _invalid(form: StructuredOutput, answer: Completion) -> list[tuple[Any, str]
 def _has_form(form: StructuredOutput, text: str) -> bool:
     if form.regex is not None:
         return re.fullmatch(form.regex, text) is not None
+    assert isinstance(form.json, dict)
     checker = jsonschema.FormatChecker(["date", "time", "date-time", "ipv4", "uuid"])
+    validator = jsonschema.Draft202012Validator(form.json, format_checker=checker)
     try:
-        jsonschema.Draft202012Validator(form.json, format_checker=checker).validate(
-            json.loads(text)
-        )
-    except (ValueError, jsonschema.ValidationError):
+        return bool(validator.is_valid(json.loads(text)))
+    except ValueError:
         return False
-    return True
