@@ -128,7 +128,7 @@ def llm(checkpoint: Path) -> Iterator[LLM]:
 
 @pytest.mark.parametrize(
     "num_generations",
-    [50, pytest.param(2000, marks=[pytest.mark.full, pytest.mark.timeout(1200)])],
+    [200, pytest.param(2000, marks=[pytest.mark.full, pytest.mark.timeout(1200)])],
 )
 def test_random_weights_write_nothing_invalid(llm: LLM, num_generations: int) -> None:
     """At temperatures up to 2. What `max_tokens` has cut is not counted, and is rare."""
@@ -176,7 +176,7 @@ def _has_form(form: StructuredOutput, text: str) -> bool:
     if form.regex is not None:
         return re.fullmatch(form.regex, text) is not None
     assert isinstance(form.json, dict)
-    checker = jsonschema.FormatChecker(["date", "time", "date-time", "ipv4", "uuid"])
+    checker = jsonschema.FormatChecker(["date", "ipv4", "uuid"])
     validator = jsonschema.Draft202012Validator(form.json, format_checker=checker)
     try:
         return bool(validator.is_valid(json.loads(text)))

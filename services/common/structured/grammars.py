@@ -8,6 +8,7 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from services.common.errors import InvalidRequest
 from services.common.structured.json_schemas import with_options
+from services.common.structured.regexes import lark_of_regex
 from services.common.structured.structural_tags import grammar_of_tags
 from services.common.structured.structure import Structure, StructureKind
 
@@ -52,7 +53,7 @@ def _grammar(text: str) -> str:
 
 _GRAMMARS: dict[StructureKind, Callable[[str], str]] = {
     StructureKind.JSON: _json,
-    StructureKind.REGEX: LLMatcher.grammar_from_regex,
+    StructureKind.REGEX: lambda text: LLMatcher.grammar_from_lark(lark_of_regex(text)),
     StructureKind.CHOICE: _choice,
     StructureKind.GRAMMAR: _grammar,
 }

@@ -20,6 +20,7 @@ from typing import Any
 from llguidance.gbnf_to_lark import any_to_lark
 
 from services.common.structured.json_schemas import with_options
+from services.common.structured.regexes import lark_of_regex
 
 Format = Mapping[str, Any]
 
@@ -93,8 +94,7 @@ class _Rules:
             case {"type": "json_schema", "json_schema": dict() as schema}:
                 return self._name({"json_schema": with_options(schema)})
             case {"type": "regex", "pattern": str(pattern)}:
-                escaped = re.sub(r"\\.|/", lambda m: r"\/" if m[0] == "/" else m[0], pattern)
-                return self._name({"lark_grammar": "start: /" + escaped.replace("\n", r"\n") + "/"})
+                return self._name({"lark_grammar": lark_of_regex(pattern)})
             case {"type": "grammar", "grammar": str(grammar)}:
                 return self._name({"lark_grammar": any_to_lark(grammar)})
             case {"type": "any_text"}:

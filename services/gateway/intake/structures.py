@@ -29,7 +29,7 @@ STRUCTURE = "structured_outputs"
 
 _MODULE = "services.common.structured.checker"
 _MOST_VERDICTS = 256
-_MOST_WAITING = 16
+_MOST_WAITING = 256
 _WALL_LIMIT_S = 30.0
 """For a machine so loaded that the child gets little CPU time."""
 
@@ -43,7 +43,7 @@ class StructureChecker:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="structures")
         self._child: subprocess.Popen[bytes] | None = None
         self._verdicts: OrderedDict[Structure, str | None] = OrderedDict()
-        self._num_waiting = 0
+        self._waiting: dict[Structure, asyncio.Task[str | None]] = {}
 
     async def check(self, structure: Structure) -> None:
         """Raises InvalidRequest if the structure is wrong, or costs too much; Overloaded if too
@@ -56,21 +56,31 @@ class StructureChecker:
             STRUCTURE,
         )
         require(self._has_end, "structured output needs a model with an end-of-sequence token")
-        if structure not in self._verdicts:
-            if self._num_waiting >= _MOST_WAITING:
-                raise Overloaded(f"{_MOST_WAITING} structures wait for their check; try again", 1.0)
-            self._num_waiting += 1
-            try:
-                loop = asyncio.get_running_loop()
-                verdict = await loop.run_in_executor(self._thread, self._verdict, structure)
-            finally:
-                self._num_waiting -= 1
-            self._verdicts[structure] = verdict
-            while len(self._verdicts) > _MOST_VERDICTS:
-                self._verdicts.popitem(last=False)
-        self._verdicts.move_to_end(structure)
-        problem = self._verdicts[structure]
+        if structure in self._verdicts:
+            self._verdicts.move_to_end(structure)
+            problem = self._verdicts[structure]
+        else:
+            problem = await asyncio.shield(self._asking(structure))
         require(problem is None, problem or "", STRUCTURE)
+
+    def _asking(self, structure: Structure) -> "asyncio.Task[str | None]":
+        """The check of a structure, one for all requests that wait for it."""
+        if structure not in self._waiting:
+            if len(self._waiting) >= _MOST_WAITING:
+                raise Overloaded(f"{_MOST_WAITING} structures wait for their check; try again", 1.0)
+            self._waiting[structure] = asyncio.create_task(self._ask(structure))
+        return self._waiting[structure]
+
+    async def _ask(self, structure: Structure) -> str | None:
+        loop = asyncio.get_running_loop()
+        try:
+            verdict = await loop.run_in_executor(self._thread, self._verdict, structure)
+        finally:
+            del self._waiting[structure]
+        self._verdicts[structure] = verdict
+        while len(self._verdicts) > _MOST_VERDICTS:
+            self._verdicts.popitem(last=False)
+        return verdict
 
     def _verdict(self, structure: Structure) -> str | None:
         """What is wrong with the structure. A child that ended between two checks is no verdict."""
