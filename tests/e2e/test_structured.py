@@ -96,21 +96,6 @@ class Stream:
             await asyncio.sleep(0.005)
 
 
-async def test_a_killed_decode_worker_in_mid_object_changes_no_token(
-    deployment: Deployment, client: AsyncClient, two_decoders: None
-) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        undisturbed = Stream(client, numbers())
-        await undisturbed.reading
-        streams = [Stream(client, numbers()) for _ in range(2)]  # one at each decode worker
-        for stream in streams:
-            await stream.is_in_mid_object()
-        os.kill(deployment.running("services.decode")[0], signal.SIGKILL)
-        await asyncio.gather(*(stream.reading for stream in streams))
-    assert [stream.tokens for stream in streams] == [undisturbed.tokens] * 2
-    assert len(set(map(tuple, undisturbed.tokens))) == NUM
-
-
 async def test_a_move_in_mid_object_changes_no_token(
     deployment: Deployment, client: AsyncClient, two_decoders: None
 ) -> None:
@@ -240,3 +225,18 @@ async def test_a_hostile_form_is_refused_and_disturbs_nobody(
         await stream.reading
         good = Sampling(structured_outputs=StructuredOutput(regex=f"after {name}"), max_tokens=50)
         assert (await client.complete(PROMPT, good, timeout_s=LIMIT_S)).text == f"after {name}"
+
+
+async def test_a_killed_decode_worker_in_mid_object_changes_no_token(
+    deployment: Deployment, client: AsyncClient, two_decoders: None
+) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        undisturbed = Stream(client, numbers())
+        await undisturbed.reading
+        streams = [Stream(client, numbers()) for _ in range(2)]  # one at each decode worker
+        for stream in streams:
+            await stream.is_in_mid_object()
+        os.kill(deployment.running("services.decode")[0], signal.SIGKILL)
+        await asyncio.gather(*(stream.reading for stream in streams))
+    assert [stream.tokens for stream in streams] == [undisturbed.tokens] * 2
+    assert len(set(map(tuple, undisturbed.tokens))) == NUM
