@@ -86,6 +86,8 @@ def cut(whole: ComposedModel, shard: Shard, device: torch.device) -> ComposedMod
         return torch.cat([q[heads], k[kv_heads], v[kv_heads]]).to(device)
 
     def layer(one: Layer) -> Layer:
+        assert one.gate_up is not None
+        assert one.down is not None
         gate, up = one.gate_up.weight.chunk(2)
 
         def norm(weight: Tensor | None) -> Tensor | None:

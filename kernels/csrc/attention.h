@@ -152,9 +152,9 @@ class AttentionRows {
   }
 
   // The offset of a row's query or output, in elements.
+  int64_t head_of(int row) const { return int64_t{kv_head_} * group_ + (begin_ + row) % group_; }
   int64_t place(int row, int64_t stride) const {
-    const int64_t head = int64_t{kv_head_} * group_ + (begin_ + row) % group_;
-    return tokens_[row] * stride + head * call_.head_dim;
+    return tokens_[row] * stride + head_of(row) * call_.head_dim;
   }
 
   void start() {
@@ -256,7 +256,7 @@ class AttentionRows {
     // Whether a 0 is negative depends on values that the row does not see.
     if constexpr (kTiled<dtype>)
       for (int i = 0; i < num_columns_; i += kLanes) store_f32(sums + i, load_f32(sums + i) + 0.0f);
-    const float total = reduce_add(load_f32(states_[row].sums));
+    const float total = total_of(call_, states_[row], head_of(row));
     Element all[kMaxColumns];
     for (int i = 0; i < num_columns_; i += kLanes * kPerWord) join<dtype>(sums + i, total, all + i);
     std::memcpy(static_cast<Element*>(call_.out) + place(row, call_.out_stride), all,

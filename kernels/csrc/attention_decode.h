@@ -64,6 +64,7 @@ class DecodeQuery {
       : call_(call),
         at_(scratch),
         num_heads_(head_end - head_begin),
+        first_head_(head_begin * group),
         num_words_(call.head_dim / 2),
         head_bytes_(kv_head_bytes(is_int8, Dtype::bf16, call.head_dim)),
         stride_(int64_t{call.num_kv_heads} * head_bytes_),
@@ -97,7 +98,7 @@ class DecodeQuery {
     }
     for (int row = 0; row < num_rows; ++row) {
       const float* sums = at_.sums + row * call_.head_dim;
-      const float total = reduce_add(load_f32(at_.states[row].sums));
+      const float total = total_of(call_, at_.states[row], first_head_ + row);
       for (int i = 0; i < call_.head_dim; i += 2 * kLanes)
         join<Dtype::bf16>(sums + i, total, out_ + row * call_.head_dim + i);
     }
@@ -257,8 +258,8 @@ class DecodeQuery {
 
   const AttentionCall& call_;
   const DecodeScratch at_;
-  const int num_heads_, num_words_;
-  const int64_t head_bytes_, stride_;  // from head to head, from position to position
+  const int num_heads_, first_head_, num_words_;  // first_head_: of the queries
+  const int64_t head_bytes_, stride_;             // from head to head, from position to position
   const int32_t* table_;
   const int end_, begin_;  // the query sees positions [begin_, end_)
   const char* kv_;

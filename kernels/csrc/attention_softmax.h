@@ -73,6 +73,17 @@ inline ScoreScale score_scale(const AttentionCall& call) {
   return {call.cap * kLog2E, call.scale / call.cap};
 }
 
+// The sum of a query's probabilities, that of its sink included. A sink far above all scores makes
+// the sum infinite, and the result 0.
+inline float total_of(const AttentionCall& call, const SoftmaxState& state, int64_t head) {
+  const float total = reduce_add(load_f32(state.sums));
+  if (!call.sinks) return total;
+  const float above = call.sinks[head] * kLog2E - state.max * score_scale(call).scale;
+  float powers[kLanes];
+  store_f32(powers, exp2_nonpositive(splat(above > 0.0f ? -above : above)));
+  return total + (above > 0.0f ? 1.0f / powers[0] : powers[0]);
+}
+
 inline void cap_scores(float* scores, float before_tanh) {
   for (int i = 0; i < kTile; i += kLanes)
     store_f32(scores + i, tanh_of(load_f32(scores + i) * before_tanh));

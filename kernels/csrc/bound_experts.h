@@ -12,8 +12,10 @@ class BoundExperts {
  public:
   // std::invalid_argument: the linears do not fit together, or there are fewer experts than top_k.
   BoundExperts(const PackedLinear& router, const std::vector<const PackedLinear*>& gate_up,
-               const std::vector<const PackedLinear*>& down, int top_k, bool normalizes)
-      : experts_{&router.get(), linears(gate_up), linears(down), top_k, normalizes} {
+               const std::vector<const PackedLinear*>& down, int top_k, bool normalizes,
+               float alpha, float limit)
+      : experts_{&router.get(), linears(gate_up), linears(down), top_k, normalizes, alpha, limit} {
+    require(limit >= 0, "a limit of swiglu below 0");
     require(router.get().kind == WeightKind::f32, "the router is not float32");
     require(router.get().n == experts_.num_experts() && gate_up.size() == down.size(),
             "router, gate_up and down are not of as many experts");

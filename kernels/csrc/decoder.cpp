@@ -146,6 +146,7 @@ void Decoder::attend(Lane& lane, const Layer& layer, int64_t index, const Batch&
             [&](int64_t begin, int64_t end) { kernels_.qkv(store, begin, end); });
   AttentionCall call = attention_call(batch, arena, b);
   call.window = layer.window;
+  call.sinks = layer.sinks;
   call.kv = arena.layer(index);
   lane.loop(plan_.num_tasks(), 1, [&](int64_t task, int64_t) {
     plan_.attend(kernels_, call, task, b.scratch + b.scratch_bytes * lane.index);

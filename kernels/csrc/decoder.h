@@ -34,9 +34,10 @@ struct Layer {
   const Linear* down;      // [hidden, intermediate]
   const Experts* experts;  // instead of gate_up and down, which are null then; or null
   const float* mlp_out;
-  int window;        // positions that a query sees; 0: all
-  int rotated;       // dimensions of a head; 0: none
-  const float* cos;  // [positions, rotated / 2]
+  const float* sinks;  // [H], see AttentionCall; or null
+  int window;          // positions that a query sees; 0: all
+  int rotated;         // dimensions of a head; 0: none
+  const float* cos;    // [positions, rotated / 2]
   const float* sin;
 };
 

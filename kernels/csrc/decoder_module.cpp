@@ -36,14 +36,16 @@ class LayerWeights {
                std::optional<Array> query_norm, std::optional<Array> key_norm,
                const PackedLinear& output, std::optional<Array> attention_out,
                std::optional<Array> mlp_in, const PackedLinear* gate_up, const PackedLinear* down,
-               const BoundExperts* experts, std::optional<Array> mlp_out, int window,
-               std::optional<Array> cos, std::optional<Array> sin)
+               const BoundExperts* experts, std::optional<Array> mlp_out,
+               std::optional<Array> sinks, int window, std::optional<Array> cos,
+               std::optional<Array> sin)
       : attention_in(attention_in),
         query_norm(query_norm),
         key_norm(key_norm),
         attention_out(attention_out),
         mlp_in(mlp_in),
         mlp_out(mlp_out),
+        sinks(sinks),
         cos(cos),
         sin(sin),
         qkv(qkv),
@@ -89,6 +91,7 @@ class LayerWeights {
             down ? &down->get() : nullptr,
             experts ? &experts->get() : nullptr,
             norm(mlp_out, hidden, "mlp_out"),
+            norm(sinks, shape.num_heads, "sinks"),
             window,
             rotated,
             cos ? data<float>(*cos, "cos") : nullptr,
@@ -105,7 +108,8 @@ class LayerWeights {
     return table.shape(1);
   }
 
-  std::optional<Array> attention_in, query_norm, key_norm, attention_out, mlp_in, mlp_out, cos, sin;
+  std::optional<Array> attention_in, query_norm, key_norm, attention_out, mlp_in, mlp_out, sinks,
+      cos, sin;
   const PackedLinear &qkv, &output;
   const PackedLinear *gate_up, *down;
   const BoundExperts* experts;
@@ -220,14 +224,14 @@ void bind_decoder(nb::module_& m) {
   using Norm = std::optional<Array>;
   nb::class_<LayerWeights>(m, "Layer")
       .def(nb::init<Norm, const PackedLinear&, Norm, Norm, const PackedLinear&, Norm, Norm,
-                    const PackedLinear*, const PackedLinear*, const BoundExperts*, Norm, int, Norm,
-                    Norm>(),
+                    const PackedLinear*, const PackedLinear*, const BoundExperts*, Norm, Norm, int,
+                    Norm, Norm>(),
            nb::kw_only(), "attention_in"_a.none(), "qkv"_a, "query_norm"_a.none(),
            "key_norm"_a.none(), "output"_a, "attention_out"_a.none(), "mlp_in"_a.none(),
            "gate_up"_a = nb::none(), "down"_a = nb::none(), "experts"_a = nb::none(),
-           "mlp_out"_a.none(), "window"_a, "cos"_a.none(), "sin"_a.none(), nb::keep_alive<1, 3>(),
-           nb::keep_alive<1, 6>(), nb::keep_alive<1, 9>(), nb::keep_alive<1, 10>(),
-           nb::keep_alive<1, 11>());
+           "mlp_out"_a.none(), "sinks"_a = nb::none(), "window"_a, "cos"_a.none(), "sin"_a.none(),
+           nb::keep_alive<1, 3>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 9>(),
+           nb::keep_alive<1, 10>(), nb::keep_alive<1, 11>());
   nb::class_<BoundDecoder>(m, "Decoder",
                            "One call computes a step: all layers of a batch, below the head.")
       .def(nb::init<const std::string&, ThreadPool&, const Shape&,

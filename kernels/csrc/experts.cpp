@@ -17,6 +17,12 @@ Dtype gated_type(const Linear& down) {
   return down.kind == WeightKind::f32 ? Dtype::f32 : Dtype::bf16;
 }
 
+Epilogue gate_of(const Experts& experts, Dtype gated) {
+  const bool is_f32 = gated == Dtype::f32;
+  if (experts.limit > 0.0f) return is_f32 ? Epilogue::swiglu_f32 : Epilogue::swiglu_bf16;
+  return is_f32 ? Epilogue::silu_mul_f32 : Epilogue::silu_mul_bf16;
+}
+
 // Row `index` of `rows` as the only one.
 Rows row_at(const Rows& rows, int64_t index) {
   Rows row = rows;
@@ -67,9 +73,10 @@ void ExpertStep::add(Lane& lane, const Experts& experts, const NormCall& norm, i
     }
   });
   const Dtype gated = gated_type(down);
-  compute(lane, experts.gate_up, up_, inputs.read(),
-          gated == Dtype::f32 ? Epilogue::silu_mul_f32 : Epilogue::silu_mul_bf16, gated_,
-          gated_stride_);
+  LinearCall up_call{&up, inputs.read(), gate_of(experts, gated), gated_, gated_stride_};
+  up_call.alpha = experts.alpha;
+  up_call.limit = experts.limit;
+  compute(lane, experts.gate_up, up_, up_call);
   Activations x{gated_, gated_stride_};
   if (is_quantized(down.kind)) {
     const Rows rows = inputs_of(down);
@@ -78,7 +85,7 @@ void ExpertStep::add(Lane& lane, const Experts& experts, const NormCall& norm, i
     });
     x = rows.read();
   }
-  compute(lane, experts.down, down_, x, Epilogue::store_f32, outputs_, out_stride_);
+  compute(lane, experts.down, down_, {&down, x, Epilogue::store_f32, outputs_, out_stride_});
   lane.loop(m, kRowsAtOnce, [&](int64_t begin, int64_t end) {
     for (int64_t choice = begin * top_k; choice < end * top_k; ++choice) {
       const float* from = outputs_ + places_[choice] * out_stride_;
@@ -187,15 +194,15 @@ void ExpertStep::divide(const std::vector<const Linear*>& linears, Tasks& tasks)
   tasks.size = static_cast<int64_t>(tasks.list.size());
 }
 
-// A linear of all experts in one loop: each with its own rows of x and of `out`.
+// A linear of all experts in one loop: each with its own rows of the call's input and output.
 void ExpertStep::compute(Lane& lane, const std::vector<const Linear*>& linears, const Tasks& tasks,
-                         const Activations& x, Epilogue epilogue, void* out, int64_t out_stride) {
+                         const LinearCall& call) {
   lane.loop(tasks.size, 1, [&](int64_t index, int64_t) {
     const Task& task = tasks.list[index];
-    const Linear& weights = *linears[task.expert];
-    const int64_t begin = begin_of_[task.expert], end = begin_of_[task.expert + 1];
-    const LinearCall call{&weights, x, epilogue, out, out_stride};
-    kernels_.linear(call, task.panel_begin, task.panel_end, begin, end);
+    LinearCall one = call;
+    one.weights = linears[task.expert];
+    kernels_.linear(one, task.panel_begin, task.panel_end, begin_of_[task.expert],
+                    begin_of_[task.expert + 1]);
   });
 }
 

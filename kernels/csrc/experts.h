@@ -28,7 +28,8 @@ struct Experts {
   std::vector<const Linear*> gate_up;  // of each expert, as `Layer` has one
   std::vector<const Linear*> down;
   int top_k;
-  bool normalizes;  // the weights of a row's experts are divided by their sum
+  bool normalizes;     // the weights of a row's experts are divided by their sum
+  float alpha, limit;  // of swiglu; limit 0: the gate is SiLU
 
   int64_t num_experts() const { return static_cast<int64_t>(gate_up.size()); }
   int64_t hidden() const { return router->k; }
@@ -66,7 +67,7 @@ class ExpertStep {
   void group(const Experts& experts, int64_t m);
   void divide(const std::vector<const Linear*>& linears, Tasks& tasks) const;
   void compute(Lane& lane, const std::vector<const Linear*>& linears, const Tasks& tasks,
-               const Activations& x, Epilogue epilogue, void* out, int64_t out_stride);
+               const LinearCall& call);
 
   const Kernels& kernels_;
   ThreadPool& pool_;

@@ -100,6 +100,10 @@ enum class Epilogue : int {
   silu_mul_bf16 = 4,
   gelu_mul_f32 = 6,  // out[m, j] = gelu(gate_j) * up_j, gelu by its approximation with tanh
   gelu_mul_bf16 = 7,
+  // g = min(gate_j, limit), u = clamp(up_j, -limit, limit): out[m, j] = g / (1 + e^(-alpha g)) (u +
+  // 1)
+  swiglu_f32 = 8,
+  swiglu_bf16 = 9,
   // For rows below `num_best`: best[m] = the largest y among the columns of this call, and its
   // column; the first of equal ones (a NaN is larger than all numbers, as in torch.argmax). For the
   // other rows: out[m - num_best, n] = y.
@@ -108,10 +112,12 @@ enum class Epilogue : int {
 
 inline constexpr bool is_gated(Epilogue e) {
   return e == Epilogue::silu_mul_f32 || e == Epilogue::silu_mul_bf16 ||
-         e == Epilogue::gelu_mul_f32 || e == Epilogue::gelu_mul_bf16;
+         e == Epilogue::gelu_mul_f32 || e == Epilogue::gelu_mul_bf16 || e == Epilogue::swiglu_f32 ||
+         e == Epilogue::swiglu_bf16;
 }
 inline constexpr bool is_bf16(Epilogue e) {
-  return e == Epilogue::store_bf16 || e == Epilogue::silu_mul_bf16 || e == Epilogue::gelu_mul_bf16;
+  return e == Epilogue::store_bf16 || e == Epilogue::silu_mul_bf16 ||
+         e == Epilogue::gelu_mul_bf16 || e == Epilogue::swiglu_bf16;
 }
 
 struct Best {
@@ -130,6 +136,7 @@ struct LinearCall {
   // store_f32, add_f32 and best_or_f32 multiply y by `factor`. The first and the last then bound it
   // by the soft cap `cap` (0: none): cap * tanh(y / cap).
   float factor = 1.0f, cap = 0.0f;
+  float alpha = 0.0f, limit = 0.0f;  // of swiglu
 };
 
 // ---- keys and values ---------------------------------------------------------------------------
@@ -161,8 +168,10 @@ inline constexpr int kMostHeadDim = 256;  // head sizes are also even
 struct AttentionCall {
   Dtype dtype;  // of q and out
   int num_heads, num_kv_heads, head_dim, block_size;
-  int window;     // positions that a query sees, its own included; 0: all
-  float scale;    // positive
+  int window;   // positions that a query sees, its own included; 0: all
+  float scale;  // positive
+  // [H], or null: a score without a value in each query's softmax, an attention sink.
+  const float* sinks;
   float cap;      // soft cap of the scaled scores: cap * tanh(score / cap); 0: none
   const void* q;  // [T, H, D]
   int64_t q_stride;

@@ -57,6 +57,14 @@ inline f32x16 gelu(f32x16 x) {
   return x * logistic(x * (1.5957691216057308f + 0.0713548162726009f * (x * x)));
 }
 
+inline f32x16 swiglu(f32x16 gate, f32x16 up, float alpha, float limit) {
+  const f32x16 most = splat(limit);
+  const f32x16 g = gate > most ? most : gate;
+  const f32x16 above = up > most ? most : up;
+  const f32x16 u = above < -most ? -most : above;
+  return g * logistic(g * alpha) * (u + 1.0f);
+}
+
 // The soft cap of a call's results.
 inline Columns capped(const Columns& y, float cap) {
   return {tanh_of(y.low / cap) * cap, tanh_of(y.high / cap) * cap};
@@ -172,6 +180,14 @@ inline void finish(const LinearCall& call, int64_t row, int64_t num_rows, int64_
     case Epilogue::gelu_mul_bf16:
       return each_row([=](int64_t m, const Columns& y) {
         store_f32(bf16 + m * stride + gated, gelu(y.low) * y.high);
+      });
+    case Epilogue::swiglu_f32:
+      return each_row([&](int64_t m, const Columns& y) {
+        store_f32(f32 + m * stride + gated, swiglu(y.low, y.high, call.alpha, call.limit));
+      });
+    case Epilogue::swiglu_bf16:
+      return each_row([&](int64_t m, const Columns& y) {
+        store_f32(bf16 + m * stride + gated, swiglu(y.low, y.high, call.alpha, call.limit));
       });
     case Epilogue::best_or_f32:
       return each_row([&](int64_t m, const Columns& sums) {

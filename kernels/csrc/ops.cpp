@@ -137,7 +137,8 @@ class Ops {
   }
 
   void attention(Array q, Array kv_layer, Array block_tables, Array cu_query_lens,
-                 Array context_lens, float scale, int window, Array out, float cap) {
+                 Array context_lens, float scale, int window, Array out, float cap,
+                 std::optional<Array> sinks) {
     check_rank(q, 3, "q");
     check_rank(out, 3, "out");
     check_rank(kv_layer, 5, "kv_layer");
@@ -157,6 +158,7 @@ class Ops {
     call.window = window;
     call.scale = scale;
     call.cap = cap;
+    call.sinks = sinks ? floats(*sinks, call.num_heads, "sinks") : nullptr;
     call.q = q.data();
     call.q_stride = q.stride(0);
     call.block_tables = data<int32_t>(block_tables, "block_tables");
@@ -291,9 +293,10 @@ void bind_ops(nb::module_& m) {
            "n"_a, "k"_a, "memory"_a, "bias"_a = nb::none());
   nb::class_<BoundExperts>(m, "Experts")
       .def(nb::init<const PackedLinear&, const std::vector<const PackedLinear*>&,
-                    const std::vector<const PackedLinear*>&, int, bool>(),
+                    const std::vector<const PackedLinear*>&, int, bool, float, float>(),
            nb::kw_only(), "router"_a, "gate_up"_a, "down"_a, "top_k"_a, "normalizes"_a,
-           nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>());
+           "alpha"_a = 0.0f, "limit"_a = 0.0f, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(),
+           nb::keep_alive<1, 4>());
   nb::class_<Ops>(m, "Ops")
       .def(nb::init<const std::string&, ThreadPool&>(), "isa"_a, "pool"_a, nb::keep_alive<1, 3>())
       .def_prop_ro("name", &Ops::name)
@@ -301,7 +304,7 @@ void bind_ops(nb::module_& m) {
       .def("linear", &Ops::linear, "x"_a, "weights"_a, "out"_a, "epilogue"_a = "store")
       .def("argmax", &Ops::argmax, "x"_a, "weights"_a, "values"_a, "indices"_a)
       .def("attention", &Ops::attention, "q"_a, "kv_layer"_a, "block_tables"_a, "cu_query_lens"_a,
-           "context_lens"_a, "scale"_a, "window"_a, "out"_a, "cap"_a = 0.0f)
+           "context_lens"_a, "scale"_a, "window"_a, "out"_a, "cap"_a = 0.0f, "sinks"_a = nb::none())
       .def("experts", &Ops::experts, "x"_a, "weight"_a, "eps"_a, "experts"_a, "out"_a)
       .def("rms_norm", &Ops::rms_norm, "x"_a, "weight"_a, "eps"_a, "out"_a)
       .def("qkv", &Ops::qkv, "qkv"_a, "query_norm"_a.none(), "key_norm"_a.none(), "eps"_a, "cos"_a,

@@ -33,6 +33,8 @@ class Experts:
         down: list[PackedLinear],
         top_k: int,
         normalizes: bool,
+        alpha: float = 0.0,
+        limit: float = 0.0,
     ) -> None: ...
 
 class Ops:
@@ -57,6 +59,7 @@ class Ops:
         window: int,
         out: Tensor,
         cap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> None: ...
     def experts(
         self, x: Tensor, weight: Tensor, eps: float, experts: Experts, out: Tensor
@@ -132,6 +135,7 @@ class Layer:
         down: PackedLinear | None = None,
         experts: Experts | None = None,
         mlp_out: Tensor | None,
+        sinks: Tensor | None = None,
         window: int,
         cos: Tensor | None,
         sin: Tensor | None,

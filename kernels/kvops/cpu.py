@@ -20,6 +20,7 @@ _KINDS: dict[torch.dtype, Kind] = {torch.float32: "float32", torch.bfloat16: "bf
 class CpuKernels(Kernels):
     name = "cpu"
     has_int8_kv = True
+    has_sinks = True
 
     def __init__(self, isa: str | None = None) -> None:
         """ValueError: this CPU does not have the instruction set."""
@@ -56,6 +57,7 @@ class CpuKernels(Kernels):
             call.window or 0,
             out,
             call.cap or 0.0,
+            call.sinks,
         )
         return out
 

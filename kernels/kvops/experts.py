@@ -12,7 +12,8 @@ class ExpertWeights:
     hidden], the gate's outputs first. down: [E, hidden, intermediate].
 
     A row is computed by the `top_k` experts with the largest logits. Their weights are the softmax
-    of all logits, divided by the sum of the chosen ones if `normalizes`.
+    of all logits, divided by the sum of the chosen ones if `normalizes`. Biases are [E], [E, 2 *
+    intermediate] and [E, hidden]. `alpha`, `limit`: see `swiglu`; limit 0: the gate is SiLU.
     """
 
     router: Tensor
@@ -20,6 +21,11 @@ class ExpertWeights:
     down: Tensor
     top_k: int
     normalizes: bool
+    router_bias: Tensor | None = None
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    alpha: float = 0.0
+    limit: float = 0.0
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The chosen experts [T, top_k] of rows of fp32 logits [T, E], and their weights."""
@@ -27,3 +33,10 @@ class ExpertWeights:
         if self.normalizes:
             shares = shares / shares.sum(dim=-1, keepdim=True)
         return chosen, shares
+
+    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
+        """gate / (1 + e^(-alpha gate)) * (up + 1), of a gate of at most `limit`, and `up` between
+        -limit and limit; in fp32."""
+        g = gate.float().clamp(max=self.limit)
+        u = up.float().clamp(-self.limit, self.limit)
+        return (g * torch.sigmoid(g * self.alpha) * (u + 1)).to(gate.dtype)

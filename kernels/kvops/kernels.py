@@ -20,7 +20,8 @@ if TYPE_CHECKING:  # the C++ module is absent where Quire is not compiled
 class Kernels(ABC):
     """`device`: where its tensors are, "cpu" or "cuda". `reads_whole_blocks`: attention also reads
     slots of a row's blocks that the row does not see, and multiplies them by 0. `has_int8_kv`:
-    whether an arena may be in int8. `has_sampler`: whether `sample` is there. `needs_plan`: whether
+    whether an arena may be in int8. `has_sampler`: whether `sample` is there. `has_sinks`: whether
+    attention has sinks. `needs_plan`: whether
     each step is planned on the host. `max_blocks`: the longest block table of a CUDA graph."""
 
     name: str
@@ -28,6 +29,7 @@ class Kernels(ABC):
     reads_whole_blocks = False
     has_int8_kv = False
     has_sampler = False
+    has_sinks = False
     needs_plan = False
     max_blocks = 0
 
@@ -86,14 +88,16 @@ class Kernels(ABC):
     def experts(self, x: Tensor, weights: ExpertWeights) -> Tensor:
         """Each expert computes its rows together. A row's outputs are added in the order of the
         experts, so its sum does not depend on the other rows."""
-        chosen, shares = weights.choose(self.linear(x.float(), weights.router, None))
+        chosen, shares = weights.choose(self.linear(x.float(), weights.router, weights.router_bias))
         total = torch.zeros_like(x, dtype=torch.float32)
         for expert in range(len(weights.router)):
             rows, places = (chosen == expert).nonzero(as_tuple=True)
             if not len(rows):
                 continue
-            gate, up = self.linear(x[rows], weights.gate_up[expert], None).chunk(2, dim=-1)
-            out = self.linear(self.silu_mul(gate, up), weights.down[expert], None)
+            wide = self.linear(x[rows], weights.gate_up[expert], _of(weights.gate_up_bias, expert))
+            gate, up = wide.chunk(2, dim=-1)
+            gated = self.silu_mul(gate, up) if weights.limit == 0 else weights.swiglu(gate, up)
+            out = self.linear(gated, weights.down[expert], _of(weights.down_bias, expert))
             total[rows] += shares[rows, places, None] * out
         return total.to(x.dtype)
 
@@ -104,3 +108,7 @@ class Kernels(ABC):
     def warm_up_sampler(self, vocab_size: int) -> None:
         """Compile what `sample` needs."""
         return
+
+
+def _of(biases: Tensor | None, expert: int) -> Tensor | None:
+    return None if biases is None else biases[expert]

@@ -147,6 +147,7 @@ class Backend:
         *,
         max_query_len: int,
         cap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Computes causal attention of each row's new tokens over the row's context, which includes
         the new tokens.
@@ -161,7 +162,8 @@ class Backend:
         read. Query head h uses key/value head h // (H / K).
 
         Scores are the products of queries and keys times `scale`; with a soft cap, `cap` (> 0),
-        they become cap * tanh(score / cap) before the softmax.
+        they become cap * tanh(score / cap) before the softmax. `sinks`: fp32 [H], a further score
+        in the softmax of each query of a head, which has no value; on backends with `has_sinks`.
 
         block_tables: [B, any], cu_query_lens: [B + 1], context_lens: [B], int. scale > 0.
         max_query_len: the most new tokens of a row, known on the host: a launch never waits for the
@@ -181,6 +183,11 @@ class Backend:
             raise ValueError(f"window: {window} is not positive; a query sees at least itself")
         if cap is not None and not cap > 0:
             raise ValueError(f"cap: {cap} is not positive")
+        if sinks is not None:
+            if not self._kernels.has_sinks:
+                raise ValueError(f"sinks: backend {self.name!r} has no attention sinks")
+            if sinks.shape != q.shape[1:2] or sinks.dtype != torch.float32:
+                raise ValueError(f"sinks: {_shape(sinks)} is not fp32 {[q.shape[1]]}")
         if q.shape[0] > num_rows * max_query_len:
             raise ValueError(
                 f"max_query_len: {num_rows} rows of at most {max_query_len} tokens are fewer than "
@@ -188,7 +195,7 @@ class Backend:
             )
         rows = (block_tables, cu_query_lens, context_lens)
         return self._kernels.paged_attention(
-            AttentionCall(q, kv_layer, *rows, scale, window, max_query_len, cap)
+            AttentionCall(q, kv_layer, *rows, scale, window, max_query_len, cap, sinks)
         )
 
     def copy_blocks(self, kv: Tensor, pairs: Tensor, source: Tensor | None = None) -> None:

@@ -14,6 +14,7 @@ from kvops.step import AttentionCall
 class ReferenceKernels(Kernels):
     name = "reference"
     has_int8_kv = True
+    has_sinks = True
 
     def numerics(self) -> dict[str, str]:
         return {"isa": torch.backends.cpu.get_cpu_capability()}
@@ -48,7 +49,9 @@ class ReferenceKernels(Kernels):
                 scores = scores * call.scale
                 if call.cap is not None:
                     scores = call.cap * torch.tanh(scores / call.cap)
-                weights = torch.softmax(scores, dim=-1)
+                if call.sinks is not None:
+                    scores = torch.cat([scores, call.sinks[:, None]], dim=-1)
+                weights = torch.softmax(scores, dim=-1)[:, : stop - visible.start]
                 out[token] = torch.einsum("hp,phd->hd", weights, values[visible])
         return out
 

@@ -62,6 +62,7 @@ class AttentionCall:
     window: int | None
     max_query_len: int
     cap: float | None = None
+    sinks: Tensor | None = None
 
     @property
     def is_decode(self) -> bool:

@@ -21,7 +21,7 @@ LIMIT_S = 90.0
 NUM_TOKENS = 300
 
 
-@pytest.mark.parametrize("name", ["gemma2", "phi3, partial longrope"])
+@pytest.mark.parametrize("name", ["gemma2", "phi3, partial longrope", "gpt-oss"])
 async def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     """Prompts and answers are longer than windows, and as long as LongRoPE's long context."""
     checkpoint = make_served(tmp_path / "model", name)

@@ -59,6 +59,12 @@ _GRANITE: dict[str, Any] = {
     "logits_scaling": 3.0,
 }
 
+_QWEN3_MOE: dict[str, Any] = {
+    "num_experts": 130,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 20,
+}
+
 CASES = {
     "rope linear": Case("qwen3", _rope("linear", factor=3.0)),
     "rope dynamic": Case("llama", _rope("dynamic", factor=2.0) | {"max_position_embeddings": 106}),
@@ -147,6 +153,50 @@ CASES = {
             },
         },
     ),
+    "mixtral": Case("mixtral", {"num_local_experts": 5, "intermediate_size": 36}),
+    "mixtral, window": Case(
+        "mixtral",
+        {
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "sliding_window": 20,
+            "tie_word_embeddings": False,
+            "vocab_size": 401,
+        },
+    ),
+    "qwen3 moe": Case("qwen3_moe", _QWEN3_MOE | {"norm_topk_prob": True}),
+    "qwen3 moe, some layers": Case(
+        "qwen3_moe",
+        _QWEN3_MOE
+        | {
+            "num_hidden_layers": 5,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "vocab_size": 521,
+        },
+    ),
+    "qwen3 moe, window": Case(
+        "qwen3_moe",
+        _QWEN3_MOE
+        | {"use_sliding_window": True, "sliding_window": 20, "num_experts": 9, "head_dim": 24},
+    ),
+    "gpt-oss": Case("gpt_oss", {"num_local_experts": 6, "sliding_window": 20}),
+    "gpt-oss, one kind of layer": Case(
+        "gpt_oss",
+        _rope("default")
+        | {
+            "num_local_experts": 33,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 36,
+            "layer_types": ["full_attention"] * 3,
+            "tie_word_embeddings": False,
+            "attention_bias": False,
+            "swiglu_limit": 1.0,
+            "vocab_size": 401,
+        },
+    ),
     "rope llama3": Case(
         "mistral",
         _rope(
@@ -187,10 +237,10 @@ def _draw(model: PreTrainedModel) -> None:
     for name, weight in model.named_parameters():
         if "embed_tokens" in name or "lm_head" in name:
             weight.normal_(0.0, _EMBEDDING_STD if "embed_tokens" in name else head_std)
-        elif weight.dim() > 1:
+        elif weight.dim() > 1 and not name.endswith("bias"):
             weight.normal_(0.0, 1 / math.sqrt(weight.shape[1]))
-        elif name.endswith(".bias"):
-            weight.normal_(0.0, 0.2)
+        elif name.endswith(("bias", "sinks")):
+            weight.normal_(0.0, 0.2 if name.endswith("bias") else 2.0)
         else:
             gain = _LOGIT_STD / head_std / math.sqrt(hidden) if name == "model.norm.weight" else 1.0
             usual = float(weight.mean())  # 0 where the norm adds 1 to its weight

@@ -57,7 +57,9 @@ def test_bits_do_not_depend_on_the_batch(checkpoints: Checkpoints, name: str) ->
     check_bits(checkpoints(name)[0], name, torch.bfloat16, None, kv_in_int8=False)
 
 
-@pytest.mark.parametrize("name", ["olmo2", "phi3, partial longrope", "glm4", "gemma2", "gemma3"])
+@pytest.mark.parametrize(
+    "name", ["olmo2", "phi3, partial longrope", "glm4", "gemma2", "gemma3", "mixtral", "gpt-oss"]
+)
 @pytest.mark.parametrize(
     ("quantize", "kv_in_int8"), [("int8", False), ("int4", False), (None, True)]
 )
@@ -70,7 +72,8 @@ def test_quantized_families_have_their_own_bits_too(
     own = check_bits(directory, name, torch.bfloat16, quantize, kv_in_int8=kv_in_int8)
     expected = oracle.answer(own.prompt).logits[0]
     similarity = torch.corrcoef(torch.stack([own.logits[0], expected]))[0, 1]
-    assert similarity > (0.7 if quantize == "int4" else 0.98)
+    least = 0.95 if name == "mixtral" else 0.98  # a rounding may choose another expert
+    assert similarity > (0.7 if quantize == "int4" else least)
 
 
 def check_bits(

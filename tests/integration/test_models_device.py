@@ -112,6 +112,7 @@ def test_a_layer_has_four_linears(checkpoint: Path) -> None:
         (c.num_heads + 2 * c.num_kv_heads) * c.head_dim,
         c.hidden_size,
     )
+    assert layer.gate_up is not None
     assert layer.gate_up.weight.shape == (2 * c.intermediate_size, c.hidden_size)
 
 

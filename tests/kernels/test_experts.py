@@ -1,6 +1,8 @@
 """Layers of experts: the native kernels of every instruction set against the reference and against
 their own linears; a row's bits whatever else is in the batch."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -33,28 +35,57 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def weights_of(
-    num: int, top_k: int, hidden: int = 64, wide: int = 40, normalizes: bool = True
+    num: int,
+    top_k: int,
+    hidden: int = 64,
+    wide: int = 40,
+    normalizes: bool = True,
+    swiglu: bool = False,
 ) -> ExpertWeights:
+    """`swiglu`: with that gate, and biases everywhere, as in gpt-oss."""
+    biases: dict[str, Any] = {
+        "router_bias": randn(num, seed=4),
+        "gate_up_bias": randn(num, 2 * wide, seed=5),
+        "down_bias": randn(num, hidden, seed=6),
+        "alpha": 1.7,
+        "limit": 1.5,
+    }
     return ExpertWeights(
         router=randn(num, hidden, seed=1) * hidden**-0.5,
         gate_up=randn(num, 2 * wide, hidden, seed=2) * hidden**-0.5,
         down=randn(num, hidden, wide, seed=3) * wide**-0.5,
         top_k=top_k,
         normalizes=normalizes,
+        **(biases if swiglu else {}),
     )
 
 
-def packed_gate_up(cpu: NativeCpu, kind: Kind, gate_up: Tensor) -> PackedLinear:
-    return cpu.pack(kind, joined(gate_up.chunk(2), 16))
+def packed_gate_up(
+    cpu: NativeCpu, kind: Kind, gate_up: Tensor, bias: Tensor | None = None
+) -> PackedLinear:
+    wide_bias = None if bias is None else joined(bias.chunk(2), 16)
+    return cpu.pack(kind, joined(gate_up.chunk(2), 16), wide_bias)
+
+
+def of(biases: Tensor | None, expert: int) -> Tensor | None:
+    return None if biases is None else biases[expert]
 
 
 def native(cpu: NativeCpu, kind: Kind, weights: ExpertWeights) -> Experts:
     return Experts(
-        router=cpu.pack("float32", weights.router),
-        gate_up=[packed_gate_up(cpu, kind, expert) for expert in weights.gate_up],
-        down=[cpu.pack(kind, expert) for expert in weights.down],
+        router=cpu.pack("float32", weights.router, weights.router_bias),
+        gate_up=[
+            packed_gate_up(cpu, kind, expert, of(weights.gate_up_bias, i))
+            for i, expert in enumerate(weights.gate_up)
+        ],
+        down=[
+            cpu.pack(kind, expert, of(weights.down_bias, i))
+            for i, expert in enumerate(weights.down)
+        ],
         top_k=weights.top_k,
         normalizes=weights.normalizes,
+        alpha=weights.alpha,
+        limit=weights.limit,
     )
 
 
@@ -72,12 +103,16 @@ def normed(cpu: NativeCpu, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("num", "top_k", "normalizes"), [(1, 1, True), (8, 2, True), (8, 8, False), (130, 2, False)]
+    ("num", "top_k", "normalizes", "swiglu"),
+    [
+        *((1, 1, True, False), (8, 2, True, False), (8, 8, False, False), (130, 2, False, False)),
+        (8, 3, True, True),
+    ],
 )
 def test_native_experts_are_near_the_reference(
-    cpu: NativeCpu, kind: Kind, num: int, top_k: int, normalizes: bool
+    cpu: NativeCpu, kind: Kind, num: int, top_k: int, normalizes: bool, swiglu: bool
 ) -> None:
-    weights, x = weights_of(num, top_k, normalizes=normalizes), randn(37, 64)
+    weights, x = weights_of(num, top_k, normalizes=normalizes, swiglu=swiglu), randn(37, 64)
     actual = compute(cpu, native(cpu, kind, weights), x)
     expected = kvops.backend("reference").experts(normed(cpu, x), weights)
     assert (actual - expected).abs().max() <= TOLERANCES[kind] * expected.abs().max()
@@ -87,7 +122,7 @@ def test_native_experts_are_near_the_reference(
 @pytest.mark.parametrize("wide", [40, 33])
 def test_a_row_does_not_know_the_others(cpu: NativeCpu, kind: Kind, wide: int) -> None:
     """A row of a batch of 50, bitwise: the same alone, in other batches, on two threads."""
-    weights, x = weights_of(7, 3, wide=wide), randn(50, 64)
+    weights, x = weights_of(7, 3, wide=wide, swiglu=wide == 33), randn(50, 64)
     experts = native(cpu, kind, weights)
     together = compute(cpu, experts, x)
     assert together.isfinite().all()

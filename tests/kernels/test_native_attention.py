@@ -41,7 +41,11 @@ def cpu(request: pytest.FixtureRequest) -> NativeCpu:
 
 
 def attend(
-    cpu: NativeCpu, batch: PagedBatch, window: int | None = None, cap: float = 0.0
+    cpu: NativeCpu,
+    batch: PagedBatch,
+    window: int | None = None,
+    cap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Into the middle of NaN: a forgotten output shows, and one written beside it."""
     num_tokens, num_heads, head_dim = batch.q.shape
@@ -57,12 +61,15 @@ def attend(
         window or 0,
         out,
         cap,
+        sinks,
     )
     assert poisoned[:, [0, -1]].isnan().all()
     return out
 
 
-def in_fp64(batch: PagedBatch, window: int | None, cap: float = 0.0) -> tuple[Tensor, Tensor]:
+def in_fp64(
+    batch: PagedBatch, window: int | None, cap: float = 0.0, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The outputs, and what the same weights make of the values' magnitudes."""
     outputs: list[Tensor] = []
     magnitudes: list[Tensor] = []
@@ -79,7 +86,11 @@ def in_fp64(batch: PagedBatch, window: int | None, cap: float = 0.0) -> tuple[Te
         hidden = position > last
         if window is not None:
             hidden |= position <= last - window
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if sinks is not None:
+            sink = sinks.double().view(keys.shape[1], -1, 1, 1).expand(*scores.shape[:3], 1)
+            scores = torch.cat([scores, sink], dim=-1)
+        weights = scores.softmax(dim=-1)[..., : len(keys)]
         for results, x in ((outputs, values), (magnitudes, values.abs())):
             results.append(torch.einsum("kgij,jkd->ikgd", weights, x.double()).flatten(1, 2))
     return torch.cat(outputs), torch.cat(magnitudes)
@@ -110,14 +121,39 @@ def test_attention_is_as_near_as_its_roundings_allow(
     assert (error <= roundings + (2e-6 + 1e-6 * cap) * magnitude).all()
 
 
+@pytest.mark.parametrize("level", [-4.0, 3.0, 60.0, 1000.0])
+@KINDS
+@pytest.mark.parametrize("geometry", GEOMETRIES[:2], ids=str)
+def test_a_sink_takes_its_share(
+    cpu: NativeCpu, geometry: Geometry, dtype: torch.dtype, in_int8: bool, level: float
+) -> None:
+    """Far below all scores, beside them, and far above: then nothing is left for the values. The
+    reference takes the same share."""
+    batch = paged_batch(
+        dataclasses.replace(geometry, dtype=dtype, in_int8=in_int8), ROWS, seed=1, window=70
+    )
+    sinks = level + torch.linspace(-1, 1, batch.q.shape[1])
+    expected, magnitude = in_fp64(batch, 70, sinks=sinks)
+    actual = attend(cpu, batch, 70, sinks=sinks)
+    roundings = 2 * 2**-8 * magnitude + 2**-8 * expected.abs() if dtype == BF16 else 0.0
+    # The power of a large number has the rounding of that number.
+    error = (actual.double() - expected).abs()
+    assert (error <= roundings + (3e-6 + 2e-7 * abs(level)) * magnitude + 1e-30).all()
+    if level == 1000:
+        assert not actual.any()
+    without = attend(cpu, batch, 70)
+    assert torch.equal(attend(cpu, batch, 70, sinks=sinks - 2000), without)
+
+
 @KINDS
 def test_native_attention_equals_the_reference(
     cpu: NativeCpu, reference: Backend, dtype: torch.dtype, in_int8: bool
 ) -> None:
-    """Of the whole interface: tables, slots and windows mean the same."""
+    """Of the whole interface: tables, slots, windows and sinks mean the same."""
     batch = paged_batch(
         dataclasses.replace(GEOMETRIES[1], dtype=dtype, in_int8=in_int8), ROWS, seed=2, window=70
     )
+    sinks = torch.linspace(-2, 2, batch.q.shape[1])
     expected = reference.paged_attention(
         batch.q,
         batch.kv_layer,
@@ -127,9 +163,11 @@ def test_native_attention_equals_the_reference(
         96**-0.5,
         70,
         max_query_len=batch.max_query_len,
+        sinks=sinks,
     )
     tolerance = 2e-6 if dtype == FP32 else 1.6e-2
-    torch.testing.assert_close(attend(cpu, batch, 70), expected, rtol=tolerance, atol=tolerance)
+    actual = attend(cpu, batch, 70, sinks=sinks)
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 def chunk(batch: PagedBatch, begin: int, end: int) -> PagedBatch:

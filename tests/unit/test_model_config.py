@@ -255,7 +255,7 @@ def test_dtype_has_an_old_and_a_new_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, "architectures: 'MixtralForCausalLM'"),
+        ({"architectures": ["DeepseekV3ForCausalLM"]}, "architectures: 'DeepseekV3ForCausalLM'"),
         ({"architectures": None}, "architectures"),
         ({"hidden_size": None}, "hidden_size: missing"),
         ({"hidden_size": "1024"}, "hidden_size: '1024'"),

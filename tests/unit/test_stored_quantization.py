@@ -120,7 +120,7 @@ def test_the_refusal_names_method_and_field(config: dict[str, Any], field: str) 
     assert text.endswith(f"(the checkpoint is quantized by {config['quant_method']!r})")
 
 
-@pytest.mark.parametrize("method", ["bitsandbytes", "hqq", "quark", "mxfp4", "torchao"])
+@pytest.mark.parametrize("method", ["bitsandbytes", "hqq", "quark", "nvfp4", "torchao"])
 def test_other_methods_are_refused_by_name(method: str) -> None:
     with pytest.raises(StartupError, match=f"quantized by '{method}'; Quire reads gptq, awq, "):
         read({"quant_method": method})

@@ -5,6 +5,7 @@ rest, families use Llama's names.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from services.common.text.families import Family
 from services.common.text.model_config import ModelConfig
@@ -49,8 +50,9 @@ def weight_shapes(config: ModelConfig) -> dict[str, Shape]:
     if not config.tied_embeddings:
         shapes[HEAD] = (config.vocab_size, config.hidden_size)
     for layer in range(config.num_layers):
-        for name, shape in _layer_shapes(config).items():
+        for name, shape in _layer_shapes(config, layer).items():
             shapes[f"{layer_prefix(layer)}.{name}"] = shape
+        shapes |= _expert_shapes(config, layer)
     return shapes
 
 
@@ -60,7 +62,66 @@ def ignored_weights(config: ModelConfig) -> frozenset[str]:
     return frozenset({HEAD}) if config.tied_embeddings else frozenset()
 
 
-def _layer_shapes(config: ModelConfig) -> dict[str, Shape]:
+@dataclass(frozen=True, slots=True)
+class ExpertLinears:
+    """The names of a layer's router, and of each expert's linears, without `.weight`."""
+
+    router: str
+    gate: tuple[str, ...]
+    up: tuple[str, ...]
+    down: tuple[str, ...]
+
+
+def expert_linears(config: ModelConfig, layer: int) -> ExpertLinears | None:
+    """None: the layer has an MLP."""
+    experts, names = config.experts, config.family.experts
+    if experts is None or names is None or not experts.layers[layer]:
+        return None
+    place = expert_place(config, layer)
+    gate, up, down = (
+        tuple(f"{place}.experts.{number}.{name}" for number in range(experts.num))
+        for name in (names.gate, names.up, names.down)
+    )
+    return ExpertLinears(f"{place}.{names.router}", gate, up, down)
+
+
+def expert_place(config: ModelConfig, layer: int) -> str:
+    assert config.family.experts is not None
+    return f"{layer_prefix(layer)}.{config.family.experts.place}"
+
+
+def is_stacked_experts(name: str) -> bool:
+    """Whether the tensor has the weights of all experts of a layer."""
+    return name.endswith((".experts.gate_up_proj", ".experts.down_proj"))
+
+
+def _stacked_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
+    experts, hidden, place = config.experts, config.hidden_size, expert_place(config, layer)
+    assert experts is not None
+    num, wide = experts.num, 2 * experts.width
+    return {
+        f"{place}.router.weight": (num, hidden),
+        f"{place}.router.bias": (num,),
+        f"{place}.experts.gate_up_proj": (num, hidden, wide),
+        f"{place}.experts.gate_up_proj_bias": (num, wide),
+        f"{place}.experts.down_proj": (num, experts.width, hidden),
+        f"{place}.experts.down_proj_bias": (num, hidden),
+    }
+
+
+def _expert_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
+    experts, linears, hidden = config.experts, expert_linears(config, layer), config.hidden_size
+    if experts is None or linears is None:
+        return {}
+    if config.family.experts is not None and config.family.experts.stacked:
+        return _stacked_shapes(config, layer)
+    inner = dict.fromkeys((*linears.gate, *linears.up), (experts.width, hidden))
+    outer = dict.fromkeys(linears.down, (hidden, experts.width))
+    shapes = {linears.router: (experts.num, hidden), **inner, **outer}
+    return {f"{name}.weight": shape for name, shape in shapes.items()}
+
+
+def _layer_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
     hidden, wide = config.hidden_size, config.intermediate_size
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     linears = {
@@ -72,6 +133,8 @@ def _layer_shapes(config: ModelConfig) -> dict[str, Shape]:
         "mlp.up_proj": (wide, hidden, config.mlp_bias),
         "mlp.down_proj": (hidden, wide, config.mlp_bias),
     }
+    if expert_linears(config, layer) is not None:
+        linears = {name: row for name, row in linears.items() if not name.startswith("mlp.")}
     for name in config.family.fused:
         place, parts = FUSED[name]
         rows = sum(linears.pop(f"{place}.{part}")[0] for part in parts)
@@ -83,6 +146,8 @@ def _layer_shapes(config: ModelConfig) -> dict[str, Shape]:
         if norm is not None:
             usual = config.head_dim if at in ("query_norm", "key_norm") else hidden
             shapes[f"{norm}.weight"] = (widths.get(at, usual),)
+    if config.family.sinks:
+        shapes["self_attn.sinks"] = (config.num_heads,)
     for name, (rows, columns, bias) in linears.items():
         shapes[f"{name}.weight"] = (rows, columns)
         if bias:

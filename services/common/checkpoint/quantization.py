@@ -12,14 +12,14 @@ Quantization = Literal["int8", "int4", "int4-32", "int4-128"]
 """int8: a scale for each output. int4: a scale and a zero point for each group of inputs; the
 number is the size of a group, 64 by default; the head is int8. Activations are int8 in both."""
 
-Format = Literal["gptq", "awq", "pack-quantized", "int-quantized", "fp8", "gguf"]
+Format = Literal["gptq", "awq", "pack-quantized", "int-quantized", "fp8", "mxfp4", "gguf"]
 """How tensors of a checkpoint hold a quantized linear. Both pack-quantized (4 bits) and
 int-quantized (8 bits) are of compressed-tensors, whose float-quantized is read as fp8."""
 
 StoredKind = Literal["int8", "int4-32", "int4-64", "int4-128"]
 """The kind of linear that has exactly the stored weights."""
 
-SUPPORTED = "Quire reads gptq, awq, compressed-tensors and fp8, and GGUF files"
+SUPPORTED = "Quire reads gptq, awq, compressed-tensors, fp8 and mxfp4, and GGUF files"
 _GROUPS: dict[int, StoredKind] = {32: "int4-32", 64: "int4-64", 128: "int4-128"}
 _BLOCK = [128, 128]
 
@@ -93,6 +93,11 @@ def _fp8(fields: JsonFields) -> StoredQuantization:
     return StoredQuantization("fp8", None, block=fields.has("weight_block_size"))
 
 
+def _mxfp4(fields: JsonFields) -> StoredQuantization:
+    """The experts of gpt-oss; a model without stacked experts has no such tensors."""
+    return StoredQuantization("mxfp4", None)
+
+
 def _compressed(fields: JsonFields) -> StoredQuantization:
     for name in ("transform_config", "kv_cache_scheme"):
         if fields.values.get(name):
@@ -125,6 +130,7 @@ _READERS: Mapping[str, Callable[[JsonFields], StoredQuantization]] = {
     "awq": _awq,
     "compressed-tensors": _compressed,
     "fp8": _fp8,
+    "mxfp4": _mxfp4,
 }
 
 

@@ -17,7 +17,7 @@ from services.common.text.model_config import ModelConfig
 SIZES = (1, 2, 4, 8)
 """The numbers of ranks that a worker may have."""
 
-Dimension = Literal["heads", "kv_heads", "mlp", "vocabulary"]
+Dimension = Literal["heads", "kv_heads", "mlp", "experts", "vocabulary"]
 
 OUTPUTS, INPUTS = 0, 1
 
@@ -30,10 +30,21 @@ SPLITS: Mapping[str, tuple[int, Dimension]] = {
     "gate_proj": (OUTPUTS, "mlp"),
     "up_proj": (OUTPUTS, "mlp"),
     "down_proj": (INPUTS, "mlp"),
+    "w1": (OUTPUTS, "experts"),
+    "w3": (OUTPUTS, "experts"),
+    "w2": (INPUTS, "experts"),
     "lm_head": (OUTPUTS, "vocabulary"),
 }
 """By the last part of a weight's name: along which dimension it is split, and what that is. Norms
-are not here: every rank has them whole."""
+and routers are not here: every rank has them whole."""
+
+
+def split_of(name: str) -> tuple[int, Dimension] | None:
+    """How the tensor with this name is split; None: every rank has it whole."""
+    split = SPLITS.get(name.split(".")[-2])
+    if split is not None and ".experts." in name:
+        return split[0], "experts"
+    return split
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +64,7 @@ class Shard:
             num_heads=c.num_heads // self.size,
             num_kv_heads=max(1, c.num_kv_heads // self.size),
             intermediate_size=c.intermediate_size // self.size,
+            experts=c.experts and replace(c.experts, width=c.experts.width // self.size),
         )
 
     def part(self, dimension: Dimension) -> slice:
@@ -68,6 +80,9 @@ class Shard:
                 return self._equal(c.num_kv_heads * c.head_dim)
             case "mlp":
                 return self._equal(c.intermediate_size)
+            case "experts":
+                assert c.experts is not None
+                return self._equal(c.experts.width)
             case "vocabulary":
                 return self.vocabulary
 
@@ -98,6 +113,7 @@ def check_shards(config: ModelConfig, size: int) -> None:
     for number, name in (
         (config.num_heads, "query heads"),
         (config.intermediate_size, "columns of the MLP"),
+        (0 if config.experts is None else config.experts.width, "columns of an expert"),
     ):
         if number % size:
             raise _refusal(size, f"{number} {name} are not a multiple of it")
@@ -106,6 +122,8 @@ def check_shards(config: ModelConfig, size: int) -> None:
             size,
             f"{config.num_kv_heads} key/value heads are neither a multiple nor a divisor of it",
         )
+    if config.family.sinks:
+        raise _refusal(size, f"the attention sinks of {config.architecture} are not divided")
     if config.family.qk_norm == "all heads":
         raise _refusal(size, f"the norm over all heads of {config.architecture} is not divided")
     if config.vocab_size < size:

@@ -4,12 +4,13 @@ several if it is quantized; the tensors that exist tell which."""
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from services.common.checkpoint.layout import EMBEDDING, Shape, weight_shapes
+from services.common.checkpoint.layout import EMBEDDING, Shape, is_stacked_experts, weight_shapes
 from services.common.checkpoint.quantization import Format, StoredQuantization
 from services.common.text.model_config import ModelConfig
 
 FLOATS = ("BF16", "F16", "F32")
 FP8_BLOCK = 128
+MXFP4_GROUP = 32
 _NIBBLES = 8
 """The 4-bit values in an int32."""
 
@@ -39,6 +40,12 @@ def expected_tensors(config: ModelConfig, present: Collection[str]) -> dict[str,
     for name, shape in weight_shapes(config).items():
         linear = name.removesuffix(".weight")
         stored = config.quantization
+        if stored is not None and stored.format == "mxfp4" and is_stacked_experts(name):
+            num, inputs, outputs = shape
+            groups = -(-inputs // MXFP4_GROUP)
+            found[f"{name}_blocks"] = Expected(((num, outputs, groups, 16),), ("U8",))
+            found[f"{name}_scales"] = Expected(((num, outputs, groups),), ("U8",))
+            continue
         if stored is None or not (is_linear(name, shape) and mark(stored, linear, present)):
             found[name] = Expected((shape,))
             continue

@@ -20,10 +20,18 @@ queries, keys and values, always, or if it is true."""
 QKNorm = Literal["none", "per head", "all heads"]
 """Norms of queries and of keys: none; of each head; of all heads of a token together."""
 
-Windows = Literal["none", "all layers", "upper layers", "every second", "but every nth", "no rope"]
+Windows = Literal[
+    "none",
+    "all layers",
+    "all layers by flag",
+    "upper layers",
+    "every second",
+    "but every nth",
+    "no rope",
+]
 """Which layers have a sliding window where `layer_types` is absent: none; all, if `sliding_window`
-is a number; those from `max_window_layers` on, if `use_sliding_window` is true; the first and every
-second one; all but each `sliding_window_pattern`-th; those without rotation, if
+is a number; all, if `use_sliding_window` is true; those from `max_window_layers` on, if it is; the
+first and every second one; all but each `sliding_window_pattern`-th; those without rotation, if
 `use_sliding_window` is true."""
 
 Ropes = Literal["one", "some layers", "by layer type"]
@@ -53,6 +61,29 @@ class Norms:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """The names of a layer's experts: `place` of router and experts in a layer of the checkpoint,
+    and their linears; `numbers` and `width`: the fields of config.json that say how many there are
+    (any of some), and their inner dimension. `normalizes`: the weights of a token's experts are
+    divided by their sum; None: as `norm_topk_prob` says. `some_layers`: `mlp_only_layers` and
+    `decoder_sparse_step` say which layers have experts. `stacked`: each tensor has all experts of a
+    layer, with biases, and the router has one too (`services.engine.weights.stacked_experts`).
+    `swiglu`: the gate is that of `swiglu_alpha` and `swiglu_limit`."""
+
+    place: str
+    router: str
+    gate: str
+    up: str
+    down: str
+    numbers: tuple[str, ...]
+    width: str
+    normalizes: bool | None = None
+    some_layers: bool = False
+    stacked: bool = False
+    swiglu: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """How an architecture's decoder differs from Llama's, which is the default of each field.
 
@@ -65,7 +96,8 @@ class Family:
     checkpoint.
     `scaled_embedding`: embeddings are multiplied by the root of the hidden size. `numbers`: which
     fields that scale or bound values have a meaning. `fused`: linears of the checkpoint that are
-    several of Llama's, `qkv_proj` or `gate_up_proj`.
+    several of Llama's, `qkv_proj` or `gate_up_proj`. `experts`: None: no layer has any.
+    `sinks`: attention has a sink for each head.
 
     `defaults`: the value of each field that a config.json may leave out, where transformers has
     another one than `ModelConfig` reads for all. `ignored`: fields that transformers ignores for
@@ -86,6 +118,8 @@ class Family:
     scaled_embedding: bool = False
     numbers: tuple[Number, ...] = ()
     fused: tuple[str, ...] = ()
+    experts: ExpertNames | None = None
+    sinks: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
 
@@ -121,6 +155,63 @@ FAMILIES: Mapping[str, Family] = {
         qk_norm="per head",
         windows="upper layers",
         defaults={"sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
+    ),
+    "MixtralForCausalLM": Family(
+        biases="none",
+        windows="all layers",
+        experts=ExpertNames(
+            *("block_sparse_moe", "gate", "w1", "w3", "w2"),
+            numbers=("num_local_experts",),
+            width="intermediate_size",
+            normalizes=True,
+        ),
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "sliding_window": None,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        ignored=("attention_bias", "use_sliding_window", "max_window_layers"),
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        qk_norm="per head",
+        windows="all layers by flag",
+        experts=ExpertNames(
+            *("mlp", "gate", "gate_proj", "up_proj", "down_proj"),
+            numbers=("num_experts", "num_local_experts"),
+            width="moe_intermediate_size",
+            some_layers=True,
+        ),
+        defaults={
+            "sliding_window": 4096,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+        },
+        ignored=("max_window_layers",),
+    ),
+    "GptOssForCausalLM": Family(
+        windows="every second",
+        experts=ExpertNames(
+            *("mlp", "router", "gate_proj", "up_proj", "down_proj"),
+            numbers=("num_local_experts",),
+            width="intermediate_size",
+            normalizes=True,
+            stacked=True,
+            swiglu=True,
+        ),
+        sinks=True,
+        defaults={
+            "attention_bias": True,
+            "head_dim": 64,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150_000.0,
+            "sliding_window": 128,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+        },
+        ignored=("experts_per_token", "initial_context_length", "use_sliding_window"),
     ),
     "SmolLM3ForCausalLM": Family(
         mlp_bias=True,

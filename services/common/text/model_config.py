@@ -9,6 +9,7 @@ from typing import Any
 
 from services.common.checkpoint.quantization import StoredQuantization, stored_quantization
 from services.common.errors import StartupError
+from services.common.text.expert_config import ExpertConfig, read_experts
 from services.common.text.families import FAMILIES, Family, Number
 from services.common.text.json_fields import JsonFields
 from services.common.text.neutral_fields import check_all_read
@@ -91,6 +92,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     generation: GenerationDefaults
     quantization: StoredQuantization | None = None
+    experts: ExpertConfig | None = None
     attention_cap: float | None = None
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
@@ -177,8 +179,12 @@ def _model_config(config: JsonFields, generation: JsonFields) -> ModelConfig:
         eos_token_ids=_eos_token_ids(config, generation, vocab_size),
         generation=GenerationDefaults.from_fields(generation),
         quantization=stored_quantization(config),
+        experts=read_experts(config, family, num_layers),
         **_numbers(config, family, hidden_size, head_dim),
     )
+    stored, names = found.quantization, family.experts
+    if stored is not None and stored.format == "mxfp4" and not (names and names.stacked):
+        raise config.wrong("quantization_config", "mxfp4 is read for the experts of gpt-oss only")
     check_all_read(config, family.ignored)
     return found
 
@@ -275,7 +281,7 @@ def _sliding(config: JsonFields, family: Family, num_layers: int) -> list[bool]:
 def _window(config: JsonFields, family: Family) -> int | None:
     """The window of layers with a sliding window; None: no layer has one. An absent field means
     the family's default, as in transformers, but null means no window."""
-    by_flag = family.windows in ("none", "upper layers", "no rope")
+    by_flag = family.windows in ("none", "all layers by flag", "upper layers", "no rope")
     uses = not by_flag or config.boolean("use_sliding_window", default=False)
     if family.windows == "none":
         if uses:

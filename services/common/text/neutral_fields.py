@@ -19,7 +19,8 @@ _NAMES = frozenset(
         "original_max_position_embeddings",
         # training
         *("initializer_range", "initializer_factor", "z_loss", "pretraining_tp"),
-        *("gradient_checkpointing", "classifier_dropout"),
+        *("gradient_checkpointing", "classifier_dropout", "router_aux_loss_coef"),
+        "router_jitter_noise",
         # embeddings: `services.common.checkpoint.embedding_config` reads them
         *("is_matryoshka", "matryoshka_dimensions"),
         # how transformers runs the model

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvops import Backend
+from kvops.experts import ExpertWeights
 from services.common.text.model_config import ModelConfig
 from services.common.text.rope_config import RopeConfig
 from services.engine.batch import Answer, Fault, Query
@@ -28,7 +29,7 @@ class Layer:
     """The weights of one layer. `qkv` and `gate_up` are joined: their outputs follow one another.
     Norms: of the inputs of attention and of the MLP, and of their outputs; None: there is none.
     `window`: how many positions a query attends to, its own included; None: all. `rope`: None: no
-    rotation."""
+    rotation. A layer has either `gate_up` and `down`, or `experts`."""
 
     attention_in: Tensor | None
     qkv: Linear
@@ -37,11 +38,13 @@ class Layer:
     output: Linear
     attention_out: Tensor | None
     mlp_in: Tensor | None
-    gate_up: Linear
-    down: Linear
     mlp_out: Tensor | None
     window: int | None
     rope: RopeConfig | None
+    gate_up: Linear | None = None
+    down: Linear | None = None
+    experts: ExpertWeights | None = None
+    sinks: Tensor | None = None
 
 
 class ComposedModel:
@@ -169,10 +172,15 @@ class ComposedModel:
             layer.window,
             max_query_len=batch.max_query_len,
             cap=self.config.attention_cap,
+            sinks=layer.sinks,
         )
         return self._sum(self._linear(layer.output, attended.flatten(1)))
 
     def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
+        if layer.experts is not None:
+            return self._sum(self.ops.experts(x, layer.experts))
+        assert layer.gate_up is not None
+        assert layer.down is not None
         gated = self._activate(*self._linear(layer.gate_up, x).chunk(2, dim=-1))
         return self._sum(self._linear(layer.down, gated))
 

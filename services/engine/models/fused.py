@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvops.native import (
     PACKING,
+    Experts,
     Head,
     Kind,
     Layer,
@@ -43,6 +44,7 @@ from services.engine.weights.fused_weights import (
     HEAD_SECTION,
     Section,
     all_sections,
+    expert_sections,
     layer_sections,
 )
 from services.engine.weights.kinds import packable, section_kinds
@@ -183,7 +185,8 @@ def _cached(
         return {"origin": origin, "weights_digest": digest}, sizes, contents
 
     # Each way to quantize has a file of its own, so that changing it back does not pack again.
-    kind, resolved = min(kinds.values()), directory.resolve()
+    resolved = directory.resolve()
+    kind = min(kind for name, kind in kinds.items() if not name.endswith(".router"))
     name = f"{resolved.name}-{kind}-{xxhash.xxh3_64_hexdigest(str(resolved).encode())}"
     packed = packed_file(cache / name, is_current, make, progress)
     return packed.sections, packed.facts["weights_digest"]
@@ -214,6 +217,19 @@ def _layer(
         for place, name in norm_places(config.family).items()
     }
     parts |= {name: packed[s.name] for name, s in layer_sections(config, index).items()}
+    experts = expert_sections(config, index)
+    if experts is not None and config.experts is not None:
+        parts["experts"] = Experts(
+            router=packed[experts.router.name],
+            gate_up=[packed[section.name] for section in experts.gate_up],
+            down=[packed[section.name] for section in experts.down],
+            top_k=config.experts.top_k,
+            normalizes=config.experts.normalizes,
+            alpha=config.experts.alpha,
+            limit=config.experts.limit,
+        )
+    if config.family.sinks:
+        parts["sinks"] = weights[f"{prefix}.self_attn.sinks"].float()
     cos, sin = (None, None) if rope is None else tables[rope]
     return Layer(window=config.windows[index] or 0, cos=cos, sin=sin, **parts)
 

@@ -1,5 +1,6 @@
 """Loads a model from a checkpoint directory."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,12 @@ import xxhash
 from torch import Tensor
 
 from kvops import Backend
+from kvops.experts import ExpertWeights
 from services.common.checkpoint.layout import (
     EMBEDDING,
     FINAL_NORM,
     HEAD,
+    expert_linears,
     layer_prefix,
     norm_places,
 )
@@ -100,6 +103,12 @@ def _composed(
     place: Placement,
 ) -> ComposedModel:
 
+    if config.experts is not None and backend.device != "cpu":
+        raise StartupError(
+            f"{directory}: {config.architecture} has experts, which backend {backend.name!r} does "
+            "not compute; 'cpu' and 'reference' do"
+        )
+
     def norm(name: str) -> Tensor:
         weight = weights.tensors[f"{name}.weight"]
         if config.family.norm_offset:  # of which bf16 would keep too few bits
@@ -118,6 +127,35 @@ def _composed(
         bias = section.bias(weights.tensors)
         return Linear(weight, None if bias is None else place(lambda: [bias]))
 
+    def experts(number: int) -> ExpertWeights | None:
+        names, c = expert_linears(config, number), config.experts
+        if names is None or c is None:
+            return None
+        pairs = [name for pair in zip(names.gate, names.up, strict=True) for name in pair]
+
+        def biases(linears: Sequence[str]) -> Tensor | None:
+            found = [weights.tensors.get(f"{linear}.bias") for linear in linears]
+            some = [bias for bias in found if bias is not None]
+            return torch.cat(some).view(c.num, -1) if len(some) == len(found) else None
+
+        gate_up = place(lambda: [matrix(name) for name in pairs])
+        down = place(lambda: [matrix(name) for name in names.down])
+        return ExpertWeights(
+            weights.tensors[f"{names.router}.weight"].float(),
+            gate_up.view(c.num, -1, config.hidden_size),
+            down.view(c.num, config.hidden_size, -1),
+            c.top_k,
+            c.normalizes,
+            weights.tensors.get(f"{names.router}.bias"),
+            *(biases(pairs), biases(names.down)),
+            c.alpha,
+            c.limit,
+        )
+
+    def sinks(number: int) -> Tensor | None:
+        found = weights.tensors.get(f"{layer_prefix(number)}.self_attn.sinks")
+        return None if found is None else found.float()
+
     def layer(number: int) -> Layer:
         prefix = layer_prefix(number)
         parts: dict[str, Any] = {
@@ -128,6 +166,7 @@ def _composed(
             name: linear(replace(section, turn=0))
             for name, section in layer_sections(config, number).items()
         }
+        parts |= {"experts": experts(number), "sinks": sinks(number)}
         return Layer(window=config.windows[number], rope=config.ropes[number], **parts)
 
     embedding = place(lambda: [weights.tensors[EMBEDDING]])

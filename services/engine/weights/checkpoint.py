@@ -13,7 +13,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from services.common.checkpoint.layout import weight_shapes
+from services.common.checkpoint.layout import Shape, weight_shapes
 from services.common.checkpoint.stored_tensors import mark
 from services.common.checkpoint.weights import checked_weights, weight_files
 from services.common.errors import StartupError
@@ -21,6 +21,7 @@ from services.common.gguf.file import gguf_file
 from services.common.text.model_config import ModelConfig
 from services.engine.weights.gguf_weights import load_gguf
 from services.engine.weights.llama_order import as_llama
+from services.engine.weights.stacked_experts import with_single_experts
 from services.engine.weights.stored_linears import decoded
 from services.engine.weights.weights import Form, Weight, Weights
 
@@ -29,10 +30,12 @@ _DIGESTED_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsWeights:
-    """`Weights` of safetensors files. `tensors`: all tensors, as they are in the files."""
+    """`Weights` of safetensors files. `tensors`: all tensors, as they are in the files. `shapes`:
+    of the weights, not quantized."""
 
     tensors: Mapping[str, Tensor]
     config: ModelConfig
+    shapes: Mapping[str, Shape]
 
     def form(self, linear: str) -> Form:
         stored = self.config.quantization
@@ -42,7 +45,7 @@ class SafetensorsWeights:
         stored = self.config.quantization
         if stored is None or not self._is_quantized(linear):
             return self.tensors[f"{linear}.weight"]
-        n, k = weight_shapes(self.config)[f"{linear}.weight"]
+        n, k = self.shapes[f"{linear}.weight"]
         return decoded(stored, linear, lambda part: self.tensors.get(f"{linear}.{part}"), n, k)
 
     def _is_quantized(self, linear: str) -> bool:
@@ -63,12 +66,14 @@ def load_weights(directory: Path, config: ModelConfig) -> Weights:
                 tensors |= {name: file.get_tensor(name) for name in names}
         except (SafetensorError, OSError) as exc:
             raise StartupError(f"{path}: not a readable safetensors file: {exc}") from exc
-    for name in tensors.keys() - weight_shapes(config).keys():
+    shapes = weight_shapes(config)
+    for name in tensors.keys() - shapes.keys():
         if name.endswith(".bias"):
             if torch.any(tensors[name]):
                 raise StartupError(f"{directory}: {name}: a bias that the config does not have")
             del tensors[name]
-    return as_llama(SafetensorsWeights(tensors, config), config)
+    weights = with_single_experts(SafetensorsWeights(tensors, config, shapes), config)
+    return as_llama(weights, config)
 
 
 def weights_digest(directory: Path, progress: Callable[[], None] = lambda: None) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvops.int4 import joined
-from services.common.checkpoint.layout import EMBEDDING, HEAD, layer_prefix
+from services.common.checkpoint.layout import EMBEDDING, HEAD, expert_linears, layer_prefix
 from services.common.text.model_config import ModelConfig
 
 HEAD_SECTION = "head"
@@ -20,13 +20,14 @@ GATE_UP_COLUMNS = 16
 class Section:
     """One linear [num_outputs, num_inputs] of the native decoder. It joins the weights `sources`
     along their outputs: runs of `turn` outputs of each alternate; if 0, the weights follow one
-    another."""
+    another. `is_exact`: it is fp32, whatever the kind of the others."""
 
     name: str
     sources: tuple[str, ...]
     num_outputs: int
     num_inputs: int
     turn: int = 0
+    is_exact: bool = False
 
     def bias(self, weights: Mapping[str, Tensor]) -> Tensor | None:
         """The joined bias [num_outputs], or None if the checkpoint has none."""
@@ -38,7 +39,7 @@ class Section:
 
 
 def layer_sections(config: ModelConfig, layer: int) -> dict[str, Section]:
-    """The linears of a layer, by the names that the native decoder gives them."""
+    """The linears of a layer, by the names that the native decoder gives them, without experts."""
     prefix, hidden = layer_prefix(layer), config.hidden_size
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     wide = _padded(config.intermediate_size)
@@ -48,18 +49,51 @@ def layer_sections(config: ModelConfig, layer: int) -> dict[str, Section]:
         return Section(f"{layer}.{name}", names, outputs, inputs, turn)
 
     qkv, pair = "self_attn.q_proj self_attn.k_proj self_attn.v_proj", "mlp.gate_proj mlp.up_proj"
-    return {
+    sections = {
         "qkv": section("qkv", qkv, q_size + 2 * kv_size, hidden),
         "output": section("output", "self_attn.o_proj", hidden, q_size),
+    }
+    if expert_linears(config, layer) is not None:
+        return sections
+    return sections | {
         "gate_up": section("gate_up", pair, 2 * wide, hidden, GATE_UP_COLUMNS),
         "down": section("down", "mlp.down_proj", hidden, config.intermediate_size),
     }
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSections:
+    router: Section
+    gate_up: tuple[Section, ...]
+    down: tuple[Section, ...]
+
+
+def expert_sections(config: ModelConfig, layer: int) -> ExpertSections | None:
+    """The linears of a layer's experts; None: it has an MLP."""
+    linears, experts, hidden = expert_linears(config, layer), config.experts, config.hidden_size
+    if linears is None or experts is None:
+        return None
+    wide, name = 2 * _padded(experts.width), f"{layer}.experts"
+    pairs = zip(linears.gate, linears.up, strict=True)
+    return ExpertSections(
+        Section(f"{name}.router", (linears.router,), experts.num, hidden, is_exact=True),
+        tuple(
+            Section(f"{name}.{number}.gate_up", pair, wide, hidden, GATE_UP_COLUMNS)
+            for number, pair in enumerate(pairs)
+        ),
+        tuple(
+            Section(f"{name}.{number}.down", (down,), hidden, experts.width)
+            for number, down in enumerate(linears.down)
+        ),
+    )
 
 
 def all_sections(config: ModelConfig) -> Iterator[Section]:
     """Every linear, in the order in which a step reads them."""
     for layer in range(config.num_layers):
         yield from layer_sections(config, layer).values()
+        if (experts := expert_sections(config, layer)) is not None:
+            yield from (experts.router, *experts.gate_up, *experts.down)
     head = (EMBEDDING if config.tied_embeddings else HEAD).removesuffix(".weight")
     yield Section(HEAD_SECTION, (head,), config.vocab_size, config.hidden_size)
 

@@ -1,7 +1,7 @@
 """Chooses the kind of each linear of the native decoder, from what the checkpoint stores and from
 `--quantize`, and converts the checkpoint's weights to it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ _WIDTHS: tuple[Form, ...] = ("int4-128", "int4-64", "int4-32", "int8", "float")
 
 
 def section_kinds(
-    sections: Iterable[Section],
+    sections: Collection[Section],
     weights: Weights,
     dtype: torch.dtype,
     quantize: Quantization | None,
@@ -45,7 +45,7 @@ def section_kinds(
     }
     if (quantized or wanted) and forms[HEAD_SECTION] == "float":
         kinds[HEAD_SECTION] = "int8"  # Logits show the errors of 4 bits most.
-    return kinds
+    return kinds | {section.name: "float32" for section in sections if section.is_exact}
 
 
 def kind_of(quantize: Quantization) -> Kind:

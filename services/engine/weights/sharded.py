@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from services.common.checkpoint.shards import INPUTS, OUTPUTS, SPLITS, Shard, refuse_kind
+from services.common.checkpoint.shards import INPUTS, Shard, refuse_kind, split_of
 from services.engine.weights.weights import Form, Weights
 
 
@@ -35,7 +35,7 @@ class ShardedWeights:
         return self._part(f"{linear}.weight", weight)
 
     def _part(self, name: str, tensor: Tensor) -> Tensor:
-        split = SPLITS.get(_module(name))
+        split = split_of(name)
         if split is None or _is_added(name):
             return tensor
         dimension, divided = split
@@ -43,11 +43,7 @@ class ShardedWeights:
         return tensor[:, part] if dimension == INPUTS else tensor[part]
 
 
-def _module(name: str) -> str:
-    return name.split(".")[-2]
-
-
 def _is_added(name: str) -> bool:
     """Whether this is a bias of the sum of the ranks' outputs."""
-    dimension, _ = SPLITS.get(_module(name), (OUTPUTS, None))
-    return dimension == INPUTS and name.endswith(".bias")
+    split = split_of(name)
+    return split is not None and split[0] == INPUTS and name.endswith(".bias")
