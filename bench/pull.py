@@ -123,7 +123,7 @@ async def measure(hosts: list[Host], num_tokens: int) -> tuple[float, float, flo
     await client.close()
     registry = await RedisRegistry.connect(hosts[0].redis_url, _ROUTER_SECRET.registry_key)
     movers = Movers(_ROUTER_SECRET.rpc_key)
-    await movers.follow(await registry.members())
+    movers.follow(await registry.members())
     probe = movers.bandwidth(a, b)
     root = root_hash(found.fingerprint, _ROUTER_SECRET.root, "")
     sampled = SamplingParams(0.0, 0, 1.0, 0.0, 1, 1)

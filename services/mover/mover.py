@@ -235,7 +235,9 @@ class Mover:
                 pull.give_up()
         log.warning("source_left", pool_id=peer.source.spec.pool_id)
         await peer.close(self._transport)
-        self._metrics.forget(peer.source.spec.pool_id)
+        others = {other.source.spec.pool_id for other in self._peers.values()}
+        if peer.source.spec.pool_id not in others:  # else its mover came back under another name
+            self._metrics.forget(peer.source.spec.pool_id)
 
     def _show_bandwidth(self, peer: Peer) -> None:
         pool_id, bytes_per_s = peer.source.spec.pool_id, peer.bandwidth.bytes_per_s

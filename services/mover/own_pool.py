@@ -8,7 +8,7 @@ has exited.
 import mmap
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -58,7 +58,11 @@ class OwnPool:
         return set(self.directory.live_worker_ids()) != {self.member_id}
 
     def close(self) -> None:
-        """Drop the lock. The memory stays mapped: a read may still land there."""
+        """Drop the lock. Nothing lands any more, and this process may live on: it says so, and the
+        block manager need not wait for its end."""
+        if not self.lock.is_unlinked:
+            with suppress(OSError):  # the pool is gone
+                self.directory.finished_path(self.member_id).touch(0o600)
         self.lock.close()
         self.kept.close()
 

@@ -60,6 +60,7 @@ async def _serve_one(settings: MoverSettings, metrics: MoverMetrics, stop: async
             return
         stack.callback(own.close)
         transport = NixlTransport(own.member_id)
+        stack.callback(transport.close)
         memory = transport.share(own.blocks_region, own.stamps_region)
         target = Target(
             *(store, own.spec, own.member_id, own.stamps, transport.prepare(own.blocks_region)),

@@ -73,16 +73,18 @@ class Copies:
     prepared: Any
 
 
+Stamping = tuple[Copies, Copies]
+"""Where one pull reads a source's stamps to: before its blocks, and after them."""
+
+
 @dataclass(slots=True)
 class Source(Side):
-    """The pool that a pull reads. `memory`: the transport's. `before`, `after`: where the stamps of
-    a pull are read to, so that there is one pull of a source at a time. `is_broken`: a call has
-    failed, so nothing more is pulled, and the lease is not renewed."""
+    """The pool that a pull reads. `memory`: the transport's. `stampings`: those that no pull uses;
+    so many pulls of a source run at a time. `is_broken`: a call has failed, so nothing more is
+    pulled, and the lease is not renewed."""
 
     memory: Any
-    before: Copies
-    after: Copies
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    stampings: "asyncio.Queue[Stamping]" = field(default_factory=asyncio.Queue)
     is_broken: bool = False
 
 
@@ -140,16 +142,17 @@ class Pull:
     async def run(self) -> Ticket | None:
         """Returns the ticket, detached in the own pool; None: the prompt's blocks are in its prefix
         cache. Raises PullFailed; errors of the own pool's store."""
-        async with self._source.turn:
+        stamping = self._before, self._after = await self._source.stampings.get()
+        try:
             self._check()
-            try:
-                sources = await self._pinned()
-                return await self._fill(sources) if sources else None
-            except (TransportError, UnknownPool, StoreLost) as error:
-                self._source.is_broken = True
-                raise PullFailed("source_lost", str(error)) from error
-            finally:
-                await self._unpin()
+            sources = await self._pinned()
+            return await self._fill(sources) if sources else None
+        except (TransportError, UnknownPool, StoreLost) as error:
+            self._source.is_broken = True
+            raise PullFailed("source_lost", str(error)) from error
+        finally:
+            await self._unpin()
+            self._source.stampings.put_nowait(stamping)
 
     # 1, 7: the source pool.
 
@@ -279,10 +282,10 @@ class Pull:
 
     async def _copy(self, sources: Mapping[Key, int], copied: Mapping[Key, int]) -> None:
         """Copy the blocks of `copied` (key -> own block), and complete their stamps."""
-        source, keys, target = self._source, self._keys, self._target
-        before = await self._read_stamps(source.before, sources.values())
+        keys, target = self._keys, self._target
+        before = await self._read_stamps(self._before, sources.values())
         self._note("stamps_read")
-        if keys.first_mismatch(source.before.stamps, sources) or not self._owns_tails(sources):
+        if keys.first_mismatch(self._before.stamps, sources) or not self._owns_tails(sources):
             raise PullFailed("wrong_stamps", "the source's blocks hold other tokens")
         self._require_may_write()
         items = [sources[key] for key in copied]
@@ -290,7 +293,7 @@ class Pull:
         await self._read(Area.BLOCKS, items, target.blocks, tuple(copied.values()))
         self.reading_s = self._clock() - began
         self._note("blocks_read")
-        after = await self._read_stamps(source.after, sources.values())
+        after = await self._read_stamps(self._after, sources.values())
         if before != after:
             raise PullFailed("stamps_changed", "the source's blocks were given to others meanwhile")
         self._require_may_write()
@@ -299,7 +302,7 @@ class Pull:
 
     def _owns_tails(self, sources: Mapping[Key, int]) -> bool:
         tails = () if self._is_prefix else tuple(self._keys.tails)
-        return self._source.before.stamps.are_written_by(
+        return self._before.stamps.are_written_by(
             [sources[key] for key in tails], self._ticket.holder_id
         )
 

@@ -3,6 +3,7 @@ under a lease, and knows how fast it can be read."""
 
 import asyncio
 import mmap
+from itertools import chain
 
 from blockstore.errors import BlockStoreError
 from blockstore.redis_store import RedisStore
@@ -21,7 +22,7 @@ from services.common.runtime.logging import get_logger
 from services.common.runtime.secret import deployment_secret
 from services.mover.config import MoverSettings
 from services.mover.own_pool import stamps_region
-from services.mover.pull import Copies, Source
+from services.mover.pull import Copies, Source, Stamping
 from services.mover.transport import Area, Region, State, Transport, TransportError
 from services.protocol.version import PROTOCOL_VERSION
 
@@ -32,6 +33,9 @@ _STORE_S = 5.0
 _POLL_S = 0.0005
 _RENEWALS = 4
 """How often a lease is renewed in its time: two renewals may fail."""
+
+NUM_PULLS = 4
+"""The most pulls of one source at a time: enough to hide the calls of the stores behind reads."""
 
 _WEIGHT = 0.3
 """The weight of the newest measurement in the running mean."""
@@ -84,19 +88,19 @@ class Peer:
 
     async def close(self, transport: Transport) -> None:
         """Leave the source once no pull reads it. Its block manager does what fails here."""
-        async with self.source.turn:
-            self.source.is_broken = True
-            try:
-                await self.source.store.leave(self.source.spec.pool_id, self.source.member_id)
-            except BlockStoreError as error:
-                log.info("source_not_left", pool_id=self.source.spec.pool_id, reason=str(error))
-            await self.source.store.close()
-            await asyncio.to_thread(self._forget, transport)
+        self.source.is_broken = True
+        unused = [await self.source.stampings.get() for _ in range(NUM_PULLS)]
+        try:
+            await self.source.store.leave(self.source.spec.pool_id, self.source.member_id)
+        except BlockStoreError as error:
+            log.info("source_not_left", pool_id=self.source.spec.pool_id, reason=str(error))
+        await self.source.store.close()
+        await asyncio.to_thread(self._forget, transport, unused)
 
-    def _forget(self, transport: Transport) -> None:
+    def _forget(self, transport: Transport, unused: list[Stamping]) -> None:
         try:
             transport.disconnect(self.source.memory)
-            for copies in (self.source.before, self.source.after):
+            for copies in chain.from_iterable(unused):
                 transport.forget(copies.prepared)
         except TransportError as error:
             log.warning("source_not_forgotten", reason=str(error))
@@ -114,15 +118,15 @@ async def open_peer(
         return None
     memory = await asyncio.to_thread(transport.connect, described.memory)
     store = await RedisStore.connect(redis.connection_url(settings), retry_for_s=_STORE_S)
-    before, after = (_copies(transport, theirs) for _ in range(2))
-    member_id = new_worker_id(REMOTE_ROLE)
-    source = Source(store, theirs.spec, member_id, memory, before, after)
+    source = Source(store, theirs.spec, new_worker_id(REMOTE_ROLE), memory)
+    for _ in range(NUM_PULLS):
+        source.stampings.put_nowait((_copies(transport, theirs), _copies(transport, theirs)))
     peer = Peer(member, source, settings.lease_s)
     try:
         await peer.renew()
         await _probe(peer, theirs, transport, parse_size(settings.probe_size))
     except BaseException:
-        await store.close()
+        await peer.close(transport)
         raise
     return peer
 

@@ -2,6 +2,7 @@
 copied instead of computed."""
 
 import asyncio
+import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -72,7 +73,7 @@ async def movers(host: Host) -> AsyncIterator[Movers]:
     secret = Secret(SECRET.encode())
     registry = await RedisRegistry.connect(host.redis_url, secret.registry_key)
     running = Movers(secret.rpc_key)
-    await running.follow(await registry.members())
+    running.follow(await registry.members())
     yield running
     await running.close()
     await registry.close()
@@ -132,4 +133,24 @@ async def test_a_mover_that_is_killed_comes_back_under_another_name(
     b.start("mover", "mover-2")
     for tokens, completion in zip(prompts, await asyncio.gather(*running), strict=True):
         assert list(completion.token_ids) == oracle.choices(tokens, completion.token_ids)
+    await quiet(client)
+
+
+@pytest.mark.full
+async def test_a_mover_that_stood_still_comes_back_under_another_name(
+    hosts: tuple[Host, Host], client: AsyncClient, oracle: Oracle
+) -> None:
+    """It is fenced meanwhile, and gives its old name up although its process lives on."""
+    _, b = hosts
+    (name,) = (name for name in b.processes if name.startswith("mover"))
+    mover, number = b.processes[name], len(b.events(name, "mover_ready"))
+    mover.send_signal(signal.SIGSTOP)
+    b.wait_for("block_manager", "worker_fenced")
+    mover.send_signal(signal.SIGCONT)
+    b.wait_for(name, "mover_given_up")
+    b.wait_for(name, "mover_ready", number + 1)
+    b.wait_for("block_manager", "worker_reaped")
+    tokens = prompt(9, 100)
+    completion = await client.complete(tokens, greedy(8), timeout_s=60)
+    assert list(completion.token_ids) == oracle.greedy(tokens, 8)
     await quiet(client)

@@ -55,14 +55,15 @@ class Pulling:
         then: Callable[[DetachedTicket | None], None],
         on_failure: Callable[[str], None],
     ) -> None:
-        pools = {"source": source_pool_id, "target": target_pool_id}
         try:
-            pulled = await self._pull(ticket, source_pool_id, target_pool_id)
-        except QuireError as error:
-            reason = str(error)
+            then(await self._pull(ticket, source_pool_id, target_pool_id))
+        except Exception as error:  # a fault of ours must not leave the request without an attempt
             log.warning(
-                "pull_failed", request_id=client_id(ticket.request_id), **pools, reason=reason
+                "pull_failed",
+                request_id=client_id(ticket.request_id),
+                source=source_pool_id,
+                target=target_pool_id,
+                reason=str(error),
+                exc_info=None if isinstance(error, QuireError) else error,
             )
-            on_failure(reason)
-        else:
-            then(pulled)
+            on_failure(str(error))

@@ -197,7 +197,7 @@ class WorkerDirectory:
     async def refresh(self) -> None:
         """Read the registry, and add and remove workers accordingly. BlockStoreError."""
         members = await self._registry.members()
-        if await self._movers.follow(members):
+        if self._movers.follow(members):
             self._on_change()
         managers = [member for member in members if member.role == "block_manager"]
         self.block_manager = managers[0] if managers else None

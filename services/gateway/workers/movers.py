@@ -56,10 +56,11 @@ class Movers:
         self._rpc_key = rpc_key
         self._tls = tls
         self._movers: dict[str, tuple[Worker, aio.Channel]] = {}  # by the pool that they fill
+        self._closing: set[asyncio.Task[None]] = set()
         self._avoided: dict[tuple[str, str], float] = {}
         self._clock = asyncio.get_running_loop().time
 
-    async def follow(self, members: Iterable[Member]) -> bool:
+    def follow(self, members: Iterable[Member]) -> bool:
         """Take over the movers of the registry's entries. Returns whether other pools than before
         can be copied, or to others."""
         before = self._pairs()
@@ -68,9 +69,11 @@ class Movers:
             member = serving.get(pool_id)
             if member is not None and member.member_id == worker.id:
                 worker.member = member
-            else:
+            else:  # it may be alive and cut off from Redis: its calls go on
                 del self._movers[pool_id]
-                await channel.close()
+                closing = asyncio.create_task(channel.close(_ANSWER_S))
+                self._closing.add(closing)
+                closing.add_done_callback(self._closing.discard)
         for pool_id in serving.keys() - self._movers.keys():
             worker = Worker(serving[pool_id], lambda command: None)
             self._movers[pool_id] = worker, open_channel(worker.member.address, self._tls)
@@ -123,6 +126,11 @@ class Movers:
             return ticket_from_wire(message.ticket) if is_kept else None
         except aio.AioRpcError as error:
             raise from_rpc_error(error) from error
+        except asyncio.CancelledError as error:
+            # gRPC raises it, too, if the call was ended from elsewhere, with its channel.
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+            raise Unavailable("the call of the mover was ended") from error
         except TimeoutError as error:
             raise Unavailable(f"the mover did not answer in {_ANSWER_S:g} s") from error
         except InvalidRequest as error:
@@ -133,6 +141,9 @@ class Movers:
                 call.cancel()
 
     async def close(self) -> None:
+        """End all calls."""
+        for closing in self._closing:
+            closing.cancel()
         for _, channel in self._movers.values():
             await channel.close()
         self._movers.clear()

@@ -165,8 +165,9 @@ class World:
         a, b = await Pool.make(store, "a"), await Pool.make(store, "b")
         await store.register_worker(a.spec, "remote", lease_ms=10_000)
         await store.register_worker(b.spec, "mover", mark_owned=b.mark_owned)
+        source = Source(store, a.spec, "remote", None)
         before, after = (Stamps.private(NUM_BLOCKS, SIZE) for _ in range(2))
-        source = Source(store, a.spec, "remote", None, Copies(before, before), Copies(after, after))
+        source.stampings.put_nowait((Copies(before, before), Copies(after, after)))
         ended: list[str] = []
         transport = LateTransport(a, b, **options)
 

@@ -1,0 +1,81 @@
+"""The gateway's calls of movers, when no answer comes."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from blockstore.registry import Member
+from quire.v1 import mover_pb2_grpc
+from services.common.errors import Unavailable
+from services.common.rpc.transport import RpcServer
+from services.gateway.workers.movers import Movers
+from services.protocol.ticket import SamplingParams, Ticket, TicketSequence
+
+SAMPLING = SamplingParams(0.0, 0, 1.0, 0.0, 1, 8)
+TICKET = Ticket(
+    *("r", 1, 1, "a", "h", 2, b"r" * 16, (1, 2, 3), SAMPLING),
+    sequences=(TicketSequence(0, (4,), (0,), 3),),
+)
+
+
+class SilentMover(mover_pb2_grpc.MoverServicer):
+    """Answers no call; `called` and `ended` say what it has seen."""
+
+    def __init__(self) -> None:
+        self.called, self.ended = asyncio.Event(), asyncio.Event()
+
+    async def Describe(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError
+
+    async def Pull(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        self.called.set()
+        try:
+            await asyncio.Event().wait()
+            yield
+        finally:
+            self.ended.set()
+
+
+@pytest.fixture
+async def mover() -> AsyncIterator[tuple[SilentMover, Member]]:
+    server, silent = RpcServer("quire.v1.Mover"), SilentMover()
+    mover_pb2_grpc.add_MoverServicer_to_server(silent, server.aio)
+    address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
+    fields = {"bandwidth:a": "1000000"}
+    yield silent, Member("mover-1", "mover", address, "serving", 1, 1, "b", engine=fields)
+    await server.stop()
+
+
+async def test_a_call_that_ends_with_its_channel_fails(mover: tuple[SilentMover, Member]) -> None:
+    """It is no cancellation of the request, which would end its attempt without a next one."""
+    silent, member = mover
+    movers = Movers(b"key")
+    movers.follow([member])
+    pulling = asyncio.create_task(movers.pull(TICKET, "a", "b"))
+    async with asyncio.timeout(10):
+        await silent.called.wait()
+        await movers.close()
+        with pytest.raises(Unavailable, match="was ended"):
+            await pulling
+        await silent.ended.wait()
+
+
+async def test_calls_go_on_while_the_registry_does_not_list_the_mover(
+    mover: tuple[SilentMover, Member],
+) -> None:
+    silent, member = mover
+    movers = Movers(b"key")
+    assert movers.follow([member])
+    assert movers.bandwidth("a", "b") == 1_000_000
+    pulling = asyncio.create_task(movers.pull(TICKET, "a", "b"))
+    async with asyncio.timeout(10):
+        await silent.called.wait()
+        assert movers.follow([])
+        assert movers.bandwidth("a", "b") == 0
+        await asyncio.sleep(0)
+        assert not silent.ended.is_set()
+        pulling.cancel()
+        await silent.ended.wait()
+    await movers.close()
