@@ -2,17 +2,15 @@
 
     sudo python -m bench.pull [--shape 0.6b] [--tokens 2048] [--rates 0 1000 300 100]
 
-Two hosts in network namespaces, joined by a veth whose rate (in Mbit/s; 0: as fast as it goes) the
-kernel limits. One host computes a prompt; then the other one's mover pulls it. Prints a markdown
-table: the time of the pull, its share of what NIXL alone reaches on the same link (the mover's
-probe), the time of computing the prompt, and what the gateway's router chooses from these numbers.
+Two hosts in network namespaces, on the wire of tests/e2e/network.py, which limits the rate (in
+Mbit/s; 0: as fast as it goes). One host computes a prompt; then the other one's mover pulls it.
+Prints a markdown table: the time of the pull, its share of what NIXL alone reaches on the same link
+(the mover's probe), the time of computing the prompt, and what the gateway's router chooses.
 """
 
 import argparse
 import asyncio
-import os
 import random
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -20,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from bench.make_checkpoint import make_checkpoint
+from bench.make_checkpoint import SHAPES, make_checkpoint
 from blockstore.hashing import prefix_hashes, root_hash
 from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolSpec
@@ -36,80 +34,52 @@ from services.gateway.workers.worker import Worker
 from services.protocol.ticket import SamplingParams, Ticket
 from tests.conftest import Valkey
 from tests.e2e.hosts import SECRET, Host
+from tests.e2e.network import ADDRESSES, Network
 
-_ADDRESSES = {"a": "10.78.0.2", "b": "10.78.0.3"}
-_HERE, _REDIS_PORT, _GATEWAY_PORT = "10.78.0.1", 7392, 7393
+_REDIS_PORT, _GATEWAY_PORT = 7392, 7393
 _ROUTER_SECRET = Secret(SECRET.encode())
-
-
-@contextmanager
-def namespaces(mbit_per_s: int) -> Iterator[dict[str, str]]:
-    """Two namespaces on a bridge; each sends at most so fast. Yields their names."""
-    names = {name: f"quire-bench-{name}" for name in _ADDRESSES}
-    bridge = "quire-bench"
-    try:
-        _ip("link", "add", bridge, "type", "bridge")
-        _ip("address", "add", f"{_HERE}/24", "dev", bridge)
-        _ip("link", "set", bridge, "up")
-        for name, space in names.items():
-            _ip("netns", "add", space)
-            _ip(
-                "link",
-                "add",
-                f"qbench-{name}",
-                *["type", "veth", "peer", "name", "eth0", "netns"],
-                space,
-            )
-            _ip("link", "set", f"qbench-{name}", "master", bridge, "up")
-            _ip("-n", space, "address", "add", f"{_ADDRESSES[name]}/24", "dev", "eth0")
-            _ip("-n", space, "link", "set", "eth0", "up")
-            _ip("-n", space, "link", "set", "lo", "up")
-            if mbit_per_s:
-                limit = f"tbf rate {mbit_per_s}mbit burst 256k latency 50ms".split()
-                _run("tc", "-n", space, "qdisc", "add", "dev", "eth0", "root", *limit)
-        yield names
-    finally:
-        for space in names.values():
-            subprocess.run(["ip", "netns", "del", space], check=False)
-        subprocess.run(["ip", "link", "del", bridge], check=False)
 
 
 @contextmanager
 def running(checkpoint: Path, folder: Path, pool_memory: int, mbit: int) -> Iterator[list[Host]]:
     """Host a: a prefill worker, a decode worker, the gateway. Host b: a decode worker, for its
     pool. A mover on each."""
-    os.environ["UCX_TLS"] = "tcp,self"
-    options = ("--port", str(_REDIS_PORT), "--bind", _HERE, "--protected-mode", "no")
+    network = Network()
+    network.bytes_per_s = mbit * 1e6 / 8
+    here = ADDRESSES["here"]
+    options = ("--port", str(_REDIS_PORT), "--bind", here, "--protected-mode", "no")
     valkey, hosts = Valkey(folder, *options), list[Host]()
-    with namespaces(mbit) as names:
-        try:
-            valkey.start()
-            for name, space in names.items():
-                url, within = f"redis://{_HERE}:{_REDIS_PORT}", ("ip", "netns", "exec", space)
-                address = _ADDRESSES[name]
-                host = Host(name, folder, checkpoint, url, pool_memory, address, within)
-                hosts.append(host)
-                host.start("block_manager")
-                for role in ("prefill", "decode") if name == "a" else ("decode",):
-                    host.start(role)
-                host.wait_for("decode", "worker_ready")
-                host.start("mover", PROBE_SIZE="64MiB", PULL_TIMEOUT_S="120")
-            for host in hosts:
-                host.wait_for("mover", "source_joined")
-            hosts[0].start("gateway", PORT=str(_GATEWAY_PORT), HTTP_PORT="none")
-            hosts[0].wait_for("gateway", "gateway_listening")
-            yield hosts
-        finally:
-            for host in hosts:
-                host.stop()
-            valkey.kill()
+    try:
+        valkey.start()
+        for name in ("a", "b"):
+            url, within = f"redis://{here}:{_REDIS_PORT}", network.within(name)
+            settings = {"UCX_TLS": "tcp,self"}
+            host = Host(
+                name, folder, checkpoint, url, pool_memory, ADDRESSES[name], within, settings
+            )
+            hosts.append(host)
+            host.start("block_manager")
+            for role in ("prefill", "decode") if name == "a" else ("decode",):
+                host.start(role)
+            host.wait_for("decode", "worker_ready")
+            host.start("mover", PROBE_SIZE="16MiB", PULL_TIMEOUT_S="120")
+        for host in hosts:
+            host.wait_for("mover", "source_joined")
+        hosts[0].start("gateway", PORT=str(_GATEWAY_PORT), HTTP_PORT="none")
+        hosts[0].wait_for("gateway", "gateway_listening")
+        yield hosts
+    finally:
+        for host in hosts:
+            host.stop()
+        valkey.kill()
+        network.close()
 
 
 async def measure(hosts: list[Host], num_tokens: int) -> tuple[float, float, float, PoolSpec]:
     """Seconds to compute a prompt, seconds to pull it, the bandwidth of the probe, and the spec of
     the pool."""
     a, b = (host.wait_for("mover", "mover_ready")["pool_id"] for host in hosts)
-    prompt = [random.Random(number).randrange(300, 2000) for number in range(num_tokens)]
+    prompt = [random.Random(number).randrange(300, 380) for number in range(num_tokens)]
     sockets = ",".join(f"unix:{path}" for path in living_sockets(hosts[0].run_dir))
     client = AsyncClient(f"{hosts[0].ip}:{_GATEWAY_PORT}", operations=sockets)
     while not await client.is_ready():  # noqa: ASYNC110 - another process becomes ready
@@ -159,14 +129,6 @@ async def choice(spec: PoolSpec, num_tokens: int, compute_s: float, bandwidth: f
     return "pull" if route.source_pool_id else "compute"
 
 
-def _ip(*arguments: str) -> None:
-    _run("ip", *arguments)
-
-
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.pull")
     parser.add_argument("--shape", default="0.6b")
@@ -177,7 +139,7 @@ def main() -> None:
     print("| link | bytes | pull | of NIXL alone | compute | the gateway chooses |")
     print("|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory(prefix="quire-bench-") as folder:
-        checkpoint = make_checkpoint(Path(folder) / "model", shape=asked.shape)
+        checkpoint = make_checkpoint(Path(folder) / "model", SHAPES[asked.shape])
         for rate in asked.rates:
             here = Path(folder) / str(rate)
             here.mkdir()
