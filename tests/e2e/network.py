@@ -1,9 +1,9 @@
 """Hosts as network namespaces, and the wire between them: a thread that forwards their packets, and
 loses, delays or drops them as a test says.
 
-    namespace a [tun0 10.77.0.2] ──┐
-    namespace b [tun0 10.77.0.3] ──┼── Network: loss, delay, one-way drops
-    this host   [quire-tun 10.77.0.1] ──┘
+    namespace a [10.x.y.2] ──┐
+    namespace b [10.x.y.3] ──┼── Network: loss, delay, one-way drops
+    this host   [10.x.y.1] ──┘
 
 `netem` does the same in the kernel, where the kernel has it; containers often run without it.
 """
@@ -22,7 +22,9 @@ from contextlib import suppress
 from pathlib import Path
 
 NAMES = ("here", "a", "b")
-ADDRESSES = {"here": "10.77.0.1", "a": "10.77.0.2", "b": "10.77.0.3"}
+_SUBNET = f"10.{100 + os.getpid() % 100}.{os.getpid() % 251}"
+"""Each run of the tests has one of its own."""
+ADDRESSES = {name: f"{_SUBNET}.{number}" for number, name in enumerate(NAMES, 1)}
 _TUNSETIFF, _TUN, _NO_HEADER = 0x400454CA, 0x0001, 0x1000
 _MTU = 9000
 _BY_ADDRESS = {bytes(map(int, ip.split("."))): name for name, ip in ADDRESSES.items()}
