@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 from bench.make_checkpoint import SHAPES, make_checkpoint
 from blockstore.hashing import prefix_hashes, root_hash
@@ -125,7 +126,8 @@ async def choice(spec: PoolSpec, num_tokens: int, compute_s: float, bandwidth: f
     target = Pool(other, (worker,), ())
     router = Router(store, b"s", lambda source, target: bandwidth)
     seen = [target, Pool(spec, (), ())]
-    (route, *_) = await router.routes(prompt, "", [target], seen)
+    request = SimpleNamespace(prompt_token_ids=prompt, cache_salt="", adapter=None)
+    (route, *_) = await router.routes(request, [target], seen)
     return "pull" if route.source_pool_id else "compute"
 
 

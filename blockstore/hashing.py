@@ -1,8 +1,9 @@
 """Prefix hashes: chained xxh3-128 over (parent hash, the block's token ids).
 
-A chain is rooted in the pool's fingerprint, the deployment's secret and the request's cache salt:
-requests that differ in one of them share no blocks. xxh3 is fast, but it is no MAC: Quire compares
-a block's token ids with those in the block's stamp, and never relies on the hash alone.
+A chain is rooted in the pool's fingerprint, the deployment's secret, the request's cache salt and
+its LoRA adapter: requests that differ in one of them share no blocks. xxh3 is fast, but it is no
+MAC: Quire compares a block's token ids with those in the block's stamp, and never relies on the
+hash alone.
 """
 
 import hashlib
@@ -16,15 +17,17 @@ from blockstore.records import PrefixHash
 _TOKEN_ID_BYTES = 4
 
 
-def root_hash(fingerprint: str, secret: bytes, cache_salt: str) -> PrefixHash:
+def root_hash(fingerprint: str, secret: bytes, cache_salt: str, adapter: str = "") -> PrefixHash:
     """Return the parent hash of a sequence's first block: 16 bytes.
 
     Every part is hashed behind its length, so that ("ab", "c") and ("a", "bc") differ. Only 64 bits
     derived from the secret are hashed, so that nobody can find the secret itself by guessing with a
-    fast hash.
+    fast hash. `adapter`: the digest of a LoRA adapter; "": none.
     """
     derived = hashlib.blake2b(secret, digest_size=8, person=b"quire-prefix").digest()
-    parts = (fingerprint.encode(), derived, cache_salt.encode())
+    parts = [fingerprint.encode(), derived, cache_salt.encode()]
+    if adapter:
+        parts.append(adapter.encode())
     return xxh3_128_digest(b"".join(struct.pack("<Q", len(part)) + part for part in parts))
 
 

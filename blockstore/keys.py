@@ -4,6 +4,7 @@ all keys of a pool begin with its `pool_tag`."""
 MEMBERS = "{quire}:members"
 ARRIVALS = "{quire}:arrivals"
 USAGE = "{quire}:usage"
+ADAPTERS = "{quire}:adapters"
 POOLS = "{quire}:pools"
 """SET: ids of all pools."""
 

@@ -15,6 +15,7 @@ class MemoryRegistry:
         self._members: dict[str, tuple[Member, float]] = {}  # id -> (member, gone at)
         self._last_arrival = 0
         self._usage: dict[str, int] = {}
+        self._adapters: dict[str, str] = {}
 
     async def announce(self, member: Member, ttl_s: float) -> None:
         self._members[member.member_id] = (member, self._clock() + ttl_s)
@@ -38,6 +39,15 @@ class MemoryRegistry:
             name: used for name, used in {**self._usage, **changed}.items() if name not in ended
         }
         return dict(self._usage)
+
+    async def adapters(self) -> dict[str, str]:
+        return dict(self._adapters)
+
+    async def set_adapter(self, name: str, entry: str) -> None:
+        self._adapters[name] = entry
+
+    async def remove_adapter(self, name: str) -> None:
+        self._adapters.pop(name, None)
 
     async def close(self) -> None:
         """Nothing to close."""

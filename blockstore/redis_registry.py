@@ -7,6 +7,7 @@
                                 than the arrival before (a sorted set, because ZADD GT only raises
                                 a score)
 {quire}:usage           HASH    <API key>/<period>/<gateway> -> the tokens used of a budget
+{quire}:adapters        HASH    name of a LoRA adapter -> a signature as above, a space, the entry
 
 All keys have one hash tag, so that one node of a cluster has them.
 A server may lose all this: members announce themselves again, and the server's clock is later than
@@ -161,6 +162,23 @@ class RedisRegistry:
             await self._stream.send("HDEL", keys.USAGE, *ended)
         flat = iter(await self._stream.send("HGETALL", keys.USAGE))
         return {name.decode(): int(used) for name, used in zip(flat, flat, strict=True)}
+
+    async def adapters(self) -> dict[str, str]:
+        flat = iter(await self._stream.send("HGETALL", keys.ADAPTERS))
+        found = {}
+        for name, value in zip(flat, flat, strict=True):
+            signature, _, entry = value.partition(b" ")
+            signed = _signature(self._key, f"adapter {name.decode()}", entry)
+            if hmac.compare_digest(signature, signed.encode()):
+                found[name.decode()] = entry.decode()
+        return found
+
+    async def set_adapter(self, name: str, entry: str) -> None:
+        signature = _signature(self._key, f"adapter {name}", entry.encode())
+        await self._stream.send("HSET", keys.ADAPTERS, name, f"{signature} {entry}")
+
+    async def remove_adapter(self, name: str) -> None:
+        await self._stream.send("HDEL", keys.ADAPTERS, name)
 
     async def close(self) -> None:
         await self._stream.close()

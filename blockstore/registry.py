@@ -7,7 +7,7 @@ store's functions never use them.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 Role = Literal["gateway", "prefill", "decode", "block_manager", "mover"]
 State = Literal["starting", "serving", "draining"]
@@ -71,6 +71,18 @@ class Registry(Protocol):
         arrival is later than all before it, for all gateways together."""
 
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class AdapterList(Protocol):
+    """The LoRA adapters of the deployment, which a registry keeps beside its entries: name -> an
+    entry of the gateway that has loaded it. Errors: StoreUnavailable, StoreLost."""
+
+    async def adapters(self) -> dict[str, str]: ...
+
+    async def set_adapter(self, name: str, entry: str) -> None: ...
+
+    async def remove_adapter(self, name: str) -> None: ...
 
 
 class UsageCounters(Protocol):

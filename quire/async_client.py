@@ -7,7 +7,7 @@ from typing import Self
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from quire import messages
-from quire.client import CALL_TIMEOUT_S, DEFAULT_ADDRESS
+from quire.client import ADAPTER_TIMEOUT_S, CALL_TIMEOUT_S, DEFAULT_ADDRESS
 from quire.connections import Access, AsyncConnection, Connections, Tls
 from quire.errors import QuireError, translate_errors
 from quire.messages import Request
@@ -24,6 +24,7 @@ from quire.types import (
     Scaled,
     Worker,
 )
+from quire.v1.adapters_pb2 import LoadAdapterRequest, UnloadAdapterRequest
 from quire.v1.block_manager_pb2 import (
     AuditRequest,
     DrainWorkerRequest,
@@ -166,6 +167,17 @@ class AsyncClient:
         with self._operations.use_current() as gateway:
             response = await gateway.supervisor.Scale(request, timeout=CALL_TIMEOUT_S)
         return messages.scaled(response)
+
+    async def load_adapter(self, name: str, path: str, model: str = "") -> str:
+        request = LoadAdapterRequest(name=name, path=path, model=model)
+        with self._operations.use_current() as gateway:
+            response = await gateway.adapters.LoadAdapter(request, timeout=ADAPTER_TIMEOUT_S)
+        return response.model
+
+    async def unload_adapter(self, name: str) -> None:
+        request = UnloadAdapterRequest(name=name)
+        with self._operations.use_current() as gateway:
+            await gateway.adapters.UnloadAdapter(request, timeout=CALL_TIMEOUT_S)
 
     async def close(self) -> None:
         for connection in (*self._gateways, *self._operations):

@@ -26,6 +26,7 @@ from quire.types import (
     Scaled,
     Worker,
 )
+from quire.v1.adapters_pb2 import LoadAdapterRequest, UnloadAdapterRequest
 from quire.v1.block_manager_pb2 import (
     AuditRequest,
     DrainWorkerRequest,
@@ -39,6 +40,9 @@ DEFAULT_ADDRESS = "127.0.0.1:50051"
 CALL_TIMEOUT_S = 10.0
 """Time limit of each call other than `generate`, which takes its limit from the request, and
 `audit`, which has a parameter for it."""
+
+ADAPTER_TIMEOUT_S = 60.0
+"""Of a call that reads an adapter's files."""
 
 
 class _Call(Protocol):
@@ -231,6 +235,21 @@ class Client:
         with self._operations.use_current() as gateway:
             response = gateway.supervisor.Scale(request, timeout=CALL_TIMEOUT_S)
         return messages.scaled(response)
+
+    def load_adapter(self, name: str, path: str, model: str = "") -> str:
+        """Serve the LoRA adapter in the directory `path` of the servers as the model `name`.
+
+        `model`: the model that it is for; "": the only one. Returns that model's name.
+        """
+        request = LoadAdapterRequest(name=name, path=path, model=model)
+        with self._operations.use_current() as gateway:
+            response = gateway.adapters.LoadAdapter(request, timeout=ADAPTER_TIMEOUT_S)
+        return str(response.model)
+
+    def unload_adapter(self, name: str) -> None:
+        """Take no new requests for a LoRA adapter."""
+        with self._operations.use_current() as gateway:
+            gateway.adapters.UnloadAdapter(UnloadAdapterRequest(name=name), timeout=CALL_TIMEOUT_S)
 
     def close(self) -> None:
         for connection in (*self._gateways, *self._operations):

@@ -11,6 +11,7 @@ import grpc
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from quire.errors import BadTls, translate_errors
+from quire.v1.adapters_pb2_grpc import AdaptersStub
 from quire.v1.block_manager_pb2_grpc import BlockManagerStub
 from quire.v1.inference_pb2_grpc import InferenceStub
 from quire.v1.supervisor_pb2_grpc import SupervisorStub
@@ -18,6 +19,7 @@ from quire.v1.supervisor_pb2_grpc import SupervisorStub
 if TYPE_CHECKING:
     # The generated stubs declare async classes for type checkers only; at run time one class serves
     # both kinds of channel.
+    from quire.v1.adapters_pb2_grpc import AdaptersAsyncStub
     from quire.v1.block_manager_pb2_grpc import BlockManagerAsyncStub
     from quire.v1.inference_pb2_grpc import InferenceAsyncStub
     from quire.v1.supervisor_pb2_grpc import SupervisorAsyncStub
@@ -112,6 +114,7 @@ class Connection:
         self.inference = InferenceStub(channel)
         self.block_manager = BlockManagerStub(channel)
         self.supervisor = SupervisorStub(channel)
+        self.adapters = AdaptersStub(channel)
         self.health = HealthStub(channel)
 
 
@@ -129,6 +132,7 @@ class AsyncConnection:
         self.inference: InferenceAsyncStub = InferenceStub(channel)
         self.block_manager: BlockManagerAsyncStub = BlockManagerStub(channel)
         self.supervisor: SupervisorAsyncStub = SupervisorStub(channel)
+        self.adapters: AdaptersAsyncStub = AdaptersStub(channel)
         self.health = HealthStub(channel)
 
 

@@ -86,20 +86,23 @@ void Decoder::forward(const Batch& batch, const Arena& arena, float* hidden) {
   for (const Layer& layer : layers_)
     if (layer.experts) expert_step_.prepare(*layer.experts, batch.num_tokens);
   plan_.make(attention_call(batch, arena, b), static_cast<int>(batch.num_rows), pool_.num_lanes());
+  adapters_.begin(batch.adapters, batch.num_tokens,
+                  std::max({shape_.qkv_size(), shape_.hidden,
+                            2 * static_cast<int>(round_up(shape_.intermediate, kPanel / 2))}));
   pool_.run([&](Lane& lane) {
     int64_t m = batch.num_tokens;
     embed(lane, batch, b);
     for (size_t i = 0; i < layers_.size(); ++i) {
       const Layer& layer = layers_[i];
       const Activations x = enter(lane, layer.attention_in, m, *layer.qkv, b);
-      linear(lane, *layer.qkv, x, m, Epilogue::store_f32, b.qkv, b.qkv_stride);
+      linear(lane, i, kQkv, *layer.qkv, x, m, Epilogue::store_f32, b.qkv, b.qkv_stride);
       attend(lane, layer, static_cast<int64_t>(i), batch, arena, b);
       if (i + 1 == layers_.size() && batch.num_wanted < m) {
         // All KV is stored, so only the wanted tokens are needed from here on.
         keep_wanted(lane, batch, b);
         m = batch.num_wanted;
       }
-      finish_layer(lane, layer, m, b);
+      finish_layer(lane, i, m, b);
     }
     lane.loop(m, kTokensAtOnce, [&](int64_t begin, int64_t end) {
       const NormCall call{b.residual,    b.residual_stride,
@@ -165,12 +168,14 @@ void Decoder::keep_wanted(Lane& lane, const Batch& batch, const Buffers& b) {
                    stream);
       std::memmove(attended + i * row, attended + from * row, row);
     }
+    adapters_.keep(batch.wanted, batch.num_wanted);
   });
 }
 
-void Decoder::finish_layer(Lane& lane, const Layer& layer, int64_t m, const Buffers& b) {
+void Decoder::finish_layer(Lane& lane, size_t index, int64_t m, const Buffers& b) {
+  const Layer& layer = layers_[index];
   Activations x = taken(lane, b.attended, dtype_, b.attention_stride, m, *layer.output, b);
-  add(lane, *layer.output, x, layer.attention_out, m, b);
+  add(lane, index, kOutput, *layer.output, x, layer.attention_out, m, b);
   if (layer.experts) {
     const NormCall call{b.residual, b.residual_stride, shape_.hidden, layer.mlp_in, shape_.eps, {}};
     return expert_step_.add(lane, *layer.experts, call, m, b.residual, b.residual_stride);
@@ -179,9 +184,10 @@ void Decoder::finish_layer(Lane& lane, const Layer& layer, int64_t m, const Buff
   const bool is_f32 = dtype_ == Dtype::f32;
   const Epilogue silu = is_f32 ? Epilogue::silu_mul_f32 : Epilogue::silu_mul_bf16;
   const Epilogue gelu = is_f32 ? Epilogue::gelu_mul_f32 : Epilogue::gelu_mul_bf16;
-  linear(lane, *layer.gate_up, x, m, shape_.uses_gelu ? gelu : silu, b.gated, b.gated_stride);
+  linear(lane, index, kGateUp, *layer.gate_up, x, m, shape_.uses_gelu ? gelu : silu, b.gated,
+         b.gated_stride);
   x = taken(lane, b.gated, dtype_, b.gated_stride, m, *layer.down, b);
-  add(lane, *layer.down, x, layer.mlp_out, m, b);
+  add(lane, index, kDown, *layer.down, x, layer.mlp_out, m, b);
 }
 
 // Returns the residual stream, normed if there is a norm, as the input of the next linear.
@@ -196,19 +202,23 @@ Activations Decoder::enter(Lane& lane, const float* norm, int64_t m, const Linea
 }
 
 // Adds a linear's output to the residual stream, after its norm if there is one.
-void Decoder::add(Lane& lane, const Linear& weights, const Activations& x, const float* norm,
-                  int64_t m, const Buffers& b) {
-  if (!norm) return linear(lane, weights, x, m, Epilogue::add_f32, b.residual, b.residual_stride);
-  linear(lane, weights, x, m, Epilogue::store_f32, b.outputs, b.residual_stride);
+void Decoder::add(Lane& lane, size_t layer, Site site, const Linear& weights, const Activations& x,
+                  const float* norm, int64_t m, const Buffers& b) {
+  if (!norm)
+    return linear(lane, layer, site, weights, x, m, Epilogue::add_f32, b.residual,
+                  b.residual_stride);
+  linear(lane, layer, site, weights, x, m, Epilogue::store_f32, b.outputs, b.residual_stride);
   const NormCall call{b.outputs, b.residual_stride, shape_.hidden, norm, shape_.eps, {}};
   lane.loop(m, kTokensAtOnce, [&](int64_t begin, int64_t end) {
     kernels_.add_normed(call, b.residual, b.residual_stride, begin, end);
   });
 }
 
-void Decoder::linear(Lane& lane, const Linear& weights, const Activations& x, int64_t m,
-                     Epilogue epilogue, void* out, int64_t out_stride) {
+void Decoder::linear(Lane& lane, size_t layer, Site site, const Linear& weights,
+                     const Activations& x, int64_t m, Epilogue epilogue, void* out,
+                     int64_t out_stride) {
   LinearCall call{&weights, x, epilogue, out, out_stride};
+  if (!adapters_.empty()) adapters_.add(kernels_, lane, layer, site, call);
   if (epilogue == Epilogue::add_f32) call.factor = shape_.residual_scale;
   const int64_t num_panels = round_up(weights.n, kPanel) / kPanel;
   lane.loop(num_panels, linear_grain(kernels_, weights, m, pool_.num_lanes()),

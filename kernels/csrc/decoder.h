@@ -11,6 +11,7 @@
 
 #include <vector>
 
+#include "adapters.h"
 #include "attention_plan.h"
 #include "experts.h"
 #include "kernels.h"
@@ -77,6 +78,7 @@ struct Batch {
   const int32_t* context_lens;   // [B]
   const int64_t* wanted;         // [num_wanted], ascending: tokens whose final states are needed
   int64_t num_wanted;
+  std::vector<AdapterRun> adapters;  // of the last tokens; those before have none
 };
 
 class Decoder {
@@ -124,12 +126,13 @@ class Decoder {
   void attend(Lane& lane, const Layer& layer, int64_t index, const Batch& batch, const Arena& arena,
               const Buffers& b);
   void keep_wanted(Lane& lane, const Batch& batch, const Buffers& b);
-  void finish_layer(Lane& lane, const Layer& layer, int64_t m, const Buffers& b);
+  void finish_layer(Lane& lane, size_t index, int64_t m, const Buffers& b);
   Activations enter(Lane& lane, const float* norm, int64_t m, const Linear& next, const Buffers& b);
-  void add(Lane& lane, const Linear& weights, const Activations& x, const float* norm, int64_t m,
-           const Buffers& b);
-  void linear(Lane& lane, const Linear& weights, const Activations& x, int64_t m, Epilogue epilogue,
-              void* out, int64_t out_stride);
+  // `layer`, `site`: which linear it is, for adapters.
+  void add(Lane& lane, size_t layer, Site site, const Linear& weights, const Activations& x,
+           const float* norm, int64_t m, const Buffers& b);
+  void linear(Lane& lane, size_t layer, Site site, const Linear& weights, const Activations& x,
+              int64_t m, Epilogue epilogue, void* out, int64_t out_stride);
   Activations taken(Lane& lane, const void* x, Dtype dtype, int64_t stride, int64_t m,
                     const Linear& next, const Buffers& b);
 
@@ -143,6 +146,7 @@ class Decoder {
   const float* final_norm_;
   AttentionPlan plan_;
   ExpertStep expert_step_;
+  Adapters adapters_;
   Scratch residual_, outputs_, qkv_, q_, attended_, gated_, inputs_, scales_, sums_, scratch_;
 };
 

@@ -2,7 +2,9 @@
 // (token ids, positions, slots, block ids).
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <memory>
@@ -58,6 +60,11 @@ class LayerWeights {
             "a layer needs either gate_up and down, or experts");
     require(window >= 0, "a window of less than 0 positions");
     require(cos.has_value() == sin.has_value(), "one rotation table without the other");
+  }
+
+  std::array<const Linear*, kNumSites> linears() const {
+    return {&qkv.get(), &output.get(), gate_up ? &gate_up->get() : nullptr,
+            down ? &down->get() : nullptr};
   }
 
   Layer checked(const Shape& shape) const {
@@ -116,6 +123,42 @@ class LayerWeights {
   int window;
 };
 
+// An adapter; Python keeps its packed linears alive (`keep_alive` in `bind_decoder`).
+class BoundAdapter {
+ public:
+  using Pair = std::optional<std::pair<const PackedLinear*, const PackedLinear*>>;
+
+  BoundAdapter(const std::vector<const LayerWeights*>& layers,
+               const std::vector<std::vector<Pair>>& added) {
+    require(layers.size() == added.size(), "an adapter of other layers");
+    for (size_t i = 0; i < layers.size(); ++i) {
+      const auto bases = layers[i]->linears();
+      require(added[i].size() == kNumSites, "an adapter has a pair or none for each linear");
+      std::array<LowRank, kNumSites> sites{};
+      for (size_t site = 0; site < kNumSites; ++site) {
+        if (!added[i][site]) continue;
+        const auto& [down, up] = *added[i][site];
+        require(bases[site] != nullptr, "an adapter of experts");
+        const Linear& base = *bases[site];
+        require(!is_quantized(base.kind), "an adapter of a quantized linear");
+        require(down->get().kind == base.kind && up->get().kind == WeightKind::f32,
+                "an adapter's A is of its linear's kind, its B fp32");
+        check_linear(*down, up->get().k, base.k, "A");
+        check_linear(*up, base.n, down->get().n, "B");
+        sites[site] = {&down->get(), &up->get()};
+      }
+      adapter_.layers.push_back(sites);
+    }
+  }
+
+  const Adapter& get() const { return adapter_; }
+
+ private:
+  Adapter adapter_;
+};
+
+using Run = std::tuple<const BoundAdapter*, int64_t, int64_t>;
+
 class BoundDecoder {
  public:
   BoundDecoder(const std::string& isa, ThreadPool& pool, const Shape& shape,
@@ -134,8 +177,9 @@ class BoundDecoder {
                                          floats(final_norm, shape.hidden, "final_norm"));
   }
 
-  void forward(Array token_ids, Array positions, Array slot_mapping, Array block_tables,
-               Array cu_query_lens, Array context_lens, Array wanted, Array kv, Array hidden) {
+  void forward(const std::vector<Run>& adapters, Array token_ids, Array positions,
+               Array slot_mapping, Array block_tables, Array cu_query_lens, Array context_lens,
+               Array wanted, Array kv, Array hidden) {
     const Arena arena = arena_of(kv);
     check_rank(block_tables, 2, "block_tables");
     check_rank(hidden, 2, "hidden");
@@ -149,7 +193,8 @@ class BoundDecoder {
                       data<int32_t>(cu_query_lens, "cu_query_lens"),
                       data<int32_t>(context_lens, "context_lens"),
                       data<int64_t>(wanted, "wanted"),
-                      static_cast<int64_t>(wanted.size())};
+                      static_cast<int64_t>(wanted.size()),
+                      runs_of(adapters, static_cast<int64_t>(token_ids.size()))};
     require(batch.num_tokens > 0 && positions.size() == token_ids.size() &&
                 slot_mapping.size() == token_ids.size(),
             "token_ids, positions and slot_mapping are not all [T]");
@@ -177,6 +222,19 @@ class BoundDecoder {
             "embedding is not a contiguous [vocab_size, hidden_size]");
     require(s.attention_scale > 0 && s.attention_cap >= 0,
             "an attention scale that is not positive, or a negative cap");
+  }
+
+  std::vector<AdapterRun> runs_of(const std::vector<Run>& runs, int64_t num_tokens) const {
+    std::vector<AdapterRun> found;
+    for (const auto& [adapter, begin, end] : runs) {
+      require(adapter->get().layers.size() == num_layers_, "an adapter of other layers");
+      require(begin >= 0 && begin < end && (found.empty() || begin == found.back().end),
+              "runs of adapters that do not follow one another");
+      found.push_back({&adapter->get(), begin, end});
+    }
+    require(found.empty() || found.back().end == num_tokens,
+            "tokens without an adapter behind one with an adapter");
+    return found;
   }
 
   Arena arena_of(const Array& kv) const {
@@ -232,15 +290,19 @@ void bind_decoder(nb::module_& m) {
            "mlp_out"_a.none(), "sinks"_a = nb::none(), "window"_a, "cos"_a.none(), "sin"_a.none(),
            nb::keep_alive<1, 3>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 9>(),
            nb::keep_alive<1, 10>(), nb::keep_alive<1, 11>());
+  nb::class_<BoundAdapter>(m, "Adapter")
+      .def(nb::init<const std::vector<const LayerWeights*>&,
+                    const std::vector<std::vector<BoundAdapter::Pair>>&>(),
+           "layers"_a, "added"_a, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>());
   nb::class_<BoundDecoder>(m, "Decoder",
                            "One call computes a step: all layers of a batch, below the head.")
       .def(nb::init<const std::string&, ThreadPool&, const Shape&,
                     const std::vector<const LayerWeights*>&, Array, Array>(),
            "isa"_a, "pool"_a, "shape"_a, "layers"_a, "embedding"_a, "final_norm"_a,
            nb::keep_alive<1, 3>(), nb::keep_alive<1, 5>())
-      .def("forward", &BoundDecoder::forward, "token_ids"_a, "positions"_a, "slot_mapping"_a,
-           "block_tables"_a, "cu_query_lens"_a, "context_lens"_a, "wanted"_a, "kv"_a, "hidden"_a,
-           "Writes `hidden` [wanted, hidden_size] and the new tokens' KV.");
+      .def("forward", &BoundDecoder::forward, "adapters"_a, "token_ids"_a, "positions"_a,
+           "slot_mapping"_a, "block_tables"_a, "cu_query_lens"_a, "context_lens"_a, "wanted"_a,
+           "kv"_a, "hidden"_a, "Writes `hidden` [wanted, hidden_size] and the new tokens' KV.");
 }
 
 }  // namespace quire

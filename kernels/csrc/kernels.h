@@ -137,6 +137,9 @@ struct LinearCall {
   // by the soft cap `cap` (0: none): cap * tanh(y / cap).
   float factor = 1.0f, cap = 0.0f;
   float alpha = 0.0f, limit = 0.0f;  // of swiglu
+  // fp32 [M, added_stride]: what rows from `added_from` on get beside y; null: nothing.
+  const float* added = nullptr;
+  int64_t added_stride = 0, added_from = 0;
 };
 
 // ---- keys and values ---------------------------------------------------------------------------

@@ -141,6 +141,11 @@ class Layer:
         sin: Tensor | None,
     ) -> None: ...
 
+LowRank = tuple[PackedLinear, PackedLinear]
+
+class Adapter:
+    def __init__(self, layers: list[Layer], added: list[list[LowRank | None]]) -> None: ...
+
 class Decoder:
     def __init__(
         self,
@@ -153,6 +158,7 @@ class Decoder:
     ) -> None: ...
     def forward(
         self,
+        adapters: list[tuple[Adapter, int, int]],
         token_ids: Tensor,
         positions: Tensor,
         slot_mapping: Tensor,

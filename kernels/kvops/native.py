@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from kvops import int4, int8
-from kvops._native import Adjustment as NativeAdjustment
 from kvops._native import (
+    Adapter,
     Decoder,
     Experts,
     Head,
@@ -29,12 +29,14 @@ from kvops._native import (
     usable_kernels,
     wake,
 )
+from kvops._native import Adjustment as NativeAdjustment
 from kvops.int4 import Int4Weight
 from kvops.int8 import Int8Weight
 
 __all__ = [
     "NUMERICS",
     "PACKING",
+    "Adapter",
     "Decoder",
     "Experts",
     "Head",

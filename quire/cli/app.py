@@ -23,6 +23,7 @@ from quire.cli import (
     health,
     keys,
     lists,
+    lora,
     plan,
     scale,
     serve,
@@ -74,6 +75,7 @@ for command, panel in (
     (audit.audit, "State"),
 ):
     app.command(rich_help_panel=panel)(with_flags(command))
+app.add_typer(lora.app, name="lora", rich_help_panel="Deployment")
 app.add_typer(keys.app, name="keys", rich_help_panel="Deployment")
 app.add_typer(advise.app, name="advise", rich_help_panel="Deployment")
 

@@ -342,6 +342,27 @@ class ServeOptions:
         To.GATEWAYS,
         _network(help="tags of reasoning; default: auto, those of the chat template"),
     ] = None
+    lora: Annotated[
+        str | None,
+        To.GATEWAYS,
+        _engine(
+            metavar="NAME=DIR,..",
+            help="LoRA adapters to serve, which requests name as their model; others can be loaded "
+            "at run time",
+        ),
+    ] = None
+    max_loras: Annotated[
+        int | None,
+        To.GATEWAYS,
+        To.WORKERS,
+        _engine(min=0, metavar="N", help="most LoRA adapters at a time; default: 8"),
+    ] = None
+    max_lora_rank: Annotated[
+        int | None,
+        To.GATEWAYS,
+        To.WORKERS,
+        _engine(min=1, max=512, metavar="N", help="largest rank of a LoRA adapter; default: 64"),
+    ] = None
     client_priority: Annotated[
         bool,
         To.GATEWAYS,

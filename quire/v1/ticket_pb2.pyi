@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Ticket(_message.Message):
-    __slots__ = ("request_id", "attempt", "order", "pool_id", "holder_id", "holder_epoch", "root_hash", "prompt_token_ids", "sampling", "sequences", "num_cached_tokens", "timeout_ms", "swapped", "prefill_ns_per_token", "traceparent", "beams")
+    __slots__ = ("request_id", "attempt", "order", "pool_id", "holder_id", "holder_epoch", "root_hash", "prompt_token_ids", "sampling", "sequences", "num_cached_tokens", "timeout_ms", "swapped", "prefill_ns_per_token", "traceparent", "adapter", "beams")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
@@ -25,6 +25,7 @@ class Ticket(_message.Message):
     SWAPPED_FIELD_NUMBER: _ClassVar[int]
     PREFILL_NS_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     BEAMS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
@@ -41,8 +42,19 @@ class Ticket(_message.Message):
     swapped: Swapped
     prefill_ns_per_token: int
     traceparent: str
+    adapter: Adapter
     beams: BeamState
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., order: _Optional[int] = ..., pool_id: _Optional[str] = ..., holder_id: _Optional[str] = ..., holder_epoch: _Optional[int] = ..., root_hash: _Optional[bytes] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[TicketSampling, _Mapping]] = ..., sequences: _Optional[_Iterable[_Union[TicketSequence, _Mapping]]] = ..., num_cached_tokens: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., swapped: _Optional[_Union[Swapped, _Mapping]] = ..., prefill_ns_per_token: _Optional[int] = ..., traceparent: _Optional[str] = ..., beams: _Optional[_Union[BeamState, _Mapping]] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., order: _Optional[int] = ..., pool_id: _Optional[str] = ..., holder_id: _Optional[str] = ..., holder_epoch: _Optional[int] = ..., root_hash: _Optional[bytes] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[TicketSampling, _Mapping]] = ..., sequences: _Optional[_Iterable[_Union[TicketSequence, _Mapping]]] = ..., num_cached_tokens: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., swapped: _Optional[_Union[Swapped, _Mapping]] = ..., prefill_ns_per_token: _Optional[int] = ..., traceparent: _Optional[str] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ..., beams: _Optional[_Union[BeamState, _Mapping]] = ...) -> None: ...
+
+class Adapter(_message.Message):
+    __slots__ = ("name", "path", "digest")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    path: str
+    digest: str
+    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class Swapped(_message.Message):
     __slots__ = ("pool_id", "holder_id", "holder_epoch", "tables")

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
+from services.engine.batch import LoadedAdapter
 from services.engine.messages import Advance
 from services.protocol.messages import Generated
 from services.protocol.ticket import Ticket
@@ -45,7 +46,7 @@ class Job:
     `num_sequences`: the decode slots that were reserved. `ticket`: None until the admit; its
     `holder_epoch` is the claimed one from the claim on. `living`: the indices of the sequences that
     have not ended. `suspect`: whether the request may have killed a worker. `ending`: set once the
-    request is to end early or to be detached.
+    request is to end early or to be detached. `adapter`: kept while the job is here.
     """
 
     session: Session
@@ -58,6 +59,7 @@ class Job:
     suspect: bool = False
     ending: Ending | None = None
     trace: JobTrace = NO_TRACE
+    adapter: LoadedAdapter | None = None
 
     @property
     def claim(self) -> tuple[str, int] | None:

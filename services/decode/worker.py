@@ -103,7 +103,7 @@ class DecodeWorker(PoolWorker):
         job.trace.enter("store claim")
         if ticket.timeout_ms:
             self._jobs.end_after(ticket.timeout_ms / 1000, job, EXPIRED)
-        self.writer.put(lambda: self._claim(job, ticket))
+        self.with_adapter(job, ticket, lambda: self.writer.put(lambda: self._claim(job, ticket)))
 
     def abort(
         self, session: Session, request_id: str, attempt: int, index: int | None = None

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,6 +58,15 @@ class Scoring:
     num_top: int
 
 
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class LoadedAdapter:
+    """A LoRA adapter at this worker. `weights`: as the model has made them
+    (`Model.load_adapter`)."""
+
+    digest: str
+    weights: Any
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """The tokens of one sequence that a step computes: a prompt, a chunk of one, or one token of a
@@ -73,6 +83,7 @@ class Row:
     and is not retired yet; `token_ids` has `UNKNOWN_TOKEN` instead. None: all tokens are known.
     `num_states`: of how many of its last tokens the final states are wanted as they are; such a row
     neither draws nor scores.
+    `adapter`: what it is computed with; rows of a step are grouped by it, those without one first.
     """
 
     token_ids: Sequence[int]
@@ -84,6 +95,7 @@ class Row:
     drawn_by: int | None = None
     num_states: int = 0
     num_drafts: int = 0
+    adapter: LoadedAdapter | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The runner: one forward pass over the rows of a step, and the tokens drawn after them."""
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, groupby
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from services.engine.device.inputs import Indices, StepInputs
 from services.engine.device.threads import use_device
 from services.engine.forward import CompleteFlight, Flight
 from services.engine.models import Batch, Model
+from services.engine.models.model import AdapterRun
 from services.engine.sampling.logit_queries import (
     queries,
     row_results,
@@ -209,7 +210,9 @@ class Runner:
         arrays = self._arrays(rows)
         num_rows, wanted = len(rows), self._wanted(rows)
         is_decode = len(arrays["token_ids"]) == num_rows
-        size = self._graphs.size_for(num_rows) if self._graphs and is_decode else None
+        adapters = _adapter_runs(rows)
+        in_graph = self._graphs is not None and is_decode and not adapters
+        size = self._graphs.size_for(num_rows) if self._graphs and in_graph else None
         if size is not None:
             arrays = padded(arrays, size)
         if any(row.drawn_by is not None for row in rows):
@@ -230,6 +233,7 @@ class Runner:
             **{name: placed[name] for name in _BATCH_TENSORS},
             max_query_len=int(np.diff(arrays["cu_query_lens"]).max()),
             max_context_len=int(arrays["context_lens"].max()),
+            adapters=adapters,
         )
         return self._model.forward(batch, self._kv, placed["wanted"]), placed
 
@@ -309,6 +313,18 @@ class Runner:
                     f"row {i}: {len(row.block_table)} blocks of {self._block_size} do not hold "
                     f"{_end(row)} positions"
                 )
+
+
+def _adapter_runs(rows: Sequence[Row]) -> tuple[AdapterRun, ...]:
+    """The tokens of each adapter; the rows are grouped by it, those without one first."""
+    if rows[-1].adapter is None:
+        return ()
+    runs, end = [], 0
+    for adapter, group in groupby(rows, key=lambda row: row.adapter):
+        begin, end = end, end + sum(len(row.token_ids) for row in group)
+        if adapter is not None:
+            runs.append(AdapterRun(adapter.weights, begin, end))
+    return tuple(runs)
 
 
 def _end(row: Row) -> int:

@@ -62,7 +62,11 @@ class Scheduler:
 
     def next_batch(self) -> list[ScheduledSequence]:
         """The next step: groups in queue order, sequences of a group by index; the first of them
-        always gets tokens. Empty if nothing can run."""
+        always gets tokens. Sequences of one adapter are neighbours, behind those without one. Empty
+        if nothing can run."""
+        return sorted(self._chosen(), key=_adapter)
+
+    def _chosen(self) -> list[ScheduledSequence]:
         runnable = self._runnable()
         if sum(one.num_tokens for one in runnable) <= self.budget:
             return _fill(runnable[: self._max_num_seqs], self.budget)
@@ -80,6 +84,11 @@ class Scheduler:
             for group in self._groups.values()
             for sequence in group.runnable()
         ]
+
+
+def _adapter(one: ScheduledSequence) -> str:
+    adapter = one.sequence.rules.adapter
+    return adapter.digest if adapter else ""
 
 
 def _fill(sequences: Iterable[ScheduledSequence], budget: int) -> list[ScheduledSequence]:

@@ -38,6 +38,9 @@ class GatewayOptions:
     read_window_s: float = 10.0
     target_ttft_s: float = 1.0
     target_inter_token_s: float = 0.1
+    lora: tuple[tuple[str, str], ...] = ()
+    max_loras: int = 8
+    max_lora_rank: int = 64
 
 
 class GatewaySettings(TracedSettings):
@@ -131,6 +134,15 @@ class GatewaySettings(TracedSettings):
     reasoning_parser: ReasoningParserName = Field(
         default="auto", description="the tags around the models' reasoning; auto and none: as above"
     )
+    lora: Annotated[tuple[tuple[str, str], ...], NoDecode] = Field(
+        default=(), description="LoRA adapters to serve from the start, name=directory, by commas"
+    )
+    max_loras: int = Field(
+        default=8, ge=0, description="most LoRA adapters that are served at a time"
+    )
+    max_lora_rank: int = Field(
+        default=64, ge=1, le=512, description="largest rank of a LoRA adapter"
+    )
     client_priority: bool = Field(
         default=False, description="requests may set a priority; without, one other than 0 fails"
     )
@@ -213,6 +225,20 @@ class GatewaySettings(TracedSettings):
     def options(self) -> GatewayOptions:
         names = (field.name for field in fields(GatewayOptions))
         return GatewayOptions(**{name: getattr(self, name) for name in names})
+
+    @field_validator("lora", mode="before")
+    @classmethod
+    def _adapters(cls, value: object) -> object:
+        """ValueError: not name=directory, or a name twice."""
+        pairs = split_by_commas(value)
+        if not isinstance(pairs, list | tuple) or not all(isinstance(one, str) for one in pairs):
+            return pairs
+        found = [tuple(part.strip() for part in one.partition("=")[::2]) for one in pairs]
+        if not all(name and directory for name, directory in found):
+            raise ValueError(f"{value!r} is not name=directory, by commas")
+        if len({name for name, _ in found}) < len(found):
+            raise ValueError("a name of an adapter twice")
+        return tuple(found)
 
     @field_validator("allowed_hosts", "cors_origins", mode="before")
     @classmethod

@@ -19,6 +19,7 @@ from services.common.runtime.logging import bind_request_id
 from services.common.text.detokenizer import Detokenizer
 from services.common.text.stop_strings import StopMatcher
 from services.gateway.access.caller import EVERYONE, Caller
+from services.gateway.adapters import GatewayAdapters, ServedAdapter
 from services.gateway.change_notifier import ChangeNotifier
 from services.gateway.config import GatewayOptions
 from services.gateway.frontend.api import (
@@ -44,6 +45,7 @@ from services.gateway.streaming.pacer import StreamPacer
 from services.gateway.streaming.sequence import Sequence
 from services.gateway.streaming.text import Text
 from services.gateway.workers.directory import ModelPools, WorkerDirectory
+from services.protocol.ticket import Adapter
 
 if TYPE_CHECKING:
     from services.common.tracing.tracer import Tracer
@@ -66,7 +68,9 @@ class Gateway:
         request_metrics: RequestMetrics,
         options: GatewayOptions,
         tracer: "Tracer | None" = None,
+        adapters: GatewayAdapters | None = None,
     ) -> None:
+        self._adapters = adapters
         self._directory = directory
         self._dispatcher = dispatcher
         self._changes = changes
@@ -116,7 +120,7 @@ class Gateway:
         with self._dispatcher.admitting(request_id, resumes=request.received is not None):
             try:
                 async with asyncio.timeout_at(deadline):
-                    model, served = await self._served(request.model, caller)
+                    model, served, adapter = await self._served(request.model, caller)
                     with self._dispatcher.admitting_to_model(request, request_id, model, deadline):
                         admitted = await admit(
                             request, request_id, model, served, arrived_at, deadline
@@ -125,14 +129,14 @@ class Gateway:
                         output = self._output(request, admitted, served)
                         if trace is not None:
                             trace.admit(admitted)
-                            admitted = replace(admitted, trace=trace)
+                        admitted = replace(admitted, trace=trace, adapter=adapter)
                         return await self._dispatcher.enqueue(admitted, output), output
             except TimeoutError as error:
                 raise DeadlineExceeded("the request's deadline has passed") from error
 
     async def tokenize(self, request: TokenizeRequest) -> Tokenized:
         """See `Generator.tokenize`."""
-        _, served = await self._served(request.model, EVERYONE)
+        _, served, _ = await self._served(request.model, EVERYONE)
         tokenizer = served.model.tokenizer
         token_ids: tuple[int, ...] = ()
         if request.prompt != "":
@@ -148,7 +152,7 @@ class Gateway:
 
     async def detokenize(self, token_ids: tuple[int, ...], model: str) -> str:
         """See `Generator.detokenize`."""
-        _, served = await self._served(model, EVERYONE)
+        _, served, _ = await self._served(model, EVERYONE)
         check_token_ids("tokens", token_ids, served.model.config.vocab_size)
         decode = partial(served.model.tokenizer.decode, token_ids, skip_special_tokens=False)
         with self._tokenizing():
@@ -174,9 +178,18 @@ class Gateway:
         self._request_metrics.record_refusal(request_id, model, code, reason)
 
     def models(self) -> tuple[ServedModel, ...]:
-        """The models that can be served now, sorted by name."""
+        """The models that can be served now, sorted by name, then their adapters."""
         names, is_complete = self._directory.model_names(), self._directory.complete_pools
-        return tuple(self._describe(name) for name in names if is_complete(name))
+        models = {name: self._describe(name) for name in names if is_complete(name)}
+        adapters = () if self._adapters is None else self._adapters.served()
+        return (
+            *models.values(),
+            *(
+                replace(models[one.model], model=one.adapter.name, parent=one.model)
+                for one in adapters
+                if one.model in models
+            ),
+        )
 
     def ready(self) -> bool:
         return self._directory.ready() and not self._dispatcher.is_draining
@@ -192,7 +205,7 @@ class Gateway:
             dtype=member.engine.get("dtype", served.model.config.dtype),
         )
 
-    async def _served(self, name: str, caller: Caller) -> tuple[str, ModelPools]:
+    async def _served(self, name: str, caller: Caller) -> tuple[str, ModelPools, Adapter | None]:
         """Find the model that a request names, among those that its caller sees. Wait up to
         `patience_s` while no worker of any model is there, since one may be about to start; then
         raise NoWorker."""
@@ -202,12 +215,19 @@ class Gateway:
             seen = self._changes.num_changes
             names = self._directory.model_names()
             if names:
-                chosen = _choose(name, tuple(filter(caller.sees, names)))
+                adapter = await self._adapter(name) if caller.sees(name) else None
+                is_served = adapter is not None and adapter.model in names
+                found = adapter if is_served else None
+                seen_names = tuple(filter(caller.sees, names))
+                chosen = _choose(name, seen_names) if found is None else found.model
                 served = self._directory.served(chosen)
                 assert served is not None
-                return chosen, served
+                return chosen, served, None if found is None else found.adapter
             if not await self._changes.wait(seen, max(0.0, until - loop.time())):
                 raise NoWorker("no worker is there to serve any model now")
+
+    async def _adapter(self, name: str) -> ServedAdapter | None:
+        return None if self._adapters is None else await self._adapters.find(name)
 
     def _output(
         self, asked: GenerationRequest, request: AdmittedRequest, served: ModelPools

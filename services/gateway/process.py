@@ -3,16 +3,18 @@ workers, and shuts down within a grace time."""
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from socket import gethostname
 
 from prometheus_client import CollectorRegistry
+from starlette.requests import Request
 from starlette.routing import Route
 
 from blockstore.registry import Member
 from quire.sockets import operations_socket, remove_dead_sockets
-from quire.v1 import inference_pb2_grpc
+from quire.v1 import adapters_pb2_grpc, inference_pb2_grpc
 from services.common.rpc.tls import service_tls
 from services.common.rpc.transport import RpcServer
 from services.common.runtime import open_files, redis
@@ -22,13 +24,18 @@ from services.common.runtime.registry_heartbeat import RegistryHeartbeat
 from services.common.runtime.secret import Secret, deployment_secret
 from services.common.tracing.opening import open_tracer
 from services.gateway.access.budgets import Budgets
+from services.gateway.access.caller import require_operator
 from services.gateway.access.control import AccessControl
 from services.gateway.access.guards import KeyGuard
 from services.gateway.access.keyring import Keyring
 from services.gateway.config import GatewaySettings
+from services.gateway.dashboard.access import check_local
 from services.gateway.dashboard.wiring import make_dashboard
 from services.gateway.frontend import service
+from services.gateway.frontend.adapters import SERVICE_NAME as ADAPTERS
+from services.gateway.frontend.adapters import AdaptersService
 from services.gateway.frontend.api import Generator
+from services.gateway.frontend.http.adapters import adapter_routes
 from services.gateway.frontend.http.app import create_app
 from services.gateway.frontend.http.connections import ConnectionLimits
 from services.gateway.frontend.http.server import http_server
@@ -74,8 +81,11 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
         if keyring is not None:
             generator = AccessControl(generator, keyring)
         relays = _relays(settings, wiring, secret, stack)
-        server, port = await _grpc_server(settings, generator, keyring, relays, stack)
-        operations = await _operations_server(settings, generator, keyring, relays, port, stack)
+        adapters = () if wiring.adapters is None else (AdaptersService(wiring.adapters),)
+        server, port = await _grpc_server(settings, generator, keyring, relays, adapters, stack)
+        operations = await _operations_server(
+            settings, generator, keyring, relays, adapters, port, stack
+        )
         http = await stack.enter_async_context(AsyncExitStack())
         feed, routes = make_dashboard(
             settings.dashboard,
@@ -84,6 +94,8 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
             relays[0],
             has_keys=keyring is not None,
         )
+        if wiring.adapters is not None:
+            routes = [*routes, *adapter_routes(wiring.adapters, _operators(keyring))]
         http_port = await _http_server(settings, generator, keyring, metrics, routes, http)
         # However the process ends, clients get an error before their connections break.
         stack.push_async_callback(wiring.dispatcher.close)
@@ -110,6 +122,13 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
             await _shut_down(wiring, server, http, settings.request_grace_s)
             for task in background:
                 task.cancel()
+
+
+def _operators(keyring: Keyring | None) -> Callable[[Request], object]:
+    """Admits operators: with keys, an operator's; without keys, requests from this host."""
+    if keyring is None:
+        return partial(check_local, what="loading adapters")
+    return lambda _request: require_operator()
 
 
 async def _shut_down(
@@ -144,11 +163,15 @@ async def _grpc_server(
     generator: Generator,
     keyring: Keyring | None,
     relays: Sequence[Relay],
+    adapters: Sequence[AdaptersService],
     stack: AsyncExitStack,
 ) -> tuple[RpcServer, int]:
     """The server for clients. It serves operations only if keys can tell operators from users."""
     operations = () if keyring is None else relays
     names = [relay.name for relay in operations]
+    if keyring is None:
+        adapters = ()
+    names += [ADAPTERS for _ in adapters]
     server = RpcServer(
         *(service.SERVICE_NAME, *names),
         guard=KeyGuard(keyring, names),
@@ -158,6 +181,8 @@ async def _grpc_server(
     inference = InferenceService(generator)
     inference_pb2_grpc.add_InferenceServicer_to_server(inference, server.aio)
     server.aio.add_generic_rpc_handlers(tuple(relay.handlers() for relay in operations))
+    for one in adapters:
+        adapters_pb2_grpc.add_AdaptersServicer_to_server(one, server.aio)
     port = await server.start(settings.host, settings.port)
     stack.push_async_callback(server.stop, _LAST_WRITES_S)
     return server, port
@@ -168,15 +193,18 @@ async def _operations_server(
     generator: Generator,
     keyring: Keyring | None,
     relays: Sequence[Relay],
+    adapters: Sequence[AdaptersService],
     public_port: int,
     stack: AsyncExitStack,
 ) -> RpcServer:
     """Serve operators' calls on a Unix socket in the run directory, and on `operations_port` if one
     is set. The run's user also uses the models there, without a key."""
-    names = [relay.name for relay in relays]
+    names = [*(relay.name for relay in relays), *(ADAPTERS for _ in adapters)]
     tls = settings.public_tls()
     server = RpcServer(*names, service.SERVICE_NAME, guard=KeyGuard(keyring, names), tls=tls)
     server.aio.add_generic_rpc_handlers(tuple(relay.handlers() for relay in relays))
+    for one in adapters:
+        adapters_pb2_grpc.add_AdaptersServicer_to_server(one, server.aio)
     inference = InferenceService(generator)
     inference_pb2_grpc.add_InferenceServicer_to_server(inference, server.aio)
     socket = operations_socket(settings.run_dir, gethostname(), public_port)

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from blockstore.registry import Load, Member, Registry, State
+from blockstore.registry import AdapterList, Load, Member, Registry, State
 from blockstore.store import BlockStore
 from quire.planning import Targets
 from services.common.rpc.tls import TlsFiles
 from services.common.rpc.transport import RpcServer
 from services.common.runtime.registry_heartbeat import RegistryHeartbeat
 from services.common.runtime.secret import Secret
+from services.gateway.adapters import GatewayAdapters
 from services.gateway.change_notifier import ChangeNotifier
 from services.gateway.config import GatewayOptions
 from services.gateway.dashboard.document import EndedRequests
@@ -51,6 +52,7 @@ class Wiring:
     migration: Migration
     changes: ChangeNotifier
     ended: EndedRequests
+    adapters: GatewayAdapters | None
 
     def describe(self, address: str, started_unix_ms: int, *, stopping: bool) -> Member:
         """The gateway's own registration."""
@@ -119,7 +121,12 @@ async def start_gateway(
 
     dispatcher = Dispatcher(directory, router, registry, options, changes, on_end, movers.pull)
     request_metrics.set_gauges(lambda: dispatcher.num_running, lambda: dispatcher.num_waiting)
-    gateway = Gateway(directory, dispatcher, changes, request_metrics, options, tracer)
+    adapters = None
+    if isinstance(registry, AdapterList) and options.max_loras:
+        adapters = GatewayAdapters(
+            *(registry, directory.configs, options.max_loras, options.max_lora_rank)
+        )
+    gateway = Gateway(directory, dispatcher, changes, request_metrics, options, tracer, adapters)
     async with asyncio.TaskGroup() as tasks:
         migration = Migration(directory, dispatcher, changes, options.reserve_timeout_s)
         background = [
@@ -134,11 +141,16 @@ async def start_gateway(
             Targets(options.target_ttft_s, options.target_inter_token_s),
         )
         background.append(tasks.create_task(planner.run(), name="planner"))
+        if adapters is not None:
+            watching = adapters.watch(options.lora)
+            background.append(tasks.create_task(watching, name="adapters"))
         if options.rebalance_s:
             rebalancing = migration.rebalance(options.rebalance_s)
             background.append(tasks.create_task(rebalancing, name="rebalance"))
         try:
-            yield Wiring(gateway_id, gateway, directory, dispatcher, migration, changes, ended)
+            yield Wiring(
+                gateway_id, gateway, directory, dispatcher, migration, changes, ended, adapters
+            )
         finally:
             await dispatcher.close()
             for task in background:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 from blockstore.records import Allocation, PrefixHash
+from services.engine.batch import LoadedAdapter
 from services.protocol.block_keys import BlockKeys, ComputedBlocks, num_tokens_of
 from services.protocol.logprobs import Logprobs
 from services.protocol.messages import Generated, Prefilled
@@ -16,13 +17,15 @@ from services.worker.trace import NO_TRACE, JobTrace
 class State(Enum):
     """Where a request stands at this worker.
 
-        WAITING -> COMPUTING -> ISSUED -> ENDED
+        LOADING -> WAITING -> COMPUTING -> ISSUED -> ENDED
         WAITING -> FETCHING -> COMPUTING -> ...      if its KV was swapped out
 
-    WAITING: for blocks. FETCHING: its KV is being copied back from the swap pool. COMPUTING: in the
-    engine. ISSUED: its detached ticket waits for a claim. Every state may go to ENDED.
+    LOADING: its adapter is being read. WAITING: for blocks. FETCHING: its KV is being copied back
+    from the swap pool. COMPUTING: in the engine. ISSUED: its detached ticket waits for a claim.
+    Every state may go to ENDED.
     """
 
+    LOADING = auto()
     WAITING = auto()
     FETCHING = auto()
     COMPUTING = auto()
@@ -40,7 +43,7 @@ class Job:
     report the logprobs of the prompt, with that many of the likeliest tokens at each position;
     None: do not. `prompt_logprobs`: those of the chunks so far. `outputs`: the tokens, or beam
     search results, so far. `num_tokens`: to compute if nothing is cached. `num_uncomputed`: still
-    to compute.
+    to compute. `adapter`: kept while the job is here.
     """
 
     session: Session
@@ -55,6 +58,7 @@ class Job:
     prompt_logprobs: list[Logprobs] = field(default_factory=list)
     outputs: list[Generated] = field(default_factory=list)
     trace: JobTrace = NO_TRACE
+    adapter: LoadedAdapter | None = None
     num_tokens: int = field(init=False)
     num_uncomputed: int = field(init=False)
 

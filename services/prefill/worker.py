@@ -99,7 +99,13 @@ class PrefillWorker(PoolWorker):
         self._jobs.add(job)
         if ticket.timeout_ms:
             self._jobs.end_after(ticket.timeout_ms / 1000, job, EXPIRED)
-        self._admission.add(job)
+        job.state = State.LOADING
+        self.with_adapter(job, ticket, lambda: self._await_blocks(job))
+
+    def _await_blocks(self, job: Job) -> None:
+        if not job.ending:
+            job.state = State.WAITING
+            self._admission.add(job)
 
     def abort(
         self, session: Session, request_id: str, attempt: int, index: int | None = None
@@ -120,7 +126,7 @@ class PrefillWorker(PoolWorker):
 
     def _on_drain(self) -> int:
         for job in self._jobs:
-            if job.state is State.WAITING:
+            if job.state in (State.LOADING, State.WAITING):
                 self._end(job, DRAINED)
         return len(self._jobs)
 
@@ -137,7 +143,7 @@ class PrefillWorker(PoolWorker):
             **self.step_meter.figures(),
         )
 
-    # States of a job: WAITING -> (FETCHING) -> COMPUTING -> ISSUED -> ENDED.
+    # States of a job: LOADING -> WAITING -> (FETCHING) -> COMPUTING -> ISSUED -> ENDED.
 
     def _has_room(self) -> bool:
         budget = self.limits.max_num_batched_tokens
@@ -297,7 +303,10 @@ class PrefillWorker(PoolWorker):
         if job.ending:
             return
         job.ending = ending
-        if job.state is State.WAITING:
+        if job.state is State.LOADING:
+            self._forget(job)
+            report(job.session, job.ticket, ending)
+        elif job.state is State.WAITING:
             self._admission.remove(job)
             holder_id = job.ticket.holder_id
             self.writer.put(lambda: self.store.withdraw(self.pool_id, holder_id))

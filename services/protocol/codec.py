@@ -17,6 +17,7 @@ from services.protocol.messages import LoadReport
 from services.protocol.sampling_codec import sampling_from_wire, sampling_to_wire
 from services.protocol.ticket import (
     MAX_SEQUENCES,
+    Adapter,
     BeamState,
     FinishReason,
     Hypothesis,
@@ -30,6 +31,8 @@ ROOT_HASH_BYTES = 16
 _MAX_ORDER = 1 << 52
 _MAX_EPOCH = 1 << 53
 MAX_NAME_CHARS = 256
+MAX_PATH_CHARS = 4096
+_ADAPTER = ("name", "path", "digest")
 MAX_REQUEST_ID_CHARS = 320
 """256 characters of the client's id, and what the gateway adds to it."""
 
@@ -62,6 +65,9 @@ def ticket_to_wire(ticket: Ticket) -> ticket_pb2.Ticket:
         sequences=map(_sequence_to_wire, ticket.sequences),
         swapped=None if ticket.swapped is None else _swapped_to_wire(ticket.swapped),
         beams=None if ticket.beams is None else _beams_to_wire(ticket.beams),
+        adapter=None
+        if ticket.adapter is None
+        else ticket_pb2.Adapter(**values(ticket.adapter, _ADAPTER)),
     )
 
 
@@ -88,7 +94,17 @@ def ticket_from_wire(message: ticket_pb2.Ticket, *, may_have_ended: bool = False
         sequences=tuple(_sequence_from_wire(s, num_prompt_tokens) for s in message.sequences),
         swapped=_swapped_from_wire(message) if message.HasField("swapped") else None,
         beams=_beams_from_wire(message),
+        adapter=_adapter_from_wire(message),
     )
+
+
+def _adapter_from_wire(message: ticket_pb2.Ticket) -> Adapter | None:
+    if not message.HasField("adapter"):
+        return None
+    for name in _ADAPTER:
+        value = getattr(message.adapter, name)
+        require(0 < len(value) <= MAX_PATH_CHARS, f"adapter.{name} has {len(value)} characters")
+    return Adapter(**values(message.adapter, _ADAPTER))
 
 
 def check_request_id(request_id: str) -> None:

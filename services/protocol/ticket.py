@@ -190,6 +190,16 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter that a request uses. `path`: its directory, where every worker loads it from.
+    `digest`: of its files."""
+
+    name: str
+    path: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
 class TicketSequence:
     """One sequence of a ticket. `token_ids`: the tokens generated so far, which are final.
     `block_ids`: its block table; empty means recompute. `num_computed_tokens`: how many leading
@@ -239,7 +249,8 @@ class Ticket:
     prefill worker at which all ended. `timeout_ms`: the rest of the deadline; 0: none. `swapped`:
     where a prefill worker can copy KV from instead of computing it. `prefill_ns_per_token`: the
     cost of computing it; 0: not measured yet. `beams`: the state of a beam search that has begun.
-    `traceparent`: the trace context for the worker's spans; "": it reports none.
+    `traceparent`: the trace context for the worker's spans; "": it reports none. `adapter`:
+    None: the model alone.
     """
 
     request_id: str
@@ -258,6 +269,7 @@ class Ticket:
     prefill_ns_per_token: int = 0
     beams: BeamState | None = None
     traceparent: str = ""
+    adapter: Adapter | None = None
 
     @property
     def key(self) -> tuple[str, int]:

@@ -121,6 +121,10 @@ class WorkerSettings(TracedSettings, PoolServiceSettings):
     max_model_len: int | None = Field(
         None, ge=2, description="longest prompt + generation; none: the model's context"
     )
+    max_loras: int = Field(
+        8, ge=0, description="LoRA adapters that a worker keeps loaded; 0: it takes none"
+    )
+    max_lora_rank: int = Field(64, ge=1, le=512, description="largest rank of a LoRA adapter")
     max_num_seqs: int = Field(64, ge=1, description="sequences in one step")
     max_num_batched_tokens: int | None = Field(
         None,

@@ -2,7 +2,7 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,8 @@ from services.engine.sequences.sequence import Rules
 from services.engine.speculation.speculation import Speculation
 from services.engine.thread import EngineThread
 from services.protocol.messages import Began
-from services.protocol.ticket import Ticket
+from services.protocol.ticket import Adapter, Ticket
+from services.worker.adapters import AdapterSource
 from services.worker.events import DRAINED, PREEMPTED, Ending, Session
 from services.worker.grammars import Grammars
 from services.worker.holder_writes import HolderWrites
@@ -86,6 +87,8 @@ class PoolWorker(ABC):
     """All requests at this worker."""
     tracer: "Tracer | None" = None
     """None: the worker reports no spans."""
+    adapters: AdapterSource | None = None
+    """None: the worker takes no requests for adapters."""
     grammars: Grammars | None = None
     """None: the worker takes no requests for structured output."""
 
@@ -119,6 +122,7 @@ class PoolWorker(ABC):
         self.writer = StoreWriter(self._fail)
         self.holders = HolderWrites(store, self.pool_id, self.writer, self.suspects)
         self._answer_due_at = loop.time()
+        self._loads: set[asyncio.Task[None]] = set()
         engine = Engine(
             forward,
             Scheduler(limits.max_num_batched_tokens, limits.max_num_seqs),
@@ -137,6 +141,7 @@ class PoolWorker(ABC):
         try:
             await self._failure
         finally:
+            tasks += self._loads
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -256,7 +261,30 @@ class PoolWorker(ABC):
             self.limits.max_model_len,
             prompt_logprobs,
             self._grammar_of(ticket),
+            self.adapters.get(ticket.adapter) if self.adapters and ticket.adapter else None,
         )
+
+    def with_adapter(self, job: Any, ticket: Ticket, proceed: Callable[[], None]) -> None:
+        """Call `proceed` once the ticket's adapter is there, at once if it is. If it cannot be
+        loaded, the job ends. `check_tokens` has seen that this worker takes adapters."""
+        if ticket.adapter is None or self.adapters is None:
+            proceed()
+            return
+        job.adapter = self.adapters.get(ticket.adapter)
+        if job.adapter is not None:
+            proceed()
+            return
+
+        async def load(adapters: AdapterSource, adapter: Adapter) -> None:
+            try:
+                job.adapter = await adapters.load(adapter)
+            except InvalidRequest as error:
+                self._end(job, Ending(error=(InvalidRequest.code, str(error))))
+            proceed()
+
+        task = asyncio.create_task(self._run_loop(load(self.adapters, ticket.adapter)))
+        self._loads.add(task)
+        task.add_done_callback(self._loads.discard)
 
     def _grammar_of(self, ticket: Ticket) -> Grammar | None:
         structure = ticket.sampling.structure
@@ -277,6 +305,8 @@ class PoolWorker(ABC):
         tokens = filter(None, (prompt, *generated, *finished))
         if max(named, *map(max, tokens)) >= self.limits.vocab_size:
             raise InvalidRequest(f"token ids beyond the vocabulary of {self.limits.vocab_size}")
+        if ticket.adapter is not None and self.adapters is None:
+            raise InvalidRequest(f"this worker takes no adapters, so not {ticket.adapter.name}")
         if self._grammar_of(ticket) is not None and ticket.sampling.beam is not None:
             raise InvalidRequest("a beam search has no structured output")
         # One more token must fit both max_tokens and the context.

@@ -28,6 +28,7 @@ from services.common.tracing.opening import open_tracer
 from services.engine.device.threads import use_device
 from services.engine.forward import ForwardPass
 from services.engine.runner import Runner
+from services.worker.adapters import WorkerAdapters
 from services.worker.config import WorkerSettings
 from services.worker.cpu.place import Place, take_place
 from services.worker.cpu.sharing import SharedCpus
@@ -157,6 +158,10 @@ class WorkerProcess:
             guarded = GuardedForward(forward, fence_guard)
             worker = role.make(store, membership, guarded, loaded.limits, metrics, swap_pool)
             worker.tracer = tracer
+            if settings.max_loras:
+                worker.adapters = WorkerAdapters(
+                    loaded.model, settings.max_loras, settings.max_lora_rank
+                )
             worker.grammars = grammars_of(settings.model, loaded.limits)
             end = end_process if ranks is None else ranks.end_stuck
             watching = asyncio.create_task(watch_steps(worker.engine, settings.step_limit_s, end))

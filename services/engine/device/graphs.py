@@ -130,6 +130,7 @@ class DecodeGraphs:
             cu_query_lens=self._begins[: size + 1],
             max_query_len=1,
             max_context_len=self._max_context,
+            adapters=(),
         )
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvops import Backend
 from kvops.experts import ExpertWeights
+from services.common.checkpoint.adapter import AdapterFiles
 from services.common.text.model_config import ModelConfig
 from services.common.text.rope_config import RopeConfig
 from services.engine.batch import Answer, Fault, Query
@@ -16,6 +17,7 @@ from services.engine.models.model import Batch, embedding_scale
 from services.engine.models.rope import rope_tables
 from services.engine.ranks.collectives import Collectives
 from services.engine.sampling.sampling_head import answer_in_parts
+from services.engine.weights.adapter_weights import joined_adapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,10 @@ class Layer:
     down: Linear | None = None
     experts: ExpertWeights | None = None
     sinks: Tensor | None = None
+
+
+LowRanks = dict[tuple[int, str], tuple[Tensor, Tensor]]
+"""Layer and linear -> A and B of an adapter."""
 
 
 class ComposedModel:
@@ -90,6 +96,18 @@ class ComposedModel:
     def device(self) -> torch.device:
         return self._embedding.device
 
+    def load_adapter(self, files: AdapterFiles) -> LowRanks:
+        if self.collectives is not None:
+            raise ValueError("adapters are not divided among ranks yet")
+
+        def there(values: Tensor) -> Tensor:
+            return values.to(self.device, self.dtype)
+
+        return {
+            (one.layer, one.site): (there(one.down), there(torch.cat(one.ups)))
+            for one in joined_adapters(files, self.config)
+        }
+
     def forward(self, batch: Batch, kv: Tensor, wanted: Tensor) -> Tensor:
         """See `Model.forward`. The residual stream starts at 0; the output of each sublayer is
         added to it where the next one begins."""
@@ -100,13 +118,13 @@ class ComposedModel:
         }
         x = self._embed(batch.token_ids)
         residual = torch.zeros_like(x)
-        for layer, kv_layer in zip(self._layers, kv.unbind(dim=1), strict=True):
+        for i, (layer, kv_layer) in enumerate(zip(self._layers, kv.unbind(dim=1), strict=True)):
             x = self._enter(x, residual, layer.attention_in)
             rotation = None if layer.rope is None else rotations[layer.rope]
-            x = self._attention(layer, x, rotation, batch, kv_layer)
+            x = self._attention(i, layer, x, rotation, batch, kv_layer)
             x = self._leave(x, layer.attention_out)
             x = self._enter(x, residual, layer.mlp_in)
-            x = self._leave(self._mlp(layer, x), layer.mlp_out)
+            x = self._leave(self._mlp(i, layer, x, batch), layer.mlp_out)
         return self._enter(x[wanted], residual[wanted], self._final_norm)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -147,6 +165,7 @@ class ComposedModel:
 
     def _attention(
         self,
+        i: int,
         layer: Layer,
         x: Tensor,
         rotation: tuple[Tensor, ...] | None,
@@ -154,7 +173,7 @@ class ComposedModel:
         kv_layer: Tensor,
     ) -> Tensor:
         ops, eps = self.ops, self.config.rms_norm_eps
-        q, k, v = self._heads(self._linear(layer.qkv, x))
+        q, k, v = self._heads(self._linear(i, "qkv", layer.qkv, x, batch))
         if layer.query_norm is not None and layer.key_norm is not None:
             # The norm's weights are as wide as a head, or as all heads of a token.
             q = ops.rms_norm(q.reshape(-1, len(layer.query_norm)), layer.query_norm, eps).view_as(q)
@@ -174,18 +193,26 @@ class ComposedModel:
             cap=self.config.attention_cap,
             sinks=layer.sinks,
         )
-        return self._sum(self._linear(layer.output, attended.flatten(1)))
+        return self._sum(self._linear(i, "output", layer.output, attended.flatten(1), batch))
 
-    def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
+    def _mlp(self, i: int, layer: Layer, x: Tensor, batch: Batch) -> Tensor:
         if layer.experts is not None:
             return self._sum(self.ops.experts(x, layer.experts))
         assert layer.gate_up is not None
         assert layer.down is not None
-        gated = self._activate(*self._linear(layer.gate_up, x).chunk(2, dim=-1))
-        return self._sum(self._linear(layer.down, gated))
+        joined = self._linear(i, "gate_up", layer.gate_up, x, batch)
+        gated = self._activate(*joined.chunk(2, dim=-1))
+        return self._sum(self._linear(i, "down", layer.down, gated, batch))
 
-    def _linear(self, linear: Linear, x: Tensor) -> Tensor:
-        return self.ops.linear(x, linear.weight, linear.bias)
+    def _linear(self, i: int, site: str, linear: Linear, x: Tensor, batch: Batch) -> Tensor:
+        """One linear of layer `i`, and what adapters add to it."""
+        y = self.ops.linear(x, linear.weight, linear.bias)
+        for run in batch.adapters:
+            if (pair := run.adapter.get((i, site))) is not None:
+                down, up = pair
+                z = self.ops.linear(x[run.begin : run.end], down)
+                y[run.begin : run.end] += self.ops.linear(z, up)
+        return y
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, ...]:
         """[T, outputs of qkv] -> queries, keys and values, [T, heads, head_dim] each: views."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvops.native import (
     PACKING,
+    Adapter,
     Experts,
     Head,
     Kind,
@@ -27,6 +28,7 @@ from kvops.native import (
     aligned,
     packed_bytes,
 )
+from services.common.checkpoint.adapter import AdapterFiles
 from services.common.checkpoint.layout import EMBEDDING, FINAL_NORM, layer_prefix, norm_places
 from services.common.checkpoint.quantization import Quantization
 from services.common.checkpoint.weights import weight_files
@@ -39,6 +41,7 @@ from services.engine.models.rope import rope_tables
 from services.engine.sampling.logprobs import scores_of
 from services.engine.sampling.sampler import SMALLEST_TEMPERATURE, least_scaled
 from services.engine.sampling.sampling_head import join_answers
+from services.engine.weights.adapter_weights import joined_adapters
 from services.engine.weights.checkpoint import load_weights, weights_digest
 from services.engine.weights.fused_weights import (
     HEAD_SECTION,
@@ -52,6 +55,10 @@ from services.engine.weights.packed_file import Contents, Facts, Progress, packe
 
 _NO_TOKEN = -1
 """In the native head's tokens: as input, a token to draw; as output, logits that are not finite."""
+
+
+_SITES = ("qkv", "output", "gate_up", "down")
+"""The linears of a layer in the order of an `Adapter`'s."""
 
 
 class FusedModel:
@@ -75,6 +82,7 @@ class FusedModel:
         layers = [
             _layer(config, layer, tables, weights, packed) for layer in range(config.num_layers)
         ]
+        self._isa, self._layers = cpu.isa, layers
         self._decoder = cpu.decoder(
             _shape(config, dtype),
             layers,
@@ -87,9 +95,24 @@ class FusedModel:
     def device(self) -> torch.device:
         return torch.device("cpu")
 
+    def load_adapter(self, files: AdapterFiles) -> Adapter:
+        added: list[list[tuple[PackedLinear, PackedLinear] | None]] = [
+            [None] * len(_SITES) for _ in self._layers
+        ]
+        cpu = NativeCpu(isa=self._isa)  # steps use the threads of the model's own
+        kind: Kind = "float32" if self.dtype == torch.float32 else "bfloat16"
+        for one in joined_adapters(files, self.config):
+            n, rank = one.section.num_outputs, len(one.down)
+            pieces = cpu.packed_pieces("float32", n, one.ups, one.section.turn)
+            memory = _gather(packed_bytes("float32", n, rank), pieces)
+            up = PackedLinear("float32", n, rank, memory, None)
+            added[one.layer][_SITES.index(one.site)] = cpu.pack(kind, one.down), up
+        return Adapter(self._layers, added)
+
     def forward(self, batch: Batch, kv: Tensor, wanted: Tensor) -> Tensor:
         hidden = torch.empty(len(wanted), self.config.hidden_size)
         self._decoder.forward(
+            [(run.adapter, run.begin, run.end) for run in batch.adapters],
             batch.token_ids,
             batch.positions,
             batch.slot_mapping,

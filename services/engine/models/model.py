@@ -2,13 +2,23 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from services.common.checkpoint.adapter import AdapterFiles
 from services.common.text.model_config import ModelConfig
 from services.engine.batch import Answer, Fault, Query
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRun:
+    """Consecutive tokens of a step that have one adapter, which `Model.load_adapter` has made."""
+
+    adapter: Any
+    begin: int
+    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +30,8 @@ class Batch:
 
     What kernels need to know on the host, so that they do not wait for the device to tell: the
     longest row's new tokens, and the longest context.
+
+    `adapters`: those of the last tokens; the tokens before have none.
     """
 
     token_ids: Tensor
@@ -30,6 +42,7 @@ class Batch:
     context_lens: Tensor
     max_query_len: int
     max_context_len: int
+    adapters: tuple[AdapterRun, ...] = ()
 
     @property
     def is_decode(self) -> bool:
@@ -61,6 +74,11 @@ class Model(Protocol):
 
     @property
     def device(self) -> torch.device: ...
+
+    def load_adapter(self, files: AdapterFiles) -> Any:
+        """Load a LoRA adapter, for rows of a step. Any thread may call this beside steps. OSError,
+        SafetensorError: its file is not readable. ValueError: this model takes no adapters."""
+        ...
 
     def forward(self, batch: Batch, kv: Tensor, wanted: Tensor) -> Tensor:
         """Compute the batch and write the KV of its tokens into the arena `kv`. Returns the final

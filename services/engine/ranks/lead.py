@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from kvops import Backend
+from services.common.checkpoint.adapter import AdapterFiles
 from services.common.errors import StartupError
 from services.common.text.model_config import ModelConfig
 from services.engine.batch import Answer, Fault, Query
@@ -141,6 +143,9 @@ class LeadModel:
     @property
     def device(self) -> torch.device:
         return self._shard.device
+
+    def load_adapter(self, files: AdapterFiles) -> NoReturn:
+        raise ValueError("several ranks take no adapters yet")
 
     def forward(self, batch: Batch, kv: Tensor, wanted: Tensor) -> Tensor:
         message, octets = packed(batch, wanted)

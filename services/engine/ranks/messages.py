@@ -141,7 +141,7 @@ def unpacked(message: Forward, octets: Tensor) -> tuple[Batch, Tensor]:
         begin = end
     wanted = found.pop("wanted")
     longest = message.max_query_len, message.max_context_len
-    return Batch(**found, max_query_len=longest[0], max_context_len=longest[1]), wanted
+    return Batch(**found, max_query_len=longest[0], max_context_len=longest[1], adapters=()), wanted
 
 
 def num_octets(message: Forward) -> int:

@@ -9,7 +9,7 @@ from blockstore.records import PrefixHash
 from services.common.pool.allotment import blocks_for_decode
 from services.common.pool.stamps import Stamps
 from services.common.structured.grammar import Grammar
-from services.engine.batch import UNKNOWN_TOKEN, Draw, Row, Scoring
+from services.engine.batch import UNKNOWN_TOKEN, Draw, LoadedAdapter, Row, Scoring
 from services.engine.sampling.adjustment import Adjustment
 from services.engine.sequences.beam import num_candidates
 from services.engine.sequences.grammar_state import GrammarState
@@ -31,6 +31,7 @@ class Rules:
     `root`: the hash before a prompt's first block. `prompt_logprobs`: report the logprobs of the
     prompt too, each with that many of the likeliest tokens; None: do not. All tokens of the prompt
     are computed then, even those in adopted blocks. `grammar`: of the text; None: any text.
+    `adapter`: what they are computed with; None: the model alone.
     """
 
     sampling: SamplingParams
@@ -42,6 +43,7 @@ class Rules:
     block_size: int
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
+    adapter: LoadedAdapter | None = None
 
     @classmethod
     def of(
@@ -52,6 +54,7 @@ class Rules:
         max_model_len: int,
         prompt_logprobs: int | None = None,
         grammar: Grammar | None = None,
+        adapter: LoadedAdapter | None = None,
     ) -> "Rules":
         sampling, num_prompt_tokens = ticket.sampling, len(ticket.prompt_token_ids)
         stop_ids = frozenset(sampling.stop_token_ids)
@@ -69,6 +72,7 @@ class Rules:
             block_size=block_size,
             prompt_logprobs=prompt_logprobs,
             grammar=grammar,
+            adapter=adapter,
         )
 
 
@@ -247,6 +251,7 @@ class Sequence:
             if self.pooler is None
             else self.pooler.num_states(num_tokens, is_last=end >= len(self.tokens)),
             drawn_by=drawn_by,
+            adapter=self.rules.adapter,
         )
 
     def _draws(self) -> tuple[Draw, ...]:

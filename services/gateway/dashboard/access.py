@@ -18,7 +18,7 @@ DashboardSetting = Literal["auto", "on", "off"]
 _FORWARDED = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via")
 
 
-def check_local(request: Request) -> None:
+def check_local(request: Request, what: str = "the dashboard") -> None:
     """Raise a 403 unless the request comes from this host.
 
     The Host header must name this host, too: the page of another site may make its own name resolve
@@ -30,7 +30,7 @@ def check_local(request: Request) -> None:
     if not _is_loopback(host) or not names_this_host or is_forwarded:
         raise HTTPException(
             403,
-            "without API keys, the dashboard is only for this host: open it at "
+            f"without API keys, {what} is only for this host: open it at "
             "http://127.0.0.1:PORT/ there, or through `ssh -L`. With QUIRE_GATEWAY_DASHBOARD=on, "
             "everybody who reaches this port sees it",
         )

@@ -254,6 +254,8 @@ class ServedModel:
     max_model_len: int
     block_size: int
     dtype: str
+    parent: str = ""
+    """Of a LoRA adapter, the model that it is for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,13 @@ from services.gateway.parsing.message import Parsing
 from services.gateway.request.trace import RequestTrace
 from services.gateway.workers.directory import ModelPools
 from services.protocol.logprobs import MAX_LOGPROBS
-from services.protocol.ticket import MAX_SEQUENCES, PRIORITIES, SamplingParams, TicketSequence
+from services.protocol.ticket import (
+    MAX_SEQUENCES,
+    PRIORITIES,
+    Adapter,
+    SamplingParams,
+    TicketSequence,
+)
 
 MAX_SALT_CHARS = 1024
 MAX_LOGPROBS_PER_MESSAGE = 1 << 18
@@ -62,6 +68,8 @@ class AdmittedRequest:
     caller: Caller = EVERYONE
     trace: RequestTrace | None = None
     """None: the request is not traced."""
+    adapter: Adapter | None = None
+    """The LoRA adapter that the client names as its model; None: it names the model."""
 
     @property
     def unfinished_sequences(self) -> tuple[TicketSequence, ...]:
@@ -80,6 +88,7 @@ class AdmittedRequest:
         """Whether `other` is the same request, so that this call can continue it."""
         return (
             (self.model, self.prompt_token_ids) == (other.model, other.prompt_token_ids)
+            and self.adapter == other.adapter
             and self.sampling.samples_like(other.sampling)
             and (self.stop, self.cache_salt) == (other.stop, other.cache_salt)
             and self.prompt_logprobs == other.prompt_logprobs

@@ -38,10 +38,11 @@ def new_ticket(
         prompt_token_ids=request.prompt_token_ids,
         sampling=request.sampling,
         sequences=sequences,
+        adapter=request.adapter,
     )
 
 
-_FIXED_FIELDS = ("request_id", "pool_id", "root_hash", "prompt_token_ids", "sampling")
+_FIXED_FIELDS = ("request_id", "pool_id", "root_hash", "prompt_token_ids", "sampling", "adapter")
 """The fields that the gateway sets and that no worker changes."""
 
 

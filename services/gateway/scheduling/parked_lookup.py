@@ -42,7 +42,7 @@ class ParkedLookup:
         request = self._request
         sequences = request.unfinished_sequences
         for worker, spec in workers:
-            root_hash = router.root(spec, request.cache_salt)
+            root_hash = router.root(spec, request)
             wanted = new_ticket(request, self._attempt, 0, spec.pool_id, root_hash, sequences)
             self._asked[worker] = wanted
             worker.send(Resume(wanted))

@@ -125,8 +125,7 @@ class Placement:
             else:
                 detached.abort()
         return await self._router.routes(
-            request.prompt_token_ids,
-            request.cache_salt,
+            request,
             open_pools,
             prefill_pools,
             may_pull=lifecycle.client.unsent_prompt_logprobs is None,

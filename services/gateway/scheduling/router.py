@@ -14,12 +14,14 @@ See ADR 30 and ADR 163.
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from blockstore.errors import StoreUnavailable, UnknownPool
 from blockstore.hashing import prefix_hashes, root_hash
 from blockstore.records import PoolSpec, PrefixHash
 from blockstore.store import BlockStore
 from services.gateway.workers.worker import PrefillLoad, Worker
+from services.protocol.ticket import Adapter
 
 _LONG_PROMPT_TOKENS = 8192
 """Prompts of at least this many tokens are hashed in a thread: hashing takes milliseconds."""
@@ -105,6 +107,19 @@ class _Seen:
     num_free: int = 0
 
 
+class Prefixed(Protocol):
+    """A request, as far as its prefix hashes depend on it."""
+
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def cache_salt(self) -> str: ...
+
+    @property
+    def adapter(self) -> Adapter | None: ...
+
+
 class Router:
     """Compares pools by what a request costs there, and by their free blocks. `bandwidth`: None:
     there are no movers."""
@@ -116,17 +131,17 @@ class Router:
         self._secret = secret
         self._bandwidth = bandwidth or (lambda source, target: 0.0)
 
-    def root(self, spec: PoolSpec, cache_salt: str) -> PrefixHash:
-        """The root of all prefix hashes of a pool with this salt."""
-        return root_hash(spec.fingerprint, self._secret, cache_salt)
+    def root(self, spec: PoolSpec, request: Prefixed) -> PrefixHash:
+        """The root of all prefix hashes of a pool with the request's salt and adapter."""
+        adapter = "" if request.adapter is None else request.adapter.digest
+        return root_hash(spec.fingerprint, self._secret, request.cache_salt, adapter)
 
     def can_copy(self, source_pool_id: str, target_pool_id: str) -> bool:
         return self._bandwidth(source_pool_id, target_pool_id) > 0
 
     async def routes(
         self,
-        prompt: tuple[int, ...],
-        cache_salt: str,
+        request: Prefixed,
         pools: Sequence[Pool],
         prefill_pools: Sequence[Pool] | None = None,
         may_pull: bool = True,
@@ -141,11 +156,10 @@ class Router:
         known = {pool.spec.pool_id: pool for pool in (*pools, *sources)}
         compare = len(known) > 1
         seen = {
-            pool_id: await self._look(prompt, cache_salt, pool, compare)
-            for pool_id, pool in known.items()
+            pool_id: await self._look(request, pool, compare) for pool_id, pool in known.items()
         }
         routes = [
-            self._route(len(prompt), pool, prefill, seen, may_pull)
+            self._route(len(request.prompt_token_ids), pool, prefill, seen, may_pull)
             for pool in pools
             for prefill in sources
             if prefill.prefill and self._leads_to(prefill.spec, pool.spec)
@@ -205,11 +219,9 @@ class Router:
         bandwidth = self._bandwidth(source_pool_id, target.pool_id)
         return _PULL_S + num_blocks * target.block_bytes / bandwidth
 
-    async def _look(
-        self, prompt: tuple[int, ...], cache_salt: str, pool: Pool, compare: bool
-    ) -> _Seen:
-        spec = pool.spec
-        root = self.root(spec, cache_salt)
+    async def _look(self, request: Prefixed, pool: Pool, compare: bool) -> _Seen:
+        spec, prompt = pool.spec, request.prompt_token_ids
+        root = self.root(spec, request)
         if not compare and len(pool.prefill) == 1:
             return _Seen(root)
         if len(prompt) < _LONG_PROMPT_TOKENS:

@@ -17,6 +17,7 @@ from services.common.errors import StartupError
 from services.common.runtime.grace_timer import GraceTimer
 from services.common.runtime.logging import get_logger
 from services.common.runtime.ticks import until_tick
+from services.common.text.model_config import ModelConfig
 from services.gateway.intake.catalog import Model
 from services.gateway.scheduling.router import Pool
 from services.gateway.workers.movers import Movers
@@ -112,6 +113,11 @@ class WorkerDirectory:
             min(member.max_model_len for member in members),
             tuple(self._pool(pool_id) for pool_id in sorted({m.pool_id for m in members})),
         )
+
+    def configs(self) -> dict[str, ModelConfig]:
+        """The configs of the models that have a worker in the directory, by name."""
+        members = (worker.member for worker in self.workers)
+        return {member.model: self._models[member.model_dir].config for member in members}
 
     def model_names(self) -> tuple[str, ...]:
         """The names of the models that have a worker in the directory, sorted."""

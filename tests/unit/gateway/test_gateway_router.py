@@ -1,5 +1,7 @@
 """Which pool and which workers, by what the store and the workers say."""
 
+from dataclasses import dataclass
+
 import pytest
 
 from blockstore.hashing import prefix_hashes, root_hash
@@ -9,6 +11,7 @@ from blockstore.registry import Load, Member
 from services.gateway.scheduling.router import Pool, Route, Router, choose_prefill
 from services.gateway.workers.worker import PrefillLoad, Worker
 from services.protocol.messages import Abort, Command, LoadReport
+from services.protocol.ticket import Adapter
 
 PROMPT = tuple(range(64))
 SECRET = b"secret"
@@ -41,8 +44,17 @@ async def cache(store: MemoryStore, asked: PoolSpec, num_blocks: int, salt: str 
     await store.release(asked.pool_id, "h", held.epoch)
 
 
-async def routes(store: MemoryStore, salt: str, *pools: Pool) -> list[tuple[str, int]]:
-    found = await Router(store, SECRET).routes(PROMPT, salt, pools)
+@dataclass
+class Asked:
+    cache_salt: str
+    adapter: Adapter | None = None
+    prompt_token_ids: tuple[int, ...] = PROMPT
+
+
+async def routes(
+    store: MemoryStore, salt: str, *pools: Pool, adapter: Adapter | None = None
+) -> list[tuple[str, int]]:
+    found = await Router(store, SECRET).routes(Asked(salt, adapter), pools)
     return [(route.pool.spec.pool_id, route.num_cached_blocks) for route in found]
 
 
@@ -54,6 +66,23 @@ async def test_the_pool_with_the_longest_cached_prefix_comes_first() -> None:
     await cache(store, pools[1].spec, 3)
     await cache(store, pools[2].spec, 1)
     assert await routes(store, "", *pools) == [("b", 3), ("c", 1), ("a", 0)]
+
+
+async def test_blocks_cached_without_an_adapter_do_not_count_with_one() -> None:
+    """No salt of a client gives the root that an adapter gives: it is a part of its own."""
+    store, pools = MemoryStore(), [pool("a"), pool("b")]
+    for each in pools:
+        await store.register_pool(each.spec)
+    await cache(store, pools[0].spec, 3)
+    assert await routes(store, "", *pools) == [("a", 3), ("b", 0)]
+    adapter = Adapter("name", "/path", "d1")
+    assert dict(await routes(store, "", *pools, adapter=adapter)) == {"a": 0, "b": 0}
+    roots = {
+        root_hash("f", SECRET, salt, digest)
+        for salt in ("", "d1", "d2", "\0d1")
+        for digest in ("", "d1", "d2")
+    }
+    assert len(roots) == 12
 
 
 async def test_blocks_cached_under_another_salt_do_not_count() -> None:
@@ -212,7 +241,7 @@ async def best(
         await store.register_pool(each.spec)
     await cache(store, a.spec, cached)
     router = Router(store, SECRET, lambda source, target: bandwidth if source != target else 0.0)
-    (route, *_) = await router.routes(PROMPT, "", [b], [a, b])
+    (route, *_) = await router.routes(Asked(""), [b], [a, b])
     return route.prefill.spec.pool_id, route.source_pool_id
 
 
@@ -238,4 +267,4 @@ async def test_a_pool_without_prefill_and_without_a_mover_has_no_route() -> None
     a, b = Pool(equal_spec("a"), (worker("p"),), ()), Pool(equal_spec("b"), (), (worker("d"),))
     for each in (a, b):
         await store.register_pool(each.spec)
-    assert await Router(store, SECRET).routes(PROMPT, "", [b], [a, b]) == []
+    assert await Router(store, SECRET).routes(Asked(""), [b], [a, b]) == []

@@ -121,7 +121,8 @@ class Arena:
 
 class FakeForward:
     """`gate`: when cleared, steps wait for it; `num_begun` counts those too. `poison`: a token
-    behind which nothing is finite. `pause_after`: so many steps, then the gate is cleared."""
+    behind which nothing is finite. `adapters`: those that rows had. `pause_after`: so many steps,
+    then the gate is cleared."""
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
@@ -133,6 +134,7 @@ class FakeForward:
         self.poison: int | None = None
         self.poisoned_by = Fault.NOT_FINITE
         self.pause_after = 0
+        self.adapters: set[object] = set()
 
     def yield_device(self, wait: Wait) -> None:
         pass
@@ -152,6 +154,7 @@ class FakeForward:
 
     def _run(self, rows: Sequence[Row]) -> list[RowResult]:
         self.num_begun += bool(rows)
+        self.adapters |= {row.adapter for row in rows if row.adapter}
         assert self.gate.wait(30)
         self.num_steps += bool(rows)
         if self.num_steps == self.pause_after:

@@ -235,7 +235,9 @@ class _Endpoints:
         return Response(content, headers={"Content-Type": content_type})
 
     def _model_json(self, model: ServedModel) -> dict[str, object]:
+        parent = {"parent": model.parent} if model.parent else {}
         return {
+            **parent,
             "id": model.model,
             "object": "model",
             "created": self._started_unix_s,

@@ -1,0 +1,159 @@
+"""The LoRA adapters that clients can name as a model.
+
+They are listed in the registry, so every gateway serves what one of them has loaded. A gateway
+reads the names and shapes of an adapter only; workers load its weights
+(`services.worker.adapters`).
+
+See ADR 172.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from blockstore.errors import BlockStoreError
+from blockstore.registry import AdapterList
+from services.common.checkpoint.adapter import AdapterFiles
+from services.common.errors import InvalidRequest, StartupError, UnknownModel
+from services.common.runtime.logging import get_logger
+from services.common.runtime.ticks import until_tick
+from services.common.text.model_config import ModelConfig
+from services.protocol.ticket import Adapter
+
+log = get_logger(__name__)
+
+MAX_NAME_CHARS = 200
+_REFRESH_S = 1.0
+_MIN_REFRESH_S = 0.1
+"""Between two reads for names that nobody serves."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedAdapter:
+    """`model`: the name of the base model."""
+
+    adapter: Adapter
+    model: str
+
+
+class GatewayAdapters:
+    """The adapters of one gateway. `models`: the served models by name, with their configs."""
+
+    def __init__(
+        self,
+        listed: AdapterList,
+        models: Callable[[], Mapping[str, ModelConfig]],
+        max_loras: int,
+        max_rank: int,
+    ) -> None:
+        self._listed = listed
+        self._models = models
+        self._max_loras, self._max_rank = max_loras, max_rank
+        self._served: dict[str, ServedAdapter] = {}
+        self._changing = asyncio.Lock()
+        self._read_at = -_REFRESH_S
+
+    def get(self, name: str) -> ServedAdapter | None:
+        return self._served.get(name)
+
+    async def find(self, name: str) -> ServedAdapter | None:
+        """The adapter `name`, also if another gateway has loaded it just now. BlockStoreError."""
+        is_known = not name or name in self._served or name in self._models()
+        if not is_known and time.monotonic() - self._read_at > _MIN_REFRESH_S:
+            await self.refresh()
+        return self.get(name)
+
+    def served(self) -> tuple[ServedAdapter, ...]:
+        return tuple(self._served[name] for name in sorted(self._served))
+
+    async def watch(self, initial: Sequence[tuple[str, str]]) -> NoReturn:
+        """Load the `initial` adapters, (name, directory) each, once a model is there; then follow
+        the registry until cancelled. StartupError: one cannot be loaded."""
+        while True:
+            try:
+                await self.refresh()
+                if initial and self._models():
+                    for name, directory in initial:
+                        await self._load_initial(name, directory)
+                    initial = ()
+            except BlockStoreError as error:
+                log.warning("adapters_unread", reason=str(error))
+            await asyncio.sleep(until_tick(_REFRESH_S))
+
+    async def _load_initial(self, name: str, directory: str) -> None:
+        try:
+            await self.load(name, directory)
+        except (InvalidRequest, UnknownModel) as error:
+            raise StartupError(f"--lora {name}={directory}: {error}") from error
+
+    async def refresh(self) -> None:
+        """Read the list. BlockStoreError."""
+        found: dict[str, ServedAdapter] = {}
+        self._read_at = time.monotonic()
+        for name, entry in (await self._listed.adapters()).items():
+            fields = json.loads(entry)
+            found[name] = ServedAdapter(Adapter(**fields["adapter"]), fields["model"])
+        self._served = found
+
+    async def load(self, name: str, directory: str, model: str = "") -> ServedAdapter:
+        """Serve the adapter in `directory` as `name`, on `model` ("": the only one). Loading the
+        same adapter again changes nothing.
+
+        InvalidRequest: the adapter cannot be served, or the name is taken. UnknownModel.
+        BlockStoreError."""
+        async with self._changing:
+            await self.refresh()
+            if not 0 < len(name) <= MAX_NAME_CHARS or not name.isprintable():
+                raise InvalidRequest(f"lora_name has {len(name)} characters", "lora_name")
+            if name in self._models():
+                raise InvalidRequest(f"{name} is the name of a model", "lora_name")
+            base = self._base(model)
+            path = _absolute(directory)
+            config = self._models()[base]
+            files = await asyncio.to_thread(AdapterFiles.read, path, config, self._max_rank)
+            loaded = ServedAdapter(Adapter(name, str(path), files.digest), base)
+            known = self._served.get(name)
+            if known is not None and known != loaded:
+                raise InvalidRequest(
+                    f"{name} is another adapter, of {known.adapter.path}; unload it first",
+                    "lora_name",
+                )
+            if known is None and len(self._served) >= self._max_loras:
+                raise InvalidRequest(
+                    f"{len(self._served)} adapters are loaded, max_loras is {self._max_loras}; "
+                    "unload one first",
+                    "lora_name",
+                )
+            await self._listed.set_adapter(name, json.dumps(asdict(loaded)))
+            self._served[name] = loaded
+            log.info("adapter_served", adapter=name, model=base, path=str(path), rank=files.rank)
+            return loaded
+
+    async def unload(self, name: str) -> None:
+        """Take no new requests for an adapter; running ones go on. UnknownModel,
+        BlockStoreError."""
+        async with self._changing:
+            await self.refresh()
+            if name not in self._served:
+                raise UnknownModel(f"no adapter {name!r} is loaded")
+            await self._listed.remove_adapter(name)
+            del self._served[name]
+            log.info("adapter_unloaded", adapter=name)
+
+    def _base(self, model: str) -> str:
+        names = tuple(self._models())
+        if model in names:
+            return model
+        if model or not names:
+            raise UnknownModel(f"model {model!r} is not served here; these are: {', '.join(names)}")
+        if len(names) > 1:
+            raise InvalidRequest(f"several models are served, so name one: {', '.join(names)}")
+        return names[0]
+
+
+def _absolute(directory: str) -> Path:
+    return Path(directory).expanduser().absolute()

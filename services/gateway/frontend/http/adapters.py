@@ -1,0 +1,56 @@
+"""Loads and unloads LoRA adapters over HTTP, at vLLM's paths. For operators: with an operator's
+key, or without API keys from this host."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from services.gateway.frontend.http.body import read_body
+from services.gateway.frontend.http.responses import Json
+
+
+class Adapters(Protocol):
+    async def load(self, name: str, directory: str, model: str = "") -> object: ...
+
+    async def unload(self, name: str) -> None: ...
+
+
+class LoadBody(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    lora_name: str
+    lora_path: str = Field(max_length=4096)
+    base_model_name: str = ""
+
+
+class UnloadBody(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    lora_name: str
+    lora_int_id: int | None = None
+    """vLLM's; without meaning here."""
+
+
+def adapter_routes(adapters: Adapters, check_caller: Callable[[Request], object]) -> list[Route]:
+    """`check_caller` raises if a request may not change adapters."""
+
+    async def load(request: Request) -> Response:
+        check_caller(request)
+        body = await read_body(request, LoadBody)
+        await adapters.load(body.lora_name, body.lora_path, body.base_model_name)
+        return Json({"message": f"LoRA adapter {body.lora_name!r} is loaded"})
+
+    async def unload(request: Request) -> Response:
+        check_caller(request)
+        body = await read_body(request, UnloadBody)
+        await adapters.unload(body.lora_name)
+        return Json({"message": f"LoRA adapter {body.lora_name!r} is unloaded"})
+
+    return [
+        Route("/v1/load_lora_adapter", load, methods=["POST"]),
+        Route("/v1/unload_lora_adapter", unload, methods=["POST"]),
+    ]

@@ -1,0 +1,70 @@
+"""The LoRA adapters of a worker, loaded when the first request for them comes."""
+
+import asyncio
+from collections import OrderedDict
+from pathlib import Path
+from typing import Protocol
+from weakref import WeakValueDictionary
+
+from safetensors import SafetensorError
+
+from services.common.checkpoint.adapter import AdapterFiles
+from services.common.errors import InvalidRequest
+from services.common.runtime.logging import get_logger
+from services.engine.batch import LoadedAdapter
+from services.engine.models import Model
+from services.protocol.ticket import Adapter
+
+log = get_logger(__name__)
+
+
+class AdapterSource(Protocol):
+    def get(self, adapter: Adapter) -> LoadedAdapter | None: ...
+
+    async def load(self, adapter: Adapter) -> LoadedAdapter: ...
+
+
+class WorkerAdapters:
+    """Keeps the `max_loras` adapters that were used last, and those that requests here use."""
+
+    def __init__(self, model: Model, max_loras: int, max_rank: int) -> None:
+        self._model, self._max_loras, self._max_rank = model, max_loras, max_rank
+        self._kept: OrderedDict[str, LoadedAdapter] = OrderedDict()
+        self._alive: WeakValueDictionary[str, LoadedAdapter] = WeakValueDictionary()
+        self._loading = asyncio.Lock()
+
+    def get(self, adapter: Adapter) -> LoadedAdapter | None:
+        """The adapter if it is loaded. The caller keeps it as long as it needs it."""
+        if (found := self._alive.get(adapter.digest)) is not None:
+            self._keep(found)
+        return found
+
+    async def load(self, adapter: Adapter) -> LoadedAdapter:
+        """Load the adapter in a thread, unless it is loaded. InvalidRequest: its files are not
+        there, are not those that the gateway has seen, or do not fit the model."""
+        async with self._loading:
+            if (found := self.get(adapter)) is not None:
+                return found
+            loaded = await asyncio.to_thread(self._read, adapter)
+            log.info("adapter_loaded", adapter=adapter.name, digest=adapter.digest)
+            self._alive[adapter.digest] = loaded
+            self._keep(loaded)
+            return loaded
+
+    def _read(self, adapter: Adapter) -> LoadedAdapter:
+        files = AdapterFiles.read(Path(adapter.path), self._model.config, self._max_rank)
+        if files.digest != adapter.digest:
+            raise InvalidRequest(
+                f"adapter {adapter.name}: the files in {adapter.path} have changed since it was "
+                "loaded; unload and load it again"
+            )
+        try:
+            return LoadedAdapter(files.digest, self._model.load_adapter(files))
+        except (OSError, SafetensorError, ValueError) as error:
+            raise InvalidRequest(f"adapter {adapter.name}: {error}") from error
+
+    def _keep(self, loaded: LoadedAdapter) -> None:
+        self._kept[loaded.digest] = loaded
+        self._kept.move_to_end(loaded.digest)
+        while len(self._kept) > self._max_loras:
+            self._kept.popitem(last=False)

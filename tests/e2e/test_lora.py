@@ -1,0 +1,167 @@
+"""LoRA adapters as users name them: two of them and the model in one batch, transformers' and
+PEFT's tokens, and workers that die in the middle."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from quire.async_client import AsyncClient
+from quire.cli.app import main
+from quire.errors import QuireError
+from quire.types import Sampling
+from tests.adapters import ATTENTION, AdapterOracle, make_adapter
+
+from .conftest import POOL_MEMORY
+from .deployment import Deployment, serving
+from .test_crashes import all_serve
+
+NUM_TOKENS = 60
+LIMIT_S = 60.0
+GREEDY = Sampling(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+PROMPT = tuple(range(260, 310))
+"""More than three full blocks, which every model's requests have in common."""
+
+
+@pytest.fixture(scope="module")
+def adapters(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("adapters")
+    return {
+        "poet": make_adapter(folder / "poet", checkpoint, 1),
+        "lawyer": make_adapter(folder / "lawyer", checkpoint, 2, r=4, target_modules=ATTENTION),
+    }
+
+
+@pytest.fixture(scope="module")
+def deployment(
+    checkpoint: Path, adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Deployment]:
+    """Two workers of each kind, one adapter from the start, room for two."""
+    options = ("--prefill", "2", "--decode", "2", "--pool-memory", str(2 * POOL_MEMORY))
+    lora = ("--lora", f"poet={adapters['poet']}", "--max-loras", "2")
+    with serving(checkpoint, tmp_path_factory.mktemp("run"), *options, *lora) as running:
+        yield running
+
+
+def expected(checkpoint: Path, adapter: Path | None) -> list[int]:
+    return AdapterOracle(checkpoint, adapter).greedy(PROMPT, NUM_TOKENS)[0]
+
+
+def post(deployment: Deployment, path: str, **body: Any) -> httpx.Response:
+    return httpx.post(f"{deployment.http}/v1/{path}", json=body, timeout=LIMIT_S)
+
+
+def get(deployment: Deployment, path: str) -> httpx.Response:
+    return httpx.get(f"{deployment.http}/v1/{path}", timeout=LIMIT_S)
+
+
+async def listed(client: AsyncClient, name: str) -> None:
+    """The adapter is served: at the start it is read once a worker is there."""
+    async with asyncio.timeout(LIMIT_S):
+        while name not in {model.id for model in await client.models()}:
+            await asyncio.sleep(0.05)
+
+
+async def tokens(client: AsyncClient, model: str) -> list[int]:
+    found: list[int] = []
+    async for delta in client.generate(list(PROMPT), GREEDY, model=model, timeout_s=LIMIT_S):
+        found += delta.token_ids
+    return found
+
+
+async def test_adapters_and_the_model_in_one_batch_while_workers_die(
+    deployment: Deployment, client: AsyncClient, checkpoint: Path, adapters: dict[str, Path]
+) -> None:
+    """Each answer is that of transformers with its own adapter, although all have one prompt; so no
+    block is shared between them. A decode worker dies in the middle, then a prefill worker."""
+    await listed(client, "poet")
+    refused = post(deployment, "completions", model="lawyer", prompt="x", max_tokens=1)
+    assert refused.status_code == 404
+    loaded = post(
+        deployment, "load_lora_adapter", lora_name="lawyer", lora_path=str(adapters["lawyer"])
+    )
+    assert loaded.status_code == 200, loaded.text
+    base = next(m.id for m in await client.models() if m.id not in adapters)
+    wanted = {
+        base: expected(checkpoint, None),
+        **{name: expected(checkpoint, path) for name, path in adapters.items()},
+    }
+    assert len({tuple(answer) for answer in wanted.values()}) == 3
+    asked = [name for name in wanted for _ in range(3)]
+    for victim in (None, "services.decode", "services.prefill"):
+        await all_serve(client)
+        started = asyncio.Event()
+
+        async def answer(name: str, started: asyncio.Event = started) -> list[int]:
+            found: list[int] = []
+            async for delta in client.generate(list(PROMPT), GREEDY, model=name, timeout_s=LIMIT_S):
+                found += delta.token_ids
+                if len(found) > 5:
+                    started.set()
+            return found
+
+        running = [asyncio.create_task(answer(name)) for name in asked]
+        await started.wait()
+        if victim is not None:
+            os.kill(deployment.running(victim)[0], signal.SIGKILL)
+        async with asyncio.timeout(LIMIT_S):
+            answers = await asyncio.gather(*running)
+        assert answers == [wanted[name] for name in asked], victim
+
+
+async def test_adapters_over_http(
+    deployment: Deployment, client: AsyncClient, checkpoint: Path, adapters: dict[str, Path]
+) -> None:
+    await listed(client, "poet")
+    answer = post(
+        deployment,
+        "completions",
+        model="poet",
+        prompt=list(PROMPT),
+        max_tokens=4,
+        temperature=0,
+        ignore_eos=True,
+        return_token_ids=True,
+    ).json()
+    assert answer["model"] == "poet"
+    assert answer["choices"][0]["token_ids"] == expected(checkpoint, adapters["poet"])[:4]
+    models = {m["id"]: m for m in get(deployment, "models").json()["data"]}
+    assert models["poet"]["parent"] in models
+    wrong = post(deployment, "load_lora_adapter", lora_name="x", lora_path="/nowhere")
+    assert wrong.status_code == 400
+    assert "No such file" in wrong.json()["error"]["message"]
+    assert post(deployment, "load_lora_adapter", lora_name="x").status_code == 400
+    assert post(deployment, "unload_lora_adapter", lora_name="x").status_code == 404
+
+
+def test_adapters_by_the_command_line(
+    deployment: Deployment, adapters: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Loading the same files again is no error; an unknown name is."""
+    address = ("--address", deployment.operations)
+    assert main(["lora", "load", "poet", str(adapters["poet"]), *address]) == 0
+    assert "poet is served, on " in capsys.readouterr().out
+    assert main(["lora", "unload", "nobody", *address]) != 0
+    assert "no adapter 'nobody' is loaded" in capsys.readouterr().err
+
+
+async def test_an_adapter_that_is_unloaded(
+    deployment: Deployment, client: AsyncClient, checkpoint: Path, adapters: dict[str, Path]
+) -> None:
+    """A request that runs goes on, and new ones are refused."""
+    await listed(client, "poet")
+    running = client.generate(list(PROMPT), GREEDY, model="poet", timeout_s=LIMIT_S)
+    found: list[int] = []
+    async for delta in running:
+        if not found:
+            done = post(deployment, "unload_lora_adapter", lora_name="poet")
+            assert done.status_code == 200, done.text
+        found += delta.token_ids
+    assert found == expected(checkpoint, adapters["poet"])
+    with pytest.raises(QuireError, match="'poet' is not served"):
+        await tokens(client, "poet")

@@ -1,0 +1,186 @@
+"""LoRA adapters in the decoders: PEFT's tokens, the same bits in any batch, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.make_checkpoint import CheckpointSpec, make_checkpoint
+from services.common.checkpoint.adapter import CONFIG_FILE, AdapterFiles
+from services.common.errors import InvalidRequest
+from services.common.text.model_config import ModelConfig
+from services.engine.batch import LoadedAdapter, Row
+from tests.adapters import ATTENTION, MLP, AdapterOracle, make_adapter
+
+from .models_oracle import NUM_NEW_TOKENS, SPECS, RecordingRunner, Trial, random_prompt
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "all linears": {},
+    "attention, odd rank": {"r": 5, "lora_alpha": 3, "target_modules": ATTENTION},
+    "mlp, rslora": {"r": 4, "use_rslora": True, "target_modules": MLP},
+    "one linear of three": {"r": 20, "target_modules": ["v_proj"]},
+    "one layer": {"layers_to_transform": [1]},
+}
+
+
+class AdapterRunner(RecordingRunner):
+    """Trials run with the adapters that `adapters` has for them; rows are grouped by adapter, as
+    the scheduler groups them."""
+
+    adapters: dict[int, LoadedAdapter | None]
+
+    def load(self, directory: Path) -> LoadedAdapter:
+        files = AdapterFiles.read(directory, self._model.config, 64)
+        return LoadedAdapter(files.digest, self._model.load_adapter(files))
+
+    def with_adapter(self, prompt: tuple[int, ...], adapter: LoadedAdapter | None) -> Trial:
+        trial = self.place(prompt)
+        self.adapters = {**getattr(self, "adapters", {}), id(trial): adapter}
+        return trial
+
+    def _step(self, suspects: list[Trial], chunk: int) -> None:
+        def digest(trial: Trial) -> str:
+            adapter = self.adapters[id(trial)]
+            return adapter.digest if adapter else ""
+
+        self._suspects = sorted(suspects, key=digest)
+        super()._step(self._suspects, chunk)
+
+    def run(self, rows: Any) -> Any:
+        return super().run(
+            [
+                Row(**{**fields_of(row), "adapter": self.adapters[id(trial)]})
+                for trial, row in zip(self._suspects, rows, strict=True)
+            ]
+        )
+
+
+def fields_of(row: Row) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in Row.__slots__}
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    [
+        *(("qwen3-gqa-tied", kind) for kind in ADAPTERS),
+        *((model, "all linears") for model in ("qwen2-mha", "llama3-rope-mqa", "mistral-window")),
+    ],
+)
+def test_greedy_tokens_are_those_of_peft(
+    model: str, kind: str, backend: str, tmp_path: Path
+) -> None:
+    checkpoint = make_checkpoint(tmp_path / "model", SPECS[model])
+    adapter = make_adapter(tmp_path / "adapter", checkpoint, 3, **ADAPTERS[kind])
+    runner = AdapterRunner(checkpoint, 4, 200, backend)
+    loaded = runner.load(adapter)
+    oracle, alone = AdapterOracle(checkpoint, adapter), AdapterOracle(checkpoint, None)
+    prompts = [random_prompt(length, 2) for length in (3, 50, 17)]
+    trials = [runner.with_adapter(prompt, loaded) for prompt in prompts]
+    runner.decode_all(trials, chunk=9, late=1)
+    differing = 0
+    for trial, prompt in zip(trials, prompts, strict=True):
+        tokens, logits = oracle.greedy(prompt, NUM_NEW_TOKENS)
+        assert trial.new_tokens == tokens
+        torch.testing.assert_close(torch.stack(trial.logits), logits, rtol=1e-3, atol=1e-3)
+        differing += tokens != alone.greedy(prompt, NUM_NEW_TOKENS)[0]
+    assert differing, "the adapter changes something"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_has_the_same_bits_beside_rows_of_other_adapters(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Law 10, for rows with an adapter and for rows without one: alone, in chunks, together."""
+    checkpoint = make_checkpoint(tmp_path / "model", CheckpointSpec(num_layers=3))
+    runner = AdapterRunner(checkpoint, 4, 600, dtype=dtype, num_threads=2)
+    kinds: dict[str, dict[str, Any]] = {
+        "a": {},
+        "b": {"r": 5, "target_modules": ["q_proj", "down_proj"]},
+    }
+    adapters: list[LoadedAdapter | None] = [
+        None,
+        *(
+            runner.load(make_adapter(tmp_path / name, checkpoint, 5 + i, **fields))
+            for i, (name, fields) in enumerate(kinds.items())
+        ),
+    ]
+    prompt = random_prompt(33, 1)
+    alone = [runner.with_adapter(prompt, adapter) for adapter in adapters]
+    for trial in alone:
+        runner.decode_all([trial], chunk=100)
+    together = [
+        runner.with_adapter(tokens, adapter)
+        for tokens in (prompt, random_prompt(12, 4), random_prompt(1, 9))
+        for adapter in adapters
+    ]
+    runner.decode_all(together, chunk=7, late=1)
+    for one, other in zip(alone, together, strict=False):
+        assert one.new_tokens == other.new_tokens
+        assert all(map(torch.equal, one.logits, other.logits))
+    assert len({tuple(trial.new_tokens) for trial in alone}) > 1
+
+
+def config_with(adapter: Path, **fields: Any) -> None:
+    path = adapter / CONFIG_FILE
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"use_dora": True}, "use_dora True is not supported"),
+        ({"bias": "all"}, "bias 'all' is not supported"),
+        ({"modules_to_save": ["lm_head"]}, r"modules_to_save \['lm_head'\] is not supported"),
+        ({"peft_type": "IA3"}, "peft_type 'IA3' is not supported"),
+        ({"rank_pattern": {"q_proj": 2}}, r"rank_pattern \{'q_proj': 2\} is not supported"),
+        ({"init_lora_weights": "pissa"}, "'pissa' changes the base model's weights"),
+        ({"r": 0}, "r is 0, lora_alpha 16"),
+        ({"r": "8"}, "r is '8'"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(
+    checkpoint: Path, tmp_path: Path, fields: dict[str, Any], problem: str
+) -> None:
+    adapter = make_adapter(tmp_path / "adapter", checkpoint, 1)
+    config_with(adapter, **fields)
+    with pytest.raises(InvalidRequest, match=problem):
+        AdapterFiles.read(adapter, ModelConfig.from_directory(checkpoint), 64)
+
+
+def test_adapters_that_do_not_fit_are_refused(checkpoint: Path, tmp_path: Path) -> None:
+    config = ModelConfig.from_directory(checkpoint)
+    other = make_checkpoint(tmp_path / "other", hidden_size=32)
+    wrong = make_adapter(tmp_path / "wrong", other, 1)
+    with pytest.raises(
+        InvalidRequest, match=r"down_proj is \[64, 128\], lora_A \[8, 128\], lora_B \[32, 8\]"
+    ):
+        AdapterFiles.read(wrong, config, 64)
+    deeper = make_adapter(tmp_path / "deep", make_checkpoint(tmp_path / "d", num_layers=5), 1)
+    with pytest.raises(InvalidRequest, match=r"layers\.\d.* is not for one of this model's q_proj"):
+        AdapterFiles.read(deeper, config, 64)
+    untied = make_checkpoint(tmp_path / "untied", tied=False)
+    head = make_adapter(tmp_path / "head", untied, 1, target_modules=["lm_head"])
+    with pytest.raises(InvalidRequest, match=r"lm_head\.\S+ is not for one of"):
+        AdapterFiles.read(head, ModelConfig.from_directory(untied), 64)
+    with pytest.raises(InvalidRequest, match="rank 8 is above max_lora_rank 4"):
+        AdapterFiles.read(make_adapter(tmp_path / "good", checkpoint, 1), config, 4)
+    (tmp_path / "good" / "adapter_model.safetensors").write_bytes(b"cut")
+    with pytest.raises(InvalidRequest, match="not a readable safetensors file"):
+        AdapterFiles.read(tmp_path / "good", config, 64)
+    with pytest.raises(InvalidRequest, match="No such file"):
+        AdapterFiles.read(tmp_path / "nowhere", config, 64)
+
+
+def test_a_quantized_model_takes_no_adapters(checkpoint: Path, tmp_path: Path) -> None:
+    adapter = make_adapter(tmp_path / "adapter", checkpoint, 1)
+    runner = AdapterRunner(checkpoint, 4, 20, quantize="int8")
+    with pytest.raises(ValueError, match="an adapter of a quantized linear"):
+        runner.load(adapter)

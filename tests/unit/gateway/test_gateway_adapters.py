@@ -1,0 +1,119 @@
+"""Adapters at the gateway: names, limits, several gateways, and what a request gets."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench.make_checkpoint import make_checkpoint
+from blockstore.memory_registry import MemoryRegistry
+from services.common.checkpoint.adapter import CONFIG_FILE, WEIGHTS_FILE
+from services.common.errors import InvalidRequest, StartupError, UnknownModel
+from services.common.text.model_config import ModelConfig
+from services.gateway.adapters import GatewayAdapters
+from services.gateway.config import GatewaySettings
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    return ModelConfig.from_directory(make_checkpoint(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture
+def registry() -> MemoryRegistry:
+    return MemoryRegistry()
+
+
+@pytest.fixture
+def adapter(tmp_path: Path, config: ModelConfig) -> Path:
+    return write_adapter(tmp_path / "adapter", config, 1)
+
+
+def write_adapter(directory: Path, config: ModelConfig, alpha: int) -> Path:
+    """One linear of rank 2, all zeros, without PyTorch."""
+    directory.mkdir()
+    (directory / CONFIG_FILE).write_text(
+        json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": alpha})
+    )
+    hidden, outputs = config.hidden_size, config.num_heads * config.head_dim
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+    sizes = {f"{name}A.weight": [2, hidden], f"{name}B.weight": [outputs, 2]}
+    begin, header = 0, {}
+    for tensor, shape in sizes.items():
+        end = begin + 4 * shape[0] * shape[1]
+        header[tensor] = {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(header).encode()
+    (directory / WEIGHTS_FILE).write_bytes(len(text).to_bytes(8, "little") + text + bytes(begin))
+    return directory
+
+
+def gateway(registry: MemoryRegistry, config: ModelConfig, max_loras: int = 2) -> GatewayAdapters:
+    return GatewayAdapters(registry, lambda: {"base": config}, max_loras, 8)
+
+
+async def test_what_one_gateway_loads_all_serve(
+    registry: MemoryRegistry, config: ModelConfig, adapter: Path
+) -> None:
+    one, other = gateway(registry, config), gateway(registry, config)
+    loaded = await one.load("poet", str(adapter))
+    assert (loaded.model, loaded.adapter.path) == ("base", str(adapter))
+    assert other.get("poet") is None
+    assert await other.find("poet") == loaded
+    assert await other.find("base") is None
+    await other.unload("poet")
+    await one.refresh()
+    assert one.served() == ()
+    with pytest.raises(UnknownModel, match="no adapter 'poet' is loaded"):
+        await one.unload("poet")
+
+
+async def test_names_and_limits(
+    registry: MemoryRegistry, config: ModelConfig, adapter: Path, tmp_path: Path
+) -> None:
+    one = gateway(registry, config)
+    another = write_adapter(tmp_path / "another", config, 5)
+    first = await one.load("a", str(adapter))
+    assert await one.load("a", str(adapter)) == first, "again is no error"
+    with pytest.raises(InvalidRequest, match=r"a is another adapter, of .*; unload it first"):
+        await one.load("a", str(another))
+    with pytest.raises(InvalidRequest, match="base is the name of a model"):
+        await one.load("base", str(adapter))
+    with pytest.raises(InvalidRequest, match="lora_name has 0 characters"):
+        await one.load("", str(adapter))
+    with pytest.raises(UnknownModel, match="'other' is not served here; these are: base"):
+        await one.load("b", str(adapter), "other")
+    await one.load("b", str(another))
+    with pytest.raises(InvalidRequest, match="2 adapters are loaded, max_loras is 2"):
+        await one.load("c", str(adapter))
+    with pytest.raises(InvalidRequest, match="No such file"):
+        await one.load("d", str(tmp_path / "nowhere"))
+
+
+async def test_adapters_of_the_start_must_load(
+    registry: MemoryRegistry, config: ModelConfig, tmp_path: Path
+) -> None:
+    with pytest.raises(StartupError, match=r"--lora x=.*nowhere: adapter .*: .*No such file"):
+        await gateway(registry, config).watch([("x", str(tmp_path / "nowhere"))])
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setenv("QUIRE_GATEWAY_REDIS_URL", "redis://localhost")
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"), [("x", "not name=directory"), ("x=", "not name=dir"), ("x=a,x=b", "twice")]
+)
+def test_a_list_of_adapters_that_is_wrong(
+    environment: pytest.MonkeyPatch, text: str, problem: str
+) -> None:
+    environment.setenv("QUIRE_GATEWAY_LORA", text)
+    with pytest.raises(ValueError, match=problem):
+        GatewaySettings()
+
+
+def test_a_list_of_adapters(environment: pytest.MonkeyPatch) -> None:
+    environment.setenv("QUIRE_GATEWAY_LORA", "x=/a, y=/b=c")
+    assert GatewaySettings().lora == (("x", "/a"), ("y", "/b=c"))
