@@ -17,7 +17,7 @@ from torch import Tensor
 import kvops
 from kvops import _native
 from kvops.triton import draw_arithmetic
-from services.common.structured.grammar import GrammarFault, Mask
+from services.common.structured.mask import GrammarFault, Mask
 from services.engine.batch import Answer, Draw, Fault, Query, Row, RowOutput, Scoring
 from services.engine.device.drawing import DeviceDrawing
 from services.engine.device.flights import DrawnFlight

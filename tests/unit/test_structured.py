@@ -13,7 +13,8 @@ from llguidance import LLParserLimits
 
 from bench.make_checkpoint import CheckpointSpec, make_checkpoint
 from services.common.errors import InvalidRequest
-from services.common.structured.grammar import Compiled, Grammar, GrammarFault, compile_structure
+from services.common.structured.grammar import Compiled, Grammar, compile_structure
+from services.common.structured.mask import GrammarFault
 from services.common.structured.structure import Structure, StructureKind
 from services.common.structured.vocabulary import Vocabulary
 from services.common.text.tokenizer import Tokenizer

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from services.common.checkpoint.layout import Shape, weight_shapes
 from services.common.checkpoint.weights import read_header
 from services.common.errors import InvalidRequest, StartupError
@@ -142,6 +140,8 @@ def _linears(
 
 
 def _digest(directory: Path) -> str:
+    import xxhash  # a check of a GPU imports this module, and has no xxhash
+
     digest = xxhash.xxh3_128()
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         content = (directory / name).read_bytes()

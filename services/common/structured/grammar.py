@@ -10,11 +10,9 @@ from llguidance import LLMatcher, LLParserLimits
 
 from services.common.errors import InvalidRequest
 from services.common.structured.grammars import grammar_of
+from services.common.structured.mask import GrammarFault, Mask
 from services.common.structured.structure import Structure
 from services.common.structured.vocabulary import Vocabulary
-
-Mask = np.ndarray[tuple[int], np.dtype[np.int32]]
-"""Bit i % 32 of word i // 32 says whether token i may come next."""
 
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,  # about 20 ms to compile
@@ -28,11 +26,6 @@ _QUICK_S = 0.02
 """A grammar that compiles in this time may do so beside a step."""
 _MOST_CHARS = 400
 """Of an error, which may quote much of its grammar."""
-
-
-class GrammarFault(Exception):
-    """The grammar cannot say which tokens may come: it is too complex at this place, or the text
-    before does not follow it."""
 
 
 @dataclass(slots=True)

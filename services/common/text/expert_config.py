@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from services.common.text.families import Family
+from services.common.text.families import ExpertNames, Family
 from services.common.text.json_fields import JsonFields
 
 
@@ -26,7 +26,7 @@ def read_experts(config: JsonFields, family: Family, num_layers: int) -> ExpertC
     names = family.experts
     if names is None:
         return None
-    num, top_k = _number(config, names.numbers), config.integer("num_experts_per_tok")
+    num, top_k = _number(config, names), config.integer("num_experts_per_tok")
     if top_k > num:
         raise config.wrong("num_experts_per_tok", f"{top_k} of {num} experts")
     normalizes = names.normalizes
@@ -40,10 +40,10 @@ def read_experts(config: JsonFields, family: Family, num_layers: int) -> ExpertC
     return replace(found, alpha=alpha, limit=limit)
 
 
-def _number(config: JsonFields, names: tuple[str, ...]) -> int:
-    """The value of whichever of these fields is there. transformers has had both names for one."""
-    given = [name for name in names if config.has(name)] or [names[0]]
-    numbers = {config.integer(name) for name in given}
+def _number(config: JsonFields, names: ExpertNames) -> int:
+    """The value of whichever field is there. transformers has had several names for one."""
+    given = [name for name in names.numbers if config.has(name)] or [names.numbers[0]]
+    numbers = {config.integer(name, names.number) for name in given}
     if len(numbers) > 1:
         raise config.wrong(given[0], f"differs from {given[1]}")
     return numbers.pop()

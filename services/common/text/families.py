@@ -64,10 +64,11 @@ class Norms:
 class ExpertNames:
     """The names of a layer's experts: `place` of router and experts in a layer of the checkpoint,
     and their linears; `numbers` and `width`: the fields of config.json that say how many there are
-    (any of some), and their inner dimension. `normalizes`: the weights of a token's experts are
-    divided by their sum; None: as `norm_topk_prob` says. `some_layers`: `mlp_only_layers` and
-    `decoder_sparse_step` say which layers have experts. `stacked`: each tensor has all experts of a
-    layer, with biases, and the router has one too (`services.engine.weights.stacked_experts`).
+    (any of some; `number` if all are absent), and their inner dimension. `normalizes`: the weights
+    of a token's experts are divided by their sum; None: as `norm_topk_prob` says. `some_layers`:
+    `mlp_only_layers` and `decoder_sparse_step` say which layers have experts. `stacked`: each
+    tensor has all experts of a layer, with biases, and the router has one too
+    (`services.engine.weights.stacked_experts`).
     `swiglu`: the gate is that of `swiglu_alpha` and `swiglu_limit`."""
 
     place: str
@@ -77,6 +78,7 @@ class ExpertNames:
     down: str
     numbers: tuple[str, ...]
     width: str
+    number: int | None = None
     normalizes: bool | None = None
     some_layers: bool = False
     stacked: bool = False
@@ -179,6 +181,7 @@ FAMILIES: Mapping[str, Family] = {
         experts=ExpertNames(
             *("mlp", "gate", "gate_proj", "up_proj", "down_proj"),
             numbers=("num_experts", "num_local_experts"),
+            number=128,
             width="moe_intermediate_size",
             some_layers=True,
         ),

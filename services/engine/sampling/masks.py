@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
-from services.common.structured.grammar import GrammarFault, Mask
+from services.common.structured.mask import GrammarFault, Mask
 from services.engine.batch import Answer, Draw, Fault, Query
 from services.engine.sampling.adjustment import Adjustment
 from services.engine.sequences.grammar_state import GrammarState

@@ -8,8 +8,12 @@ See ADR 153.
 
 from collections.abc import Sequence
 from copy import copy
+from typing import TYPE_CHECKING
 
-from services.common.structured.grammar import Grammar, Mask
+from services.common.structured.mask import Mask
+
+if TYPE_CHECKING:  # the class needs the grammar library, which a check of a GPU does not have
+    from services.common.structured.grammar import Grammar
 
 
 class GrammarState:
@@ -17,7 +21,7 @@ class GrammarState:
     with `num_prompt` prompt tokens, which the grammar does not see. `drafts`: tokens that may come
     behind them."""
 
-    def __init__(self, grammar: Grammar, tokens: Sequence[int], num_prompt: int) -> None:
+    def __init__(self, grammar: "Grammar", tokens: Sequence[int], num_prompt: int) -> None:
         self._walk = grammar.walk()
         self._tokens = tokens
         self._num_prompt = num_prompt

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from services.common.checkpoint.adapter import AdapterFiles
@@ -38,6 +37,10 @@ class JoinedAdapter:
 def joined_adapters(files: AdapterFiles, config: ModelConfig) -> Iterator[JoinedAdapter]:
     """The additions of an adapter, section after section. OSError, SafetensorError: the file is not
     readable any more."""
+    from safetensors import (
+        safe_open,
+    )  # a check of a GPU imports this module, and has no safetensors
+
     shapes = weight_shapes(config)
     with safe_open(files.weights, framework="pt") as file:
 
