@@ -161,9 +161,9 @@ class AsyncClient:
         return response.num_running
 
     async def scale(
-        self, *, num_prefill: int | None = None, num_decode: int | None = None
+        self, *, num_prefill: int | None = None, num_decode: int | None = None, model: str = ""
     ) -> Scaled:
-        request = ScaleRequest(num_prefill=num_prefill, num_decode=num_decode)
+        request = ScaleRequest(num_prefill=num_prefill, num_decode=num_decode, model=model)
         with self._operations.use_current() as gateway:
             response = await gateway.supervisor.Scale(request, timeout=CALL_TIMEOUT_S)
         return messages.scaled(response)

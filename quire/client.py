@@ -226,12 +226,15 @@ class Client:
             )
         return int(response.num_running)
 
-    def scale(self, *, num_prefill: int | None = None, num_decode: int | None = None) -> Scaled:
-        """Let `quire serve` start or drain workers; None leaves a role as it is.
+    def scale(
+        self, *, num_prefill: int | None = None, num_decode: int | None = None, model: str = ""
+    ) -> Scaled:
+        """Let `quire serve` start or drain workers of a model; None leaves a role as it is.
+        `model`: may be empty if the run has only one.
 
         Returns before the workers have started or left.
         """
-        request = ScaleRequest(num_prefill=num_prefill, num_decode=num_decode)
+        request = ScaleRequest(num_prefill=num_prefill, num_decode=num_decode, model=model)
         with self._operations.use_current() as gateway:
             response = gateway.supervisor.Scale(request, timeout=CALL_TIMEOUT_S)
         return messages.scaled(response)

@@ -14,6 +14,7 @@ _MODEL_COLUMNS: Columns[Model] = {
 _WORKER_COLUMNS: Columns[Worker] = {
     "WORKER": lambda worker: worker.worker_id,
     "ROLE": lambda worker: worker.role,
+    "MODEL": lambda worker: worker.model,
     "STATE": lambda worker: worker.state,
     "ADDRESS": lambda worker: worker.address,
     "POOL": lambda worker: worker.pool_id,

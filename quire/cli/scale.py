@@ -3,7 +3,7 @@
 import time
 from typing import Annotated
 
-from typer import Argument, BadParameter
+from typer import Argument, BadParameter, Option
 
 from quire.cli.drain import POLL_S
 from quire.cli.flags import Json, OperationsFlags, WaitFlags
@@ -16,18 +16,23 @@ def scale(
     numbers: Annotated[list[str], Argument(metavar="ROLE=N...", help="decode=3, prefill=2")],
     gateway: OperationsFlags,
     until: WaitFlags,
+    model: Annotated[
+        str, Option(metavar="NAME", help="whose workers; needed if the run has several models")
+    ] = "",
     as_json: Json = False,
 ) -> None:
     """Start or drain workers of a `quire serve`."""
     wanted = dict(map(_number_of_workers, numbers))
     with gateway.connect() as client:
-        scaled = client.scale(num_prefill=wanted.get("prefill"), num_decode=wanted.get("decode"))
+        scaled = client.scale(
+            num_prefill=wanted.get("prefill"), num_decode=wanted.get("decode"), model=model
+        )
         if not as_json:
             for verb, names in (("start", scaled.starting), ("leave", scaled.leaving)):
                 if names:
                     print(f"to {verb}: {', '.join(names)}")
         if until.wait:
-            _wait_until_scaled(client, wanted, until.timeout)
+            _wait_until_scaled(client, wanted, model, until.timeout)
         if as_json:
             print_json([scaled])
         elif until.wait or not (scaled.starting or scaled.leaving):
@@ -41,19 +46,26 @@ def _number_of_workers(text: str) -> tuple[str, int]:
     return role, int(number)
 
 
-def _wait_until_scaled(client: Client, wanted: dict[str, int], timeout_s: float) -> None:
+def _wait_until_scaled(
+    client: Client, wanted: dict[str, int], model: str, timeout_s: float
+) -> None:
     """Wait until exactly the wanted workers are registered and all of them serve.
 
     Unavailable: a worker fails to start again and again. DeadlineExceeded: `timeout_s` has passed.
     """
     give_up_at = time.monotonic() + timeout_s
     while True:
-        workers = [worker for worker in client.workers() if worker.role in wanted]
+        workers = [
+            worker
+            for worker in client.workers()
+            if worker.role in wanted and model in ("", worker.model)
+        ]
         numbers = {role: sum(worker.role == role for worker in workers) for role in wanted}
         if numbers == wanted and all(worker.state == "serving" for worker in workers):
             return
-        for name, reason in client.scale().failing.items():
-            if name.rpartition("-")[0] in wanted:
+        for name, reason in client.scale(model=model).failing.items():
+            owner, _, role = name.rpartition("-")[0].rpartition(":")
+            if role in wanted and model in ("", owner or model):
                 text = f"{name} does not start: {reason} (it is started again and again)"
                 raise Unavailable(text, "worker_does_not_start")
         if time.monotonic() > give_up_at:

@@ -8,8 +8,7 @@ from typer import BadParameter, Option
 
 from quire import supervisor
 from quire.supervisor import RUNS, ServeOptions
-from quire.supervisor.model_source import EMBEDDED, find_model
-from quire.supervisor.options import EMBEDDED_POOL_MEMORY
+from quire.supervisor.models import find_models
 from quire.supervisor.run_directory import free_port
 
 RunRoot = Annotated[
@@ -18,10 +17,10 @@ RunRoot = Annotated[
 
 
 def serve(options: ServeOptions, run_root: RunRoot = RUNS) -> None:
-    """Serve a model on this host, in the foreground."""
+    """Serve models on this host, in the foreground."""
     if options.cpus is not None and options.threads is not None:
         raise BadParameter("--cpus and --threads exclude each other")
-    supervisor.serve(resolved(options), run_root)
+    supervisor.serve(resolved(options), find_models(options), run_root)
 
 
 def down(
@@ -37,14 +36,9 @@ def down(
 
 
 def resolved(options: ServeOptions) -> ServeOptions:
-    """The options with the model's path and name, with ports, and with the pool's default size."""
-    model = find_model(options.model)
-    default_memory = EMBEDDED_POOL_MEMORY if options.model == EMBEDDED else None
+    """The options with ports in place of 0."""
     return replace(
         options,
-        model=str(model.directory),
-        model_name=options.model_name or model.name,
         grpc_port=options.grpc_port or free_port(options.host),
         http_port=options.http_port or free_port(options.host),
-        pool_memory=options.pool_memory or default_memory,
     )

@@ -17,6 +17,8 @@ def banner(options: ServeOptions, serving: Serving, took_s: float) -> str:
         flag += "--tls-ca CA "
     if options.api_keys_file:
         flag += "--api-key KEY "
+    if len(serving.models) > 1:
+        flag += f"--model {serving.models[0].id} "
     header = "-H 'Authorization: Bearer KEY' " if options.api_keys_file else ""
     port = "" if options.grpc_port == DEFAULT_GRPC_PORT else f" --grpc-port {options.grpc_port}"
     lines = [

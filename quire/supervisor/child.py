@@ -33,7 +33,7 @@ class ChildSpec:
     `environment`: variables that the service gets in addition to the supervisor's own. `noise`: an
     output line that contains one of these strings is not forwarded. `base_ports`: ports that the
     user has set for a whole role, by variable name; each running service of a role has a different
-    `number`, and its port is the base port plus `number`.
+    `number`, and its port is the base port plus `number`. `role`, `model`: of a worker.
     """
 
     name: str
@@ -43,6 +43,8 @@ class ChildSpec:
     noise: tuple[str, ...] = ()
     base_ports: Mapping[str, int] = field(default_factory=dict)
     number: int = 0
+    role: str = ""
+    model: str = ""
 
     @property
     def variables(self) -> dict[str, str]:

@@ -13,6 +13,10 @@ class ModelUnusable(ServeError):
     """Files of the model are missing, or Quire does not support the model."""
 
 
+class WrongModels(ServeError):
+    """The names or the options of a run's models do not fit together."""
+
+
 class PortInUse(ServeError):
     """Another run or program listens on a port of the run."""
 

@@ -35,7 +35,7 @@ def find_model(name: str) -> ModelSource:
         return ModelSource(directory.resolve().stem, directory.resolve())
     if directory.exists():
         raise ModelNotFound(
-            f"{name} is a file; --model takes a directory in Hugging Face format, or a GGUF file"
+            f"{name} is a file; a model is a directory in Hugging Face format, or a GGUF file"
         )
     if not _may_be_id(name):
         raise ModelNotFound(f"there is no directory {name}")

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, get_args, get_type_hints
 
-from typer import Option
+from typer import Argument, Option
 
 from quire.sizes import duration, memory_size
 from quire.supervisor.model_source import EMBEDDED
@@ -49,26 +49,38 @@ class ServeOptions:
     defaults.
 
     `grpc_port`, `http_port`, `operations_port`: ports of the first gateway; each further gateway
-    takes the next ones. `model`: as the user names it; `quire.cli.serve` resolves it to a path.
+    takes the next ones. `quire.supervisor.models` finds the models and their own options.
     """
 
-    model: Annotated[
-        str,
-        To.WORKERS,
-        Option(
-            metavar="DIR|FILE|ID",
-            help="a directory in Hugging Face format, a GGUF file, an id in the local Hugging Face "
-            f"cache, or `{EMBEDDED}`, the small model that comes with Quire",
+    models: Annotated[
+        list[str] | None,
+        Argument(
+            metavar="[[NAME,ALIAS...=]MODEL]...",
+            help="the models to serve, each a directory in Hugging Face format, a GGUF file, an id "
+            f"in the local Hugging Face cache, or `{EMBEDDED}`, the small model that comes with "
+            "Quire and is the default",
+            show_default=False,
         ),
-    ] = EMBEDDED
+    ] = None
+    model: Annotated[str | None, Option(metavar="DIR|FILE|ID", help="the same, for one model")] = (
+        None
+    )
     model_name: Annotated[
         str | None,
-        To.WORKERS,
         Option(
             "--served-model-name",
-            metavar="NAME",
-            help="the model's name for clients; default: its id, or the name of the directory or "
+            metavar="NAME[,ALIAS...]",
+            help="the model's names for clients; default: its id, or the name of the directory or "
             "file",
+        ),
+    ] = None
+    own: Annotated[
+        list[str] | None,
+        Option(
+            "--set",
+            metavar="MODEL.OPTION=VALUE",
+            help="an option of one of several models, such as big.pool_memory=4GiB or big.decode=2",
+            show_default=False,
         ),
     ] = None
     num_prefill: Annotated[int, Option("--prefill", min=1, metavar="N", help="prefill workers")] = 1
@@ -407,14 +419,15 @@ class ServeOptions:
 
     def settings(self, services: To) -> dict[str, str]:
         """The settings that the user has chosen for these services, by name in capitals."""
-        hints = get_type_hints(type(self), include_extras=True)
-        chosen = {
-            field.name: getattr(self, field.name)
-            for field in fields(self)
-            if services in get_args(hints[field.name])[1:]
-        }
+        chosen = {name: getattr(self, name) for name in self.names(services)}
         return {
             name.upper(): "true" if value is True else str(value)
             for name, value in chosen.items()
             if value is not None and value is not False
         }
+
+    @classmethod
+    def names(cls, services: To) -> tuple[str, ...]:
+        """The options that these services get."""
+        hints = get_type_hints(cls, include_extras=True)
+        return tuple(f.name for f in fields(cls) if services in get_args(hints[f.name])[1:])

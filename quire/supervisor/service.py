@@ -29,7 +29,8 @@ class SupervisorService(SupervisorServicer):
                 {
                     "prefill": request.num_prefill if request.HasField("num_prefill") else None,
                     "decode": request.num_decode if request.HasField("num_decode") else None,
-                }
+                },
+                request.model,
             )
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))

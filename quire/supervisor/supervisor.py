@@ -3,7 +3,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from quire.supervisor.banner import banner
 from quire.supervisor.child import Child, ChildSpec, ParentPipe, Stage
 from quire.supervisor.console import Console
 from quire.supervisor.model_source import check_model
+from quire.supervisor.models import ModelOptions
 from quire.supervisor.options import ServeOptions
 from quire.supervisor.readiness import wait_until_serving
 from quire.supervisor.run_directory import RUNS, RunRecord, claim
@@ -22,7 +23,7 @@ GRACE_S = topology.STOP_GRACE_S + 1.0
 the exit of a process."""
 
 
-def serve(options: ServeOptions, runs: Path = RUNS) -> None:
+def serve(options: ServeOptions, models: Sequence[ModelOptions], runs: Path = RUNS) -> None:
     """Run a deployment until SIGINT, SIGTERM or SIGHUP. Raises ServeError if the deployment cannot
     start."""
     record = RunRecord(
@@ -30,7 +31,7 @@ def serve(options: ServeOptions, runs: Path = RUNS) -> None:
     )
     directory = claim(runs, record)
     try:
-        asyncio.run(Supervisor(options, directory.path, Console()).run())
+        asyncio.run(Supervisor(options, models, directory.path, Console()).run())
     finally:
         directory.remove()
 
@@ -38,8 +39,15 @@ def serve(options: ServeOptions, runs: Path = RUNS) -> None:
 class Supervisor:
     """Starts the services of one run, keeps them running, and ends them in order."""
 
-    def __init__(self, options: ServeOptions, run_directory: Path, console: Console) -> None:
+    def __init__(
+        self,
+        options: ServeOptions,
+        models: Sequence[ModelOptions],
+        run_directory: Path,
+        console: Console,
+    ) -> None:
         self._options = options
+        self._models = models
         self._directory = run_directory
         self._console = console
         self._pipe = ParentPipe()
@@ -63,18 +71,18 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         started = loop.time()
         # Valkey starts beside the check, because its start waits more than it computes.
-        checking = self._spawn(asyncio.to_thread(check_model, Path(self._options.model)))
+        checks = (asyncio.to_thread(check_model, model.path) for model in self._models)
+        checking = [self._spawn(check) for check in checks]
         await self._start_store()
-        await checking
-        self._console.note(f"Quire starts {self._options.model_name} in {self._directory}")
+        await asyncio.gather(*checking)
+        names = ", ".join(model.name for model in self._models)
+        self._console.note(f"Quire starts {names} in {self._directory}")
         log_format = "console" if self._console.is_terminal else "json"
-        for spec in topology.services(self._options, self._directory, log_format=log_format):
+        for spec in topology.services(
+            self._options, self._models, self._directory, log_format=log_format
+        ):
             self._start(spec)
-        serving = await wait_until_serving(
-            self._directory,
-            {"prefill": self._options.num_prefill, "decode": self._options.num_decode},
-            self._console.note,
-        )
+        serving = await wait_until_serving(self._directory, self._models, self._console.note)
         self._has_served = True
         self._console.note(banner(self._options, serving, loop.time() - started))
 

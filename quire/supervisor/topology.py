@@ -6,13 +6,16 @@ user has set for a role (QUIRE_DECODE_METRICS_PORT) is the port of the role's fi
 second worker takes the next port, and so on.
 """
 
+import itertools
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from quire.supervisor import service, valkey
 from quire.supervisor.child import ChildSpec, Stage
+from quire.supervisor.models import ModelOptions, aliases
 from quire.supervisor.options import ServeOptions, To
 
 LOOPBACK = "127.0.0.1"
@@ -22,7 +25,7 @@ STOP_GRACE_S = 15.0
 
 
 def services(
-    options: ServeOptions, run: Path, *, log_format: str = "json"
+    options: ServeOptions, models: Sequence[ModelOptions], run: Path, *, log_format: str = "json"
 ) -> tuple[ChildSpec, ...]:
     """All services but the store, in the order in which they start."""
     common = {
@@ -33,20 +36,17 @@ def services(
         "HOST": options.service_host or LOOPBACK,
         "STOP_GRACE_S": str(STOP_GRACE_S),
     }
-    worker = {
-        **common,
-        **options.settings(To.WORKERS),
-        "NUM_EXPECTED_WORKERS": str(options.num_prefill + options.num_decode),
-    }
+    num_workers = sum(model.num_prefill + model.num_decode for model in models)
+    worker = {**common, "NUM_EXPECTED_WORKERS": str(num_workers)}
+    gateway = {**common, "SUPERVISOR": service.address(run)}
+    if names := aliases(models):
+        gateway["MODEL_ALIASES"] = names
     return (
         _service("block_manager", "block-manager", Stage.BLOCK_MANAGER, common),
-        *_workers("prefill", options.num_prefill, worker),
-        *_workers("decode", options.num_decode, worker),
+        *_workers("prefill", models, worker),
+        *_workers("decode", models, worker),
         *([_service("mover", "mover", Stage.WORKER, common)] if options.mover else []),
-        *(
-            _gateway(options, index, common, service.address(run))
-            for index in range(options.num_gateways)
-        ),
+        *(_gateway(options, index, gateway) for index in range(options.num_gateways)),
     )
 
 
@@ -57,23 +57,28 @@ def store(options: ServeOptions, run: Path) -> ChildSpec | None:
     return ChildSpec("redis", valkey.command(run), Stage.STORE, noise=valkey.NOISE)
 
 
-def _workers(module: str, number: int, settings: dict[str, str]) -> list[ChildSpec]:
-    return [
-        _service(module, f"{module}-{index + 1}", Stage.WORKER, settings, index)
-        for index in range(number)
-    ]
+def _workers(
+    role: str, models: Sequence[ModelOptions], settings: dict[str, str]
+) -> Iterator[ChildSpec]:
+    """The workers of a role. If there are several models, their names have that of the model."""
+    number = itertools.count()
+    for model in models:
+        group = f"{model.name}:{role}" if len(models) > 1 else role
+        for index in range(model.number(role)):
+            spec = _service(
+                *(role, f"{group}-{index + 1}", Stage.WORKER),
+                *({**settings, **model.worker_settings()}, next(number)),
+            )
+            yield replace(spec, role=role, model=model.name)
 
 
-def _gateway(
-    options: ServeOptions, index: int, common: dict[str, str], supervisor: str
-) -> ChildSpec:
+def _gateway(options: ServeOptions, index: int, common: dict[str, str]) -> ChildSpec:
     settings = {
         **common,
         **options.settings(To.GATEWAYS),
         "HOST": options.host,
         "PORT": str(options.grpc_port + index),
         "HTTP_PORT": str(options.http_port + index),
-        "SUPERVISOR": supervisor,
     }
     if options.operations_port is not None:
         settings["OPERATIONS_PORT"] = str(options.operations_port + index)

@@ -7,12 +7,14 @@ from typing import ClassVar as _ClassVar, Optional as _Optional
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ScaleRequest(_message.Message):
-    __slots__ = ("num_prefill", "num_decode")
+    __slots__ = ("num_prefill", "num_decode", "model")
     NUM_PREFILL_FIELD_NUMBER: _ClassVar[int]
     NUM_DECODE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     num_prefill: int
     num_decode: int
-    def __init__(self, num_prefill: _Optional[int] = ..., num_decode: _Optional[int] = ...) -> None: ...
+    model: str
+    def __init__(self, num_prefill: _Optional[int] = ..., num_decode: _Optional[int] = ..., model: _Optional[str] = ...) -> None: ...
 
 class ScaleResponse(_message.Message):
     __slots__ = ("num_prefill", "num_decode", "starting", "leaving", "failing")

@@ -36,8 +36,8 @@ class SupervisorStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> SupervisorAsyncStub: ...
     Scale: _grpc.UnaryUnaryMultiCallable[_supervisor_pb2.ScaleRequest, _supervisor_pb2.ScaleResponse]
-    """Starts or drains workers until there are as many as asked for. Answers at once. INVALID_ARGUMENT: a number that a
-    run cannot have.
+    """Starts or drains workers of a model until there are as many as asked for. Answers at once. INVALID_ARGUMENT: a
+    number that a run cannot have, or a model that is not clear.
     """
 
 @_typing.type_check_only
@@ -48,8 +48,8 @@ class SupervisorAsyncStub(SupervisorStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Scale: _aio.UnaryUnaryMultiCallable[_supervisor_pb2.ScaleRequest, _supervisor_pb2.ScaleResponse]  # type: ignore[assignment]
-    """Starts or drains workers until there are as many as asked for. Answers at once. INVALID_ARGUMENT: a number that a
-    run cannot have.
+    """Starts or drains workers of a model until there are as many as asked for. Answers at once. INVALID_ARGUMENT: a
+    number that a run cannot have, or a model that is not clear.
     """
 
 class SupervisorServicer(metaclass=_abc_1.ABCMeta):
@@ -63,8 +63,8 @@ class SupervisorServicer(metaclass=_abc_1.ABCMeta):
         request: _supervisor_pb2.ScaleRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_supervisor_pb2.ScaleResponse, _abc.Awaitable[_supervisor_pb2.ScaleResponse]]:
-        """Starts or drains workers until there are as many as asked for. Answers at once. INVALID_ARGUMENT: a number that a
-        run cannot have.
+        """Starts or drains workers of a model until there are as many as asked for. Answers at once. INVALID_ARGUMENT: a
+        number that a run cannot have, or a model that is not clear.
         """
 
 def add_SupervisorServicer_to_server(servicer: SupervisorServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

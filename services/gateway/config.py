@@ -16,6 +16,7 @@ from services.gateway.access.keyring import Keyring
 from services.gateway.dashboard.access import DashboardSetting
 from services.gateway.frontend.http.body_limits import DEFAULT_BODY_MEMORY_BYTES, MAX_BODY_BYTES
 from services.gateway.intake.generation_config import AUTO
+from services.gateway.intake.model_names import parse_aliases
 from services.gateway.parsing.choice import CallParserName, ReasoningParserName
 
 
@@ -23,6 +24,7 @@ from services.gateway.parsing.choice import CallParserName, ReasoningParserName
 class GatewayOptions:
     """The settings that the gateway's parts need; `GatewaySettings` describes them."""
 
+    model_aliases: tuple[str, ...] = ()
     generation_config: str = AUTO
     override_generation_config: str | None = None
     tool_call_parser: CallParserName = "auto"
@@ -117,6 +119,10 @@ class GatewaySettings(TracedSettings):
         description="directory to keep what keys have used of their budgets; default: that of "
         "api_keys_file",
     )
+    model_aliases: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=(),
+        description="more names of models, by commas: ALIAS=MODEL",
+    )
     generation_config: str = Field(
         default=AUTO,
         description="default sampling parameters: auto (the model's generation_config.json), vllm "
@@ -197,6 +203,7 @@ class GatewaySettings(TracedSettings):
 
     def check(self) -> None:
         check_tracing(self)
+        parse_aliases(self.model_aliases)
         self.keyring(CollectorRegistry())
         for files in (service_tls(self), self.public_tls()):
             if files is not None:
@@ -240,7 +247,7 @@ class GatewaySettings(TracedSettings):
             raise ValueError("a name of an adapter twice")
         return tuple(found)
 
-    @field_validator("allowed_hosts", "cors_origins", mode="before")
+    @field_validator("allowed_hosts", "cors_origins", "model_aliases", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         return split_by_commas(value)

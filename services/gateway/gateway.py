@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING
 
 from services.common.errors import (
     DeadlineExceeded,
-    InvalidRequest,
     NoWorker,
     Overloaded,
-    UnknownModel,
 )
 from services.common.runtime.logging import bind_request_id
 from services.common.text.detokenizer import Detokenizer
@@ -32,6 +30,7 @@ from services.gateway.frontend.api import (
 from services.gateway.intake.admission import AdmittedRequest, admit, check_priority
 from services.gateway.intake.catalog import Model
 from services.gateway.intake.identity import check_identity, client_id, scoped_id, with_resume_token
+from services.gateway.intake.model_names import choose_model, parse_aliases, with_aliases
 from services.gateway.intake.prompts import check_token_ids, tokenize_prompt
 from services.gateway.parsing.message import MessageParser
 from services.gateway.request.lifecycle import RequestLifecycle
@@ -79,6 +78,7 @@ class Gateway:
         self._tracer = tracer
         self._pacer = StreamPacer()
         self._num_tokenizing = 0
+        self._aliases = parse_aliases(options.model_aliases)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         """See `Generator.generate`. Also raises Unavailable if the request lost its workers too
@@ -173,19 +173,25 @@ class Gateway:
         """See `Generator.record_refusal`. Only the name of a served model becomes a metric label:
         clients can send any name, and each one would add a time series."""
         names = self._directory.model_names()
+        model = with_aliases(names, self._aliases).get(model, model)
         if model not in names:
             model = names[0] if len(names) == 1 and not model else ""
         self._request_metrics.record_refusal(request_id, model, code, reason)
 
     def models(self) -> tuple[ServedModel, ...]:
-        """The models that can be served now, sorted by name, then their adapters."""
-        names, is_complete = self._directory.model_names(), self._directory.complete_pools
-        models = {name: self._describe(name) for name in names if is_complete(name)}
+        """The models that can be served now, and aliases, sorted by name, then adapters."""
+        roots = with_aliases(self._directory.model_names(), self._aliases)
+        is_complete = self._directory.complete_pools
+        models = {
+            name: self._describe(name, roots[name])
+            for name in sorted(roots)
+            if is_complete(roots[name])
+        }
         adapters = () if self._adapters is None else self._adapters.served()
         return (
             *models.values(),
             *(
-                replace(models[one.model], model=one.adapter.name, parent=one.model)
+                replace(models[one.model], model=one.adapter.name, root="", parent=one.model)
                 for one in adapters
                 if one.model in models
             ),
@@ -194,12 +200,13 @@ class Gateway:
     def ready(self) -> bool:
         return self._directory.ready() and not self._dispatcher.is_draining
 
-    def _describe(self, name: str) -> ServedModel:
-        served = self._directory.served(name)
+    def _describe(self, name: str, model: str) -> ServedModel:
+        served = self._directory.served(model)
         assert served is not None
         member = next(pool for pool in served.pools if pool.decode).decode[0].member
         return ServedModel(
             model=name,
+            root=model,
             max_model_len=served.max_model_len,
             block_size=served.specs[0].block_size,
             dtype=member.engine.get("dtype", served.model.config.dtype),
@@ -218,8 +225,12 @@ class Gateway:
                 adapter = await self._adapter(name) if caller.sees(name) else None
                 is_served = adapter is not None and adapter.model in names
                 found = adapter if is_served else None
-                seen_names = tuple(filter(caller.sees, names))
-                chosen = _choose(name, seen_names) if found is None else found.model
+                seen_models = {
+                    name: model
+                    for name, model in with_aliases(names, self._aliases).items()
+                    if caller.sees(name) or caller.sees(model)
+                }
+                chosen = choose_model(name, seen_models) if found is None else found.model
                 served = self._directory.served(chosen)
                 assert served is not None
                 return chosen, served, None if found is None else found.adapter
@@ -285,18 +296,3 @@ def _detokenizer(request: AdmittedRequest, model: Model) -> Detokenizer:
     if request.parsing is not None and request.skip_special_tokens:
         return Detokenizer(model.message_pieces)
     return model.tokenizer.detokenizer(skip_special_tokens=request.skip_special_tokens)
-
-
-def _choose(name: str, names: tuple[str, ...]) -> str:
-    """The served model that `name` means; an empty name means the only one. UnknownModel: it is not
-    served. InvalidRequest: the name is empty and several models are served."""
-    if name in names:
-        return name
-    served = ", ".join(names) or "none"
-    if name or not names:
-        raise UnknownModel(f"model {name!r} is not served here; these are: {served}")
-    if len(names) > 1:
-        raise InvalidRequest(
-            f"several models are served, so the request names one: {served}", "model"
-        )
-    return names[0]

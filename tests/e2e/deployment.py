@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,7 +95,11 @@ def _is_ready(client: Client) -> bool:
 
 
 def start(
-    model: Path | str, tmp_path: Path, *args: str, num_gateways: int = 1, tls: Tls | None = None
+    models: Path | str | Sequence[str],
+    tmp_path: Path,
+    *args: str,
+    num_gateways: int = 1,
+    tls: Tls | None = None,
 ) -> Deployment:
     """Returns at once; `wait_until_ready` waits."""
     grpc_port, http_port = _free_ports(num_gateways), _free_ports(num_gateways)
@@ -103,7 +107,8 @@ def start(
     # Pools belong on a tmpfs; the directory is the test's own.
     run_root = Path("/dev/shm") / f"quire-test-{os.getpid()}-{tmp_path.name}"
     log = tmp_path / "serve.log"
-    command = [sys.executable, "-m", "quire.cli", "serve", "--model", str(model), "--threads", "1"]
+    command = [sys.executable, "-m", "quire.cli", "serve", "--threads", "1"]
+    command += [str(models)] if isinstance(models, Path | str) else models
     command += ["--grpc-port", str(grpc_port), "--http-port", str(http_port)]
     command += ["--run-root", str(run_root), "--report-cached-tokens", *args]
     with log.open("ab") as output:
@@ -125,9 +130,13 @@ def _free_ports(number: int) -> int:
 
 @contextmanager
 def serving(
-    model: Path | str, tmp_path: Path, *args: str, num_gateways: int = 1, tls: Tls | None = None
+    models: Path | str | Sequence[str],
+    tmp_path: Path,
+    *args: str,
+    num_gateways: int = 1,
+    tls: Tls | None = None,
 ) -> Iterator[Deployment]:
-    deployment = start(model, tmp_path, *args, num_gateways=num_gateways, tls=tls)
+    deployment = start(models, tmp_path, *args, num_gateways=num_gateways, tls=tls)
     try:
         deployment.wait_until_ready()
         yield deployment

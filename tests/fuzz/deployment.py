@@ -213,7 +213,8 @@ class Deployment:
             ),
         )
         children: Any = [
-            Child(ChildSpec(f"{role}-1", (), Stage.WORKER)) for role in ("prefill", "decode")
+            Child(ChildSpec(f"{role}-1", (), Stage.WORKER, role=role, model="toy"))
+            for role in ("prefill", "decode")
         ]
         scaler = WorkerScaler(children, lambda spec: children.append(Child(spec)))
         # As in `quire serve`: without our interceptor.

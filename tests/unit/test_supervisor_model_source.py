@@ -16,7 +16,7 @@ def test_a_directory(tmp_path: Path) -> None:
 
 def test_a_file_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
-    with pytest.raises(ModelNotFound, match="is a file; --model takes a directory"):
+    with pytest.raises(ModelNotFound, match="is a file; a model is a directory"):
         find_model(str(tmp_path / "model.safetensors"))
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from quire.supervisor import topology
-from quire.supervisor.options import ServeOptions
+from quire.supervisor.models import ModelOptions
+from quire.supervisor.options import ServeOptions, To
 from services.block_manager.config import BlockManagerSettings
 from services.common.runtime.config import ServiceSettings, load_settings, resolved
 from services.decode.config import DecodeSettings
@@ -26,8 +27,6 @@ CLASSES: dict[str, type[ServiceSettings]] = {
 def test_every_service_understands_what_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """With every flag set: each name is a setting, each value is valid, and they arrive."""
     asked = ServeOptions(
-        model="/models/tiny",
-        model_name="tiny",
         pool_memory="2GiB",
         swap_memory="1GiB",
         allowed_hosts="quire.example, *.example.com",
@@ -40,7 +39,9 @@ def test_every_service_understands_what_it_is_told(monkeypatch: pytest.MonkeyPat
         max_num_seqs=8,
         max_num_batched_tokens=256,
     )
-    for spec in topology.services(asked, RUN):
+    settings_of_workers = asked.settings(To.WORKERS)
+    model = ModelOptions("tiny", Path("/models/tiny"), 1, 1, ("a", "b"), settings_of_workers)
+    for spec in topology.services(asked, [model], RUN):
         with monkeypatch.context() as patch:
             for name in [name for name in os.environ if name.startswith("QUIRE_")]:
                 patch.delenv(name)
@@ -50,6 +51,7 @@ def test_every_service_understands_what_it_is_told(monkeypatch: pytest.MonkeyPat
         assert settings.run_dir == RUN
         assert settings.redis_url == f"unix://{RUN}/redis.sock"
         if isinstance(settings, GatewaySettings):
+            assert settings.model_aliases == ("a=tiny", "b=tiny")
             assert settings.allowed_hosts == ("quire.example", "*.example.com")
             (shown,) = (v for k, v in resolved(settings).items() if k.endswith("ALLOWED_HOSTS"))
             assert shown == "quire.example,*.example.com"

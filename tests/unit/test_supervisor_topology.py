@@ -6,18 +6,29 @@ from pathlib import Path
 import pytest
 
 from quire.supervisor import child, end_with_parent, supervisor, topology, valkey
-from quire.supervisor.options import ServeOptions
+from quire.supervisor.child import ChildSpec
+from quire.supervisor.models import ModelOptions
+from quire.supervisor.options import ServeOptions, To
 from services.common.runtime import process
 
 RUN = Path("/dev/shm/quire-1000/50051-a1b2c3d4")
 
 
 def options(**changes: object) -> ServeOptions:
-    return ServeOptions(model="/models/tiny", model_name="tiny", **changes)  # type: ignore[arg-type]
+    return ServeOptions(**changes)  # type: ignore[arg-type]
+
+
+def services(asked: ServeOptions) -> tuple[ChildSpec, ...]:
+    """Of one model with these options."""
+    model = ModelOptions(
+        *("tiny", Path("/models/tiny"), asked.num_prefill, asked.num_decode),
+        settings=asked.settings(To.WORKERS),
+    )
+    return topology.services(asked, [model], RUN)
 
 
 def names(asked: ServeOptions) -> list[str]:
-    return [spec.name for spec in topology.services(asked, RUN)]
+    return [spec.name for spec in services(asked)]
 
 
 def test_a_run_has_one_service_of_each_role_by_default() -> None:
@@ -44,16 +55,13 @@ def test_gateways_have_consecutive_ports() -> None:
     assert names(asked)[-3:] == ["gateway", "gateway-2", "gateway-3"]
     ports = [
         (spec.environment["QUIRE_GATEWAY_PORT"], spec.environment["QUIRE_GATEWAY_HTTP_PORT"])
-        for spec in topology.services(asked, RUN)[-3:]
+        for spec in services(asked)[-3:]
     ]
     assert ports == [("7000", "8000"), ("7001", "8001"), ("7002", "8002")]
 
 
 def test_priorities_are_refused_unless_they_are_asked_for() -> None:
-    settings = [
-        topology.services(options(client_priority=asked), RUN)[-1].environment
-        for asked in (False, True)
-    ]
+    settings = [services(options(client_priority=asked))[-1].environment for asked in (False, True)]
     assert [each.get("QUIRE_GATEWAY_CLIENT_PRIORITY") for each in settings] == [None, "true"]
 
 
@@ -71,7 +79,7 @@ def test_a_port_of_a_role_is_that_of_its_first_member(monkeypatch: pytest.Monkey
             for name, value in spec.variables.items()
             if name.endswith("_PORT")
         ]
-        for spec in topology.services(asked, RUN)
+        for spec in services(asked)
     }
     assert ports == {
         "block-manager": [],
@@ -86,9 +94,9 @@ def test_a_port_of_a_role_is_that_of_its_first_member(monkeypatch: pytest.Monkey
 
 def test_cached_tokens_are_reported_where_that_is_asked_for() -> None:
     name = "QUIRE_GATEWAY_REPORT_CACHED_TOKENS"
-    assert name not in topology.services(options(), RUN)[-1].environment
+    assert name not in services(options())[-1].environment
     asked = options(report_cached_tokens=True)
-    assert topology.services(asked, RUN)[-1].environment[name] == "true"
+    assert services(asked)[-1].environment[name] == "true"
 
 
 def test_the_embedded_store_is_for_this_run_alone() -> None:
@@ -105,12 +113,12 @@ def test_the_embedded_store_is_for_this_run_alone() -> None:
 def test_no_store_is_started_where_one_is_named() -> None:
     asked = options(redis_url="redis://elsewhere:6379")
     assert topology.store(asked, RUN) is None
-    for spec in topology.services(asked, RUN):
+    for spec in services(asked):
         assert "redis://elsewhere:6379" in spec.environment.values()
 
 
 def test_a_setting_that_nobody_asked_for_is_left_to_the_service() -> None:
-    (decode,) = (s for s in topology.services(options(), RUN) if s.name == "decode-1")
+    (decode,) = (s for s in services(options()) if s.name == "decode-1")
     assert "QUIRE_DECODE_POOL_MEMORY" not in decode.environment
     assert decode.environment["QUIRE_DECODE_NUM_EXPECTED_WORKERS"] == "2"
 
@@ -121,13 +129,13 @@ def test_workers_divide_the_cpus_unless_their_threads_are_given() -> None:
         (options(cpus="0-3"), {"QUIRE_DECODE_CPUS": "0-3"}),
         (options(threads=5), {"QUIRE_DECODE_THREADS": "5"}),
     ]:
-        (decode,) = (s for s in topology.services(asked, RUN) if s.name == "decode-1")
+        (decode,) = (s for s in services(asked) if s.name == "decode-1")
         names = {"QUIRE_DECODE_CPUS", "QUIRE_DECODE_THREADS"}
         assert {name: decode.environment[name] for name in names & set(decode.environment)} == said
 
 
 def test_services_know_how_long_they_are_waited_for() -> None:
-    for spec in topology.services(options(), RUN):
+    for spec in services(options()):
         (told,) = (v for name, v in spec.environment.items() if name.endswith("_STOP_GRACE_S"))
         assert float(told) < supervisor.GRACE_S
 
@@ -140,3 +148,22 @@ def test_the_store_has_no_network_port_and_keeps_nothing() -> None:
     text = " ".join(valkey.command(RUN))
     assert "--port 0 " in text
     assert "--save  --appendonly no --maxmemory-policy noeviction" in text
+
+
+def test_several_models_have_workers_of_their_own_on_different_ports(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("QUIRE_DECODE_METRICS_PORT", "9092")
+    models = [
+        ModelOptions("a", Path("/a"), 1, 2, ("default",), {"POOL_MEMORY": "1GiB"}),
+        ModelOptions("org/b", Path("/b"), 1, 1),
+    ]
+    specs = {spec.name: spec for spec in topology.services(options(), models, RUN)}
+    workers = ["a:prefill-1", "org/b:prefill-1", "a:decode-1", "a:decode-2", "org/b:decode-1"]
+    assert list(specs) == ["block-manager", *workers, "gateway"]
+    variables = [specs[name].variables for name in workers[2:]]
+    assert [each["QUIRE_DECODE_METRICS_PORT"] for each in variables] == ["9092", "9093", "9094"]
+    assert [each["QUIRE_DECODE_MODEL"] for each in variables] == ["/a", "/a", "/b"]
+    assert [each.get("QUIRE_DECODE_POOL_MEMORY") for each in variables] == ["1GiB", "1GiB", None]
+    assert {each["QUIRE_DECODE_NUM_EXPECTED_WORKERS"] for each in variables} == {"5"}
+    assert specs["gateway"].environment["QUIRE_GATEWAY_MODEL_ALIASES"] == "default=a"

@@ -6,7 +6,7 @@ from contextlib import ExitStack, aclosing
 from dataclasses import replace
 
 from quire.api_keys import ApiKey
-from services.common.errors import InvalidApiKey, InvalidRequest, QuireError, UnknownModel
+from services.common.errors import InvalidApiKey, InvalidRequest, QuireError
 from services.gateway.access.caller import LOCAL_OPERATOR, Caller, current_caller
 from services.gateway.access.keyring import Keyring
 from services.gateway.frontend.api import (
@@ -17,6 +17,7 @@ from services.gateway.frontend.api import (
     Tokenized,
     TokenizeRequest,
 )
+from services.gateway.intake.model_names import choose_model
 
 
 class AccessControl:
@@ -49,11 +50,9 @@ class AccessControl:
         return await self._generator.detokenize(token_ids, self._visible(model))
 
     def _visible(self, name: str) -> str:
-        """The model that a caller means; UnknownModel: none, or one that the caller may not use."""
-        models = [model.model for model in self.models()]
-        if name not in models and (name or not models):
-            raise UnknownModel(f"model {name!r} is not served here")
-        return name or (models[0] if len(models) == 1 else "")
+        """The model that a caller means. Raises as `choose_model`, among those that the caller may
+        use."""
+        return choose_model(name, {each.model: each.root or each.model for each in self.models()})
 
     def record_refusal(self, request_id: str, model: str, code: str, reason: str) -> None:
         self._generator.record_refusal(request_id, model, code, reason)
@@ -61,7 +60,11 @@ class AccessControl:
     def models(self) -> tuple[ServedModel, ...]:
         """The models that the current caller sees."""
         caller = current_caller()
-        return tuple(model for model in self._generator.models() if caller.sees(model.model))
+        return tuple(
+            model
+            for model in self._generator.models()
+            if caller.sees(model.model) or caller.sees(model.root)
+        )
 
     def ready(self) -> bool:
         return self._generator.ready()

@@ -250,10 +250,13 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
+    """A model under one of its names. `root`: its own name, if `model` is an alias."""
+
     model: str
     max_model_len: int
     block_size: int
     dtype: str
+    root: str = ""
     parent: str = ""
     """Of a LoRA adapter, the model that it is for."""
 

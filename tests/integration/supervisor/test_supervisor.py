@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -137,7 +138,7 @@ def test_the_supervisor_prints_how_to_send_requests(start: Callable[..., Run]) -
     run.wait_until_serving()
     assert f"quire generate --address 127.0.0.1:{run.grpc_port} " in run.text()
     assert f"quire down --grpc-port {run.grpc_port}" in run.text()
-    assert '"model": "toy"' in run.text()
+    assert '"model": "toys"' in run.text()
 
 
 @pytest.mark.parametrize("role", ["redis", "block_manager", "prefill", "decode", "gateway"])
@@ -261,7 +262,7 @@ def test_a_second_signal_ends_the_run_at_once(start: Callable[..., Run]) -> None
     assert not any(map(_is_alive, everyone))
 
 
-def scale(run: Run, **numbers: int) -> ScaleResponse:
+def scale(run: Run, **numbers: Any) -> ScaleResponse:
     with grpc.insecure_channel(f"unix:{run.directory}/supervisor.sock") as channel:
         return SupervisorStub(channel).Scale(ScaleRequest(**numbers), timeout=LIMIT_S)
 

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 
 from quire.cli import main
+from quire.supervisor.models import find_models
+from quire.supervisor.options import ServeOptions
 
 
 @pytest.mark.parametrize(
@@ -29,6 +31,56 @@ def test_a_value_that_cannot_be_is_named(capsys: Any, flag: str, value: str, mes
     assert line.startswith(f"quire: Invalid value for '{flag}'")
     assert message in line
     assert line.endswith(" (see `quire serve --help`)")
+
+
+SMALL, LARGE = "small=embedded", "large={}"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["{}", "--model", "{}"], "both name models"),
+        (["embedded", "embedded"], "is given twice; one model may have several names"),
+        (["a=embedded", "b=embedded"], "is given twice"),
+        (["a=embedded", "a={}"], "the name 'a' is given to two models"),
+        (["a,b=embedded", "b={}"], "the name 'b' is given to two models"),
+        (["a,,b=embedded"], "'' cannot be the name of a model"),
+        (["a b=embedded"], "'a b' cannot be the name of a model"),
+        ([SMALL, LARGE], "large: with several models, each needs the size of its pool"),
+        ([SMALL, LARGE, "--served-model-name", "x"], "--served-model-name is for one MODEL"),
+        ([SMALL, "--set", "large.decode=2"], "not MODEL.OPTION=VALUE of small"),
+        ([SMALL, "--set", "small.decode"], "not MODEL.OPTION=VALUE of small"),
+        ([SMALL, "--set", "small.decode=0"], "'0' is not a number of workers"),
+        ([SMALL, "--set", "small.host=x"], "'host' is no option of one model"),
+        ([SMALL, "/no/where"], "there is no directory /no/where"),
+    ],
+)
+def test_models_that_do_not_fit_together_are_named(
+    capsys: Any, tmp_path: Path, flags: list[str], message: str
+) -> None:
+    (tmp_path / "m").mkdir()
+    arguments = [flag.format(tmp_path / "m") for flag in flags]
+    assert main(["serve", *arguments, "--run-root", str(tmp_path / "runs")]) == 1
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_each_model_has_names_and_options_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "m=1").mkdir()
+    large = str(tmp_path / "m=1")
+    own = ["Big.pool_memory=4GiB", "Big.decode=3", "m.v2.kv-dtype=int8"]
+    options = ServeOptions(
+        models=["m.v2,default,latest=embedded", f"Big={large}"], num_prefill=2, own=own
+    )
+    small, big = find_models(options)
+    assert (small.name, small.aliases) == ("m.v2", ("default", "latest"))
+    assert small.settings == {"POOL_MEMORY": "256MiB", "KV_DTYPE": "int8"}
+    assert (big.path, big.settings) == (Path(large), {"POOL_MEMORY": "4GiB"})
+    assert [(m.num_prefill, m.num_decode) for m in (small, big)] == [(2, 1), (2, 3)]
+    (alone,) = find_models(ServeOptions(models=[large]))
+    assert (alone.name, alone.path) == ("m=1", Path(large))
+    (named,) = find_models(ServeOptions(model=large, model_name="a,b"))
+    assert (named.name, named.aliases) == ("a", ("b",))
 
 
 def test_cpus_and_threads_exclude_each_other(capsys: Any) -> None:

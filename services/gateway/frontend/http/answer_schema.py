@@ -214,6 +214,7 @@ class Model(TypedDict):
     object: Literal["model"]
     created: int
     owned_by: str
+    root: str
     max_model_len: int
     block_size: int
     dtype: str

@@ -174,7 +174,7 @@ class _Endpoints:
 
     def _model(self, name: str | None) -> str:
         """The model that an answer names. A request without a model uses the only one."""
-        return name or next((each.model for each in self._generator.models()), "")
+        return name or next((each.root or each.model for each in self._generator.models()), "")
 
     async def _answer(
         self, request: Request, kind: type[CompletionsBody], answer_format: AnswerFormat
@@ -242,6 +242,7 @@ class _Endpoints:
             "object": "model",
             "created": self._started_unix_s,
             "owned_by": "quire",
+            "root": model.root or model.model,
             "max_model_len": model.max_model_len,
             "block_size": model.block_size,
             "dtype": model.dtype,

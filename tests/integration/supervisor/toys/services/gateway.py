@@ -22,7 +22,7 @@ from services.toy import run, run_dir
 
 class Gateway(InferenceServicer, BlockManagerServicer):
     def ListModels(self, _request: Any, _context: Any) -> inference.ListModelsResponse:
-        return inference.ListModelsResponse(models=[inference.Model(id="toy", dtype="none")])
+        return inference.ListModelsResponse(models=[inference.Model(id="toys", dtype="none")])
 
     def ListPools(self, _request: Any, _context: Any) -> bm.ListPoolsResponse:
         return bm.ListPoolsResponse()
@@ -56,7 +56,8 @@ def _workers() -> Any:
     for entry in (run_dir("gateway") / "members").iterdir():
         role, pid = entry.name.rsplit("-", 1)
         if os.path.exists(f"/proc/{pid}"):
-            yield bm.Worker(worker_id=entry.name, role=role, state="WORKER_STATE_SERVING")
+            state = "WORKER_STATE_SERVING"
+            yield bm.Worker(worker_id=entry.name, role=role, model="toys", state=state)
 
 
 health = HealthServicer()

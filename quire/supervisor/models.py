@@ -1,0 +1,110 @@
+"""The models of one run: their names, their files, and the options that each has of its own."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from quire.supervisor.errors import WrongModels
+from quire.supervisor.model_source import EMBEDDED, find_model
+from quire.supervisor.options import EMBEDDED_POOL_MEMORY, ServeOptions, To
+
+_MEMORY = ("POOL_MEMORY", "GPU_MEMORY_UTILIZATION")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """One model of a run. `name`: for clients, which also know it by `aliases`. `path`: its
+    directory or GGUF file. `settings`: of its workers, by name in capitals."""
+
+    name: str
+    path: Path
+    num_prefill: int = 1
+    num_decode: int = 1
+    aliases: tuple[str, ...] = ()
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+    def number(self, role: str) -> int:
+        return self.num_prefill if role == "prefill" else self.num_decode
+
+    def worker_settings(self) -> dict[str, str]:
+        return {**self.settings, "MODEL": str(self.path), "MODEL_NAME": self.name}
+
+
+def find_models(options: ServeOptions) -> tuple[ModelOptions, ...]:
+    """The models that the options name. Raises ModelNotFound, or WrongModels if they do not fit
+    together."""
+    if options.models and options.model is not None:
+        raise WrongModels(f"--model {options.model} and {options.models[0]} both name models")
+    given = options.models or [options.model or EMBEDDED]
+    models = [_model(text, options) for text in given]
+    if options.model_name is not None:
+        if len(models) > 1 or models[0].aliases or "=" in given[0]:
+            raise WrongModels("--served-model-name is for one MODEL without names of its own")
+        name, *aliases = options.model_name.split(",")
+        models = [replace(models[0], name=name, aliases=tuple(aliases))]
+    _check_names(models)
+    models = _with_own_options(models, options.own)
+    for model in models:
+        if len(models) > 1 and not any(name in model.settings for name in _MEMORY):
+            raise WrongModels(
+                f"{model.name}: with several models, each needs the size of its pool: "
+                f"--pool-memory SIZE for each of them, or --set {model.name}.pool_memory=SIZE"
+            )
+    return tuple(models)
+
+
+def aliases(models: Sequence[ModelOptions]) -> str:
+    """The gateways' setting of this name; empty: there are none."""
+    return ",".join(f"{alias}={model.name}" for model in models for alias in model.aliases)
+
+
+def _model(text: str, options: ServeOptions) -> ModelOptions:
+    names, given, source = text.partition("=")
+    if not given or Path(text).expanduser().exists():  # a path may have such a character
+        names, source = "", text
+    found = find_model(source)
+    settings = options.settings(To.WORKERS)
+    if source == EMBEDDED:
+        settings.setdefault("POOL_MEMORY", EMBEDDED_POOL_MEMORY)
+    name, *others = names.split(",") if given and names else [found.name]
+    return ModelOptions(
+        *(name, found.directory, options.num_prefill, options.num_decode, tuple(others)), settings
+    )
+
+
+def _check_names(models: Sequence[ModelOptions]) -> None:
+    names = [name for model in models for name in (model.name, *model.aliases)]
+    for name in names:
+        if not name or not name.isprintable() or any(char in " ,=" for char in name):
+            raise WrongModels(f"{name!r} cannot be the name of a model")
+    paths = Counter(model.path for model in models)
+    if twice := [path for path, number in paths.items() if number > 1]:
+        raise WrongModels(
+            f"{twice[0]} is given twice; one model may have several names: NAME,ALIAS={twice[0]}"
+        )
+    if same := [name for name, number in Counter(names).items() if number > 1]:
+        raise WrongModels(f"the name {same[0]!r} is given to two models: NAME=MODEL gives another")
+
+
+def _with_own_options(models: list[ModelOptions], given: list[str] | None) -> list[ModelOptions]:
+    """The models with the options that were set for one of them."""
+    known = ServeOptions.names(To.WORKERS)
+    by_name = {model.name: model for model in models}
+    for text in given or ():
+        place, equals, value = text.partition("=")
+        name, _, option = place.rpartition(".")
+        option = option.replace("-", "_")
+        if not equals or name not in by_name:
+            raise WrongModels(f"--set {text}: not MODEL.OPTION=VALUE of {', '.join(by_name)}")
+        model = by_name[name]
+        if option in ("prefill", "decode"):
+            if not value.isdecimal() or not int(value):
+                raise WrongModels(f"--set {text}: {value!r} is not a number of workers")
+            by_name[name] = replace(model, **{f"num_{option}": int(value)})  # type: ignore[arg-type]
+        elif option in known:
+            settings = {**model.settings, option.upper(): value}
+            by_name[name] = replace(model, settings=settings)
+        else:
+            raise WrongModels(f"--set {text}: {option!r} is no option of one model")
+    return list(by_name.values())

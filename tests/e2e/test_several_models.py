@@ -1,0 +1,141 @@
+"""Two models in one deployment: each has its own pool and workers, and its own fate."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from bench.make_checkpoint import make_checkpoint
+from quire.async_client import AsyncClient
+from quire.errors import InvalidRequest, NotFound
+from quire.types import Sampling
+
+from .conftest import Oracle
+from .deployment import Deployment, serving
+
+PROMPT = (5, 6, 7, 8, 9)
+LONG = Sampling(temperature=0, max_tokens=400, ignore_eos=True)
+SHORT = Sampling(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {
+        "one": make_checkpoint(root / "one", seed=1),
+        "two": make_checkpoint(root / "two", seed=2, num_layers=3),
+    }
+
+
+@pytest.fixture(scope="module")
+def oracles(checkpoints: dict[str, Path]) -> dict[str, Oracle]:
+    return {name: Oracle(path) for name, path in checkpoints.items()}
+
+
+@pytest.fixture(scope="module")
+def deployment(
+    checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Deployment]:
+    models = [f"one,default={checkpoints['one']}", f"two={checkpoints['two']}"]
+    flags = ("--pool-memory", "4MiB", "--set", "two.decode=2")
+    with serving(models, tmp_path_factory.mktemp("run"), *flags) as running:
+        yield running
+
+
+@pytest.fixture
+async def client(deployment: Deployment) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(deployment.address, operations=deployment.operations) as client:
+        yield client
+
+
+async def tokens(client: AsyncClient, model: str, sampling: Sampling) -> list[int]:
+    found: list[int] = []
+    async for delta in client.generate(PROMPT, sampling, model=model):
+        found += delta.token_ids
+    return found
+
+
+async def test_each_model_answers_as_transformers_do(
+    client: AsyncClient, oracles: dict[str, Oracle]
+) -> None:
+    names = ["one", "two", "default"]
+    answers = await asyncio.gather(*(tokens(client, name, SHORT) for name in names))
+    one, two = (oracle.greedy(PROMPT, 24) for oracle in oracles.values())
+    assert answers == [one, two, one]
+    assert one != two
+
+
+async def test_models_are_listed_with_aliases_and_a_request_names_one(
+    client: AsyncClient, deployment: Deployment
+) -> None:
+    assert [model.id for model in await client.models()] == ["default", "one", "two"]
+    assert sorted(pool.model for pool in await client.pools()) == ["one", "two"]
+    async with httpx.AsyncClient(base_url=deployment.http, trust_env=False) as http:
+        listed = (await http.get("/v1/models")).json()["data"]
+        assert {each["id"]: each["root"] for each in listed} == {
+            "default": "one",
+            "one": "one",
+            "two": "two",
+        }
+        body: dict[str, Any] = {"prompt": list(PROMPT), "max_tokens": 1}
+        answer = await http.post("/v1/completions", json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
+        assert "names one: default, one, two" in answer.json()["error"]["message"]
+        metrics = (await http.get("/metrics")).text
+    for model in ("one", "two"):
+        assert f'quire:generation_tokens_total{{model_name="{model}"' in metrics
+    assert 'model_name="default"' not in metrics
+    with pytest.raises(NotFound, match="these are: default, one, two"):
+        await tokens(client, "three", SHORT)
+
+
+async def test_workers_of_one_model_die_and_the_other_does_not_notice(
+    client: AsyncClient, deployment: Deployment, oracles: dict[str, Oracle]
+) -> None:
+    """Its streams go on without an error, and the first model's requests are recovered."""
+    running = [asyncio.create_task(tokens(client, name, LONG)) for name in ("one", "two")]
+    before = {w.worker_id: w.started_unix_ms for w in await client.workers() if w.model == "two"}
+    for pid in pids_of(deployment, "one"):
+        os.kill(pid, signal.SIGKILL)
+    assert await tokens(client, "two", SHORT) == oracles["two"].greedy(PROMPT, 24)
+    one, two = await asyncio.gather(*running)
+    assert (one, two) == tuple(oracle.greedy(PROMPT, 400) for oracle in oracles.values())
+    after = {w.worker_id: w.started_unix_ms for w in await client.workers() if w.model == "two"}
+    assert after == before
+
+
+def pids_of(deployment: Deployment, model: str) -> list[int]:
+    """Of the model's workers."""
+    pids = deployment.running("services.(prefill|decode)")
+    entry = f"MODEL_NAME={model}\0".encode()
+    found = [pid for pid in pids if entry in Path(f"/proc/{pid}/environ").read_bytes()]
+    assert len(found) == 2
+    return found
+
+
+async def test_a_model_is_scaled_by_its_name(client: AsyncClient) -> None:
+    with pytest.raises(InvalidRequest, match="has several models: name one of one, two"):
+        await client.scale(num_decode=2)
+    with pytest.raises(InvalidRequest, match="'default' is not one of this run"):
+        await client.scale(num_decode=2, model="default")
+    scaled = await client.scale(num_decode=1, model="two")
+    assert (scaled.num_prefill, scaled.num_decode) == (1, 1)
+    assert scaled.leaving == ("two:decode-2",)
+    scaled = await client.scale(num_decode=2, model="one")
+    assert scaled.starting == ("one:decode-2",)
+    async with asyncio.timeout(60):
+        while await numbers(client) != {"one": 2, "two": 1}:
+            await asyncio.sleep(0.1)
+
+
+async def numbers(client: AsyncClient) -> dict[str, int]:
+    """The decode workers of each model."""
+    serving = [
+        w.model for w in await client.workers() if (w.role, w.state) == ("decode", "serving")
+    ]
+    return {model: serving.count(model) for model in ("one", "two")}
