@@ -80,6 +80,7 @@ def settings(compose: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, Service
     [
         "docker-compose.yml",
         "deploy/gpu.yml",
+        "deploy/second-model.yml",
         "deploy/start-interval.yml",
         "deploy/valkey-tls.yml",
     ],
@@ -464,3 +465,23 @@ def _stages() -> dict[str, tuple[str, str]]:
 
 def _dockerfile() -> str:
     return (ROOT / "Dockerfile").read_text()
+
+
+def test_a_second_model_has_workers_of_its_own(
+    compose: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the first one, but for the model, its name and its pool's size."""
+    text = (ROOT / "deploy" / "second-model.yml").read_text()
+    text = re.sub(r"\$\{QUIRE_SECOND_MODEL:\?[^}]*\}", "/models/local/big", text)
+    second = interpolated(yaml.safe_load(text), {"QUIRE_SECOND_POOL_MEMORY": "2GiB"})["services"]
+    assert set(second) == {"prefill-second", "decode-second"}
+    for name, service in second.items():
+        role = name.removesuffix("-second")
+        assert service["extends"] == {"file": "../docker-compose.yml", "service": role}
+        variables = compose["services"][role]["environment"] | service["environment"]
+        assert variables.keys() == compose["services"][role]["environment"].keys()
+        for variable, value in variables.items():
+            monkeypatch.setenv(variable, value)
+        settings = load_settings(CLASSES[role])
+        assert isinstance(settings, WorkerSettings)
+        assert (settings.model, settings.pool_memory) == (Path("/models/local/big"), "2GiB")
