@@ -36,13 +36,12 @@ def find_models(options: ServeOptions) -> tuple[ModelOptions, ...]:
     together."""
     if options.models and options.model is not None:
         raise WrongModels(f"--model {options.model} and {options.models[0]} both name models")
-    given = options.models or [options.model or EMBEDDED]
-    models = [_model(text, options) for text in given]
+    given = [_split(text) for text in options.models or [options.model or EMBEDDED]]
     if options.model_name is not None:
-        if len(models) > 1 or models[0].aliases or "=" in given[0]:
+        if len(given) > 1 or given[0][0]:
             raise WrongModels("--served-model-name is for one MODEL without names of its own")
-        name, *aliases = options.model_name.split(",")
-        models = [replace(models[0], name=name, aliases=tuple(aliases))]
+        given = [(options.model_name, given[0][1])]
+    models = [_model(names, source, options) for names, source in given]
     _check_names(models)
     models = _with_own_options(models, options.own)
     for model in models:
@@ -59,25 +58,35 @@ def aliases(models: Sequence[ModelOptions]) -> str:
     return ",".join(f"{alias}={model.name}" for model in models for alias in model.aliases)
 
 
-def _model(text: str, options: ServeOptions) -> ModelOptions:
+def _split(text: str) -> tuple[str, str]:
+    """The names and the source in `NAMES=MODEL`; without names: "" and the source."""
     names, given, source = text.partition("=")
-    if not given or Path(text).expanduser().exists():  # a path may have such a character
-        names, source = "", text
+    is_path = Path(text).expanduser().exists()  # a path may have such a character
+    return (names, source) if given and not is_path else ("", text)
+
+
+def _model(names: str, source: str, options: ServeOptions) -> ModelOptions:
     found = find_model(source)
     settings = options.settings(To.WORKERS)
     if source == EMBEDDED:
         settings.setdefault("POOL_MEMORY", EMBEDDED_POOL_MEMORY)
-    name, *others = names.split(",") if given and names else [found.name]
+    name, *others = _names(names) if names else [found.name]
     return ModelOptions(
         *(name, found.directory, options.num_prefill, options.num_decode, tuple(others)), settings
     )
 
 
+def _names(text: str) -> list[str]:
+    """The names in a list by commas."""
+    names = text.split(",")
+    for name in names:
+        if not name or not name.isprintable() or " " in name or "=" in name:
+            raise WrongModels(f"{name!r} cannot be the name of a model")
+    return names
+
+
 def _check_names(models: Sequence[ModelOptions]) -> None:
     names = [name for model in models for name in (model.name, *model.aliases)]
-    for name in names:
-        if not name or not name.isprintable() or any(char in " ,=" for char in name):
-            raise WrongModels(f"{name!r} cannot be the name of a model")
     paths = Counter(model.path for model in models)
     if twice := [path for path, number in paths.items() if number > 1]:
         raise WrongModels(
