@@ -44,7 +44,8 @@ class WorkerScaler:
 
     def failing(self) -> dict[str, str]:
         """The reasons why workers do not start, by worker name."""
-        return {child.name: child.failure for child in self._workers() if child.failure}
+        workers = (child for child in self._children if child.spec.stage is Stage.WORKER)
+        return {child.name: child.failure for child in workers if child.failure}
 
     def _chosen(self, name: str) -> str:
         names = sorted({child.spec.model for child in self._workers()})
@@ -80,7 +81,7 @@ class WorkerScaler:
 
     def _workers(self, role: str = "", model: str = "") -> list[Child]:
         """The workers of a role and a model; empty: of all."""
-        workers = [child for child in self._children if child.spec.stage is Stage.WORKER]
+        workers = [child for child in self._children if child.spec.model]
         return [
             child
             for child in workers

@@ -44,7 +44,7 @@ def test_as_many_workers_as_asked() -> None:
 def test_a_mover_and_the_address_of_other_hosts() -> None:
     asked = options(mover=True, service_host="10.0.0.1")
     assert names(asked) == ["block-manager", "prefill-1", "decode-1", "mover", "gateway"]
-    by_name = {spec.name: spec.environment for spec in topology.services(asked, RUN)}
+    by_name = {spec.name: spec.environment for spec in services(asked)}
     assert by_name["mover"]["QUIRE_MOVER_HOST"] == "10.0.0.1"
     assert by_name["decode-1"]["QUIRE_DECODE_HOST"] == "10.0.0.1"
     assert by_name["gateway"]["QUIRE_GATEWAY_HOST"] == "127.0.0.1"
