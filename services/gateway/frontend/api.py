@@ -48,6 +48,13 @@ class RequestedTools:
     """The function that the model must call; None: `choice` says what it may."""
     parallel: bool = True
     """Whether a message may have several calls."""
+    strict: tuple[str, ...] = ()
+    """The functions whose arguments must have the schema of their parameters."""
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether the model must make a call."""
+        return self.choice is ToolChoice.REQUIRED or self.function is not None
 
     @property
     def names(self) -> tuple[str, ...]:

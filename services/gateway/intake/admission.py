@@ -19,7 +19,7 @@ from services.gateway.intake.prompts import (
     tokenize_prompt,
 )
 from services.gateway.intake.sampling import resolve_sampling
-from services.gateway.intake.tools import parsing_of
+from services.gateway.intake.tools import parsing_of, with_calls
 from services.gateway.parsing.message import Parsing
 from services.gateway.request.trace import RequestTrace
 from services.gateway.workers.directory import ModelPools
@@ -155,6 +155,8 @@ async def admit(
         "min_tokens",
     )
     check_received(request, max_tokens, sampling.temperature, served.model.config.vocab_size)
+    parsing = parsing_of(request, served.model, prompt)
+    sampling = await with_calls(sampling, request, parsing, served.model)
     return AdmittedRequest(
         request_id=request_id,
         model=name,
@@ -172,7 +174,7 @@ async def admit(
         num_best=asked.n if asked.selects_best else None,
         received=request.received,
         prompt_logprobs=asked.prompt_logprobs,
-        parsing=parsing_of(request, served.model, prompt),
+        parsing=parsing,
         caller=request.caller,
     )
 

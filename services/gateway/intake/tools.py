@@ -1,9 +1,14 @@
-"""Resolves how the messages of a request are parsed."""
+"""Resolves how the messages of a request are parsed, and what its tools demand of them."""
+
+from dataclasses import replace
 
 from services.common.errors import InvalidRequest
-from services.gateway.frontend.api import GenerationRequest, RequestedTools, ToolChoice
+from services.gateway.frontend.api import GenerationRequest, ToolChoice
 from services.gateway.intake.catalog import Model
+from services.gateway.intake.structures import check_combination
+from services.gateway.intake.tool_grammars import structure_of_calls
 from services.gateway.parsing.message import CallFormat, Parsing
+from services.protocol.ticket import SamplingParams
 
 _NUM_LAST_TOKENS = 16
 """The tokens at the end of a prompt in which its template begins or ends the reasoning."""
@@ -19,7 +24,6 @@ def parsing_of(request: GenerationRequest, model: Model, prompt: tuple[int, ...]
     tools, form = request.tools, model.format
     may_call = tools is not None and tools.choice is not ToolChoice.NONE
     if tools is not None and may_call:
-        check_choice(tools)
         if form.calls is None:
             raise InvalidRequest(
                 "this model's chat template shows no known format of tool calls; `quire serve "
@@ -41,7 +45,28 @@ def parsing_of(request: GenerationRequest, model: Model, prompt: tuple[int, ...]
     )
 
 
-def check_choice(tools: RequestedTools) -> None:
-    """Raises InvalidRequest if the model must call a function, which is not supported."""
-    if tools.choice is ToolChoice.REQUIRED or tools.function is not None:
-        raise InvalidRequest("tool_choice: only auto and none are supported", "tool_choice")
+async def with_calls(
+    sampling: SamplingParams, request: GenerationRequest, parsing: Parsing | None, model: Model
+) -> SamplingParams:
+    """`sampling` with the form of the text that the request's tools demand.
+
+    InvalidRequest: it cannot be combined with another parameter, or a schema of a function is not
+    supported.
+    """
+    tools, asked = request.tools, request.sampling
+    if tools is None or parsing is None or parsing.offered is None:
+        return sampling
+    structure = structure_of_calls(tools, parsing)
+    if structure is None:
+        return sampling
+    if asked.structure is not None:
+        if tools.is_forced:
+            raise InvalidRequest(
+                "tool_choice forces a call, so the text cannot have the form of response_format or "
+                "structured_outputs too",
+                "tool_choice",
+            )
+        return sampling  # the form that the client gave allows no calls
+    check_combination(replace(asked, structure=structure))
+    await model.structures.check(structure)
+    return replace(sampling, structure=structure)

@@ -66,6 +66,7 @@ def requested_tools(
         ToolChoice(choice) if isinstance(choice, str) else ToolChoice.AUTO,
         function,
         parallel is not False,
+        tuple(tool.function.name for tool in tools if tool.function.strict),
     )
 
 

@@ -1,0 +1,168 @@
+"""Forced calls: every text that the grammar allows has calls, with arguments of their schema."""
+
+import json
+import random
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from bench.make_checkpoint import CheckpointSpec, make_checkpoint
+from services.common.errors import InvalidRequest
+from services.common.structured.grammar import Compiled, Grammar, compile_structure
+from services.common.structured.vocabulary import Vocabulary
+from services.common.text.tokenizer import Tokenizer
+from services.gateway.frontend.api import RequestedTools, ToolChoice
+from services.gateway.intake.tool_grammars import structure_of_calls
+from services.gateway.parsing.message import CallFormat, MessageFormat, MessageParser, Parsing
+from services.gateway.parsing.parts import CallArguments, CallStart, Part, joined
+
+EOS, VOCAB_SIZE, MAX_TOKENS = 257, 400, 600
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 5},
+        "unit": {"enum": ["C", "F"]},
+    },
+    "required": ["city", "unit"],
+    "additionalProperties": False,
+}
+TOOLS = tuple(
+    {"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("f", "g.h")
+)
+FORCED = [form for form in CallFormat if form is not CallFormat.PYTHONIC]
+THINK = ("<think>", "</think>")
+CALL = '<tool_call>\n{"name": "f", "arguments": {"city": "Bonn", "unit": "C"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    directory = tmp_path_factory.mktemp("tiny")
+    return Tokenizer.from_directory(Path(make_checkpoint(directory, CheckpointSpec())))
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tokenizer: Tokenizer) -> Vocabulary:
+    return Vocabulary.of(tokenizer, VOCAB_SIZE, [EOS])
+
+
+class Walk:
+    """The tokens that the grammar of a request allows."""
+
+    def __init__(self, vocabulary: Vocabulary, tools: RequestedTools, parsing: Parsing) -> None:
+        structure = structure_of_calls(tools, parsing)
+        assert structure is not None
+        compiled: Future[Compiled] = Future()
+        compiled.set_result(compile_structure(structure, vocabulary))
+        self._walk = Grammar(compiled, VOCAB_SIZE).walk()
+        self.tokens: list[int] = []
+
+    def allowed(self) -> list[int]:
+        mask = self._walk.mask_after(self.tokens)
+        found: list[int] = (
+            np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0].tolist()
+        )
+        return found
+
+    def accepts(self, tokens: tuple[int, ...]) -> bool:
+        for token in (*tokens, EOS):
+            if token not in self.allowed():
+                return False
+            self.tokens.append(token)
+        return True
+
+
+def calls_in(text: str, parsing: Parsing) -> list[tuple[str, str]]:
+    parser = MessageParser(parsing, "seed")
+    parts: tuple[Part, ...] = joined([*parser.push(text), *parser.finish()])
+    found: list[tuple[str, str]] = []
+    for part in parts:
+        match part:
+            case CallStart(_, _, name):
+                found.append((name, ""))
+            case CallArguments(_, arguments):
+                found[-1] = (found[-1][0], found[-1][1] + arguments)
+            case _:
+                raise AssertionError(parts)
+    return found
+
+
+@pytest.mark.parametrize("form", FORCED)
+@pytest.mark.parametrize("function", [None, "g.h"])
+def test_whatever_a_model_draws_is_a_call_with_valid_arguments(
+    vocabulary: Vocabulary, tokenizer: Tokenizer, form: CallFormat, function: str | None
+) -> None:
+    choice = ToolChoice.AUTO if function else ToolChoice.REQUIRED
+    tools = RequestedTools(TOOLS, choice, function)
+    parsing = Parsing(MessageFormat(form), tools.names, reasoning_is_over=True)
+    for seed in range(6):
+        walk, draw = Walk(vocabulary, tools, parsing), random.Random(seed)
+        if form is CallFormat.HARMONY:  # its reasoning may be any text, and take any time
+            walk.tokens += tokenizer.encode("<|channel|>c")
+        while EOS not in (allowed := walk.allowed()):
+            assert len(walk.tokens) < MAX_TOKENS
+            quick = [token for token in allowed if not _is_space(tokenizer, token)]
+            walk.tokens.append(draw.choice(quick or allowed))
+        calls = calls_in(tokenizer.decode(walk.tokens), parsing)
+        assert calls
+        for name, arguments in calls:
+            assert name in ((function,) if function else tools.names)
+            jsonschema.validate(json.loads(arguments), SCHEMA)
+        assert function is None or len(calls) == 1
+
+
+def _is_space(tokenizer: Tokenizer, token: int) -> bool:
+    return tokenizer.decode([token]).isspace()
+
+
+@pytest.mark.parametrize(
+    ("fields", "good", "bad"),
+    [
+        ({}, [CALL, f"{CALL}\n{CALL}", f"<think>Hm <b></think>\n\n{CALL}"], ["Hm", f"Hm {CALL}"]),
+        ({"begins_in_reasoning": True}, [f"Hm\n</think>\n\n{CALL}"], [CALL]),
+        ({"reasoning_is_over": True}, [CALL], [f"<think>Hm</think>{CALL}", CALL.replace("C", "K")]),
+    ],
+)
+def test_reasoning_may_stand_before_a_forced_call(
+    vocabulary: Vocabulary,
+    tokenizer: Tokenizer,
+    fields: dict[str, Any],
+    good: list[str],
+    bad: list[str],
+) -> None:
+    tools = RequestedTools(TOOLS, ToolChoice.REQUIRED)
+    parsing = Parsing(MessageFormat(CallFormat.HERMES, THINK), tools.names, **fields)
+    for texts, expected in ((good, True), (bad, False)):
+        for text in texts:
+            walk = Walk(vocabulary, tools, parsing)
+            assert walk.accepts(tokenizer.encode(text)) is expected, text
+
+
+def test_only_one_call_may_be_forced(vocabulary: Vocabulary, tokenizer: Tokenizer) -> None:
+    tools = RequestedTools(TOOLS, ToolChoice.REQUIRED, parallel=False)
+    parsing = Parsing(MessageFormat(CallFormat.HERMES), tools.names)
+    assert not Walk(vocabulary, tools, parsing).accepts(tokenizer.encode(f"{CALL}\n{CALL}"))
+
+
+def test_strict_functions_have_their_schema_within_any_text(
+    vocabulary: Vocabulary, tokenizer: Tokenizer
+) -> None:
+    tools = RequestedTools(TOOLS, strict=("f",))
+    parsing = Parsing(MessageFormat(CallFormat.HERMES), tools.names)
+    free = '<tool_call>\n{"name": "g.h", "arguments": {"any": 1}}\n</tool_call>'
+    for good in ("Hello.", f"Look: {CALL} and {free}"):
+        assert Walk(vocabulary, tools, parsing).accepts(tokenizer.encode(good)), good
+    for bad in (CALL.replace("Bonn", "Bonn am Rhein"), CALL.replace('"f"', '"x"')):
+        assert not Walk(vocabulary, tools, parsing).accepts(tokenizer.encode(bad)), bad
+    assert structure_of_calls(RequestedTools(TOOLS), parsing) is None
+    bare = Parsing(MessageFormat(CallFormat.LLAMA3_JSON), tools.names)
+    assert structure_of_calls(tools, bare) is None
+
+
+def test_pythonic_calls_cannot_be_forced() -> None:
+    parsing = Parsing(MessageFormat(CallFormat.PYTHONIC), ("f",))
+    with pytest.raises(InvalidRequest, match="pythonic cannot be forced"):
+        structure_of_calls(RequestedTools(TOOLS, ToolChoice.REQUIRED), parsing)
