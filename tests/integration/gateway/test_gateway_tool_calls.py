@@ -232,12 +232,23 @@ async def test_a_continued_stream_has_the_same_parts(
         assert parts_of(continued.deltas) == parts_of(after)
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": TOOLS[0]}])
-async def test_a_forced_call_is_refused(client: openai.AsyncOpenAI, choice: Any) -> None:
-    if not isinstance(choice, str):
-        choice = {"type": "function", "function": {"name": "get_time"}}
-    with pytest.raises(openai.BadRequestError, match="only auto and none are supported"):
-        await client.chat.completions.create(**fields(tool_choice=choice))
+FORCED: Any = [{"type": "function", "function": {"name": "get_time"}}, "required"]
+
+
+@pytest.mark.parametrize("choice", FORCED)
+async def test_a_forced_call_has_a_form_of_its_own(client: openai.AsyncOpenAI, choice: Any) -> None:
+    """What workers make of the form is the matter of other tests."""
+    answer = await client.chat.completions.create(**fields(tool_choice=choice))
+    assert answer.choices[0].finish_reason == "tool_calls"
+    with pytest.raises(openai.BadRequestError, match="forces a call") as refused:
+        await client.chat.completions.create(
+            **fields(tool_choice=choice, response_format={"type": "json_object"})
+        )
+    assert refused.value.param == "tool_choice"
+    wrong = {"name": "get_time", "parameters": {"type": "nothing"}}
+    tools = [{"type": "function", "function": wrong}]
+    with pytest.raises(openai.BadRequestError, match="structured output"):
+        await client.chat.completions.create(**fields(tool_choice="required", tools=tools))
 
 
 async def test_tools_need_a_template_and_a_format(
