@@ -129,7 +129,8 @@ async def test_a_named_function_is_called_with_arguments_of_its_schema(
             answer = await client.chat.completions.create(**body, seed=seed)
             (choice,) = answer.choices
             assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
-            (call,) = choice.message.tool_calls or ()
+            assert choice.message.tool_calls is not None
+            (call,) = choice.message.tool_calls
             assert call.type == "function"
             assert call.function.name == "get_weather"
             jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
