@@ -30,7 +30,9 @@ from .conftest import LIMIT_S, PROMPT, SPEC, until
 from .fakes import FakeDecode, FakePrefill, expected, member, start
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
-ALL_SERVICES = {"quire.v1.Inference", "quire.v1.BlockManager", "quire.v1.Supervisor"}
+ALL_SERVICES = {
+    f"quire.v1.{name}" for name in ("Adapters", "BlockManager", "Inference", "Supervisor")
+}
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 

@@ -15,7 +15,12 @@ from .conftest import HI, FakeGenerator
 async def test_models_are_listed(client: openai.AsyncOpenAI) -> None:
     (model,) = [model async for model in await client.models.list()]
     assert (model.id, model.object, model.owned_by) == ("org/tiny", "model", "quire")
-    assert model.model_extra == {"max_model_len": 512, "block_size": 16, "dtype": "float32"}
+    assert model.model_extra == {
+        "root": "org/tiny",
+        "max_model_len": 512,
+        "block_size": 16,
+        "dtype": "float32",
+    }
     assert await client.models.retrieve("org/tiny") == model
 
 

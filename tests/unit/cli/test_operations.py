@@ -24,6 +24,7 @@ def worker(worker_id: str) -> bm.Worker:
     return bm.Worker(
         worker_id=worker_id,
         role="decode",
+        model="m",
         address="127.0.0.1:4000",
         pool_id="p-1",
         state="WORKER_STATE_DRAINING",
@@ -76,8 +77,9 @@ def test_workers(gateway: Any, capsys: Any) -> None:
     gateway.worker_lists = [[worker("decode-1")]]
     assert main(["workers"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "WORKER    ROLE    STATE     ADDRESS         POOL  RUNNING  WAITING  FREE SLOTS  KERNELS",
-        "decode-1  decode  draining  127.0.0.1:4000  p-1         2        0          62  "
+        "WORKER    ROLE    MODEL  STATE     ADDRESS         POOL  RUNNING  WAITING  FREE SLOTS  "
+        "KERNELS",
+        "decode-1  decode  m      draining  127.0.0.1:4000  p-1         2        0          62  "
         "cpu avx2 bfloat16",
     ]
 
