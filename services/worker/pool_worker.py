@@ -108,6 +108,7 @@ class PoolWorker(ABC):
         self.metrics = metrics
         self.spec = membership.spec
         self.pool_id = membership.spec.pool_id
+        self._pool_ids = [self.pool_id, *([swap_pool.spec.pool_id] if swap_pool else ())]
         self.worker_id = membership.worker_id
         self.limits = limits
         self.stamps = membership.stamps
@@ -159,14 +160,19 @@ class PoolWorker(ABC):
 
     async def _send_heartbeats(self) -> None:
         """Send heartbeats, preempt the holders that the store demands, and export the load. Raises
-        WorkerFenced, and the errors of the store."""
+        WorkerFenced, and the errors of the store.
+
+        Also to the swap pool, which the worker may not use for long: if its ledger is lost, others
+        wait for what each worker holds.
+        """
         while True:
             self.metrics.observe_load(self.load())
-            heartbeat = await self.store.heartbeat(self.pool_id, self.worker_id)
-            if heartbeat.fenced:
-                raise WorkerFenced(f"{self.worker_id} was fenced")
+            for pool_id in self._pool_ids:
+                heartbeat = await self.store.heartbeat(pool_id, self.worker_id)
+                if heartbeat.fenced:
+                    raise WorkerFenced(f"{self.worker_id} was fenced")
+                self.preempt(heartbeat.demands)
             self._answer_due_at = asyncio.get_running_loop().time()
-            self.preempt(heartbeat.demands)
             if self._jobs or self.holders.num_returning_waiters or await self._wait_idle():
                 await asyncio.sleep(_HEARTBEAT_S)
 
@@ -179,8 +185,8 @@ class PoolWorker(ABC):
         loop, pause_s = asyncio.get_running_loop(), until_tick(_IDLE_HEARTBEAT_S)
         self._answer_due_at = over_at = loop.time() + pause_s
         self._jobs.added.clear()
-        room = self.store.wait_for_room(self.pool_id, pause_s)
-        waiting = [asyncio.create_task(room), asyncio.create_task(self._jobs.added.wait())]
+        rooms = (self.store.wait_for_room(pool_id, pause_s) for pool_id in self._pool_ids)
+        waiting = [asyncio.create_task(wait) for wait in (*rooms, self._jobs.added.wait())]
         try:
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -351,9 +357,8 @@ class PoolWorker(ABC):
             self._end(job, DRAINED)
 
     async def _holds_anything(self) -> bool:
-        specs = [self.spec] if self.swap_pool is None else [self.spec, self.swap_pool.spec]
-        for spec in specs:
-            holders = await self.store.holders(spec.pool_id)
+        for pool_id in self._pool_ids:
+            holders = await self.store.holders(pool_id)
             if any(holder.worker_id == self.worker_id for holder in holders):
                 return True
         return False
