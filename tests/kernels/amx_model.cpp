@@ -98,6 +98,7 @@ void check_attention(Heads heads, int queries, int context, int window, bool is_
                              heads.block_size,
                              window,
                              0.01f,
+                             nullptr,
                              0.0f,
                              q.data(),
                              width,
