@@ -106,11 +106,14 @@ def _rows(model: str, found: Plan, total: int | None) -> list[Planned]:
 
 
 def _apply(client: Client, rows: list[Planned], *, quiet: bool) -> None:
-    wanted = {row.role: row.recommended for row in rows}
-    if len(rows) != len(wanted) or not wanted:
-        raise BadParameter(f"--apply scales a run with one model; {len(rows) // 2} are served")
-    scaled = client.scale(num_prefill=wanted["prefill"], num_decode=wanted["decode"])
-    if not quiet:
-        for verb, names in (("start", scaled.starting), ("leave", scaled.leaving)):
-            if names:
-                print(f"to {verb}: {', '.join(names)}")
+    if not rows:
+        raise BadParameter("no model is served, so --apply has nothing to scale")
+    wanted = {(row.model, row.role): row.recommended for row in rows}
+    for model in dict.fromkeys(row.model for row in rows):
+        scaled = client.scale(
+            num_prefill=wanted[model, "prefill"], num_decode=wanted[model, "decode"], model=model
+        )
+        if not quiet:
+            for verb, names in (("start", scaled.starting), ("leave", scaled.leaving)):
+                if names:
+                    print(f"to {verb}: {', '.join(names)}")

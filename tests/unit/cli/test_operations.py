@@ -150,13 +150,14 @@ def test_a_plan_is_a_table(gateway: Any, capsys: Any) -> None:
     assert lines[2].split()[:5] == ["m", "decode", "1", "1.25", "2"]
 
 
-def test_a_plan_for_several_models_is_not_applied(gateway: Any, capsys: Any) -> None:
+def test_a_plan_is_applied_to_each_model(gateway: Any) -> None:
     found = [worker("decode-1"), worker("decode-2")]
     for number, each in enumerate(found):
         each.state, each.model = bm.WORKER_STATE_SERVING, f"m{number}"
     gateway.worker_lists = [found]
-    assert main(["plan", "--window", "0", "--apply"]) == 2
-    assert "2 are served" in capsys.readouterr().err
+    assert main(["plan", "--window", "0", "--apply"]) == 0
+    asked = [request for request in gateway.requests if isinstance(request, ScaleRequest)]
+    assert [(each.model, each.num_decode) for each in asked] == [("m0", 1), ("m1", 1)]
 
 
 def test_the_last_worker_is_drained_by_force(gateway: Any, capsys: Any) -> None:
