@@ -1,4 +1,4 @@
-"""What structured output costs of a decode step: with masks, and without, in turn."""
+"""Times decode steps with and without the masks of structured output, in turn."""
 
 import json
 import statistics

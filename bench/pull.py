@@ -111,7 +111,7 @@ async def measure(hosts: list[Host], num_tokens: int) -> tuple[float, float, flo
 
 
 async def choice(spec: PoolSpec, num_tokens: int, compute_s: float, bandwidth: float) -> str:
-    """What the router does with a prompt that pool a has cached, when only pool b has slots."""
+    """The router's choice for a prompt that pool a has cached, when only pool b has slots."""
     store, prompt = MemoryStore(), tuple(range(num_tokens))
     hashes = prefix_hashes(root_hash(spec.fingerprint, b"s", ""), prompt, spec.block_size)
     other = replace(spec, pool_id="other")

@@ -1,4 +1,4 @@
-"""What speculative decoding gains where a text repeats itself, and costs where it never does.
+"""Times speculative decoding where a text repeats itself and where it never does.
 
     python -m bench.speculation [--shape small] [--streams 1 8] [--tokens 512] [--rounds 3]
 

@@ -31,7 +31,7 @@ class Targets:
 
 
 class Figures(Protocol):
-    """What workers report (`quire.types.Worker`, `blockstore.registry.Load`)."""
+    """The load that a worker reports (`quire.types.Worker`, `blockstore.registry.Load`)."""
 
     @property
     def num_running(self) -> int: ...

@@ -57,7 +57,7 @@ class Filters(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """What the random numbers of a draw are a function of."""
+    """The seed and the position from which the random numbers of a draw follow."""
 
     seed: Tensor
     sequence_index: Tensor
