@@ -260,7 +260,7 @@ def _member(role: Role, port: int, num_slots: int, model_dir: str) -> Member:
 
 @dataclass
 class Received:
-    """The tokens that one stream, or all of them, received. A pause is the time between two of its messages."""
+    """The tokens that a stream, or all of them, received. A pause lies between two messages."""
 
     tokens: int = 0
     messages: int = 0
