@@ -1,8 +1,6 @@
 """What bodies may say, and what of it reaches the gateway."""
 
-import asyncio
 import json
-from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
@@ -11,7 +9,6 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from services.common.errors import InvalidRequest
-from services.common.structured.structure import Structure, StructureKind
 from services.gateway.frontend.api import (
     ChatMessage,
     GenerationRequest,
@@ -21,7 +18,6 @@ from services.gateway.frontend.api import (
     ToolChoice,
 )
 from services.gateway.frontend.http.body import read_body
-from services.gateway.frontend.http.merge import merged
 from services.gateway.frontend.http.schema import ChatBody, CompletionBody
 from services.protocol.ticket import FinishReason
 
@@ -341,84 +337,6 @@ async def test_every_wrong_field_is_named() -> None:
 )
 async def test_bodies_that_are_no_json_object_are_refused(body: bytes) -> None:
     assert (await problem(CompletionBody, body)).startswith("the body is not ")
-
-
-class Counting:
-    """Streams that count up; how many of them are open."""
-
-    def __init__(self) -> None:
-        self.num_open = 0
-
-    async def stream(self, end: int, error: Exception | None = None) -> AsyncGenerator[int, None]:
-        self.num_open += 1
-        try:
-            for number in range(end):
-                yield number
-                await asyncio.sleep(0)
-            if error:
-                raise error
-        finally:
-            self.num_open -= 1
-
-
-@pytest.mark.parametrize("num_streams", [1, 3])
-async def test_merged_streams_give_everything_in_order(num_streams: int) -> None:
-    counting = Counting()
-    streams = [counting.stream(40) for _ in range(num_streams)]
-    seen: dict[int, list[int]] = {}
-    async for number, item in merged(streams):
-        seen.setdefault(number, []).append(item)
-    assert seen == {number: list(range(40)) for number in range(num_streams)}
-    assert counting.num_open == 0
-
-
-@pytest.mark.parametrize("num_streams", [1, 3])
-async def test_closing_a_merged_stream_closes_all(num_streams: int) -> None:
-    counting = Counting()
-    both = merged([counting.stream(1_000_000) for _ in range(num_streams)])
-    async for _, item in both:
-        if item == 5:
-            break
-    await both.aclose()
-    assert counting.num_open == 0
-
-
-async def test_an_error_of_one_stream_ends_all() -> None:
-    counting = Counting()
-    streams = [counting.stream(1_000_000), counting.stream(3, InvalidRequest("no"))]
-    with pytest.raises(InvalidRequest, match="no"):
-        async for _ in merged(streams):
-            pass
-    assert counting.num_open == 0
-
-
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
-_FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
-_TAG = {"type": "structural_tag", "format": {"type": "const_string", "value": "x"}}
-
-
-@pytest.mark.parametrize(
-    ("fields", "kind", "text"),
-    [
-        ({"response_format": {"type": "json_object"}}, "json", ""),
-        ({"response_format": _FORMAT}, "json", json.dumps(SCHEMA)),
-        ({"response_format": _TAG}, "structural_tag", json.dumps(_TAG)),
-        ({"structured_outputs": {"json": SCHEMA}}, "json", json.dumps(SCHEMA)),
-        ({"structured_outputs": {"json": '{"type": "null"}'}}, "json", '{"type": "null"}'),
-        ({"structured_outputs": {"json_object": True}}, "json", '{"type": "object"}'),
-        ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
-        ({"structured_outputs": {"choice": ["a", "b"]}}, "choice", '["a", "b"]'),
-        ({"structured_outputs": {"grammar": "start: x"}}, "grammar", "start: x"),
-        ({"structured_outputs": {"structural_tag": _TAG}}, "structural_tag", json.dumps(_TAG)),
-        (
-            {"structured_outputs": {"json": "{}", "disable_any_whitespace": True}},
-            "json",
-            '{"x-guidance": {"whitespace_flexible": false}}',
-        ),
-    ],
-)
-def test_forms_of_the_text(fields: dict[str, Any], kind: str, text: str) -> None:
-    assert chat(**fields).sampling.structure == Structure(StructureKind(kind), text)
 
 
 def test_tools_and_calls_reach_the_chat_template() -> None:

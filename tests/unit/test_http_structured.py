@@ -1,0 +1,39 @@
+"""The form that a body asks of the text: all ways to write it are one `Structure`."""
+
+import json
+from typing import Any
+
+import pytest
+
+from services.common.structured.structure import Structure, StructureKind
+from services.gateway.frontend.http.schema import ChatBody
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+_FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
+_TAG = {"type": "structural_tag", "format": {"type": "const_string", "value": "x"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "text"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json", ""),
+        ({"response_format": _FORMAT}, "json", json.dumps(SCHEMA)),
+        ({"response_format": _TAG}, "structural_tag", json.dumps(_TAG)),
+        ({"structured_outputs": {"json": SCHEMA}}, "json", json.dumps(SCHEMA)),
+        ({"structured_outputs": {"json": '{"type": "null"}'}}, "json", '{"type": "null"}'),
+        ({"structured_outputs": {"json_object": True}}, "json", '{"type": "object"}'),
+        ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, "choice", '["a", "b"]'),
+        ({"structured_outputs": {"grammar": "start: x"}}, "grammar", "start: x"),
+        ({"structured_outputs": {"structural_tag": _TAG}}, "structural_tag", json.dumps(_TAG)),
+        (
+            {"structured_outputs": {"json": "{}", "disable_any_whitespace": True}},
+            "json",
+            '{"x-guidance": {"whitespace_flexible": false}}',
+        ),
+    ],
+)
+def test_forms_of_the_text(fields: dict[str, Any], kind: str, text: str) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}], **fields}
+    (request,) = ChatBody.model_validate(body).requests("r")
+    assert request.sampling.structure == Structure(StructureKind(kind), text)
