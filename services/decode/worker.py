@@ -40,8 +40,9 @@ from services.worker.events import (
     report,
 )
 from services.worker.jobs import Jobs
+from services.worker.limits import Limits
 from services.worker.membership import Membership
-from services.worker.pool_worker import Limits, PoolWorker
+from services.worker.pool_worker import PoolWorker
 from services.worker.swap.pool import SwapPool
 
 log = get_logger(__name__)

@@ -38,9 +38,10 @@ from services.offline.registry import LocalMember, LocalRegistry
 from services.prefill.worker import PrefillWorker
 from services.protocol.version import PROTOCOL_VERSION
 from services.worker.config import WorkerSettings
+from services.worker.grammars import Grammars
 from services.worker.loading import LoadedModel, load
 from services.worker.membership import Membership, join
-from services.worker.pool_worker import PoolWorker, grammars_of
+from services.worker.pool_worker import PoolWorker
 
 MAX_WAITING = 1 << 20
 _NUM_WARM_UP_TOKENS = 32
@@ -129,7 +130,8 @@ async def offline_deployment(settings: WorkerSettings) -> AsyncIterator[Wiring]:
             membership = await join(store, "offline", root, loaded.layout, worker_id, loaded.plan)
             stack.callback(membership.close)
             worker = _make_worker(kind, loaded, membership, turn)
-            worker.grammars = grammars_of(settings.model, loaded.limits)
+            limits = loaded.limits
+            worker.grammars = Grammars(settings.model, limits.vocab_size, limits.eos_token_ids)
             for work in (worker.run(), membership.complete_memory()):
                 stack.callback(running.create_task(work).cancel)
             member = _member(role, membership, loaded, settings)

@@ -32,8 +32,9 @@ from services.worker.events import (
     token_event,
 )
 from services.worker.jobs import Jobs
+from services.worker.limits import Limits
 from services.worker.membership import Membership
-from services.worker.pool_worker import Limits, PoolWorker
+from services.worker.pool_worker import PoolWorker
 from services.worker.swap.cost import PrefillCost
 from services.worker.swap.pool import Fetched, SwapPool
 

@@ -30,7 +30,7 @@ from services.worker.config import WorkerSettings
 from services.worker.cpu.instruction_set import measured_isa
 from services.worker.cpu.place import Place
 from services.worker.device import WorkerDevice, open_device
-from services.worker.pool_worker import Limits
+from services.worker.limits import Limits
 from services.worker.ranks.processes import Ranks
 
 log = get_logger(__name__)

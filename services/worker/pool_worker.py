@@ -3,16 +3,13 @@
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blockstore.errors import WorkerFenced
 from blockstore.registry import Load
 from blockstore.store import BlockStore
 from services.common.errors import InvalidRequest
-from services.common.pool.allotment import LOOK_AHEAD
 from services.common.runtime.logging import get_logger
 from services.common.runtime.metrics import WorkerMetrics
 from services.common.runtime.ticks import until_tick
@@ -23,7 +20,6 @@ from services.engine.forward import ForwardPass
 from services.engine.messages import FailedGroup, Start, StepOutcome
 from services.engine.scheduler import Scheduler
 from services.engine.sequences.sequence import Rules
-from services.engine.speculation.speculation import Speculation
 from services.engine.thread import EngineThread
 from services.protocol.messages import Began
 from services.protocol.ticket import Adapter, Ticket
@@ -32,6 +28,7 @@ from services.worker.events import DRAINED, PREEMPTED, Ending, Session
 from services.worker.grammars import Grammars
 from services.worker.holder_writes import HolderWrites
 from services.worker.jobs import Jobs
+from services.worker.limits import Limits
 from services.worker.membership import Membership
 from services.worker.step_meter import StepMeter
 from services.worker.store_writer import StoreWriter
@@ -50,34 +47,6 @@ _STALLED_S = 1.0
 """How overdue a heartbeat's answer must be: a reachable store answers far sooner."""
 
 log = get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits of one worker.
-
-    A step computes at most `max_num_batched_tokens` tokens, of at most `max_num_seqs` sequences.
-    `look_ahead`: tokens for which a decoding sequence gets slots in advance. `ticket_ttl_s`: how
-    long a detached ticket may stay unclaimed. `swapped_ttl_s`: the same for a ticket whose blocks
-    are in the swap pool; it is longer because running requests do not need those blocks.
-    `park_window_s`: how long a decode worker parks requests whose gateway is gone; 0: not at all.
-    `speculation`: of a decode worker; None: rows get no drafts.
-    """
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    vocab_size: int = 1 << 31
-    eos_token_ids: frozenset[int] = frozenset()
-    look_ahead: int = LOOK_AHEAD
-    ticket_ttl_s: float = 30.0
-    swapped_ttl_s: float = 600.0
-    park_window_s: float = 0.0
-    speculation: Speculation | None = None
-
-
-def grammars_of(directory: Path, limits: Limits) -> Grammars:
-    return Grammars(directory, limits.vocab_size, limits.eos_token_ids)
 
 
 class PoolWorker(ABC):

@@ -33,12 +33,14 @@ from services.worker.config import WorkerSettings
 from services.worker.cpu.place import Place, take_place
 from services.worker.cpu.sharing import SharedCpus
 from services.worker.device import lost_device
+from services.worker.grammars import Grammars
+from services.worker.limits import Limits
 from services.worker.liveness.fence_guard import FenceGuard, GuardedForward
 from services.worker.liveness.registration import Registration
 from services.worker.liveness.step_watch import end_process, watch_steps
 from services.worker.loading import LoadedModel, load
 from services.worker.membership import Membership, join, join_swap_pool
-from services.worker.pool_worker import Limits, PoolWorker, grammars_of
+from services.worker.pool_worker import PoolWorker
 from services.worker.swap.pool import Copy, SwapPool
 
 # The next three add up to less than ENDING_S (services.common.runtime.config), the time for all
@@ -162,7 +164,8 @@ class WorkerProcess:
                 worker.adapters = WorkerAdapters(
                     loaded.model, settings.max_loras, settings.max_lora_rank
                 )
-            worker.grammars = grammars_of(settings.model, loaded.limits)
+            limits = loaded.limits
+            worker.grammars = Grammars(settings.model, limits.vocab_size, limits.eos_token_ids)
             end = end_process if ranks is None else ranks.end_stuck
             watching = asyncio.create_task(watch_steps(worker.engine, settings.step_limit_s, end))
             stack.callback(watching.cancel)  # called after the engine thread has ended

@@ -45,7 +45,7 @@ from services.gateway.wiring import Wiring, start_gateway
 from services.prefill.service import PrefillService
 from services.prefill.worker import PrefillWorker
 from services.protocol.version import PROTOCOL_VERSION
-from services.worker.pool_worker import Limits
+from services.worker.limits import Limits
 from tests.integration.gateway.conftest import write_model
 from tests.secret import SECRET, guard
 from tests.unit.workers.conftest import running

@@ -26,7 +26,7 @@ from services.engine.sequences.group import Group
 from services.prefill.service import PrefillService
 from services.prefill.worker import PrefillWorker
 from services.protocol.version import PROTOCOL_VERSION
-from services.worker.pool_worker import Limits
+from services.worker.limits import Limits
 from services.worker.swap.pool import SwapPool
 from tests.unit.workers.fakes import VOCAB, Arena, FakeForward, join, make_pool, make_stamps
 

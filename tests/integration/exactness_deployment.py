@@ -46,7 +46,7 @@ from services.protocol.codec import load_from_wire
 from services.protocol.messages import Began, Command, LoadReport
 from services.protocol.version import PROTOCOL_VERSION
 from services.worker.events import HANDED_OVER
-from services.worker.pool_worker import Limits
+from services.worker.limits import Limits
 from services.worker.swap.pool import SwapPool
 from tests.drafting import oracle
 from tests.exactness import SEED, Answer

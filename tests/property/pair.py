@@ -16,7 +16,7 @@ from services.common.runtime.metrics import WorkerMetrics
 from services.decode.worker import DecodeWorker
 from services.engine.forward import ForwardPass
 from services.prefill.worker import PrefillWorker
-from services.worker.pool_worker import Limits
+from services.worker.limits import Limits
 from tests.late_device import Device, LateForward
 from tests.property.gateway import Gateway, Request
 from tests.property.late import LateColderPool, LateStore

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from services.engine.batch import Draw
 from services.protocol.ticket import BeamParams, Ticket, TicketSequence
-from services.worker.pool_worker import Limits
+from services.worker.limits import Limits
 from tests.late_device import DEVICES, Device
 from tests.property.gateway import Request
 from tests.property.late import LateEngine, VirtualLoop

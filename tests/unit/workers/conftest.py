@@ -16,7 +16,8 @@ from blockstore.records import PoolSpec
 from services.common.runtime.metrics import WorkerMetrics
 from services.decode.worker import DecodeWorker
 from services.prefill.worker import PrefillWorker
-from services.worker.pool_worker import Limits, PoolWorker
+from services.worker.limits import Limits
+from services.worker.pool_worker import PoolWorker
 from services.worker.swap.pool import SwapPool
 from tests.late_device import DEVICES, Device, LateForward
 

@@ -16,7 +16,7 @@ from services.decode.worker import DecodeWorker
 from services.protocol.messages import Step, WorkerEvent
 from services.protocol.ticket import TicketSequence
 from services.worker import pool_worker
-from services.worker.pool_worker import Limits
+from services.worker.limits import Limits
 
 from .conftest import WorkerPair
 from .fakes import Arena, FakeForward, FakeSession, join, make_pool, make_stamps, ticket
