@@ -136,8 +136,8 @@ class PoolWorker(ABC):
         """
         while True:
             self.metrics.observe_load(self.load())
-            for pool_id in self._pool_ids:
-                heartbeat = await self.store.heartbeat(pool_id, self.worker_id)
+            sent = (self.store.heartbeat(pool_id, self.worker_id) for pool_id in self._pool_ids)
+            for heartbeat in await asyncio.gather(*sent):  # a pool that recovers delays no other
                 if heartbeat.fenced:
                     raise WorkerFenced(f"{self.worker_id} was fenced")
                 self.preempt(heartbeat.demands)
