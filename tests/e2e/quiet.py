@@ -14,7 +14,7 @@ async def is_quiet(client: AsyncClient) -> bool:
         return False
     for audit in audits:
         assert not audit.violations, audit
-        if audit.ledger_checked:  # else the blocks of a recovering pool have no places yet
+        if not audit.recovering:  # its blocks have no places yet
             assert audit.num_free + audit.num_cached + audit.num_held == audit.num_blocks, audit
     is_counted = bool(audits) and all(audit.ledger_checked for audit in audits)
     return is_counted and not any(pool.num_held for pool in pools)
