@@ -7,7 +7,15 @@ from dataclasses import dataclass, field, replace
 from tokenizers import pre_tokenizers
 
 from quire import messages
-from quire.types import Beam, Choice, Delta, Sampling, TokenLogprobs, Usage
+from quire.types import (
+    Beam,
+    Choice,
+    Delta,
+    Sampling,
+    StructuredOutput,
+    TokenLogprobs,
+    Usage,
+)
 
 SEED = 7
 """Of all that is compared; companions have others."""
@@ -18,6 +26,8 @@ def strategies(num_tokens: int, seed: int = SEED) -> dict[str, Sampling]:
     one more entry: it is then compared under every condition."""
     drawn = Sampling(temperature=1.0, seed=seed, max_tokens=num_tokens, ignore_eos=True)
     adjusted = adjusted_sampling(drawn)
+    words = StructuredOutput(regex=rf"([a-z]{{2,5}}[.,] ){{{num_tokens}}}")  # longer than the answer
+    structured = replace(drawn, ignore_eos=False, structured_outputs=words)
     return {
         "greedy": replace(drawn, temperature=0.0),
         "temperature": drawn,
@@ -30,6 +40,9 @@ def strategies(num_tokens: int, seed: int = SEED) -> dict[str, Sampling]:
         "4 samples": replace(drawn, n=4),
         "4 samples, adjusted": replace(adjusted, n=4, logprobs=2),
         "2 best of 4": replace(drawn, n=2, best_of=4),
+        "structured": structured,
+        "structured, greedy": replace(structured, temperature=0.0),
+        "4 samples, structured": replace(structured, n=4, repetition_penalty=1.2, logprobs=2),
         "4 beams": replace(drawn, temperature=0.0, n=4, beam=Beam(4)),
     }
 

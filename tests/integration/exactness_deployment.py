@@ -46,6 +46,7 @@ from services.protocol.codec import load_from_wire
 from services.protocol.messages import Began, Command, LoadReport
 from services.protocol.version import PROTOCOL_VERSION
 from services.worker.events import HANDED_OVER
+from services.worker.grammars import Grammars
 from services.worker.limits import Limits
 from services.worker.swap.pool import SwapPool
 from tests.drafting import oracle
@@ -292,6 +293,9 @@ class ExactnessDeployment:
         )
         device = setting.device(forward)
         worker: Any = make(self.store, membership, device, limits, metrics, swap_pool)
+        worker.grammars = Grammars(
+            self._models.directory, limits.vocab_size, model.config.eos_token_ids
+        )
         running = asyncio.create_task(worker.run())
         resident = Resident(
             worker, forward, serve(worker), request_metrics, swap_pool, device, running
