@@ -26,7 +26,7 @@ def strategies(num_tokens: int, seed: int = SEED) -> dict[str, Sampling]:
     one more entry: it is then compared under every condition."""
     drawn = Sampling(temperature=1.0, seed=seed, max_tokens=num_tokens, ignore_eos=True)
     adjusted = adjusted_sampling(drawn)
-    words = StructuredOutput(regex=rf"([a-z]{{2,5}}[.,] ){{{num_tokens}}}")  # longer than the answer
+    words = StructuredOutput(regex=rf"([a-z]{{2,5}}[.,] ){{{num_tokens}}}")
     structured = replace(drawn, ignore_eos=False, structured_outputs=words)
     return {
         "greedy": replace(drawn, temperature=0.0),
