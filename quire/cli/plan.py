@@ -108,6 +108,16 @@ def _rows(model: str, found: Plan, total: int | None) -> list[Planned]:
 def _apply(client: Client, rows: list[Planned], *, quiet: bool) -> None:
     if not rows:
         raise BadParameter("no model is served, so --apply has nothing to scale")
+    hosts: dict[str, set[str]] = {}
+    for worker in client.workers():
+        if worker.role != "mover":
+            hosts.setdefault(worker.model, set()).add(worker.pool_id)
+    for model, pools in hosts.items():
+        if len(pools) > 1:
+            raise BadParameter(
+                f"{model} has workers on {len(pools)} hosts, and --apply scales one host: divide "
+                "them yourself, with `quire scale` on each"
+            )
     wanted = {(row.model, row.role): row.recommended for row in rows}
     for model in dict.fromkeys(row.model for row in rows):
         scaled = client.scale(

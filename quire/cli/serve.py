@@ -1,4 +1,4 @@
-"""`quire serve` and `quire down`: start and end a whole deployment on this host."""
+"""`quire serve` and `quire down`: start and end a deployment, or its part on this host."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +8,7 @@ from typer import BadParameter, Option
 
 from quire import supervisor
 from quire.supervisor import RUNS, ServeOptions
+from quire.supervisor.hosts import check_hosts
 from quire.supervisor.models import find_models
 from quire.supervisor.run_directory import free_port
 
@@ -20,7 +21,9 @@ def serve(options: ServeOptions, run_root: RunRoot = RUNS) -> None:
     """Serve models on this host, in the foreground."""
     if options.cpus is not None and options.threads is not None:
         raise BadParameter("--cpus and --threads exclude each other")
-    supervisor.serve(resolved(options), find_models(options), run_root)
+    models = find_models(options)
+    check_hosts(options, models)
+    supervisor.serve(resolved(options), models, run_root)
 
 
 def down(

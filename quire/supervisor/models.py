@@ -9,6 +9,7 @@ from quire.supervisor.errors import WrongModels
 from quire.supervisor.model_source import EMBEDDED, find_model
 from quire.supervisor.options import EMBEDDED_POOL_MEMORY, ServeOptions, To
 
+ROLES = ("prefill", "decode")
 _MEMORY = ("POOL_MEMORY", "GPU_MEMORY_UTILIZATION")
 
 
@@ -107,8 +108,8 @@ def _with_own_options(models: list[ModelOptions], given: list[str] | None) -> li
         if not equals or name not in by_name:
             raise WrongModels(f"--set {text}: not MODEL.OPTION=VALUE of {', '.join(by_name)}")
         model = by_name[name]
-        if option in ("prefill", "decode"):
-            if not value.isdecimal() or not int(value):
+        if option in ROLES:
+            if not value.isdecimal():
                 raise WrongModels(f"--set {text}: {value!r} is not a number of workers")
             by_name[name] = replace(model, **{f"num_{option}": int(value)})  # type: ignore[arg-type]
         elif option in known:

@@ -83,8 +83,14 @@ class ServeOptions:
             show_default=False,
         ),
     ] = None
-    num_prefill: Annotated[int, Option("--prefill", min=1, metavar="N", help="prefill workers")] = 1
-    num_decode: Annotated[int, Option("--decode", min=1, metavar="N", help="decode workers")] = 1
+    num_prefill: Annotated[
+        int,
+        Option("--prefill", min=0, metavar="N", help="prefill workers; 0: other hosts have them"),
+    ] = 1
+    num_decode: Annotated[
+        int,
+        Option("--decode", min=0, metavar="N", help="decode workers; 0: other hosts have them"),
+    ] = 1
     num_gateways: Annotated[
         int, Option("--gateways", min=1, metavar="N", help="gateways, each on the next ports")
     ] = 1
@@ -319,14 +325,31 @@ class ServeOptions:
         str | None,
         _network(
             metavar="ADDRESS",
-            help="where workers, block manager and mover listen and are reached, also by other "
+            help="where workers, block manager and movers listen and are reached, also by other "
             "hosts; default: 127.0.0.1",
         ),
     ] = None
     mover: Annotated[
-        bool,
-        _network(help="copy KV from the pools of other hosts (needs the extra `mover`)"),
-    ] = False
+        bool | None,
+        _network(
+            help="copy KV from the pools of other hosts; default: with --redis-url and "
+            "--service-host, unless the pools are on a GPU"
+        ),
+    ] = None
+    secret_file: Annotated[
+        Path | None,
+        _network(
+            metavar="FILE",
+            help="the deployment's secret, the same on all hosts; default: one of this run",
+        ),
+    ] = None
+    service_tls: Annotated[
+        Path | None,
+        _network(
+            metavar="DIR",
+            help="certificates of `quire certs` for connections between services; default: no TLS",
+        ),
+    ] = None
     generation_config: Annotated[
         str | None,
         To.GATEWAYS,
@@ -416,6 +439,22 @@ class ServeOptions:
         Literal["debug", "info", "warning", "error"],
         Option(help="the lowest level that the services log"),
     ] = "info"
+
+    @property
+    def has_movers(self) -> bool:
+        if self.mover is not None:
+            return self.mover
+        has_others = self.shares_store and self.service_host is not None
+        return has_others and not self.is_on_gpu
+
+    @property
+    def shares_store(self) -> bool:
+        """Whether other hosts may belong to the deployment."""
+        return self.redis_url is not None
+
+    @property
+    def is_on_gpu(self) -> bool:
+        return self.device not in (None, "cpu")
 
     def settings(self, services: To) -> dict[str, str]:
         """The settings that the user has chosen for these services, by name in capitals."""

@@ -50,6 +50,7 @@ class Supervisor:
         self._models = models
         self._directory = run_directory
         self._console = console
+        self._log_format = "console" if console.is_terminal else "json"
         self._pipe = ParentPipe()
         self._children: list[Child] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -59,7 +60,14 @@ class Supervisor:
 
     async def run(self) -> None:
         self._listen_to_signals()
-        async with service.served(WorkerScaler(self._children, self._start), self._directory):
+        scaler = WorkerScaler(
+            *(self._children, self._start),
+            topology.worker_groups(
+                self._options, self._models, self._directory, log_format=self._log_format
+            ),
+            fewest=0 if self._options.shares_store else 1,
+        )
+        async with service.served(scaler, self._directory):
             bring_up = self._spawn(self._bring_up())
             await self._stop.wait()
         bring_up.cancel()
@@ -77,12 +85,14 @@ class Supervisor:
         await asyncio.gather(*checking)
         names = ", ".join(model.name for model in self._models)
         self._console.note(f"Quire starts {names} in {self._directory}")
-        log_format = "console" if self._console.is_terminal else "json"
         for spec in topology.services(
-            self._options, self._models, self._directory, log_format=log_format
+            self._options, self._models, self._directory, log_format=self._log_format
         ):
             self._start(spec)
-        serving = await wait_until_serving(self._directory, self._models, self._console.note)
+        serving = await wait_until_serving(
+            *(self._directory, self._models, self._console.note),
+            has_others=self._options.shares_store,
+        )
         self._has_served = True
         self._console.note(banner(self._options, serving, loop.time() - started))
 

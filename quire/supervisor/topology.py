@@ -9,13 +9,14 @@ second worker takes the next port, and so on.
 import itertools
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from quire.supervisor import service, valkey
 from quire.supervisor.child import ChildSpec, Stage
-from quire.supervisor.models import ModelOptions, aliases
+from quire.supervisor.models import ROLES, ModelOptions, aliases
 from quire.supervisor.options import ServeOptions, To
 
 LOOPBACK = "127.0.0.1"
@@ -28,25 +29,35 @@ def services(
     options: ServeOptions, models: Sequence[ModelOptions], run: Path, *, log_format: str = "json"
 ) -> tuple[ChildSpec, ...]:
     """All services but the store, in the order in which they start."""
-    common = {
-        "REDIS_URL": options.redis_url or valkey.redis_url(run),
-        "RUN_DIR": str(run),
-        "LOG_LEVEL": options.log_level,
-        "LOG_FORMAT": log_format,
-        "HOST": options.service_host or LOOPBACK,
-        "STOP_GRACE_S": str(STOP_GRACE_S),
-    }
-    num_workers = sum(model.num_prefill + model.num_decode for model in models)
-    worker = {**common, "NUM_EXPECTED_WORKERS": str(num_workers)}
+    common = _common(options, run, log_format)
     gateway = {**common, "SUPERVISOR": service.address(run)}
     if names := aliases(models):
         gateway["MODEL_ALIASES"] = names
     return (
         _service("block_manager", "block-manager", Stage.BLOCK_MANAGER, common),
-        *_workers("prefill", models, worker),
-        *_workers("decode", models, worker),
-        *([_service("mover", "mover", Stage.WORKER, common)] if options.mover else []),
+        *_workers(worker_groups(options, models, run, log_format=log_format), models),
+        *(_movers(models, common) if options.has_movers else ()),
         *(_gateway(options, index, gateway) for index in range(options.num_gateways)),
+    )
+
+
+def worker_groups(
+    options: ServeOptions, models: Sequence[ModelOptions], run: Path, *, log_format: str = "json"
+) -> tuple[ChildSpec, ...]:
+    """A spec for each role and model; its workers' names are its name and a number."""
+    num_workers = sum(model.num_prefill + model.num_decode for model in models)
+    common = {**_common(options, run, log_format), "NUM_EXPECTED_WORKERS": str(num_workers)}
+    return tuple(
+        replace(
+            _service(
+                *(role, _own_name(role, model, models), Stage.WORKER),
+                {**common, **model.worker_settings()},
+            ),
+            role=role,
+            model=model.name,
+        )
+        for role in ROLES
+        for model in models
     )
 
 
@@ -57,19 +68,47 @@ def store(options: ServeOptions, run: Path) -> ChildSpec | None:
     return ChildSpec("redis", valkey.command(run), Stage.STORE, noise=valkey.NOISE)
 
 
-def _workers(
-    role: str, models: Sequence[ModelOptions], settings: dict[str, str]
-) -> Iterator[ChildSpec]:
-    """The workers of a role. If there are several models, their names have that of the model."""
-    number = itertools.count()
-    for model in models:
-        group = f"{model.name}:{role}" if len(models) > 1 else role
-        for index in range(model.number(role)):
-            spec = _service(
-                *(role, f"{group}-{index + 1}", Stage.WORKER),
-                *({**settings, **model.worker_settings()}, next(number)),
-            )
-            yield replace(spec, role=role, model=model.name)
+def _common(options: ServeOptions, run: Path, log_format: str) -> dict[str, str]:
+    """The settings of every service."""
+    settings = {
+        "REDIS_URL": options.redis_url or valkey.redis_url(run),
+        "RUN_DIR": str(run),
+        "LOG_LEVEL": options.log_level,
+        "LOG_FORMAT": log_format,
+        "HOST": options.service_host or LOOPBACK,
+        "STOP_GRACE_S": str(STOP_GRACE_S),
+    }
+    if options.secret_file:
+        settings["SECRET_FILE"] = str(options.secret_file)
+    if tls := options.service_tls:
+        settings |= {
+            "TLS_CERT": str(tls / "service.crt"),
+            "TLS_KEY": str(tls / "service.key"),
+            "TLS_CA": str(tls / "ca.crt"),
+        }
+    return settings
+
+
+def _workers(groups: Sequence[ChildSpec], models: Sequence[ModelOptions]) -> Iterator[ChildSpec]:
+    """The workers with which the run begins. Those of one role have different numbers."""
+    by_name = {model.name: model for model in models}
+    numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+    for group in groups:
+        for index in range(by_name[group.model].number(group.role)):
+            number = next(numbers[group.role])
+            yield replace(group, name=f"{group.name}-{index + 1}", number=number)
+
+
+def _movers(models: Sequence[ModelOptions], common: dict[str, str]) -> Iterator[ChildSpec]:
+    """One for each pool."""
+    for number, model in enumerate(models):
+        settings = {**common, "MODEL_NAME": model.name}
+        yield _service("mover", _own_name("mover", model, models), Stage.WORKER, settings, number)
+
+
+def _own_name(role: str, model: ModelOptions, models: Sequence[ModelOptions]) -> str:
+    """The role; if there are several models, with the name of the model."""
+    return f"{model.name}:{role}" if len(models) > 1 else role
 
 
 def _gateway(options: ServeOptions, index: int, common: dict[str, str]) -> ChildSpec:

@@ -216,7 +216,8 @@ class Deployment:
             Child(ChildSpec(f"{role}-1", (), Stage.WORKER, role=role, model="toy"))
             for role in ("prefill", "decode")
         ]
-        scaler = WorkerScaler(children, lambda spec: children.append(Child(spec)))
+        groups = [replace(child.spec, name=child.spec.role) for child in children]
+        scaler = WorkerScaler(children, lambda spec: children.append(Child(spec)), groups)
         # As in `quire serve`: without our interceptor.
         server = aio.server()
         supervisor_pb2_grpc.add_SupervisorServicer_to_server(SupervisorService(scaler), server)

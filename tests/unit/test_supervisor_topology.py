@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,12 +43,38 @@ def test_as_many_workers_as_asked() -> None:
 
 
 def test_a_mover_and_the_address_of_other_hosts() -> None:
-    asked = options(mover=True, service_host="10.0.0.1")
-    assert names(asked) == ["block-manager", "prefill-1", "decode-1", "mover", "gateway"]
+    asked = options(redis_url="redis://h", service_host="10.0.0.1", num_prefill=0, num_decode=2)
+    assert names(asked) == ["block-manager", "decode-1", "decode-2", "mover", "gateway"]
     by_name = {spec.name: spec.environment for spec in services(asked)}
     assert by_name["mover"]["QUIRE_MOVER_HOST"] == "10.0.0.1"
     assert by_name["decode-1"]["QUIRE_DECODE_HOST"] == "10.0.0.1"
     assert by_name["gateway"]["QUIRE_GATEWAY_HOST"] == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("changes", "has_movers"),
+    [
+        ({}, False),
+        ({"redis_url": "redis://h"}, False),
+        ({"service_host": "10.0.0.1"}, False),
+        ({"redis_url": "redis://h", "service_host": "10.0.0.1"}, True),
+        ({"redis_url": "redis://h", "service_host": "10.0.0.1", "device": "cuda:0"}, False),
+        ({"redis_url": "redis://h", "service_host": "10.0.0.1", "mover": False}, False),
+        ({"mover": True}, True),
+    ],
+)
+def test_hosts_of_one_deployment_have_movers(changes: dict[str, Any], has_movers: bool) -> None:
+    assert options(**changes).has_movers is has_movers
+
+
+def test_services_of_several_hosts_share_a_secret_and_certificates() -> None:
+    asked = options(secret_file=Path("/etc/quire/secret"), service_tls=Path("/etc/quire/tls"))
+    for spec in services(asked):
+        (prefix,) = {name.removesuffix("RUN_DIR") for name in spec.environment if "RUN_DIR" in name}
+        assert spec.environment[f"{prefix}SECRET_FILE"] == "/etc/quire/secret"
+        assert spec.environment[f"{prefix}TLS_CA"] == "/etc/quire/tls/ca.crt"
+        assert spec.environment[f"{prefix}TLS_CERT"] == "/etc/quire/tls/service.crt"
+        assert spec.environment[f"{prefix}TLS_KEY"] == "/etc/quire/tls/service.key"
 
 
 def test_gateways_have_consecutive_ports() -> None:
@@ -158,9 +185,12 @@ def test_several_models_have_workers_of_their_own_on_different_ports(
         ModelOptions("a", Path("/a"), 1, 2, ("default",), {"POOL_MEMORY": "1GiB"}),
         ModelOptions("org/b", Path("/b"), 1, 1),
     ]
-    specs = {spec.name: spec for spec in topology.services(options(), models, RUN)}
+    asked = options(mover=True)
+    specs = {spec.name: spec for spec in topology.services(asked, models, RUN)}
     workers = ["a:prefill-1", "org/b:prefill-1", "a:decode-1", "a:decode-2", "org/b:decode-1"]
-    assert list(specs) == ["block-manager", *workers, "gateway"]
+    movers = ["a:mover", "org/b:mover"]
+    assert list(specs) == ["block-manager", *workers, *movers, "gateway"]
+    assert [specs[name].variables["QUIRE_MOVER_MODEL_NAME"] for name in movers] == ["a", "org/b"]
     variables = [specs[name].variables for name in workers[2:]]
     assert [each["QUIRE_DECODE_METRICS_PORT"] for each in variables] == ["9092", "9093", "9094"]
     assert [each["QUIRE_DECODE_MODEL"] for each in variables] == ["/a", "/a", "/b"]

@@ -35,6 +35,8 @@ class Workers(Protocol):
 
     def prefill_pools(self, name: str) -> tuple[Pool, ...]: ...
 
+    def missing(self, name: str) -> str: ...
+
     def forget_refusals(self) -> None: ...
 
 
@@ -82,7 +84,10 @@ class Placement:
         complete = self._workers.complete_pools(queue.model)
         pools = [pool for pool in complete if pool.max_slots >= num_sequences]
         if not pools:
-            return self._delay_without_workers(queue, lifecycle)
+            reason = f"no decode worker takes {num_sequences} sequences at a time now"
+            return self._delay_without_workers(
+                *(queue, lifecycle), reason if complete else self._workers.missing(queue.model)
+            )
         queue.without_workers_since = None
         problems = [request.capacity_problem(pool.spec) for pool in pools]
         if all(problems):  # pools may have come and gone since the request was admitted
@@ -170,7 +175,9 @@ class Placement:
             queue.forecast.started(lifecycle, self._clock(), lifecycle.num_slots)
         self._rate.count_departure(self._clock())
 
-    def _delay_without_workers(self, queue: ModelQueue, lifecycle: RequestLifecycle) -> float:
+    def _delay_without_workers(
+        self, queue: ModelQueue, lifecycle: RequestLifecycle, reason: str
+    ) -> float:
         """The time that is left for workers to appear; when none is left, the request is closed."""
         now = self._clock()
         if queue.without_workers_since is None:
@@ -179,8 +186,5 @@ class Placement:
         left_s = since + self._options.patience_s - now
         if left_s > 0:
             return min(left_s, _NO_WORKERS_S)
-        at_once = f", {lifecycle.num_sequences} sequences at a time" * (lifecycle.num_sequences > 1)
-        lifecycle.close(
-            NoWorker(f"no prefill and decode worker serve {queue.model!r} now{at_once}")
-        )
+        lifecycle.close(NoWorker(reason))
         return AT_ONCE

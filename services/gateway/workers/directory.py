@@ -126,14 +126,30 @@ class WorkerDirectory:
     def complete_pools(self, name: str) -> tuple[Pool, ...]:
         """The pools of a model with at least one decode worker that takes work, and one prefill
         worker: on the pool itself, or on a pool from which a mover can copy."""
-        served = self.served(name)
-        pools = served.pools if served else ()
+        pools = self._pools(name)
         return tuple(pool for pool in pools if pool.decode and self._is_fed(pool, pools))
 
     def prefill_pools(self, name: str) -> tuple[Pool, ...]:
         """The pools of a model with a prefill worker that takes work."""
+        return tuple(pool for pool in self._pools(name) if pool.prefill)
+
+    def missing(self, name: str) -> str:
+        """Why a model has no complete pool."""
+        pools = self._pools(name)
+        roles = {
+            "prefill": any(pool.prefill for pool in pools),
+            "decode": any(pool.decode for pool in pools),
+        }
+        if missing := [role for role, is_there in roles.items() if not is_there]:
+            return f"no {' and no '.join(missing)} worker serves {name!r} now"
+        return (
+            f"the prefill and the decode workers of {name!r} are in different pools now, and no "
+            "mover copies from one to the other"
+        )
+
+    def _pools(self, name: str) -> tuple[Pool, ...]:
         served = self.served(name)
-        return tuple(pool for pool in served.pools if pool.prefill) if served else ()
+        return served.pools if served else ()
 
     def _is_fed(self, pool: Pool, pools: tuple[Pool, ...]) -> bool:
         target, bandwidth = pool.spec.pool_id, self._movers.bandwidth

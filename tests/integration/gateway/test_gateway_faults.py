@@ -2,6 +2,7 @@
 wrong token."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from quire.v1 import decode_pb2, worker_pb2
 from services.common.errors import DeadlineExceeded, NoWorker, PoisonRequest
 
-from .conftest import PROMPT, Call, asked, until
+from .conftest import PROMPT, SPEC, Call, asked, until
 from .fakes import FakeDecode, FakePrefill, expected
 
 PREEMPTED = worker_pb2.Requeue.REASON_PREEMPTED
@@ -159,7 +160,17 @@ async def test_without_workers_a_request_is_told_so(make_harness: Any) -> None:
     with pytest.raises(NoWorker):
         await Call(harness.gateway, asked()).result()
     await harness.add(FakePrefill())
-    with pytest.raises(NoWorker, match="toy"):
+    with pytest.raises(NoWorker, match="no decode worker serves 'toy'"):
+        await Call(harness.gateway, asked()).result()
+
+
+async def test_prefill_workers_that_no_mover_reaches_are_told_apart(make_harness: Any) -> None:
+    harness = await make_harness(FakeDecode(), patience_s=0.05)
+    with pytest.raises(NoWorker, match="no prefill worker serves 'toy'"):
+        await Call(harness.gateway, asked()).result()
+    await harness.store.register_pool(replace(SPEC, pool_id="other"))
+    await harness.add(FakePrefill(pool_id="other"))
+    with pytest.raises(NoWorker, match="in different pools now, and no mover copies"):
         await Call(harness.gateway, asked()).result()
 
 

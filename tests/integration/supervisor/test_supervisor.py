@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,9 @@ class Run:
     """A `quire serve` with the toys in place of the services, and its own root for run
     directories."""
 
-    def __init__(self, root: Path, *, grpc_port: int | None = None, **toys: str) -> None:
+    def __init__(
+        self, root: Path, *, grpc_port: int | None = None, flags: Sequence[str] = (), **toys: str
+    ) -> None:
         self.root = root
         self.grpc_port = grpc_port or free_port("127.0.0.1")
         self.output = root.parent / f"output-{self.grpc_port}-{time.monotonic_ns()}"
@@ -37,7 +39,7 @@ class Run:
                 [
                     *(sys.executable, "-m", "quire.cli", "serve", "--model", str(TOYS)),
                     *("--run-root", str(root), "--grpc-port", str(self.grpc_port)),
-                    *("--http-port", "0"),
+                    *("--http-port", "0", *flags),
                 ],
                 env=environment,
                 stdout=output,
@@ -334,6 +336,28 @@ def test_a_number_that_no_run_has_changes_nothing(start: Callable[..., Run], num
         scale(run, num_prefill=2, num_decode=number)
     unchanged = scale(run)
     assert (unchanged.num_prefill, unchanged.num_decode) == (1, 1)
+    assert run.end() == 0
+
+
+def test_a_host_without_prefill_workers_waits_for_another_one(
+    start: Callable[..., Run], short_path: Path
+) -> None:
+    """Both name one store. Roles may change, but a host has workers."""
+    secret = short_path / "secret"
+    secret.write_text("a secret that is long enough")
+    hosts = ("--redis-url", "redis://127.0.0.1:1", "--service-host", "127.0.0.1", "--mover")
+    run = start(flags=("--prefill", "0", "--decode", "2", *hosts, "--secret-file", str(secret)))
+    wait_for(lambda: "waiting for prefill workers of toys on another host" in run.text(), run.text)
+    assert len(run.pids("decode")) == 2
+    assert not run.pids("prefill")
+    assert len(run.pids("mover")) == 1
+    (run.directory / "members" / f"prefill-{os.getpid()}").touch()  # of another host
+    run.wait_until_serving()
+    with pytest.raises(grpc.RpcError, match="a run without workers serves nothing"):
+        scale(run, num_decode=0)
+    changed = scale(run, num_decode=0, num_prefill=1)
+    assert (list(changed.starting), len(changed.leaving)) == (["prefill-1"], 2)
+    wait_for(lambda: run.pids("prefill") and not run.pids("decode"), run.text)
     assert run.end() == 0
 
 

@@ -19,7 +19,7 @@ from quire.supervisor.options import ServeOptions
         ("--max-gap-ms", "inf", "'inf' is not a number from 0 on"),
         ("--park-window", "abc", "'abc' is not a number from 0 on"),
         ("--grpc-port", "70000", "less than or equal to 65535"),
-        ("--decode", "0", "greater than or equal to 1"),
+        ("--decode", "-1", "greater than or equal to 0"),
         ("--dtype", "float8", "'auto', 'bfloat16', 'float32'"),
         ("--pool-memory", "much", "'much' is not a size such as 512MiB or 2GiB"),
     ],
@@ -50,7 +50,7 @@ SMALL, LARGE = "small=embedded", "large={}"
         ([SMALL, LARGE, "--served-model-name", "x"], "--served-model-name is for one MODEL"),
         ([SMALL, "--set", "large.decode=2"], "not MODEL.OPTION=VALUE of small"),
         ([SMALL, "--set", "small.decode"], "not MODEL.OPTION=VALUE of small"),
-        ([SMALL, "--set", "small.decode=0"], "'0' is not a number of workers"),
+        ([SMALL, "--set", "small.decode=x"], "'x' is not a number of workers"),
         ([SMALL, "--set", "small.host=x"], "'host' is no option of one model"),
         ([SMALL, "/no/where"], "there is no directory /no/where"),
     ],
@@ -63,6 +63,39 @@ def test_models_that_do_not_fit_together_are_named(
     assert main(["serve", *arguments, "--run-root", str(tmp_path / "runs")]) == 1
     assert message in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+STORE = ("--redis-url", "redis://h")
+PART = ("--decode", "0", *STORE, "--service-host", "10.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--prefill", "0", "--decode", "0"], "quire-embedded has neither prefill nor decode"),
+        (
+            ["--set", "quire-embedded.prefill=0"],
+            "no prefill workers on this host, so it needs",
+        ),
+        (["--decode", "0", *STORE], "no decode workers on this host, so it needs --service-host"),
+        ([*PART, "--device", "cuda:0"], "needs a mover, which serves pools on a CPU only"),
+        ([*PART, "--no-mover"], "it needs a mover: leave out --no-mover"),
+        ([*PART], "the hosts of a deployment share a secret"),
+        (["--mover"], "the hosts of a deployment share a secret"),
+    ],
+)
+def test_a_host_that_cannot_do_its_part_is_told_why(
+    capsys: Any, tmp_path: Path, flags: list[str], message: str
+) -> None:
+    assert main(["serve", *flags, "--run-root", str(tmp_path / "runs")]) == 1
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_host_needs_nixl_for_a_mover(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.supervisor.hosts.find_spec", lambda name: None)
+    assert main(["serve", *STORE, "--service-host", "10.0.0.1"]) == 1
+    assert "pip install 'quire-serve[mover]'; with --no-mover each host" in capsys.readouterr().err
 
 
 def test_each_model_has_names_and_options_of_its_own(tmp_path: Path) -> None:

@@ -23,6 +23,9 @@ def enter(role: str) -> None:
     members = run_dir(role) / "members"
     members.mkdir(exist_ok=True)
     (members / f"{role}-{os.getpid()}").touch()
+    locks = run_dir(role) / "pools" / "toy" / "workers"
+    locks.mkdir(parents=True, exist_ok=True)
+    (locks / f"{role}-{os.getpid()}.lock").touch()
     print(f"{role} serves", flush=True)
 
 

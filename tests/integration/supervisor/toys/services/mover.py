@@ -1,0 +1,3 @@
+from services.toy import run
+
+run("mover")
