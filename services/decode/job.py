@@ -13,8 +13,7 @@ from services.worker.events import (
     Ending,
     Session,
     hypothesis_events,
-    token_event,
-    verified_events,
+    token_events,
 )
 from services.worker.trace import NO_TRACE, JobTrace
 
@@ -137,9 +136,7 @@ def take_outputs(job: Job, advance: Advance) -> Sequence[Generated]:
         return hypothesis_events(ticket, advance.hypotheses) or [is_running]
     tokens = [token for token in advance.tokens if token.index in job.living]
     job.living.difference_update(token.index for token in tokens if token.finish)
-    if advance.verified:
-        return verified_events(ticket, tokens, advance.verified)
-    return [token_event(ticket, token) for token in tokens]
+    return token_events(ticket, tokens, advance.verified)
 
 
 def _agree(first: tuple[int, ...], second: tuple[int, ...]) -> bool:

@@ -12,17 +12,14 @@ from typing import Any
 from blockstore.errors import NotHeld, StaleHolder
 from blockstore.records import Claim
 from blockstore.registry import Load
-from blockstore.store import BlockStore
 from services.common.errors import DuplicateRequest, InvalidRequest
 from services.common.runtime.logging import get_logger
-from services.common.runtime.metrics import WorkerMetrics
 from services.decode.block_extender import BlockExtender
 from services.decode.detached_tickets import DetachedTickets
 from services.decode.job import Job, State, living_of, take_outputs, ticket_of
 from services.decode.swapping import Swapping
 from services.decode.tables import blocks_in_no_table, check_detached
 from services.engine import messages
-from services.engine.forward import ForwardPass
 from services.engine.messages import Advance, Removed, StepOutcome
 from services.engine.sequences.beam_group import group_class
 from services.protocol.messages import Failed, Generated, Reserved, Step
@@ -40,10 +37,7 @@ from services.worker.events import (
     report,
 )
 from services.worker.jobs import Jobs
-from services.worker.limits import Limits
-from services.worker.membership import Membership
-from services.worker.pool_worker import PoolWorker
-from services.worker.swap.pool import SwapPool
+from services.worker.pool_worker import PoolWorker, WorkerParts
 
 log = get_logger(__name__)
 
@@ -56,24 +50,16 @@ class DecodeWorker(PoolWorker):
     A request may end early at any point, or be handed over: then a worker claims its ticket.
     """
 
-    def __init__(
-        self,
-        store: BlockStore,
-        membership: Membership,
-        forward: ForwardPass,
-        limits: Limits,
-        metrics: WorkerMetrics,
-        swap_pool: SwapPool | None = None,
-    ) -> None:
-        super().__init__(store, membership, forward, limits, metrics, swap_pool, one_token=False)
+    def __init__(self, parts: WorkerParts) -> None:
+        super().__init__(parts, one_token=False)
         self._extender = BlockExtender(self)
         self._jobs: Jobs[Job] = Jobs(self._end)
         self._running: dict[str, Job] = {}
         self._detached = DetachedTickets(self, self._jobs)
         self._swapping: Swapping | None = None
-        if swap_pool is not None:
+        if self.swap_pool is not None:
             on_copied = self._detached.put_swapped
-            self._swapping = Swapping(swap_pool, on_copied, self._on_swap_refused)
+            self._swapping = Swapping(self.swap_pool, on_copied, self._on_swap_refused)
 
     # Commands of gateways.
 

@@ -36,17 +36,15 @@ _GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0,
 
 
 def attention_shape(
-    config: ModelConfig, kv: Tensor, block_size: int, dtype: torch.dtype
+    config: ModelConfig, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> AttentionShape:
-    """Of the heads that the arena has."""
-    num_kv_heads = kv.shape[4]
     return AttentionShape(
-        num_heads=config.num_heads // config.num_kv_heads * num_kv_heads,
-        num_kv_heads=num_kv_heads,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         block_size=block_size,
         dtype=dtype,
-        kv_dtype=kv.dtype,
+        kv_dtype=kv_dtype,
         windows=tuple(dict.fromkeys(config.windows)),
         scale=config.attention_scale,
         cap=config.attention_cap,
@@ -86,7 +84,7 @@ class Runner:
         self._drawing = DeviceDrawing(model, ops, kv.device)
         self._inputs = StepInputs(kv.device)
         self._graphs: DecodeGraphs | None = None
-        self._attention = attention_shape(config, kv, block_size, model.dtype)
+        self._attention = attention_shape(config, block_size, model.dtype, kv.dtype)
         self._model = model
         self._kv = kv
         self._block_size = block_size

@@ -41,7 +41,7 @@ from services.worker.config import WorkerSettings
 from services.worker.grammars import Grammars
 from services.worker.loading import LoadedModel, load
 from services.worker.membership import Membership, join
-from services.worker.pool_worker import PoolWorker
+from services.worker.pool_worker import WorkerParts
 
 MAX_WAITING = 1 << 20
 _NUM_WARM_UP_TOKENS = 32
@@ -129,9 +129,7 @@ async def offline_deployment(settings: WorkerSettings) -> AsyncIterator[Wiring]:
             worker_id = f"offline-{role}"
             membership = await join(store, "offline", root, loaded.layout, worker_id, loaded.plan)
             stack.callback(membership.close)
-            worker = _make_worker(kind, loaded, membership, turn)
-            limits = loaded.limits
-            worker.grammars = Grammars(settings.model, limits.vocab_size, limits.eos_token_ids)
+            worker = kind(_parts(settings, loaded, membership, turn))
             for work in (worker.run(), membership.complete_memory()):
                 stack.callback(running.create_task(work).cancel)
             member = _member(role, membership, loaded, settings)
@@ -151,17 +149,16 @@ async def offline_deployment(settings: WorkerSettings) -> AsyncIterator[Wiring]:
         yield wiring
 
 
-def _make_worker(
-    kind: type[PrefillWorker] | type[DecodeWorker],
-    loaded: LoadedModel,
-    membership: Membership,
-    turn: threading.Lock,
-) -> PoolWorker:
+def _parts(
+    settings: WorkerSettings, loaded: LoadedModel, membership: Membership, turn: threading.Lock
+) -> WorkerParts:
     runner = Runner(loaded.model, membership.pool.kv, loaded.layout.block_size, loaded.ops)
     runner.warm_up(_NUM_WARM_UP_TOKENS)
-    forward = TurnTaking(runner, turn)
-    metrics = WorkerMetrics(CollectorRegistry())
-    return kind(membership.store, membership, forward, loaded.limits, metrics)
+    limits, metrics = loaded.limits, WorkerMetrics(CollectorRegistry())
+    return WorkerParts(
+        *(membership.store, membership, TurnTaking(runner, turn), limits, metrics),
+        grammars=Grammars(settings.model, limits.vocab_size, limits.eos_token_ids),
+    )
 
 
 def _member(

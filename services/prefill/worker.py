@@ -7,11 +7,8 @@ from typing import Any
 
 from blockstore.records import PrefixHash
 from blockstore.registry import Load
-from blockstore.store import BlockStore
 from services.common.errors import InvalidRequest
-from services.common.runtime.metrics import WorkerMetrics
 from services.engine import messages
-from services.engine.forward import ForwardPass
 from services.engine.messages import Advance, StepOutcome
 from services.engine.sequences.beam_group import group_class
 from services.prefill.admission import Admission
@@ -29,14 +26,12 @@ from services.worker.events import (
     hypothesis_events,
     poisoned,
     report,
-    token_event,
+    token_events,
 )
 from services.worker.jobs import Jobs
-from services.worker.limits import Limits
-from services.worker.membership import Membership
-from services.worker.pool_worker import PoolWorker
+from services.worker.pool_worker import PoolWorker, WorkerParts
 from services.worker.swap.cost import PrefillCost
-from services.worker.swap.pool import Fetched, SwapPool
+from services.worker.swap.pool import Fetched
 
 _STEPS_AHEAD = 2
 _LONG_SHARE = 4
@@ -53,16 +48,8 @@ class PrefillWorker(PoolWorker):
     A request may end early at any point.
     """
 
-    def __init__(
-        self,
-        store: BlockStore,
-        membership: Membership,
-        forward: ForwardPass,
-        limits: Limits,
-        metrics: WorkerMetrics,
-        swap_pool: SwapPool | None = None,
-    ) -> None:
-        super().__init__(store, membership, forward, limits, metrics, swap_pool, one_token=True)
+    def __init__(self, parts: WorkerParts) -> None:
+        super().__init__(parts, one_token=True)
         self._prefill_cost = PrefillCost()
         self._admission = Admission(
             self,
@@ -231,7 +218,7 @@ class PrefillWorker(PoolWorker):
     def _on_advance(self, job: Job, advance: Advance) -> None:
         job.num_uncomputed = advance.num_uncomputed
         job.trace.note_step(len(advance.tokens))
-        job.outputs += (token_event(job.ticket, token) for token in advance.tokens)
+        job.outputs += token_events(job.ticket, advance.tokens)
         job.prompt_logprobs += advance.prompt_logprobs
         job.outputs += hypothesis_events(job.ticket, advance.hypotheses)
         if advance.embedding:

@@ -37,15 +37,8 @@ def poisoned(fault: Fault) -> Ending:
     return Ending(error=(PoisonRequest.code, f"this request cannot be computed: {fault.value}"))
 
 
-def token_event(ticket: Ticket, token: Token) -> Generated:
-    logprobs = () if token.logprobs is None else (token.logprobs,)
-    return Generated(
-        *ticket.key, token.index, token.position, (token.token,), token.finish, logprobs
-    )
-
-
-def verified_events(
-    ticket: Ticket, tokens: Sequence[Token], verified: Sequence[Verified]
+def token_events(
+    ticket: Ticket, tokens: Sequence[Token], verified: Sequence[Verified] = ()
 ) -> list[Generated]:
     """One event for each run of tokens of a sequence, with the number of its drafts."""
     counts = {one.index: (one.num_drafts, one.num_accepted) for one in verified}

@@ -22,6 +22,7 @@ from services.engine.device.threads import use_device
 from services.engine.fingerprint import fingerprint
 from services.engine.models import Model, load_model
 from services.engine.pool import DTYPES
+from services.engine.runner import attention_shape
 from services.engine.weights.fused_weights import layer_sections
 from services.engine.weights.kinds import kind_of
 from services.engine.weights.packed_file import Progress
@@ -60,53 +61,22 @@ def load(settings: WorkerSettings, progress: Progress, place: Place | None = Non
     use_device(device.torch)
     check_format(settings.model)
     config = ModelConfig.from_directory(settings.model).for_context(settings.max_model_len)
-    size = settings.tensor_parallel_size
     settings.check_ranks(config)
     settings.check_speculation()
     tokenizer_file(settings.model)  # raises without a tokenizer: gateways would not serve the model
     name = _dtype(settings, config)
-    dtype = DTYPES[name]
-    kv_dtype: KVDtype = name if settings.kv_dtype == "auto" else settings.kv_dtype
-    try:
-        shape = _attention_shape(settings, config, dtype, DTYPES[kv_dtype])
-        backend = _backend(settings, shape, chosen_isa(settings, config, progress))
-    except (kvops.BackendUnavailable, ValueError) as error:
-        raise StartupError(str(error)) from error
-    if backend.device != device.torch.type:
-        raise StartupError(
-            f"backend {backend.name!r} computes on {backend.device}, and the device is "
-            f"{device.name}: choose the other device, or the backend 'auto'"
-        )
+    dtype, kv_dtype = DTYPES[name], name if settings.kv_dtype == "auto" else settings.kv_dtype
+    backend = _backend(settings, device, config, dtype, kv_dtype, progress)
     num_threads = _num_threads(settings, place)
     if backend.native is not None:
         backend.native.assign([Lane()] * num_threads)
-    ranks = None
     shared = _shared_weights(settings, device, backend, progress)
     with place.weights.interleaved() if place else nullcontext():
-        if size > 1:
-            ranks = Ranks(size, settings.log_level, settings.log_format)
-            model: Model = ranks.load(
-                *(settings.model.resolve(), dtype, backend, [str(device.torch)] * size),
-                *(num_threads, settings.step_limit_s, settings.max_model_len, progress),
-            )
-        else:
-            model = load_model(
-                settings.model,
-                dtype,
-                backend,
-                device=str(device.torch),
-                quantize=settings.quantize,
-                cache=place.weights_cache(settings.weights_cache)
-                if place
-                else settings.weights_cache,
-                context=settings.max_model_len,
-                progress=progress,
-                shared=shared,
-            )
+        model, ranks = _load(settings, device, backend, dtype, place, num_threads, shared, progress)
     kinds = {
         "quantize": _quantized(settings, config) or "none",
         "kv_dtype": kv_dtype,
-        "tensor_parallel_size": str(size),
+        "tensor_parallel_size": str(settings.tensor_parallel_size),
     }
     numerics = {**backend.numerics(dtype), **kinds}
     layout = PoolLayout(
@@ -117,9 +87,8 @@ def load(settings: WorkerSettings, progress: Progress, place: Place | None = Non
         head_dim=config.head_dim,
         dtype=kv_dtype,
         block_size=settings.block_size,
-        tensor_parallel_size=size,
+        tensor_parallel_size=settings.tensor_parallel_size,
     )
-    limits = _limits(settings, config)
     plan = replace(_plan(settings, config, dtype), arena=place.arena if place else None)
     if device.driver is not None:
         pool_bytes = _pool_bytes_on_gpu(settings, device, model, backend, layout, shared)
@@ -127,7 +96,7 @@ def load(settings: WorkerSettings, progress: Progress, place: Place | None = Non
     return LoadedModel(
         model,
         layout,
-        limits,
+        _limits(settings, config),
         plan,
         swap_bytes=settings.swap_bytes,
         ops=backend,
@@ -136,6 +105,36 @@ def load(settings: WorkerSettings, progress: Progress, place: Place | None = Non
         ranks=ranks,
         weights=shared,
     )
+
+
+def _load(
+    settings: WorkerSettings,
+    device: WorkerDevice,
+    backend: kvops.Backend,
+    dtype: torch.dtype,
+    place: Place | None,
+    num_threads: int,
+    shared: SharedWeights | None,
+    progress: Progress,
+) -> tuple[Model, Ranks | None]:
+    """The model: that of this process, or divided among ranks, which are started."""
+    size, cache = settings.tensor_parallel_size, settings.weights_cache
+    if size > 1:
+        ranks = Ranks(size, settings.log_level, settings.log_format)
+        model = ranks.load(
+            *(settings.model.resolve(), dtype, backend, [str(device.torch)] * size),
+            *(num_threads, settings.step_limit_s, settings.max_model_len, progress),
+        )
+        return model, ranks
+    return load_model(
+        *(settings.model, dtype, backend),
+        device=str(device.torch),
+        quantize=settings.quantize,
+        cache=place.weights_cache(cache) if place else cache,
+        context=settings.max_model_len,
+        progress=progress,
+        shared=shared,
+    ), None
 
 
 def _shared_weights(
@@ -188,24 +187,33 @@ def _pool_bytes_on_gpu(
 
 
 def _backend(
+    settings: WorkerSettings,
+    device: WorkerDevice,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    kv_dtype: KVDtype,
+    progress: Progress,
+) -> kvops.Backend:
+    """StartupError: it cannot run here, or does not serve the device or the model's attention."""
+    try:
+        shape = attention_shape(config, settings.block_size, dtype, DTYPES[kv_dtype])
+        backend = _chosen_backend(settings, shape, chosen_isa(settings, config, progress))
+    except (kvops.BackendUnavailable, ValueError) as error:
+        raise StartupError(str(error)) from error
+    if backend.device != device.torch.type:
+        raise StartupError(
+            f"backend {backend.name!r} computes on {backend.device}, and the device is "
+            f"{device.name}: choose the other device, or the backend 'auto'"
+        )
+    return backend
+
+
+def _chosen_backend(
     settings: WorkerSettings, shape: kvops.AttentionShape, isa: str | None
 ) -> kvops.Backend:
     """BackendUnavailable, ValueError: it cannot run here, or does not serve the shape."""
     if settings.kernels == "triton":
-        if settings.attention == "reference" and not settings.enforce_eager:
-            raise ValueError(
-                "attention 'reference' waits for the device, which no CUDA graph can: add "
-                "--enforce-eager"
-            )
-        attention = settings.attention
-        if settings.tensor_parallel_size > 1:  # only the first rank plans steps
-            if attention == "flashinfer":
-                raise ValueError(
-                    "attention 'flashinfer' does not serve several ranks "
-                    f"(tensor_parallel_size {settings.tensor_parallel_size}) yet: choose triton"
-                )
-            attention = "triton" if attention == "auto" else attention
-        backend, reason = kvops.choose_attention(attention, shape)
+        backend, reason = kvops.choose_attention(_attention(settings), shape)
         log.info("attention_chosen", backend=backend.name, reason=reason)
         return backend
     if settings.attention != "auto":
@@ -218,20 +226,23 @@ def _backend(
     return backend
 
 
-def _attention_shape(
-    settings: WorkerSettings, config: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype
-) -> kvops.AttentionShape:
-    return kvops.AttentionShape(
-        config.num_heads,
-        config.num_kv_heads,
-        config.head_dim,
-        settings.block_size,
-        dtype,
-        kv_dtype,
-        tuple(dict.fromkeys(config.windows)),
-        config.attention_scale,
-        config.attention_cap,
-    )
+def _attention(settings: WorkerSettings) -> str:
+    """Who computes attention beside the backend triton. ValueError: it does not serve graphs, or
+    several ranks, of which only the first plans steps."""
+    attention = settings.attention
+    if attention == "reference" and not settings.enforce_eager:
+        raise ValueError(
+            "attention 'reference' waits for the device, which no CUDA graph can: add "
+            "--enforce-eager"
+        )
+    if settings.tensor_parallel_size == 1:
+        return attention
+    if attention == "flashinfer":
+        raise ValueError(
+            "attention 'flashinfer' does not serve several ranks "
+            f"(tensor_parallel_size {settings.tensor_parallel_size}) yet: choose triton"
+        )
+    return "triton" if attention == "auto" else attention
 
 
 def _dtype(settings: WorkerSettings, config: ModelConfig) -> Dtype:

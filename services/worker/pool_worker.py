@@ -3,6 +3,7 @@
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -49,38 +50,37 @@ _STALLED_S = 1.0
 log = get_logger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerParts:
+    """What a worker is made of. Without `tracer` it reports no spans, without `adapters` it takes
+    no requests for adapters, without `grammars` none for structured output."""
+
+    store: BlockStore
+    membership: Membership
+    forward: ForwardPass
+    limits: Limits
+    metrics: WorkerMetrics
+    swap_pool: SwapPool | None = None
+    tracer: "Tracer | None" = None
+    adapters: AdapterSource | None = None
+    grammars: Grammars | None = None
+
+
 class PoolWorker(ABC):
     """A worker on one pool, in one event loop. Subclasses move requests through their states."""
 
     _jobs: Jobs[Any]
     """All requests at this worker."""
-    tracer: "Tracer | None" = None
-    """None: the worker reports no spans."""
-    adapters: AdapterSource | None = None
-    """None: the worker takes no requests for adapters."""
-    grammars: Grammars | None = None
-    """None: the worker takes no requests for structured output."""
 
-    def __init__(
-        self,
-        store: BlockStore,
-        membership: Membership,
-        forward: ForwardPass,
-        limits: Limits,
-        metrics: WorkerMetrics,
-        swap_pool: SwapPool | None,
-        *,
-        one_token: bool,
-    ) -> None:
-        self.store = store
-        self.swap_pool = swap_pool
-        self.metrics = metrics
-        self.spec = membership.spec
-        self.pool_id = membership.spec.pool_id
-        self._pool_ids = [self.pool_id, *([swap_pool.spec.pool_id] if swap_pool else ())]
-        self.worker_id = membership.worker_id
-        self.limits = limits
-        self.stamps = membership.stamps
+    def __init__(self, parts: WorkerParts, *, one_token: bool) -> None:
+        """`one_token`: see `Engine`."""
+        self.store, self.limits, self.metrics = parts.store, parts.limits, parts.metrics
+        self.swap_pool, self.tracer = parts.swap_pool, parts.tracer
+        self.adapters, self.grammars = parts.adapters, parts.grammars
+        self.spec, self.stamps = parts.membership.spec, parts.membership.stamps
+        self.worker_id, self.pool_id = parts.membership.worker_id, self.spec.pool_id
+        swap_pools = [self.swap_pool.spec] if self.swap_pool else []
+        self._pool_ids = [spec.pool_id for spec in (self.spec, *swap_pools)]
         self.draining = False
         self.drain_asked = asyncio.Event()
         self.sessions: set[Session] = set()
@@ -90,16 +90,16 @@ class PoolWorker(ABC):
         loop = asyncio.get_running_loop()
         self._failure: asyncio.Future[None] = loop.create_future()
         self.writer = StoreWriter(self._fail)
-        self.holders = HolderWrites(store, self.pool_id, self.writer, self.suspects)
+        self.holders = HolderWrites(self.store, self.pool_id, self.writer, self.suspects)
         self._answer_due_at = loop.time()
         self._loads: set[asyncio.Task[None]] = set()
         engine = Engine(
-            forward,
-            Scheduler(limits.max_num_batched_tokens, limits.max_num_seqs),
-            membership.stamps,
+            parts.forward,
+            Scheduler(self.limits.max_num_batched_tokens, self.limits.max_num_seqs),
+            self.stamps,
             one_token=one_token,
-            look_ahead=limits.look_ahead,
-            speculation=limits.speculation,
+            look_ahead=self.limits.look_ahead,
+            speculation=self.limits.speculation,
         )
         self.engine = EngineThread(engine, loop, self._after_step, self._fail)
 

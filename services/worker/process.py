@@ -3,18 +3,16 @@
 import asyncio
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from prometheus_client import CollectorRegistry
-from torch import Tensor
 
 from blockstore.errors import PoolGone, UnknownWorker, WorkerFenced
-from blockstore.store import BlockStore
 from services.common.pool.directory import PoolDirectory
 from services.common.rpc.proof import Guard
 from services.common.rpc.tls import service_tls
@@ -34,14 +32,16 @@ from services.worker.cpu.place import Place, take_place
 from services.worker.cpu.sharing import SharedCpus
 from services.worker.device import lost_device
 from services.worker.grammars import Grammars
-from services.worker.limits import Limits
 from services.worker.liveness.fence_guard import FenceGuard, GuardedForward
 from services.worker.liveness.registration import Registration
 from services.worker.liveness.step_watch import end_process, watch_steps
 from services.worker.loading import LoadedModel, load
 from services.worker.membership import Membership, join, join_swap_pool
-from services.worker.pool_worker import PoolWorker
+from services.worker.pool_worker import PoolWorker, WorkerParts
 from services.worker.swap.pool import Copy, SwapPool
+
+if TYPE_CHECKING:
+    from services.common.tracing.tracer import Tracer
 
 # The next three add up to less than ENDING_S (services.common.runtime.config), the time for all
 # that follows the grace period of the running requests.
@@ -64,10 +64,6 @@ _NUM_WARM_UP_TOKENS = 32
 
 log = get_logger(__name__)
 
-MakeWorker = Callable[
-    [BlockStore, Membership, ForwardPass, Limits, WorkerMetrics, SwapPool | None], PoolWorker
-]
-
 
 @dataclass(frozen=True, slots=True)
 class WorkerRole:
@@ -75,7 +71,7 @@ class WorkerRole:
     adds the role's gRPC service, `service_name`, to the server."""
 
     service_name: str
-    make: MakeWorker
+    make: Callable[[WorkerParts], PoolWorker]
     serve: Callable[[Any, RpcServer], None]
 
 
@@ -114,84 +110,84 @@ class WorkerProcess:
         loaded = self._loaded = self._loaded or await self._load()
         if loaded is None:
             return
-        role, settings = self._role, self._settings
         async with AsyncExitStack() as stack, asyncio.TaskGroup() as vital:
-            tracer = stack.enter_context(open_tracer(settings))
-            store, worker_id = registration.store, registration.worker_id
-            membership = await join(
-                store,
-                store.run_id,
-                settings.pool_root,
-                loaded.layout,
-                worker_id,
-                loaded.plan,
-                memory=loaded.device.memory,
-            )
-            stack.callback(membership.close)
-            self._directory = membership.directory
-            registry = CollectorRegistry()
-            stack.enter_context(metrics_endpoint(settings, registry))
-            metrics = WorkerMetrics(registry)
-            memberships, swap_membership, swap_pool = [membership], None, None
-            if loaded.swap_bytes is not None:
-                swap_membership = await join_swap_pool(
-                    membership, loaded.swap_bytes, loaded.plan.arena
-                )
-                stack.callback(swap_membership.close)
-                memberships.insert(0, swap_membership)
-            ranks = loaded.ranks
-            if ranks is not None:
-                pools = [membership, *memberships[:-1]]
-                await asyncio.to_thread(ranks.join, pools, loaded.limits.max_num_seqs)
-                stack.callback(ranks.leave)
-            fence_guard = FenceGuard([one.lock for one in memberships])
-            if swap_membership is not None:
-                swap_pool = _swap_pool(
-                    settings, loaded, membership, swap_membership, fence_guard, metrics
-                )
-                stack.callback(swap_pool.close)
-            runner = _runner(loaded, membership)
-            await asyncio.to_thread(runner.warm_up, _NUM_WARM_UP_TOKENS)
-            shape = loaded.model.config.num_heads, loaded.limits.max_num_seqs
-            await asyncio.to_thread(_warm_up_kernels, loaded, membership.pool.kv[:, 0], *shape)
-            if settings.service == "decode" and not settings.enforce_eager:
-                await asyncio.to_thread(_capture_graphs, runner, loaded)
-            forward = _share_cpus(runner, loaded, settings, self._place, stack)
-            guarded = GuardedForward(forward, fence_guard)
-            worker = role.make(store, membership, guarded, loaded.limits, metrics, swap_pool)
-            worker.tracer = tracer
-            if settings.max_loras:
-                worker.adapters = WorkerAdapters(
-                    loaded.model, settings.max_loras, settings.max_lora_rank
-                )
-            limits = loaded.limits
-            worker.grammars = Grammars(settings.model, limits.vocab_size, limits.eos_token_ids)
-            end = end_process if ranks is None else ranks.end_stuck
-            watching = asyncio.create_task(watch_steps(worker.engine, settings.step_limit_s, end))
-            stack.callback(watching.cancel)  # called after the engine thread has ended
-            working = [
-                worker.run(),
-                fence_guard.watch(),
-                membership.watch_memory(),
-                *(one.complete_memory() for one in memberships),
-            ]
-            if loaded.weights is not None and loaded.weights.kept is not None:
-                working.append(loaded.weights.kept.keep())
-            if isinstance(forward, SharedCpus):
-                working.append(_refresh(forward))
-            tasks = [vital.create_task(work) for work in working]
-            server, address = await _listen(role, settings, worker, stack)
+            tracer = stack.enter_context(open_tracer(self._settings))
+            own, swap = await self._join(registration, loaded, stack)
+            worker, works = await self._make(loaded, own, swap, tracer, stack)
+            tasks = [vital.create_task(work) for work in works]
+            server, address = await _listen(self._role, self._settings, worker, stack)
             registration.set_serving(worker, address, loaded)
             await _wait_for_any(self._stop, worker.drain_asked)
 
             worker.drain()
             registration.heartbeat.changed()
-            await _finish(worker, server, self._stop, settings.request_grace_s)
+            await _finish(worker, server, self._stop, self._settings.request_grace_s)
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
-            for one in memberships:
-                await one.leave()
+            if swap is not None:
+                await swap.leave()
+            await own.leave()
+
+    async def _join(
+        self, registration: Registration, loaded: LoadedModel, stack: AsyncExitStack
+    ) -> tuple[Membership, Membership | None]:
+        """Join the pool, and its swap pool if there is to be one; so do all ranks."""
+        store, worker_id = registration.store, registration.worker_id
+        own = await join(
+            *(store, store.run_id, self._settings.pool_root, loaded.layout, worker_id, loaded.plan),
+            memory=loaded.device.memory,
+        )
+        stack.callback(own.close)
+        self._directory, swap = own.directory, None
+        if loaded.swap_bytes is not None:
+            swap = await join_swap_pool(own, loaded.swap_bytes, loaded.plan.arena)
+            stack.callback(swap.close)
+        if loaded.ranks is not None:
+            pools = [own, swap] if swap else [own]
+            await asyncio.to_thread(loaded.ranks.join, pools, loaded.limits.max_num_seqs)
+            stack.callback(loaded.ranks.leave)
+        return own, swap
+
+    async def _make(
+        self,
+        loaded: LoadedModel,
+        own: Membership,
+        swap: Membership | None,
+        tracer: "Tracer | None",
+        stack: AsyncExitStack,
+    ) -> tuple[PoolWorker, list[Coroutine[Any, Any, None]]]:
+        """The worker, and all that has to run while it serves; an error of one ends the others."""
+        settings, limits = self._settings, loaded.limits
+        registry = CollectorRegistry()
+        stack.enter_context(metrics_endpoint(settings, registry))
+        metrics, swap_pool = WorkerMetrics(registry), None
+        memberships = [own, swap] if swap else [own]
+        guard = FenceGuard([one.lock for one in memberships])
+        if swap is not None:
+            swap_pool = _swap_pool(settings, loaded, own, swap, guard, metrics)
+            stack.callback(swap_pool.close)
+        runner = await asyncio.to_thread(_warm_runner, settings, loaded, own)
+        forward = _share_cpus(runner, loaded, settings, self._place, stack)
+        loras = settings.max_loras, settings.max_lora_rank
+        worker = self._role.make(
+            WorkerParts(
+                *(own.store, own, GuardedForward(forward, guard), limits, metrics, swap_pool),
+                tracer=tracer,
+                adapters=WorkerAdapters(loaded.model, *loras) if settings.max_loras else None,
+                grammars=Grammars(settings.model, limits.vocab_size, limits.eos_token_ids),
+            )
+        )
+        end = end_process if loaded.ranks is None else loaded.ranks.end_stuck
+        watching = asyncio.create_task(watch_steps(worker.engine, settings.step_limit_s, end))
+        stack.callback(watching.cancel)  # called after the engine thread has ended
+        works = [worker.run(), guard.watch(), own.watch_memory()]
+        works += (one.complete_memory() for one in memberships)
+        if loaded.weights is not None and loaded.weights.kept is not None:
+            works.append(loaded.weights.kept.keep())
+        if isinstance(forward, SharedCpus):
+            works.append(_refresh(forward))
+        return worker, works
 
     async def _load(self) -> LoadedModel | None:
         """None if the process was stopped before the model was loaded."""
@@ -213,16 +209,20 @@ class _Stopped(Exception):
     pass
 
 
-def _warm_up_kernels(loaded: LoadedModel, kv_layer: Tensor, num_heads: int, max_rows: int) -> None:
-    use_device(kv_layer.device)
-    loaded.ops.warm_up(kv_layer, num_heads, max_rows, loaded.model.config.attention_cap)
-
-
-def _runner(loaded: LoadedModel, membership: Membership) -> Runner:
-    model, kv, block_size = loaded.model, membership.pool.kv, loaded.layout.block_size
-    if loaded.ranks is None:
-        return Runner(model, kv, block_size, loaded.ops)
-    return loaded.ranks.runner(model, kv, block_size, loaded.ops)
+def _warm_runner(settings: WorkerSettings, loaded: LoadedModel, own: Membership) -> Runner:
+    """Make the runner, and compile, capture and touch all that steps need."""
+    model, kv, ops, max_rows = loaded.model, own.pool.kv, loaded.ops, loaded.limits.max_num_seqs
+    make = Runner if loaded.ranks is None else loaded.ranks.runner
+    runner = make(model, kv, loaded.layout.block_size, ops)
+    runner.warm_up(_NUM_WARM_UP_TOKENS)
+    use_device(kv.device)
+    ops.warm_up(kv[:, 0], model.config.num_heads, max_rows, model.config.attention_cap)
+    # With several ranks steps are eager: the other ranks hear of each step from the first one, and
+    # a graph would replay only what the first one launched.
+    is_eager = settings.enforce_eager or settings.service != "decode" or loaded.ranks is not None
+    if model.device.type == "cuda" and not is_eager:
+        runner.capture_graphs(max_rows)
+    return runner
 
 
 def _swap_pool(
@@ -330,10 +330,3 @@ async def _wait_for_any(*events: asyncio.Event) -> None:
     await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
     for task in waiting:
         task.cancel()
-
-
-def _capture_graphs(runner: Runner, loaded: LoadedModel) -> None:
-    """With several ranks steps are eager: the other ranks hear of each step from the first one, and
-    a graph would replay only what the first one launched."""
-    if loaded.model.device.type == "cuda" and loaded.ranks is None:
-        runner.capture_graphs(loaded.limits.max_num_seqs)

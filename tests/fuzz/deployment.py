@@ -46,6 +46,7 @@ from services.prefill.service import PrefillService
 from services.prefill.worker import PrefillWorker
 from services.protocol.version import PROTOCOL_VERSION
 from services.worker.limits import Limits
+from services.worker.pool_worker import WorkerParts
 from tests.integration.gateway.conftest import write_model
 from tests.secret import SECRET, guard
 from tests.unit.workers.conftest import running
@@ -164,7 +165,8 @@ class Deployment:
         for role, make, serve, register in roles:
             membership = await join(self.store, spec, f"{role}-1", stamps)
             metrics = WorkerMetrics(CollectorRegistry())
-            worker = make(self.store, membership, Letters(arena), limits, metrics)
+            parts = WorkerParts(self.store, membership, Letters(arena), limits, metrics)
+            worker = make(parts)
             await self.stack.enter_async_context(running(worker))
             self.workers.append(worker)
             address = await self._serve(f"{role}-1", register, serve(worker))

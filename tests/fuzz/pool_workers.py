@@ -27,6 +27,7 @@ from services.prefill.service import PrefillService
 from services.prefill.worker import PrefillWorker
 from services.protocol.version import PROTOCOL_VERSION
 from services.worker.limits import Limits
+from services.worker.pool_worker import WorkerParts
 from services.worker.swap.pool import SwapPool
 from tests.unit.workers.fakes import VOCAB, Arena, FakeForward, join, make_pool, make_stamps
 
@@ -154,7 +155,8 @@ class Workers:
                 compares_costs=False,
             )
             self._swap_pool.append(beside)
-            worker = cls(self.store, membership, self.models[-1], LIMITS, metrics, beside)
+            parts = WorkerParts(self.store, membership, self.models[-1], LIMITS, metrics, beside)
+            worker = cls(parts)
             self.models[-1].groups = partial(_groups_at, worker)
             workers.append(worker)
             self._tasks.append(asyncio.create_task(workers[-1].run()))

@@ -48,6 +48,7 @@ from services.protocol.version import PROTOCOL_VERSION
 from services.worker.events import HANDED_OVER
 from services.worker.grammars import Grammars
 from services.worker.limits import Limits
+from services.worker.pool_worker import WorkerParts
 from services.worker.swap.pool import SwapPool
 from tests.drafting import oracle
 from tests.exactness import SEED, Answer
@@ -292,10 +293,11 @@ class ExactnessDeployment:
             (PrefillWorker, PrefillService) if role == "prefill" else (DecodeWorker, DecodeService)
         )
         device = setting.device(forward)
-        worker: Any = make(self.store, membership, device, limits, metrics, swap_pool)
-        worker.grammars = Grammars(
-            self._models.directory, limits.vocab_size, model.config.eos_token_ids
+        grammars = Grammars(self._models.directory, limits.vocab_size, model.config.eos_token_ids)
+        parts = WorkerParts(
+            *(self.store, membership, device, limits, metrics, swap_pool), grammars=grammars
         )
+        worker: Any = make(parts)
         running = asyncio.create_task(worker.run())
         resident = Resident(
             worker, forward, serve(worker), request_metrics, swap_pool, device, running

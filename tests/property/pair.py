@@ -17,6 +17,7 @@ from services.decode.worker import DecodeWorker
 from services.engine.forward import ForwardPass
 from services.prefill.worker import PrefillWorker
 from services.worker.limits import Limits
+from services.worker.pool_worker import WorkerParts
 from tests.late_device import Device, LateForward
 from tests.property.gateway import Gateway, Request
 from tests.property.late import LateColderPool, LateStore
@@ -79,7 +80,7 @@ class Pair:
                 )
                 beside = LateColderPool(late, membership, there, *copies, metrics, False)
                 beside.chance = self.chance
-            workers.append(cls(late, membership, forward, limits, metrics, beside))
+            workers.append(cls(WorkerParts(late, membership, forward, limits, metrics, beside)))
         self.prefill, *decode = workers
         self.decode = tuple(decode)
         self._tasks = [asyncio.create_task(worker.run()) for worker in workers]

@@ -4,7 +4,7 @@ A metric that vLLM has too has vLLM's name, with the prefix `quire:`. prometheus
 `_total` to counters.
 """
 
-from functools import partial
+from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -21,71 +21,77 @@ _PULL = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _BATCH_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
+class _Make:
+    """Makes metrics with the labels `labels`, and further ones."""
+
+    def __init__(self, registry: CollectorRegistry, *labels: str) -> None:
+        self._registry, self._labels = registry, labels
+
+    def counter(self, name: str, text: str, *more: str) -> Counter:
+        return Counter(name, text, (*self._labels, *more), registry=self._registry)
+
+    def gauge(self, name: str, text: str, *more: str) -> Gauge:
+        return Gauge(name, text, (*self._labels, *more), registry=self._registry)
+
+    def histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
+        return Histogram(name, text, self._labels, buckets=buckets, registry=self._registry)
+
+
 class GatewayMetrics:
     """Latencies, tokens and ends of requests at a gateway. All metrics but the two gauges have the
     label `model_name`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        model = ["model_name"]
-        counter = partial(Counter, registry=registry)
-        histogram = partial(Histogram, labelnames=model, registry=registry)
-        self.time_to_first_token_s = histogram(
+        make, alone = _Make(registry, "model_name"), _Make(registry)
+        self.time_to_first_token_s = make.histogram(
             "quire:time_to_first_token_seconds",
             "Time from a request's arrival to its first token.",
-            buckets=_TTFT,
+            _TTFT,
         )
-        self.inter_token_latency_s = histogram(
+        self.inter_token_latency_s = make.histogram(
             "quire:inter_token_latency_seconds",
             "Time between two tokens of one sequence.",
-            buckets=_INTER_TOKEN,
+            _INTER_TOKEN,
         )
-        self.e2e_request_latency_s = histogram(
+        self.e2e_request_latency_s = make.histogram(
             "quire:e2e_request_latency_seconds",
             "Time from a request's arrival to its end.",
-            buckets=_LATENCY,
+            _LATENCY,
         )
-        self.request_queue_time_s = histogram(
+        self.request_queue_time_s = make.histogram(
             "quire:request_queue_time_seconds",
             "Time from a request's arrival until it is first sent to a worker.",
-            buckets=_LATENCY,
+            _LATENCY,
         )
-        self.prompt_tokens = counter(
-            "quire:prompt_tokens", "Prompt tokens of admitted requests.", model
+        self.prompt_tokens = make.counter(
+            "quire:prompt_tokens", "Prompt tokens of admitted requests."
         )
-        self.prompt_tokens_cached = counter(
-            "quire:prompt_tokens_cached", "Prompt tokens found in the prefix cache.", model
+        self.prompt_tokens_cached = make.counter(
+            "quire:prompt_tokens_cached", "Prompt tokens found in the prefix cache."
         )
-        self.generation_tokens = counter(
-            "quire:generation_tokens", "Tokens sent to clients.", model
+        self.generation_tokens = make.counter("quire:generation_tokens", "Tokens sent to clients.")
+        self.requests_finished = make.counter(
+            "quire:request_success", "Requests that ended with a finish reason.", "finished_reason"
         )
-        self.requests_finished = counter(
-            "quire:request_success",
-            "Requests that ended with a finish reason.",
-            [*model, "finished_reason"],
-        )
-        self.requests_failed = counter(
+        self.requests_failed = make.counter(
             "quire:request_failure",
             "Requests that were refused, ended with an error, or were cancelled, by error code "
             "(`cancelled`).",
-            [*model, "code"],
+            "code",
         )
-        self.num_preemptions = counter("quire:num_preemptions", "Preemptions of requests.", model)
-        self.num_moves = counter(
+        self.num_preemptions = make.counter("quire:num_preemptions", "Preemptions of requests.")
+        self.num_moves = make.counter(
             "quire:num_moves",
             "Moves of running requests to another decode worker, without recomputation.",
-            model,
         )
-        self.recommended_workers = Gauge(
-            "quire:recommended_workers",
-            "Workers that the load needs.",
-            [*model, "role"],
-            registry=registry,
+        self.recommended_workers = make.gauge(
+            "quire:recommended_workers", "Workers that the load needs.", "role"
         )
-        self.num_requests_running = Gauge(
-            "quire:num_requests_running", "Requests at a worker.", registry=registry
+        self.num_requests_running = alone.gauge(
+            "quire:num_requests_running", "Requests at a worker."
         )
-        self.num_requests_waiting = Gauge(
-            "quire:num_requests_waiting", "Requests in the gateway's queue.", registry=registry
+        self.num_requests_waiting = alone.gauge(
+            "quire:num_requests_waiting", "Requests in the gateway's queue."
         )
 
 
@@ -93,28 +99,25 @@ class TenantMetrics:
     """Requests and tokens of each tenant, where gateways have API keys."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        tenant = ["tenant"]
-        counter = partial(Counter, registry=registry)
-        self.requests = counter(
+        make = _Make(registry, "tenant")
+        self.requests = make.counter(
             "quire:tenant_requests",
             "Requests by tenant and outcome: a finish reason, an error code, or `cancelled`.",
-            [*tenant, "outcome"],
+            "outcome",
         )
-        self.prompt_tokens = counter(
-            "quire:tenant_prompt_tokens", "Prompt tokens of admitted requests.", tenant
+        self.prompt_tokens = make.counter(
+            "quire:tenant_prompt_tokens", "Prompt tokens of admitted requests."
         )
-        self.prompt_tokens_cached = counter(
-            "quire:tenant_prompt_tokens_cached", "Prompt tokens found in the prefix cache.", tenant
+        self.prompt_tokens_cached = make.counter(
+            "quire:tenant_prompt_tokens_cached", "Prompt tokens found in the prefix cache."
         )
-        self.generation_tokens = counter(
-            "quire:tenant_generation_tokens", "Tokens of requests that have ended.", tenant
+        self.generation_tokens = make.counter(
+            "quire:tenant_generation_tokens", "Tokens of requests that have ended."
         )
-        self.time_to_first_token_s = Histogram(
+        self.time_to_first_token_s = make.histogram(
             "quire:tenant_time_to_first_token_seconds",
             "Time from a request's arrival to its first token.",
-            tenant,
-            buckets=_TTFT,
-            registry=registry,
+            _TTFT,
         )
 
 
@@ -122,12 +125,12 @@ class KeyringMetrics:
     """The API keys of a gateway."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.num_keys = Gauge("quire:api_keys", "API keys that are valid.", registry=registry)
-        self.reloads = Counter(
+        make = _Make(registry)
+        self.num_keys = make.gauge("quire:api_keys", "API keys that are valid.")
+        self.reloads = make.counter(
             "quire:api_key_reloads",
             "Changed key files that the gateway read (`ok`) or refused (`refused`).",
-            ["outcome"],
-            registry=registry,
+            "outcome",
         )
 
 
@@ -136,52 +139,48 @@ class WorkerMetrics:
     one model on one pool."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        counter = partial(Counter, registry=registry)
-        gauge = partial(Gauge, registry=registry)
-        self.step_s = Histogram(
-            "quire:step_seconds", "Duration of one step.", buckets=_STEP, registry=registry
+        make = _Make(registry)
+        self.step_s = make.histogram("quire:step_seconds", "Duration of one step.", _STEP)
+        self.step_tokens = make.histogram(
+            "quire:iteration_tokens", "Tokens computed in one step.", _BATCH_TOKENS
         )
-        self.step_tokens = Histogram(
-            "quire:iteration_tokens",
-            "Tokens computed in one step.",
-            buckets=_BATCH_TOKENS,
-            registry=registry,
-        )
-        self.prompt_tokens = counter("quire:prompt_tokens", "Prompt tokens computed.")
-        self.prompt_tokens_cached = counter(
+        self.prompt_tokens = make.counter("quire:prompt_tokens", "Prompt tokens computed.")
+        self.prompt_tokens_cached = make.counter(
             "quire:prompt_tokens_cached", "Prompt tokens found in the prefix cache."
         )
-        self.generation_tokens = counter("quire:generation_tokens", "Tokens sampled.")
-        self.num_drafts = counter(
+        self.generation_tokens = make.counter("quire:generation_tokens", "Tokens sampled.")
+        self.num_drafts = make.counter(
             "quire:spec_decode_num_drafts", "Rows of steps that verified drafts."
         )
-        self.num_draft_tokens = counter(
+        self.num_draft_tokens = make.counter(
             "quire:spec_decode_num_draft_tokens", "Drafts that steps verified."
         )
-        self.num_accepted_tokens = counter(
+        self.num_accepted_tokens = make.counter(
             "quire:spec_decode_num_accepted_tokens", "Drafts that were accepted."
         )
-        self.num_preemptions = counter("quire:num_preemptions", "Preemptions of sequence groups.")
-        self.num_broken = counter("quire:num_broken", "Sequences whose output was not finite.")
-        self.swapped_out_blocks = counter(
+        self.num_preemptions = make.counter(
+            "quire:num_preemptions", "Preemptions of sequence groups."
+        )
+        self.num_broken = make.counter("quire:num_broken", "Sequences whose output was not finite.")
+        self.swapped_out_blocks = make.counter(
             "quire:swapped_out_blocks", "Blocks copied to the swap pool."
         )
-        self.num_swaps_refused = counter(
+        self.num_swaps_refused = make.counter(
             "quire:num_swaps_refused",
             "Sequence groups that were recomputed because the swap pool had no room.",
         )
-        self.swapped_in_blocks = counter(
+        self.swapped_in_blocks = make.counter(
             "quire:swapped_in_blocks", "Blocks copied back from the swap pool."
         )
-        self.kv_corrupt = counter(
+        self.kv_corrupt = make.counter(
             "quire:kv_corrupt", "Blocks whose stamp did not match the tokens of their hash."
         )
-        self._running = gauge("quire:num_requests_running", "Running sequence groups.")
-        self._waiting = gauge("quire:num_requests_waiting", "Waiting sequence groups.")
-        self._free_slots = gauge(
+        self._running = make.gauge("quire:num_requests_running", "Running sequence groups.")
+        self._waiting = make.gauge("quire:num_requests_waiting", "Waiting sequence groups.")
+        self._free_slots = make.gauge(
             "quire:num_free_slots", "Sequences that the worker can still take."
         )
-        self._pending_tokens = gauge(
+        self._pending_tokens = make.gauge(
             "quire:num_pending_tokens", "Prompt tokens that are still to be computed."
         )
 
@@ -197,31 +196,30 @@ class PoolMetrics:
     without labels the counts of reaped, fenced and refused members."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        labels = ["pool_id", "model_name"]
-        counter = partial(Counter, registry=registry)
-        gauge = partial(Gauge, registry=registry)
-        self._usage = gauge(
-            "quire:kv_cache_usage_perc", "Held blocks as a share of all blocks, 0 to 1.", labels
+        make, alone = _Make(registry, "pool_id", "model_name"), _Make(registry)
+        self._usage = make.gauge(
+            "quire:kv_cache_usage_perc", "Held blocks as a share of all blocks, 0 to 1."
         )
-        self._blocks = gauge("quire:kv_cache_blocks", "Blocks by state.", [*labels, "state"])
-        self._holders = gauge("quire:kv_cache_holders", "Holders of blocks.", labels)
-        self._waiters = gauge("quire:kv_cache_waiters", "Requests that wait for blocks.", labels)
-        self._queries = counter("quire:prefix_cache_queries", "Prefix blocks looked up.", labels)
-        self._hits = counter("quire:prefix_cache_hits", "Prefix blocks found.", labels)
-        self.audit_violations = counter(
-            "quire:audit_violations", "Broken laws that audits found.", labels
+        self._blocks = make.gauge("quire:kv_cache_blocks", "Blocks by state.", "state")
+        self._holders = make.gauge("quire:kv_cache_holders", "Holders of blocks.")
+        self._waiters = make.gauge("quire:kv_cache_waiters", "Requests that wait for blocks.")
+        self._queries = make.counter("quire:prefix_cache_queries", "Prefix blocks looked up.")
+        self._hits = make.counter("quire:prefix_cache_hits", "Prefix blocks found.")
+        self.audit_violations = make.counter(
+            "quire:audit_violations", "Broken laws that audits found."
         )
-        self.workers_reaped = counter(
+        self.workers_reaped = alone.counter(
             "quire:workers_reaped", "Dead workers whose blocks were released."
         )
-        self.worker_quiet_s = Histogram(
+        self.worker_quiet_s = alone.histogram(
             "quire:worker_quiet_seconds",
             "Time from the dropped lock of a dead worker until it could write no more.",
-            buckets=_QUIET,
-            registry=registry,
+            _QUIET,
         )
-        self.workers_fenced = counter("quire:workers_fenced", "Workers that were alive but stuck.")
-        self.members_refused = counter(
+        self.workers_fenced = alone.counter(
+            "quire:workers_fenced", "Workers that were alive but stuck."
+        )
+        self.members_refused = alone.counter(
             "quire:members_refused", "Registry entries without this deployment's signature."
         )
         self._seen: dict[str, tuple[int, int]] = {}
@@ -252,26 +250,18 @@ class MoverMetrics:
     """The metrics of movers. `source`: the id of the pool that is read."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        counter = partial(Counter, registry=registry)
-        gauge = partial(Gauge, registry=registry)
-        self.pulls = counter(
-            "quire:mover_pulls", "Pulls by outcome: done, or why not.", ["source", "outcome"]
+        make = _Make(registry, "source")
+        self.pulls = make.counter(
+            "quire:mover_pulls", "Pulls by outcome: done, or why not.", "outcome"
         )
-        self.blocks = counter("quire:mover_pulled_blocks", "Blocks copied.", ["source"])
-        self.seconds = Histogram(
-            "quire:mover_pull_seconds",
-            "Time of a pull that copied blocks.",
-            ["source"],
-            buckets=_PULL,
-            registry=registry,
+        self.blocks = make.counter("quire:mover_pulled_blocks", "Blocks copied.")
+        self.seconds = make.histogram(
+            "quire:mover_pull_seconds", "Time of a pull that copied blocks.", _PULL
         )
-        self.bandwidth = gauge(
-            "quire:mover_bandwidth_bytes_per_second", "As last measured.", ["source"]
-        )
-        self.slow = gauge(
+        self.bandwidth = make.gauge("quire:mover_bandwidth_bytes_per_second", "As last measured.")
+        self.slow = make.gauge(
             "quire:mover_slow_source",
             "1 if the bandwidth is below min_bandwidth: the transport may have chosen a slow way.",
-            ["source"],
         )
 
     def forget(self, source: str) -> None:

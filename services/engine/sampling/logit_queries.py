@@ -43,15 +43,11 @@ def queries(rows: Sequence[Row]) -> list[Query]:
                 asked.append(Query(state, token_id, position, row.scoring.num_top))
                 state += 1
         state += row.num_states
-        if row.num_drafts:
-            first = row.start + len(row.token_ids) - row.num_drafts
-            for place, draw in enumerate(row.draws):
-                asked.append(Query(state + place, draw, first + place, draw.sampling.logprobs))
-            state += len(row.draws)
-        elif row.draws:
-            end = row.start + len(row.token_ids)
-            asked += (Query(state, draw, end, draw.sampling.logprobs) for draw in row.draws)
-            state += 1
+        first = row.start + len(row.token_ids) - row.num_drafts
+        for number, draw in enumerate(row.draws):
+            behind = number if row.num_drafts else 0  # without drafts, all draw after one token
+            asked.append(Query(state + behind, draw, first + behind, draw.sampling.logprobs))
+        state += (row.num_drafts + 1) * bool(row.draws)
     return asked
 
 

@@ -231,37 +231,30 @@ class Sequence:
         runs_ahead = end > len(self.tokens)
         drawn_by, self._place = self._place if runs_ahead else None, place
         self.num_launched = end + len(drafts)
-        if drafts:
-            return Row(
-                token_ids=(*self.tokens[start:end], *drafts),
-                start=start,
-                block_table=self.block_table,
-                store_from=self.num_adopted,
-                draws=self._draws_with(drafts),
-                num_drafts=len(drafts),
-            )
+        is_last, pooler = end >= len(self.tokens), self.pooler
         return Row(
-            token_ids=(UNKNOWN_TOKEN,) if runs_ahead else self.tokens[start:end],
+            token_ids=(UNKNOWN_TOKEN,) if runs_ahead else [*self.tokens[start:end], *drafts],
             start=start,
             block_table=self.block_table,
             store_from=self.num_adopted,
-            draws=self._draws() if end >= len(self.tokens) and self.pooler is None else (),
+            draws=self._draws(drafts) if is_last and pooler is None else (),
             scoring=self._scoring(start, end),
-            num_states=0
-            if self.pooler is None
-            else self.pooler.num_states(num_tokens, is_last=end >= len(self.tokens)),
+            num_states=0 if pooler is None else pooler.num_states(num_tokens, is_last=is_last),
+            num_drafts=len(drafts),
             drawn_by=drawn_by,
             adapter=self.rules.adapter,
         )
 
-    def _draws(self) -> tuple[Draw, ...]:
+    def _draws(self, drafts: tuple[int, ...]) -> tuple[Draw, ...]:
+        """The draws after the last token, and the one behind each draft."""
+        if drafts:
+            return self._draws_behind(drafts)
         adjustment = None if self._penalty_state is None else self._penalty_state.adjustment()
         drawing = (branch.index for branch in self.branches if not branch.own)
         sampling, grammar = self.rules.sampling, self._grammar_state
         return tuple(Draw(sampling, index, adjustment, grammar) for index in drawing)
 
-    def _draws_with(self, drafts: tuple[int, ...]) -> tuple[Draw, ...]:
-        """The next draw, and the one behind each draft."""
+    def _draws_behind(self, drafts: tuple[int, ...]) -> tuple[Draw, ...]:
         num_draws = len(drafts) + 1
         adjustments: Seq[Adjustment | None] = [None] * num_draws
         grammars: Seq[GrammarState | None] = [None] * num_draws

@@ -17,7 +17,7 @@ from services.common.runtime.metrics import WorkerMetrics
 from services.decode.worker import DecodeWorker
 from services.prefill.worker import PrefillWorker
 from services.worker.limits import Limits
-from services.worker.pool_worker import PoolWorker
+from services.worker.pool_worker import PoolWorker, WorkerParts
 from services.worker.swap.pool import SwapPool
 from tests.late_device import DEVICES, Device, LateForward
 
@@ -136,7 +136,8 @@ async def make_pair(tmp_path: Path, device: Device) -> AsyncIterator[MakePair]:
                         compares_costs,
                     )
                     stack.callback(beside.close)
-                workers.append(cls(store, membership, device(model), limits, metrics, beside))
+                parts = WorkerParts(store, membership, device(model), limits, metrics, beside)
+                workers.append(cls(parts))
                 await stack.enter_async_context(running(workers[-1]))
             for model in models:
                 stack.callback(model.gate.set)

@@ -11,6 +11,7 @@ from services.common.runtime.metrics import WorkerMetrics
 from services.decode.worker import DecodeWorker
 from services.protocol.messages import Requeued, RequeueReason
 from services.protocol.ticket import Ticket
+from services.worker.pool_worker import WorkerParts
 
 from .conftest import MakePair, WorkerPair, running
 from .fakes import PROMPT, FakeForward, FakeSession, expected, join, ticket
@@ -239,4 +240,4 @@ async def another_decode_worker(pair: WorkerPair) -> DecodeWorker:
     membership = await join(pair.store, pair.spec, "another", pair.arena.stamps)
     metrics = WorkerMetrics(CollectorRegistry())
     model = FakeForward(pair.arena)
-    return DecodeWorker(pair.store, membership, model, pair.decode.limits, metrics)
+    return DecodeWorker(WorkerParts(pair.store, membership, model, pair.decode.limits, metrics))

@@ -17,6 +17,7 @@ from services.decode.worker import DecodeWorker
 from services.engine.batch import Fault
 from services.protocol.messages import Failed, Requeued, RequeueReason, Reserved, Step
 from services.protocol.ticket import FinishReason, TicketSequence
+from services.worker.pool_worker import WorkerParts
 
 from .conftest import MakePair, WorkerPair
 from .fakes import PROMPT, FakeForward, expected, join, ticket
@@ -259,7 +260,7 @@ async def test_a_fenced_worker_ends(pair: WorkerPair) -> None:
     fenced = await join(pair.store, pair.spec, "fenced", pair.arena.stamps)
     metrics = WorkerMetrics(CollectorRegistry())
     model = FakeForward(pair.arena)
-    worker = DecodeWorker(pair.store, fenced, model, pair.decode.limits, metrics)
+    worker = DecodeWorker(WorkerParts(pair.store, fenced, model, pair.decode.limits, metrics))
     running = asyncio.create_task(worker.run())
     await pair.store.fence("pool", "fenced")
     with pytest.raises(WorkerFenced):

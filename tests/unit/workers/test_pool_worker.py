@@ -17,6 +17,7 @@ from services.protocol.messages import Step, WorkerEvent
 from services.protocol.ticket import TicketSequence
 from services.worker import pool_worker
 from services.worker.limits import Limits
+from services.worker.pool_worker import WorkerParts
 
 from .conftest import WorkerPair
 from .fakes import Arena, FakeForward, FakeSession, join, make_pool, make_stamps, ticket
@@ -37,7 +38,8 @@ async def test_an_error_after_a_step_ends_the_worker(tmp_path: Path) -> None:
     membership = await join(store, spec, "w", stamps)
     arena = Arena(4, stamps, slots={position: (position, position) for position in range(10)})
     model, limits = FakeForward(arena), Limits(4, 16, max_model_len=100)
-    worker = DecodeWorker(store, membership, model, limits, WorkerMetrics(CollectorRegistry()))
+    metrics = WorkerMetrics(CollectorRegistry())
+    worker = DecodeWorker(WorkerParts(store, membership, model, limits, metrics))
     blocks = (await store.allocate("pool", "h-r1", "w", 1, (), 3)).block_ids
     stamps.mark_owned(blocks, "h-r1")
     parents = [bytes(16), *prefix_hashes(bytes(16), range(10), 4)]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from blockstore.records import PoolSpec
-from services.engine.batch import Draw, Fault
+from services.engine.batch import Draw, Fault, LoadedAdapter
 from services.engine.engine import Engine
 from services.engine.forward import ForwardPass
 from services.engine.messages import AddBlocks, Admit, Command, StepOutcome
@@ -201,6 +201,14 @@ def test_draws_behind_drafts_are_adjusted_as_if_the_drafts_were_tokens() -> None
             assert alone is not None
             assert adjustment.applied(logits).tolist() == alone.applied(logits).tolist()
         tokens.append(new)
+
+
+def test_drafts_are_verified_with_the_adapter_of_their_sequence() -> None:
+    adapter = LoadedAdapter("d1", None)
+    one = sequence(PROMPT)
+    one.rules = replace(one.rules, adapter=adapter)
+    row = one.launch(1, 0, (5, 6))
+    assert (row.adapter, row.num_drafts, len(row.draws)) == (adapter, 2, 3)
 
 
 def test_no_draft_ends_the_text() -> None:
