@@ -1,4 +1,4 @@
-"""What the matrices of exactness ask for, each way of choosing tokens once, and what they compare:
+"""The strategies of choosing tokens and the answers that the exactness matrices compare:
 `tests/integration/test_exactness.py` in one process, `tests/e2e/test_exactness.py` between many."""
 
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ from quire.types import (
 )
 
 SEED = 7
-"""Of all that is compared; companions have others."""
+"""The seed of every request that is compared; the other requests of its batch have other seeds."""
 
 
 def strategies(num_tokens: int, seed: int = SEED) -> dict[str, Sampling]:
-    """Answers of so many tokens (those that are adjusted end a little sooner). A strategy more is
-    one more entry: it is then compared under every condition."""
+    """Sampling parameters by the strategy's name. Answers have `num_tokens` tokens; adjusted ones
+    end a little sooner. A new entry is compared under every condition."""
     drawn = Sampling(temperature=1.0, seed=seed, max_tokens=num_tokens, ignore_eos=True)
     adjusted = adjusted_sampling(drawn)
     words = StructuredOutput(regex=rf"([a-z]{{2,5}}[.,] ){{{num_tokens}}}")
@@ -48,7 +48,8 @@ def strategies(num_tokens: int, seed: int = SEED) -> dict[str, Sampling]:
 
 
 def adjusted_sampling(drawn: Sampling) -> Sampling:
-    """Of 14 letters, so that all of them count soon; it ends with the first o that may come."""
+    """Only 15 letters are allowed, so that the penalties soon apply to all of them. The answer ends
+    with the first `o` after `min_tokens`."""
     return replace(
         drawn,
         allowed_token_ids=letters("abcdefghijklmno"),
@@ -63,24 +64,24 @@ def adjusted_sampling(drawn: Sampling) -> Sampling:
 
 
 def letters(text: str) -> tuple[int, ...]:
-    """Their tokens in the vocabulary of `bench.make_checkpoint`."""
+    """The letters' tokens in the vocabulary of `bench.make_checkpoint`."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     return tuple(alphabet.index(letter) for letter in text)
 
 
 def width(sampling: Sampling) -> int:
-    """How many sequences run for it."""
+    """How many sequences run for a request."""
     return sampling.beam.width if sampling.beam else sampling.best_of or sampling.n
 
 
 def is_streamed(sampling: Sampling) -> bool:
-    """Whether there is anything to tell before the end."""
+    """Whether the client gets tokens before the end."""
     return sampling.beam is None and (sampling.best_of or sampling.n) == sampling.n
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """All that a client is told, but what it cost. `scores`: of what a beam search found."""
+    """All that a client receives; the usage is not compared. `scores`: those of a beam search."""
 
     choices: tuple[Choice, ...]
     scores: tuple[float | None, ...]

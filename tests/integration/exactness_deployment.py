@@ -1,11 +1,10 @@
-"""A whole Quire in one event loop: the real gateway and real workers on one pool, a real model.
-What they say to each other goes through the wire's messages, as bytes. Decode workers can be made
-to stand still in the middle of an answer, and lose it there in every way that there is."""
+"""A whole deployment in one event loop: the real gateway and real workers on one pool, with a real
+model. All messages between them are encoded and decoded as on the wire. A test can pause a worker
+in the middle of an answer, and then preempt, drain or kill it."""
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,11 +18,9 @@ from blockstore.memory_registry import MemoryRegistry
 from blockstore.memory_store import MemoryStore
 from blockstore.records import Allocation, PrefixHash
 from blockstore.registry import Member, Role
-from blockstore.store import FUNCTION_LIBRARY
 from quire import messages
 from quire.messages import Request
 from quire.types import Delta
-from quire.v1 import worker_pb2
 from services.common.runtime.metrics import WorkerMetrics
 from services.decode.service import DecodeService
 from services.decode.worker import DecodeWorker
@@ -38,12 +35,8 @@ from services.gateway.scheduling.dispatcher import Dispatcher
 from services.gateway.scheduling.migration import Migration
 from services.gateway.scheduling.router import Router
 from services.gateway.workers.directory import WorkerDirectory
-from services.gateway.workers.wire import DECODE, PREFILL, StreamType
-from services.gateway.workers.worker import Worker
 from services.prefill.service import PrefillService
 from services.prefill.worker import PrefillWorker
-from services.protocol.codec import load_from_wire
-from services.protocol.messages import Began, Command, LoadReport
 from services.protocol.version import PROTOCOL_VERSION
 from services.worker.events import HANDED_OVER
 from services.worker.grammars import Grammars
@@ -56,18 +49,19 @@ from tests.late_device import Device, LateForward, computes_at_launch
 from tests.unit.workers.fakes import join, make_pool, make_stamps
 
 from .exactness_model import LIMIT_S, Logits, Models, Watched
+from .exactness_stream import Stream, through_wire
 
 MODEL = "toy"
 MAX_MODEL_LEN = 512
-HELLO = worker_pb2.Hello(
-    peer_id="gateway", protocol_version=PROTOCOL_VERSION, function_library=FUNCTION_LIBRARY
-)
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """`chunk`: tokens that a prefill worker computes in one step. `speculates`: the decode workers
-    verify drafts, of which every second one is wrong."""
+    """What a deployment consists of.
+
+    `chunk`: how many tokens a prefill worker computes in one step. `speculates`: the decode workers
+    verify drafts, and every second draft is wrong.
+    """
 
     block_size: int = 8
     num_blocks: int = 1200
@@ -80,10 +74,10 @@ class Setting:
     speculates: bool = False
 
 
-class ForgetfulStore(MemoryStore):
-    """`forgets`: from now on nothing that is cached is found."""
+class Store(MemoryStore):
+    """A store whose prefix cache can be switched off: with `finds_nothing`, no lookup succeeds."""
 
-    forgets = False
+    finds_nothing = False
 
     async def allocate(
         self,
@@ -95,69 +89,15 @@ class ForgetfulStore(MemoryStore):
         num_blocks: int,
         branches: Sequence[Sequence[PrefixHash]] = (),
     ) -> Allocation:
-        found = ((), ()) if self.forgets and pool_id == "pool" else (hashes, branches)
-        asked = holder_id, worker_id, order, found[0], num_blocks, found[1]
-        return await super().allocate(pool_id, *asked)
-
-
-class Line:
-    """A stream to a worker without gRPC: `services.gateway.workers.connection.Peer`'s part.
-    `connect`: the service's. Of one that `is_cut` nobody hears anything more."""
-
-    def __init__(self, member: Member, connect: Callable[..., Any], sink: Dispatcher) -> None:
-        self.worker = Worker(member, self._send)
-        self.is_cut = False
-        self.num_begun = 0
-        self._stream_type: StreamType = PREFILL if member.role == "prefill" else DECODE
-        self._sink = sink
-        self._outgoing: asyncio.Queue[Any] = asyncio.Queue()
-        self._outgoing.put_nowait(self._stream_type.request(hello=HELLO))
-        self._listening = asyncio.create_task(self._listen(connect))
-
-    def cut(self) -> None:
-        """Its worker has died."""
-        self.is_cut, self.worker.connected = True, False
-        self._sink.on_lost(self.worker, died=True)
-        self._sink.on_change()
-
-    async def close(self) -> None:
-        self._listening.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._listening
-
-    def _send(self, command: Command) -> None:
-        self._outgoing.put_nowait(self._stream_type.command(command))
-
-    async def _requests(self) -> AsyncIterator[Any]:
-        while True:
-            yield through_wire(await self._outgoing.get())
-
-    async def _listen(self, connect: Callable[..., Any]) -> None:
-        async for message in connect(self._requests(), None):
-            if not self.is_cut:
-                self._hear(through_wire(message))
-
-    def _hear(self, message: Any) -> None:
-        if message.HasField("welcome"):
-            self.worker.report(load_from_wire(message.welcome.load))
-            self.worker.connected = True
-            self._sink.on_change()
-        for event in self._stream_type.events(message):
-            if isinstance(event, LoadReport):
-                self.worker.report(event)
-                self._sink.on_report(self.worker)
-            else:
-                self.num_begun += isinstance(event, Began)
-                self._sink.on_event(self.worker, event)  # type: ignore[arg-type]
-
-
-def through_wire(message: Any) -> Any:
-    return type(message).FromString(message.SerializeToString())
+        if self.finds_nothing and pool_id == "pool":
+            hashes, branches = (), ()
+        arguments = pool_id, holder_id, worker_id, order, hashes, num_blocks, branches
+        return await super().allocate(*arguments)
 
 
 @dataclass(eq=False)
-class Resident:
-    """A worker, what it computes, and what it counts."""
+class DeployedWorker:
+    """A worker with its engine's forward pass and its metrics."""
 
     worker: Any
     forward: Watched
@@ -174,13 +114,13 @@ class Resident:
 
     @property
     def num_seen(self) -> int:
-        """Tokens of what is compared that it has computed."""
+        """How many tokens of the compared request the worker has computed."""
         return sum(row.num_tokens for row in self.forward.seen)
 
 
 @dataclass(eq=False)
 class Call:
-    """`deltas`: what the client has by now."""
+    """A request of a client. `deltas`: all that the client has received."""
 
     deltas: list[Delta] = field(default_factory=list)
     reading: "asyncio.Task[None]" = field(init=False)
@@ -192,7 +132,11 @@ class Call:
 
 
 class ExactnessDeployment:
-    """`prompt`: of what is compared. `known`: its tokens by sequence, which become drafts."""
+    """The gateway and the workers.
+
+    `prompt`: the prompt of the compared request. `known`: the tokens of its answer, by sequence:
+    the drafts are made of them.
+    """
 
     known: Mapping[int, Sequence[int]] = {}
 
@@ -200,15 +144,15 @@ class ExactnessDeployment:
         self, directory: Path, models: Models, setting: Setting, prompt: tuple[int, ...]
     ) -> None:
         self.setting = setting
-        self.store, self.registry = ForgetfulStore(), MemoryRegistry()
-        self.prefills: list[Resident] = []
-        self.decoders: list[Resident] = []
+        self.store, self.registry = Store(), MemoryRegistry()
+        self.prefills: list[DeployedWorker] = []
+        self.decoders: list[DeployedWorker] = []
         self.request_metrics = CollectorRegistry()
         self._directory = directory
         self._models = models
         self._prompt = prompt
-        self._residents: dict[str, Resident] = {}
-        self._lines: dict[str, Line] = {}
+        self._workers: dict[str, DeployedWorker] = {}
+        self._streams: dict[str, Stream] = {}
         self._calls: list[Call] = []
 
     async def open(self) -> None:
@@ -240,28 +184,28 @@ class ExactnessDeployment:
         self._service = InferenceService(gateway)
         migration = Migration(self.directory, self.dispatcher, changes, options.reserve_timeout_s)
         self._moving = asyncio.create_task(migration.drain_workers())
-        await self.until(lambda: all(line.worker.connected for line in self._lines.values()))
+        await self.until(lambda: all(stream.worker.connected for stream in self._streams.values()))
 
     async def close(self) -> None:
         self.pause((*self.prefills, *self.decoders), every=0)
         self.go_on()
-        await self.hang_up()
+        await self.cancel_all()
         self._moving.cancel()
         await asyncio.wait([self._moving])
         await self.dispatcher.close()
-        for resident in self._residents.values():
-            resident.running.cancel()
-        running = [resident.running for resident in self._residents.values()]
+        for worker in self._workers.values():
+            worker.running.cancel()
+        running = [worker.running for worker in self._workers.values()]
         await asyncio.wait(running)
-        for line in self._lines.values():
-            await line.close()
-        for resident in self._residents.values():
-            if resident.swap_pool:
-                resident.swap_pool.close()
+        for stream in self._streams.values():
+            await stream.close()
+        for worker in self._workers.values():
+            if worker.swap_pool:
+                worker.swap_pool.close()
 
-    # ── its workers ──────────────────────────────────────────────────────────────────────────────
+    # ── workers ──────────────────────────────────────────────────────────────────────────────────
 
-    async def _add(self, role: Role, number: int) -> Resident:
+    async def _add(self, role: Role, number: int) -> DeployedWorker:
         name, setting = f"{role}-{number}", self.setting
         spec, stamps, arena = self._pools["pool"]
         membership = await join(self.store, spec, name, stamps)
@@ -299,10 +243,10 @@ class ExactnessDeployment:
         )
         worker: Any = make(parts)
         running = asyncio.create_task(worker.run())
-        resident = Resident(
+        deployed = DeployedWorker(
             worker, forward, serve(worker), request_metrics, swap_pool, device, running
         )
-        self._residents[name] = resident
+        self._workers[name] = deployed
         member = Member(
             member_id=name,
             role=role,
@@ -317,25 +261,26 @@ class ExactnessDeployment:
             max_num_seqs=limits.max_num_seqs,
         )
         await self.registry.announce(member, ttl_s=1e6)
-        return resident
+        return deployed
 
     def _next_known(self, sequence: DecodingSequence, tokens: list[int]) -> int | None:
-        """Companions get drafts that are hardly ever right."""
+        """The next token of the compared request. Other requests get drafts that are hardly ever
+        right."""
         rules = sequence.rules
         if rules.sampling.seed != SEED:
             return tokens[-1]
         number, answer = len(tokens) - rules.num_prompt_tokens, self.known.get(sequence.index, ())
         return answer[number] if number < len(answer) else None
 
-    def _connect(self, member: Member) -> Line:
-        service = self._residents[member.member_id].service
-        self._lines[member.member_id] = Line(member, service.Connect, self.dispatcher)
-        return self._lines[member.member_id]
+    def _connect(self, member: Member) -> Stream:
+        service = self._workers[member.member_id].service
+        self._streams[member.member_id] = Stream(member, service.Connect, self.dispatcher)
+        return self._streams[member.member_id]
 
-    def line(self, resident: Resident) -> Line:
-        return self._lines[resident.worker.worker_id]
+    def stream(self, worker: DeployedWorker) -> Stream:
+        return self._streams[worker.worker.worker_id]
 
-    # ── its clients ──────────────────────────────────────────────────────────────────────────────
+    # ── clients ──────────────────────────────────────────────────────────────────────────────────
 
     def call(self, request: Request) -> Call:
         call = Call()
@@ -352,8 +297,8 @@ class ExactnessDeployment:
     async def ask(self, request: Request) -> Answer:
         return await self.call(request).answer()
 
-    async def hang_up(self) -> None:
-        """All clients leave."""
+    async def cancel_all(self) -> None:
+        """Cancel the requests of all clients."""
         for call in self._calls:
             call.reading.cancel()
         await asyncio.gather(*(call.reading for call in self._calls), return_exceptions=True)
@@ -362,16 +307,16 @@ class ExactnessDeployment:
     async def until(self, holds: Callable[[], bool]) -> None:
         async with asyncio.timeout(LIMIT_S):
             while not holds():
-                for resident in self._residents.values():
-                    if resident.running.done() and not resident.running.cancelled():
-                        resident.running.result()
+                for worker in self._workers.values():
+                    if worker.running.done() and not worker.running.cancelled():
+                        worker.running.result()
                 for call in self._calls:
                     if call.reading.done() and not call.reading.cancelled():
                         call.reading.result()
                 await asyncio.sleep(0.001)
 
     async def until_empty(self) -> None:
-        """Nobody holds or waits for anything, and every law of the ledgers is true."""
+        """Wait until no request holds or waits for blocks; then audit the ledgers."""
         for pool_id in self._pools:
             ledger = self.store.ledger(pool_id)
             await self.until(lambda ledger=ledger: not (ledger.holders or ledger.waiters))  # type: ignore[misc]
@@ -390,50 +335,51 @@ class ExactnessDeployment:
 
     def logits(self) -> Logits:
         whole: Logits = defaultdict(set)
-        for resident in self._residents.values():
-            for key, found in resident.forward.logits_of.items():
+        for worker in self._workers.values():
+            for key, found in worker.forward.logits_of.items():
                 whole[key] |= found
         return whole
 
-    # ── what happens to an answer in its middle ──────────────────────────────────────────────────
+    # ── disturbances in the middle of an answer ──────────────────────────────────────────────────
 
-    async def until_paused(self, residents: Sequence[Resident]) -> Resident:
-        """Which of them stands still; what it has said before is heard."""
-        await self.until(lambda: any(r.forward.is_paused for r in residents))
-        (there,) = (r for r in residents if r.forward.is_paused)
+    async def until_paused(self, workers: Sequence[DeployedWorker]) -> DeployedWorker:
+        """Wait for the one that pauses; the gateway then has all messages that it sent before."""
+        await self.until(lambda: any(r.forward.is_paused for r in workers))
+        (paused,) = (r for r in workers if r.forward.is_paused)
         await asyncio.sleep(0)
-        return there
+        return paused
 
-    def pause(self, residents: Sequence[Resident], every: int) -> None:
-        """Stand still after every so many steps of what is compared; 0: not any more."""
-        for resident in residents:
-            resident.forward.pause_every = every
+    def pause(self, workers: Sequence[DeployedWorker], every: int) -> None:
+        """Pause each time after `every` steps of the compared request; 0: no more."""
+        for worker in workers:
+            worker.forward.pause_every = every
 
     def go_on(self) -> None:
-        for resident in self._residents.values():
-            resident.forward.go_on()
+        for worker in self._workers.values():
+            worker.forward.go_on()
 
-    async def preempt(self, there: Resident) -> None:
-        """The pool wants all blocks of what runs there."""
-        there.worker.preempt([job.ticket.holder_id for job in there.worker._jobs])
+    async def preempt(self, paused: DeployedWorker) -> None:
+        """Preempt all requests of a paused worker."""
+        paused.worker.preempt([job.ticket.holder_id for job in paused.worker._jobs])
         self.go_on()
 
-    async def drain(self, there: Resident) -> None:
-        """It goes on at another decode worker, with its blocks."""
-        there.worker.drain()
-        await self.until(lambda: all(job.ending is HANDED_OVER for job in there.worker._jobs))
+    async def drain(self, paused: DeployedWorker) -> None:
+        """Move all requests of a paused worker to another one, with their blocks."""
+        paused.worker.drain()
+        await self.until(lambda: all(job.ending is HANDED_OVER for job in paused.worker._jobs))
         self.go_on()
 
-    async def kill(self, there: Resident) -> None:
-        """After the step in flight; nothing of that is heard, nor written to the store."""
-        self.line(there).cut()
-        await self.registry.withdraw(there.worker.worker_id)
-        there.running.cancel()
-        there.worker.engine.send(None)  # no other step begins
-        there.forward.go_on()
-        await asyncio.wait([there.running])
+    async def kill(self, paused: DeployedWorker) -> None:
+        """Kill a paused worker after the step in flight, whose results reach neither gateway nor
+        store."""
+        self.stream(paused).cut()
+        await self.registry.withdraw(paused.worker.worker_id)
+        paused.running.cancel()
+        paused.worker.engine.send(None)  # no other step begins
+        paused.forward.go_on()
+        await asyncio.wait([paused.running])
         for pool_id in self._pools:
-            await self.store.reap(pool_id, there.worker.worker_id)
+            await self.store.reap(pool_id, paused.worker.worker_id)
         await self.directory.refresh()
         self.go_on()
 

@@ -1,5 +1,5 @@
-"""The model of a deployment in one process, and what it computes of the request that is
-compared."""
+"""The model of a deployment in one process, with a record of what it computes for the request that
+is compared."""
 
 import threading
 from collections import defaultdict
@@ -25,13 +25,13 @@ from tests.exactness import SEED
 LIMIT_S = 30.0
 
 Logits = dict[tuple[int, int], set[bytes]]
-"""By (sequence, position): all that a token was ever drawn from, to the bit."""
+"""By (sequence, position): the bytes of all logits that a token was ever drawn from."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A row of what is compared: in a step of `num_rows`, with so many of its own tokens, of which
-    `num_adopted` are in blocks that others had computed."""
+    """A row of the compared request. `num_rows`: rows of the whole step. `num_tokens`: tokens of
+    this row. `num_adopted`: those in blocks that another request had computed."""
 
     num_rows: int
     num_tokens: int
@@ -40,7 +40,7 @@ class Seen:
 
 
 class Models:
-    """One for each worker, with native threads of its own, loaded once."""
+    """A model for each worker, loaded once, with native threads of its own."""
 
     def __init__(self, checkpoint: Path) -> None:
         self.directory = checkpoint
@@ -54,8 +54,10 @@ class Models:
         return load_model(self.directory, torch.bfloat16, ops), ops
 
 
-def _void(rows: Sequence[Row], results: Sequence[RowResult]) -> Iterator[tuple[int, int]]:
-    """By (sequence, position): what of our request was drawn after a wrong draft."""
+def _drawn_after_wrong_draft(
+    rows: Sequence[Row], results: Sequence[RowResult]
+) -> Iterator[tuple[int, int]]:
+    """(sequence, position) of each token that the compared request drew after a wrong draft."""
     for row, result in zip(rows, results, strict=True):
         if not row.num_drafts or row.draws[0].sampling.seed != SEED:
             continue
@@ -70,8 +72,11 @@ def _void(rows: Sequence[Row], results: Sequence[RowResult]) -> Iterator[tuple[i
 
 
 class Watched(Runner):
-    """Knows rows of what is compared by their seed, or by the prompt. `pause_every`: after so many
-    steps with one of them it stands still, until it is to `go_on`; 0: never."""
+    """A runner that records the rows of the compared request, and can pause.
+
+    A row belongs to this request if it has its seed, or tokens of its prompt. `pause_every`: after
+    how many steps with such a row the runner pauses, until `go_on`; 0: never.
+    """
 
     def __init__(self, model: Model, arena: torch.Tensor, block_size: int, ops: Any) -> None:
         super().__init__(model, arena, block_size, ops)
@@ -102,7 +107,7 @@ class Watched(Runner):
             assert self.gate.wait(LIMIT_S)
         flight = super().launch(rows, copies, num_waiting)
         ours = [row for row in rows if self._is_ours(row)]
-        void = set(_void(rows, flight.result()))
+        void = set(_drawn_after_wrong_draft(rows, flight.result()))
         for key, state in self._new:
             if key not in void:
                 self.logits_of[key].add(state)

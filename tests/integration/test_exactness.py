@@ -1,6 +1,6 @@
-"""Laws 7 and 10, every way of choosing tokens under every condition: what a client is told, and all
-logits that tokens were drawn from, are to the bit those of the request alone. Each condition shows
-that it came about."""
+"""Laws 7 and 10, for every strategy of choosing tokens under every condition: a request's answer,
+and all logits that its tokens were drawn from, are equal bit by bit to those of the request alone.
+Each condition also asserts that it occurred."""
 
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -17,13 +17,13 @@ from quire.types import Beam, Sampling
 from tests.exactness import SEED, Answer, is_streamed, strategies, width
 from tests.late_device import LateForward
 
-from .exactness_deployment import ExactnessDeployment, Resident, Setting
+from .exactness_deployment import DeployedWorker, ExactnessDeployment, Setting
 from .exactness_model import Logits, Models
 from .models_oracle import random_prompt
 
 NUM_TOKENS = 24
 STRATEGIES = strategies(NUM_TOKENS)
-STRATEGIES["4 beams that end"] = replace(  # one after 2 tokens, which is the best for good
+STRATEGIES["4 beams that end"] = replace(  # one ends after 2 tokens and stays the best
     STRATEGIES["4 beams"], beam=Beam(4, early_stopping="never"), stop_token_ids=(61, 201)
 )
 RUN_AHEAD = ("greedy", "temperature", "top_k and top_p", "min_p", "4 samples")
@@ -36,40 +36,48 @@ NUM_SWAP_BLOCKS = 400
 BATCH = 64
 
 Open = Callable[[Setting], AbstractAsyncContextManager[ExactnessDeployment]]
-Happening = Callable[[ExactnessDeployment, Resident], Awaitable[None]]
+Disturbance = Callable[[ExactnessDeployment, DeployedWorker], Awaitable[None]]
 
 
-# ── what happens to a request ────────────────────────────────────────────────────────────────────
+# ── the conditions ───────────────────────────────────────────────────────────────────────────────
 
 
-async def nothing(deployment: ExactnessDeployment, request: Request) -> Answer:
+async def undisturbed(deployment: ExactnessDeployment, request: Request) -> Answer:
     return await deployment.ask(request)
 
 
-async def company(deployment: ExactnessDeployment, request: Request) -> Answer:
-    """Prompts and answers of all kinds, each at its own place, that outlast it."""
+async def in_a_batch(deployment: ExactnessDeployment, request: Request) -> Answer:
+    """The request runs in the middle of a batch, with requests of all strategies that outlast
+    it."""
     (prefill,), (decode,) = deployment.prefills, deployment.decoders
+    first, second, *others = companions(BATCH - 1)
+    before, after = others[::2], others[1::2]
+
+    async def until_begun(num_requests: int) -> None:
+        await deployment.until(lambda: deployment.stream(decode).num_begun == num_requests)
+
     decode.forward.gate.clear()
-    others = companions(BATCH - 1)
-    deployment.call(others[0])  # its step holds the engine back until all have begun
+    deployment.call(first)  # its step stops the decode engine until all requests are there
     await deployment.until_paused([decode])
+    for other in before:
+        deployment.call(other)
+    await until_begun(1 + len(before))
     prefill.forward.gate.clear()
-    for other in others[2::2]:
-        deployment.call(other)
+    deployment.call(second)  # its step stops the prefill engine until the next requests are there
+    await deployment.until_paused([prefill])
     call = deployment.call(request)
-    for other in others[1::2]:
+    for other in after:
         deployment.call(other)
-    num_calls = len(others) + 1
-    await deployment.until(lambda: deployment.dispatcher.num_running == num_calls)
+    await deployment.until(lambda: prefill.worker.num_busy > 2)
     prefill.forward.go_on()
-    await deployment.until(lambda: deployment.line(decode).num_begun == num_calls)
+    await until_begun(3 + len(others))
     decode.forward.go_on()
     answer = await call.answer()
     # On a late device, rows that need their last token on the host are in every second step.
     least = BATCH // 4 if deployment.late_decoders else BATCH
     assert min(row.num_rows for row in decode.forward.seen) >= least
     assert prefill.forward.seen[0].num_rows > 1
-    await deployment.hang_up()
+    await deployment.cancel_all()
     return answer
 
 
@@ -86,32 +94,32 @@ def companions(num_sequences: int) -> list[Request]:
 
 
 async def disturbed(
-    deployment: ExactnessDeployment, request: Request, *happenings: Happening
+    deployment: ExactnessDeployment, request: Request, *disturbances: Disturbance
 ) -> Answer:
-    """Every few tokens, of an answer that has begun and not ended."""
+    """The answer to a request that is disturbed every few tokens, and has not ended by then."""
     every = PAUSE_EVERY // 2 if deployment.setting.speculates else PAUSE_EVERY
     deployment.pause(deployment.decoders, every)
     call = deployment.call(request)
-    for happening in happenings:
-        there = await deployment.until_paused(deployment.decoders)
+    for disturbance in disturbances:
+        paused = await deployment.until_paused(deployment.decoders)
         await deployment.until(lambda: bool(call.deltas) == is_streamed(request.sampling))
         assert not call.reading.done()
-        if happening is happenings[-1]:
+        if disturbance is disturbances[-1]:
             deployment.pause(deployment.decoders, every=0)
-        await happening(deployment, there)
+        await disturbance(deployment, paused)
     return await call.answer()
 
 
 async def preemption(deployment: ExactnessDeployment, request: Request) -> Answer:
-    """What it had computed is found in the cache."""
+    """The prefix cache still has the blocks of the preempted request."""
     answer = await disturbed(deployment, request, ExactnessDeployment.preempt)
     assert answer.usage.num_preemptions == 1
     assert len(PROMPT) < deployment.prefills[0].num_seen < 2 * len(PROMPT)
     return answer
 
 
-async def preemption_and_oblivion(deployment: ExactnessDeployment, request: Request) -> Answer:
-    deployment.store.forgets = True
+async def preemption_without_cache(deployment: ExactnessDeployment, request: Request) -> Answer:
+    deployment.store.finds_nothing = True
     answer = await disturbed(deployment, request, ExactnessDeployment.preempt)
     assert answer.usage.num_preemptions == 1
     assert deployment.prefills[0].num_seen > 2 * len(PROMPT)
@@ -119,8 +127,8 @@ async def preemption_and_oblivion(deployment: ExactnessDeployment, request: Requ
 
 
 async def swapping(deployment: ExactnessDeployment, request: Request) -> Answer:
-    """Every block is copied there and back: one token of each sequence is computed."""
-    deployment.store.forgets = True
+    """Every block is copied to the swap pool and back: one token of each sequence is computed."""
+    deployment.store.finds_nothing = True
     answer = await disturbed(deployment, request, ExactnessDeployment.preempt)
     assert answer.usage.num_preemptions == 1
     num_out = sum(decode.figure("swapped_out_blocks") for decode in deployment.decoders)
@@ -130,7 +138,7 @@ async def swapping(deployment: ExactnessDeployment, request: Request) -> Answer:
 
 
 async def drain(deployment: ExactnessDeployment, request: Request) -> Answer:
-    """Nothing is computed again."""
+    """The request moves with its blocks, and nothing is computed again."""
     answer = await disturbed(deployment, request, ExactnessDeployment.drain)
     assert deployment.num_moves == 1
     assert all(decode.forward.seen for decode in deployment.decoders)
@@ -139,7 +147,7 @@ async def drain(deployment: ExactnessDeployment, request: Request) -> Answer:
 
 
 async def crash(deployment: ExactnessDeployment, request: Request) -> Answer:
-    """What the dead worker had finished is found in the cache."""
+    """The prefix cache still has the blocks that the dead worker had finished."""
     answer = await disturbed(deployment, request, ExactnessDeployment.kill)
     assert [decode.running.done() for decode in deployment.decoders].count(True) == 1
     assert all(decode.forward.seen for decode in deployment.decoders)
@@ -147,8 +155,8 @@ async def crash(deployment: ExactnessDeployment, request: Request) -> Answer:
     return answer
 
 
-async def crash_and_oblivion(deployment: ExactnessDeployment, request: Request) -> Answer:
-    deployment.store.forgets = True
+async def crash_without_cache(deployment: ExactnessDeployment, request: Request) -> Answer:
+    deployment.store.finds_nothing = True
     answer = await disturbed(deployment, request, ExactnessDeployment.kill)
     assert all(decode.forward.seen for decode in deployment.decoders)
     assert deployment.prefills[0].num_seen >= 2 * len(PROMPT)
@@ -158,16 +166,16 @@ async def crash_and_oblivion(deployment: ExactnessDeployment, request: Request) 
 async def crash_in_its_prompt(deployment: ExactnessDeployment, request: Request) -> Answer:
     deployment.pause(deployment.prefills, every=1)
     call = deployment.call(request)
-    there = await deployment.until_paused(deployment.prefills)
+    paused = await deployment.until_paused(deployment.prefills)
     deployment.pause(deployment.prefills, every=0)
-    await deployment.kill(there)
+    await deployment.kill(paused)
     answer = await call.answer()
-    assert 0 < there.num_seen < len(PROMPT)
+    assert 0 < paused.num_seen < len(PROMPT)
     assert all(prefill.forward.seen for prefill in deployment.prefills)
     return answer
 
 
-async def all_of_it(deployment: ExactnessDeployment, request: Request) -> Answer:
+async def all_disturbances(deployment: ExactnessDeployment, request: Request) -> Answer:
     answer = await disturbed(
         deployment,
         request,
@@ -181,7 +189,7 @@ async def all_of_it(deployment: ExactnessDeployment, request: Request) -> Answer
 
 
 async def prefix_of_another(deployment: ExactnessDeployment, request: Request) -> Answer:
-    """Two blocks, and half of the third one are the same."""
+    """Another request has the same first two and a half blocks."""
     sampling = Sampling(seed=SEED + 1, max_tokens=20, ignore_eos=True)
     await deployment.ask(Request((*PROMPT[:20], *random_prompt(9, seed=4)), sampling))
     answer = await deployment.ask(request)
@@ -205,15 +213,14 @@ async def chunks(deployment: ExactnessDeployment, request: Request) -> Answer:
 
 async def threads(deployment: ExactnessDeployment, request: Request) -> Answer:
     answer = await deployment.ask(request)
-    lanes = {
-        resident.forward.num_lanes for resident in (*deployment.prefills, *deployment.decoders)
-    }
+    lanes = {worker.forward.num_lanes for worker in (*deployment.prefills, *deployment.decoders)}
     assert lanes == {deployment.setting.num_threads}
     return answer
 
 
 async def lateness(deployment: ExactnessDeployment, request: Request) -> Answer:
-    """Rows take tokens that nobody has yet, unless something of the request needs them before."""
+    """A step is launched before the tokens of the last one are known, unless the request's
+    parameters need these tokens on the host."""
     answer = await deployment.ask(request)
     num_ahead = sum(device.num_ahead for device in deployment.late_decoders)
     runs_ahead = request.sampling in [STRATEGIES[name] for name in RUN_AHEAD]
@@ -230,22 +237,22 @@ async def blocks(deployment: ExactnessDeployment, request: Request) -> Answer:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    happens: Callable[[ExactnessDeployment, Request], Awaitable[Answer]]
+    run: Callable[[ExactnessDeployment, Request], Awaitable[Answer]]
     setting: Setting = field(default=Setting())
 
 
 CONDITIONS = {
-    "alone": Condition(nothing),
-    "batch of 64": Condition(company, Setting(num_decoders=1)),
+    "alone": Condition(undisturbed),
+    "batch of 64": Condition(in_a_batch, Setting(num_decoders=1)),
     "preempted": Condition(preemption),
-    "preempted, nothing cached": Condition(preemption_and_oblivion),
+    "preempted, nothing cached": Condition(preemption_without_cache),
     "swapped": Condition(swapping, Setting(num_swap_blocks=NUM_SWAP_BLOCKS)),
     "drained": Condition(drain),
     "decode worker dies": Condition(crash),
-    "decode worker dies, nothing cached": Condition(crash_and_oblivion),
+    "decode worker dies, nothing cached": Condition(crash_without_cache),
     "prefill worker dies": Condition(crash_in_its_prompt, Setting(chunk=5, num_prefills=2)),
     "all of it": Condition(
-        all_of_it,
+        all_disturbances,
         Setting(
             block_size=5,
             num_swap_blocks=NUM_SWAP_BLOCKS,
@@ -264,11 +271,12 @@ CONDITIONS = {
     "blocks of 5": Condition(blocks, Setting(block_size=5)),
     "blocks of 64": Condition(blocks, Setting(block_size=64)),
     "late device": Condition(lateness, Setting(device=LateForward)),
-    "late device, batch of 64": Condition(company, Setting(num_decoders=1, device=LateForward)),
+    "late device, batch of 64": Condition(in_a_batch, Setting(num_decoders=1, device=LateForward)),
     "late device, drained": Condition(drain, Setting(device=LateForward)),
     "late device, decode worker dies": Condition(crash, Setting(device=LateForward)),
     "late device, all of it": Condition(
-        all_of_it, Setting(5, num_swap_blocks=NUM_SWAP_BLOCKS, num_decoders=3, device=LateForward)
+        all_disturbances,
+        Setting(5, num_swap_blocks=NUM_SWAP_BLOCKS, num_decoders=3, device=LateForward),
     ),
 }
 for name in (
@@ -287,7 +295,7 @@ CELLS = [(strategy, condition) for condition in CONDITIONS for strategy in STRAT
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    """No size is a multiple of a panel, of a tile or of another one's."""
+    """No size is a multiple of a panel or tile, or of another size."""
     return Models(
         make_checkpoint(
             tmp_path_factory.mktemp("tiny"),
@@ -321,58 +329,58 @@ def opened(models: Models, tmp_path: Path) -> Open:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Result:
     answer: Answer
     logits: Logits
 
 
 @pytest.fixture(scope="module")
-def alone() -> dict[str, Found]:
-    """What was found of each strategy by itself."""
+def alone() -> dict[str, Result]:
+    """The result of each strategy without any disturbance; the tests fill it."""
     return {}
 
 
-async def found(
-    opened: Open, condition: Condition, sampling: Sampling, known: Found | None = None
-) -> Found:
+async def run(
+    opened: Open, condition: Condition, sampling: Sampling, known: Result | None = None
+) -> Result:
     async with opened(condition.setting) as deployment:
         if known is not None:
             choices = known.answer.choices
             deployment.known = {choice.index: choice.token_ids for choice in choices}
-        answer = await condition.happens(deployment, Request(PROMPT, sampling))
-        return Found(answer, deployment.logits())
+        answer = await condition.run(deployment, Request(PROMPT, sampling))
+        return Result(answer, deployment.logits())
 
 
 @pytest.mark.parametrize(("strategy", "condition"), CELLS)
 async def test_tokens_are_the_same_to_the_bit(
-    opened: Open, alone: dict[str, Found], strategy: str, condition: str
+    opened: Open, alone: dict[str, Result], strategy: str, condition: str
 ) -> None:
     sampling = STRATEGIES[strategy]
     if strategy not in alone:
-        alone[strategy] = await found(opened, CONDITIONS["alone"], sampling)
+        alone[strategy] = await run(opened, CONDITIONS["alone"], sampling)
     expected = alone[strategy]
-    here = await found(opened, CONDITIONS[condition], sampling, expected)
-    usage = here.answer.usage
+    result = await run(opened, CONDITIONS[condition], sampling, expected)
+    usage = result.answer.usage
     if CONDITIONS[condition].setting.speculates and strategy in SPECULATING:
         assert usage.num_accepted_drafts > 1
         assert usage.num_rejected_drafts > 1
     else:
         assert usage.num_accepted_drafts == usage.num_rejected_drafts == 0
-    assert here.answer == expected.answer
-    assert here.logits.keys() == expected.logits.keys()
-    assert [key for key, rows in here.logits.items() if rows != expected.logits[key]] == []
+    assert result.answer == expected.answer
+    assert result.logits.keys() == expected.logits.keys()
+    assert [key for key, rows in result.logits.items() if rows != expected.logits[key]] == []
 
 
-async def test_every_strategy_says_something_else(opened: Open, alone: dict[str, Found]) -> None:
+async def test_each_strategy_gives_another_answer(opened: Open, alone: dict[str, Result]) -> None:
     for strategy in STRATEGIES.keys() - alone.keys():
-        alone[strategy] = await found(opened, CONDITIONS["alone"], STRATEGIES[strategy])
-    said = {
+        alone[strategy] = await run(opened, CONDITIONS["alone"], STRATEGIES[strategy])
+    tokens = {
         strategy: tuple(choice.token_ids for choice in alone[strategy].answer.choices)
         for strategy in STRATEGIES
-        if "logprobs" not in strategy  # which draw as they would without
+        if "logprobs" not in strategy  # logprobs change no token
     }
-    assert len(set(said.values())) == len(said)
-    assert said["temperature"] == said["4 samples"][:1]
+    assert len(set(tokens.values())) == len(tokens)
+    assert tokens["temperature"] == tokens["4 samples"][:1]
 
 
 @pytest.mark.parametrize(
@@ -382,9 +390,9 @@ async def test_every_strategy_says_something_else(opened: Open, alone: dict[str,
         *("bad_words", "min_tokens", "stop_token_ids", "allowed_token_ids"),
     ],
 )
-async def test_every_adjustment_says_something(opened: Open, name: str) -> None:
-    """Or nobody could see whether it is forgotten."""
-    asked = STRATEGIES["adjusted"]
-    without = replace(asked, **{name: getattr(Sampling(), name)})
-    answers = [await found(opened, CONDITIONS["alone"], each) for each in (asked, without)]
+async def test_each_adjustment_changes_the_answer(opened: Open, name: str) -> None:
+    """Otherwise the matrix could not detect that the adjustment is lost."""
+    adjusted = STRATEGIES["adjusted"]
+    without = replace(adjusted, **{name: getattr(Sampling(), name)})
+    answers = [await run(opened, CONDITIONS["alone"], each) for each in (adjusted, without)]
     assert answers[0].answer.choices[0].token_ids != answers[1].answer.choices[0].token_ids
