@@ -15,8 +15,8 @@ LIMIT_MS = 30_000
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """Chromium. Not for the session: while Playwright runs, an event loop runs in this thread, and
-    asyncio tests that follow in the same process could not start theirs."""
+    """Chromium. It does not live for the whole session: while Playwright runs, its event loop runs
+    in this thread, and later asyncio tests of the process could not start theirs."""
     if CHROMIUM is None:
         pytest.skip("no chromium: apt-get install chromium")
     with sync_playwright() as playwright:
@@ -37,7 +37,7 @@ def deployment(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> It
 
 @pytest.fixture
 def page(browser: Browser, deployment: Deployment) -> Iterator[Page]:
-    """The dashboard, live. The page may not break its own security policy, nor raise an error."""
+    """The dashboard, live. The page must not violate its own security policy or raise an error."""
     context = browser.new_context(viewport={"width": 1280, "height": 800})
     context.set_default_timeout(LIMIT_MS)
     page = context.new_page()

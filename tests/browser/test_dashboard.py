@@ -1,5 +1,5 @@
-"""The dashboard in a real browser: what it shows, through a gateway's restart and a worker's kill,
-on a phone, by keyboard."""
+"""The dashboard in a real browser: its contents through a gateway's restart and a worker's kill, on
+a phone, and by keyboard."""
 
 import os
 import signal

@@ -23,7 +23,7 @@ def guarded(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture
 def page(browser: Browser, guarded: Deployment) -> Iterator[Page]:
-    """The page before a key is given. Its private CA is none that the browser trusts."""
+    """The page before a key is given. The browser does not know its private CA."""
     context = browser.new_context(ignore_https_errors=True)
     context.set_default_timeout(LIMIT_MS)
     page = context.new_page()

@@ -1,7 +1,8 @@
-"""Torment a system for some minutes; exit status 1, with what replays it, when it did harm.
+"""Disturb a deployment for some minutes; exit status 1, with the command that replays the run, if a
+client noticed.
 
-python -m tests.chaos [--minutes 5] [--seed 1] [--kinds "kill decode,stop decode"] [--log FILE]
-    [--device memfd:0]
+    python -m tests.chaos [--minutes 5] [--seed 1] [--kinds "kill decode,stop decode"] [--log FILE]
+                          [--device memfd:0]
 """
 
 import argparse

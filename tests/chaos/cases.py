@@ -1,4 +1,4 @@
-"""Requests, and all that each of them says undisturbed."""
+"""Requests with their undisturbed answers."""
 
 import random
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ _SHARED = "The following is a long story about a small town by the sea. " * 6
 _TOPICS = ("the harbour", "a storm", "two sisters", "the lighthouse", "an old dog", "the winter")
 _NUM_OF_A_KIND = 2
 _LONG = 3000
-"""Tokens: more than lie unread between a worker and a client that does not read."""
+"""In tokens: more than fits unread between a worker and a client that does not read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """All that one sequence of an answer is."""
+    """The whole output of one sequence."""
 
     tokens: tuple[int, ...]
     text: str
@@ -43,7 +43,7 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A request, and all that it says undisturbed: `said`, by index."""
+    """A request with its undisturbed answer. `said`: the output of each sequence, by index."""
 
     kind: str
     prompt: Prompt
@@ -57,17 +57,17 @@ class Case:
 
     @property
     def is_told_at_the_end(self) -> bool:
-        """All of it at once, and nothing before."""
+        """Whether the whole answer comes at the end."""
         return self.sampling.beam is not None
 
     @property
     def num_tokens(self) -> int:
-        """Of all its sequences."""
+        """The number of tokens of all sequences."""
         return sum(len(one.tokens) for one in self.said)
 
 
 def cases(seed: int) -> list[Case]:
-    """Some of every kind, with and without a prompt that others begin with."""
+    """Cases of every kind, with and without a prompt prefix that several cases share."""
     chance = random.Random(seed)
     made = []
     for number in range(_NUM_OF_A_KIND):
@@ -81,7 +81,7 @@ def cases(seed: int) -> list[Case]:
 
 
 def _samplings(chance: random.Random) -> dict[str, Sampling]:
-    """By kind; greedy and sampled come first."""
+    """Sampling parameters by kind; greedy and sampled come first."""
     greedy = Sampling(temperature=0.0, max_tokens=chance.randrange(20, 160), ignore_eos=True)
     sampled = replace(greedy, temperature=0.9, top_p=0.95, seed=chance.getrandbits(64))
     penalised = replace(
@@ -114,7 +114,7 @@ def _samplings(chance: random.Random) -> dict[str, Sampling]:
 
 
 async def undisturbed(client: AsyncClient, asked: Sequence[Case]) -> list[Case]:
-    """Each computed alone, before anything happens."""
+    """The cases with their answers, each computed alone before the first event."""
     return [await _alone(client, case) for case in asked]
 
 

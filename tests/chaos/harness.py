@@ -1,7 +1,7 @@
-"""Chaos: things happen to a loaded system, and nobody but the clock may notice.
+"""Chaos: events disturb a deployment under load, and clients may see nothing but delays.
 
-Audits go on beside the events; every now and then the load pauses, everybody comes back, and
-nothing may be held.
+Audits run beside the events. From time to time the load pauses, all processes return, and nothing
+may be held.
 """
 
 import asyncio
@@ -25,17 +25,17 @@ from tests.e2e.deployment import serving
 NUM_USERS, NUM_SLOW_USERS = 8, 2
 NUM_GATEWAYS, NUM_PREFILL, NUM_DECODE = 2, 4, 5
 MEMORY = ("--pool-memory", "16MiB", "--swap-memory", "8MiB")
-"""About 330 blocks. What the users want at once is more than that: some give way."""
+"""About 330 blocks. The users' requests need more than that at once, so some are preempted."""
 
 CALM_EVERY = 40
-"""Events between two pauses of the load."""
+"""How many events there are between two pauses of the load."""
 
 MAX_UNPROVEN = 4
-"""Events that may have happened since the last one that an audit has proven harmless."""
+"""How many events may wait for an audit that begins after them."""
 
 
 class System:
-    """Everything that events happen to."""
+    """The processes and the Redis that events disturb."""
 
     def __init__(self, processes: Processes, redis: RedisServer, operator: Operator) -> None:
         self._processes = processes
@@ -51,7 +51,7 @@ class System:
         return await self._redis.suffer(event)
 
     async def settle(self) -> None:
-        """Wait until everybody is well, every event proven harmless, and nothing held."""
+        """Wait until all processes are well, every event has had its audit, and nothing is held."""
         await self._redis.back()
         await self._operator.all_proven_but(0)
         await self._processes.until_well()
@@ -61,7 +61,7 @@ class System:
 
 
 class Chaos:
-    """`calm`: what the users look at."""
+    """A run. `calm`: while it is set, the users send nothing."""
 
     def __init__(
         self, system: System, operator: Operator, report: Report, calm: asyncio.Event
@@ -73,7 +73,7 @@ class Chaos:
         self._over = asyncio.Event()
 
     async def run(self, users: Sequence[User], events: Iterator[Event], duration_s: float) -> None:
-        """Faults are noted in the report; the first one ends it."""
+        """Run users and events. The first fault, which goes into the report, ends the run."""
         tally = self._report.tally
         asking = [asyncio.create_task(user.run(self._over, tally)) for user in users]
         auditing = asyncio.create_task(self._operator.watch())
@@ -128,8 +128,8 @@ async def unleash(
     kinds: Sequence[str] = KINDS,
     device: str = "cpu",
 ) -> Report:
-    """Start a system, see what it says undisturbed, then torment it for so long. `device`: cpu, or
-    memfd:0, whose pool is kept as on a GPU."""
+    """Start a deployment, record the undisturbed answers, then disturb it for `duration_s`.
+    `device`: cpu, or memfd:0, whose pool is kept like a GPU's."""
     report, calm = Report(seed), asyncio.Event()
     workers = ("--prefill", str(NUM_PREFILL), "--decode", str(NUM_DECODE))
     async with AsyncExitStack() as stack:
@@ -165,7 +165,7 @@ async def unleash(
 
 
 def _from(number: int, addresses: str) -> str:
-    """The gateways, each user beginning with another one."""
+    """The addresses of all gateways, beginning with another one for each user."""
     every = addresses.split(",")
     first = number % len(every)
     return ",".join(every[first:] + every[:first])
@@ -174,7 +174,7 @@ def _from(number: int, addresses: str) -> str:
 def in_a_temporary_directory(
     seed: int, duration_s: float, kinds: Sequence[str], keep_log: Path | None, device: str
 ) -> Report:
-    """`keep_log`: where the services' log goes in the end."""
+    """Run in a temporary directory. `keep_log`: where the services' log is copied at the end."""
     with tempfile.TemporaryDirectory() as folder:
         report = asyncio.run(unleash(Path(folder), seed, duration_s, kinds, device))
         if keep_log is not None:

@@ -1,22 +1,22 @@
-"""How long things may take under torment. What takes longer is a fault."""
+"""The longest times that anything may take under chaos. Anything slower is a fault."""
 
 ALONE_S = 60.0
-"""A request, before anything happens."""
+"""A request before the first event."""
 
 SILENCE_S = 60.0
-"""From one message of a stream to the next: longer, and it hangs."""
+"""The time between two messages of a stream."""
 
 BACK_S = 60.0
-"""A process, until it is back and well."""
+"""The time until a process has returned and is well."""
 
 AUDIT_S = 60.0
-"""An audit of the whole ledger, until it is answered and clean."""
+"""The time until an audit of the whole ledger is answered and clean."""
 
 EMPTY_S = 60.0
-"""Blocks, until they are let go of once nobody asks for anything."""
+"""The time until all blocks are released once no request runs."""
 
 END_S = 120.0
-"""The streams that are under way when the events end."""
+"""The time for the running streams once the events have ended."""
 
 TOLD = (
     f"a stream is silent for {SILENCE_S:g} s at most, a process is back within {BACK_S:g} s, an "

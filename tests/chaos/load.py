@@ -1,5 +1,4 @@
-"""Users of a system to which things happen: each sends one request after another, and knows what
-every one must say."""
+"""Users of a disturbed deployment: each sends one request after another, and knows every answer."""
 
 import asyncio
 import random
@@ -18,14 +17,16 @@ from tests.chaos.received import Fault, Heard
 from tests.chaos.report import Tally
 
 _LATE = (DeadlineExceeded, Overloaded)
-"""What a request may end with that has a deadline."""
+"""The errors with which a request with a deadline may end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Manner:
-    """How a user goes about a request; None: not at all. `leaves_after`, tokens, and `leaves_at_s`:
-    it cancels then. `stalls_at`: token after which it reads nothing for `stall_s`. `salted`: nobody
-    has cached its prompt, and nobody is to."""
+    """How a user treats a request.
+
+    `leaves_after`, in tokens, and `leaves_at_s`: when it cancels; None: never. `stalls_at`: the
+    token after which it reads nothing for `stall_s`. `salted`: the prompt has its own cache salt.
+    """
 
     deadline_s: float | None = None
     leaves_after: int | None = None
@@ -55,8 +56,8 @@ class Manner:
 
 
 class User:
-    """`slow`: it stalls in each of its requests. `calm`, when set: it finishes what it has begun,
-    at once, and asks for nothing new."""
+    """`slow`: it stalls in each request. `calm`: while it is set, the user finishes its request
+    without stalls and sends no other."""
 
     def __init__(
         self, seed: str, client: AsyncClient, known: Sequence[Case], calm: asyncio.Event, slow: bool
@@ -68,7 +69,7 @@ class User:
         self._slow = slow
 
     async def run(self, until: asyncio.Event, tally: Tally) -> None:
-        """One request after another, until the end."""
+        """Send one request after another until `until` is set."""
         while not until.is_set():
             if self._calm.is_set():
                 await asyncio.sleep(0.05)
@@ -85,7 +86,7 @@ class User:
                     tally.faults.append(f"{case.kind}, {manner}: {what}")
 
     async def _send(self, case: Case, manner: Manner, tally: Tally) -> str:
-        """What became of it."""
+        """Send a request; returns how it ended."""
         salt = secrets.token_hex(8) if manner.salted else ""
         request = Request(case.prompt, case.sampling, cache_salt=salt)
         stream, heard = self._client.send(request, manner.deadline_s), Heard(case)

@@ -1,5 +1,4 @@
-"""What an operator asks of a deployment, at whichever gateway answers, and the laws as audits see
-them."""
+"""An operator's requests to a deployment, sent to any gateway that answers, and its audits."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -11,13 +10,13 @@ from quire.errors import QuireError
 from tests.chaos.limits import AUDIT_S, EMPTY_S
 
 ANSWER_LIMIT_S = 3.0
-"""After it the next gateway is asked: one may stand still."""
+"""After this time the next gateway is asked, since a gateway may be stopped."""
 
 T = TypeVar("T")
 
 
 class Operator:
-    """`addresses`: where all gateways serve operations, with commas between them. Use as a
+    """`addresses`: the gateways' addresses for operations, separated by commas. Use it as a
     context."""
 
     def __init__(self, addresses: str) -> None:
@@ -27,7 +26,7 @@ class Operator:
         self._news = asyncio.Condition()
 
     async def ask(self, question: Callable[[AsyncClient], Awaitable[T]]) -> T | None:
-        """The first answer; None: nobody has one now."""
+        """The first answer of a gateway; None: none answers now."""
         for client in tuple(self._clients):
             with suppress(QuireError, TimeoutError):
                 async with asyncio.timeout(ANSWER_LIMIT_S):
@@ -43,18 +42,19 @@ class Operator:
     # ── audits, beside what happens ──────────────────────────────────────────────────────────────
 
     async def happened(self) -> None:
-        """Something did: it is proven harmless by an audit that begins after it."""
+        """Note an event. An audit that begins after it proves that it did no harm."""
         async with self._news:
             self._num_happened += 1
             self._news.notify_all()
 
     async def all_proven_but(self, number: int) -> None:
-        """So many of what happened may still wait for their audit."""
+        """Wait until at most `number` events still need an audit."""
         async with self._news:
             await self._news.wait_for(lambda: self._num_happened - self._num_proven <= number)
 
     async def watch(self) -> None:
-        """Audit for ever. AssertionError: a law is broken. TimeoutError: an event has no audit."""
+        """Audit without end. AssertionError: a law is broken. TimeoutError: an event got no audit
+        in time."""
         while True:
             async with self._news:
                 await self._news.wait_for(lambda: self._num_happened > self._num_proven)
@@ -65,8 +65,8 @@ class Operator:
                 self._news.notify_all()
 
     async def _until_clean(self) -> None:
-        """While a pool recovers from a lost Redis its blocks have no places yet, and no audit
-        counts."""
+        """Audit until no pool recovers: in a recovery, blocks have no state yet, and the audit does
+        not count."""
         try:
             async with asyncio.timeout(AUDIT_S):
                 while not await self._is_clean():
@@ -81,7 +81,7 @@ class Operator:
         return bool(audits) and not wrong and all(audit.ledger_checked for audit in audits)
 
     async def until_empty(self) -> None:
-        """Nothing is held any more. TimeoutError, with the pools as they were."""
+        """Wait until nothing is held. TimeoutError, with the pools: something still is."""
         pools = None
         try:
             async with asyncio.timeout(EMPTY_S):

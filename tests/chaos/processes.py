@@ -1,5 +1,5 @@
-"""The processes of a deployment as who torments them sees them: which are there and well, and what
-can be done to one."""
+"""The processes of a deployment: which ones are alive and well, and the events that disturb
+them."""
 
 import asyncio
 import os
@@ -16,11 +16,11 @@ from tests.chaos.schedule import PROCESSES, WORKERS, Event
 from tests.e2e.deployment import Deployment
 
 FEWEST, MOST = {"prefill": 3, "decode": 4}, {"prefill": 4, "decode": 6}
-"""Workers that a run is scaled to. With two that are well, one may be hit."""
+"""(fewest, most) workers to which a run is scaled. With two that are well, an event may hit one."""
 
 
 class Processes:
-    """`wanted`: workers that the run has when everything is well."""
+    """`wanted`: how many workers the run has when all are well."""
 
     def __init__(self, deployment: Deployment, operator: Operator, **wanted: int) -> None:
         self._deployment = deployment
@@ -32,8 +32,8 @@ class Processes:
         self._num_gateways = len(deployment.address.split(","))
 
     async def suffer(self, event: Event) -> str:
-        """Let it happen as soon as the others of its kind are well; to whom. TimeoutError: they are
-        not in time."""
+        """Apply an event as soon as another process of the kind is well; returns what it hit.
+        TimeoutError: none is well in time."""
         try:
             async with asyncio.timeout(BACK_S):
                 if event.verb == "scale":
@@ -45,7 +45,8 @@ class Processes:
             raise TimeoutError(f"nobody came back to {event.kind}") from error
 
     async def until_well(self) -> None:
-        """All are there and serve, and nobody stands still. TimeoutError, with the numbers."""
+        """Wait until all processes run, serve and are not stopped. TimeoutError, with the
+        numbers."""
         number = {"gateway": self._num_gateways, "block_manager": 1, **self._wanted}
         try:
             async with asyncio.timeout(BACK_S):
@@ -64,7 +65,8 @@ class Processes:
     # ── who is there ─────────────────────────────────────────────────────────────────────────────
 
     async def _victim(self, event: Event) -> int:
-        """One that leaves already may be hit too, but not be told to leave again."""
+        """The pid to hit. A process that already leaves may be killed or stopped, but not told to
+        leave again."""
         spare = 0 if event.role == "block_manager" else 1
         while len(victims := await self._well(event.role)) <= spare:
             await asyncio.sleep(0.1)
@@ -91,8 +93,8 @@ class Processes:
                     await asyncio.sleep(0.1)
 
     async def _well(self, role: str) -> list[int]:
-        """Pids, in order, without those that leave or stand still. A worker is well when it was
-        serving, by the registry, when that was last to be had; a gateway when it says so."""
+        """Pids, in order, without those that leave or are stopped. A worker is well if the registry
+        listed it as serving when it was last read; a gateway if it says so."""
         there = self._alive(role)
         pids = [pid for pid in there if pid not in self._stopped and pid not in self._leaving]
         if role == "gateway":
@@ -103,7 +105,7 @@ class Processes:
         return pids
 
     async def _muster(self) -> None:
-        """Who serves; and as many are asked for as there were when somebody left."""
+        """Update which workers serve, and ask for the wanted number of workers again."""
         decode, prefill = self._wanted["decode"], self._wanted["prefill"]
         await self._operator.ask(lambda run: run.scale(num_prefill=prefill, num_decode=decode))
         workers = await self._operator.ask(AsyncClient.workers)
@@ -126,8 +128,8 @@ class Processes:
     # ── how many there are ───────────────────────────────────────────────────────────────────────
 
     async def _scale(self, event: Event) -> str:
-        """To another number; to a smaller one only when all are well, since those that stay have to
-        take over at once."""
+        """Scale to another number; to a smaller one only when all are well, since the remaining
+        workers take over at once."""
         role, now = event.role, self._wanted[event.role]
         numbers = [n for n in range(FEWEST[role], MOST[role] + 1) if n != now]
         number = numbers[int(event.which * len(numbers))]
@@ -148,7 +150,8 @@ async def _answers(pid: int) -> bool:
 
 
 def _worker_ids(pid: int) -> set[str]:
-    """By the locks that it holds, whose files may have got their names later."""
+    """Worker ids, by the lock files that the process has open, which may have been renamed
+    since."""
     ids = set()
     with suppress(OSError):
         for link in Path(f"/proc/{pid}/fd").iterdir():

@@ -1,4 +1,4 @@
-"""What a client has heard of a stream, beside what it has to be."""
+"""Compares what a client receives of a stream with the expected answer."""
 
 import time
 
@@ -7,11 +7,11 @@ from tests.chaos.cases import Case, Said
 
 
 class Fault(Exception):
-    """What no user may ever see."""
+    """An observation that no client may make."""
 
 
 class Part:
-    """Of one sequence, so far."""
+    """One sequence, as far as it was received."""
 
     def __init__(self, whole: Said) -> None:
         self._whole = whole
@@ -20,7 +20,7 @@ class Part:
         self.num_tokens = 0
 
     def problem_of(self, delta: Delta) -> str:
-        """In which it is not what comes next; "" if it is, and is taken."""
+        """How the delta differs from the expected one; "" if it does not, and it is added."""
         whole, first, end = self._whole, self.num_tokens, self.num_tokens + len(delta.token_ids)
         if self._has_ended or delta.token_ids != whole.tokens[first:end]:
             return f"{delta.token_ids} and not {whole.tokens[first:end]}"
@@ -48,7 +48,7 @@ class Part:
 
 
 class Heard:
-    """`longest_s`: from one message to the next."""
+    """The received part of a stream. `longest_s`: the longest time between two messages."""
 
     def __init__(self, case: Case) -> None:
         self._case = case
@@ -58,7 +58,7 @@ class Heard:
         self.longest_s = 0.0
 
     def take(self, delta: Delta) -> None:
-        """Fault: it is not what comes next."""
+        """Add a delta; Fault: it is not the expected one."""
         now = time.monotonic()
         self.longest_s = max(self.longest_s, now - (self._at or now))
         self._at = now
@@ -73,11 +73,11 @@ class Heard:
 
     @property
     def num_tokens(self) -> int:
-        """Of all its sequences."""
+        """The number of tokens of all sequences."""
         return sum(part.num_tokens for part in self._parts)
 
     def check_end(self) -> None:
-        """Fault: there is more to come."""
+        """Fault: the answer is not complete."""
         if not all(part.is_whole for part in self._parts):
             raise Fault(f"{self}, and then the end")
 

@@ -1,5 +1,5 @@
-"""The deployment's Redis, and all that can happen to it. It is the harness's own, and not the
-supervisor's, so that it may be away for as long as it likes, and come back with any data."""
+"""The deployment's Redis and the events that disturb it. The harness starts it, not the supervisor:
+so it can be away for any time, and return with any data."""
 
 import asyncio
 from pathlib import Path
@@ -25,7 +25,7 @@ class RedisServer:
         return self._outage is not None and not self._outage.done()
 
     async def suffer(self, event: Event) -> str:
-        """Let it happen; what there is to say of it. Not while it is away."""
+        """Apply an event once Redis runs; returns a description."""
         self._copies.append(self._copy())
         match event.verb:
             case "stop":
@@ -51,7 +51,7 @@ class RedisServer:
         return "it"
 
     async def back(self) -> None:
-        """Return when it is not away."""
+        """Wait until Redis runs."""
         if self._outage is not None:
             await self._outage
 
@@ -70,7 +70,7 @@ class RedisServer:
         self._dump.unlink(missing_ok=True)
 
     def _copy(self) -> bytes:
-        """What it would come back with from a file that was saved now."""
+        """A file with its present data, for a later start."""
         self._valkey.command("SAVE")
         content = self._dump.read_bytes()
         self._dump.unlink()

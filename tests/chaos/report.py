@@ -1,4 +1,4 @@
-"""What came of a run."""
+"""The results of a run."""
 
 import json
 import statistics
@@ -14,17 +14,17 @@ from tests.chaos import limits
 from tests.chaos.schedule import Event
 
 ENDS = ("finished", "stalled", "cancelled", "late")
-"""What may become of a request: it was read to its end; that, with a stall of its client before;
-its client left; its deadline passed. What came of it is right in any case, as far as it came."""
+"""How a request may end: read to its end; the same, with a stall of the client; cancelled by the
+client; past its deadline. All that was received is right in each case."""
 
 _COMPARED = ENDS[:2]
 
 
 @dataclass
 class Tally:
-    """What users saw. `ended`: requests by kind and what became of them; `num_tokens`, of streams
-    that were read to their end; `pauses_s`, the longest from one token to the next of those without
-    a stall that did not come whole; `faults` is what must not be."""
+    """What users saw. `ended`: requests by kind and end; `num_tokens`, of streams that were read to
+    the end; `pauses_s`: the longest time between two tokens of each stream without a stall that did
+    not come whole; `faults`: all that must not occur."""
 
     ended: Counter[tuple[str, str]] = field(default_factory=Counter)
     num_tokens: int = 0
@@ -33,11 +33,11 @@ class Tally:
 
     @property
     def num_finished(self) -> int:
-        """Streams that were compared to their end."""
+        """How many streams were compared to their end."""
         return sum(self.ended[kind, end] for kind, end in self.ended if end in _COMPARED)
 
     def table(self) -> Iterator[str]:
-        """A line for each kind of request, and one for all."""
+        """A line for each kind of request, and one for the sum."""
         every = {kind: Counter[str]() for kind, _ in sorted(self.ended)} | {"all": Counter[str]()}
         for (kind, end), number in self.ended.items():
             every[kind][end] += number
@@ -49,8 +49,8 @@ class Tally:
 
 @dataclass
 class Report:
-    """`events` is what happened, in words; `inside` what the services did about it, by their
-    logs; `spent_s`: seconds, on what."""
+    """A whole run. `events`: the events, in words. `inside`: the services' reactions, from their
+    logs. `spent_s`: the seconds spent, by purpose."""
 
     seed: int
     tally: Tally = field(default_factory=Tally)
@@ -62,7 +62,7 @@ class Report:
 
     @contextmanager
     def spending(self, on: str) -> Iterator[None]:
-        """What keeps events from each other."""
+        """Count the time of a block, between two events, as spent `on` a purpose."""
         began = time.monotonic()
         yield
         self.spent_s[on] += time.monotonic() - began
@@ -73,7 +73,7 @@ class Report:
         self.lasted_s = at_s
 
     def read_log(self, log: Path) -> None:
-        """Count what the gateways said of each request, and warnings and errors of all."""
+        """Count the gateways' lines about requests, and the warnings and errors of all services."""
         for entry in _entries(log):
             event, level = str(entry.get("event")), entry.get("level")
             if event == "request_ended":

@@ -1,4 +1,4 @@
-"""What happens to a system, and when: a function of the seed alone."""
+"""The events of a run and their times, which depend on the seed alone."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -18,9 +18,9 @@ _ROLES = {
     "cut": ("redis",),
 }
 KINDS = tuple(f"{verb} {role}" for verb, roles in _ROLES.items() for role in roles)
-"""What no stream may notice but by a pause. Of Redis: it is killed and comes back empty, or with an
-old copy of its data (age); it loses its data, or its functions too (wipe); all its connections
-break (cut)."""
+"""Events of which clients may see only a delay. Redis is killed and returns empty, or with an old
+copy of its data (age); loses its data, or its functions too (wipe); or loses all its connections
+(cut)."""
 
 MEAN_PAUSE_S = 0.2
 LENGTHS_S = (0.3, 0.3, 1.0, 1.0, 3.0, 10.0)
@@ -28,8 +28,8 @@ LENGTHS_S = (0.3, 0.3, 1.0, 1.0, 3.0, 10.0)
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """`pause_s`: after the one before. `which`: in [0, 1), of those that it may hit. `length_s`: of
-    standing still, or being away."""
+    """`pause_s`: the time since the event before. `which`, in [0, 1): chooses the process.
+    `length_s`: how long the process is stopped, or away."""
 
     pause_s: float
     kind: str
@@ -51,7 +51,7 @@ class Event:
 
 
 def schedule(seed: int, kinds: Sequence[str] = KINDS) -> Iterator[Event]:
-    """Without end."""
+    """Events without end."""
     chance = random.Random(seed)
     while True:
         yield Event(

@@ -1,4 +1,4 @@
-"""A short run of what `make chaos` does for as long as one likes."""
+"""A short run of `make chaos`."""
 
 from itertools import islice
 from pathlib import Path
@@ -14,8 +14,9 @@ DURATION_S = 25.0
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("memfd:0", marks=pytest.mark.full)])
 async def test_clients_notice_no_fault(tmp_path: Path, device: str) -> None:
-    """Processes are killed, stopped and drained, Redis loses its data: every finished stream says
-    what it says undisturbed, none fails or hangs, the laws hold, and nothing is left."""
+    """Processes are killed, stopped and drained, and Redis loses its data: every finished stream
+    has the undisturbed answer, none fails or hangs, the laws hold, and nothing is held in the
+    end."""
     report = await unleash(tmp_path, SEED, DURATION_S, device=device)
     assert not report.tally.faults, str(report)
     assert report.tally.num_finished > 15, str(report)
@@ -23,7 +24,7 @@ async def test_clients_notice_no_fault(tmp_path: Path, device: str) -> None:
 
 
 def test_a_seed_gives_its_schedule() -> None:
-    """All that can happen is drawn, and the same again."""
+    """A seed draws every kind of event, and always the same schedule."""
     first, again, other = (list(islice(schedule(seed), 300)) for seed in (1, 1, 2))
     assert first == again != other
     assert {event.kind for event in first} == set(KINDS)

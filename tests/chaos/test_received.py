@@ -1,4 +1,5 @@
-"""What a user under torment takes, and what it does not."""
+"""The comparison of a stream with the expected answer accepts it whole, and finds each
+difference."""
 
 from dataclasses import replace
 
@@ -73,7 +74,8 @@ def test_an_end_before_the_end_is_a_fault() -> None:
 
 
 def test_a_seed_gives_requests_of_every_kind() -> None:
-    """The same again, with groups and searches among them; long ones for who reads slowly."""
+    """A seed always gives the same requests, with groups and beam searches, and long ones for slow
+    users."""
     first, again, other = (cases(seed) for seed in (1, 1, 2))
     assert first == again != other
     assert any(case.sampling.n > 1 and case.sampling.beam is None for case in first)

@@ -1,4 +1,4 @@
-"""A deployment of the embedded model, and the table of what each client did with it."""
+"""A deployment of the embedded model, and the table of results by client."""
 
 import os
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ MODEL = "quire-embedded"
 MODEL_DIR = ROOT / "quire" / "embedded"
 QUESTION = "What is a block table?"
 MAX_TOKENS = 200
-"""More than the answer has: OpenAI's stream helper takes only a completed response."""
+"""More tokens than the answer has: OpenAI's stream reader takes only a completed response."""
 TABLE = "QUIRE_CLIENTS_TABLE"
 """The variable that names the file for the table of results."""
 

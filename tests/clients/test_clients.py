@@ -1,4 +1,5 @@
-"""Clients that are not part of Quire work unchanged, and get the same text as Quire's own."""
+"""Clients that are not part of Quire work unchanged, and get the same text as Quire's own
+client."""
 
 import json
 import os
@@ -28,7 +29,7 @@ def outside(tmp_path: Path) -> dict[str, str]:
 
 
 def run(command: list[object], env: dict[str, str], cwd: Path, text: str = "") -> str:
-    """The program's output; AssertionError, with its end, if the program fails."""
+    """The program's output; AssertionError, with the end of its output: it failed."""
     done = subprocess.run(
         [str(part) for part in command],
         env=env,
@@ -220,7 +221,8 @@ CHECKS = (
 def test_schemathesis_finds_nothing(
     deployment: Deployment, tmp_path: Path, outside: dict[str, str], table: Table
 ) -> None:
-    """No server error, answers as /openapi.json says, and a refusal of what it does not allow."""
+    """The server gives no 500, its answers match /openapi.json, and it refuses what that does not
+    allow."""
     output = run(
         [
             *(client_bin("schemathesis") / "schemathesis", "run"),

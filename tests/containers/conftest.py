@@ -1,4 +1,4 @@
-"""A deployment in containers, and what its requests say undisturbed."""
+"""A deployment in containers, and the undisturbed answers to its requests."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ RESUME_WINDOW_S = 60.0
 
 @pytest.fixture(scope="session")
 def _removed_when_terminated() -> Iterator[None]:
-    """SIGTERM is for pytest what Ctrl-C is, so that it removes the containers."""
+    """SIGTERM ends pytest as Ctrl-C does, so that the containers are removed."""
     assert threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     yield

@@ -27,15 +27,16 @@ COMMAND_LIMIT_S = 120
 
 @dataclass
 class Deployment:
-    """`address`: of its gateway, which has TLS. `ca`: file with the CA of its certificate."""
+    """A deployment in containers. `address`: its gateway, which has TLS. `ca`: the file with the CA
+    of its certificate."""
 
     environment: Environment
     address: str
     ca: Path
 
     def compose(self, *arguments: str, limit_s: float = COMMAND_LIMIT_S) -> str:
-        """`docker compose ARGUMENTS`; returns its output. AssertionError, with what the services
-        have logged: it fails."""
+        """Run `docker compose ARGUMENTS` and return its output. AssertionError, with the services'
+        logs: it failed."""
         command = ["docker", "compose", "--project-name", PROJECT, "--env-file", os.devnull]
         files = ["--file", str(ROOT / "docker-compose.yml"), "--file", str(HERE / "compose.yml")]
         done = subprocess.run(
@@ -66,7 +67,7 @@ class Deployment:
         return self.compose("ps", "--all", "--quiet", *service).split()
 
     def num_starts(self, container: str) -> int:
-        """How often Docker has started it again."""
+        """How often Docker has restarted the service's container."""
         form = ["--format", "{{.RestartCount}}"]
         found = subprocess.run(
             ["docker", "inspect", *form, container],
@@ -77,7 +78,7 @@ class Deployment:
         return int(found.stdout)
 
     def audits(self) -> list[dict[str, object]]:
-        """AssertionError: a law is broken."""
+        """All audits. AssertionError: a law is broken."""
         answer: list[dict[str, object]] = json.loads(
             self.run_in("gateway", "quire", "audit", "--json")
         )
@@ -115,7 +116,8 @@ def deployment(engine: Environment, directory: Path, bridge: str) -> Iterator[De
 
 @contextmanager
 def base_images(environment: Environment, directory: Path) -> Iterator[None]:
-    """Those that cannot be pulled are made, and removed at the end. NoEngine: none can be made."""
+    """Make the base images that cannot be pulled, and remove them at the end. NoEngine: an image
+    cannot be made."""
     made = subprocess.run(
         [HERE / "base_images.sh", directory, str(get_binary_path())],
         env=environment,
@@ -142,8 +144,8 @@ class _Quiet(SimpleHTTPRequestHandler):
 
 @contextmanager
 def torch_index(directory: Path) -> Iterator[str]:
-    """The URL of an index with the CPU build of PyTorch that this host's pip finds, for builds,
-    which see none of the host's files; "" if pip finds none."""
+    """The URL of an index with the CPU build of PyTorch, which this host's pip finds; builds do not
+    see the host's files. "" if pip finds none."""
     if url := os.environ.get("PIP_EXTRA_INDEX_URL"):
         yield url
         return

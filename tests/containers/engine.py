@@ -1,4 +1,4 @@
-"""The Docker engine of a test run: the one that runs, or one that the tests start."""
+"""The Docker engine of a test run: a running one, or one that the tests start."""
 
 import os
 import shutil
@@ -14,12 +14,12 @@ Environment = dict[str, str]
 
 
 class NoEngine(Exception):
-    """No engine runs here, and none can be started; says why."""
+    """No engine runs here, and none can be started; the text says why."""
 
 
 @contextmanager
 def some_engine(bridge: str) -> Iterator[Environment]:
-    """The variables by which `docker` finds an engine. NoEngine: there can be none."""
+    """The variables by which `docker` finds an engine. NoEngine: there is none."""
     if _answers():
         yield {}
         return
@@ -36,7 +36,8 @@ def _answers() -> bool:
 
 @contextmanager
 def own_engine(bridge: str) -> Iterator[Environment]:
-    """An engine that serves until the end of this block, or of this process, and leaves nothing.
+    """An engine that runs until the end of this block, or of this process, and leaves nothing
+    behind.
 
     NoEngine: it cannot be started.
     """
@@ -65,7 +66,7 @@ def own_engine(bridge: str) -> Iterator[Environment]:
 
 
 def left_by(directory: Path, bridge: str) -> list[str]:
-    """What is left of an engine: processes, mounts, links, control groups, files."""
+    """What remains of an engine: processes, mounts, links, control groups, files."""
     listing = subprocess.run(["ps", "-wweo", "args"], capture_output=True, text=True, check=True)
     places: dict[str, Sequence[object]] = {
         "process": [line for line in listing.stdout.splitlines() if str(directory) in line],

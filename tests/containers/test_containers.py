@@ -1,5 +1,5 @@
-"""docker-compose.yml in an engine: each stream says what it says undisturbed, whatever happens to
-the containers, and the audit is clean afterwards."""
+"""docker-compose.yml in a Docker engine: every stream has its undisturbed answer while containers
+are scaled, killed and restarted, and the audit is clean afterwards."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -29,8 +29,8 @@ def wait_for(condition: Callable[[], bool], what: str, limit_s: float = BACK_S) 
 
 @pytest.fixture
 def users(running: Deployment, client: Client, known: list[Case]) -> Iterator[Users]:
-    """At the end each of them has been served anew, no stream was wrong or broken, the audit is
-    clean and nothing is held."""
+    """At the end each user has had a new answer, no stream was wrong or broken, the audit is clean
+    and nothing is held."""
     with Users(client, known) as users:
         users.wait_until_streaming()
         yield users
@@ -78,7 +78,8 @@ def test_a_killed_process_comes_back(running: Deployment, users: Users, service:
 
 
 def _kill_service(running: Deployment, service: str) -> None:
-    """The first process, `init`, cannot be killed from inside; the service is its child."""
+    """Kill the service's process. `init`, the container's first process, cannot be killed from
+    inside."""
     children = running.run_in(service, "cat", "/proc/1/task/1/children").split()
     kill = f"import os, signal; os.kill({children[0]}, signal.SIGKILL)"
     running.run_in(service, "python", "-c", kill)
@@ -98,7 +99,7 @@ def test_a_restart(running: Deployment, users: Users, service: str) -> None:
 
 
 def test_down_under_load_and_up_again(running: Deployment, known: list[Case]) -> None:
-    """No stream says anything wrong before it ends; afterwards there is no container."""
+    """Until it ends, every stream is right; afterwards no container remains."""
     with Client(running.address, tls=Tls(running.ca), resume_window_s=1.0) as client:
         with Users(client, known) as users:
             users.wait_until_streaming()

@@ -1,4 +1,4 @@
-"""The engine of the tests leaves nothing, however the process that uses it ends."""
+"""The tests' own engine leaves nothing behind, however the process that uses it ends."""
 
 import os
 import signal

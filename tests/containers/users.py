@@ -1,4 +1,4 @@
-"""Users who send one request after another, and know each token that has to come."""
+"""Users that send one request after another and know every token of the answer."""
 
 import threading
 import time
@@ -20,7 +20,7 @@ _FAILED_S = 10.0
 
 
 def cases(client: Client) -> list[Case]:
-    """Greedy and sampled requests, and what each one says undisturbed."""
+    """Greedy and sampled requests with their undisturbed answers."""
     greedy = Sampling(temperature=0.0, max_tokens=300, ignore_eos=True)
     asked = [
         Case("greedy", "The following is a story about a town by the sea.", greedy),
@@ -39,8 +39,9 @@ def _said(client: Client, case: Case) -> Said:
 
 
 class Users:
-    """`wrong`: streams that said anything but what comes next, or ended too early. `broken`: ended
-    by an error after their first token. `num_refused`: requests refused before it, sent again."""
+    """`wrong`: streams with another token than the next one, or with too few. `broken`: streams
+    that an error ended after their first token. `num_refused`: requests that were refused before it
+    and sent again."""
 
     def __init__(self, client: Client, known: Sequence[Case]) -> None:
         self.wrong: list[str] = []
@@ -88,11 +89,11 @@ class Users:
         return self.wrong + self.broken
 
     def wait_until_streaming(self, limit_s: float = REQUEST_LIMIT_S) -> None:
-        """Return when each user is in the midst of a stream."""
+        """Wait until each user is in the middle of a stream."""
         self._wait(lambda: all(self._has_token), limit_s)
 
     def wait_until_served(self, limit_s: float = REQUEST_LIMIT_S) -> None:
-        """Return when each user has the whole answer to a request that began after this call."""
+        """Wait until each user has the whole answer to a request that began after this call."""
         now = time.monotonic()
         self._wait(lambda: min(self._last_begun) > now, limit_s)
 
@@ -104,7 +105,7 @@ class Users:
             time.sleep(0.02)
 
     def end(self) -> None:
-        """Return when the last streams have ended."""
+        """End the users once their last streams have ended."""
         self._stop.set()
         for thread in self._threads:
             thread.join(REQUEST_LIMIT_S)

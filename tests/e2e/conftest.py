@@ -1,4 +1,4 @@
-"""One small model with random weights, its oracle, and deployments of it."""
+"""A small model with random weights, transformers as its oracle, and deployments of it."""
 
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
@@ -11,7 +11,9 @@ from transformers import AutoModelForCausalLM
 from bench.make_checkpoint import make_checkpoint
 from quire.async_client import AsyncClient
 
+from .decoders import until_two_serve
 from .deployment import Deployment, serving
+from .quiet import quiet
 
 POOL_BLOCKS = 128
 BLOCK_BYTES = 2 * 2 * 16 * 2 * 16 * 4  # layers, K and V, tokens, KV heads, head size, fp32
@@ -25,7 +27,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Oracle:
-    """Hugging Face transformers on the same weights, past any end-of-sequence token."""
+    """Hugging Face transformers on the same weights. It generates past end-of-sequence tokens."""
 
     def __init__(self, checkpoint: Path) -> None:
         torch.set_num_threads(1)
@@ -44,13 +46,14 @@ class Oracle:
         return [int(token) for token in output[0, len(prompt) :]]
 
     def choices(self, prompt: Sequence[int], tokens: Sequence[int]) -> list[int]:
-        """What it would have chosen in place of each of `tokens`, given the ones before: equal to
-        them if and only if they are its greedy tokens. One pass instead of one a token."""
+        """The greedy choice of transformers in the place of each of `tokens`, given the tokens
+        before it. The result equals `tokens` if and only if they are the greedy tokens. It takes
+        one forward pass instead of one a token."""
         chosen: list[int] = self._logits(prompt, tokens).argmax(-1).tolist()
         return chosen
 
     def logits(self, prompt: Sequence[int], tokens: Sequence[int]) -> list[list[float]]:
-        """Those that each of `tokens` was chosen from, given the ones before."""
+        """The logits that each of `tokens` was chosen from, given the tokens before it."""
         rows: list[list[float]] = self._logits(prompt, tokens).tolist()
         return rows
 
@@ -84,3 +87,11 @@ async def client(deployment: Deployment) -> AsyncIterator[AsyncClient]:
     client = AsyncClient(deployment.address, operations=deployment.operations)
     yield client
     await client.close()
+
+
+@pytest.fixture
+async def two_decoders(client: AsyncClient) -> AsyncIterator[None]:
+    """Two decode workers serve before the test; after it nothing is held and the audit is clean."""
+    await until_two_serve(client)
+    yield
+    await quiet(client)

@@ -1,4 +1,4 @@
-"""The decode workers of a deployment, and what its gateway counts."""
+"""The decode workers of a deployment, and the counters of its gateway."""
 
 import asyncio
 import os
@@ -25,8 +25,16 @@ async def decoders(client: AsyncClient) -> list[Worker]:
     return [worker for worker in await client.workers() if worker.role == "decode"]
 
 
+async def until_two_serve(client: AsyncClient, limit_s: float = 90.0) -> None:
+    """Wait until two decode workers serve; asks for them, as tests before may have drained one."""
+    async with asyncio.timeout(limit_s):
+        while [worker.state for worker in await decoders(client)] != ["serving"] * 2:
+            await client.scale(num_decode=2)
+            await asyncio.sleep(0.05)
+
+
 def pid_of(deployment: Deployment, worker: Worker) -> int:
-    """By the port that it listens on."""
+    """The pid of the process that listens on the worker's port."""
     port = int(worker.address.rpartition(":")[2])
     for pid in deployment.running("services.decode"):
         if port in listening_ports(pid):
@@ -35,7 +43,7 @@ def pid_of(deployment: Deployment, worker: Worker) -> int:
 
 
 def listening_ports(pid: int) -> set[int]:
-    """Of one process: its sockets, found in the kernel's list."""
+    """The TCP ports that a process listens on, from the kernel's list of sockets."""
     sockets = {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()}
     tables = [Path(f"/proc/{pid}/net/{table}").read_text() for table in ("tcp", "tcp6")]
     rows = [line.split() for table in tables for line in table.splitlines()[1:]]

@@ -1,4 +1,4 @@
-"""`quire serve` as a user runs it, in processes of its own."""
+"""`quire serve` as a user runs it, in separate processes."""
 
 import os
 import re
@@ -23,7 +23,8 @@ START_LIMIT_S = 90.0
 
 @dataclass
 class Deployment:
-    """`address`: of its gateways, with commas between them. `tls`: how clients reach them."""
+    """A running `quire serve`. `address`: the addresses of its gateways, separated by commas.
+    `tls`: how clients reach them."""
 
     process: "subprocess.Popen[bytes]"
     address: str
@@ -34,12 +35,13 @@ class Deployment:
 
     @property
     def operations(self) -> str:
-        """Where its gateways serve operations, with commas between them."""
+        """The sockets of its gateways for operations, separated by commas."""
         (run,) = self.run_root.glob(f"{self.address.split(',')[0].rpartition(':')[2]}-*")
         return ",".join(f"unix:{path}" for path in living_sockets(run))
 
     def children(self, module: str = "") -> list[int]:
-        """Pids of its processes; `module` such as services.decode, or valkey."""
+        """Pids of its processes whose command line matches `module`, such as services.decode or
+        valkey."""
         listing = subprocess.run(
             ["ps", "-ww", "-eo", "pid=,pgid=,ppid=,args="],
             capture_output=True,
@@ -56,8 +58,8 @@ class Deployment:
         return found
 
     def running(self, module: str) -> list[int]:
-        """Pids of a service that has to be there: AssertionError, with all there is to see, when it
-        is not."""
+        """Pids of a service that must be running. AssertionError, with the log and all processes:
+        it is not."""
         pids = self.children(module)
         if not pids:
             lines = self.log.read_text().splitlines()
@@ -67,7 +69,7 @@ class Deployment:
         return pids
 
     def gateway(self, address: str) -> int:
-        """Pid of the one that listens there."""
+        """The pid of the gateway that listens on `address`."""
         entry = f"QUIRE_GATEWAY_PORT={address.rpartition(':')[2]}".encode()
         pids = self.running("services.gateway")
         (pid,) = (p for p in pids if entry in Path(f"/proc/{p}/environ").read_bytes().split(b"\0"))
@@ -101,7 +103,7 @@ def start(
     num_gateways: int = 1,
     tls: Tls | None = None,
 ) -> Deployment:
-    """Returns at once; `wait_until_ready` waits."""
+    """Start a deployment and return at once; `wait_until_ready` waits."""
     grpc_port, http_port = _free_ports(num_gateways), _free_ports(num_gateways)
     args = (*args, "--gateways", str(num_gateways))
     # Pools belong on a tmpfs; the directory is the test's own.
@@ -119,7 +121,7 @@ def start(
 
 
 def _free_ports(number: int) -> int:
-    """The first of so many free ports in a row."""
+    """The first of `number` consecutive free ports."""
     while True:
         first = free_port("127.0.0.1")
         with ExitStack() as stack, suppress(OSError):

@@ -1,5 +1,5 @@
-"""Hosts of one deployment: each has a pool root, a block manager, workers and a mover of its own,
-and they share one Valkey, one secret and one gateway."""
+"""The hosts of one deployment. Each has its own pool root, block manager, workers and mover; all
+share one Valkey, one secret and one gateway."""
 
 import json
 import os
@@ -35,7 +35,7 @@ class Host:
 
     @property
     def run_dir(self) -> Path:
-        """On a tmpfs, where pools belong."""
+        """The host's run directory, on a tmpfs as every pool."""
         return Path("/dev/shm") / f"quire-test-{os.getpid()}-{self.folder.name}-{self.name}"
 
     @property
@@ -46,7 +46,7 @@ class Host:
         return self.folder / f"{self.name}-{name}.log"
 
     def start(self, service: str, name: str = "", **settings: str) -> None:
-        """Start `python -m services.<service>`, as process `name` of this host."""
+        """Start `python -m services.<service>` as process `name` of this host."""
         name = name or service
         worker = {"MODEL": str(self.model), "THREADS": "1", "POOL_MEMORY": str(self.pool_memory)}
         common = {
@@ -75,7 +75,8 @@ class Host:
         process.wait()
 
     def wait_for(self, name: str, event: str, number: int = 1) -> dict[str, Any]:
-        """Until a process's log has this event so often; its last line with it."""
+        """Wait until the log of a process has the event `number` times; returns its last line with
+        it."""
         what = f"{event} of {self.name} {name}"
         wait_until(lambda: len(self.events(name, event)) >= number, what, lambda: self.tail(name))
         return self.events(name, event)[-1]

@@ -23,7 +23,7 @@ from pathlib import Path
 
 NAMES = ("here", "a", "b")
 _SUBNET = f"10.{100 + os.getpid() % 100}.{os.getpid() % 251}"
-"""Each run of the tests has one of its own."""
+"""Each test run uses its own subnet."""
 ADDRESSES = {name: f"{_SUBNET}.{number}" for number, name in enumerate(NAMES, 1)}
 _TUNSETIFF, _TUN, _NO_HEADER = 0x400454CA, 0x0001, 0x1000
 _MTU = 9000
@@ -31,7 +31,7 @@ _BY_ADDRESS = {bytes(map(int, ip.split("."))): name for name, ip in ADDRESSES.it
 
 
 def why_not() -> str:
-    """Why this process may not make namespaces; "" if it may."""
+    """The reason why this process may not make namespaces; "" if it may."""
     probe = ["ip", "netns", "add", f"quire-probe-{os.getpid()}"]
     try:
         made = subprocess.run(probe, capture_output=True, text=True, check=False)
@@ -44,14 +44,14 @@ def why_not() -> str:
 
 
 class Network:
-    """Three ends. Both directions of a pair have settings of their own, by (from, to):
+    """A network with three ends. Each direction of a pair has its own settings, by (from, to):
     `loss`: the share of packets that are lost; `delay_s`; `blocked`."""
 
     def __init__(self, seed: int = 0) -> None:
         self.loss = 0.0
         self.delay_s = 0.0
         self.bytes_per_s = 0.0
-        """Of each direction; 0: as fast as it goes."""
+        """The rate of each direction; 0: no limit."""
         self.blocked: set[tuple[str, str]] = set()
         self._random = random.Random(seed)
         self._free_at: dict[tuple[str, str], float] = {}
@@ -62,7 +62,7 @@ class Network:
         self._thread.start()
 
     def within(self, name: str) -> Sequence[str]:
-        """The command before a process of that host."""
+        """The command prefix that runs a process on that host."""
         return ("ip", "netns", "exec", f"{self._prefix}-{name}")
 
     def heal(self) -> None:
@@ -78,7 +78,7 @@ class Network:
             _run("ip", "netns", "del", f"{self._prefix}-{name}")
 
     def _open(self, name: str) -> int:
-        """The end of a host: a TUN device, moved into its namespace."""
+        """The host's end: a TUN device, moved into its namespace."""
         device = f"qtun{os.getpid() % 100000}{name[0]}"
         fd = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         fcntl.ioctl(fd, _TUNSETIFF, struct.pack("16sH", device.encode(), _TUN | _NO_HEADER))
@@ -116,7 +116,7 @@ class Network:
                     heapq.heappush(waiting, (due, number, self._ends[target], packet))
 
     def _due(self, source: str, target: str, packet: bytes) -> float | None:
-        """When a packet arrives; None: never."""
+        """The time at which a packet arrives; None: never."""
         pair = source, target
         if pair in self.blocked or (self.loss and self._random.random() < self.loss):
             return None

@@ -1,4 +1,4 @@
-"""What a deployment has left of its requests when nobody asks for anything: nothing."""
+"""Whether a deployment without requests has released everything."""
 
 import asyncio
 
@@ -7,7 +7,8 @@ from quire.errors import QuireError
 
 
 async def is_quiet(client: AsyncClient) -> bool:
-    """Whether nothing is held; False too while nobody can say. AssertionError: a law is broken."""
+    """Whether no block is held; False too if no gateway answers. AssertionError: a law is
+    broken."""
     try:
         pools, audits = await client.pools(), await client.audit()
     except QuireError:
@@ -21,7 +22,7 @@ async def is_quiet(client: AsyncClient) -> bool:
 
 
 async def quiet(client: AsyncClient, limit_s: float = 60.0) -> None:
-    """Wait for it."""
+    """Wait until no block is held and an audit is clean."""
     async with asyncio.timeout(limit_s):
         while not await is_quiet(client):
             await asyncio.sleep(0.02)

@@ -1,4 +1,4 @@
-"""A deployment whose clients need TLS, and an API key."""
+"""A deployment whose clients need TLS and an API key."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,8 +13,8 @@ from .deployment import Deployment, serving
 
 @contextmanager
 def secured(directory: Path, *args: str, has_client_ca: bool = False) -> Iterator[Deployment]:
-    """The embedded model with the keys of `tests.api_keys`. `has_client_ca`: clients must show a
-    certificate, which the deployment's `tls` has."""
+    """Serve the embedded model with the keys of `tests.api_keys`. `has_client_ca`: clients must
+    also show a certificate, which the deployment's `tls` has."""
     tls, keys = directory / "tls", directory / "keys.json"
     write_certificates(tls, hosts=["127.0.0.1"], clients=["client"])
     keys.write_text(text_of())

@@ -1,4 +1,5 @@
-"""What clients get wrong: each a clear error with the right status, and the service goes on."""
+"""Bad input of clients: each case gets a clear error with the right status, and the service goes
+on."""
 
 import json
 import math

@@ -1,5 +1,5 @@
-"""Beam search through every layer: what transformers finds, also when its worker is killed, leaves,
-or gives way."""
+"""Beam search through real processes finds the hypotheses of transformers, also when its worker is
+killed or drained, and when it is preempted."""
 
 import asyncio
 import itertools
@@ -19,8 +19,9 @@ from quire.async_client import AsyncClient
 from quire.errors import InvalidRequest
 from quire.types import Beam, Delta, Sampling
 
-from .decoders import busiest, decoders, pid_of
+from .decoders import busiest, pid_of, until_two_serve
 from .deployment import Deployment, serving
+from .quiet import quiet
 
 WIDTH = 8
 LIMIT_S = 90.0
@@ -51,7 +52,7 @@ Found = list[tuple[list[int], float | None]]
 def by_transformers(
     model: Any, prompt: Sequence[int], sampling: Sampling, num_returned: int
 ) -> Found:
-    """(tokens, score), best first."""
+    """The hypotheses of transformers as (tokens, score), best first."""
     beam = sampling.beam
     assert beam is not None
     with torch.inference_mode():
@@ -92,13 +93,6 @@ def check(found: Found, expected: Found) -> None:
     assert [score for _, score in found] == pytest.approx([s for _, s in expected], rel=1e-5)
 
 
-async def all_let_go(client: AsyncClient) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while any(pool.num_held for pool in await client.pools()):
-            await asyncio.sleep(0.05)
-    assert not any(audit.violations for audit in await client.audit())
-
-
 @pytest.mark.parametrize(
     ("width", "n", "penalty", "early_stopping"),
     [(4, 4, None, False), (2, 1, 0.0, True), (16, 5, 2.0, "never"), (3, 3, -1.0, False)],
@@ -111,7 +105,7 @@ async def test_beam_search_equals_transformers(
     penalty: float | None,
     early_stopping: Any,
 ) -> None:
-    """First without a token that ends a sequence, then with some that beams draw."""
+    """The first search has no stop token; the second has stop tokens that its beams draw."""
     prompt, beam = prompt_of(width), Beam(width, penalty, early_stopping)
     free = Sampling(beam=beam, n=n, max_tokens=24, ignore_eos=True)
     expected = by_transformers(model, prompt, free, n)
@@ -120,7 +114,7 @@ async def test_beam_search_equals_transformers(
     ending = Sampling(beam=beam, n=n, max_tokens=24, ignore_eos=True, stop_token_ids=stops)
     expected = by_transformers(model, prompt, ending, n)
     check(await search(client, prompt, ending), expected)
-    await all_let_go(client)
+    await quiet(client)
 
 
 @pytest.mark.parametrize("way", ["killed", "drained"])
@@ -132,8 +126,7 @@ async def test_beam_search_survives_its_worker(
     with serving(checkpoint, tmp_path, "--decode", "2", "--pool-memory", "32MiB") as deployment:
         client = AsyncClient(deployment.address, operations=deployment.operations)
         async with asyncio.timeout(LIMIT_S):
-            while [worker.state for worker in await decoders(client)] != ["serving"] * 2:
-                await asyncio.sleep(0.05)
+            await until_two_serve(client)
             # One search may end before its worker's next report shows it.
             has_left = asyncio.Event()
 
@@ -154,7 +147,7 @@ async def test_beam_search_survives_its_worker(
         expected = by_transformers(model, prompt, sampling, 3)
         for found in itertools.chain.from_iterable(all_found):
             check(found, expected)
-        await all_let_go(client)
+        await quiet(client)
         await client.close()
 
 

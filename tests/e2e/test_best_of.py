@@ -1,5 +1,5 @@
-"""The best of several samples, through real processes: those that are likeliest of what `n` alone
-draws, whatever happens to workers and gateways."""
+"""`best_of` through real processes: the answer is the likeliest of the samples that `n` alone
+draws, also when workers and gateways are killed."""
 
 import asyncio
 import os
@@ -18,7 +18,7 @@ from quire.async_client import AsyncClient
 from quire.client import Client
 from quire.types import Choice, Completion, Sampling
 
-from .decoders import busiest, decoders, pid_of
+from .decoders import busiest, pid_of, until_two_serve
 from .deployment import Deployment, serving
 from .quiet import quiet
 
@@ -37,17 +37,12 @@ def deployment(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> It
 
 @pytest.fixture
 async def client(deployment: Deployment) -> AsyncIterator[AsyncClient]:
-    """With two decode workers before, and nothing held and nothing wrong after."""
-    async with (
-        AsyncClient(deployment.address, operations=deployment.operations) as client,
-        asyncio.timeout(2 * LIMIT_S),
-    ):
-        while [worker.state for worker in await decoders(client)] != ["serving"] * 2:
-            await client.scale(num_decode=2)
-            await asyncio.sleep(0.05)
+    """A client. Two decode workers serve before the test; after it nothing is held and the audit is
+    clean."""
+    async with AsyncClient(deployment.address, operations=deployment.operations) as client:
+        await until_two_serve(client)
         yield client
         await quiet(client, LIMIT_S)
-        assert not any(audit.violations for audit in await client.audit())
 
 
 def prompt(number: int) -> list[int]:
@@ -66,7 +61,7 @@ def mean_logprob(choice: Choice) -> float:
 
 
 async def undisturbed(client: AsyncClient, number: int, num_tokens: int) -> list[Choice]:
-    """All that are drawn, likeliest first."""
+    """All samples, likeliest first."""
     every = drawn(num_tokens, n=NUM, logprobs=0)
     completion = await client.complete(prompt(number), every, timeout_s=LIMIT_S)
     return sorted(completion.choices, key=mean_logprob, reverse=True)
@@ -113,7 +108,7 @@ async def test_a_decode_worker_that_goes_changes_nothing(
 async def test_a_gateway_that_is_killed_changes_nothing(
     deployment: Deployment, client: AsyncClient
 ) -> None:
-    """The client has got nothing; at the other gateway all of it is drawn again."""
+    """The client has received nothing, so the other gateway draws all samples again."""
     ranked = await undisturbed(client, 3, NUM_TOKENS)
     completing = choosing(client, 3, NUM_TOKENS)
     await busiest(client)

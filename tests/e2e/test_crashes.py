@@ -1,5 +1,5 @@
-"""Workers killed and stopped in mid-stream, with others that can go on: clients see a pause, and
-nothing else."""
+"""Workers are killed and stopped in mid-stream while other workers run: clients see only a
+pause."""
 
 import asyncio
 import os
@@ -32,8 +32,8 @@ LIMIT_S = 60.0
 
 @pytest.fixture(scope="module")
 def deployment(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """Two workers of each kind on a pool of 128 blocks, of which 12 streams of 15 fit beside the
-    caches of others."""
+    """Two workers of each kind on a pool of 128 blocks. It fits 12 streams of 15 blocks beside
+    cached blocks."""
     folder = tmp_path_factory.mktemp("run")
     options = ("--prefill", "2", "--decode", "2", "--pool-memory", str(2 * POOL_MEMORY))
     with serving(checkpoint, folder, *options) as running:
@@ -60,7 +60,8 @@ class Stream:
 
 
 def streams(seed: int) -> list[Stream]:
-    """Half of them greedy, half drawn; of three, two share a prefix of two blocks."""
+    """Half of the streams are greedy, half sampled; of each three, two share a prefix of two
+    blocks."""
     chance = random.Random(seed)
     shared = [chance.randrange(259, 384) for _ in range(32)]
     return [
@@ -80,8 +81,8 @@ def streams(seed: int) -> list[Stream]:
 async def amid(
     condition: Callable[[], Awaitable[object]], client: AsyncClient, seed: int
 ) -> asyncio.Future[list[list[int]]]:
-    """Streams that run when `condition` was just true. Streams that are over before it was seen
-    are run once more."""
+    """Streams that run when `condition` was just true. Streams that ended before that are run
+    again."""
     async with asyncio.timeout(LIMIT_S):
         while True:
             running = asyncio.gather(*(stream.run(client) for stream in streams(seed)))
@@ -93,14 +94,14 @@ async def amid(
 
 
 async def all_serve(client: AsyncClient) -> None:
-    """Two workers of each kind, and nothing held or wrong."""
+    """Wait until two workers of each kind serve, nothing is held and the audit is clean."""
     async with asyncio.timeout(LIMIT_S):
         while not await is_whole(client, prefill=2, decode=2):
             await asyncio.sleep(0.05)
 
 
 async def is_whole(client: AsyncClient, prefill: int, decode: int) -> bool:
-    """So many workers serve, and nothing is held or wrong."""
+    """Whether so many workers of each kind serve, nothing is held and the audit is clean."""
     try:
         workers = await client.workers()
     except QuireError:  # the block manager is not back
@@ -118,7 +119,8 @@ async def is_whole(client: AsyncClient, prefill: int, decode: int) -> bool:
 async def test_a_killed_process_is_a_pause_and_no_more(
     deployment: Deployment, client: AsyncClient, victim: str, amid: int
 ) -> None:
-    """No error, and every token, greedy or drawn, is that of the undisturbed run."""
+    """No stream gets an error, and every token, greedy or sampled, is that of the undisturbed
+    run."""
     await all_serve(client)
     seed = amid
     undisturbed = [await stream.run(client) for stream in streams(seed)]
@@ -133,7 +135,7 @@ async def test_a_killed_process_is_a_pause_and_no_more(
 
 @dataclass
 class Inside:
-    """The deployment's pool and ledger, as its own workers see them."""
+    """The deployment's pool and ledger, as its own workers access them."""
 
     directory: PoolDirectory
     store: RedisStore
@@ -172,7 +174,7 @@ class Inside:
         return self.directory.path.parent.parent / "redis.sock"
 
     def content(self, without: set[int]) -> dict[int, bytes]:
-        """KV of every block but those."""
+        """The KV of every block except those in `without`."""
         header = self.directory.read_header()
         size = header.layout.block_bytes
         arena = self.arena.read_bytes()
@@ -181,7 +183,7 @@ class Inside:
 
 
 def arena_of(deployment: Deployment, directory: PoolDirectory) -> Path:
-    """The file, or the memory that the keeper holds in the place of a GPU's."""
+    """The arena: the pool's file, or the memory that the keeper holds in the place of a GPU's."""
     if directory.is_file_pool:
         return directory.kv
     (manager,) = deployment.running("services.block_manager")
@@ -205,9 +207,9 @@ async def inside(deployment: Deployment) -> AsyncIterator[Inside]:
 async def test_writes_of_a_stopped_worker_reach_no_reader(
     deployment: Deployment, client: AsyncClient, inside: Inside
 ) -> None:
-    """It is stopped in a step, fenced, and all that ran there goes on elsewhere. Others fill all
-    of the pool that is not quarantined. Then it wakes: nothing of theirs changes, its blocks come
-    back, and one like it serves again."""
+    """A worker is stopped in a step and fenced, and its requests continue elsewhere. Other requests
+    fill the rest of the pool, without the quarantined blocks. When the worker wakes, the KV of the
+    others does not change, its blocks become free, and a new worker serves in its place."""
     await all_serve(client)
     undisturbed = [await stream.run(client) for stream in streams(3)]
     running = await amid(inside.both_decode, client, seed=3)

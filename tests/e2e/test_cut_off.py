@@ -1,6 +1,6 @@
-"""A worker cannot reach Redis while everybody else can: what it runs goes on until it needs a
-block, then waits, or goes on elsewhere once the worker was given up. It comes back by itself, as a
-plain process without a supervisor."""
+"""A worker loses its connection to Redis while all other processes keep theirs. Its requests go on
+until they need a block; then they wait, or continue elsewhere once the worker is given up. The
+worker recovers by itself, without a supervisor."""
 
 import asyncio
 import json
@@ -28,14 +28,15 @@ LIMIT_S = 60.0
 
 @pytest.fixture(scope="module")
 def deployment(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """One worker of each kind; a test brings another one."""
+    """One worker of each kind; each test adds another one."""
     options = ("--pool-memory", str(2 * POOL_MEMORY))
     with serving(checkpoint, tmp_path_factory.mktemp("run"), *options) as running:
         yield running
 
 
 class Guest:
-    """`python -m services.ROLE` behind a proxy to Redis, configured like the deployment's own."""
+    """`python -m services.ROLE` behind a proxy to Redis, configured as the deployment's own
+    workers."""
 
     def __init__(self, deployment: Deployment, role: str, proxy: Proxy, log: Path) -> None:
         self.proxy = proxy
@@ -53,13 +54,13 @@ class Guest:
             )
 
     def names(self) -> list[str]:
-        """What it was called, the name of now last."""
+        """The worker ids that it has had, the current one last."""
         lines = [line for line in self._log.read_text().splitlines() if line.startswith("{")]
         events = map(json.loads, lines)
         return [event["worker_id"] for event in events if event["event"] == "worker_ready"]
 
     def stop(self) -> None:
-        """It is the process of the beginning, and leaves."""
+        """Stop it, after a check that it is still the process that was started."""
         assert self._process.poll() is None, self._log.read_text()[-6000:]
         self._process.terminate()
         assert self._process.wait(LIMIT_S) == 0, self._log.read_text()[-6000:]
@@ -85,7 +86,7 @@ async def guest(
 
 
 async def both_serve(client: AsyncClient, guest: Guest) -> bool:
-    """The guest beside the deployment's own, and nothing is held."""
+    """Whether the guest and the deployment's own workers serve, and nothing is held."""
     num_of_its_role = {"prefill": 1, "decode": 1}
     names = guest.names()
     if names:
@@ -143,8 +144,9 @@ async def test_a_worker_cut_off_from_redis_costs_time_and_no_more(
     role: str,
     fault: Callable[[Proxy], AbstractAsyncContextManager[None]],
 ) -> None:
-    """No error, every token that of the undisturbed run, nothing held in the end. Who was away for
-    a moment goes on; who was away for long was given up, and is back under another name."""
+    """No stream gets an error, every token is that of the undisturbed run, and nothing is held in
+    the end. After a short cut the worker goes on; after a long one it was given up, and has
+    returned under another id."""
     async with guest(deployment, client, role, tmp_path / "guest.log") as worker:
         for seed, length_s in enumerate((1.0, 3.0, 10.0)):
             undisturbed = [await stream.run(client) for stream in streams(seed)]
@@ -167,7 +169,8 @@ async def test_a_worker_cut_off_from_redis_costs_time_and_no_more(
 async def test_a_fenced_worker_writes_nothing_that_others_read(
     deployment: Deployment, client: AsyncClient, inside: Inside, tmp_path: Path
 ) -> None:
-    """Others fill the pool while it is away; when it is back nothing of theirs has changed."""
+    """Other requests fill the pool while the worker is cut off. When it returns, their KV has not
+    changed."""
     async with guest(deployment, client, "decode", tmp_path / "guest.log") as worker:
         (name,) = worker.names()
         running = await amid(partial(inside.held_by, name), client, seed=3)

@@ -48,5 +48,5 @@ def test_a_question_is_answered(question: str, beginning: str, dtype: torch.dtyp
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_plain_prompt_is_completed(dtype: torch.dtype) -> None:
-    """Without a chat around it, a sentence is carried on to its end."""
+    """A sentence without a chat template is continued to its end."""
     assert written_after("The capital of France is", dtype) == " Paris.<|endoftext|>"

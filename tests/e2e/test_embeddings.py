@@ -1,5 +1,5 @@
-"""Embeddings: the states of transformers, the same bits whatever the batch, the cache and the API,
-and a prefill worker killed in between."""
+"""Embeddings equal the states of transformers, with the same bits in every batch, from the cache,
+over every API, and when a prefill worker is killed."""
 
 import asyncio
 import json
@@ -23,12 +23,12 @@ from tests.e2e.quiet import quiet
 
 PROMPTS = [[7 + i, 11, *range(20, 20 + 9 * i), 3] for i in range(12)]
 TOLERANCE = 2e-5
-"""Of each value of a vector of length 1, in fp32."""
+"""The largest difference of a value of a vector of length 1, in fp32."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _logs() -> Iterator[None]:
-    """As in test_offline.py."""
+    """The fixture of the same name in test_offline.py explains it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("services.offline.llm.configure_logging", lambda *_: None)
         yield
@@ -66,7 +66,7 @@ def near(found: Any, pooled: torch.Tensor) -> bool:
 async def test_the_last_state_of_transformers_over_every_api(
     checkpoint: Path, deployment: Deployment, states: list[torch.Tensor]
 ) -> None:
-    """Twelve at once over gRPC, the second time from the prefix cache; over HTTP; offline."""
+    """Twelve requests at once over gRPC, again from the prefix cache, over HTTP, and offline."""
     async with AsyncClient(deployment.address) as client:
         batches = [await asyncio.gather(*map(client.embed, PROMPTS)) for _ in range(2)]
         alone = await client.embed(PROMPTS[5])
@@ -84,7 +84,7 @@ async def test_the_last_state_of_transformers_over_every_api(
 
 
 def test_the_mean_of_all_states_in_chunks(mean: Path, states: list[torch.Tensor]) -> None:
-    """... with the same bits whatever the chunks, and with cached prefixes."""
+    """The bits do not depend on the chunks, nor on cached prefixes."""
     settings = {"pool_memory": str(POOL_MEMORY), "threads": 1}
     with LLM(str(mean), **settings) as llm:
         found = [one.values for one in llm.embed(PROMPTS, use_tqdm=False)]
@@ -124,7 +124,7 @@ def test_bad_input_is_refused(deployment: Deployment) -> None:
 
 
 async def test_a_killed_prefill_worker_changes_no_bit(checkpoint: Path, tmp_path: Path) -> None:
-    """100 embeddings, with one of two prefill workers killed among them."""
+    """One of two prefill workers is killed while 100 embeddings are computed."""
     prompts = [[i % 200, *range(3, 200)] for i in range(100)]
     with serving(checkpoint, tmp_path, "--prefill", "2", "--pool-memory", str(POOL_MEMORY)) as run:
         async with AsyncClient(run.address) as client:

@@ -1,6 +1,7 @@
-"""Law 7, every way of choosing tokens, between real processes: with a cached prompt, and with a
-decode worker drained or killed in the middle, a client is told to the bit what it is told alone.
-All strategies at once; of each request the gateway says what became of it."""
+"""Law 7 for every strategy of choosing tokens, between real processes: with a cached prompt, and
+with a decode worker drained or killed in mid-stream, a client receives bit by bit what it receives
+without any disturbance. All strategies run at once. The gateway's log tells what happened to each
+request."""
 
 import asyncio
 import json
@@ -22,7 +23,7 @@ from quire.types import Delta, Sampling, Worker
 from tests.exactness import SEED, Answer, is_streamed, strategies, width
 
 from .conftest import BLOCK_BYTES, STAMP_BYTES
-from .decoders import decoders, pid_of
+from .decoders import decoders, pid_of, until_two_serve
 from .deployment import Deployment, serving
 from .quiet import quiet
 
@@ -44,7 +45,7 @@ def prompt(number: int, length: int = 40) -> list[int]:
 
 @pytest.fixture(scope="module")
 def deployment(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """It moves nobody by itself, and has room for all."""
+    """The deployment has room for all requests, and does not rebalance them."""
     folder = tmp_path_factory.mktemp("run")
     options = ("--decode", "2", "--pool-memory", pool_of(8192))
     with pytest.MonkeyPatch.context() as environment:
@@ -55,7 +56,7 @@ def deployment(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> It
 
 @pytest.fixture(scope="module")
 def alone(deployment: Deployment) -> Answers:
-    """One after the other, each with nothing cached."""
+    """The answers to the requests, one after another, with nothing cached."""
     with Client(deployment.address) as client:
         return {
             name: Answer.of(list(client.send(asked("alone", name), LIMIT_S))) for name in STRATEGIES
@@ -63,7 +64,7 @@ def alone(deployment: Deployment) -> Answers:
 
 
 def asked(run: str, name: str, salt: str = "") -> Request:
-    """Prompts of a run are cached under its own salt."""
+    """The request of a strategy. Each run has its own cache salt."""
     return Request(
         prompt(list(STRATEGIES).index(name)),
         STRATEGIES[name],
@@ -73,7 +74,7 @@ def asked(run: str, name: str, salt: str = "") -> Request:
 
 
 class Call:
-    """`deltas`: what its client has by now."""
+    """A streamed request. `deltas`: all that the client has received."""
 
     def __init__(self, client: AsyncClient, request: Request) -> None:
         self.deltas: list[Delta] = []
@@ -93,7 +94,7 @@ class Call:
 
 
 class Run:
-    """Several strategies at once."""
+    """Requests of several strategies that run at once."""
 
     def __init__(
         self, client: AsyncClient, name: str, salt: str = "", strategies: Iterable[str] = STRATEGIES
@@ -102,7 +103,7 @@ class Run:
         self.calls = {each: Call(client, asked(name, each, salt)) for each in strategies}
 
     async def has_begun(self) -> None:
-        """All that are streamed have tokens."""
+        """Wait until each streamed request has tokens."""
         for name, call in self.calls.items():
             if is_streamed(STRATEGIES[name]):
                 await call.has(2 * width(STRATEGIES[name]))
@@ -114,7 +115,7 @@ class Run:
         return answers
 
     async def ends(self, deployment: Deployment) -> dict[str, dict[str, Any]]:
-        """What the gateway writes of each request when it ends."""
+        """The gateway's log line of each request's end, by strategy."""
         ids = {f"{self.name}: {name}": name for name in self.calls}
         while True:
             lines = deployment.log.read_text().splitlines()
@@ -127,7 +128,7 @@ class Run:
 
 @asynccontextmanager
 async def filled(client: AsyncClient, sampling: Sampling) -> AsyncIterator[None]:
-    """With another request, until the block is left."""
+    """Another request runs within the block."""
     call = Call(client, Request(prompt(100, 16), sampling))
     try:
         yield
@@ -158,13 +159,6 @@ async def prefix_hits(client: AsyncClient) -> int:
     return pool.num_prefix_hits
 
 
-async def two_decoders(client: AsyncClient) -> None:
-    while [worker.state for worker in await decoders(client)] != ["serving"] * 2:
-        await client.scale(num_decode=2)
-        await asyncio.sleep(0.05)
-    await quiet(client)
-
-
 async def until_all(
     deployment: Deployment,
     client: AsyncClient,
@@ -173,12 +167,13 @@ async def until_all(
     happens: Callable[[Worker], Awaitable[object]],
     came_about: Callable[[Any], bool],
 ) -> None:
-    """Run them, and let it happen to the decode worker that has most room, where they all go, until
-    it came about for each in the middle: some are through before it does."""
+    """Run all strategies, and disturb the decode worker with the most room, to which all of them
+    go. Repeat it with the strategies that ended before the disturbance, until each has met it."""
     left, numbers = set(STRATEGIES), count()
     async with asyncio.timeout(LIMIT_S):
         while left:
-            await two_decoders(client)
+            await until_two_serve(client)
+            await quiet(client)
             async with filled(client, filler(3000, n=24)):
                 other = await idle_one(client)
                 run = Run(client, f"{name} {next(numbers)}", strategies=left)
@@ -191,7 +186,7 @@ async def until_all(
 
 
 async def idle_one(client: AsyncClient) -> Worker:
-    """Once the other one is known to be busy."""
+    """The only idle decode worker, once the gateway knows that the other one is busy."""
     while True:
         idle = [worker for worker in await decoders(client) if not worker.num_running]
         if len(idle) == 1:

@@ -1,4 +1,5 @@
-"""Killed processes: nothing hangs, nothing wrong is served, and it serves again by itself."""
+"""Processes are killed: nothing hangs, no wrong token is served, and the deployment recovers by
+itself."""
 
 import asyncio
 import os
@@ -21,9 +22,9 @@ from .deployment import Deployment, remove, serving, start
 from .quiet import quiet
 
 RECOVERY_LIMIT_S = 60.0
-"""On a machine that others keep busy; docs/benchmarks/store-and-recovery.md says what it takes on a
-quiet one. A
-ticket that was claimed and done may come back with the ledger, as its issuer's: for 30 s."""
+"""The limit on a busy machine; docs/benchmarks/store-and-recovery.md has the times of a quiet one.
+A ticket that was claimed and finished may return with a recovered ledger as its issuer's, for 30
+s."""
 
 PROMPT = list(range(260, 300))
 GREEDY = Sampling(temperature=0.0, max_tokens=200, ignore_eos=True)
@@ -41,7 +42,7 @@ def expected(oracle: Oracle) -> list[int]:
 
 
 async def recovered(client: AsyncClient, expected: list[int]) -> None:
-    """A request is answered, and rightly, within the limit."""
+    """Wait, within the limit, until a request gets the right answer."""
     async with asyncio.timeout(RECOVERY_LIMIT_S):
         while True:
             try:
@@ -60,7 +61,7 @@ async def recovered(client: AsyncClient, expected: list[int]) -> None:
 async def test_a_killed_process_comes_back(
     deployment: Deployment, client: AsyncClient, expected: list[int], victim: str
 ) -> None:
-    """Streams under way may fail; what they gave until then is right."""
+    """Running streams may fail; the tokens that they sent before are right."""
     await recovered(client, expected)
 
     async def stream() -> list[int]:
@@ -86,7 +87,7 @@ async def test_a_killed_process_comes_back(
 async def test_a_decode_worker_that_joins_takes_load(
     deployment: Deployment, client: AsyncClient, expected: list[int]
 ) -> None:
-    """By itself, with no restart of anything."""
+    """A new decode worker gets requests without a restart of any process."""
     await recovered(client, expected)
     (pid,) = deployment.running("services.decode")
     joining = _one_more_like(pid)
@@ -129,7 +130,7 @@ async def _both_run(client: AsyncClient) -> bool:
 
 
 def test_a_killed_supervisor_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
-    """No orphan process, and after the next start no leftover of the old run."""
+    """No orphan process remains, and the next start removes the old run's files."""
     first = start(checkpoint, tmp_path, "--pool-memory", "16MiB")
     try:
         first.wait_until_ready()

@@ -1,4 +1,4 @@
-"""Families of models between real processes, with the tokens of transformers, also when a decode
+"""Families of models between real processes give the tokens of transformers, also when a decode
 worker dies."""
 
 import asyncio
@@ -13,7 +13,7 @@ from quire.types import Sampling
 from tests.integration.family_checkpoints import make_served
 
 from .conftest import Oracle
-from .decoders import busiest, decoders, pid_of
+from .decoders import busiest, pid_of, until_two_serve
 from .deployment import serving
 from .quiet import quiet
 
@@ -23,7 +23,7 @@ NUM_TOKENS = 300
 
 @pytest.mark.parametrize("name", ["gemma2", "phi3, partial longrope", "gpt-oss"])
 async def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
-    """Prompts and answers are longer than windows, and as long as LongRoPE's long context."""
+    """Prompts and answers are longer than the windows, and as long as LongRoPE's long context."""
     checkpoint = make_served(tmp_path / "model", name)
     oracle = Oracle(checkpoint)
     prompts = [[300 + (7 * i + number) % 80 for i in range(40)] for number in range(4)]
@@ -32,8 +32,7 @@ async def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path
     with serving(checkpoint, tmp_path, *options) as deployment:
         client = AsyncClient(deployment.address, operations=deployment.operations)
         async with asyncio.timeout(LIMIT_S):
-            while [worker.state for worker in await decoders(client)] != ["serving"] * 2:
-                await asyncio.sleep(0.05)
+            await until_two_serve(client)
             streams = [asyncio.create_task(client.complete(p, sampling)) for p in prompts]
             os.kill(pid_of(deployment, await busiest(client)), signal.SIGKILL)
             answers = [list((await stream).token_ids) for stream in streams]

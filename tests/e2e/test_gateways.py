@@ -1,4 +1,4 @@
-"""A deployment with two gateways: one may be killed, and no stream notices."""
+"""A deployment with two gateways: when one is killed, every stream goes on."""
 
 import asyncio
 import json
@@ -35,7 +35,8 @@ def deployment(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 async def test_streams_outlive_their_gateway(deployment: Deployment, oracle: Oracle) -> None:
-    """Greedy and sampled, each token as if nothing had happened; afterwards nothing is held."""
+    """Greedy and sampled streams get every token of an undisturbed run; afterwards nothing is
+    held."""
     started = asyncio.Semaphore(0)
 
     async def stream(client: AsyncClient, sampling: Sampling) -> list[int]:
@@ -66,7 +67,7 @@ async def test_streams_outlive_their_gateway(deployment: Deployment, oracle: Ora
 
 
 class Reader:
-    """A client of the HTTP API that keeps what it got, choice by choice."""
+    """A client of the HTTP API that keeps the text and the tokens of each choice."""
 
     def __init__(self, http: httpx.AsyncClient, **body: Any) -> None:
         self.tokens: dict[int, list[int]] = defaultdict(list)
@@ -77,14 +78,14 @@ class Reader:
         self._body = {**body, "stream": True, "return_token_ids": True, "ignore_eos": True}
 
     def go_on(self) -> None:
-        """Ask for the rest from now on."""
+        """From now on, ask for the rest of the answer."""
         self._body["received"] = [
             {"index": index, "token_ids": token_ids, "finish_reason": self._ends.get(index)}
             for index, token_ids in self.tokens.items()
         ]
 
     async def read(self, url: str) -> AsyncIterator[None]:
-        """Until the end; httpx.TransportError: it broke."""
+        """Read until the end; httpx.TransportError: the connection broke."""
         async with self._http.stream("POST", url, json=self._body) as answer:
             assert answer.status_code == 200, await answer.aread()
             self._body.setdefault("resume_token", answer.headers.get("x-quire-resume-token"))
@@ -115,7 +116,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("path", BODIES)
 async def test_an_http_stream_goes_on_at_another_gateway(deployment: Deployment, path: str) -> None:
-    """Two samples, each token and each character as if nothing had happened, and none twice."""
+    """Two samples get each token and each character of an undisturbed run once."""
     deployment.wait_until_ready()
     asked = {**BODIES[path], "n": 2, "seed": 7, "temperature": 1, "max_tokens": LONG}
     first = deployment.address.split(",")[0]

@@ -1,5 +1,6 @@
-"""A pool that is kept as a GPU's is: memory behind descriptors, a keeper, and workers that count as
-gone when no process maps it. No GPU is needed: the memory is the host's (`kvops.cuda.memfd`)."""
+"""A pool that is kept like a GPU's: memory behind file descriptors, a keeper, and workers that
+count as dead only when no process maps the memory. It needs no GPU: the memory is the host's
+(`kvops.cuda.memfd`)."""
 
 import asyncio
 import os
@@ -32,8 +33,8 @@ def deployment(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> It
 async def test_the_pool_outlives_all_who_made_it(
     deployment: Deployment, client: AsyncClient, inside: Inside
 ) -> None:
-    """Every worker, the one that made the memory among them, and the block manager are killed one
-    after another while streams run: no token changes, the laws hold, and it is the same pool."""
+    """Every worker, also the one that made the memory, and the block manager are killed one after
+    another while streams run: no token changes, the laws hold, and the pool stays the same."""
     await all_serve(client)
     memory = arena_of(deployment, inside.directory).stat().st_ino
     undisturbed = [await stream.run(client) for stream in streams(5)]
@@ -72,7 +73,7 @@ async def test_a_pool_without_workers_waits_for_them(
 
 
 async def worker_ids(client: AsyncClient) -> set[str]:
-    """Those in the registry; a dead worker is there for some seconds."""
+    """The worker ids in the registry, which lists a dead worker for some seconds."""
     try:
         return {worker.worker_id for worker in await client.workers()}
     except QuireError:  # the block manager is not back
@@ -80,7 +81,7 @@ async def worker_ids(client: AsyncClient) -> set[str]:
 
 
 async def replaced(client: AsyncClient, before: set[str], number: int) -> None:
-    """So many of the four workers are others than before, and all serve."""
+    """Wait until `number` of the four workers are new and all four serve."""
     async with asyncio.timeout(LIMIT_S):
         while True:
             now = await worker_ids(client)

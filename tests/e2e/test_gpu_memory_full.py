@@ -1,4 +1,4 @@
-"""The tests of crashes, lost ledgers and swaps again, on a pool that is kept as a GPU's is."""
+"""The tests of crashes, lost ledgers and swaps, on a pool that is kept like a GPU's."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,5 +43,5 @@ def deployment(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> It
 
 @pytest.fixture(autouse=True)
 def swap_tests_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They start deployments of their own. The swap pool is a file under the pool on the device."""
+    """Tests that start their own deployments. The swap pool is a file under the device's pool."""
     monkeypatch.setattr(test_swap, "DEVICE", ("--device", "memfd:0"))

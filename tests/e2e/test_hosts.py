@@ -1,4 +1,4 @@
-"""Pools of two hosts: a prompt that is computed in one decodes in the other, and a cached prefix is
+"""Pools of two hosts: a prompt that host a computes decodes on host b, and a cached prefix is
 copied instead of computed."""
 
 import asyncio
@@ -69,7 +69,7 @@ async def client(hosts: tuple[Host, Host]) -> AsyncIterator[AsyncClient]:
 
 @asynccontextmanager
 async def movers(host: Host) -> AsyncIterator[Movers]:
-    """As a gateway has them."""
+    """The movers as the gateway lists them."""
     secret = Secret(SECRET.encode())
     registry = await RedisRegistry.connect(host.redis_url, secret.registry_key)
     running = Movers(secret.rpc_key)
@@ -92,8 +92,8 @@ async def test_a_prompt_computed_on_one_host_decodes_on_another(
 async def test_a_cached_prefix_is_copied(
     hosts: tuple[Host, Host], client: AsyncClient, oracle: Oracle
 ) -> None:
-    """Host b has the KV of an answer, host a that of its prompt only. Once a mover has copied the
-    rest, host a computes the last block alone."""
+    """Host b has the KV of an answer, host a only that of its prompt. Once a mover has copied the
+    rest, host a computes only the last block."""
     a, b = (host.wait_for("mover", "mover_ready")["pool_id"] for host in hosts)
     tokens = prompt(7, 40)
     answer = await client.complete(tokens, greedy(60), timeout_s=60)
@@ -125,7 +125,7 @@ async def test_several_sequences_decode_on_another_host(client: AsyncClient) -> 
 async def test_a_mover_that_is_killed_comes_back_under_another_name(
     hosts: tuple[Host, Host], client: AsyncClient, oracle: Oracle
 ) -> None:
-    """Meanwhile requests wait or are computed again; every token is right."""
+    """While it is away, requests wait or are computed again; every token is right."""
     _, b = hosts
     prompts = [prompt(20 + number, 200) for number in range(6)]
     running = [asyncio.create_task(client.complete(p, greedy(40), timeout_s=60)) for p in prompts]
@@ -140,7 +140,7 @@ async def test_a_mover_that_is_killed_comes_back_under_another_name(
 async def test_a_mover_that_stood_still_comes_back_under_another_name(
     hosts: tuple[Host, Host], client: AsyncClient, oracle: Oracle
 ) -> None:
-    """It is fenced meanwhile, and gives its old name up although its process lives on."""
+    """The stopped mover is fenced, and takes a new id although its process did not end."""
     _, b = hosts
     (name,) = (name for name in b.processes if name.startswith("mover"))
     mover, number = b.processes[name], len(b.events(name, "mover_ready"))

@@ -1,5 +1,5 @@
-"""KV in int8 between real processes: streams that are swapped out, and whose worker leaves or dies,
-have the tokens of a model that has nobody beside it."""
+"""KV in int8 between real processes: streams that are swapped out, or whose worker is drained or
+dies, have the tokens of a model without other requests."""
 
 import asyncio
 import os
@@ -24,7 +24,7 @@ NUM_BLOCKS = 512
 
 
 def computed_alone(checkpoint: Path, prompts: list[list[int]]) -> list[list[int]]:
-    """The first greedy tokens of each prompt, with nothing else in a batch."""
+    """The first greedy tokens of each prompt, computed alone."""
     runner = RecordingRunner(checkpoint, 16, 256, dtype=torch.float32, kv_in_int8=True)
     trials = [runner.place(tuple(each)) for each in prompts]
     for trial in trials:
@@ -35,7 +35,8 @@ def computed_alone(checkpoint: Path, prompts: list[list[int]]) -> list[list[int]
 async def test_streams_are_exact_through_swaps_moves_and_deaths(
     checkpoint: Path, tmp_path: Path
 ) -> None:
-    """Six streams of up to 129 blocks on 512. Two of three decode workers go, one by one."""
+    """Six streams of up to 129 blocks on a pool of 512. Two of three decode workers leave, one
+    after the other."""
     size = str(NUM_BLOCKS * (LAYOUT.block_bytes + STAMP_BYTES))
     memory = ("--pool-memory", size, "--swap-memory", size, "--preemption", "swap")
     options = ("--kv-dtype", "int8", "--isa", usable_kernels()[0], "--decode", "3", *memory)

@@ -1,4 +1,4 @@
-"""Logprobs of a whole deployment, over gRPC and HTTP, against those of transformers."""
+"""Logprobs of a whole deployment, over gRPC and HTTP, equal those of transformers."""
 
 import asyncio
 import itertools
@@ -22,7 +22,7 @@ NUM_TOP = 5
 
 
 def exact(oracle: Oracle, tokens: Sequence[int]) -> Tensor:
-    """[len(tokens), vocab_size]: of the token behind each."""
+    """Log-probabilities [len(tokens), vocab_size] after each token."""
     with torch.inference_mode():
         logits: Tensor = oracle._model(torch.tensor([list(tokens)])).logits[0]
     return logits.double().log_softmax(dim=-1)
@@ -64,8 +64,8 @@ def assert_right(oracle: Oracle, tokens: list[int], completion: Completion) -> N
 async def test_logprobs_equal_transformers(
     client: AsyncClient, oracle: Oracle, length: int
 ) -> None:
-    """Of the whole prompt and of every token; then again, with the prompt in the cache, the same
-    to the last bit."""
+    """The logprobs of the whole prompt and of every token, cold and then bit by bit the same with a
+    cached prompt."""
     tokens = prompt(900 + length, length)
     first = await client.complete(tokens, asking(12))
     assert_right(oracle, tokens, first)
@@ -76,7 +76,8 @@ async def test_logprobs_equal_transformers(
 
 
 async def test_in_company_they_are_the_same(client: AsyncClient, oracle: Oracle) -> None:
-    """Sampled, before temperature and filters; with others that ask for all, some or nothing."""
+    """Logprobs are taken before temperature and filters. Other requests of the batch ask for all,
+    some or no logprobs."""
     tokens = prompt(950, 40)
     sampling = asking(20, temperature=1.5, top_k=20, seed=7)
     alone = await client.complete(tokens, sampling)
@@ -94,7 +95,7 @@ async def test_in_company_they_are_the_same(client: AsyncClient, oracle: Oracle)
 
 
 async def test_logprobs_are_of_raw_logits(client: AsyncClient, oracle: Oracle) -> None:
-    """Before everything that changes what is drawn."""
+    """Logprobs are taken before all parameters that change the draw."""
     tokens = prompt(970, 20)
     (likeliest,) = (await client.complete(tokens, asking(1))).token_ids
     sampling = asking(
@@ -108,7 +109,8 @@ async def test_logprobs_are_of_raw_logits(client: AsyncClient, oracle: Oracle) -
 
 
 async def test_of_several_sequences(client: AsyncClient, oracle: Oracle) -> None:
-    """Each has its own, the first token's of the same logits; those of the prompt come once."""
+    """Each sequence has its own logprobs; those of the first token come from the same logits. The
+    prompt's come once."""
     tokens = prompt(975, 37)
     sampling = asking(20, temperature=1.5, seed=3, n=4)
     first = await client.complete(tokens, sampling)
@@ -130,7 +132,8 @@ async def test_of_several_sequences(client: AsyncClient, oracle: Oracle) -> None
 
 
 async def test_preempted_requests_lose_none(client: AsyncClient, oracle: Oracle) -> None:
-    """40 streams of 32 blocks on 128: computed again and again, and told once."""
+    """40 streams of 32 blocks on 128 blocks are preempted again and again; each logprob is sent
+    once."""
     prompts = [prompt(1000 + n, 30 + n) for n in range(40)]
     running = (client.complete(p, asking(512 - len(p))) for p in prompts)
     completions = await asyncio.gather(*running)
@@ -153,7 +156,7 @@ def numbers(candidates: Sequence[Candidate]) -> list[float]:
 
 
 async def test_a_prompt_is_scored_over_http(client: AsyncClient, http: httpx.AsyncClient) -> None:
-    """echo with max_tokens=0: the numbers are those that gRPC tells."""
+    """echo with max_tokens=0 gives the same numbers as gRPC."""
     tokens = prompt(980, 30)
     scored = await client.complete(tokens, asking(1))
     body = {"prompt": tokens, "echo": True, "max_tokens": 0, "logprobs": NUM_TOP}

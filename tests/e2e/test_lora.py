@@ -1,5 +1,5 @@
-"""LoRA adapters as users name them: two of them and the model in one batch, transformers' and
-PEFT's tokens, and workers that die in the middle."""
+"""LoRA adapters as users run them: two adapters and the base model in one batch, with the tokens of
+transformers and PEFT, and workers that die in mid-stream."""
 
 import asyncio
 import os
@@ -25,7 +25,7 @@ NUM_TOKENS = 60
 LIMIT_S = 60.0
 GREEDY = Sampling(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 PROMPT = tuple(range(260, 310))
-"""More than three full blocks, which every model's requests have in common."""
+"""More than three full blocks, the same for all requests."""
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def adapters(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
 def deployment(
     checkpoint: Path, adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Deployment]:
-    """Two workers of each kind, one adapter from the start, room for two."""
+    """Two workers of each kind, with one adapter from the start and room for two."""
     options = ("--prefill", "2", "--decode", "2", "--pool-memory", str(2 * POOL_MEMORY))
     lora = ("--lora", f"poet={adapters['poet']}", "--max-loras", "2")
     with serving(checkpoint, tmp_path_factory.mktemp("run"), *options, *lora) as running:
@@ -61,7 +61,7 @@ def get(deployment: Deployment, path: str) -> httpx.Response:
 
 
 async def listed(client: AsyncClient, name: str) -> None:
-    """The adapter is served: at the start it is read once a worker is there."""
+    """Wait until the adapter is listed: a worker reads it after its start."""
     async with asyncio.timeout(LIMIT_S):
         while name not in {model.id for model in await client.models()}:
             await asyncio.sleep(0.05)
@@ -77,8 +77,9 @@ async def tokens(client: AsyncClient, model: str) -> list[int]:
 async def test_adapters_and_the_model_in_one_batch_while_workers_die(
     deployment: Deployment, client: AsyncClient, checkpoint: Path, adapters: dict[str, Path]
 ) -> None:
-    """Each answer is that of transformers with its own adapter, although all have one prompt; so no
-    block is shared between them. A decode worker dies in the middle, then a prefill worker."""
+    """Every answer is that of transformers with the request's adapter, although all requests have
+    the same prompt: no block is shared between adapters. A decode worker dies in mid-stream, then a
+    prefill worker."""
     await listed(client, "poet")
     refused = post(deployment, "completions", model="lawyer", prompt="x", max_tokens=1)
     assert refused.status_code == 404
@@ -142,7 +143,7 @@ async def test_adapters_over_http(
 def test_adapters_by_the_command_line(
     deployment: Deployment, adapters: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Loading the same files again is no error; an unknown name is."""
+    """Loading the same files again is no error; unloading an unknown name is one."""
     address = ("--address", deployment.operations)
     assert main(["lora", "load", "poet", str(adapters["poet"]), *address]) == 0
     assert "poet is served, on " in capsys.readouterr().out
@@ -153,7 +154,7 @@ def test_adapters_by_the_command_line(
 async def test_an_adapter_that_is_unloaded(
     deployment: Deployment, client: AsyncClient, checkpoint: Path, adapters: dict[str, Path]
 ) -> None:
-    """A request that runs goes on, and new ones are refused."""
+    """A running request goes on, and new ones are refused."""
     await listed(client, "poet")
     running = client.generate(list(PROMPT), GREEDY, model="poet", timeout_s=LIMIT_S)
     found: list[int] = []

@@ -55,7 +55,7 @@ def alert_queries() -> list[tuple[str, str]]:
 
 @dataclass
 class Selectors:
-    """The series that a query selects: name -> labels that the query uses of them."""
+    """The series that a query selects: name -> labels that the query uses."""
 
     labels: dict[str, set[str]] = field(default_factory=dict)
 
@@ -117,7 +117,7 @@ def generate_load(address: str) -> None:
 
 @pytest.fixture(scope="module")
 def load(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Scraped, str]]:
-    """A deployment with every service's metrics exposed, which has had some requests."""
+    """A deployment that exposes every service's metrics, after some requests."""
     targets = {job: f"127.0.0.1:{free_port('127.0.0.1')}" for job in JOBS}
     ports = {
         f"QUIRE_{prefix}_METRICS_PORT": targets[job].rpartition(":")[2]

@@ -1,5 +1,5 @@
-"""A decode worker leaves while it runs: its streams go on at another one, and nothing is computed
-again."""
+"""A decode worker is drained while it runs: its streams continue at another one, and nothing is
+computed again."""
 
 import asyncio
 import os
@@ -14,7 +14,7 @@ from quire.async_client import AsyncClient
 from quire.types import Sampling
 
 from .conftest import Oracle
-from .decoders import busiest, decoders, figures, pid_of
+from .decoders import busiest, decoders, figures, pid_of, until_two_serve
 from .deployment import Deployment, serving
 
 NUM_STREAMS, NUM_TOKENS = 6, 2000
@@ -48,8 +48,7 @@ async def test_a_worker_leaves_while_its_streams_go_on(
     deployment: Deployment, client: AsyncClient, oracle: Oracle, way: str
 ) -> None:
     async with asyncio.timeout(LIMIT_S):
-        while [worker.state for worker in await decoders(client)] != ["serving"] * 2:
-            await asyncio.sleep(0.05)
+        await until_two_serve(client)
         streams = [Stream(client, number) for number in range(NUM_STREAMS)]
         leaving = await busiest(client)
         if way == "drained":
@@ -72,7 +71,7 @@ async def test_a_worker_leaves_while_its_streams_go_on(
 async def test_workers_come_and_go_under_load(
     deployment: Deployment, client: AsyncClient, oracle: Oracle
 ) -> None:
-    """From 2 decode workers to 3, and to 1, which takes all that the others run."""
+    """The deployment scales from 2 decode workers to 3, and then to 1, which takes all streams."""
     async with asyncio.timeout(LIMIT_S):
         for number in (3, 1):
             streams = [Stream(client, number) for number in range(2 * NUM_STREAMS)]

@@ -1,5 +1,5 @@
 """Two hosts as network namespaces, on a wire that loses, delays and drops packets, and movers that
-are killed at each step of a pull: no wrong token, and nothing stays held."""
+are killed at each step of a pull: no token is wrong, and nothing stays held."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -32,7 +32,7 @@ SAMPLE = "stamps_read"
 
 @dataclass
 class Cluster:
-    """Host a computes prompts, host b decodes; the gateway is on a, Redis on neither."""
+    """Host a computes prompts, host b decodes. The gateway runs on a, Redis outside of both."""
 
     network: Network
     a: Host
@@ -40,7 +40,7 @@ class Cluster:
     num_movers: int = 0
 
     def start_mover(self, host: Host) -> str:
-        """Returns the name of its log: every mover has its own."""
+        """Start a mover; returns the name of its log, which no other mover has."""
         self.num_movers += 1
         name = f"mover-{self.num_movers}"
         host.start("mover", name, **MOVER)
@@ -91,8 +91,8 @@ def cluster(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @asynccontextmanager
 async def serving(cluster: Cluster) -> AsyncIterator[AsyncClient]:
-    """A client; movers that end are started again, as a supervisor does. At the end, the wire is
-    whole, and nothing is held."""
+    """A client. Movers that end are started again, as a supervisor does. At the end the wire is
+    repaired, and nothing is held."""
     sockets = ",".join(f"unix:{path}" for path in living_sockets(cluster.a.run_dir))
     client = AsyncClient(f"{ADDRESSES['a']}:{GATEWAY_PORT}", operations=sockets)
     keeping = asyncio.create_task(keep_movers(cluster))
@@ -147,7 +147,7 @@ async def test_lost_and_late_packets_change_no_token(cluster: Cluster, oracle: O
 async def test_a_wire_that_is_cut_one_way_while_blocks_land(
     cluster: Cluster, oracle: Oracle
 ) -> None:
-    """The read has no end: the mover gives it up, then its process ends, and its blocks are
+    """The read does not end. The mover gives it up, then its process ends, and its blocks are
     released only after that. The requests are computed again."""
     async with serving(cluster) as client:
         cluster.network.bytes_per_s = 400_000

@@ -1,4 +1,4 @@
-"""`quire.LLM`: the tokens of transformers and of a deployment, in one process."""
+"""`quire.LLM` gives, in one process, the tokens of transformers and of a deployment."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ GREEDY = Sampling(temperature=0, max_tokens=24, ignore_eos=True)
 
 @pytest.fixture(scope="module", autouse=True)
 def _logs() -> Iterator[None]:
-    """`LLM` sets up logging, for the whole process, where the caller has not. Here other tests
-    follow that read logs."""
+    """Keep the logging of this process: `LLM` configures it if the caller has not, and later tests
+    read logs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("services.offline.llm.configure_logging", lambda *_: None)
         yield

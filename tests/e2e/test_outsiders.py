@@ -1,5 +1,5 @@
-"""Processes of this host that do not have the deployment's secret, at the ports of its services and
-in its registry: no ticket is taken from them, no worker leaves, and nothing is sent to them."""
+"""Processes of this host without the deployment's secret, at the ports of its services and in its
+registry: no service accepts a ticket from them, no worker leaves, and nothing is sent to them."""
 
 import asyncio
 import json
@@ -52,7 +52,7 @@ async def worker_of(client: AsyncClient, role: str) -> Worker:
 
 
 async def talk(stub: Any, request: Any, **command: Any) -> tuple[StatusCode, list[str]]:
-    """How a stream ends on which somebody says hello and a command, and what it heard."""
+    """How a stream ends that begins with a hello and a command, and the messages that it got."""
     heard: list[str] = []
 
     async def requests() -> AsyncIterator[Any]:
@@ -124,7 +124,7 @@ async def test_the_public_port_serves_no_operations(
 
 
 class Impostor(prefill_pb2_grpc.PrefillServicer):
-    """Speaks as a worker does to whoever calls, and keeps what it is sent."""
+    """A server that answers as a worker does, and keeps all that it receives."""
 
     def __init__(self, member: Member) -> None:
         self._member = member
@@ -169,7 +169,7 @@ async def entry_of(store: "redis.asyncio.Redis", worker_id: str) -> tuple[bytes,
 async def test_a_forged_registry_entry_is_never_used(
     deployment: Deployment, client: AsyncClient
 ) -> None:
-    """Of what somebody could write who reads and writes Redis, but does not have the secret."""
+    """The entries are those that a process with access to Redis could write without the secret."""
     real = await worker_of(client, "prefill")
     async with AsyncExitStack() as stack:
         store = await stack.enter_async_context(store_of(deployment))
@@ -197,7 +197,8 @@ async def test_a_forged_registry_entry_is_never_used(
 
 
 async def until_replaced(client: AsyncClient, gone: Worker) -> None:
-    """Another worker of the role serves, and the entry of the one that is gone has run out."""
+    """Wait until another worker of the role serves, and the registry has dropped the old one's
+    entry."""
     while True:
         workers = [worker for worker in await client.workers() if worker.role == gone.role]
         if [worker.state for worker in workers] == ["serving"] and workers[
@@ -211,8 +212,8 @@ async def until_replaced(client: AsyncClient, gone: Worker) -> None:
 async def test_a_replayed_entry_of_a_dead_worker_gets_a_hello_and_nothing_else(
     deployment: Deployment, client: AsyncClient, guarded: bool
 ) -> None:
-    """A process took over the port that a dead worker had, and writes the entry that it once had,
-    which is signed, again and again. `guarded`: by another deployment's secret."""
+    """A process takes over the port of a dead worker, and writes the dead worker's signed entry
+    again and again. `guarded`: with another deployment's secret."""
     dead = await worker_of(client, "prefill")
     async with AsyncExitStack() as stack, asyncio.timeout(LIMIT_S):
         store = await stack.enter_async_context(store_of(deployment))

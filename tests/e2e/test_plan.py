@@ -1,4 +1,4 @@
-"""`quire plan`: a load that needs more decode workers gets them, and its streams lose nothing."""
+"""`quire plan`: a load that needs more decode workers gets them, and its streams lose no token."""
 
 import asyncio
 import json
@@ -45,7 +45,7 @@ async def numbers(client: AsyncClient) -> dict[str, int]:
 async def test_a_worker_changes_its_role_under_streams(
     deployment: Deployment, client: AsyncClient, oracle: Oracle
 ) -> None:
-    """An idle deployment needs one worker of each role. When all slots are in use, of 3 workers 2
+    """An idle deployment needs one worker of each role. When all slots are used, 2 of 3 workers
     decode."""
     tokens: list[list[int]] = [[] for _ in PROMPTS]
 

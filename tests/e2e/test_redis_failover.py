@@ -1,5 +1,5 @@
-"""The primary of a Sentinel's service, or a primary of a cluster, is killed while streams run: its
-replica takes over, and no token changes."""
+"""The primary of a Sentinel service, or of a cluster, is killed while streams run: its replica
+takes over, and no token changes."""
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager
@@ -59,7 +59,7 @@ async def test_streams_go_on_when_a_sentinel_promotes_a_replica(
 async def test_streams_go_on_when_a_node_of_the_cluster_crashes(
     stack: ExitStack, checkpoint: Path, tmp_path: Path, expected: list[list[int]]
 ) -> None:
-    """First the node with the pool, then the one with the registry."""
+    """The node with the pool crashes first, then the node with the registry."""
     nodes: Cluster = stack.enter_context(cluster(tmp_path, with_replicas=True))
     running = stack.enter_context(serving(checkpoint, tmp_path, "--redis-url", nodes.url))
     async with client_of(running) as client:

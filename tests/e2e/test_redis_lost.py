@@ -1,5 +1,5 @@
-"""Redis is killed, emptied, away for a while, or back with old data: streams go on through it, all
-tokens are right, no process ends, and the prefix cache survives."""
+"""Redis is killed, emptied, away for a while, or returns with old data: streams go on, all tokens
+are right, no process ends, and the prefix cache survives."""
 
 import asyncio
 import os
@@ -42,7 +42,7 @@ def expected(oracle: Oracle) -> list[list[int]]:
 
 
 class Redis:
-    """The run's server."""
+    """The Redis of the run."""
 
     def __init__(self, deployment: Deployment) -> None:
         self._deployment = deployment
@@ -71,8 +71,8 @@ class Redis:
 async def streaming(
     client: AsyncClient, expected: list[list[int]]
 ) -> AsyncIterator[list[list[int]]]:
-    """All prompts at once. Yields what has come so far, once all have begun; in the end every
-    stream has all its tokens, without an error."""
+    """Run all prompts at once. Yields the tokens received so far once all streams have begun; in
+    the end every stream has all its tokens without an error."""
     tokens: list[list[int]] = [[] for _ in PROMPTS]
 
     async def stream(number: int) -> None:
@@ -112,7 +112,7 @@ async def test_streams_go_on_when_redis_loses_everything(
 async def test_finished_requests_are_not_held_again(
     deployment: Deployment, client: AsyncClient, expected: list[list[int]]
 ) -> None:
-    """Who issued its ticket has heard that it was claimed, and does not speak of it."""
+    """The issuer of the ticket knows that it was claimed, and does not report it as held."""
     completion = await client.complete(PROMPTS[0], GREEDY, timeout_s=LIMIT_S)
     assert list(completion.token_ids) == expected[0]
     await quiet(client)
@@ -129,7 +129,7 @@ async def test_finished_requests_are_not_held_again(
 async def test_running_streams_go_on_while_redis_is_away(
     deployment: Deployment, client: AsyncClient, expected: list[list[int]]
 ) -> None:
-    """Until they need a block, and then they wait; who comes meanwhile waits too."""
+    """Streams run until they need a block, and then wait. New requests wait too."""
     server, before = Redis(deployment), pids(deployment)
     async with streaming(client, expected) as tokens:
         server.signal(signal.SIGSTOP)
@@ -149,7 +149,7 @@ async def test_running_streams_go_on_while_redis_is_away(
 async def test_an_old_copy_is_not_believed(
     deployment: Deployment, client: AsyncClient, expected: list[list[int]]
 ) -> None:
-    """Redis comes back with what it had saved when other streams were running."""
+    """Redis returns with a copy that it had saved while other streams were running."""
     server, before = Redis(deployment), pids(deployment)
     async with streaming(client, expected):
         server.command("SAVE")
@@ -168,8 +168,8 @@ async def test_an_old_copy_is_not_believed(
 async def test_a_stuck_worker_holds_nobody_up_for_long(
     deployment: Deployment, client: AsyncClient, expected: list[list[int]]
 ) -> None:
-    """Redis is lost while a decode worker stands still: its streams go on elsewhere, and what it
-    may still write is nobody else's until it has gone."""
+    """Redis is lost while a decode worker is stopped: its streams continue elsewhere, and the
+    blocks that it may still write are given to no one before it is gone."""
     server = Redis(deployment)
     victim = deployment.running("services.decode")[0]
     async with streaming(client, expected):

@@ -1,5 +1,5 @@
-"""Several samples of one prompt, through real processes: drawn as they are alone, and the same
-whatever happens to the workers."""
+"""Several samples of one prompt through real processes: each is drawn as it is alone, and stays the
+same when workers die or are drained."""
 
 import asyncio
 import json
@@ -52,7 +52,7 @@ async def samples(client: AsyncClient, number: int, sampling: Sampling) -> list[
 
 
 class Group:
-    """`NUM` samples that are streamed."""
+    """A request for `NUM` samples that are streamed."""
 
     def __init__(self, client: AsyncClient, number: int) -> None:
         self.tokens: list[list[int]] = [[] for _ in range(NUM)]
@@ -68,24 +68,10 @@ class Group:
             await asyncio.sleep(0.005)
 
 
-@pytest.fixture
-async def two_decoders(client: AsyncClient) -> AsyncIterator[None]:
-    """Before, whatever became of them; and with nothing held and nothing wrong after."""
-    async with asyncio.timeout(LIMIT_S):
-        while [worker.state for worker in await decoders(client)] != ["serving"] * 2:
-            await client.scale(num_decode=2)
-            await asyncio.sleep(0.05)
-    yield
-    async with asyncio.timeout(LIMIT_S):
-        while any(pool.num_held for pool in await client.pools()):
-            await asyncio.sleep(0.05)
-    assert not any(audit.violations for audit in await client.audit())
-
-
 async def test_a_sample_depends_on_seed_and_index_alone(
     client: AsyncClient, two_decoders: None
 ) -> None:
-    """Sample 0 is what one sample is; how many others there are changes nothing."""
+    """Sample 0 equals a single sample; the number of samples changes none."""
     eight = await samples(client, 1, drawn(8, 60))
     assert await samples(client, 1, drawn(3, 60)) == eight[:3]
     assert await samples(client, 1, drawn(1, 60)) == eight[:1]
@@ -96,14 +82,14 @@ async def test_a_sample_depends_on_seed_and_index_alone(
 async def test_greedy_samples_are_the_oracles(
     client: AsyncClient, oracle: Oracle, two_decoders: None
 ) -> None:
-    """Each reads its own blocks: the prompt's, which all share, and those that were copied."""
+    """Each sample reads its own blocks: the shared blocks of the prompt, and copied ones."""
     same = await samples(client, 2, drawn(4, 40, temperature=0.0))
     assert same == [same[0]] * 4
     assert oracle.choices(prompt(2), same[0]) == same[0]
 
 
 async def two_groups(client: AsyncClient, first: int) -> tuple[list[Group], list[Any]]:
-    """On their way, each at a decode worker of its own; and what they are undisturbed."""
+    """Two running groups, each at its own decode worker, and their tokens without a disturbance."""
     numbers = (first, first + 1)
     undisturbed = [await samples(client, number, drawn(NUM)) for number in numbers]
     groups = [Group(client, number) for number in numbers]
@@ -125,7 +111,7 @@ async def test_a_killed_decode_worker_is_a_pause_for_a_group(
 async def test_a_group_moves_from_a_worker_that_is_drained(
     deployment: Deployment, client: AsyncClient, two_decoders: None
 ) -> None:
-    """Nothing of it is computed again."""
+    """Nothing is computed again."""
     async with asyncio.timeout(LIMIT_S):
         num_moves, num_preemptions = await figures(deployment, "num_moves", "num_preemptions")
         groups, undisturbed = await two_groups(client, 20)
@@ -140,7 +126,7 @@ async def test_a_group_moves_from_a_worker_that_is_drained(
 async def test_samples_over_http(
     deployment: Deployment, client: AsyncClient, two_decoders: None, stream: bool
 ) -> None:
-    """Two prompts of three samples are six choices, prompt by prompt."""
+    """Two prompts of three samples each are six choices, in the order of the prompts."""
     expected = [
         tokens for number in (5, 6) for tokens in await samples(client, number, drawn(3, 50))
     ]

@@ -1,5 +1,5 @@
-"""Sampling parameters through a whole deployment: over gRPC and HTTP, greedy tokens are those of
-transformers' logits with each parameter applied as one would say it."""
+"""Sampling parameters through a whole deployment, over gRPC and HTTP: greedy tokens are those of
+transformers' logits after each parameter is applied in the plain way."""
 
 import asyncio
 import math
@@ -39,7 +39,7 @@ ASKED: dict[str, dict[str, Any]] = {
 def chosen(
     logits: Sequence[Sequence[float]], asked: dict[str, Any], tokens: Sequence[int], start: int
 ) -> list[int]:
-    """The greedy token at every position from `start` on, given the ones before."""
+    """The greedy token at each position from `start` on, given the tokens before."""
     found = []
     for position, row in enumerate(logits, start=start):
         output, adjusted = tokens[start:position], list(row)
@@ -84,7 +84,8 @@ async def test_every_parameter_over_grpc_and_http(
 
 
 async def test_min_tokens_holds_the_end_back(client: AsyncClient) -> None:
-    """A bias that makes every token the end: it is the first one that may be."""
+    """A bias makes every token an end-of-sequence token: the first one after `min_tokens` ends the
+    answer."""
     end: dict[str, Any] = {"temperature": 0.0, "max_tokens": 40, "logit_bias": {258: 100.0}}
     for min_tokens in (0, 1, 17):
         sampling = Sampling(min_tokens=min_tokens, **end)
@@ -95,8 +96,8 @@ async def test_min_tokens_holds_the_end_back(client: AsyncClient) -> None:
 
 
 async def test_bad_words_do_not_come(client: AsyncClient) -> None:
-    """Of the letters that are allowed, one that is a word of its own does not; nor does one behind
-    another."""
+    """Only a few letters are allowed. Neither a letter that is a bad word occurs, nor one that ends
+    a bad word of two letters."""
     asked: dict[str, Any] = {"temperature": 3.0, "seed": 1, "max_tokens": 90}
     asked["allowed_token_ids"] = _ids("abcd")
     free = await client.complete(prompt(52, 20), Sampling(**asked))
@@ -124,7 +125,8 @@ async def test_text_of_special_tokens_and_of_what_ended_it(client: AsyncClient) 
 
 
 async def test_penalties_outlive_preemptions(client: AsyncClient, oracle: Oracle) -> None:
-    """48 requests of 32 blocks on 128: those that give way go on with what they had counted."""
+    """48 requests of 32 blocks on 128 blocks: after a preemption, penalties still count the earlier
+    tokens."""
     asked: dict[str, Any] = {
         "repetition_penalty": 1.2,
         "frequency_penalty": 0.75,
@@ -143,6 +145,6 @@ async def test_penalties_outlive_preemptions(client: AsyncClient, oracle: Oracle
 
 
 def _ids(letters: str) -> tuple[int, ...]:
-    """Of the toy tokenizer's single letters."""
+    """The token ids of single letters in the toy tokenizer."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     return tuple(alphabet.index(letter) for letter in letters)

@@ -1,4 +1,4 @@
-"""A deployment with mTLS for clients and API keys, used as its users do."""
+"""A deployment with mTLS for clients and API keys, used through clients and commands."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,5 @@
-"""A whole deployment against the oracle: what it says, what it shares, what it gives back."""
+"""A whole deployment against the oracle: its tokens, its shared blocks, and the blocks that it
+releases."""
 
 import asyncio
 import random
@@ -37,7 +38,7 @@ def assert_greedy(oracle: Oracle, tokens: Sequence[int], completion: Completion)
 async def test_greedy_tokens_are_those_of_transformers(
     client: AsyncClient, oracle: Oracle, length: int
 ) -> None:
-    """Cold, and then with a cached prefix."""
+    """Tokens are equal without a cache, and then with a cached prefix."""
     tokens = prompt(length, length)
     expected = oracle.greedy(tokens, 24)
     for cached in (False, True):
@@ -61,7 +62,7 @@ async def test_a_request_of_one_token_ends_with_its_prefill(
 async def test_a_second_turn_finds_the_first_in_the_cache(
     client: AsyncClient, oracle: Oracle
 ) -> None:
-    """Decode commits full blocks too."""
+    """The second turn finds the first answer's blocks too, since decode commits full blocks."""
     first = prompt(1, 40)
     answer = await client.complete(first, greedy(40))
     second = [*first, *answer.token_ids, *prompt(2, 5)]
@@ -73,7 +74,8 @@ async def test_a_second_turn_finds_the_first_in_the_cache(
 async def test_64_streams_on_a_sixteenth_of_their_memory(
     client: AsyncClient, oracle: Oracle
 ) -> None:
-    """64 requests of 32 blocks each on 128 blocks: preempted, requeued, and all tokens right."""
+    """64 requests of 32 blocks on 128 blocks are preempted and requeued, and all tokens are
+    right."""
     lengths = [random.Random(n).randrange(10, 100) for n in range(64)]
     prompts = [prompt(100 + n, length) for n, length in enumerate(lengths)]
     assert 16 * POOL_BLOCKS == 64 * 32
@@ -90,7 +92,7 @@ async def test_64_streams_on_a_sixteenth_of_their_memory(
 
 
 async def test_a_shared_cold_prefix_is_computed_once(client: AsyncClient, oracle: Oracle) -> None:
-    """16 requests at once share 1,024 tokens: one computes them, 15 find them."""
+    """16 requests at once share 1,024 tokens: one computes them, 15 find them in the cache."""
     prefix = prompt(7, 1024)
     prompts = [[*prefix, 300 + n] for n in range(16)]
     completions = await asyncio.gather(*(client.complete(p, greedy(4)) for p in prompts))
@@ -102,7 +104,7 @@ async def test_a_shared_cold_prefix_is_computed_once(client: AsyncClient, oracle
 
 
 async def test_cancelled_streams_give_their_blocks_back(client: AsyncClient) -> None:
-    """Half of 32 streams are dropped at random moments."""
+    """Half of 32 streams are cancelled at random moments."""
     chance = random.Random(3)
 
     async def run(n: int) -> int:

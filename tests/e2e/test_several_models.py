@@ -1,4 +1,5 @@
-"""Two models in one deployment: each has its own pool and workers, and its own fate."""
+"""Two models in one deployment: each has its own pool and workers, and does not depend on the
+other's."""
 
 import asyncio
 import json
@@ -111,7 +112,8 @@ async def test_models_are_listed_with_aliases_and_a_request_names_one(
 async def test_a_named_function_is_called_with_arguments_of_its_schema(
     deployment: Deployment,
 ) -> None:
-    """By random weights, which write nothing of the kind by themselves: whole and streamed."""
+    """A model with random weights would not write such a call by itself. The answer comes whole and
+    streamed."""
     function = {"name": "get_weather", "parameters": SCHEMA}
     body: dict[str, Any] = {
         "model": "default",
@@ -144,7 +146,7 @@ async def test_a_named_function_is_called_with_arguments_of_its_schema(
 async def test_workers_of_one_model_die_and_the_other_does_not_notice(
     client: AsyncClient, deployment: Deployment, oracles: dict[str, Oracle]
 ) -> None:
-    """Its streams go on without an error, and the first model's requests are recovered."""
+    """The streams of the second model get no error, and the first model's requests recover."""
     running = [asyncio.create_task(tokens(client, name, LONG)) for name in ("one", "two")]
     before = {w.worker_id: w.started_unix_ms for w in await client.workers() if w.model == "two"}
     for pid in pids_of(deployment, "one"):
@@ -157,7 +159,7 @@ async def test_workers_of_one_model_die_and_the_other_does_not_notice(
 
 
 def pids_of(deployment: Deployment, model: str) -> list[int]:
-    """Of the model's workers."""
+    """Pids of the model's workers."""
     pids = deployment.running("services.(prefill|decode)")
     entry = f"MODEL_NAME={model}\0".encode()
     found = [pid for pid in pids if entry in Path(f"/proc/{pid}/environ").read_bytes()]
@@ -181,7 +183,7 @@ async def test_a_model_is_scaled_by_its_name(client: AsyncClient) -> None:
 
 
 async def numbers(client: AsyncClient) -> dict[str, int]:
-    """The decode workers of each model."""
+    """The number of decode workers of each model."""
     serving = [
         w.model for w in await client.workers() if (w.role, w.state) == ("decode", "serving")
     ]

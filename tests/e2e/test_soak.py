@@ -1,4 +1,5 @@
-"""Processes killed and stopped at random, for a minute, under load that does not fit the pool."""
+"""For a minute, processes are killed and stopped at random, under a load that does not fit the
+pool."""
 
 import asyncio
 import os
@@ -26,7 +27,8 @@ EVERYTHING = (*WORKERS, "services.gateway", "services.block_manager", "valkey")
 
 
 class Users:
-    """Each sends one request after another; a fifth of the streams is dropped half-way."""
+    """Clients that send one request after another, and cancel a fifth of the streams in the
+    middle."""
 
     def __init__(self, client: AsyncClient, oracle: Oracle) -> None:
         chance = random.Random(5)
@@ -64,7 +66,7 @@ class Users:
 
 
 async def torment(deployment: Deployment, victims: tuple[str, ...], until: float) -> None:
-    """Every few seconds one process is killed, or stopped for a while."""
+    """Kill or stop a process every few seconds."""
     chance, loop = random.Random(9), asyncio.get_running_loop()
     while loop.time() < until:
         await asyncio.sleep(chance.uniform(2, 6))
@@ -89,8 +91,8 @@ def _wake(pid: int) -> None:
 async def test_no_wrong_token_and_nothing_lost(
     checkpoint: Path, oracle: Oracle, tmp_path: Path, victims: tuple[str, ...]
 ) -> None:
-    """Streams may fail when a gateway or Redis dies; none is wrong, none hangs, and afterwards
-    nothing is held."""
+    """Streams may fail when a gateway or Redis dies; no token is wrong, no stream hangs, and
+    afterwards nothing is held."""
     args = ("--prefill", "2", "--decode", "2", "--pool-memory", "1200KiB")
     with serving(checkpoint, tmp_path, *args) as deployment:
         client = AsyncClient(deployment.address, operations=deployment.operations)

@@ -47,7 +47,7 @@ STREAMED = [name for name in STRATEGIES if name not in ("structured", "beams")]
 
 @pytest.fixture(scope="module")
 def looping(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its greedy text goes round in a loop."""
+    """A model whose greedy text repeats itself."""
     return make_checkpoint(tmp_path_factory.mktemp("looping"), embedding_std=20.0, tied=False)
 
 
@@ -61,7 +61,7 @@ def deployment(looping: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture(scope="module")
 def expected(looping: Path) -> dict[str, tuple[Choice, ...]]:
-    """Without drafts."""
+    """The answers without speculation."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("services.offline.llm.configure_logging", lambda *_: None)
         with LLM(str(looping), pool_memory=str(8 * POOL_MEMORY), threads=1) as llm:
@@ -75,7 +75,7 @@ def expected(looping: Path) -> dict[str, tuple[Choice, ...]]:
 async def test_no_token_changes_when_a_worker_is_killed(
     deployment: Deployment, expected: dict[str, tuple[Choice, ...]], client: AsyncClient
 ) -> None:
-    """All strategies at once; both decode workers die, one after the other."""
+    """All strategies run at once, and both decode workers die, one after the other."""
     received: dict[str, list[Delta]] = {name: [] for name in STRATEGIES}
 
     async def read(name: str) -> None:
@@ -124,7 +124,8 @@ async def test_usage_over_http_counts_drafts(deployment: Deployment) -> None:
 def test_offline_with_as_many_drafts_as_there_are(
     looping: Path, expected: dict[str, tuple[Choice, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether they pay or not: draws with penalties and masks of a grammar are verified as well."""
+    """Every possible draft is verified, whether it pays or not, also with penalties and with masks
+    of a grammar."""
     monkeypatch.setattr("services.engine.speculation.speculation.Payoff", AsMany)
     monkeypatch.setattr("services.offline.llm.configure_logging", lambda *_: None)
     with LLM(

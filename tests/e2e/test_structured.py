@@ -1,12 +1,12 @@
-"""Structured output through real processes: every text that ends has its form, whatever happens to
-the workers, and a form that costs too much disturbs nobody."""
+"""Structured output through real processes: every text that ends has its form, also when workers
+die or move their requests, and a form that costs too much delays no other request."""
 
 import asyncio
 import json
 import os
 import re
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,28 +55,15 @@ def deployment(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> It
         yield running
 
 
-@pytest.fixture
-async def two_decoders(client: AsyncClient) -> AsyncIterator[None]:
-    async with asyncio.timeout(LIMIT_S):
-        while [worker.state for worker in await decoders(client)] != ["serving"] * 2:
-            await client.scale(num_decode=2)
-            await asyncio.sleep(0.05)
-    yield
-    async with asyncio.timeout(LIMIT_S):
-        while any(pool.num_held for pool in await client.pools()):
-            await asyncio.sleep(0.05)
-    assert not any(audit.violations for audit in await client.audit())
-
-
 def numbers(**changes: Any) -> Sampling:
-    """Of objects of some 700 tokens."""
+    """Sampling parameters for objects of some 700 tokens."""
     form = StructuredOutput(json=NUMBERS)
     fields: dict[str, Any] = {"temperature": 1.0, "seed": 7, "max_tokens": 4000, "n": NUM}
     return Sampling(structured_outputs=form, **(fields | changes))
 
 
 class Stream:
-    """An answer that is streamed, whole or in part."""
+    """A request whose answer is streamed."""
 
     def __init__(self, client: AsyncClient, sampling: Sampling) -> None:
         self.tokens: list[list[int]] = [[] for _ in range(sampling.n)]

@@ -1,4 +1,4 @@
-"""A model with random weights, the worst writer of JSON, writes only what its schema allows."""
+"""A model with random weights writes only what its schema allows."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def llm(checkpoint: Path) -> Iterator[LLM]:
     [200, pytest.param(2000, marks=[pytest.mark.full, pytest.mark.timeout(1200)])],
 )
 def test_random_weights_write_nothing_invalid(llm: LLM, num_generations: int) -> None:
-    """At temperatures up to 2. What `max_tokens` has cut is not counted, and is rare."""
+    """Temperatures go up to 2. Texts that `max_tokens` cuts are not counted, and are rare."""
     forms = [*map(_json, SCHEMAS), *(StructuredOutput(regex=regex) for regex in REGEXES)]
     asked = [
         (number, forms[number % len(forms)])
@@ -164,7 +164,7 @@ def _json(schema: Any) -> StructuredOutput:
 
 
 def _invalid(form: StructuredOutput, answer: Completion) -> list[tuple[Any, str]]:
-    """The texts that have ended without having the form."""
+    """The finished texts that do not have the form."""
     found = []
     for choice in answer.choices:
         if choice.finish_reason == "stop" and not _has_form(form, choice.text):

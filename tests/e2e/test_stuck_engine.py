@@ -1,4 +1,5 @@
-"""An engine hangs in a step while its worker's event loop lives: its worker ends, others go on."""
+"""An engine hangs in a step while its worker's event loop runs: the worker ends, and the others go
+on."""
 
 import asyncio
 from pathlib import Path

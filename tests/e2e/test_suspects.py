@@ -1,4 +1,4 @@
-"""Requests at workers that die: who kills them is given up, and nobody else."""
+"""Requests at workers that die: only the request that kills them is given up."""
 
 import asyncio
 from pathlib import Path
@@ -44,8 +44,8 @@ DEADLY = 383
 async def test_a_prompt_that_kills_at_once_is_found_among_others(
     checkpoint: Path, oracle: Oracle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two workers die of it, although it leaves them no time to say anything; everybody else gets
-    every token."""
+    """Two workers die although the request gives them no time to report anything. All other
+    requests get every token."""
     (tmp_path / "sitecustomize.py").write_text(DIES)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("DEADLY_TOKEN", str(DEADLY))

@@ -1,4 +1,4 @@
-"""Requests that give way to others are swapped out and go on, between real processes."""
+"""Preempted requests are swapped out and swapped back in, between real processes."""
 
 import asyncio
 import os
@@ -25,12 +25,12 @@ NUM_BLOCKS = 64
 SIZE = NUM_BLOCKS * (BLOCK_BYTES + STAMP_BYTES)
 DEVICE: tuple[str, ...] = ()
 KILLED = ["", "services.decode", "services.prefill", "valkey"]
-"""Also when a worker dies, with what it has swapped out or is bringing back, or when Redis loses
-everything."""
+"""Cases in which a worker dies with requests that it has swapped out or is swapping in, or Redis
+loses its data."""
 
 
 def sample(*names: str) -> list[Any]:
-    """KILLED; only `names` are for `make test`."""
+    """All cases; `make test` takes only `names` of KILLED."""
     return [pytest.param(name, marks=[] if name in names else pytest.mark.full) for name in KILLED]
 
 
@@ -38,8 +38,8 @@ def sample(*names: str) -> list[Any]:
 async def swapping(
     checkpoint: Path, folder: Path, swap_bytes: int
 ) -> AsyncIterator[tuple[Deployment, AsyncClient, str]]:
-    """Two workers of each kind on 64 blocks: whoever is killed leaves one of its kind. Its client,
-    and the colder pool's model. After it nothing is held."""
+    """Two workers of each kind on 64 blocks, so that one of a kind is left when one is killed.
+    Yields a client and the swap pool's model name; afterwards nothing is held."""
     memory = ("--pool-memory", str(SIZE), "--swap-memory", str(swap_bytes))
     options = ("--prefill", "2", "--decode", "2", *memory, "--preemption", "swap", *DEVICE)
     with serving(checkpoint, folder, *options) as running:
@@ -63,7 +63,8 @@ async def all_of(
     *,
     is_whole: bool,
 ) -> list[Completion]:
-    """At once; no law is broken meanwhile. Somebody dies once something is swapped out."""
+    """Run all requests at once, with clean audits meanwhile. A process dies once a request is
+    swapped out."""
     tasks = [asyncio.create_task(one) for one in asked]
     if kill is not None:
         await kill()
@@ -80,8 +81,8 @@ async def all_of(
 async def test_a_preempted_request_is_swapped_out_and_goes_on(
     checkpoint: Path, oracle: Oracle, tmp_path: Path, killed: str
 ) -> None:
-    """24 requests of 16 blocks each on 64 blocks, with as many to swap to: all tokens are right,
-    some were swapped out, and a recount of both pools is right at any moment."""
+    """24 requests of 16 blocks on 64 blocks, with as many blocks to swap to: all tokens are right,
+    some requests were swapped out, and a recount of both pools is clean at any moment."""
     async with swapping(checkpoint, tmp_path, SIZE) as (running, client, beside):
         prompts = [prompt(100 + n, random.Random(n).randrange(10, 100)) for n in range(24)]
         asked = [client.complete(p, greedy(256 - len(p))) for p in prompts]
@@ -97,8 +98,8 @@ async def test_a_preempted_request_is_swapped_out_and_goes_on(
 async def test_groups_and_searches_are_swapped_out_and_go_on(
     checkpoint: Path, tmp_path: Path, killed: str
 ) -> None:
-    """Of up to 50 blocks each, on 64, with twice as many to swap to: what they find is what they
-    find alone."""
+    """Groups of up to 50 blocks each on 64 blocks, with twice as many to swap to: their answers are
+    those that they have alone."""
     async with swapping(checkpoint, tmp_path, 2 * SIZE) as (running, client, beside):
         fixed: dict[str, Any] = {"max_tokens": 160, "ignore_eos": True}
         kinds = [
@@ -127,13 +128,13 @@ async def kill_when_swapped(
 
 
 async def audited_when_whole(client: AsyncClient) -> None:
-    """No law is broken, as far as anybody can say while Redis is away and comes back."""
+    """Audits are clean whenever a gateway can answer, also while Redis is away and recovers."""
     with suppress(Unavailable):
         assert not any(audit.violations for audit in await client.audit())
 
 
 async def until_swapped(client: AsyncClient, model: str) -> None:
-    """Something is in the colder pool now."""
+    """Wait until a request is in the swap pool."""
     async with asyncio.timeout(30):
         while not any(p.num_held for p in await client.pools() if p.model == model):
             await asyncio.sleep(0)

@@ -1,4 +1,5 @@
-"""Workers of two ranks each: tokens are transformers', and a rank that dies is a pause."""
+"""Workers of two ranks each: tokens are those of transformers, and a rank that dies is only a
+pause."""
 
 import asyncio
 import os
@@ -55,7 +56,7 @@ async def test_greedy_tokens_are_those_of_transformers(
 async def test_a_killed_rank_is_a_pause_and_no_more(
     deployment: Deployment, client: AsyncClient, victim: str
 ) -> None:
-    """Every token is that of the undisturbed run. No other rank of the worker is left."""
+    """Every token is that of the undisturbed run. No other rank of the worker stays."""
     await all_serve(client)
     undisturbed = [await stream.run(client) for stream in streams(1)]
     disturbed = streams(1)
@@ -74,8 +75,8 @@ async def test_a_killed_rank_is_a_pause_and_no_more(
 async def test_a_stopped_rank_ends_its_worker_within_the_step_limit(
     checkpoint: Path, tmp_path: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It hangs in an exchange. Its worker's requests go on elsewhere. The pool has too few blocks
-    for all streams, so that some are swapped out, before and after."""
+    """The worker hangs in an exchange between ranks, and its requests continue elsewhere. The pool
+    has too few blocks for all streams, so some are swapped out before and after."""
     monkeypatch.setenv("QUIRE_DECODE_STEP_LIMIT_S", "2")
     options = ("--prefill", "2", "--decode", "2", "--tensor-parallel-size", "2")
     memory = ("--pool-memory", str(POOL_MEMORY // 2), "--swap-memory", str(2 * POOL_MEMORY))

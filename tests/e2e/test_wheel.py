@@ -1,4 +1,4 @@
-"""`make wheel`: the wheel has everything that a service needs, in an environment of its own."""
+"""`make wheel`: the wheel contains everything that a service needs, in a new environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run logs of its requests is a workload that `quire advise` understands."""
+"""The log of a run is a workload that `quire advise` understands."""
 
 import asyncio
 import random
@@ -13,7 +13,8 @@ NUM_PROMPT, NUM_GENERATED = 43, 13  # of no other test
 
 
 async def test_the_log_of_a_run_is_a_workload(client: AsyncClient, deployment: Deployment) -> None:
-    """Numbers of tokens, in order of arrival; the second prompt found two blocks of the first."""
+    """The log has the numbers of tokens in order of arrival; the second prompt found two blocks of
+    the first."""
     draw = random.Random(43)
     tokens = [draw.randrange(259, 384) for _ in range(NUM_PROMPT)]
     sampling = Sampling(temperature=0.0, max_tokens=NUM_GENERATED, ignore_eos=True)
@@ -29,7 +30,7 @@ async def test_the_log_of_a_run_is_a_workload(client: AsyncClient, deployment: D
 
 
 def logged(deployment: Deployment) -> list[RecordedRequest]:
-    """This test's own; none while there is no whole line."""
+    """The request lines of this test; none while a line is incomplete."""
     try:
         workload = read_workload(deployment.log)
     except WorkloadError:
