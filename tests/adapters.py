@@ -1,4 +1,4 @@
-"""Random LoRA adapters, written by PEFT, and transformers' greedy tokens with them."""
+"""Random LoRA adapters, written by PEFT, and the greedy tokens of transformers with them."""
 
 import warnings
 from pathlib import Path
@@ -14,8 +14,8 @@ MLP = ["gate_proj", "up_proj", "down_proj"]
 
 
 def make_adapter(directory: Path, checkpoint: Path, seed: int, **fields: Any) -> Path:
-    """An adapter whose additions are as large as the model's own outputs: with tiny ones most
-    greedy tokens would be the model's. `fields`: of `LoraConfig`."""
+    """Write an adapter whose additions are as large as the model's own outputs: with small ones,
+    most greedy tokens would be those of the model. `fields`: fields of `LoraConfig`."""
     fields = {"r": 8, "lora_alpha": 16, "target_modules": [*ATTENTION, *MLP], **fields}
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     with warnings.catch_warnings(action="ignore"):  # of transformers, about PEFT's calls
@@ -31,7 +31,7 @@ def make_adapter(directory: Path, checkpoint: Path, seed: int, **fields: Any) ->
 
 
 class AdapterOracle:
-    """transformers and PEFT, in fp32, with the adapter beside the model's weights."""
+    """transformers and PEFT in fp32. The adapter is not merged into the model's weights."""
 
     def __init__(self, checkpoint: Path, adapter: Path | None) -> None:
         self._model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
@@ -41,7 +41,7 @@ class AdapterOracle:
 
     @torch.inference_mode()
     def greedy(self, prompt: tuple[int, ...], num_tokens: int) -> tuple[list[int], Tensor]:
-        """The tokens, and the logits that each was drawn from."""
+        """The greedy tokens, and the logits that each was drawn from."""
         tokens: list[int] = []
         logits = []
         for _ in range(num_tokens):

@@ -1,4 +1,4 @@
-"""Two users of different tenants and an operator, each with an API key."""
+"""API keys of two users of different tenants, and of an operator."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ def entry(name: str, key: str, **fields: Any) -> dict[str, Any]:
 
 
 def text_of(**changes: Any) -> str:
-    """A key file; `changes`: limits of Alice's key."""
+    """The text of a key file; `changes`: limits of Alice's key."""
     keys = [
         entry("alice", ALICE, **{"tenant": "acme", **changes}),
         entry("bob", BOB, tenant="bobs"),

@@ -1,4 +1,4 @@
-"""A clock that stands still until a test sets it."""
+"""A clock whose time a test sets."""
 
 
 class Clock:

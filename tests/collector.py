@@ -50,7 +50,7 @@ class ReceivedSpan:
 
 @dataclass(frozen=True)
 class Trace:
-    """All spans of a trace, by their begin."""
+    """All spans of a trace, by their start."""
 
     spans: tuple[ReceivedSpan, ...]
 
@@ -85,7 +85,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         return trace_service_pb2.ExportTraceServiceResponse()
 
     def wait(self, trace_id: str, is_whole: Callable[[Trace], bool]) -> Trace:
-        """The trace, once it is whole."""
+        """Wait for the trace until it is complete."""
         deadline = time.monotonic() + LIMIT_S
         with self._changed:
             while not is_whole(trace := self._trace(trace_id)):

@@ -1,5 +1,5 @@
 """Fixtures and settings of all suites: a real Valkey server, hypothesis without deadlines, and the
-division of the tests among pytest-xdist's processes."""
+distribution of test files over pytest-xdist's processes."""
 
 import os
 import signal
@@ -28,7 +28,7 @@ settings.load_profile("quire")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the tests of deployments first: they take longest."""
+    """Run the tests of deployments first: they take longest."""
     items.sort(key=lambda item: not item.nodeid.startswith(OF_DEPLOYMENTS))
 
 
@@ -66,11 +66,11 @@ class Valkey:
         return self._process is not None
 
     def run_with(self, *options: str) -> None:
-        """Put options, such as a configuration file, before the others."""
+        """Insert options, such as a configuration file, before the others."""
         self._command[1:] = [*options, *self._command[1:]]
 
     def start(self) -> None:
-        """Return when it answers; an error with its log when it does not."""
+        """Return when the server answers; an error with its log if it does not."""
         self.socket.unlink(missing_ok=True)
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -84,21 +84,21 @@ class Valkey:
             time.sleep(0.01)
 
     def kill(self) -> None:
-        """Kill -9, and wait until it is gone."""
+        """Send SIGKILL, and wait until the process is gone."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._process = None
 
     def stop(self) -> None:
-        """Stand still: it accepts connections and answers nothing, until `resume`."""
+        """Send SIGSTOP: the server accepts connections and answers nothing until `resume`."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
         self._signal(signal.SIGCONT)
 
     def command(self, *command: str | bytes | int) -> Any:
-        """Ask the server something, on a connection of its own; the reply as redis-py reads it."""
+        """Send a command on a new connection; returns the reply as redis-py reads it."""
         with redis.Redis.from_url(self.url, protocol=2) as client:
             return client.execute_command(*command)
 
@@ -115,15 +115,15 @@ class Valkey:
 
 @pytest.fixture
 def short_path() -> Iterator[Path]:
-    """A directory like `tmp_path`, with room for the name of a Unix socket: the path of a socket
-    has at most 107 bytes, and `tmp_path` takes most of them."""
+    """A directory like `tmp_path` with a short path: the path of a Unix socket has at most 107
+    bytes, and `tmp_path` takes most of them."""
     with TemporaryDirectory(prefix="quire-") as directory:
         yield Path(directory)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def packed_weights(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What workers of these tests pack does not end up in the user's cache."""
+    """Keep the weights that these tests' workers pack out of the user's cache."""
     directory = str(tmp_path_factory.mktemp("packed"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QUIRE_PREFILL_WEIGHTS_CACHE", directory)
@@ -141,15 +141,15 @@ def valkey_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Valkey]:
 
 @pytest.fixture
 def valkey(valkey_server: Valkey) -> Valkey:
-    """The session's server, emptied for this test. `valkey.url` is what a service is given; a test
-    that kills or stops a server takes `own_valkey`."""
+    """The session's server, emptied for this test. Services get `valkey.url`; a test that kills or
+    stops a server takes `own_valkey`."""
     valkey_server.command("FLUSHALL")
     return valkey_server
 
 
 @pytest.fixture
 def own_valkey(tmp_path: Path) -> Iterator[Valkey]:
-    """A server of this test's own, which it may kill, stop and start again."""
+    """A server of this test's own, which the test may kill, stop and start again."""
     server = Valkey(tmp_path)
     server.start()
     yield server

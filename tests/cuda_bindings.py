@@ -1,7 +1,9 @@
-"""cuda.bindings.driver with a GPU in it: its own types and signatures, and memory that is a memfd.
+"""The module cuda.bindings.driver as if it had a GPU: its own types and signatures, with a memfd
+for memory.
 
-A call that the package does not have, or with another number of arguments than it takes, fails as
-it would on a GPU. Nothing here knows what a kernel is."""
+A call that the package does not have, or that gets another number of arguments, fails as on a GPU.
+Kernels do not run.
+"""
 
 import mmap
 import os
@@ -18,7 +20,7 @@ NAME = "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
 
 
 class CudaWithoutGpu:
-    """`fails`: call -> the number of the error that it gives. `attributes`: of the device; 1 if not
+    """`fails`: the error number that a call gives. `attributes`: attributes of the device; 1 if not
     named. `calls`: how often each function was called."""
 
     def __init__(self, **attributes: int) -> None:

@@ -1,4 +1,4 @@
-"""Drafters for tests: what they propose is right, or wrong, on purpose."""
+"""Drafters whose proposals are right or wrong on purpose."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -7,12 +7,14 @@ from services.engine.sequences.sequence import Sequence
 from services.engine.speculation.speculation import Speculation
 
 Next = Callable[[Sequence, list[int]], int | None]
-"""The token after these tokens of a sequence, the last of which may be drafts; None: unknown."""
+"""Returns the token after these tokens of a sequence, the last of which may be drafts; None:
+unknown."""
 
 
 class Oracle:
-    """Knows what a sequence draws. A draft is wrong where the hash of its position says so: one of
-    `wrong_every`; 0: none. What follows a wrong draft is what followed the right one."""
+    """A drafter that knows the sequence's next tokens. One draft of `wrong_every` is wrong, chosen
+    by a hash of its position; 0: none. The tokens after a wrong draft are those after the right
+    one."""
 
     def __init__(self, next_token: Next, wrong_every: int = 0) -> None:
         self._next_token = next_token
@@ -39,7 +41,7 @@ class Oracle:
 
 
 class AsMany:
-    """As many drafts as there may be, whether they pay or not."""
+    """Allows as many drafts as possible, whether they pay or not."""
 
     def numbers(self, rows: Seq[tuple[Sequence, int]], num_rows: int) -> list[int]:
         return [most for _, most in rows]
@@ -50,5 +52,5 @@ class AsMany:
 
 
 def oracle(next_token: Next, num_tokens: int = 4, wrong_every: int = 3) -> Speculation:
-    """Speculation whose drafts are right, but for one of `wrong_every`."""
+    """Speculation whose drafts are right, except one of `wrong_every`."""
     return Speculation(Oracle(next_token, wrong_every), num_tokens, AsMany())

@@ -63,7 +63,7 @@ def _tensors(result: Any) -> list[Tensor]:
 
 
 def launched(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function as a kernel: one launch of a graph that records."""
+    """The function as a kernel: a recording graph counts it as one launch."""
 
     @wraps(function)
     def launch(*args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,6 @@
-"""A device that is as late as it can be: the copies, KV writes and results of a step come about
-when somebody waits for them, and never before. A block that is read, stamped or given away too
-early holds something else than it should."""
+"""A device that is as late as possible: the copies, KV writes and results of a step happen only
+when a caller waits for them. A block that is read, stamped or given away too early then has other
+contents than it should."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -14,17 +14,18 @@ from services.engine.forward import ForwardPass
 
 
 class LateForward:
-    """Launches a step by noting it; the forward pass behind it computes the step in `result`.
+    """Records a step at its launch; the forward pass behind it computes the step in `result`.
 
-    As on a GPU, a step is what it was at its launch: block tables and adjustments are copied then.
-    `flights`: the steps that nobody has waited for."""
+    As on a GPU, a step is fixed at its launch: block tables and adjustments are copied then.
+    `flights`: the steps for which no caller has waited yet.
+    """
 
     def __init__(self, forward: ForwardPass) -> None:
         self._forward = forward
         self._last: LateFlight | None = None
         self.flights: deque[LateFlight] = deque()
         self.num_ahead = 0
-        """Rows that took a token which nobody had yet."""
+        """How many rows took a token that was not known at their launch."""
         self.on_idle = forward.on_idle
 
     def launch(
@@ -47,7 +48,7 @@ class LateForward:
         return set(chain.from_iterable(flight.block_ids for flight in self.flights))
 
     def compute(self, until: "LateFlight") -> None:
-        """All steps up to this one, in the order of their launches."""
+        """Compute all steps up to this one, in the order of their launches."""
         while until.computed is None:
             flight = self.flights[0]
             flight.computed = self._forward.launch(
@@ -80,8 +81,8 @@ class LateFlight:
         return set(chain(*self.copies, *(row.block_table for row in self.rows)))
 
     def known(self, row: Row) -> Row:
-        """The row with the token that the step before has drawn for it. After a fault there is
-        none: like a GPU, go on with any."""
+        """The row with the token that the last step drew for it. After a fault there is no such
+        token: like a GPU, the device goes on with any token."""
         if row.drawn_by is None:
             return row
         assert self.before is not None
@@ -105,7 +106,7 @@ def _draw_as_now(draw: Draw) -> Draw:
 
 
 def computes_at_launch(forward: ForwardPass) -> ForwardPass:
-    """The device of a CPU."""
+    """The device of a CPU: a step is computed at its launch."""
     return forward
 
 

@@ -9,11 +9,11 @@ _CHUNK_BYTES = 1 << 16
 
 
 class Proxy:
-    """Between anybody and `target` (host:port, or the path of a Unix socket), at `address`.
+    """A proxy at `address` to `target` (host:port, or the path of a Unix socket).
 
-    `delay_s` holds every piece up by so much, each way. `hold` half-opens: connections stay, and
-    new ones are taken, but nothing passes until `release`. `cut` resets what is connected, `close`
-    does too and answers nobody any more.
+    `delay_s` delays each piece in both directions. `hold` half-opens: connections stay and new ones
+    are accepted, but nothing passes until `release`. `cut` resets all connections; `close` also
+    refuses new ones.
     """
 
     def __init__(self, target: str) -> None:
@@ -32,7 +32,7 @@ class Proxy:
         return f"127.0.0.1:{self._port}"
 
     async def open(self) -> None:
-        """Answer, at the same address as before."""
+        """Accept connections, at the same address as before."""
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", self._port)
         self._port = self._server.sockets[0].getsockname()[1]
 
@@ -87,7 +87,7 @@ class Proxy:
         return await asyncio.open_connection(host, int(port))
 
     async def _pass_on(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-        """Until one side ends."""
+        """Copy bytes until one side ends."""
         try:
             while data := await source.read(_CHUNK_BYTES):
                 await asyncio.sleep(self.delay_s)

@@ -1,4 +1,4 @@
-"""The secret of deployments that tests put together by themselves."""
+"""The secret of deployments that a test composes itself."""
 
 from services.common.rpc.proof import Guard, Proof
 from services.common.runtime.secret import Secret
@@ -12,5 +12,5 @@ def guard(server_id: str) -> Guard:
 
 
 def proven(method: str, server_id: str) -> tuple[tuple[str, str], ...]:
-    """Metadata of a call with a proof."""
+    """The metadata of a call with a proof of the secret."""
     return Proof(SECRET.rpc_key, method, server_id).metadata

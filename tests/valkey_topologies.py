@@ -1,4 +1,4 @@
-"""Replicated servers, clusters and Sentinels of real Valkey processes, on free ports of
+"""Replicated servers, clusters and Sentinels made of real Valkey processes, on free ports of
 127.0.0.1."""
 
 import socket
@@ -31,7 +31,7 @@ def free_ports(number: int) -> list[int]:
 
 
 class TcpValkey(Valkey):
-    """A server on a TCP port, whose password may be that of its primary, too."""
+    """A server on a TCP port. Its password, if any, is also that of its primary."""
 
     def __init__(self, directory: Path, port: int, *options: str) -> None:
         directory.mkdir(exist_ok=True)
@@ -47,7 +47,7 @@ class TcpValkey(Valkey):
             return dict(client.info())
 
     def follow(self, primary: "TcpValkey") -> None:
-        """Replicate it; returns when the data is here."""
+        """Replicate `primary`; returns when the data has arrived."""
         self.command("REPLICAOF", "127.0.0.1", primary.port)
         wait_until(self.is_replicating)
 
@@ -57,7 +57,7 @@ class TcpValkey(Valkey):
 
 @contextmanager
 def replicated(directory: Path, number: int = 2) -> Iterator[list[TcpValkey]]:
-    """A primary and its replicas."""
+    """A primary with its replicas."""
     servers = [
         TcpValkey(directory / f"server-{index}", port)
         for index, port in enumerate(free_ports(number))
@@ -73,7 +73,8 @@ def replicated(directory: Path, number: int = 2) -> Iterator[list[TcpValkey]]:
 
 @contextmanager
 def sentinel(directory: Path, primary: TcpValkey) -> Iterator[str]:
-    """A Sentinel that replaces the primary after half a second; yields the URL of its service."""
+    """A Sentinel that replaces the primary after half a second of silence; yields the URL of its
+    service."""
     (port,) = free_ports(1)
     directory.mkdir()
     config = directory / "sentinel.conf"
@@ -99,7 +100,7 @@ def _num_replicas(server: Valkey) -> int:
 
 
 class Cluster:
-    """`nodes` with equal shares of the slots, then their replicas, one for each."""
+    """`nodes` with equal shares of the slots, followed by one replica for each."""
 
     def __init__(self, directory: Path, num_primaries: int, with_replicas: bool) -> None:
         ports = free_ports(2 * num_primaries * (1 + with_replicas))
@@ -119,7 +120,7 @@ class Cluster:
         return "redis://" + ",".join(f"127.0.0.1:{node.port}" for node in self.nodes[:2])
 
     def form(self) -> None:
-        """Return when every node knows that the cluster is complete."""
+        """Form the cluster; returns when every node knows that it is complete."""
         num = len(self.primaries)
         bounds = [index * NUM_SLOTS // num for index in range(num + 1)]
         for node, first, end in zip(self.primaries, bounds, bounds[1:], strict=False):
@@ -137,7 +138,7 @@ class Cluster:
         return str(node.command("CLUSTER", "MYID").decode())
 
     def owner(self, key: str) -> TcpValkey:
-        """The primary that has the key's slot, as the first living node sees it."""
+        """The primary that has the key's slot, according to the first running node."""
         node = next(node for node in self.nodes if node.is_running)
         slot = key_slot(key.encode())
         for first, last, primary, *_ in node.command("CLUSTER", "SLOTS"):
@@ -146,7 +147,7 @@ class Cluster:
         raise AssertionError(f"nobody has slot {slot}")
 
     def move(self, tag: str, target: TcpValkey) -> Callable[[], None]:
-        """Begin to move the tag's slot; calling the result ends the move."""
+        """Begin to move the tag's slot; a call of the result completes the move."""
         slot, source = key_slot(tag.encode()), self.owner(tag)
         target.command("CLUSTER", "SETSLOT", slot, "IMPORTING", self.node_id(source))
         source.command("CLUSTER", "SETSLOT", slot, "MIGRATING", self.node_id(target))

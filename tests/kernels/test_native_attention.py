@@ -1,5 +1,5 @@
 """The native attention of every instruction set that this CPU has: against fp64 within the error
-that its roundings allow, and bitwise against itself in other company, chunks and threads."""
+that its roundings allow, and bitwise against itself in other batches, chunks and threads."""
 
 import dataclasses
 import itertools
@@ -47,7 +47,8 @@ def attend(
     cap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Into the middle of NaN: a forgotten output shows, and one written beside it."""
+    """The output, written into the middle of a buffer of NaN: an element that is missing, or
+    written beside the output, shows."""
     num_tokens, num_heads, head_dim = batch.q.shape
     poisoned = torch.full((num_tokens, num_heads + 2, head_dim), NAN, dtype=batch.q.dtype)
     out = poisoned[:, 1:-1]
@@ -70,7 +71,7 @@ def attend(
 def in_fp64(
     batch: PagedBatch, window: int | None, cap: float = 0.0, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The outputs, and what the same weights make of the values' magnitudes."""
+    """The outputs, and the weighted sum of the values' magnitudes, in fp64."""
     outputs: list[Tensor] = []
     magnitudes: list[Tensor] = []
     for row, (keys, values) in enumerate(zip(batch.keys, batch.values, strict=True)):
@@ -109,9 +110,9 @@ def test_attention_is_as_near_as_its_roundings_allow(
     window: int | None,
     cap: float,
 ) -> None:
-    """bf16 rounds probabilities before they weigh the values and are summed (each by at most 2^-8
-    of itself, above and below the line) and the result; all else is fp32. A soft cap bounds scores
-    by tanh."""
+    """bf16 rounds the probabilities before the weighted sum of values and before their own sum
+    (each by at most 2^-8 of itself, in numerator and denominator), and the result; all else is
+    fp32. A soft cap bounds scores by tanh."""
     batch = paged_batch(
         dataclasses.replace(geometry, dtype=dtype, in_int8=in_int8), ROWS, seed=1, window=window
     )
@@ -127,8 +128,8 @@ def test_attention_is_as_near_as_its_roundings_allow(
 def test_a_sink_takes_its_share(
     cpu: NativeCpu, geometry: Geometry, dtype: torch.dtype, in_int8: bool, level: float
 ) -> None:
-    """Far below all scores, beside them, and far above: then nothing is left for the values. The
-    reference takes the same share."""
+    """A sink far below all scores, near them, and far above, where it leaves nothing for the
+    values. The reference uses the same sink."""
     batch = paged_batch(
         dataclasses.replace(geometry, dtype=dtype, in_int8=in_int8), ROWS, seed=1, window=70
     )
@@ -149,7 +150,7 @@ def test_a_sink_takes_its_share(
 def test_native_attention_equals_the_reference(
     cpu: NativeCpu, reference: Backend, dtype: torch.dtype, in_int8: bool
 ) -> None:
-    """Of the whole interface: tables, slots, windows and sinks mean the same."""
+    """The whole interface: block tables, slots, windows and sinks have the same meaning."""
     batch = paged_batch(
         dataclasses.replace(GEOMETRIES[1], dtype=dtype, in_int8=in_int8), ROWS, seed=2, window=70
     )
@@ -171,7 +172,7 @@ def test_native_attention_equals_the_reference(
 
 
 def chunk(batch: PagedBatch, begin: int, end: int) -> PagedBatch:
-    """Tokens [begin, end) of a batch that is one whole prompt, as a row of their own."""
+    """Tokens [begin, end) of a batch with one prompt, as a row."""
     return dataclasses.replace(
         batch,
         q=batch.q[begin:end],
@@ -203,7 +204,7 @@ def test_a_query_s_bits_do_not_depend_on_how_the_prompt_is_cut(
     in_int8: bool,
     window: int | None,
 ) -> None:
-    """Chunks of one are a decode, token by token."""
+    """Chunks of one token are decode steps."""
     geometry = Geometry(block_size, num_heads, num_kv_heads, head_dim, dtype, in_int8)
     batch = paged_batch(geometry, [(300, 300)], seed=3)
     whole = attend(cpu, batch, window)
@@ -219,7 +220,8 @@ def test_a_query_s_bits_do_not_depend_on_how_the_prompt_is_cut(
 def test_later_positions_do_not_matter_even_if_nan(
     cpu: NativeCpu, dtype: torch.dtype, in_int8: bool
 ) -> None:
-    """Keys and values of position 101 on are NaN, and other queries of the call see them."""
+    """Keys and values from position 101 on are NaN, and other queries of the same call read
+    them."""
     batch = paged_batch(Geometry(16, 4, 2, 32, dtype, in_int8), [(200, 200)], seed=4)
     whole = attend(cpu, batch)
     for position in range(101, 200):
@@ -235,7 +237,7 @@ def test_later_positions_do_not_matter_even_if_nan(
 def test_positions_before_the_window_do_not_matter_even_if_nan(
     cpu: NativeCpu, dtype: torch.dtype, in_int8: bool
 ) -> None:
-    """Position 70 is NaN: queries 70 to 94 see it through a window of 25, and no others."""
+    """Position 70 is NaN: through a window of 25, queries 70 to 94 read it, and no others."""
     batch = paged_batch(Geometry(16, 4, 2, 32, dtype, in_int8), [(200, 200)], seed=5)
     whole = attend(cpu, batch, 25)
     spoil(batch, batch.block_tables[0, 70 // 16], 70 % 16)
@@ -312,7 +314,8 @@ SHARING = {
 
 
 def sharing_batch(geometry: Geometry, rows: list[tuple[int, int, int]]) -> PagedBatch:
-    """Rows of one query: (context, whom it shares with, how many positions)."""
+    """Rows with one query each, as (context, the row that it shares blocks with, number of shared
+    positions)."""
     batch = paged_batch(geometry, [(1, context) for context, _, _ in rows], seed=9)
     for row, (_, other, shared) in enumerate(rows):
         num_blocks = shared // geometry.block_size
@@ -347,8 +350,8 @@ def row_of(batch: PagedBatch, row: int) -> PagedBatch:
 def test_a_row_s_bits_do_not_depend_on_who_shares_its_blocks(
     cpu: NativeCpu, geometry: Geometry, sharing: str
 ) -> None:
-    """What several share is read once for all of them; in one call, in which the rows of a family
-    do not lie side by side."""
+    """Shared blocks are read once for all rows that share them. The rows of one family are not
+    adjacent in the call."""
     rows, window = SHARING[sharing]
     batch = sharing_batch(geometry, rows)
     together = attend(cpu, batch, window)

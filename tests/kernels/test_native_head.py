@@ -1,5 +1,5 @@
-"""One pass over the head's weights for all that a step asks: the same as from logits, whoever
-asks for what beside it."""
+"""One pass over the head's weights for all queries of a step gives the same results as logits,
+whatever other queries there are."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -61,7 +61,8 @@ WISHES: list[tuple[Draw | int, int | None]] = [
     (draw(allowed_token_ids=(5, 9, 900), temperature=1.0), 1),
     (draw(min_tokens=4, bad_words=((3,),)), None),
 ]
-"""One of each kind: of a token to come or there, and how many of the likeliest beside it."""
+"""One query of each kind: for a token to draw or a given one, with each number of likeliest
+tokens."""
 
 
 def mixed(num_states: int) -> list[Query]:
@@ -70,7 +71,7 @@ def mixed(num_states: int) -> list[Query]:
 
 
 def assert_same(found: Sequence[Answer | Fault], expected: Sequence[Answer | Fault]) -> None:
-    """Tokens and ranks; logprobs as near as fp32 powers allow."""
+    """Tokens and ranks are equal; logprobs are as near as powers in fp32 allow."""
     for one, other in zip(found, expected, strict=True):
         assert isinstance(one, Answer)
         assert isinstance(other, Answer)
@@ -96,7 +97,7 @@ def test_answers_are_those_of_the_logits(
 @ISAS
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_state_says_the_same_in_any_company(isa: str, kind: Kind) -> None:
-    """To the last bit: alone, among all, among those alone that want the likeliest token."""
+    """Bit by bit: alone, among all queries, and among queries for the likeliest token only."""
     random_head, hidden, queries = RandomHead(isa, kind, num_lanes=2), states(90), mixed(90)
     together = random_head.answer(hidden, queries)
     for state in range(17):
@@ -109,8 +110,8 @@ def test_a_state_says_the_same_in_any_company(isa: str, kind: Kind) -> None:
 
 @ISAS
 def test_a_state_that_is_asked_again_says_the_same(isa: str) -> None:
-    """What one draw makes of the logits, no other question sees: in either order, and with scores
-    of the logits as they were."""
+    """A draw that changes the logits has no effect on other queries of the same state, in either
+    order; scores are those of the unchanged logits."""
     random_head, hidden = RandomHead(isa), states(3)
     asked = [
         *(Query(1, draw(logit_bias=((token, 100.0),)), 4, 2) for token in (17, 900)),

@@ -37,7 +37,8 @@ def linear(
     bias: Tensor | None = None,
     out_dtype: torch.dtype = FP32,
 ) -> Tensor:
-    """y [M, N] from the middle of NaN: a forgotten element shows, and one written beside it."""
+    """y [M, N], written into the middle of NaN: an element that is missing, or written beside y,
+    shows."""
     m, n = len(x), len(weight)
     poisoned = torch.full((m, n + 40), NAN, dtype=out_dtype)
     cpu.ops.linear(x, cpu.pack(kind, weight, bias), poisoned[:, 3 : 3 + n])
@@ -62,8 +63,8 @@ def linear(
 def test_a_linear_is_as_near_as_its_sum_allows(
     cpu: NativeCpu, kind: Kind, m: int, n: int, k: int
 ) -> None:
-    """Products of bf16 are exact in fp32, every addition is rounded once: |error| is at most
-    K * 2^-24 * sum |x| |w|. Beside x there is NaN."""
+    """Products of bf16 are exact in fp32, and every addition is rounded once: |error| is at most K
+    * 2^-24 * sum |x| |w|. The memory beside x holds NaN."""
     dtype = dtype_of(kind)
     x = torch.full((m, k + 9), NAN, dtype=dtype)[:, 5 : 5 + k]
     x.copy_(randn(m, k, dtype=dtype))
@@ -79,7 +80,8 @@ def test_a_linear_is_as_near_as_its_sum_allows(
 
 @KINDS
 def test_a_row_does_not_know_the_others(cpu: NativeCpu, kind: Kind) -> None:
-    """Rows of a batch of 70, bitwise: the same in every smaller batch, alone, at another place."""
+    """Rows of a batch of 70 have the same bits in every smaller batch, alone, and at another
+    place."""
     x, weight = randn(70, 70, dtype=dtype_of(kind)), randn(70, 70, dtype=dtype_of(kind), seed=1)
     bias = randn(70, seed=2)
     together = linear(cpu, kind, x, weight, bias)
@@ -90,7 +92,7 @@ def test_a_row_does_not_know_the_others(cpu: NativeCpu, kind: Kind) -> None:
 
 @KINDS
 def test_a_column_does_not_know_the_others(cpu: NativeCpu, kind: Kind) -> None:
-    """Columns of 300, bitwise: the same in other panels, at other places of a panel."""
+    """Columns of 300 have the same bits in other panels, and at other places of a panel."""
     x, weight = randn(14, 36, dtype=dtype_of(kind)), randn(300, 36, dtype=dtype_of(kind), seed=1)
     together = linear(cpu, kind, x, weight)
     for begin, end in [(0, 1), (5, 250), (40, 72), (63, 300)]:
@@ -113,8 +115,8 @@ def test_bf16_out_is_fp32_out_rounded(cpu: NativeCpu, kind: Kind) -> None:
 
 @pytest.mark.parametrize("source", [FP32, BF16])
 def test_weights_are_converted_to_their_kind(cpu: NativeCpu, source: torch.dtype) -> None:
-    """fp32 weights packed as bf16 are rounded, bf16 ones packed as fp32 are kept; rows of the
-    source may lie apart."""
+    """fp32 weights packed as bf16 are rounded; bf16 weights packed as fp32 are kept. The rows of
+    the source may be strided."""
     weight = randn(45, 90, dtype=source)[:, 11:50]
     for kind in ("float32", "bfloat16"):
         x = randn(3, 39, dtype=dtype_of(kind), seed=1)
@@ -123,7 +125,7 @@ def test_weights_are_converted_to_their_kind(cpu: NativeCpu, source: torch.dtype
 
 
 def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Whole numbers [N, K] int64 and scales [N] with weight = scale * number."""
+    """Integers [N, K] int64 and scales [N], with weight = scale * number."""
     scales = weight.float().abs().amax(1) / 127
     safe = torch.where(scales > 0, scales, torch.ones(()))
     return (weight.float() / safe[:, None]).round().long(), scales
@@ -136,8 +138,8 @@ def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
 def test_int8_is_exact_in_its_integers(
     cpu: NativeCpu, source: torch.dtype, m: int, n: int, k: int
 ) -> None:
-    """Activations that are whole numbers times a power of two are quantized without error; what
-    comes after the integer sum is three fp32 operations, in a known order."""
+    """Activations that are integers times a power of two are quantized without error. After the
+    integer sum there are three fp32 operations, in a known order."""
     numbers = torch.randint(-127, 128, (m, k), generator=torch.Generator().manual_seed(3))
     numbers[:, 0] = 127
     x_scale = 2.0 ** -(torch.arange(m) % 5).float()
@@ -152,7 +154,7 @@ def test_int8_is_exact_in_its_integers(
 
 @pytest.mark.parametrize("wrong", [NAN, float("inf"), -float("inf")])
 def test_int8_does_not_hide_a_weight_that_is_not_finite(cpu: NativeCpu, wrong: float) -> None:
-    """It costs its own column, and no other."""
+    """Only its own column is not finite."""
     weight = randn(40, 20)
     weight[17, 3] = wrong
     y = linear(cpu, "int8", randn(5, 20, seed=1), weight)
@@ -169,8 +171,8 @@ def best(cpu: NativeCpu, kind: Kind, x: Tensor, weight: Tensor) -> tuple[Tensor,
 @FLOATS
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_the_largest_column_is_found(cpu: NativeCpu, kind: Kind, num_threads: int) -> None:
-    """... without its logits, which decide: of equal ones the first, and columns behind the last
-    (zeros in a panel) never win."""
+    """Without logits in memory: of equal ones the first is chosen, and padding columns (zeros in a
+    panel) are never chosen."""
     dtype = dtype_of(kind)
     threads = NativeCpu(num_threads, cpu.isa)
     x = randn(19, 24, dtype=dtype).abs()
@@ -185,7 +187,7 @@ def test_the_largest_column_is_found(cpu: NativeCpu, kind: Kind, num_threads: in
 
 @FLOATS
 def test_nan_is_larger_than_anything(cpu: NativeCpu, kind: Kind) -> None:
-    """As for torch.argmax, and the first one counts; nothing but -inf still has a first column."""
+    """The first NaN is the largest, as in torch.argmax; a row of -inf has its first column."""
     dtype = dtype_of(kind)
     x = torch.ones(3, 8, dtype=dtype)
     weight = randn(600, 8, dtype=dtype)
@@ -213,9 +215,9 @@ def test_the_sum_is_added_to_what_is_there(cpu: NativeCpu, kind: Kind) -> None:
 def test_the_gate_is_applied_to_what_it_gates(
     cpu: NativeCpu, kind: Kind, out_dtype: torch.dtype, epilogue: str
 ) -> None:
-    """A panel is 16 columns of the gate and the same 16 of `up`; silu within 4 ulp, also where e^x
-    would overflow, and the way to 0 is smooth. gelu is as near to x * logistic(2 y), and falls to 0
-    faster: an error of its exponent counts."""
+    """A panel is 16 columns of the gate and the same 16 of `up`. silu is within 4 ulp, also where
+    e^x would overflow, and falls smoothly to 0. gelu is as near to x * logistic(2 y); it falls to 0
+    faster, so an error of its exponent has more effect."""
     x = randn(25, 40, dtype=dtype_of(kind)) * torch.logspace(-3, 2, 25)[:, None].to(dtype_of(kind))
     weight = randn(96, 40, dtype=dtype_of(kind), seed=1)
     y = linear(cpu, kind, x, weight).view(25, 3, 2, 16).double()
@@ -235,7 +237,7 @@ def test_the_gate_is_applied_to_what_it_gates(
 
 @pytest.mark.parametrize("epilogue", ["silu_mul", "gelu_mul"])
 def test_a_gate_knows_its_limits(cpu: NativeCpu, epilogue: str) -> None:
-    """Of 0, large, and infinite gates; NaN stays NaN."""
+    """Gates of 0, large gates, and infinite gates; NaN stays NaN."""
     gate = torch.tensor([0.0, 1e4, -1e4, float("inf"), NAN])
     weight = torch.zeros(32, 1)
     weight[0], weight[16] = 1.0, 0.0

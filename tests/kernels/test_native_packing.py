@@ -1,4 +1,5 @@
-"""Weights on their way into panels: several become one linear, piece by piece, without a copy."""
+"""Packing of weights into panels: several weights become one linear, piece by piece, without a
+copy."""
 
 from collections.abc import Callable
 
@@ -22,7 +23,7 @@ def cpu() -> NativeCpu:
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16])
 def weight(request: pytest.FixtureRequest) -> Weight:
-    """[n, K], every second row of a larger tensor."""
+    """A weight [n, K] whose rows are every second row of a larger tensor."""
     generator = torch.Generator().manual_seed(0)
 
     def weight(n: int) -> Tensor:
@@ -32,7 +33,7 @@ def weight(request: pytest.FixtureRequest) -> Weight:
 
 
 def packed(cpu: NativeCpu, kind: Kind, weight: Tensor) -> list[int]:
-    """The bytes of one weight, packed in one call."""
+    """The bytes of one weight that is packed in one call."""
     n, k = weight.shape
     memory = aligned(packed_bytes(kind, n, k)).fill_(0x55)
     cpu.ops.pack(PackedLinear(kind, n, k, memory), [weight])

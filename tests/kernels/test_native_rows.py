@@ -25,7 +25,8 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def norm(cpu: NativeCpu, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Into the middle of NaN: a forgotten element shows, and one written beside it."""
+    """The output, written into the middle of NaN: an element that is missing, or written beside it,
+    shows."""
     rows, width = x.shape
     poisoned = torch.full((rows, width + 34), NAN, dtype=dtype)
     cpu.ops.rms_norm(x, weight, EPS, poisoned[:, 2 : 2 + width])
@@ -71,7 +72,7 @@ def test_non_finite_values_stay_visible_through_a_norm(cpu: NativeCpu, poison: f
 
 
 def quantized(cpu: NativeCpu, x: Tensor) -> Tensor:
-    """x as bytes with a scale per row: through a linear whose weights, 127 and scale 1, are I."""
+    """x as bytes with a scale per row: the output of a linear whose weights are the identity."""
     width = x.shape[1]
     identity = cpu.pack("int8", 127 * torch.eye(width))
     out = torch.full((len(x), width), NAN)
@@ -116,7 +117,8 @@ SLOTS = torch.tensor([3, -1, 0, 14, 8, 9, 10])
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x: [T, heads, D], halves of GPT-NeoX of as many dimensions as there are angles for."""
+    """x [T, heads, D], rotated in GPT-NeoX's halves, in as many dimensions as there are angles
+    for."""
     width = 2 * cos.shape[1]
     first, second = x[..., :width].chunk(2, dim=-1)
     cos, sin = cos[POSITIONS, None].double(), sin[POSITIONS, None].double()
@@ -131,7 +133,7 @@ def store_qkv(
     angles: tuple[Tensor, Tensor],
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """q [T, H, D] and one layer of an arena of NaN [blocks, 2, block_size, K, D]."""
+    """q [T, H, D], and one layer of an arena of NaN [blocks, 2, block_size, K, D]."""
     head_dim = qkv.shape[1] // (NUM_HEADS + 2 * NUM_KV_HEADS)
     q = torch.full((len(qkv), NUM_HEADS, head_dim), NAN, dtype=dtype)
     arena = torch.full((5, 2, 2, BLOCK_SIZE, NUM_KV_HEADS, head_dim), NAN, dtype=dtype)
@@ -150,7 +152,8 @@ def store_qkv(
 def test_queries_keys_and_values_find_their_places(
     cpu: NativeCpu, head_dim: int, width: int, with_norms: bool, dtype: torch.dtype
 ) -> None:
-    """Normed, rotated and rounded once; token 1 has slot -1: its query is made, nothing stored."""
+    """Values are normed, rotated and rounded once. Token 1 has slot -1: its query is computed, and
+    nothing is stored."""
     qkv = randn(7, (NUM_HEADS + 2 * NUM_KV_HEADS) * head_dim)
     norms = (randn(head_dim, seed=1), randn(head_dim, seed=2)) if with_norms else None
     angles = torch.rand(50, width // 2) * 6
@@ -179,7 +182,8 @@ def test_queries_keys_and_values_find_their_places(
 
 @pytest.mark.parametrize("poison", [NAN, INF])
 def test_non_finite_values_stay_visible_in_the_arena(cpu: NativeCpu, poison: float) -> None:
-    """Token 0, slot 3: block 1, offset 0; its first key head and its last value head."""
+    """Token 0 has slot 3: block 1, offset 0. Its first key head and its last value head are not
+    finite."""
     qkv = randn(7, (NUM_HEADS + 2 * NUM_KV_HEADS) * 32)
     qkv[0, NUM_HEADS * 32 + 5] = poison
     qkv[0, -1] = poison

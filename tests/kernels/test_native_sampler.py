@@ -1,5 +1,5 @@
-"""Native draws against `services.engine.sampling.sampler`, which says what they are, and against
-what each filter leaves."""
+"""Native draws equal those of `services.engine.sampling.sampler`, and draw only what each filter
+leaves."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -58,8 +58,8 @@ def of_draws(
 @pytest.mark.parametrize("name", FILTERS)
 @pytest.mark.parametrize("vocab_size", [1, 7, 1000, 20_011])
 def test_draws_are_those_of_the_sampler(isa: str, name: str, vocab_size: int) -> None:
-    """40 draws with seeds, sequences and positions of their own; a last bit of a probability turns
-    about one in a million."""
+    """40 draws with different seeds, sequences and positions; the last bit of a probability changes
+    about one draw in a million."""
     logits = 3 * torch.randn(40, vocab_size, generator=torch.Generator().manual_seed(vocab_size))
     params = [replace(PLAIN, seed=2**64 - 1 - row, **FILTERS[name]) for row in range(40)]
     draws = [Draw(p, row % 3) for row, p in enumerate(params)]
@@ -71,14 +71,14 @@ def test_draws_are_those_of_the_sampler(isa: str, name: str, vocab_size: int) ->
 @pytest.mark.parametrize("kind", range(len(ADJUSTMENTS_OF_CASES)))
 @pytest.mark.parametrize("vocab_size", [6, 300, 4200])
 def test_draws_of_every_kind_are_those_of_the_sampler(isa: str, vocab_size: int, kind: int) -> None:
-    """`triton_sampling_suite.py` holds the third sampler against these two."""
+    """`triton_sampling_suite.py` compares the third sampler with these two."""
     assert of_draws(isa, *cases(vocab_size)[kind]) == wanted(vocab_size, kind)
 
 
 @ISAS
 @pytest.mark.parametrize("name", FILTERS)
 def test_filtered_tokens_are_never_drawn(isa: str, name: str) -> None:
-    """Logits of few values, so that many tie at every threshold."""
+    """The logits have few values, so that many tie at every threshold."""
     row = torch.randint(0, 12, (1, 300), generator=torch.Generator().manual_seed(3)).float()
     params = [replace(PLAIN, seed=seed, **FILTERS[name]) for seed in range(400)]
     allowed = set(filtered_weights(row, [params[0]])[0].nonzero().squeeze(1).tolist())
@@ -125,7 +125,7 @@ ADJUSTMENTS: dict[str, dict[str, Any]] = {
 def test_adjusted_draws_are_those_of_the_sampler(
     isa: str, name: str, filters: str, vocab_size: int
 ) -> None:
-    """40 sequences of tokens that are likely, come and come again; some end with token 0 or 4."""
+    """40 sequences of likely tokens that repeat; some end with token 0 or 4."""
     generator = torch.Generator().manual_seed(vocab_size)
     logits = 3 * torch.randn(40, vocab_size, generator=generator)
     logits[:, :7] += 8
@@ -150,7 +150,8 @@ def test_adjusted_draws_are_those_of_the_sampler(
 def test_masked_draws_are_those_of_the_sampler(
     isa: str, name: str, filters: str, vocab_size: int
 ) -> None:
-    """Masks of a few tokens, of many, of whole words of bits; bans that leave no token are void."""
+    """Masks of a few tokens, of many, and of whole words of bits; bans that would leave no token
+    are ignored."""
     generator = torch.Generator().manual_seed(vocab_size)
     logits = 3 * torch.randn(40, vocab_size, generator=generator)
     kind = {"temperature": 0.0} if filters == "greedy" else FILTERS[filters]
@@ -198,7 +199,8 @@ def test_non_finite_logits_are_reported_whatever_is_allowed(isa: str) -> None:
 def test_draws_from_a_whole_vocabulary_are_those_of_the_sampler(
     isa: str, spread: float, filters: str
 ) -> None:
-    """Of 151,936 tokens, from all alike to one that is almost sure; some are impossible."""
+    """151,936 tokens, from a uniform distribution to one that is almost certain; some tokens are
+    impossible."""
     generator = torch.Generator().manual_seed(4)
     logits = spread * torch.randn(6, 151_936, generator=generator)
     logits[:, ::97] = float("-inf")
@@ -209,7 +211,7 @@ def test_draws_from_a_whole_vocabulary_are_those_of_the_sampler(
 
 @ISAS
 def test_native_draws_follow_the_distribution(isa: str) -> None:
-    """40,000 of 200 tokens, of which a whole chunk is out of the question; the limit is the 99.99th
+    """40,000 draws from 200 tokens, of which a whole chunk is impossible; the limit is the 99.99th
     percentile of chi-square with 135 degrees of freedom."""
     row = torch.sin(torch.arange(200.0) * 0.7) - torch.arange(200.0) / 100
     row[64:128] = float("-inf")
@@ -227,7 +229,7 @@ def test_native_draws_follow_the_distribution(isa: str) -> None:
 @pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 6.0])
 @pytest.mark.parametrize("top_p", [1e-9, 0.2, 0.9, 0.9999, 1 - 1e-9])
 def test_a_nucleus_of_any_shape_is_the_samplers(isa: str, spread: float, top_p: float) -> None:
-    """From almost all tokens to a few, and with all of them the same."""
+    """From almost all tokens to a few, and with equal probabilities."""
     generator = torch.Generator().manual_seed(1)
     logits = spread * torch.randn(60, 3001, generator=generator)
     params = [replace(PLAIN, top_p=top_p, seed=row) for row in range(60)]

@@ -1,5 +1,5 @@
-"""Native scores against `services.engine.sampling.logprobs`, which says what they are, and both
-against torch's log_softmax in double precision."""
+"""Native scores equal those of `services.engine.sampling.logprobs`, and both equal torch's
+log_softmax in double precision."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def some_logits(num_rows: int, vocab_size: int) -> Tensor:
 
 
 def assert_close(found: list[Logprobs | Fault], wanted: list[Logprobs | Fault]) -> None:
-    """Tokens and ranks are the same, logprobs as near as fp32 powers allow."""
+    """Tokens and ranks are equal; logprobs are as near as powers in fp32 allow."""
     for one, other in zip(found, wanted, strict=True):
         assert isinstance(one, Logprobs)
         assert isinstance(other, Logprobs)
@@ -63,7 +63,7 @@ def test_the_definition_is_log_softmax(vocab_size: int) -> None:
 
 @ISAS
 def test_of_equal_logits_the_lowest_token_comes_first(isa: str) -> None:
-    """Logits of four values, so that many tie, across chunks and parts."""
+    """The logits have four values, so that many tie across chunks and parts."""
     logits = torch.randint(0, 4, (3, 20_000), generator=torch.Generator().manual_seed(1)).float()
     token_ids = [0, 5, 19_999]
     found = native(isa, logits, token_ids, 20)

@@ -1,5 +1,5 @@
-"""Linears by tiles (AMX): the emulation against exact arithmetic in the documented order, and the
-hardware against the emulation."""
+"""Linears by tiles (AMX): the emulation equals exact arithmetic in the documented order, and the
+hardware equals the emulation."""
 
 import pytest
 import torch
@@ -27,7 +27,8 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def spread(*shape: int, exponents: float, seed: int) -> Tensor:
-    """bf16 numbers whose exponents are spread: sums lose digits, so that their order shows."""
+    """bf16 numbers with different exponents: sums lose digits, so that their order has an
+    effect."""
     scales = torch.exp2(randn(*shape, seed=seed + 1) * exponents)
     return (randn(*shape, seed=seed) * scales).to(BF16)
 
@@ -55,7 +56,7 @@ def test_sums_are_those_of_the_documented_order(cpu: NativeCpu, k: int) -> None:
 
 
 def test_another_order_would_show(cpu: NativeCpu) -> None:
-    """The inputs above tell orders apart: pairs one after another give other bits."""
+    """With the inputs above, summing the pairs one after another gives other bits."""
     x, weight = spread(3, 70, exponents=4, seed=70), spread(34, 70, exponents=4, seed=72)
     assert not same_bits(linear(cpu, "bfloat16", x, weight), in_tile_order(x, weight.flip(1)))
     assert not same_bits(
@@ -84,8 +85,8 @@ def test_denormals_are_read_and_written_as_zero(cpu: NativeCpu) -> None:
 @pytest.mark.parametrize("k", [600, 1024, 1037])
 @pytest.mark.parametrize("kind", ["bfloat16", "int8"])
 def test_blocks_of_rows_panels_and_k_change_no_bit(cpu: NativeCpu, kind: Kind, k: int) -> None:
-    """300 rows and 300 columns are four blocks, whose sums wait in memory between parts of K; up to
-    32 rows take K whole."""
+    """300 rows and 300 columns are four blocks, whose sums stay in memory between parts of K; up to
+    32 rows take K in one part."""
     dtype = BF16 if kind == "bfloat16" else torch.float32
     x, weight = randn(300, k).to(dtype), randn(300, k, seed=1).to(dtype)
     together = linear(cpu, kind, x, weight)

@@ -1,5 +1,4 @@
-"""Every other operation of every backend against the reference, and the reference against PyTorch's
-own."""
+"""Every other operation: each backend equals the reference, and the reference equals PyTorch."""
 
 import pytest
 import torch
@@ -27,7 +26,7 @@ def assert_near(actual: Tensor, expected: Tensor) -> None:
 def test_store_kv_writes_its_slots_and_nothing_else(
     ops: Backend, reference: Backend, dtype: torch.dtype, block_size: int, num_tokens: int
 ) -> None:
-    """Every third token has slot -1; keys and values are views into one fused tensor."""
+    """Every third token has slot -1; keys and values are views of one fused tensor."""
     num_blocks = num_tokens // block_size + 3
     slots = torch.randperm(num_blocks * block_size, generator=torch.Generator().manual_seed(1))
     slots = slots[:num_tokens].clone()
@@ -51,7 +50,7 @@ def test_store_kv_of_nothing_at_all(ops: Backend) -> None:
 
 
 def test_copy_blocks_reads_every_source_before_it_writes(ops: Backend, reference: Backend) -> None:
-    """Blocks 0 and 1 change places, 3 goes to 2 and 4."""
+    """Blocks 0 and 1 swap places; 3 is copied to 2 and 4."""
     pairs = torch.tensor([[0, 1], [1, 0], [3, 2], [3, 4]])
     for backend in (ops, reference):
         arena = randn(6, 2, 2, 4, 1, 8)
@@ -61,7 +60,7 @@ def test_copy_blocks_reads_every_source_before_it_writes(ops: Backend, reference
 
 
 def test_copy_blocks_from_another_arena(ops: Backend, reference: Backend) -> None:
-    """0, 1 and 2 stay side by side, 4 goes to 0 and to 5, and the source stays what it is."""
+    """Blocks 0, 1 and 2 are adjacent, 4 is copied to 0 and 5, and the source does not change."""
     pairs = torch.tensor([[0, 1], [1, 2], [2, 3], [4, 0], [4, 5]])
     for backend in (ops, reference):
         arena, source = randn(7, 2, 2, 4, 1, 8), randn(5, 2, 2, 4, 1, 8)
@@ -130,7 +129,7 @@ def test_add_rms_norm_adds_in_place_and_norms_the_sum(
 def test_rope_turns_queries_and_keys_in_place(
     ops: Backend, reference: Backend, dtype: torch.dtype, head_dim: int
 ) -> None:
-    """Queries and keys are views into one fused tensor, whose values must stay."""
+    """Queries and keys are views of one fused tensor, whose values do not change."""
     angles = randn(6, head_dim // 2, seed=1) * 3
     fused = randn(6, 4 + 2 + 2, head_dim, dtype=dtype)
     results = []
@@ -161,7 +160,7 @@ def test_rope_turns_the_first_dimensions_of_heads(ops: Backend, reference: Backe
 
 
 def test_rms_norm_takes_weights_in_fp32(ops: Backend, reference: Backend) -> None:
-    """That bf16 would round."""
+    """The weights would change if bf16 rounded them."""
     x, weight = randn(5, 48, dtype=torch.bfloat16), 1 + randn(48, seed=1) * 2**-10
     expected = reference.rms_norm(x.float(), weight, 1e-6).bfloat16()
     for backend in (ops, reference):

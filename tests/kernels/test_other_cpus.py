@@ -1,4 +1,4 @@
-"""The kernels on other processors than the one that builds them."""
+"""The kernels on other processors than the building one."""
 
 import platform
 import shutil
@@ -21,7 +21,7 @@ def run(*command: str | Path) -> str:
 
 
 def objects() -> dict[str, Path]:
-    """What `make setup` compiled for each instruction set."""
+    """The object files that `make setup` compiled for each instruction set."""
     tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
     system = sysconfig.get_platform().replace("-", "_")
     folder = ROOT / "build" / f"{tag}-{tag}-{system}" / "CMakeFiles" / "_native.dir" / "csrc"
@@ -29,8 +29,8 @@ def objects() -> dict[str, Path]:
 
 
 def merged_symbols(file: Path) -> list[str]:
-    """Functions and data of an object file that the linker merges with equal names of others:
-    inline functions and instances of templates."""
+    """Functions and data of an object file that the linker merges with equal names of other files:
+    inline functions and template instances."""
     lines = [line.split(None, 2) for line in run("nm", "--defined-only", "-C", file).splitlines()]
     return [name for _, kind, name in lines if kind in "VWu" and not name.startswith("DW.ref.")]
 
@@ -38,7 +38,7 @@ def merged_symbols(file: Path) -> list[str]:
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other CPUs have one instruction set")
 def test_code_for_an_instruction_set_is_used_by_no_other_file() -> None:
     """The linker keeps one of several equal inline functions. If it kept one that was compiled for
-    AVX-512, an older CPU would meet its instructions in code for every CPU."""
+    AVX-512, an older CPU would run its instructions in code for every CPU."""
     compiled = objects()
     assert {"portable", "avx2", "avx512", "amx"} <= compiled.keys(), "make setup builds them"
     for isa, file in compiled.items():
@@ -49,7 +49,7 @@ def test_code_for_an_instruction_set_is_used_by_no_other_file() -> None:
 @pytest.mark.full
 @pytest.mark.skipif(not shutil.which(CROSS), reason="apt-get install g++-aarch64-linux-gnu")
 def test_the_kernels_compile_for_arm64_without_a_warning(tmp_path: Path) -> None:
-    """The whole module, linked: it names no instruction and no function of x86-64 alone."""
+    """The whole module is linked: it uses no instruction or function of x86-64 only."""
     nanobind = run(sys.executable, "-m", "nanobind", "--cmake_dir").strip()
     target = (
         "-DCMAKE_SYSTEM_NAME=Linux",

@@ -1,5 +1,5 @@
-"""The sampler on a device compiles for GPUs without one, and its PTX has no operation whose bits
-could differ from the reference's: none is fused, approximate or without denormals."""
+"""The device's sampler compiles for GPUs without one. Its PTX has no operation whose bits could
+differ from the reference's: none is fused, approximate or without denormals."""
 
 import re
 from pathlib import Path
@@ -15,7 +15,7 @@ from .test_triton_compile import compiling
 INEXACT = re.compile(
     r"\b(?:fma|mad)\.\w*\.?f32|\.(?:approx|full|ftz)\b|\b(?:mul|add|sub)\.f(?:32|64)"
 )
-"""An operation without `.rn` may be fused by the assembler."""
+"""The assembler may fuse an operation without `.rn`."""
 
 
 def draws(num: int) -> DrawTensors:
@@ -43,7 +43,7 @@ def draws(num: int) -> DrawTensors:
 def test_the_sampler_compiles_to_exact_operations(
     tmp_path: Path, capability: int, is_adjusted: bool
 ) -> None:
-    """`warm_up` compiles all of them, with and without penalties."""
+    """`warm_up` compiles all variants, with and without penalties."""
     shape = (2, 151_936)
     tables = PenaltyTables(
         torch.zeros(shape), torch.zeros(shape).int(), torch.zeros(shape, dtype=torch.int8)

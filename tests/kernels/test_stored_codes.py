@@ -1,4 +1,4 @@
-"""Weights that are already quantized are packed as they are: 8 bits in the layout of those that the
+"""Weights that are stored quantized are packed unchanged: 8 bits in the layout of those that the
 kernels quantize, 4 bits also with negative scales."""
 
 import pytest
@@ -10,7 +10,7 @@ from kvops.native import NativeCpu, PackedLinear, aligned, packed_bytes
 
 
 def quantized(weight: torch.Tensor) -> Int8Weight:
-    """As the kernels do it."""
+    """Codes and scales as the kernels compute them."""
     scales = weight.abs().amax(1) / 127
     return Int8Weight((weight / scales[:, None]).round().to(torch.int8), scales)
 
@@ -29,7 +29,8 @@ def test_codes_have_the_kernels_layout(sizes: tuple[int, ...], k: int, turn: int
 
 
 def test_negative_scales_of_four_bits_stay_exact() -> None:
-    """GGUF's Q4_0 has them. Here they are far larger than the positive ones of the same output."""
+    """GGUF's Q4_0 has negative scales. Here they are far larger than the positive ones of the same
+    output."""
     codes = torch.tensor([[9] * 32 + [7] * 32], dtype=torch.uint8)
     scales = torch.tensor([[-(2.0**20), 2.0**-3]])
     weight = Int4Weight(codes, scales, torch.full((1, 2), 8.0), 32)

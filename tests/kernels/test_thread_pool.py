@@ -1,4 +1,4 @@
-"""The threads that share out a step, without a data race by ThreadSanitizer's account."""
+"""The threads that share a step have no data race, by ThreadSanitizer."""
 
 import subprocess
 from pathlib import Path

@@ -1,9 +1,7 @@
-"""Triton's kernels, computed by Triton's interpreter on the CPU. (A model made of them:
-`test_gpu_check.py`.)
+"""Triton's kernels in Triton's interpreter on the CPU (`test_gpu_check.py` tests a model of them).
 
-Whether Triton interprets is decided by the environment when its modules are first imported, and
-other tests import them too (by way of transformers): so what is interpreted runs in processes of
-its own.
+Triton decides whether to interpret by the environment at the first import of its modules, and other
+tests import them too, by way of transformers: so interpreted tests run in separate processes.
 """
 
 import os

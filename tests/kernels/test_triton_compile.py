@@ -1,6 +1,6 @@
-"""What the interpreter cannot tell: that Triton's kernels compile for GPUs, fit into their shared
-memory, use tensor cores, and are few. Needs no GPU: each launch is compiled for one, and goes no
-further."""
+"""Triton's kernels compile for GPUs, fit into their shared memory, use tensor cores, and are few:
+properties that the interpreter cannot check. No GPU is needed: each launch is compiled, and does
+not run."""
 
 import re
 from collections.abc import Iterator
@@ -19,11 +19,11 @@ from kvops.triton import TritonKernels
 from kvops.triton.fusions import clear_begun_blocks
 
 SHARED_BYTES = 99 * 1024
-"""Of a block on capabilities 8.6 and 8.9, the least of all since 8.0."""
+"""Shared memory of a block on capabilities 8.6 and 8.9, the smallest since 8.0."""
 
 
 class Target:
-    """As much of Triton's driver as compiling asks for. Compiled kernels are kept by device, so
+    """The part of Triton's driver that compiling needs. Compiled kernels are kept by device, so
     each capability is another device."""
 
     def __init__(self, capability: int) -> None:
@@ -41,7 +41,8 @@ class Target:
 
 @contextmanager
 def compiling(capability: int, cache: Path) -> Iterator[list[Any]]:
-    """Within, launches compile for this capability and do nothing else; the list has what came."""
+    """Within the block, launches only compile for this capability; the list gets the compiled
+    kernels."""
     compiled: list[Any] = []
     run = JITFunction.run
 
@@ -78,8 +79,8 @@ def attend(num_tokens: int, num_rows: int, head_dim: int, dtype: torch.dtype) ->
 
 
 def loads_that_a_loop_waits_for(ptx: str) -> int:
-    """The number of loads from global memory in the longest loop that are not asynchronous copies
-    into shared memory. ValueError: there is no loop."""
+    """How many loads from global memory in the longest loop are not asynchronous copies into shared
+    memory. ValueError: there is no loop."""
     lines = ptx.splitlines()
     labels = {line.split(":")[0]: i for i, line in enumerate(lines) if line.startswith("$L__BB")}
     jumps = (

@@ -1,6 +1,6 @@
-"""Triton's interpreter knows no bf16 arithmetic, for NumPy has none: it cuts fp32 off to bf16 where
-a GPU rounds to the nearest (of two, the even one), and its matrix product takes the bit patterns
-for numbers. Here are both as the hardware does them."""
+"""bf16 arithmetic for Triton's interpreter, as the hardware does it. NumPy has no bf16: without
+this module the interpreter truncates fp32 to bf16 where a GPU rounds to the nearest (ties to even),
+and its matrix product takes the bit patterns for numbers."""
 # Triton has no types.
 # mypy: disable-error-code="import-untyped"
 
@@ -28,14 +28,15 @@ def compute_bf16_as_a_gpu(patch: pytest.MonkeyPatch) -> None:
 
 
 def _rounded(values: Any) -> Any:
-    """fp32 to the upper halves of the nearest bf16; a NaN, which may overflow here, to a NaN."""
+    """fp32 rounded to the upper halves of the nearest bf16; a NaN, which could overflow here, stays
+    NaN."""
     bits = values.view(np.uint32)
     nearest = (bits + 0x7FFF + (bits >> 16 & 1) >> 16).astype(np.uint16)
     return np.where(np.isnan(values), np.uint16(0x7FC0), nearest)
 
 
 def _widened(handle: Any) -> Any:
-    """Products of bf16 values are exact in fp32."""
+    """bf16 as fp32, in which products of bf16 values are exact."""
     if handle.dtype.scalar != tl.bfloat16:
         return handle
     return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)

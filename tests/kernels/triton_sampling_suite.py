@@ -1,5 +1,5 @@
-"""The tests of the sampler on a device, in Triton's interpreter: three samplers, one result, to the
-last bit. Not collected by itself: `test_triton.py` runs it."""
+"""The tests of the device's sampler in Triton's interpreter: three samplers give the same bits.
+pytest does not collect this file: `test_triton.py` runs it."""
 # Triton has no types.
 # mypy: disable-error-code="import-untyped, no-untyped-call, no-untyped-def, untyped-decorator"
 
@@ -39,7 +39,7 @@ OPS = kvops.backend("triton")
 
 
 class Head:
-    """As much of a model as drawing needs: its states are the logits."""
+    """A head whose states are the logits: all of a model that drawing needs."""
 
     def __init__(self, vocab_size: int) -> None:
         self.config = type("Config", (), {"vocab_size": vocab_size})
@@ -71,8 +71,8 @@ EVERY = [23, pytest.param(1, marks=pytest.mark.full)]
 @pytest.mark.parametrize("vocab_size", [6, 4200])
 @pytest.mark.parametrize("kind", range(len(ADJUSTMENTS)))
 def test_three_samplers_draw_the_same(vocab_size: int, kind: int, every: int) -> None:
-    """Every filter on every kind of logits, with each kind of adjustment; or one of `every` so
-    many, for the interpreter is slow."""
+    """Every filter on every kind of logits, with each kind of adjustment; `every`: only one of so
+    many, since the interpreter is slow."""
     some = slice(kind, None, every)
     logits, draws, positions = cases(vocab_size)[kind]
     logits, draws, positions = logits[some], draws[some], positions[some]
@@ -124,7 +124,7 @@ def test_random_numbers_are_those_of_the_host() -> None:
 
 
 def test_penalties_follow_the_tokens_of_sequences_that_come_and_go() -> None:
-    """12 steps of up to 6 sequences; each step sends what is new, and slots are used again."""
+    """12 steps of up to 6 sequences; each step sends only the new tokens, and slots are reused."""
     vocab_size, generator = 90, torch.Generator().manual_seed(2)
     device = drawing(vocab_size)
     live: list[tuple[list[int], PenaltyState | None, Draw]] = []
@@ -155,7 +155,8 @@ def test_penalties_follow_the_tokens_of_sequences_that_come_and_go() -> None:
 
 
 def test_logprobs_and_prompts_are_those_of_the_host() -> None:
-    """Forks, scored prompts longer than a part, a row without logprobs: one copy to the host."""
+    """Forks, scored prompts longer than a part, and a row without logprobs: one copy to the
+    host."""
     vocab_size = 100
     p = replace(PLAIN, seed=5, logprobs=3)
     rows = [
@@ -187,7 +188,7 @@ def test_logprobs_and_prompts_are_those_of_the_host() -> None:
 
 
 class FixedGrammar:
-    """A grammar state that allows every so many tokens; 0: it fails."""
+    """A grammar state that allows one token of `every`; 0: it fails."""
 
     def __init__(self, every: int, vocab_size: int) -> None:
         self.every = every
@@ -202,8 +203,8 @@ class FixedGrammar:
 
 
 def test_masked_draws_are_those_of_the_host() -> None:
-    """Beside draws without a mask of the same state; logprobs are of the logits without masks. A
-    mask hides neither NaN nor a grammar that fails."""
+    """Draws with and without masks of the same state; logprobs are those of unmasked logits. A mask
+    hides neither NaN nor a grammar that fails."""
     vocab_size = 100
     p = replace(PLAIN, seed=5, logprobs=2)
     penalties = replace(p, presence_penalty=1.5, bad_words=((0,), (6,)), temperature=0.7)

@@ -1,6 +1,5 @@
-"""The tests that Triton's kernels must pass, in Triton's interpreter. Not collected by itself:
-`test_triton.py` runs it. (`bench/gpu_check.sh` is for a GPU.)
-"""
+"""The tests that Triton's kernels must pass in Triton's interpreter. pytest does not collect this
+file: `test_triton.py` runs it. (`bench/gpu_check.sh` is for a GPU.)"""
 
 import dataclasses
 import sys
@@ -73,7 +72,7 @@ def ops() -> Iterator[Backend]:
 
 @pytest.fixture
 def flash(monkeypatch: pytest.MonkeyPatch) -> Backend:
-    """flash-attn as it is on newer GPUs, with Triton's kernels for all else."""
+    """flash-attn as on newer GPUs, with Triton's kernels for all other operations."""
     monkeypatch.setitem(sys.modules, "flash_attn", flash_stand_in)
     monkeypatch.setattr(flash_stand_in, "reads_whole_pages", True)
     from kvops.flash_package import FlashPackageKernels
@@ -101,7 +100,8 @@ def test_splits_of_a_context_join_to_the_whole(
 
 
 def test_a_decoded_row_has_the_same_bits_in_every_batch(ops: Backend) -> None:
-    """Alone it may have fewer splits than beside a longer row; they begin where they began."""
+    """Alone, a row may have fewer splits than beside a longer row; the splits begin at the same
+    positions."""
     rows = [(1, 1), (1, 200), (1, 300), (1, 2000)]
     batch = paged_batch(SMALL, rows, seed=8)
     together = attend(ops, batch)
@@ -123,7 +123,7 @@ def test_a_decoded_row_has_the_same_bits_in_every_batch(ops: Backend) -> None:
 def test_a_row_without_context_is_0(
     ops: Backend, reference: Backend, longest: int, new: int
 ) -> None:
-    """The padded rows of CUDA graphs; the blocks that they name may hold NaN."""
+    """Padded rows of CUDA graphs: the blocks that they name may hold NaN."""
     batch = paged_batch(SMALL, [(new, new), (new, longest), (new, new)], seed=6)
     batch.context_lens[0] = batch.context_lens[2] = 0
     batch.block_tables[0] = batch.block_tables[2] = 0
@@ -154,8 +154,8 @@ def test_fp16(ops: Backend, reference: Backend) -> None:
 
 @pytest.mark.parametrize("block_size", [1, 16, 7])
 def test_a_block_is_cleared_when_its_first_slot_is_written(flash: Backend, block_size: int) -> None:
-    """Blocks 1 and 4 begin, 2 goes on (but where a block is one slot), the others are not written.
-    A block is longer than what a program clears at once."""
+    """Blocks 1 and 4 begin, block 2 continues (unless a block is one slot), and the others are not
+    written. A block is longer than what a program clears at once."""
     arena = torch.full((6, 5, 2, block_size, 8, 128), float("nan"), dtype=torch.float16)
     slots = [block_size, -1, 4 * block_size, 3 * block_size - 1]
     flash.clear_begun_blocks(arena, torch.tensor(slots))
@@ -165,7 +165,7 @@ def test_a_block_is_cleared_when_its_first_slot_is_written(flash: Backend, block
 
 
 def test_what_a_block_held_before_reaches_no_row(flash: Backend, reference: Backend) -> None:
-    """Without the clearing, 0 x NaN does."""
+    """Without the clearing, 0 x NaN would reach a row."""
     geometry = Geometry(256, num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float16)
     batch = paged_batch(geometry, [(300, 300), (7, 7)], seed=1)
     assert attend(flash, batch).isnan().any()
