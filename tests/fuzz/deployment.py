@@ -1,6 +1,5 @@
-"""A whole deployment in one process, for whoever sends it what nobody should: a gateway behind its
-own gRPC and HTTP, the operations behind their relays, real workers over a model that is a function,
-and a ledger that can be audited."""
+"""A whole deployment in one process for fuzzing: a gateway behind gRPC and HTTP, operations behind
+their relays, real workers over a model that is a function, and a ledger that can be audited."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -57,7 +56,7 @@ LIMIT_S = 30.0
 VOCAB = 300
 MAX_MODEL_LEN = 64
 FIRST_TOKEN, NUM_TOKENS = 97, 26
-"""Tokens are the letters a to z of a byte-level vocabulary."""
+"""The tokens are the letters a to z of a byte-level vocabulary."""
 
 
 def expected(prompt: Sequence[int], num_tokens: int) -> list[int]:
@@ -72,7 +71,7 @@ def _letter(token: int) -> int:
 
 
 class Letters(FakeForward):
-    """Every draw is greedy."""
+    """A model whose draws are all greedy."""
 
     def _row(self, row: Row) -> RowResult:
         draws = [replace(d, sampling=replace(d.sampling, temperature=0.0)) for d in row.draws]
@@ -87,7 +86,7 @@ class Letters(FakeForward):
 
 @dataclass
 class Child:
-    """Stands in for a process of the supervisor and does nothing."""
+    """A substitute for a process of the supervisor that does nothing."""
 
     spec: ChildSpec
     is_staying: bool = True
@@ -137,7 +136,7 @@ class Deployment:
                 await asyncio.sleep(0.001)
 
     async def until_idle(self) -> None:
-        """Nobody waits, runs, or holds anything, and the ledger's laws hold."""
+        """Wait until no request waits or runs and nothing is held; then check the ledger's laws."""
         ledger, dispatcher = self.store.ledger("pool"), self.assembly.dispatcher
         await self.until(lambda: not (dispatcher.num_waiting or dispatcher.num_running))
         await self.until(lambda: not (ledger.holders or ledger.waiters))
@@ -260,7 +259,8 @@ async def _opened(directory: Path) -> AsyncIterator[Deployment]:
 
 @contextmanager
 def deployed(directory: Path) -> Iterator[tuple[asyncio.Runner, Deployment]]:
-    """Open between the runs of the runner. One task opens and closes it, as task groups want."""
+    """A deployment that stays open between runs of the runner. One task opens and closes it, as
+    task groups require."""
     with asyncio.Runner() as runner:
         loop = runner.get_loop()
         is_open: asyncio.Future[Deployment] = loop.create_future()
@@ -281,7 +281,7 @@ def deployed(directory: Path) -> Iterator[tuple[asyncio.Runner, Deployment]]:
 
 
 async def _either(*futures: asyncio.Future[Any]) -> None:
-    """Until the first is done; what it raises is raised."""
+    """Wait for the first of two tasks; raises its error."""
     done, _ = await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
     for future in done:
         future.result()

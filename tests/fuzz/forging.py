@@ -1,4 +1,4 @@
-"""Tickets with every field wrong, of single sequences, groups and searches."""
+"""Tickets with every field wrong: of single sequences, groups and searches."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from quire.v1 import ticket_pb2
 
 Changes = Sequence[tuple[str, Any]]
-"""(path of a field, what it becomes): "sequences.1.index" of the second sequence alone,
-"sequences.index" of all."""
+"""(path of a field, its new value): "sequences.1.index" changes the second sequence only,
+"sequences.index" all of them."""
 
 NUMBERS = st.sampled_from([0, 1, 2, 3, 7, 10, 13, 14, 15, 31, 32, 63, 64, 65, 2**31, 2**32 - 1])
 LARGE = NUMBERS | st.sampled_from([2**52 - 1, 2**52, 2**53, 2**63, 2**64 - 1])
@@ -30,9 +30,9 @@ WHOLE: dict[str, Callable[[list[Any]], list[Any]]] = {
     "one table for all": lambda there: _alike(there, "block_ids"),
     "one length for all": lambda there: _alike(there, "token_ids"),
 }
-"""What becomes of all sequences of a ticket."""
+"""Changes of all sequences of a ticket."""
 TABLES = ["none", "twice", "first", "reversed", "tables crossed", "one table for all"]
-"""The same of tables alone, in a colder pool."""
+"""Changes of the block tables in a swap pool."""
 
 
 def changes(honest_prompt: Sequence[int]) -> st.SearchStrategy[tuple[str, Any]]:
@@ -116,7 +116,7 @@ def forge(base: ticket_pb2.Ticket, changes: Changes) -> ticket_pb2.Ticket:
 
 
 def change(message: Any, path: str, value: Any) -> None:
-    """What a field cannot carry is left out."""
+    """Changes that a field cannot hold are left out."""
     *where, name = path.split(".")
     for each in list(_found(message, where)):
         if isinstance(value, str) and hasattr(getattr(each, name), "add"):
@@ -166,7 +166,7 @@ def _numbered(sequence: Any, index: int) -> Any:
 
 
 def _crossed(there: list[Any]) -> list[Any]:
-    """Each with the table of the one behind it."""
+    """Each sequence with the block table of the next one."""
     copies = [_copy(one) for one in there]
     for copy, other in zip(copies, there[1:] + there[:1], strict=True):
         _assign(copy, "block_ids", list(other.block_ids))

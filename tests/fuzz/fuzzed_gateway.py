@@ -1,5 +1,5 @@
-"""A gateway and its workers in one event loop, in virtual time: what they say to each other goes
-through the wire's messages, as bytes, and through nothing else."""
+"""A gateway and its workers in one event loop, in virtual time. All messages between them are
+encoded and decoded as on the wire."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -33,7 +33,7 @@ VOCAB = 300
 
 
 class Wire(Session):
-    """A worker's end of its stream. `spoil` makes of one message those that are sent."""
+    """A worker's end of its stream. `spoil` replaces a message by the messages to send."""
 
     def __init__(self, response: Callable[..., Any], arrive: Callable[[Any], None]) -> None:
         super().__init__(response)
@@ -45,15 +45,15 @@ class Wire(Session):
             self.say(message)
 
     def say(self, message: Any) -> None:
-        """As it is; it arrives a turn of the loop later."""
+        """Send the message unchanged; it arrives one iteration of the loop later."""
         data = message.SerializeToString()
         arrived = type(message).FromString(data)
         asyncio.get_running_loop().call_soon(self._arrive, arrived)
 
 
 class Line:
-    """A connection without gRPC: `services.gateway.workers.connection.Peer`'s part. A garbled
-    message ends the stream, and it is made again at once."""
+    """A connection without gRPC, in the place of `services.gateway.workers.connection.Peer`. A
+    malformed message ends the stream, which is opened again at once."""
 
     def __init__(self, fake: FakePrefill | FakeDecode, directory: str) -> None:
         self.fake = fake
@@ -69,7 +69,7 @@ class Line:
         self.worker.connected = True
 
     def lose(self) -> None:
-        """The stream breaks."""
+        """Break the stream."""
         self.fake.sessions.remove(self.session)
         self.fake.on_closed(self.session)
         self.worker.connected = False
@@ -114,7 +114,7 @@ class Line:
 
 @dataclass
 class Fleet:
-    """All workers are on one pool, and stay in the registry."""
+    """All workers are on one pool and stay in the registry."""
 
     lines: list[Line]
     served_model: Any

@@ -1,5 +1,5 @@
-"""A gateway that takes a request through prefill and decode, wherever it moves, and hears what
-becomes of it; and what it has to hear."""
+"""A gateway that takes a request through prefill and decode wherever it moves, and compares the
+events with the expected ones."""
 
 import asyncio
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ NUM_TOKENS = 24
 
 
 def _asked(**changes: Any) -> Ticket:
-    """First in line: others may be as many as they like."""
+    """The request is first in line, before any number of others."""
     return ticket("r1", HONEST_PROMPT, max_tokens=NUM_TOKENS, attempt=7, order=0, **changes)
 
 
@@ -70,7 +70,8 @@ class Gateway:
         return ticket_from_wire(issued, may_have_ended=True)
 
     async def decode(self, detached: Ticket, *, to_the_end: bool) -> Ticket:
-        """Until it has a token more, or all of them. The ticket that it runs on."""
+        """Decode until there is a new token, or the answer is complete. Returns the ticket that
+        runs."""
         self._attempt += 1
         key: dict[str, Any] = {"request_id": detached.request_id, "attempt": self._attempt}
         detached = replace(detached, attempt=self._attempt)
@@ -95,7 +96,8 @@ class Gateway:
         return await self.decode(again, to_the_end=to_the_end)
 
     async def moved(self, move: str, detached: Ticket) -> Ticket:
-        """The ticket at rest again, computed again if need be; unless it is over before."""
+        """The ticket, moved and at rest again, after a recompute if necessary; None if the request
+        has ended."""
         num_back = self._num_back
         key: dict[str, Any] = {"request_id": detached.request_id, "attempt": self._attempt}
         match move:
@@ -112,12 +114,12 @@ class Gateway:
         return back if back.sequences[0].block_ids else await self.prefill(back)
 
     async def back(self) -> Ticket:
-        """The last ticket that the decode worker gave back, once it has."""
+        """The last ticket that the decode worker returned."""
         await self._workers.until(lambda: bool(self._decodes[-1].hear("requeue")))
         return ticket_from_wire(self._last_requeue.ticket)
 
     async def _resume(self) -> None:
-        """Its gateway is gone, and another one asks for it."""
+        """Another gateway takes over the request of a lost one."""
         await self._decodes[-1].end()
         self._decodes.append(self._workers.connect()[1])
         self._attempt += 1
@@ -136,7 +138,7 @@ class Gateway:
 
     @property
     def answer(self) -> Answer:
-        """By position; none is ever told otherwise."""
+        """The tokens by position; no position may get two different tokens."""
         found: dict[int, dict[int, int]] = {}
         for index, position, token in self._told():
             of_one = found.setdefault(index, {})
@@ -147,7 +149,7 @@ class Gateway:
         }
 
     def _told(self) -> Iterator[tuple[int, int, int]]:
-        """(index, position, token). Beams are nobody's answer, whatever a ticket says of them."""
+        """(index, position, token). The tokens of beams are not part of an answer."""
         first = len(self._asked.prompt_token_ids)
         for decode in () if self._searches else self._decodes:
             for requeue in decode.hear("requeue"):
@@ -167,7 +169,7 @@ class Gateway:
 
     @property
     def _num_told(self) -> int:
-        """Tokens; of a search, steps."""
+        """The number of tokens received; for a search, of steps."""
         return sum(1 for _ in (self._outputs() if self._searches else self._told()))
 
     @property

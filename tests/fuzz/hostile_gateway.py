@@ -1,5 +1,5 @@
-"""What a hostile gateway says to the workers: every command, forged after tickets of its own (of
-one sequence, of a group, of a search) and of somebody else."""
+"""The commands of a hostile gateway to workers: each one forged from its own tickets (of one
+sequence, a group, a search) and from those of another gateway."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,21 +25,21 @@ MINE = {
         "r5", range(60, 70), sampling=replace(GREEDY, max_tokens=12, beam=BeamParams(3, 2))
     ),
 }
-"""What it asks for first, as an honest gateway would."""
+"""Its first requests, sent as by an honest gateway."""
 SWAPPED = ticket(
     "r3",
     range(20, 30),
     sampling=replace(SAMPLED, max_tokens=12),
     sequences=tuple(TicketSequence(index) for index in range(2)),
 )
-"""It has a ticket of this that was swapped out."""
+"""It has a ticket of this kind that was swapped out."""
 
 
 @dataclass(frozen=True)
 class Say:
-    """`to`: 0 prefill, 1 decode. `base`: the ticket that is forged, if there is one; "issued ..."
-    are its own with blocks, `honest` is somebody else's, of which all is known but what makes one
-    its bearer. `number`: of slots, or, if None, those that its ticket needs."""
+    """A command. `to`: 0 prefill, 1 decode. `base`: the ticket that is forged, if any; "issued ..."
+    are its own with blocks, `honest` belongs to another gateway, and all of it is known except its
+    secrets. `number`: of slots; None: as many as the ticket needs."""
 
     to: int
     command: str
@@ -77,7 +77,7 @@ SAYINGS = st.lists(
 
 
 def without_secrets(honest: ticket_pb2.Ticket) -> ticket_pb2.Ticket:
-    """All of a ticket but the epochs, one of which is that of who has it, and the root hash."""
+    """All of a ticket except the epochs, which prove its possession, and the root hash."""
     known = forge(honest, [("holder_epoch", 3), ("root_hash", b"o" * 16)])
     if known.HasField("swapped"):
         known.swapped.holder_epoch = 3
@@ -123,7 +123,7 @@ def utter(saying: Say, streams: tuple[Stream, Stream], tickets: dict[str, Any]) 
 
 
 def slots_of(forged: ticket_pb2.Ticket) -> int:
-    """As many as an honest gateway would ask for, who may."""
+    """As many slots as an honest gateway reserves."""
     is_search = forged.sampling.HasField("beam")
     number = forged.sampling.beam.width if is_search else len(forged.sequences)
     return min(number, MAX_BEAM_WIDTH)

@@ -1,4 +1,4 @@
-"""What hostile workers do with what they would say anyway, and what they say unasked."""
+"""How hostile workers change the messages that they would send, and the messages that they add."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ _RESPONSES = prefill_pb2.PrefillConnectResponse, decode_pb2.DecodeConnectRespons
 
 @dataclass(frozen=True)
 class Spoilt:
-    """What becomes of a message: `how` it is sent, and what is changed in it if it is of `kind`."""
+    """A changed message: `how` it is sent, and the change of its fields if it is of `kind`."""
 
     how: str
     kind: str = ""
@@ -55,8 +55,8 @@ SPOILT = st.one_of(
 
 @dataclass(frozen=True)
 class Unasked:
-    """`at`: after so many messages that it would say anyway. `ticket_of`: it knows the last ticket
-    that it was sent of that request, blocks and all."""
+    """An added message. `at`: after so many messages. `ticket_of`: the request whose last ticket,
+    with its blocks, it contains."""
 
     to: int
     at: int
@@ -87,7 +87,7 @@ class Unasked:
 
 
 def _draw(prefilled: prefill_pb2.Prefilled, request_id: str, attempt: int) -> None:
-    """A token of each sequence of the ticket, which it has then."""
+    """A token of each sequence of the ticket that it received."""
     for sequence in prefilled.ticket.sequences:
         position = len(prefilled.ticket.prompt_token_ids) + len(sequence.token_ids)
         key = {"request_id": request_id, "attempt": attempt, "index": sequence.index}
@@ -121,7 +121,7 @@ def _unasked(to: int) -> st.SearchStrategy[Unasked]:
 
 @dataclass
 class Mischief:
-    """All that one hostile worker does besides its work."""
+    """All that one hostile worker does beside its work."""
 
     spoilt: list[Spoilt]
     unasked: list[Unasked]
@@ -145,4 +145,4 @@ MISCHIEFS = st.tuples(
         for to in (0, 1)
     ]
 )
-"""Of a prefill and a decode worker."""
+"""For a prefill and a decode worker."""

@@ -1,4 +1,4 @@
-"""What a hostile worker makes of the fields of a message: every one, wrong in every way."""
+"""Wrong values for every field of a hostile worker's messages."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tests.fuzz.forging import BEAM, HYPOTHESES, SCORES, TABLES, WHOLE, Changes
 
 IDS = [f"r{number}" for number in range(6)]
-"""Of the requests that there are."""
+"""The ids of existing requests."""
 
 NUMBERS = st.sampled_from([0, 1, 2, 3, 7, 8, 15, 16, 17, 255, 256, 300, 2**31, 2**32 - 1])
 LARGE = NUMBERS | st.sampled_from([2**52 - 1, 2**52, 2**53, 2**64 - 1])
@@ -60,7 +60,7 @@ LOGPROBS: Fields = {
     "top_logprobs": st.lists(LOGPROB, max_size=4),
 }
 NUMBER_OF = st.sampled_from(["none", "twice", "first", "reversed"])
-"""Of what there is one for each sequence or token."""
+"""Fields with one entry for each sequence or token."""
 
 OUTPUT: Fields = {
     "request_id": NAMES,

@@ -1,5 +1,5 @@
-"""A prefill and a decode worker behind their services, in process, on a pool and a colder one;
-their model notes whoever reads blocks that are not its own."""
+"""A prefill and a decode worker behind their services, in one process, on a pool and a swap pool.
+Their model records every read of a block that belongs to another holder."""
 
 import asyncio
 import contextlib
@@ -50,15 +50,16 @@ HELLO = worker_pb2.Hello(
 
 
 class GuardedForward(FakeForward):
-    """Every row's blocks are those of its group's holder: or it notes what it saw. A slot that was
-    never written reads as token 0: whoever says that it was computed lies about its own KV."""
+    """Each row may read only blocks of its group's holder; other reads are recorded. A slot that
+    was never written reads as token 0: a client that claims its KV was computed spoils only its own
+    request."""
 
     def __init__(self, arena: Arena, ledger: Ledger) -> None:
         super().__init__(arena)
         self._ledger = ledger
         self.crimes: list[str] = []
         self.groups: Callable[[], Sequence[Group]] = list
-        """Those that the engine has."""
+        """The groups in the engine."""
 
     def launch(
         self, rows: Sequence[Row], copies: Sequence[tuple[int, int]] = (), num_waiting: int = 0
@@ -89,7 +90,7 @@ class GuardedForward(FakeForward):
 
 @dataclass
 class Stream:
-    """One gateway's side of `Connect`, in process; what it is told, in order."""
+    """A gateway's side of `Connect`, in process, with the events in order."""
 
     serve: Callable[[AsyncIterator[Any]], AsyncIterator[Any]]
     request: Callable[..., Any]
@@ -125,8 +126,8 @@ def _groups_at(worker: Any) -> list[Group]:
 
 
 class Workers:
-    """Both pools have blocks of 4 tokens, so many that nobody waits for any, as there are slots:
-    whoever takes some may keep them until its streams end."""
+    """Both pools have blocks of 4 tokens, and enough blocks and slots for all: a request may keep
+    its blocks until its streams end."""
 
     def __init__(self, store: MemoryStore) -> None:
         self.store = store
@@ -164,14 +165,14 @@ class Workers:
         self._prefill, self._decode = PrefillService(workers[0]), DecodeService(workers[1])
 
     def connect(self) -> tuple[Stream, Stream]:
-        """To prefill and decode, without a hello yet."""
+        """Connect to prefill and decode, without a hello."""
         return (
             Stream(lambda r: self._prefill.Connect(r, None), prefill_pb2.PrefillConnectRequest),
             Stream(lambda r: self._decode.Connect(r, None), decode_pb2.DecodeConnectRequest),
         )
 
     def demand(self, holder_id: str) -> None:
-        """Somebody needs its blocks."""
+        """Demand the request's blocks for another one."""
         self._decoder.preempt([holder_id])
 
     async def until(self, holds: Callable[[], bool]) -> None:
@@ -182,7 +183,7 @@ class Workers:
                 await asyncio.sleep(0.001)
 
     async def check_empty(self) -> None:
-        """Nobody holds anything any more, all laws hold, and nobody read what is not its own."""
+        """Nothing is held, all laws hold, and no row read a block of another holder."""
         for pool_id in POOLS:
             ledger = self.store.ledger(pool_id)
             await self.until(lambda ledger=ledger: not ledger.holders and not ledger.waiters)  # type: ignore[misc]

@@ -1,5 +1,6 @@
-"""Fake workers that search, too. A search's beams do not compete: beam i is what sequence i would
-say, and the answer is the first of them. So what a gateway loses or mixes up shows."""
+"""Fake workers with beam search. The beams of a search do not compete: beam i has the tokens of
+sequence i, and the first one is the answer. So a gateway that loses or mixes up beams gives a wrong
+answer."""
 
 import asyncio
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ def score_of(index: int, length: int) -> float:
 
 
 def _step(ticket: ticket_pb2.Ticket) -> None:
-    """One token more of each beam."""
+    """One token more for each beam."""
     begun = [list(one.token_ids) for one in ticket.sequences]
     length = 1 + len(begun[0])
     prompt, width = list(ticket.prompt_token_ids), ticket.sampling.beam.width
@@ -36,7 +37,7 @@ def _step(ticket: ticket_pb2.Ticket) -> None:
 
 
 def _found(ticket: ticket_pb2.Ticket) -> list[worker_pb2.SequenceOutput]:
-    """What the search comes to, once it is over; else nothing."""
+    """The result of a finished search; else nothing."""
     if len(ticket.sequences[0].token_ids) < ticket.sampling.max_tokens:
         return []
     return [

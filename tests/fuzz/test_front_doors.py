@@ -1,5 +1,6 @@
-"""Whatever clients send to the gateway, over gRPC and HTTP: each gets tokens of its own prompt or a
-clear status, nothing hangs or is left behind, and somebody else's request goes on untouched."""
+"""Arbitrary client input to the gateway, over gRPC and HTTP: each request gets tokens of its own
+prompt or a clear status, nothing hangs or is left behind, and the request of another client is not
+disturbed."""
 
 import asyncio
 import contextlib
@@ -57,7 +58,8 @@ VICTIM = GenerationRequest(
 
 @contextlib.asynccontextmanager
 async def victim(deployment: Deployment) -> Any:
-    """It runs when the block begins; after it, it has all its tokens, and nobody anything else."""
+    """A request of another client that runs during the block; after it, the request has all its
+    tokens, and nothing else is left."""
     tokens: list[int] = []
 
     async def read() -> None:
@@ -138,7 +140,7 @@ GENERATE = inference_pb2.GenerateRequest
 
 
 def request_of(asked: tuple[str, Any], fields: Sequence[tuple[str, Any]]) -> bytes:
-    """What a message cannot carry is left out."""
+    """The request without values that a message cannot carry."""
     message = GENERATE()
     message.sampling.temperature = 0.0
     message.sampling.max_tokens = 4
@@ -183,7 +185,7 @@ GENERATES = st.builds(
 
 @dataclass
 class Call:
-    """One call over gRPC, its message as bytes, and what came of it."""
+    """One call over gRPC: the bytes of its message, and its outcome."""
 
     method: str
     message: bytes
@@ -217,7 +219,7 @@ class Call:
         assert len(self.text) < 2000
 
     def check_tokens(self, deployment: Deployment) -> None:
-        """They continue its own prompt."""
+        """The tokens continue the call's own prompt."""
         message = GENERATE.FromString(self.message)
         prompt = _prompt(message, deployment)
         if message.sampling.HasField("beam"):  # nothing, or all that it was asked for
@@ -252,7 +254,8 @@ async def calls_beside(deployment: Deployment, calls: Sequence[Call]) -> None:
 @given(messages=st.lists(GENERATES, min_size=1, max_size=4))
 @FUZZ
 def test_generate(service: tuple[asyncio.Runner, Deployment], messages: Sequence[bytes]) -> None:
-    """Wrong values in every field, ids that run already, tokens "received" that nobody sent."""
+    """Wrong values in every field, ids of running requests, and "received" tokens that were never
+    sent."""
     runner, deployment = service
     calls = [Call(f"/{SERVICE_NAME}/Generate", message) for message in messages]
     runner.run(calls_beside(deployment, calls))
@@ -287,7 +290,7 @@ def method_of(message: Any) -> str:
 
 @st.composite
 def spoiled(draw: st.DrawFn) -> bytes:
-    """A message with bytes cut out, put in, or replaced."""
+    """A message with bytes removed, inserted or replaced."""
     message = bytearray(draw(GENERATES))[:2000]
     for _ in range(draw(st.integers(1, 3))):
         at, end = sorted(draw(st.tuples(*[st.integers(0, len(message))] * 2)))
@@ -305,7 +308,8 @@ RAW = st.one_of(
 @given(calls=st.lists(RAW, min_size=1, max_size=4))
 @FUZZ
 def test_every_method(service: tuple[asyncio.Runner, Deployment], calls: Sequence[Call]) -> None:
-    """Bytes that are no message of the method, no UTF-8, nested without end; names of nobody."""
+    """Bytes that are not the method's message, not UTF-8, or nested without end; and unknown
+    names."""
     runner, deployment = service
     runner.run(calls_beside(deployment, calls))
 
@@ -399,7 +403,7 @@ async def http_beside(deployment: Deployment, asked: Sequence[tuple[str, str, by
 def test_http(
     service: tuple[asyncio.Runner, Deployment], asked: Sequence[tuple[str, str, bytes]]
 ) -> None:
-    """JSON of wrong types, numbers beyond all bounds, lone surrogates, no JSON at all."""
+    """JSON of wrong types, huge numbers, lone surrogates, and text that is not JSON."""
     runner, deployment = service
     runner.run(http_beside(deployment, asked))
 

@@ -1,5 +1,5 @@
-"""Whatever connections clients open, and however they leave: the gateway serves, its memory stays
-bounded, and nothing of them is left. `bench.hostile_clients` measures the delays."""
+"""Clients open and leave connections in every way: the gateway serves, its memory stays bounded,
+and nothing of them is left. `bench.hostile_clients` measures the delays."""
 
 import asyncio
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
-"""Broken and hostile workers at the gateway's streams: whatever they say, of their own requests or
-of others', no token that a client has is lost, repeated or changed (law 7), every request comes to
-a clear end, and the gateway keeps nothing of it. Requests are of one sequence, of groups, and
+"""Broken and hostile workers at the gateway's streams: whatever they send, about their own requests
+or others', no token that a client has is lost, repeated or changed (law 7), every request ends
+clearly, and the gateway keeps nothing of it. The requests have one sequence, are groups, or
 searches."""
 
 import asyncio
@@ -38,11 +38,11 @@ ASKED: dict[str, dict[str, Any]] = {
 
 
 class Client(Call):
-    """Notes what is told it of its request."""
+    """A client that records the deltas of its request."""
 
     def check(self) -> None:
-        """Law 7, as far as a gateway can see: no more than asked for, no token that there is not;
-        and an end with a reason that is not a fault of ours."""
+        """Law 7 for the gateway: not more tokens than asked for, no token outside of the
+        vocabulary, and an end whose reason is not a fault of the gateway."""
         tokens = self.by_index()
         assert len(tokens) <= self.request.sampling.n
         assert all(len(each) <= MAX_TOKENS for each in tokens.values())
@@ -67,7 +67,7 @@ class Client(Call):
         return self.request.sampling.beam is not None
 
     def check_logprobs(self) -> None:
-        """As many as were asked for, of the tokens that are there; of the prompt once."""
+        """As many logprobs as asked for, of the right tokens; those of the prompt come once."""
         asked, vocabulary = self.request.sampling, range(VOCAB)
         told = [each for delta in self.deltas for each in delta.logprobs]
         if asked.logprobs is None:
@@ -93,8 +93,8 @@ class Client(Call):
         return tokens
 
     def check_tickets(self, seen: Sequence[Any]) -> None:
-        """What workers are sent is what the client asked for, and has got: all that it was written,
-        but for what an error came in the place of."""
+        """Workers receive the client's request with the tokens that it has received, or would have
+        without an error."""
         tokens, failed = self.by_index(), self.task.exception() is not None
         for command in seen:
             if isinstance(command, prefill_pb2.PrefillSubmit | decode_pb2.Admit):
@@ -114,7 +114,7 @@ class Client(Call):
 
 
 def check_beams(ticket: ticket_pb2.Ticket) -> None:
-    """Of a search: any, but ones that there can be."""
+    """Any beams that a search can have."""
     assert 0 < len(ticket.sequences) <= ticket.sampling.beam.width
     (length,) = {len(one.token_ids) for one in ticket.sequences}
     assert length < MAX_TOKENS
@@ -192,7 +192,7 @@ def test_no_worker_harms_a_client(
 
 
 def test_without_mischief_all_is_well(model_dir: Path) -> None:
-    """The tokens are those of an undisturbed run, from all workers."""
+    """Without hostile workers, the tokens are those of an undisturbed run."""
 
     async def run() -> None:
         fuzzed = FuzzedGateway(model_dir)

@@ -1,5 +1,5 @@
-"""Whatever the stores are asked with: both refuse the same, with a clear error, and what they
-refuse changes nothing; whatever the server's functions are called with, no call fails half-way."""
+"""Arbitrary calls of the stores: both refuse the same ones with a clear error and without a change.
+Arbitrary calls of the server's functions: none fails half-way."""
 
 import asyncio
 from collections.abc import Awaitable, Iterator, Sequence
@@ -74,7 +74,7 @@ def server(valkey: Valkey, runner: asyncio.Runner) -> Iterator[RedisStore]:
 
 
 async def prepare(store: BlockStore) -> None:
-    """Worker w, who runs h and has left rest at rest; one block is cached."""
+    """Worker w runs h, and has detached `rest`; one block is cached."""
     await store.drop_pool("pool")
     await store.register_pool(SPEC)
     await store.register_worker(SPEC, "w")
@@ -88,8 +88,8 @@ async def prepare(store: BlockStore) -> None:
 
 
 async def outcome(store: BlockStore, name: str, pool_id: str, args: Sequence[Any]) -> object:
-    """The answer or the kind of the error; what no argument can be is refused by either of three:
-    one that cannot even be sent is a TypeError or a UnicodeError of Python's."""
+    """The answer or the kind of error. Three errors count as equal for an impossible argument: one
+    that cannot be sent is Python's TypeError or UnicodeError."""
     try:
         return await getattr(store, name)(pool_id, *args)
     except (InvalidArgument, TypeError, UnicodeError):
@@ -109,7 +109,7 @@ def test_stores_refuse_the_same_calls_and_change_nothing(
     runner: asyncio.Runner,
     calls: Sequence[tuple[tuple[str, tuple[Any, ...]], str]],
 ) -> None:
-    """Wrong types, negative, huge, empty, not a number, no Unicode, named twice: all of it."""
+    """Wrong types, negative, huge, empty, NaN, not Unicode, and repeated values."""
 
     async def drive() -> None:
         stores: tuple[BlockStore, BlockStore] = (MemoryStore(), server)
@@ -152,7 +152,8 @@ def test_no_function_fails_half_way(
     keys: list[bytes],
     args: list[bytes],
 ) -> None:
-    """Called past our client: an answer, or a code that we know; and the ledger adds up."""
+    """Calls without the client: each gets an answer or a known code, and the ledger stays
+    consistent."""
     runner.run(prepare(server))
     try:
         valkey.command("FCALL", f"{FUNCTION_LIBRARY}_{name}", len(keys), *keys, *args)

@@ -1,7 +1,7 @@
-"""A hostile gateway at the workers' streams: whatever it says, and however well it knows somebody
-else's request, that request goes on untouched wherever it moves, be it one sequence, a group or a
-search; no row reads a block that is not its holder's, and of the hostile one nothing is left when
-its streams have ended."""
+"""A hostile gateway at the workers' streams: with any commands, and any knowledge of another
+gateway's request, that request goes on undisturbed wherever it moves, as one sequence, a group or a
+search. No row reads a block of another holder, and nothing of the hostile gateway is left when its
+streams have ended."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -29,7 +29,8 @@ async def honest(
     moves: Sequence[str],
     midway: Callable[[Ticket], Awaitable[None]],
 ) -> Answer:
-    """Its tokens, however it moves. `midway`: each time that it is at rest."""
+    """The request gets its tokens, however it moves. `midway`: called each time that it is at
+    rest."""
     gateway = Gateway(workers, asked)
     detached = await gateway.prefill(asked)
     for move in moves:
@@ -47,7 +48,7 @@ async def honest(
 
 
 async def swapped_out(gateway: Gateway, workers: Workers, asked: Ticket) -> Ticket:
-    """A ticket of which the colder pool has the KV."""
+    """A ticket whose KV is in the swap pool."""
     detached = await gateway.prefill(asked)
     decode = workers.models[1]
     decode.pause_after = 2

@@ -11,5 +11,5 @@ def reference() -> Backend:
 
 @pytest.fixture(scope="session", params=["cpu"])
 def ops(request: pytest.FixtureRequest) -> Backend:
-    """Every backend that is held against the reference."""
+    """Every backend that is compared with the reference."""
     return kvops.backend(request.param)

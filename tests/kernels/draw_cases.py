@@ -1,4 +1,4 @@
-"""Draws of every kind over logits of every kind, for samplers that must agree on every token."""
+"""Draws of every kind over logits of every kind, for samplers that must draw the same tokens."""
 
 import itertools
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ ADJUSTMENTS: list[dict[str, Any]] = [
 
 
 def rows_of_logits(vocab_size: int) -> dict[str, Tensor]:
-    """fp32 [vocab_size] each."""
+    """Rows of fp32 logits [vocab_size]."""
     generator = torch.Generator().manual_seed(vocab_size)
     normal = torch.randn(vocab_size, generator=generator)
     half = torch.where(torch.rand(vocab_size, generator=generator) < 0.5, float("-inf"), normal)
@@ -66,13 +66,13 @@ def rows_of_logits(vocab_size: int) -> dict[str, Tensor]:
 
 @lru_cache
 def cases(vocab_size: int) -> list[tuple[Tensor, list[Draw], list[int]]]:
-    """Logits, draws and positions: a batch for each kind of adjustment."""
+    """Logits, draws and positions: one batch for each kind of adjustment."""
     return list(_cases(vocab_size))
 
 
 @lru_cache
 def wanted(vocab_size: int, kind: int) -> list[int]:
-    """What the sampler draws in a batch of `cases`; -1: the logits are not finite."""
+    """The sampler's draws for a batch of `cases`; -1: the logits are not finite."""
     return [-1 if isinstance(t, Fault) else t for t in sample(*cases(vocab_size)[kind])]
 
 

@@ -108,7 +108,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, *indices: Tensor) -> None:
 
 
 def _pages(cache: Tensor, table: Tensor, length: int) -> Tensor:
-    """[length, K, D], or more if whole pages are read."""
+    """The rows [length, K, D] of a sequence, or more if whole pages are read."""
     page = cache.shape[1]
     pages = cache[table[: -(-length // page)].long()].flatten(0, 1)
     return pages if reads_whole_pages else pages[:length]
@@ -124,8 +124,8 @@ def _attention(
     reach: Reach,
     softcap: float,
 ) -> Tensor:
-    """Query i of n stands at key i + length - n; `reach`: how many it sees to its left and right,
-    -1 for all."""
+    """Query i of n has the position of key i + length - n; `reach`: how many keys it reads to its
+    left and right, -1 for all."""
     left, right = reach[0], 0 if causal else reach[1]
     queries_at = torch.arange(len(q)) + length - len(q)
     ahead = torch.arange(len(keys)) - queries_at[:, None]

@@ -23,8 +23,8 @@ def fma(a: float, b: float, c: float) -> float:
 
 
 def tile_dot(x: Sequence[float], weights: Sequence[float]) -> float:
-    """The sum of products over K in the order of TDPBF16PS. Behind the last values are zeros, up to
-    a multiple of 32."""
+    """The sum of products over K in the order of TDPBF16PS, padded with zeros to a multiple of
+    32."""
     padding = [0.0] * (-len(x) % 32)
     x, weights = [*x, *padding], [*weights, *padding]
     total = 0.0
@@ -42,7 +42,7 @@ def _read(value: float) -> float:
 
 
 def _rounded(exact: Fraction) -> float:
-    """`exact` is not 0."""
+    """`exact` must not be 0."""
     exponent = exact.numerator.bit_length() - exact.denominator.bit_length()
     if abs(exact) < Fraction(2) ** exponent:
         exponent -= 1

@@ -1,5 +1,5 @@
-"""The kernels for AMX on a model of its instructions, which shows on any CPU that they configure,
-load and store tiles as the manual demands, and that the emulation computes the same."""
+"""The kernels for AMX on a model of its instructions, on any CPU: they configure, load and store
+tiles as the manual requires, and give the bits of the emulation."""
 
 import subprocess
 from pathlib import Path
@@ -24,7 +24,7 @@ SIDES = {
 @pytest.mark.timeout(300)
 @pytest.mark.skipif("amx_emulated" not in emulated_kernels(), reason="this CPU has no AVX2")
 def test_the_kernels_and_the_emulation_give_the_same_bits(tmp_path: Path) -> None:
-    """And they read nothing outside their arguments, by AddressSanitizer's account."""
+    """They also read nothing outside their arguments, by AddressSanitizer."""
     program, objects = tmp_path / "amx_model", []
     for side, flags in SIDES.items():
         objects.append(str(tmp_path / f"{side}.o"))

@@ -1,4 +1,4 @@
-"""paged_attention: the reference against attention without pages, every backend against the
+"""paged_attention: the reference equals attention without pages, and every backend equals the
 reference."""
 
 import pytest
@@ -85,7 +85,7 @@ def test_every_backend_caps_scores_as_the_reference(
     cap: float,
     window: int | None,
 ) -> None:
-    """The smaller cap bounds most scores, the other none."""
+    """The smaller cap bounds most scores, the larger none."""
     batch = paged_batch(geometry, rows, seed=7, window=window)
     expected = attend(reference, batch, window, cap)
     rtol, atol = TOLERANCE[geometry.dtype]
@@ -99,7 +99,8 @@ def test_every_backend_caps_scores_as_the_reference(
 def test_the_reference_is_softmax_attention_over_the_contiguous_context(
     reference: Backend, rows: list[tuple[int, int]], window: int | None
 ) -> None:
-    """In fp64, as a masked product over whole matrices: another formula than the reference's."""
+    """In fp64, as a masked product of whole matrices: another formula than that of the
+    reference."""
     geometry = Geometry(block_size=5, num_heads=6, num_kv_heads=2, head_dim=12)
     batch = paged_batch(geometry, rows, seed=1, window=window)
     out = attend(reference, batch, window)

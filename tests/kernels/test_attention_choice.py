@@ -1,5 +1,5 @@
-"""Who computes attention on a GPU: the choice at start, what each one refuses, and how PyTorch's
-and FlashInfer's are called. Stand-ins take their places, with the packages' signatures."""
+"""The choice of the attention backend on a GPU, the refusals of each, and the calls of PyTorch's
+and FlashInfer's functions. Stand-ins with the packages' signatures take their places."""
 
 import inspect
 import re
@@ -136,8 +136,8 @@ def flash(gpu: Gpu) -> Backend:
 
 
 def varlen_stand_in(*args: Any, **kwargs: Any) -> Tensor:
-    """Takes what PyTorch's function takes: its own signature, and its own operator on `meta`
-    tensors, which checks types. Computes by the stand-in of flash-attn."""
+    """A function with the signature of PyTorch's, checked also by PyTorch's own operator on `meta`
+    tensors. It computes by the stand-in for flash-attn."""
     bound = inspect.signature(varlen_attn).bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
@@ -294,7 +294,7 @@ def test_flashinfer_plans_scale_and_cap(flashinfer: Backend, reference: Backend)
 
 
 def test_the_kernels_of_flashinfer_follow_the_step(flashinfer: Backend) -> None:
-    """Those that split contexts for decode steps, those of the GPU for others."""
+    """Decode steps take the kernels that split contexts, other steps those of the GPU."""
     kernels: Any = flashinfer._kernels
     for rows in ([(1, 20), (1, 3)], [(2, 20), (0, 4), (1, 3)], [(1, 20), (9, 9)]):
         planned(flashinfer, paged_batch(PAGES[0], rows, seed=1), PAGES[0])

@@ -1,4 +1,4 @@
-"""The choice between instruction sets: its rule on made-up times, and a real measurement."""
+"""The choice between instruction sets: its rule on given times, and a real measurement."""
 
 from collections.abc import Sequence
 
@@ -35,7 +35,8 @@ def test_the_first_set_that_none_clearly_beats_wins(
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4-64"])
 def test_a_set_that_takes_many_times_as_long_loses(kind: Kind) -> None:
-    """Real kernels: the last ones of this CPU's list are portable, and several times as slow."""
+    """The real kernels of the last set of this CPU's list are portable and several times as
+    slow."""
     best, portable = usable_kernels()[0], usable_kernels()[-1]
     if best == portable:
         pytest.skip("this CPU has one instruction set alone")

@@ -1,5 +1,5 @@
-"""Copies between a GPU and the host, on a stand-in for a CUDA stream: it copies nothing before it
-is waited for, and then all that is queued."""
+"""Copies between a GPU and the host, on a stand-in for a CUDA stream, which copies nothing until a
+caller waits for it, and then all that is queued."""
 
 from collections import deque
 from collections.abc import Callable
@@ -27,7 +27,7 @@ class LateStream:
         return self.buffers[-1]
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """The memory of the host side, and only that, is in a buffer."""
+        """Only the host's side of a copy uses pinned buffers."""
         pinned = [
             any(b.data_ptr() <= t.data_ptr() < b.data_ptr() + b.nbytes for b in self.buffers)
             for t in (target, source)
@@ -58,7 +58,8 @@ class LateStream:
 def test_all_blocks_have_arrived_when_the_call_returns(
     direction: str, fitting: float, num_pairs: int
 ) -> None:
-    """Buffers hold less than a block (then one), one, two or all. A second call reuses them."""
+    """A buffer holds less than a block (then it gets the size of one), one, two or all blocks. A
+    second call reuses the buffers."""
     stream = LateStream()
     copies = StagedCopies(stream, int(fitting * BLOCK_BYTES))
     pairs = torch.tensor(PAIRS[:num_pairs], dtype=torch.int64).view(-1, 2)

@@ -1,5 +1,5 @@
-"""Layers of experts: the native kernels of every instruction set against the reference and against
-their own linears; a row's bits whatever else is in the batch."""
+"""Layers of experts: the native kernels of every instruction set equal the reference and their own
+linears, and a row's bits do not depend on the batch."""
 
 from typing import Any
 
@@ -42,7 +42,7 @@ def weights_of(
     normalizes: bool = True,
     swiglu: bool = False,
 ) -> ExpertWeights:
-    """`swiglu`: with that gate, and biases everywhere, as in gpt-oss."""
+    """`swiglu`: with gpt-oss's gate and its biases."""
     biases: dict[str, Any] = {
         "router_bias": randn(num, seed=4),
         "gate_up_bias": randn(num, 2 * wide, seed=5),
@@ -121,7 +121,7 @@ def test_native_experts_are_near_the_reference(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("wide", [40, 33])
 def test_a_row_does_not_know_the_others(cpu: NativeCpu, kind: Kind, wide: int) -> None:
-    """A row of a batch of 50, bitwise: the same alone, in other batches, on two threads."""
+    """A row of a batch of 50 has the same bits alone, in other batches, and on two threads."""
     weights, x = weights_of(7, 3, wide=wide, swiglu=wide == 33), randn(50, 64)
     experts = native(cpu, kind, weights)
     together = compute(cpu, experts, x)
@@ -134,7 +134,7 @@ def test_a_row_does_not_know_the_others(cpu: NativeCpu, kind: Kind, wide: int) -
 
 @pytest.mark.parametrize("kind", ["float32", "int8", "int4-32"])
 def test_experts_have_the_bits_of_their_linears(cpu: NativeCpu, kind: Kind) -> None:
-    """One expert a row has weight 1, so the output is that of its two linears alone."""
+    """With one expert a row, of weight 1, the output is that of the expert's two linears."""
     weights, x = weights_of(5, 1), randn(30, 64)
     logits, hidden = torch.empty(30, 5), normed(cpu, x)
     cpu.ops.linear(hidden, cpu.pack("float32", weights.router), logits)
@@ -154,7 +154,8 @@ def test_experts_have_the_bits_of_their_linears(cpu: NativeCpu, kind: Kind) -> N
     ("num", "top_k"), [(8, 2), (16, 4), (128, 1), (128, 2), (128, 8), (130, 2)]
 )
 def test_equal_logits_are_chosen_as_by_transformers(num: int, top_k: int, levels: int) -> None:
-    """... which calls torch.topk. Expert e writes column e only, so the output shows the choice."""
+    """transformers calls torch.topk. Expert e writes only column e, so that the output shows the
+    choice."""
     cpu, hidden = NativeCpu(), 132
     weights = weights_of(num, top_k, hidden)
     for expert in range(num):

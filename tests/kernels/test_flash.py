@@ -1,7 +1,7 @@
-"""How flash-attn is called: layouts, lengths, masks, and what it cannot do.
+"""The calls of flash-attn: layouts, lengths, masks, and refusals.
 
-flash-attn needs a GPU: here a stand-in with its signatures takes its place, which shows that it is
-called rightly, not that it is fast. `bench/gpu_check.sh` calls the package itself.
+flash-attn needs a GPU: a stand-in with its signatures takes its place. So the calls are tested, but
+not the speed. `bench/gpu_check.sh` calls the package itself.
 """
 
 import sys
@@ -55,7 +55,7 @@ def shape_of(geometry: Geometry, *windows: int) -> AttentionShape:
 
 
 def finite(batch: PagedBatch) -> PagedBatch:
-    """flash-attn multiplies what a window hides by zero: it must not be NaN."""
+    """Values without NaN: flash-attn multiplies values outside of a window by zero."""
     batch.kv_layer.nan_to_num_(1000.0)
     return batch
 
@@ -65,7 +65,7 @@ def finite(batch: PagedBatch) -> PagedBatch:
 def test_flash_attention_equals_the_reference(
     flash: Backend, reference: Backend, geometry: Geometry, rows: list[tuple[int, int]]
 ) -> None:
-    """Behind the contexts the arena is full of NaN."""
+    """The arena has NaN behind the contexts."""
     batch = paged_batch(geometry, rows, seed=len(rows))
     rtol, atol = TOLERANCE[BF16]
     torch.testing.assert_close(attend(flash, batch), attend(reference, batch), rtol=rtol, atol=atol)
@@ -99,8 +99,8 @@ def test_flash_attention_caps_scores(
 def test_as_many_tokens_as_rows_need_not_be_one_each(
     flash: Backend, reference: Backend, rows: list[tuple[int, int]]
 ) -> None:
-    """One each is a decode step, for which flash-attn has a function of its own; the two steps
-    follow each other with the same shapes."""
+    """Steps with one token in each row are decode steps, for which flash-attn has another function.
+    Here such a step follows another one of the same shapes."""
     batch = paged_batch(GEOMETRIES[0], rows, seed=11)
     rtol, atol = TOLERANCE[BF16]
     for _ in range(2):
@@ -125,7 +125,7 @@ def test_a_launch_has_no_more_programs_than_the_longest_row_needs(
     function: str,
     longest: int | None,
 ) -> None:
-    """And the facts of an earlier step in the same tensors do not count."""
+    """The facts of an earlier step in the same tensors have no effect."""
     asked: list[tuple[str, int | None]] = []
     for name in ("flash_attn_with_kvcache", "flash_attn_varlen_func"):
 

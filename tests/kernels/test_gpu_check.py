@@ -1,4 +1,4 @@
-"""bench/gpu_check.sh has no bugs of its own: a borrowed GPU is not lost to them."""
+"""bench/gpu_check.sh works before it meets a GPU."""
 
 import importlib.metadata
 import json
@@ -36,7 +36,7 @@ sys.meta_path.insert(0, Blocked())
 
 
 def missing_on_a_bare_machine() -> set[str]:
-    """The modules of all installed packages but PyTorch, Triton, NumPy and what these require."""
+    """All installed modules except those of PyTorch, Triton, NumPy and their requirements."""
     needed, found = set[str](), list(ON_A_BARE_MACHINE)
     while found:
         package = re.sub(r"[-_.]+", "-", found.pop()).lower()
@@ -56,7 +56,8 @@ def missing_on_a_bare_machine() -> set[str]:
 
 
 def test_all_checks_pass_tiny_with_nothing_but_pytorch_and_triton(tmp_path: Path) -> None:
-    """In Triton's interpreter, without any other package and without the compiled C++ kernels."""
+    """The checks run in Triton's interpreter, without any other package and without the compiled
+    C++ kernels."""
     missing = missing_on_a_bare_machine()
     assert {"structlog", "pydantic", "redis", "pytest", "safetensors", "xxhash"} <= missing
     (tmp_path / "sitecustomize.py").write_text(BLOCK_IMPORTS.format(names=missing))
@@ -96,7 +97,7 @@ def test_without_a_gpu_it_says_so_and_runs_nothing(tmp_path: Path) -> None:
 
 
 class BrokenKernels(ReferenceKernels):
-    """Wrong in the last row of a batch of several."""
+    """Kernels that compute the last row of a batch wrongly."""
 
     def paged_attention(self, call: AttentionCall) -> Tensor:
         out = super().paged_attention(call)
@@ -134,7 +135,7 @@ def test_a_wrong_kernel_fails_its_check(message: str, check: Callable[[], object
 
 
 def test_a_writer_that_is_not_quiet_fails_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here it is not even killed."""
+    """The writer of this check is not even killed."""
     monkeypatch.setattr(sharing, "_killed", lambda *_: 0.0)
     with pytest.raises(Failed, match=r"\d+ bytes were written by processes that counted as quiet"):
         sharing._kills(MACHINE)

@@ -41,8 +41,8 @@ def linear(cpu: NativeCpu, x: Tensor, weight: Int4Weight | Tensor, group: int) -
 
 
 def random_weight(n: int, k: int, group: int) -> Int4Weight:
-    """Codes of all values; scales are powers of two and zero points whole numbers, so that a sum of
-    products with small whole numbers has no rounding."""
+    """Codes of all values; scales are powers of two and zero points integers, so that sums of
+    products with small integers are exact."""
     generator = torch.Generator().manual_seed(n + k)
     shape = (n, -(-k // group))
     return Int4Weight(
@@ -68,7 +68,7 @@ def test_a_linear_is_exact_where_fp32_is(
 
 @GROUPS
 def test_a_linear_is_near_the_dequantized_product(cpu: NativeCpu, group: int) -> None:
-    """With activations quantized to 8 bits in a row, the error of a product is half a step."""
+    """With activations quantized to 8 bits in a row, a product has an error of half a step."""
     x, weight = randn(9, 700), quantize(randn(130, 700, seed=1), group)
     dequantized = weight.dequantized().double()
     step = x.abs().amax(1, keepdim=True).double() / 127
@@ -87,7 +87,8 @@ def test_packing_quantizes_weights_like_quantize(cpu: NativeCpu, group: int) -> 
 
 @GROUPS
 def test_the_stored_scales_and_zero_points_are_those_of_the_weight(group: int) -> None:
-    """`quantize` rounds scales and zero points before it chooses codes: packing loses nothing."""
+    """`quantize` rounds scales and zero points before it chooses codes, so that packing loses
+    nothing."""
     weight = quantize(randn(64, 300, seed=1) * torch.logspace(-6, 6, 64)[:, None], group)
     panels, outputs = packed(weight)
     groups = panels.view(2, -1, 128 * (1 + group // 8))
@@ -155,8 +156,8 @@ def test_a_column_does_not_depend_on_the_others(cpu: NativeCpu, group: int) -> N
 
 
 def test_instruction_sets_with_fused_multiply_add_agree() -> None:
-    """int4 sums whole numbers within a group and then adds with FMA in one order: all but the
-    portable set, which may not have FMA, give the same bits."""
+    """int4 sums integers within a group and then adds with FMA in one order: all sets give the same
+    bits except the portable one, which may lack FMA."""
     x, weight = randn(14, 400), quantize(randn(95, 400, seed=1), 64)
     results = [
         linear(NativeCpu(1, isa), x, weight, 64) for isa in usable_kernels() if isa != "portable"

@@ -1,4 +1,4 @@
-"""Keys and values in int8: the bytes that are stored, and the operations that store them."""
+"""Keys and values in int8: the stored bytes, and the operations that store them."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def test_a_head_that_is_not_finite_has_no_number(poison: float) -> None:
 @pytest.mark.parametrize("isa", [*usable_kernels(), *emulated_kernels()])
 @pytest.mark.parametrize("poison", [0.5, NAN, INF])
 def test_native_kernels_store_the_bytes_of_quantized_heads(isa: str, poison: float) -> None:
-    """The oracle is what the same kernels store in fp32. Slot -1 is not stored."""
+    """The expected heads are those that the same kernels store in fp32. Slot -1 is not stored."""
     num_heads = 5
     qkv = randn(len(SLOTS), (num_heads + 2 * NUM_KV_HEADS) * HEAD_DIM)
     qkv[2, num_heads * HEAD_DIM + 5] = poison

@@ -83,7 +83,7 @@ def test_a_backend_computes_with_the_instruction_set_that_it_is_told() -> None:
     ids=str,
 )
 def test_lanes_that_cannot_be_are_refused(lanes: list[Lane], message: str) -> None:
-    """And those from before stay."""
+    """The lanes from before stay."""
     cpu = NativeCpu(num_threads=2)
     with pytest.raises(ValueError, match=message):
         cpu.assign(lanes, torch.zeros(64, dtype=torch.int32))
@@ -97,7 +97,7 @@ def test_lanes_that_cannot_be_are_refused(lanes: list[Lane], message: str) -> No
 def test_a_backend_is_refused_without_its_package(
     monkeypatch: pytest.MonkeyPatch, name: str, module: str, package: str
 ) -> None:
-    """What is imported already would not ask for it again."""
+    """A module that is already imported would hide that the package is missing."""
     for imported in [n for n in sys.modules if n.startswith(("kvops.triton", "kvops.flash"))]:
         monkeypatch.delitem(sys.modules, imported)
     monkeypatch.setitem(sys.modules, module, None)
@@ -116,7 +116,7 @@ def test_a_module_of_ours_that_is_missing_is_no_missing_package(
 def test_a_package_that_cannot_be_loaded_is_named_with_its_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As flash-attn is that was compiled for another PyTorch."""
+    """For example flash-attn that was compiled for another PyTorch."""
     text = "raise ImportError('undefined symbol: _ZN3c10', name='flash_attn_2_cuda')"
     (tmp_path / "flash_attn.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
@@ -146,7 +146,7 @@ def test_triton_is_refused_without_a_gpu_that_can_run_it(monkeypatch: pytest.Mon
 
 
 def test_results_of_triton_name_what_they_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker with another GPU, PyTorch, Triton, CUDA or kernels never joins the same pool."""
+    """A worker with another GPU, PyTorch, Triton, CUDA or kernels cannot join the same pool."""
     for place, name, value in (
         (torch.version, "cuda", "13.0"),
         (torch.cuda, "is_available", lambda: True),
@@ -166,7 +166,7 @@ def test_results_of_triton_name_what_they_depend_on(monkeypatch: pytest.MonkeyPa
 
 
 def test_kvops_works_where_the_native_kernels_were_not_compiled() -> None:
-    """As on a GPU machine without a compiler: only the backend cpu is refused."""
+    """As on a GPU machine without a compiler: only the backend `cpu` is refused."""
     script = """
 import sys
 sys.modules["kvops._native"] = None

@@ -1,4 +1,4 @@
-"""Who acts in the explorer's scenario, and what each of them believes: plain, hashable values."""
+"""The actors of the explorer's scenario and their states, as plain, hashable values."""
 
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
@@ -29,7 +29,7 @@ Status = Literal["queued", "placed", "at_rest", "sought", "done", "failed"]
 
 
 class Run(NamedTuple):
-    """What a worker believes of one holder, and what it does next."""
+    """A worker's knowledge of one holder, and its next operation."""
 
     worker: str
     holder: str
@@ -40,11 +40,12 @@ class Run(NamedTuple):
 
     @property
     def runs(self) -> bool:
-        """Whether the worker computes with the blocks (until it sends the next operation)."""
+        """Whether the worker computes with the blocks until its next operation."""
         return self.phase in ("commit", "detach", "extend", "finish")
 
     def operation(self) -> Operation:
-        """What it sends next (an issuer at rest: when it loses patience)."""
+        """The worker's next operation. An issuer's, while its ticket is at rest, is to release it
+        after the time limit."""
         match self.phase:
             case "allocate":
                 # the request's number is its place in line
@@ -67,10 +68,10 @@ class Run(NamedTuple):
                 return "release", (self.holder, self.epoch)
 
     def fenced(self, unsure: bool) -> "Run | None":
-        """What becomes of it when its worker reads FENCED; `unsure`: a reply was lost before.
+        """The state of the run after its worker reads FENCED; `unsure`: a reply was lost before.
 
-        A claim that may have been carried out must not be released: epoch + 1 could be the next
-        claimer's. Everything else is this worker's alone.
+        A claim that may have been carried out must not be released: epoch + 1 could be that of the
+        next claimer. All other holders belong to this worker alone.
         """
         if self.phase == "claim":
             return self._replace(phase="unsure", blocks=()) if unsure else None
@@ -80,8 +81,8 @@ class Run(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What the gateway knows. `ticket`: blocks of the ticket that it can send out, if any, which is
-    at rest at `epoch`."""
+    """The gateway's knowledge of a request. `ticket`: the blocks of the ticket that it can send, if
+    any, which is at rest at `epoch`."""
 
     attempt: int
     status: Status
@@ -96,15 +97,15 @@ class Request(NamedTuple):
 
 
 class Unanswered(NamedTuple):
-    """What `run` sent was carried out, but its worker never read the answer."""
+    """An operation that was carried out, but whose answer the worker never read."""
 
     run: Run
     answer: Answer
 
 
 class Faults(NamedTuple):
-    """How often each may happen: a worker dies, a reply gets lost, a worker is fenced; what runs is
-    handed over, or its gateway is gone."""
+    """How often each fault may happen: a worker dies, a reply is lost, a worker is fenced, a
+    running request is handed over, a gateway is lost."""
 
     crashes: int = 0
     losses: int = 0
@@ -113,8 +114,8 @@ class Faults(NamedTuple):
 
 
 class State(NamedTuple):
-    """Everything. `ledger` is a number in `Ledgers`; `dead` workers have not been reaped; `late` is
-    what a dead worker sent and the ledger has not seen."""
+    """The whole state. `ledger`: a number in `Ledgers`. `dead`: workers that are not reaped yet.
+    `late`: operations of dead workers that have not reached the ledger."""
 
     ledger: int
     requests: tuple[Request, ...]
@@ -125,7 +126,7 @@ class State(NamedTuple):
     faults_left: Faults = Faults()
 
     def with_run(self, old: Run, new: Run | None) -> "State":
-        """`new` in the place of `old`, or nothing."""
+        """The state with `new` in the place of `old`, or without `old`."""
         rest = [run for run in self.runs if run != old]
         return self._replace(runs=tuple(sorted([*rest, new] if new else rest)))
 
@@ -134,17 +135,17 @@ class State(NamedTuple):
         return self._replace(requests=(*requests[:number], request, *requests[number + 1 :]))
 
     def unanswered_by(self, worker: str) -> Unanswered | None:
-        """Its own, if `worker` has to send something again before anything else."""
+        """The operation that `worker` has to send again before any other, if there is one."""
         lost = self.unanswered
         return lost if lost is not None and lost.run.worker == worker else None
 
     def names(self) -> frozenset[str]:
-        """Holders and workers of which something may come to the ledger once more."""
+        """Holders and workers with an operation that may reach the ledger once more."""
         again = {self.unanswered.run.holder} if self.unanswered else set()
         return frozenset(again | set(_names(self.late)))
 
     def renamed(self, ledger: int, renaming: Renaming) -> "State":
-        """The same state over the ledger in which blocks are called as `renaming` says."""
+        """The same state over a ledger whose blocks are renamed."""
         if renaming == tuple(range(len(renaming))):
             return self._replace(ledger=ledger)
         lost = self.unanswered

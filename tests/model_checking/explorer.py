@@ -1,10 +1,10 @@
 """Exhaustive exploration of the block store's protocol: every interleaving, every state once.
 
-`python -m tests.model_checking.explorer` walks breadth first through everything that can happen in
-`tests.model_checking.scenario`, and in a recovery (`tests.model_checking.recovery_scenario`),
-checks the laws in every
-state, and then that no state is stuck: from each one, all requests can come to an end without any
-further fault. The first violation found is one of those with the shortest trace.
+`python -m tests.model_checking.explorer` visits, breadth first, every state of
+`tests.model_checking.scenario`, of a recovery (`recovery_scenario`), of moves (`move_scenario`) and
+of pulls (`pull_scenario`). It checks the laws in every state, and then that no state is stuck: from
+each one, all requests can end without any further fault. The first violation found is one of those
+with the shortest trace.
 """
 
 import argparse
@@ -27,10 +27,11 @@ from tests.model_checking.recovery_scenario import MakeRecovering, RecoveryScena
 from tests.model_checking.scenario import Label, MakeLedger, Scenario, spelled
 
 EXPLORED = (Faults(crashes=1), Faults(losses=1), Faults(fences=1))
-"""Each within 20 seconds on one core. (A fenced worker may exit and be reaped in any case.)"""
+"""Each takes less than 20 seconds on one core. (A fenced worker may exit and be reaped in any
+case.)"""
 
 RECOVERY_FAULTS = 3
-"""Workers that are stuck or die in a recovery, or after it."""
+"""How many workers are stuck or die during a recovery, or after it."""
 
 EXPLORED_IN_FULL = (
     *EXPLORED,
@@ -38,7 +39,7 @@ EXPLORED_IN_FULL = (
     Faults(losses=1, fences=1),
     Faults(crashes=1, fences=1),
 )
-"""Any two of the faults together, too; the last pair has four million transitions."""
+"""Also every pair of faults; the last pair has four million transitions."""
 
 
 EXPLORED_MOVES = (
@@ -49,7 +50,8 @@ EXPLORED_MOVES = (
 
 
 class Explored(Protocol):
-    """A scenario: states are hashable, steps have a label, a state, and whether they are faults."""
+    """A scenario: its states are hashable, and a step has a label, a state, and whether it is a
+    fault."""
 
     ledgers: Ledgers
 
@@ -63,8 +65,8 @@ class Explored(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Exploration:
-    """`num_finished`: states in which nothing is left to do; `num_served`: those of them in which
-    no request had failed. `trace` leads to the violation; both are empty when every law holds."""
+    """The result. `num_finished`: states without a next step; `num_served`: those in which no
+    request had failed. `trace`: leads to the violation; both are empty if every law holds."""
 
     num_states: int
     num_transitions: int
@@ -76,7 +78,8 @@ class Exploration:
 
 
 class _Graph:
-    """States by number, how each was first reached, and the steps that are no faults."""
+    """The states by number, the step by which each was first reached, and the steps that are no
+    faults."""
 
     def __init__(self, start: Hashable) -> None:
         self.states = [start]
@@ -88,7 +91,7 @@ class _Graph:
         self._targets = array("q")
 
     def add(self, source: int, label: Label, target: Hashable, fault: bool) -> bool:
-        """Whether `target` is new."""
+        """Add a step; returns whether `target` is new."""
         self.num_transitions += 1
         number = self._numbers.setdefault(target, len(self.states))
         if not fault:
@@ -109,7 +112,7 @@ class _Graph:
         return tuple(reversed(labels))
 
     def first_stuck(self, finished: Sequence[int]) -> int | None:
-        """The first state from which none of `finished` can be reached without a fault."""
+        """The first state from which no state of `finished` can be reached without a fault."""
         backwards: list[list[int]] = [[] for _ in self.states]
         for source, target in zip(self._sources, self._targets, strict=True):
             backwards[target].append(source)
@@ -125,14 +128,15 @@ class _Graph:
 
 
 def explore(faults: Faults, make_ledger: MakeLedger = Ledger) -> Exploration:
-    """Walk through everything that can happen with so many faults; stops at the first violation."""
+    """Explore all states with these faults; stop at the first violation."""
     with _without_gc():
         return _explore(Scenario(make_ledger, faults))
 
 
 @contextmanager
 def _without_gc() -> Iterator[None]:
-    """Millions of tuples, none of them in a cycle: looking for cycles took a third of the time."""
+    """Run without the cycle collector: there are millions of tuples and no cycle, and searching for
+    cycles took a third of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -143,19 +147,19 @@ def _without_gc() -> Iterator[None]:
 
 
 def explore_recovery(num_faults: int, make_ledger: MakeRecovering = Ledger) -> Exploration:
-    """The same of a recovery in which so many workers are stuck or die."""
+    """Explore a recovery in which so many workers are stuck or die."""
     with _without_gc():
         return _explore(RecoveryScenario(make_ledger, num_faults))
 
 
 def explore_moves(faults: Faults, make_ledger: MakeLedger = Ledger) -> Exploration:
-    """The same of a request that goes on elsewhere."""
+    """Explore a request that moves to another worker."""
     with _without_gc():
         return _explore(MoveScenario(make_ledger, faults))
 
 
 def explore_pulls(faults: PullFaults, left_out: str = "") -> Exploration:
-    """The same of a pull from one pool to another; `left_out`: see `PullScenario`."""
+    """Explore a pull from one pool to another; `left_out`: see `PullScenario`."""
     with _without_gc():
         return _explore(PullScenario(faults, left_out))
 
@@ -186,7 +190,7 @@ def _explore(scenario: Explored) -> Exploration:
 
 
 def main() -> int:
-    """Print what was explored; exit status 1 when a law is broken."""
+    """Print the number of states; exit status 1 when a law is broken."""
     parser = argparse.ArgumentParser(prog="python -m tests.model_checking.explorer")
     parser.add_argument("--full", action="store_true", help="also two faults together")
     faults = EXPLORED_IN_FULL if parser.parse_args().full else EXPLORED

@@ -1,9 +1,8 @@
-"""Ledgers by number, for the explorer: equal ones are kept, audited and operated on once.
+"""Ledgers by number, for the explorer: of equal ledgers, one is kept, audited and operated on.
 
-Two ledgers count as equal when nobody can ever tell them apart: when they differ only in the names
-of their blocks (`canonical`), or in what is kept for calls that are sent again when none will be
-(`Ledgers.settle`).
-"""
+Two ledgers are equal if no operation can distinguish them: if they differ only in the names of
+their blocks (`canonical`), or in records for repeated calls that cannot come any more
+(`Ledgers.settle`). """
 
 from collections.abc import Hashable
 from typing import NamedTuple
@@ -14,10 +13,10 @@ from blockstore.recount import audit
 from tests.model_checking.ledger_copies import copy_ledger, snapshot
 
 Operation = tuple[str, tuple[Hashable, ...]]
-"""A method of the ledger and its arguments."""
+"""A method of the ledger with its arguments."""
 
 Renaming = tuple[int, ...]
-"""New block id by old one."""
+"""New block ids by old ones."""
 
 
 class Violation(Exception):
@@ -25,14 +24,14 @@ class Violation(Exception):
 
 
 class Answer(NamedTuple):
-    """`error` is a code of `blockstore.errors`, or empty."""
+    """The ledger's answer; `error`: a code of `blockstore.errors`, or empty."""
 
     error: str
     value: object
 
 
 class Ledgers:
-    """All ledgers met so far. A new one in which the audit finds something raises Violation."""
+    """All ledgers reached so far. A new one whose audit finds something raises Violation."""
 
     def __init__(self, first: Ledger) -> None:
         self._numbers: dict[Hashable, int] = {}
@@ -48,7 +47,7 @@ class Ledgers:
         return len(self._ledgers)
 
     def after(self, number: int, operation: Operation) -> tuple[int, Answer]:
-        """The ledger's number after `operation`, and what it answered."""
+        """The number of the ledger after `operation`, and its answer."""
         key = (number, operation)
         if key not in self._outcomes:
             ledger = copy_ledger(self._ledgers[number])
@@ -61,10 +60,11 @@ class Ledgers:
         return self._outcomes[key]
 
     def settle(self, number: int, again: frozenset[str]) -> tuple[int, Renaming]:
-        """The ledger that stands for this one, and what its blocks are called there.
+        """The number of the equal ledger that represents this one, and its names of the blocks.
 
-        `again`: holders and workers of which something may come a second time. What is kept to
-        answer that, it forgets of all others: tombstones, and how many blocks were cached.
+        `again`: holders and workers with an operation that may come a second time. For all others
+        the ledger drops what only answers repeated operations: tombstones, and how many blocks were
+        cached.
         """
         key = (number, again)
         if key not in self._settled:
@@ -90,10 +90,10 @@ class Ledgers:
 
 
 def canonical(ledger: Ledger) -> tuple[Ledger, Renaming]:
-    """The same ledger with its blocks renamed: held ones first, as their holders got them, then
-    cached ones, least recently used first, then free ones, as they will be handed out.
+    """The same ledger with renamed blocks: held ones first, in the order of acquisition, then
+    cached ones, least recently used first, then free ones, in the order of allocation.
 
-    Free blocks then are those never used, just as in a pool in which nothing was ever freed.
+    Free blocks are then like blocks never used, as in a pool in which no block was ever freed.
     """
     twin = copy_ledger(ledger)
     blocks = twin.blocks

@@ -1,20 +1,19 @@
-"""What the explorer explores of moves: a request that runs, and goes on at another worker; three
-workers, and gateways that come and go.
+"""The explorer's scenario of moves: a running request that continues at another worker, with three
+workers, and gateways that join and leave.
 
     runs ──▶ detach ──▶ rest ──▶ its gateway has the ticket ──▶ claim ──▶ runs
                ▲          │ └──▶ parked ──▶ another gateway finds it ─▲
-               │          └──▶ nobody has claimed it in time: release
+               │          └──▶ no worker has claimed it in time: release
                ├ handed over: its gateway asked for it
-               └ its gateway is gone
+               └ its gateway is lost
 
-It may be asked for a block more just before, and come to rest before it reads the answer. Nobody
-tells an issuer that its ticket was claimed: it finds out when it lets go of it, however late. A
-gateway that is gone may have sent the ticket to somebody who claims it all the same, while another
-one finds it where it was and sends it elsewhere. Workers die, are fenced and lose replies as in
-`tests.model_checking.scenario`.
+The worker may ask for one more block just before, and the request comes to rest before the answer.
+No message tells an issuer that its ticket was claimed: it learns it from its release, however late.
+A lost gateway may have sent the ticket to a worker that still claims it, while another gateway
+finds the ticket at its issuer and sends it to another worker. Workers die, are fenced and lose
+replies as in `tests.model_checking.scenario`.
 
-See ADR 71.
-"""
+See ADR 71. """
 
 from collections.abc import Callable, Iterator
 
@@ -27,7 +26,7 @@ from tests.model_checking.scenario import Scenario, Step
 
 
 class MoveScenario(Scenario):
-    """See `tests.model_checking.scenario.Scenario`. It begins when r0 runs at v1, which has
+    """See `tests.model_checking.scenario.Scenario`. At the beginning r0 runs at v1, which has
     claimed it."""
 
     workers = ("v1", "w1", "u1")
@@ -54,7 +53,7 @@ class MoveScenario(Scenario):
     # Moves
 
     def _moves(self, state: State) -> Iterator[Step]:
-        """What runs is handed over; whoever has it loses its gateway."""
+        """Running requests are handed over, and workers lose their gateways."""
         left = state.faults_left
         if not left.moves:
             return
@@ -76,7 +75,7 @@ class MoveScenario(Scenario):
                 yield Step(label, moved.with_request(number, sought), fault=True)
 
     def _come_to_rest(self, state: State, run: Run) -> Iterator[tuple[str, State]]:
-        """With or without a growth that is answered too late to be read."""
+        """The request comes to rest, also with a growth whose answer comes too late."""
         if run.phase not in ("extend", "finish") or state.unanswered_by(run.worker):
             return
         resting = state.with_run(run, run._replace(phase="detach"))
@@ -86,7 +85,7 @@ class MoveScenario(Scenario):
             yield ", while it grows", resting._replace(ledger=number)
 
     def _others(self, state: State) -> Iterator[Step]:
-        """A gateway whose client had another one, and workers that have lost theirs."""
+        """A gateway takes over the client of another one, and workers lose their gateways."""
         for number, request in enumerate(state.requests):
             if request.status != "sought":
                 continue
@@ -100,7 +99,8 @@ class MoveScenario(Scenario):
             yield Step(f"nobody has r{number}", self._take_back(state, number, with_ticket=False))
 
     def _find(self, state: State, number: int, run: Run) -> Iterator[Step]:
-        """Its worker detaches again: whether it is still at rest there, the ledger knows."""
+        """The worker detaches the request again; the ledger knows whether it is still at rest
+        there."""
         after, answer = self.ledgers.after(state.ledger, ("detach", (run.holder, run.epoch - 1)))
         if after != state.ledger:
             raise Violation(f"{run.holder} is at rest, and comes to rest again")
@@ -121,7 +121,7 @@ class MoveScenario(Scenario):
         return super()._send_out(state, number, request, worker)
 
     def _at_rest(self, state: State, run: Run, ours: bool) -> State:
-        """Its worker knows the ticket for as long as it keeps the blocks."""
+        """The worker knows the ticket as long as it keeps the blocks."""
         before = state.with_run(run, None)
         state = super()._at_rest(state, run, ours)
         (rest,) = set(state.runs) - set(before.runs)
@@ -136,8 +136,8 @@ class MoveScenario(Scenario):
     # The laws
 
     def check(self, state: State) -> None:
-        """Also: whoever runs it has its blocks in the order in which they were acquired, wherever
-        they were acquired."""
+        """Also: the worker that runs the request has its blocks in the order in which they were
+        acquired, also those that other workers acquired."""
         super().check(state)
         ledger = self.ledgers[state.ledger]
         for run in state.runs:

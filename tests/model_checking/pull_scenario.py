@@ -1,15 +1,15 @@
-"""What the explorer explores of a pull between two pools of two blocks each: the mover's steps as
-in `services.mover.pull`, with two real ledgers, and the memory of both pools.
+"""The explorer's scenario of a pull between two pools of two blocks each: the mover's steps as in
+`services.mover.pull`, with two real ledgers, and the memory of both pools.
 
     mover    claim -> allocate -> stamps -> blocks land, in any order -> stamps -> complete, commit
              -> detach -> release
     source   a lease may end: then its block manager reaps the pin, and a worker of the source
              gets the blocks, stamps them, and writes them, block by block
     target   a mover that died is reaped once it is quiet; a worker of the target gets the blocks
-    faults   given up at any step, the lease ended, the mover killed
+    faults   the pull is given up at any step, the lease ends, the mover is killed
 
-A stamp is (owner, content); a block's KV is the name of what was written last. Nobody ever sees
-other KV than a stamp says, and nothing lands in a block of somebody else.
+A stamp is (owner, content); a block's KV is the name of its last written content. No worker ever
+reads other KV than the stamp says, and nothing lands in a block of another owner.
 
 See ADR 162.
 """
@@ -24,14 +24,15 @@ from tests.model_checking.scenario import Label
 
 FULL = b"f" * 16
 CONTENTS = ("full", "tail")
-"""What the request has in its two blocks; the first one is full, and goes into the index."""
+"""The contents of the request's two blocks; the first one is full, and goes into the prefix
+index."""
 
 Stamp = tuple[str, str]
-"""Owner, and the content of a finished block; "" while it is not finished."""
+"""A stamp: its owner, and the content of a finished block; "" while it is not finished."""
 
 
 class PullFaults(NamedTuple):
-    """How often each may happen."""
+    """How often each fault may happen."""
 
     give_ups: int = 1
     lease_ends: int = 1
@@ -50,8 +51,8 @@ class Memory(NamedTuple):
 
 
 class PullState(NamedTuple):
-    """`before`, `after`: the stamps that were read so far. `landed`: blocks of the read that is
-    running. `source_step`, `target_step`: how far the other worker of each pool is."""
+    """`before`, `after`: the stamps read so far. `landed`: blocks of the running read.
+    `source_step`, `target_step`: the progress of the other worker of each pool."""
 
     a: int
     b: int
@@ -79,8 +80,8 @@ LANDING = ("blocks", "killed while blocks land")
 
 
 class PullScenario:
-    """`left_out`: "compares" or "waits", what a wrong mover leaves out: to compare the second
-    stamps, to wait for the end of a read; or "quiet", what a wrong block manager leaves out."""
+    """`left_out`: the step that a wrong mover leaves out ("compares": the second stamps; "waits":
+    the end of a read) or a wrong block manager ("quiet")."""
 
     def __init__(self, faults: PullFaults, left_out: str = "") -> None:
         spec = PoolSpec("pool", "m", "f", num_blocks=2, block_size=4, block_bytes=1)
@@ -112,8 +113,8 @@ class PullScenario:
         return state.phase == "pulled"
 
     def check(self, state: PullState) -> None:
-        """Laws 2 and 6: what the index or a ticket names is what it says. Law 5: nothing lands in
-        somebody else's block."""
+        """Laws 2 and 6: a block that the index or a ticket names has the content that they say. Law
+        5: nothing lands in a block of another owner."""
         index = self.ledgers[state.b].blocks.index
         for block in index.values():
             if state.target.stamps[block] == ("h", "full") and state.target.kv[block] != "full":
@@ -163,7 +164,7 @@ class PullScenario:
         return PullStep("the mover allocates", state._replace(b=b, target=target, phase="first"))
 
     def _first(self, state: PullState) -> PullStep:
-        """The stamps before the blocks, one after the other."""
+        """The first stamps are read before the blocks, one after the other."""
         before = (*state.before, state.source.stamps[len(state.before)])
         state = state._replace(before=before)
         if len(before) < 2:
@@ -199,7 +200,7 @@ class PullScenario:
         return PullStep("the mover releases", self._unpin(state)._replace(phase="pulled"))
 
     def _unpin(self, state: PullState) -> PullState:
-        """A pin that was reaped is stale: that is no error."""
+        """A pin that was reaped is stale, which is no error."""
         a, _ = self.ledgers.after(state.a, ("release", ("h", 3)))
         return state._replace(a=a, pinned=False)
 
@@ -228,8 +229,8 @@ class PullScenario:
             yield PullStep("the mover is killed", killed, True)
 
     def _lands(self, state: PullState) -> Iterator[PullStep]:
-        """A block of the read that is running lands: also if it was given up, and until a mover
-        that was killed has exited."""
+        """A block of the running read lands: also of a read that was given up, and until a killed
+        mover has exited."""
         is_wrong = state.phase == "failed" and not self._waits
         is_wrong = is_wrong or (state.phase == "reaped" and not self._quiet)
         if state.phase not in LANDING and not (is_wrong and len(state.before) == 2):

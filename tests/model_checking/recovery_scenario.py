@@ -1,17 +1,17 @@
-"""What the explorer explores of a recovery: two workers that may speak, be stuck or die, a third
-one that comes meanwhile, and whoever gets the ledger back.
+"""The explorer's scenario of a recovery: two workers that may report, be stuck or die, a third one
+that joins meanwhile, and the process that restores the ledger.
 
 The ledger was lost when v ran `a`, and w had claimed `t` from v, which has not heard of it yet:
 
     block   0      1        2      3        4        5        6
     stamp   A      private  B      private  private  private  never used
     a of v  |------ 0, 1 ---|
-    t       |               |--- 2, 3 -----|          as v says, at rest at epoch 2
-            |               |--- 2, 3, 4 -----------| as w says, running at epoch 3
+    t       |               |--- 2, 3 -----|          as v reports it, at rest at epoch 2
+            |               |--- 2, 3, 4 -----------| as w reports it, running at epoch 3
 
-Each may say so, or be fenced as stuck, or die, at any moment; a stuck one wakes to exit. Restoring
-goes in pages, any of which may be sent again. Once the pool is whole, everybody asks for a block
-more, and lets go; u, who holds nothing, asks for two.
+Each worker may report, be fenced as stuck, or die, at any time; a stuck one wakes and exits. The
+ledger is restored in pages, any of which may be sent again. Once the recovery is over, each worker
+asks for one more block and then releases all; u, which holds nothing, asks for two.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,17 +34,17 @@ ISSUED_T = Asserted("t", 2, 2, 0, (2, 3))
 RUNS_T = Asserted("t", 3, 2, 0, (2, 3, 4))
 SAYS = {"v": (RUNS_A, ISSUED_T), "w": (RUNS_T,), "u": ()}
 MakeRecovering = Callable[[PoolSpec, Callable[[], float], int, tuple[str, ...]], Ledger]
-"""A ledger, its epoch and who is missing."""
+"""Makes a ledger in recovery, its epoch, and the workers that have not reported."""
 
 MAY_WRITE = {"v": {1}, "w": {3, 4}}
-"""Blocks of the step that a stuck worker is in."""
+"""The blocks of the step in which a stuck worker stopped."""
 
 Mode = Literal["missing", "heard", "grown", "stuck", "dead", "gone"]
 RUNNING = ("heard", "grown")
 
 
 class Around(NamedTuple):
-    """What each of v, w and u is doing: u is heard from the start."""
+    """The modes of v, w and u; u has reported from the beginning."""
 
     ledger: int
     v: Mode = "missing"
@@ -78,13 +78,13 @@ class RecoveryScenario:
         return Around(self.ledgers.first, faults_left=self._num_faults)
 
     def finished(self, state: Around) -> bool:
-        """Everybody is done, and nothing is left behind."""
+        """All workers are done, and nothing is left."""
         ledger = self.ledgers[state.ledger]
         gone = all(state.mode(worker) == "gone" for worker in SAYS)
         return gone and ledger.rebuilding.is_over and not ledger.holders
 
     def served(self, state: Around) -> bool:
-        """Nobody had to die."""
+        """No worker had to die."""
         return state.faults_left == self._num_faults
 
     def steps(self, state: Around) -> Iterator[Step]:
@@ -96,8 +96,9 @@ class RecoveryScenario:
         yield self._do(state, "reopen")
 
     def check(self, state: Around) -> None:
-        """Law 5: what a stuck worker may write is nobody else's who runs, and cannot be had. Law 4:
-        who runs has what it said. (Law 1 is audited with each ledger.)"""
+        """Law 5: the blocks that a stuck worker may write belong to no running worker, and cannot
+        be allocated. Law 4: a running worker has the blocks that it reported. (Law 1 is audited
+        with each ledger.)"""
         ledger = self.ledgers[state.ledger]
         if not ledger.rebuilding.is_over:
             return
@@ -142,7 +143,7 @@ class RecoveryScenario:
                 yield self._do(state, "reap", worker, to=(worker, "gone"))
 
     def _grow(self, state: Around, worker: str) -> Step:
-        """A block more; u's first two. Who is refused asks again."""
+        """One block more; u gets its first two. A worker that is refused asks again."""
         if worker == "u":
             return self._do(state, "allocate", "n", "u", 3, (A,), 2, to=("u", "grown"))
         asserted = SAYS[worker][0]
@@ -151,7 +152,8 @@ class RecoveryScenario:
         return self._do(state, "extend", worker, (growth,), to=(worker, "grown"))
 
     def _let_go(self, state: Around, worker: str) -> Iterator[Step]:
-        """Of all that it knows; who issued a ticket takes it back, unless it was claimed."""
+        """A worker releases all that it knows; the issuer of a ticket takes it back, unless it was
+        claimed."""
         holders = [("n", 1)] if worker == "u" else [(h.holder_id, h.epoch) for h in SAYS[worker]]
         number, label = state.ledger, list[object]([worker])
         for holder_id, epoch in holders:
@@ -166,7 +168,7 @@ class RecoveryScenario:
     def _do(
         self, state: Around, name: str, *arguments: object, to: tuple[str, Mode] | None = None
     ) -> Step:
-        """One operation, after which somebody goes on to be in another mode, unless refused."""
+        """One operation, after which a worker enters another mode, unless it was refused."""
         operation: Operation = (name, arguments)
         number, answer = self.ledgers.after(state.ledger, operation)
         label: Label = (*operation, answer.error)

@@ -1,20 +1,20 @@
-"""What the explorer explores: a gateway, two workers and a block manager around one ledger.
+"""The explorer's main scenario: a gateway, two workers and a block manager with one ledger.
 
-Two requests with a common prefix of one block go through a pool of four blocks, which is one too
-few when they miss each other in the prefix cache. The life of a request, one ledger operation per
-phase of the worker's `Run`:
+Two requests with a common prefix of one block run on a pool of four blocks, which is one too few if
+neither finds the other's prefix in the cache. A request makes one ledger operation in each phase of
+the worker's `Run`:
 
     queued -> allocate -> commit -> detach -> rest -> claim -> extend -> finish -> done
               prefill worker                 |       decode worker
                                              '- the ticket is with the gateway, the blocks with
-                                                its issuer, who may lose patience and release
+                                                its issuer, which releases it after a time limit
 
-Whoever is demanded gives way (yield, yielded) from where it stands, and keeps its place in line
-until its worker loses patience (place). Whoever learns that it is
-fenced lets go of what it has; if it cannot know whether it has a holder, it exits. Every operation
-may lose its reply and is then sent again before any other of that worker; a worker may be fenced or
-die at any moment, an operation of the dead may arrive late; the gateway sends out again, to
-somebody else, what was with them. Each of these happens a limited number of times.
+A request whose blocks are demanded is preempted (yield, yielded) in any phase, and keeps its place
+in line until the time limit of its worker (place). A worker that learns that it is fenced releases
+what it holds; if it cannot know whether it has a holder, it exits. Every operation may lose its
+reply, and is then sent again before any other one of that worker. A worker may be fenced or die at
+any time, and an operation of a dead worker may arrive late. The gateway sends the requests of lost
+workers to others. Each of these faults happens a limited number of times.
 """
 
 from collections.abc import Callable, Iterator
@@ -40,11 +40,11 @@ SPEC = PoolSpec("pool", "model", "fingerprint", num_blocks=4, block_size=1, bloc
 MAX_ATTEMPTS = 2
 
 Label = str | tuple[object, ...]
-"""What happened; `spelled` makes it readable, when somebody wants to read it."""
+"""The description of a step; `spelled` makes it readable."""
 
 
 class Step(NamedTuple):
-    """`fault`: nobody may count on it to get on."""
+    """`fault`: a request must be able to end without it."""
 
     label: Label
     state: State
@@ -68,17 +68,18 @@ class Scenario:
         return State(self.ledgers.first, requests, faults_left=self.faults)
 
     def finished(self, state: State) -> bool:
-        """Every request came to an end, and left nothing behind."""
+        """Every request has ended, and left nothing behind."""
         ledger = self.ledgers[state.ledger]
         ended = all(request.ended for request in state.requests)
         return ended and not (state.runs or state.dead or ledger.holders or ledger.waiters)
 
     def served(self, state: State) -> bool:
-        """No request had failed."""
+        """No request has failed."""
         return all(request.status == "done" for request in state.requests)
 
     def steps(self, state: State) -> Iterator[Step]:
-        """Every step, to a state of which all that it cannot be told apart from are the same."""
+        """Every step, with the state that represents all states that cannot be distinguished from
+        its target."""
         for actor in self._actors:
             for label, after, fault in actor(state):
                 ledger, renaming = self.ledgers.settle(after.ledger, after.names())
@@ -100,8 +101,8 @@ class Scenario:
                 yield Step(label, self._take_back(state, number))
 
     def _candidates(self, state: State, issuer: str) -> list[str]:
-        """Who may go on with a request; a ticket stays with its issuer only if nobody else is
-        there."""
+        """The workers that may continue a request; the ticket stays with its issuer only if no
+        other worker is there."""
         workers = sorted(self.ledgers[state.ledger].workers)
         serving = [worker for worker in workers if self._serving(state, worker)]
         return [worker for worker in serving if worker != issuer] or serving
@@ -120,7 +121,7 @@ class Scenario:
         return Step(f"the gateway sends {request.holder} to {worker} to {run.phase}", sent)
 
     def _take_back(self, state: State, number: int, with_ticket: bool = True) -> State:
-        """One more attempt: on with the ticket if there still is one, else from the start."""
+        """One more attempt: from the ticket if there still is one, else from the start."""
         request = state.requests[number]
         attempt = request.attempt + 1
         if attempt > MAX_ATTEMPTS:
@@ -165,7 +166,7 @@ class Scenario:
             yield Step((*label, "but the reply is lost"), after, fault=True)
 
     def _read(self, state: State, run: Run, answer: Answer, unsure: bool) -> State:
-        """The worker reads the answer to what `run` sent, and tells the gateway."""
+        """The worker reads the answer to `run`'s operation, and tells the gateway."""
         if answer.error == WorkerFenced.code:
             return state.with_run(run, run.fenced(unsure))
         request = state.requests[run.request]
@@ -216,14 +217,14 @@ class Scenario:
         raise Violation(f"{run.worker} runs {run.holder}, but {run.phase} fails: {answer.error}")
 
     def _tell_issuer(self, state: State, holder: str) -> State:
-        """The ticket is claimed: who kept it stops waiting."""
+        """The ticket is claimed: its issuer stops waiting."""
         for run in state.runs:
             if (run.holder, run.phase) == (holder, "rest"):
                 state = state.with_run(run, None)
         return state
 
     def _at_rest(self, state: State, run: Run, ours: bool) -> State:
-        """Its worker gives the ticket to the gateway, and keeps the blocks until it is claimed."""
+        """The worker gives the ticket to the gateway, and keeps the blocks until it is claimed."""
         epoch = run.epoch + 1
         state = state.with_run(run, run._replace(phase="rest", epoch=epoch, blocks=()))
         request = state.requests[run.request]
@@ -231,7 +232,8 @@ class Scenario:
         return state.with_request(run.request, ticket) if ours else state
 
     def _leave(self, state: State, worker: str) -> Step:
-        """Fenced and, for all it knows, empty: it leaves; if the ledger knows better, it exits."""
+        """A fenced worker that believes to hold nothing leaves; if the ledger disagrees, it
+        exits."""
         number, answer = self.ledgers.after(state.ledger, ("leave", (worker,)))
         runs = tuple(run for run in state.runs if run.worker != worker)
         if answer.error:
@@ -268,8 +270,8 @@ class Scenario:
             yield Step(label, state._replace(ledger=number, late=None), fault=True)
 
     def _victims(self, state: State) -> list[str]:
-        """Whoever is busy (the idle have nothing to lose). While both workers are alike, v1 stands
-        for either."""
+        """Every busy worker (an idle one has nothing to lose). While both workers are alike, v1
+        stands for either."""
         busy = sorted({run.worker for run in state.runs})
         left = state.faults_left
         alike = (left.crashes, left.fences) == (self.faults.crashes, self.faults.fences)
@@ -295,9 +297,9 @@ class Scenario:
     # The laws
 
     def check(self, state: State) -> None:
-        """Law 3: every holder is somebody's who is there or will be reaped. Law 4: who believes to
-        run a holder is its owner. Laws 2, 4 and 5: what somebody may still write is his alone.
-        Raises Violation. (Law 1 is audited with each ledger.)"""
+        """Law 3: every holder belongs to a worker that is alive or will be reaped. Law 4: a worker
+        that believes to run a holder owns it. Laws 2, 4 and 5: a block that a worker may still
+        write belongs to it alone. Raises Violation. (Law 1 is audited with each ledger.)"""
         ledger = self.ledgers[state.ledger]
         known = {(run.worker, run.holder) for run in state.runs}
         for holder in ledger.holders.values():
@@ -339,7 +341,8 @@ class Scenario:
     def _check_same(
         self, state: State, run: Run, operation: Operation, first: Answer, second: Answer
     ) -> None:
-        """What was carried out is answered the same again; only a fence may come between."""
+        """An operation that was carried out gets the same answer again, unless a fence came
+        between."""
         fenced = self.ledgers[state.ledger].workers[run.worker] and operation[0] != "release"
         if _carried_out(first) and not fenced and _lasting(first) != _lasting(second):
             raise Violation(f"{operation[0]} was answered {first}, and {second} when sent again")
@@ -374,5 +377,5 @@ def _carried_out(answer: Answer) -> bool:
 
 
 def _lasting(answer: Answer) -> object:
-    """The part of an answer that stays: demands come and go."""
+    """The part of an answer that does not change: demands do."""
     return answer.value.grown if isinstance(answer.value, Extension) else answer

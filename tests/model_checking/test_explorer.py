@@ -1,4 +1,5 @@
-"""The protocol keeps its laws in every state; and the explorer sees it when a ledger does not."""
+"""The protocol keeps its laws in every state, and the explorer finds the fault of a wrong
+ledger."""
 
 from collections.abc import Sequence
 
@@ -44,7 +45,7 @@ def test_every_state_keeps_the_laws_and_can_end(faults: Faults) -> None:
 
 
 def test_without_faults_both_requests_can_be_served() -> None:
-    """Not every end is a failure; and nothing is explored that nobody asked for."""
+    """Some endings serve both requests, and no other faults are explored than those asked for."""
     found = explore(NONE)
 
     assert found.violation == ""
@@ -53,7 +54,7 @@ def test_without_faults_both_requests_can_be_served() -> None:
 
 
 class ClaimsFromTheRunning(Ledger):
-    """A claim does not look at the epoch."""
+    """A claim ignores the epoch."""
 
     def claim(
         self, holder_id: str, epoch: int, worker_id: str, block_ids: Sequence[int] = ()
@@ -88,14 +89,14 @@ class ReapForgetsWaiters(Ledger):
 
 
 class ReleasesOnce(Ledger):
-    """A release that is sent again is an error."""
+    """A repeated release is an error."""
 
     def release(self, holder_id: str, epoch: int, comes_back: bool = False) -> None:
         self._end(self.holders.require(holder_id))
 
 
 class AllocatesTwice(Ledger):
-    """An allocation that is sent again gets new blocks."""
+    """A repeated allocation gets new blocks."""
 
     def allocate(
         self,
@@ -111,14 +112,14 @@ class AllocatesTwice(Ledger):
 
 
 class IgnoresFences(Ledger):
-    """Who is fenced goes on as if it were not."""
+    """A fenced worker may do what any worker may."""
 
     def _require_live(self, worker_id: str) -> None:
         self._require_known(worker_id)
 
 
 class TakesFencedForDead(Ledger):
-    """A fence frees what the worker may still write."""
+    """A fence frees blocks that the worker may still write."""
 
     def fence(self, worker_id: str) -> None:
         super().fence(worker_id)
@@ -127,7 +128,7 @@ class TakesFencedForDead(Ledger):
 
 
 class ListensToTheDead(Ledger):
-    """What a worker sent before it was reaped is carried out afterwards."""
+    """An operation that a dead worker sent before it was reaped is carried out afterwards."""
 
     def _require_live(self, worker_id: str) -> None:
         if self.workers.get(worker_id):
@@ -135,7 +136,7 @@ class ListensToTheDead(Ledger):
 
 
 class DemandsNobody(Ledger):
-    """Who is short waits for ever."""
+    """A holder that is short of blocks waits without end."""
 
     def _demand_one(self) -> None:
         pass
@@ -163,7 +164,7 @@ def test_a_broken_ledger_is_found(broken: MakeLedger, faults: Faults, violation:
 
 
 def test_a_recovery_keeps_the_laws_and_can_end() -> None:
-    """Whoever is stuck or dies, and whenever."""
+    """Any worker may be stuck or die, at any time."""
     found = explore_recovery(RECOVERY_FAULTS)
 
     assert found.violation == "", "\n".join(found.trace)
@@ -172,7 +173,7 @@ def test_a_recovery_keeps_the_laws_and_can_end() -> None:
 
 
 class QuarantinesNothing(Ledger):
-    """Who is stuck is forgotten."""
+    """A stuck worker's blocks are not quarantined."""
 
     def fence(self, worker_id: str) -> None:
         self.rebuilding.missing.discard(worker_id)
@@ -180,7 +181,7 @@ class QuarantinesNothing(Ledger):
 
 
 class WaitsForNobody(Ledger):
-    """Who has not spoken yet holds nothing."""
+    """A worker that has not reported holds nothing."""
 
     def restore(self, first: int, contents: Sequence[Content]) -> None:
         self.rebuilding.missing.clear()
@@ -188,7 +189,7 @@ class WaitsForNobody(Ledger):
 
 
 class BelievesTheLast(Ledger):
-    """Whoever speaks last is right."""
+    """The last report is right."""
 
     def reassert(
         self, worker_id: str, holders: Sequence[Asserted], waits: Sequence[Wait]
@@ -200,7 +201,7 @@ class BelievesTheLast(Ledger):
 
 
 class FreesWhatIsHeld(Ledger):
-    """What is restored is free, whoever holds it."""
+    """Restored blocks are free, also held ones."""
 
     def restore(self, first: int, contents: Sequence[Content]) -> None:
         before = self.blocks.next_unused

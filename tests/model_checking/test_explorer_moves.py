@@ -1,5 +1,5 @@
-"""Wherever a request goes on, the protocol keeps its laws; and the explorer sees it when a ledger
-does not."""
+"""The protocol keeps its laws wherever a request moves, and the explorer finds the fault of a wrong
+ledger."""
 
 from collections.abc import Sequence
 
@@ -28,7 +28,7 @@ def test_every_move_keeps_the_laws_and_can_end(faults: Faults) -> None:
 
 
 class DetachRaisesNothing(Ledger):
-    """Who comes to rest at a decode worker is told so, but its epoch stays."""
+    """A detach succeeds, but the epoch stays."""
 
     def detach(self, holder_id: str, epoch: int) -> int:
         if epoch == 1:
@@ -38,7 +38,7 @@ class DetachRaisesNothing(Ledger):
 
 
 class FencedComeToRest(Ledger):
-    """Whoever may still write can be claimed from."""
+    """Requests of a fenced worker, which may still write, can be claimed."""
 
     def detach(self, holder_id: str, epoch: int) -> int:
         holder = self.holders.require(holder_id)
@@ -47,7 +47,7 @@ class FencedComeToRest(Ledger):
 
 
 class ClaimsTwice(Ledger):
-    """Whoever has the ticket gets it, whoever was first."""
+    """Every worker with the ticket can claim it, also after another one."""
 
     def claim(
         self, holder_id: str, epoch: int, worker_id: str, block_ids: Sequence[int] = ()
@@ -61,7 +61,7 @@ class ClaimsTwice(Ledger):
 
 
 class ClaimKeepsTheOwner(Ledger):
-    """The blocks stay those of who issued the ticket."""
+    """The blocks still belong to the issuer of the ticket after a claim."""
 
     def claim(
         self, holder_id: str, epoch: int, worker_id: str, block_ids: Sequence[int] = ()
@@ -73,7 +73,7 @@ class ClaimKeepsTheOwner(Ledger):
 
 
 class ReleasesWhatWasClaimed(Ledger):
-    """Who issued the ticket can take it back at any time."""
+    """The issuer of a ticket can release it also after a claim."""
 
     def release(self, holder_id: str, epoch: int, comes_back: bool = False) -> None:
         holder = self.holders.require(holder_id)
@@ -83,7 +83,7 @@ class ReleasesWhatWasClaimed(Ledger):
 
 
 class ForgetsWhatIsInFlight(Ledger):
-    """A growth answers what is new, and not what its holder has got before."""
+    """The answer to a growth has only the new blocks, without those of an earlier growth."""
 
     def _grow(self, worker_id: str, growth: Growth) -> Grown:
         holder = self.holders.get(growth.holder_id)

@@ -1,5 +1,5 @@
-"""Whatever happens during a pull, no wrong KV is used and nothing lands in another's blocks; the
-explorer sees it when a part of the protocol is left out."""
+"""During a pull, no wrong KV is used and nothing lands in another owner's blocks; the explorer
+finds the fault when a part of the protocol is left out."""
 
 import pytest
 
@@ -23,8 +23,8 @@ def test_every_pull_keeps_the_laws_and_can_end() -> None:
     ],
 )
 def test_a_part_of_the_protocol_that_is_left_out_is_seen(left_out: str, violation: str) -> None:
-    """The second stamps; the end of a read that was given up; the exit of a mover that was
-    killed."""
+    """The parts: the second stamps, the end of a read that was given up, and the exit of a killed
+    mover."""
     found = explore_pulls(PullFaults(), left_out)
     assert found.violation
     assert any(text in found.violation for text in violation.split("|")), found.violation

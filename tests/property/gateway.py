@@ -1,4 +1,4 @@
-"""A gateway that walks requests through the workers of a pair, and notes all that it hears."""
+"""A gateway that takes requests through the workers of a pair, and records all messages."""
 
 import asyncio
 import itertools
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Request:
-    """`asked`: its ticket, as it was first. `tokens`: of each sequence, by index; `ended`: how
-    those that have ended did. `detached`: one that a decode worker handed over, or swapped out.
-    `search`: where the last ticket said that it stands, if it is one. `over`: "done", an error, or
+    """A request. `asked`: its first ticket. `tokens`: of each sequence, by index. `ended`: how
+    finished sequences ended. `detached`: a ticket that a decode worker handed over or swapped out.
+    `search`: the state of a beam search in the last ticket. `over`: "done", an error, or
     "aborted"."""
 
     asked: Ticket
@@ -60,7 +60,7 @@ class Request:
             self.search = ticket
 
     def to_submit(self) -> Ticket:
-        """From what has been received, or said of the search."""
+        """The ticket to submit, from the received tokens, or the state of the search."""
         if self.searches:
             stands = self.search or self.asked
             states = (TicketSequence(s.index, s.token_ids) for s in stands.sequences)
@@ -73,7 +73,7 @@ class Request:
         return [index for index in self.tokens if index not in self.ended]
 
     def of_living(self, ticket: Ticket) -> Ticket:
-        """Without those that have ended since."""
+        """The ticket without the sequences that have ended since."""
         if self.searches:
             return ticket
         states = (state for state in ticket.sequences if state.index not in self.ended)
@@ -81,7 +81,7 @@ class Request:
 
 
 class Stream:
-    """A session and the way back to its gateway."""
+    """A session, and the stream back to its gateway."""
 
     def __init__(
         self, chance: random.Random, hear: Callable[["Stream", WorkerEvent], None]
@@ -130,9 +130,9 @@ def _is_last(event: WorkerEvent) -> bool:
 
 
 class Gateway:
-    """Walks requests through the workers as `services.gateway.request.lifecycle` does, without a
-    deadline of
-    its own: workers must tell. An attempt's number says which decode worker it is for."""
+    """Takes requests through the workers as `services.gateway.request.lifecycle` does, without
+    deadlines of its own: it relies on the workers' messages. An attempt's number determines its
+    decode worker."""
 
     def __init__(self, pair: "Pair") -> None:
         self._pair = pair
@@ -155,7 +155,7 @@ class Gateway:
             self._let_go(request)
 
     def abort_one(self, request_id: str, number: int) -> None:
-        """A stop string ends one sequence."""
+        """Abort one sequence, as after a stop string."""
         request = self.requests.get(request_id)
         if request is None or request.over or request.searches:
             return
@@ -168,8 +168,8 @@ class Gateway:
             stream.there.put(lambda w=worker, s=stream: w.abort(s, *key))  # type: ignore[misc]
 
     def hand_over(self, number: int) -> None:
-        """Whoever runs one of the requests puts it at rest; it goes on wherever its next attempt
-        goes."""
+        """The worker that runs one of the requests hands it over; it continues at the next
+        attempt's worker."""
         if there := [request for request in self.requests.values() if not request.over]:
             request = there[number % len(there)]
             key = request.asked.request_id, request.attempt
@@ -177,7 +177,7 @@ class Gateway:
             stream.there.put(lambda: worker.hand_over(stream, *key))
 
     def reconnect(self) -> None:
-        """The streams break; workers hear of it when they hear of it."""
+        """The streams break; the workers learn of it later."""
         for worker, stream in self._ways():
             stream.broken = True
             stream.there.put(lambda w=worker, s=stream: w.close(s))  # type: ignore[misc]

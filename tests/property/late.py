@@ -1,4 +1,4 @@
-"""Everything late by chance, in virtual time: what would take minutes takes milliseconds."""
+"""Random delays of everything, in virtual time: minutes of waiting take milliseconds."""
 
 import asyncio
 import random
@@ -18,7 +18,7 @@ from services.worker.swap.pool import SwapPool
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Its clock jumps to whatever is due next."""
+    """An event loop whose clock jumps to the next event."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -43,7 +43,7 @@ class _Jump(selectors.SelectSelector):
 
 
 class Pipe:
-    """Things arrive in order, each a little later than it was put."""
+    """A queue whose items arrive in order, each with a delay."""
 
     def __init__(self, chance: random.Random) -> None:
         self._loop = asyncio.get_running_loop()
@@ -57,8 +57,8 @@ class Pipe:
 
 
 class LateStore:
-    """The store as one worker sees it: mutations are carried out in the order of the calls, later,
-    and answered later still; reads go another way."""
+    """The store as one worker reaches it: mutations are carried out later, in the order of the
+    calls, and answered still later; reads use another connection."""
 
     def __init__(
         self, store: MemoryStore, chance: random.Random, check: Callable[[], None]
@@ -105,13 +105,14 @@ class LateStore:
 
 
 class LateEngine:
-    """`EngineThread` without the thread: a step takes its time, and the loop hears of it later."""
+    """`EngineThread` without a thread: a step takes time, and the event loop gets its outcome
+    later."""
 
     chance: random.Random
 
     @classmethod
     def instead(cls, chance: random.Random) -> AbstractContextManager[object]:
-        """Of the thread, in all workers that are made meanwhile."""
+        """Replaces the engine thread of all workers that are made within the block."""
         cls.chance = chance
         return mock.patch.object(pool_worker, "EngineThread", cls)
 
@@ -161,7 +162,7 @@ class LateEngine:
 
 
 class LateColderPool(SwapPool):
-    """Copies without a thread: they take their time."""
+    """A swap pool whose copies take time, without a thread."""
 
     chance: random.Random
 

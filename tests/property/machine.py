@@ -1,6 +1,6 @@
-"""One state machine drives the model and the server side by side: the same calls, the same answers,
-the same errors; some replies get lost, and what was sent is sent again. After each step laws 1 and
-3 hold in both, and both show the same."""
+"""One state machine drives the model and the server side by side: the same calls give the same
+answers and errors. Some replies are lost, and their calls are sent again. After each step laws 1
+and 3 hold in both, and both have the same contents."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -26,9 +26,9 @@ from blockstore.store import QUARANTINE, BlockStore
 
 HASHES = tuple(bytes([number]) * 16 for number in range(8))
 PROMPTS = ((0, 1, 2, 3), (0, 1, 4, 5), (6, 7))
-"""Hashes of three prompts; the first two have two blocks in common."""
+"""The hashes of three prompts; the first two share two blocks."""
 BRANCHES = st.lists(st.sampled_from([(2, 3), (4, 5), (2,), (4, 6), (1, 7), ()]), max_size=3)
-"""What several sequences may go on with behind a prompt's first blocks."""
+"""Hashes with which several sequences continue after a prompt's first blocks."""
 
 SPECS = st.builds(
     PoolSpec,
@@ -50,7 +50,7 @@ Call = Callable[[BlockStore], Awaitable[object]]
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """An allocation as it was asked for, to be asked for again."""
+    """The arguments of an allocation, for a repeated call."""
 
     worker_id: str
     order: int
@@ -60,12 +60,12 @@ class Asked:
 
 
 class StoresAgree(RuleBasedStateMachine):
-    """What the machine knows of holders it reads from the model's ledger, so that most calls name
-    what is there; ids, epochs, owners and blocks are a little wrong now and then."""
+    """The machine reads its knowledge of holders from the model's ledger, so that most calls name
+    existing ones; ids, epochs, owners and blocks are sometimes a little wrong."""
 
     runner: asyncio.Runner
     others: tuple[BlockStore, ...] = ()
-    """What is compared with the model, on the loop of `runner`."""
+    """The stores that are compared with the model, on the loop of `runner`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,8 @@ class StoresAgree(RuleBasedStateMachine):
     # Calling
 
     def send(self, call: Call, lost: bool) -> object:
-        """The answer that all stores give. `lost`: a first one was thrown away."""
+        """Send a call to all stores; returns their common answer. `lost`: the first answer was
+        lost, and the call is sent twice."""
         for _ in range(1 + lost):
             first, *rest = [self.runner.run(_outcome(call(store))) for store in self.stores]
             for outcome in rest:
@@ -101,11 +102,11 @@ class StoresAgree(RuleBasedStateMachine):
         return self.model.ledger("pool")
 
     def some_worker(self, data: st.DataObject) -> str:
-        """One that is there, or the last one that was not."""
+        """A worker that exists, or the last one that left."""
         return data.draw(st.sampled_from([*sorted(self.ledger.workers), "nobody"]), "worker")
 
     def some_holder(self, data: st.DataObject) -> tuple[str, int, Holder | None]:
-        """(id, epoch, holder if it is there) of one that is there, was there, or never was."""
+        """(id, epoch, holder if it exists) of a present, a past or an unknown holder."""
         there = st.sampled_from(sorted(self.ledger.holders) or ["nobody"])
         known = st.sampled_from([*self.asked, "nobody"])
         holder_id = data.draw(there | there | there | known, "holder")
@@ -114,7 +115,7 @@ class StoresAgree(RuleBasedStateMachine):
         return holder_id, epoch + data.draw(EPOCH_OFF_BY, "epoch off by"), holder
 
     def some_blocks(self, data: st.DataObject, holder: Holder | None) -> list[int]:
-        """Mostly the holder's own."""
+        """Mostly the holder's own blocks."""
         any_block = st.integers(0, self.spec.num_blocks - 1)
         own = st.sampled_from(holder.acquired) if holder and holder.acquired else any_block
         return data.draw(st.lists(own | own | own | any_block, unique=True, max_size=4), "blocks")
@@ -128,7 +129,7 @@ class StoresAgree(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 5), wrong=st.sampled_from(["", "", "num_blocks", "fingerprint"]))
     def join_again(self, number: int, wrong: str) -> None:
-        """Also one that was fenced or reaped."""
+        """A fenced or reaped worker may join again, too."""
         spec = self.spec
         if wrong == "num_blocks":
             spec = replace(spec, num_blocks=99)
@@ -164,8 +165,8 @@ class StoresAgree(RuleBasedStateMachine):
         patient: bool,
         lost: bool,
     ) -> None:
-        """`num_more` None: whatever there is, so that everything cached is evicted in its order.
-        Who is not patient does not stay to hold up the others."""
+        """`num_more` None: all that is available, so that all cached blocks are evicted in their
+        order. An allocation that may not wait withdraws, and does not delay the others."""
         hashes = tuple(HASHES[number] for number in prompt[:num_hashes])
         behind = tuple(tuple(HASHES[number] for number in branch) for branch in branches)
         num_named = len(set(hashes).union(*behind))
@@ -180,7 +181,7 @@ class StoresAgree(RuleBasedStateMachine):
 
     @rule(prompt=st.sampled_from(PROMPTS), num_hashes=st.integers(1, 4), data=st.data())
     def serve(self, prompt: tuple[int, ...], num_hashes: int, data: st.DataObject) -> None:
-        """A whole life, first in line: it leaves its prompt in the cache."""
+        """A whole request, first in line: its prompt stays in the cache."""
         hashes = tuple(HASHES[number] for number in prompt[:num_hashes])
         asked = Asked(self.some_worker(data), 0, hashes, len(hashes))
         holder_id = f"h{len(self.asked)}"
@@ -195,7 +196,7 @@ class StoresAgree(RuleBasedStateMachine):
 
     @rule(data=st.data(), lost=LOST)
     def allocate_again(self, data: st.DataObject, lost: bool) -> None:
-        """What waits, what was served and what was released; sometimes by another worker."""
+        """A repeated call for a waiting, served or released holder; sometimes by another worker."""
         if self.asked:
             waiting = st.sampled_from(sorted(self.ledger.waiters) or list(self.asked))
             holder_id = data.draw(waiting | st.sampled_from(list(self.asked)), "holder")
@@ -228,7 +229,7 @@ class StoresAgree(RuleBasedStateMachine):
 
     @rule(data=st.data(), lost=LOST)
     def extend_own(self, data: st.DataObject, lost: bool) -> None:
-        """All that a worker holds grows by one block, as in a decode step."""
+        """All holders of a worker grow by one block, as in a decode step."""
         worker_id = self.some_worker(data)
         own = [h for h in self.ledger.holders.values() if h.worker_id == worker_id]
         growths = [Growth(h.holder_id, h.epoch, len(h.acquired), len(h.acquired) + 1) for h in own]
@@ -244,7 +245,8 @@ class StoresAgree(RuleBasedStateMachine):
 
     @rule(data=st.data(), finish=st.booleans(), lost=LOST)
     def commit_prompt(self, data: st.DataObject, finish: bool, lost: bool) -> None:
-        """The prompt's full blocks, as a prefill worker does; `finish`: they stay cached."""
+        """Commit the prompt's full blocks, as a prefill worker does; `finish`: then release them,
+        so that they stay cached."""
         holder_id, epoch, holder = self.some_holder(data)
         if holder and holder_id in self.asked:
             hashes = self.asked[holder_id].hashes
@@ -285,7 +287,7 @@ class StoresAgree(RuleBasedStateMachine):
 
     @rule(data=st.data(), private=st.sets(st.integers(0, 8)), lost=LOST)
     def recover(self, data: st.DataObject, private: set[int], lost: bool) -> None:
-        """Some workers say what they hold, some are stuck or dead; the rest is in the stamps."""
+        """Some workers report their holders, some are stuck or dead; the stamps have the rest."""
         old, spec = self.ledger, self.spec
         workers, epoch = sorted(old.workers), old.ledger_epoch + 1
         self.send(lambda store: store.drop_pool("pool"), lost)
@@ -329,7 +331,7 @@ class StoresAgree(RuleBasedStateMachine):
 
 
 def asserted_by(ledger: Ledger, worker_id: str) -> tuple[str, list[Asserted], list[Wait]]:
-    """What a worker knows, which the model knows from the ledger that was lost."""
+    """The holders that a worker reports, which the model reads from the lost ledger."""
     holders = [
         Asserted(
             holder.holder_id,
@@ -368,7 +370,7 @@ async def _outcome(awaitable: Awaitable[object]) -> object:
 
 
 async def _view(store: BlockStore, worker_ids: Sequence[str]) -> object:
-    """All that can be read of the pool."""
+    """All readable contents of the pool."""
     return (
         await store.stats("pool"),
         await _outcome(store.holders("pool")),
@@ -385,8 +387,8 @@ async def _awaited(awaitable: Awaitable[T]) -> T:
 def drive(
     others: Sequence[BlockStore], runner: asyncio.Runner, max_examples: int, shrink: bool = True
 ) -> None:
-    """Run the machine; AssertionError when two stores differ or a law is broken, for the shortest
-    run that does it if `shrink`."""
+    """Run the machine. AssertionError: two stores differ or a law is broken; `shrink`: with the
+    shortest such run."""
     machine = type("Machine", (StoresAgree,), {"others": tuple(others), "runner": runner})
     run_state_machine_as_test(
         machine,

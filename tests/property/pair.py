@@ -1,5 +1,5 @@
-"""A prefill and two decode workers on one pool, two gateways, and everything between them late by
-chance, in virtual time: what would take minutes takes milliseconds, a hang shows as hours."""
+"""A prefill and two decode workers on one pool, and two gateways, with random delays between them
+in virtual time: minutes of waiting take milliseconds, and a hang shows as hours."""
 
 import asyncio
 import itertools
@@ -87,7 +87,7 @@ class Pair:
         self.gateways = Gateway(self), Gateway(self)
 
     def _check_flights(self) -> None:
-        """Nobody is given a block that a step in flight of another worker reads or writes."""
+        """No worker is given a block that a step in flight of another worker reads or writes."""
         for worker_id, forward in self._forwards.items():
             if isinstance(forward, LateForward):
                 holders = self.store.ledger("pool").holders.values()
@@ -95,7 +95,7 @@ class Pair:
                 assert forward.block_ids <= set().union(*held)
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        """Fails when a worker has, or when it takes too long."""
+        """Wait for the condition; fails if a worker fails, or if it takes too long."""
         async with asyncio.timeout(HANG_S):
             while not holds():
                 for task in self._tasks:
@@ -103,7 +103,7 @@ class Pair:
                 await asyncio.sleep(0.01)
 
     async def drain(self) -> None:
-        """The workers take nothing new; return when they have nothing left."""
+        """Drain the workers; returns when they have no request left."""
         self.draining = True
         workers = self.prefill, *self.decode
         for worker in workers:
@@ -122,7 +122,7 @@ class Pair:
 
     @property
     def leftovers(self) -> dict[str, object]:
-        """What is left of requests that are over, by where it lies."""
+        """What is left of finished requests, by place."""
         stats = self.store.ledger("pool").stats()
         prefill = self.prefill
         places: dict[str, object] = {

@@ -1,5 +1,5 @@
-"""A pool with a prefill engine and two decode engines on it, driven by hand: the ledger's laws hold
-after every step, every block is where it should be, and what several read nobody writes."""
+"""A pool with one prefill and two decode engines, driven by hand. After every step the ledger's
+laws hold, every block is in one place, and no sequence writes a block that several read."""
 
 import itertools
 import tempfile
@@ -46,12 +46,12 @@ MAX_MODEL_LEN = 30
 MAX_NUM_SEQS = 32
 DECODERS = ("d0", "d1")
 LIMIT = 200
-"""Steps within which anything ends."""
+"""Everything ends within so many steps."""
 
 
 @dataclass
 class Live:
-    """A group that runs at a decoder. `have`: blocks that it ever got."""
+    """A group that runs at a decode engine. `have`: how many blocks it has ever got."""
 
     ticket: Ticket
     group: Group
@@ -65,7 +65,7 @@ class Live:
 
 
 class EngineHost:
-    """One engine, its device, and what it will be told before its next step."""
+    """One engine with its device, and the commands for its next step."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ def _drawn_next(sequence: Sequence, tokens: list[int]) -> int:
 
 
 class PoolOfGroups(RuleBasedStateMachine):
-    """`speculates`: rows of the decoders get drafts, of which one in three is wrong."""
+    """`speculates`: rows of the decode engines get drafts, of which one in three is wrong."""
 
     device: Device
     speculates = False
@@ -197,7 +197,7 @@ class PoolOfGroups(RuleBasedStateMachine):
         self.hosts[name].commands.insert(0, Admit(group))
 
     def _step(self, name: str) -> list[Ticket]:
-        """The tickets of groups that left. One whose last sequence was aborted is released."""
+        """The tickets of groups that left. A group whose last sequence was aborted is released."""
         outcome = self.hosts[name].step()
         for advance in outcome.advances:
             self._advance(advance)
@@ -223,7 +223,7 @@ class PoolOfGroups(RuleBasedStateMachine):
         raise AssertionError("it does not leave")
 
     def _at_rest(self, live: Live) -> bool:
-        """Wait until nothing of a group is in flight; whether it is still there."""
+        """Wait until no step of a group is in flight; returns whether the group still runs."""
         live.group.is_paused = True
         for _ in range(LIMIT):
             if not live.group.num_flights:
@@ -234,7 +234,7 @@ class PoolOfGroups(RuleBasedStateMachine):
         return live.ticket.holder_id in self.live
 
     def _grow(self, live: Live, total: int) -> None:
-        """Who is short asks again with its next step."""
+        """A group that is short of blocks asks again with its next step."""
         key = live.ticket.holder_id
         growth = Growth(key, live.ticket.holder_epoch, live.have, max(total, live.have))
         (grown,) = self.ledger.extend(live.worker, [growth]).grown
@@ -252,7 +252,7 @@ class PoolOfGroups(RuleBasedStateMachine):
         return Rules.of(asked, self.size, frozenset(), MAX_MODEL_LEN)
 
     def _advance(self, advance: Advance) -> None:
-        """What came of one step for a group at a decoder."""
+        """Apply the outcome of one step to a group at a decode engine."""
         live = self.live[advance.key]
         self._write(advance, live.ticket)
         if advance.remaining is not None:
@@ -276,7 +276,8 @@ class PoolOfGroups(RuleBasedStateMachine):
 
     @invariant()
     def every_block_of_a_holder_is_in_one_place(self) -> None:
-        """In tables, spare, or on its way; counted as often as tables name it."""
+        """Each block is in a block table, spare, or on its way; it counts once for each table that
+        names it."""
         for key, live in getattr(self, "live", {}).items():
             group = live.group
             members = (*group.sequences, *group._ended_in_flight)
@@ -291,7 +292,7 @@ class PoolOfGroups(RuleBasedStateMachine):
 
     @invariant()
     def flights_touch_held_blocks(self) -> None:
-        """Nobody is given a block that a step in flight reads or writes."""
+        """No holder is given a block that a step in flight reads or writes."""
         hosts = {"p": self.prefill, **self.hosts} if hasattr(self, "hosts") else {}
         for name, host in hosts.items():
             holders = [h for h in self.ledger.holders.values() if h.worker_id == name]
@@ -301,7 +302,7 @@ class PoolOfGroups(RuleBasedStateMachine):
 
     @invariant()
     def what_several_read_nobody_writes(self) -> None:
-        """As long as two of those that did still do."""
+        """A block that two sequences read stays unchanged as long as both do."""
         readers = defaultdict(set)
         for one in self._sequences():
             for block in self._begun_blocks(one):
@@ -325,7 +326,8 @@ class PoolOfGroups(RuleBasedStateMachine):
 
     @invariant()
     def tokens_are_those_of_one_alone(self) -> None:
-        """Each drawn by its own index, or by that of who it was forked from."""
+        """Each token is drawn with the sequence's own index, or with that of the sequence it was
+        forked from."""
         for live in getattr(self, "live", {}).values():
             if live.searches:
                 continue
@@ -352,7 +354,7 @@ class PoolOfGroups(RuleBasedStateMachine):
             yield from live.group.sequences
 
     def _begun_blocks(self, one: Sequence) -> list[int]:
-        """In which something of it is computed."""
+        """How many blocks of a sequence have computed tokens."""
         return one.block_table[: -(-one.num_computed // self.size)]
 
     def _content(self, block: int) -> list[object]:

@@ -1,4 +1,5 @@
-"""Beam search over random models of a few tokens, against one that looks at every continuation."""
+"""Beam search over random models of a few tokens equals a search that evaluates every
+continuation."""
 
 import random
 from dataclasses import dataclass
@@ -16,8 +17,8 @@ VOCAB = 24
 
 @dataclass(frozen=True)
 class Model:
-    """Log-probabilities of the next token by the last one and the length. Coarse ones, so that
-    there are ties."""
+    """Log-probabilities of the next token by the last one and the length, rounded coarsely so that
+    ties occur."""
 
     seed: int
     coarse: bool
@@ -76,7 +77,7 @@ def by_beam_search(case: Case) -> tuple[Hypothesis, ...]:
 
 
 def by_looking_at_all(case: Case) -> list[tuple[float, tuple[int, ...]]]:
-    """(score, tokens): the definition, over whole distributions."""
+    """(score, tokens) by the definition, over whole distributions."""
     params, penalty = case.params, case.params.length_penalty
     living: list[tuple[np.float32, tuple[int, ...]]] = [(np.float32(0), ())]
     done: list[tuple[float, tuple[int, ...]]] = []

@@ -1,5 +1,5 @@
-"""Groups of samples and beam searches that are computed, forked, written, pruned, preempted and
-moved in any order."""
+"""Groups of samples and beam searches are computed, forked, written, pruned, preempted and moved in
+any order."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ STOPS = st.sets(st.tuples(st.integers(0, 4), st.integers(1, 8)), max_size=2)
 class Groups(PoolOfGroups):
     @rule(n=st.integers(1, 5), length=LENGTHS, max_tokens=MAX_TOKENS, stops=STOPS)
     def begin(self, n: int, length: int, max_tokens: int, stops: set[tuple[int, int]]) -> None:
-        """`stops`: a sequence's token that is a stop token, (index, number) each."""
+        """`stops`: stop tokens, as (sequence index, number of the token)."""
         drawn = [expected(range(length), number, Draw(SAMPLED, i)) for i, number in sorted(stops)]
         stop_ids = tuple(tokens[-1] for tokens in drawn)
         asked = ticket(
@@ -48,7 +48,7 @@ class Groups(PoolOfGroups):
         stop_ids: set[int],
         early_stopping: EarlyStopping,
     ) -> None:
-        """Which forks and prunes by itself."""
+        """Begin a beam search, which forks and prunes by itself."""
         beam = BeamParams(width, width, early_stopping=early_stopping)
         stops = tuple(sorted(stop_ids))
         sampling = replace(GREEDY, max_tokens=max_tokens, stop_token_ids=stops, beam=beam)
@@ -90,7 +90,7 @@ class Groups(PoolOfGroups):
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def preempt(self, data: st.DataObject) -> None:
-        """It is computed again at once, if there is room."""
+        """Preempt a group; it is computed again at once if there is room."""
         live = self._some(data)
         detached = self._remove(live)
         if detached is None:

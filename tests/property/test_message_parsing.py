@@ -1,4 +1,4 @@
-"""Messages of every format, cut anywhere, have the parts of the whole text and lose nothing."""
+"""Messages of every format, cut anywhere, give the parts of the whole text and lose nothing."""
 
 import json
 
@@ -49,7 +49,7 @@ def test_the_cut_of_a_text_changes_no_part(parsing: Parsing, text: str, cuts: li
 
 @given(parsings, texts)
 def test_parts_are_well_formed(parsing: Parsing, text: str) -> None:
-    """Calls are numbered from 0, and each begins before its arguments. No part is empty."""
+    """Calls are numbered from 0, and each call begins before its arguments. No part is empty."""
     started = 0
     for part in parse(parsing, text, []):
         match part:

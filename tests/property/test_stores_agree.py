@@ -1,5 +1,5 @@
-"""The model keeps the laws, the server answers as the model does, and the machine that says so is
-able to fail."""
+"""The model keeps the laws, the server answers as the model does, and the machine that checks it
+finds differences."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
@@ -73,6 +73,6 @@ class CommitsHalf(Ledger):
     "broken", [FreesFromFirstToLast, DemandsTheFirst, EvictsWhatWasUsedLast, CommitsHalf]
 )
 def test_a_difference_is_found(broken: type[Ledger], runner: asyncio.Runner) -> None:
-    """Stores that differ from the model in one detail do not get through."""
+    """A store that differs from the model in one detail fails."""
     with pytest.raises(AssertionError):
         drive([MemoryStore(make_ledger=broken)], runner, max_examples=500, shrink=False)

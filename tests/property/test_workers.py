@@ -1,4 +1,4 @@
-"""Whatever is asked of three workers, in whatever order, and however late everything arrives."""
+"""Any requests to three workers, in any order and with any delays, end rightly."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ TICKET_TTL_S = 0.5
 
 @dataclass(frozen=True)
 class Shape:
-    """Of pool and workers. The largest request just fits."""
+    """The sizes of the pool and the workers. The largest request just fits."""
 
     block_size: int
     num_spare_blocks: int
@@ -54,9 +54,9 @@ class Shape:
 
 @dataclass(frozen=True)
 class Ask:
-    """`num_shared` tokens begin many prompts, `num_own` are this one's. `num_sequences`, or as many
-    as there are slots and blocks for: samples, or the beams of a search. `stop_at`: the first one's
-    token that ends it; 0: none."""
+    """A request. `num_shared` tokens begin many prompts, `num_own` belong to this one.
+    `num_sequences`: samples, or beams of a search; at most as many as slots and blocks allow.
+    `stop_at`: the first sequence's token that ends it; 0: none."""
 
     gateway: int
     num_sequences: int
@@ -89,8 +89,8 @@ class Ask:
 
 
 def _as_search(asked: Ticket) -> Ticket:
-    """As wide as there were to be sequences. Many tokens end a beam: what is finished has to be
-    kept, too."""
+    """The search is as wide as the request has sequences. Many tokens end a beam, so that finished
+    beams must be kept, too."""
     width = len(asked.sequences)
     sampling = replace(
         GREEDY,
@@ -102,7 +102,7 @@ def _as_search(asked: Ticket) -> Ticket:
 
 
 def _most_sequences(pair: Pair, num_prompt: int, max_tokens: int) -> int:
-    """They share the full blocks of their prompt."""
+    """Sequences share the full blocks of their prompt."""
     spec, size = pair.prefill.spec, pair.prefill.spec.block_size
     num_shared = num_prompt // size
     num_own = -(-(num_prompt + max_tokens) // size) - num_shared
@@ -148,7 +148,7 @@ class Reconnect:
 
 @dataclass(frozen=True)
 class Demand:
-    """Somebody on the pool wants more than there is."""
+    """A demand for more blocks than are free."""
 
     def do(self, pair: Pair) -> None:
         pair.store.ledger("pool")._demand_one()
@@ -156,8 +156,8 @@ class Demand:
 
 @dataclass(frozen=True)
 class Corrupt:
-    """Whatever is published says something else now; what nobody holds is something else, too.
-    `swap_pool`: in the colder pool."""
+    """Change all published blocks and all blocks that no one holds. `swap_pool`: those of the swap
+    pool."""
 
     swap_pool: bool
 
@@ -229,8 +229,8 @@ def test_every_request_ends_rightly_and_leaves_nothing(
     chance: random.Random,
     device: str,
 ) -> None:
-    """Tokens are those of the model, whoever computed them and however often; each request ends;
-    nothing is held, kept or owed after that; the ledger's laws hold after every operation."""
+    """Tokens are those of the model, on any worker and after any number of recomputes. Each request
+    ends, and then nothing is held or owed. The ledger's laws hold after every operation."""
     with contextlib.closing(VirtualLoop()) as loop, LateEngine.instead(chance):
         loop.run_until_complete(live(tmp_path, shape, deeds, drained_amid, chance, DEVICES[device]))
         assert loop.faults == []
