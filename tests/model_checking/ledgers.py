@@ -2,7 +2,7 @@
 
 Two ledgers are equal if no operation can distinguish them: if they differ only in the names of
 their blocks (`canonical`), or in records for repeated calls that cannot come any more
-(`Ledgers.settle`). """
+(`Ledgers.settle`)."""
 
 from collections.abc import Hashable
 from typing import NamedTuple

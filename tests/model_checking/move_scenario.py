@@ -13,7 +13,7 @@ A lost gateway may have sent the ticket to a worker that still claims it, while 
 finds the ticket at its issuer and sends it to another worker. Workers die, are fenced and lose
 replies as in `tests.model_checking.scenario`.
 
-See ADR 71. """
+See ADR 71."""
 
 from collections.abc import Callable, Iterator
 
