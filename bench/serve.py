@@ -28,7 +28,7 @@ from bench.serving.measure import Measurement, closed, interfered, poisson_arriv
 from bench.serving.prompts import Prompts
 from bench.serving.report import table
 from bench.serving.target import GatewayTarget, HttpTarget, RequestFailed, Target
-from quire.client import DEFAULT_ADDRESS
+from quire.calls import DEFAULT_ADDRESS
 
 Options = argparse.Namespace
 EMBEDDED = Path(__file__).parents[1] / "quire" / "embedded"

@@ -16,8 +16,8 @@ from contextlib import aclosing
 from itertools import pairwise
 
 from quire.async_client import AsyncClient
+from quire.calls import DEFAULT_ADDRESS
 from quire.cli.runs import run_address
-from quire.client import DEFAULT_ADDRESS
 from quire.supervisor import RUNS
 from quire.types import Sampling
 

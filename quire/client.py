@@ -5,15 +5,16 @@ Both call a gateway over gRPC and raise the errors of `quire.errors`.
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Protocol, Self
+from typing import Any, Self, TypeVar
 
-from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+import grpc
 
-from quire import messages
-from quire.connections import Access, Connection, Connections, Tls
+from quire import calls, messages
+from quire.calls import Call, ClientBase
+from quire.connections import Connection, Connections
 from quire.errors import QuireError, translate_errors
 from quire.messages import Request
-from quire.progress import RESUME_WINDOW_S, Progress
+from quire.progress import Progress
 from quire.types import (
     Completion,
     Delta,
@@ -26,31 +27,8 @@ from quire.types import (
     Scaled,
     Worker,
 )
-from quire.v1.adapters_pb2 import LoadAdapterRequest, UnloadAdapterRequest
-from quire.v1.block_manager_pb2 import (
-    AuditRequest,
-    DrainWorkerRequest,
-    ListPoolsRequest,
-    ListWorkersRequest,
-)
-from quire.v1.inference_pb2 import GenerateResponse, ListModelsRequest
-from quire.v1.supervisor_pb2 import ScaleRequest
 
-DEFAULT_ADDRESS = "127.0.0.1:50051"
-CALL_TIMEOUT_S = 10.0
-"""Time limit of each call other than `generate`, which takes its limit from the request, and
-`audit`, which has a parameter for it."""
-
-ADAPTER_TIMEOUT_S = 60.0
-"""Of a call that reads an adapter's files."""
-
-
-class _Call(Protocol):
-    """The object that gRPC returns for a streaming call."""
-
-    def __iter__(self) -> Iterator[GenerateResponse]: ...
-
-    def cancel(self) -> object: ...
+T = TypeVar("T")
 
 
 class Stream:
@@ -60,7 +38,7 @@ class Stream:
     stream's `with` block, cancels an unfinished request at every hop.
     """
 
-    def __init__(self, gateways: Connections[Connection], progress: Progress) -> None:
+    def __init__(self, gateways: Connections, progress: Progress) -> None:
         self._gateways = gateways
         self._progress = progress
         self._cancelled = False
@@ -70,7 +48,7 @@ class Stream:
     def __iter__(self) -> Iterator[Delta]:
         return self._deltas
 
-    def _begin(self) -> tuple[Connection, _Call]:
+    def _begin(self) -> tuple[Connection, Any]:
         connection, progress = self._gateways.current, self._progress
         return connection, connection.inference.Generate(
             progress.message(), timeout=progress.timeout_s()
@@ -105,7 +83,7 @@ class Stream:
         self.cancel()
 
 
-class Client:
+class Client(ClientBase):
     """A connection to a gateway at `address` (host:port), or to several gateways of one deployment
     (host:port,host:port).
 
@@ -120,26 +98,7 @@ class Client:
     `api_key`: sent with each call. `tls`: for addresses other than unix:PATH; None: no TLS.
     """
 
-    def __init__(
-        self,
-        address: str = DEFAULT_ADDRESS,
-        *,
-        resume_window_s: float = RESUME_WINDOW_S,
-        operations: str | None = None,
-        api_key: str | None = None,
-        tls: Tls | None = None,
-    ) -> None:
-        access = Access(api_key, tls)
-        self._gateways = Connections(address, Connection, access)
-        self._operations = (
-            Connections(operations, Connection, access) if operations else self._gateways
-        )
-        self._resume_window_s = resume_window_s
-
-    @property
-    def address(self) -> str:
-        """The address of the gateway in use."""
-        return self._gateways.current.address
+    _library = grpc
 
     def generate(
         self,
@@ -154,8 +113,7 @@ class Client:
 
     def send(self, request: Request, timeout_s: float | None = None) -> Stream:
         """`generate` with every field of a request. `timeout_s`: the request's time limit."""
-        progress = Progress(request, timeout_s, len(self._gateways), self._resume_window_s)
-        return Stream(self._gateways, progress)
+        return Stream(self._gateways, self._progress(request, timeout_s))
 
     def complete(
         self,
@@ -179,40 +137,26 @@ class Client:
     ) -> Embedding:
         """The embedding of a text or of token ids. `dimensions`: the first so many values, for
         models that are trained for it; None: all."""
-        request = messages.embed_request(prompt, dimensions, model)
-        with self._gateways.use_current() as gateway:
-            return messages.embedding(gateway.inference.Embed(request, timeout=timeout_s))
+        return self._ask(calls.embed(prompt, dimensions, model, timeout_s))
 
     def is_ready(self) -> bool:
         """Whether the service at this address serves. A gateway serves when at least one model has
         workers of both roles."""
-        with self._gateways.use_current() as gateway:
-            response = gateway.health.Check(HealthCheckRequest(), timeout=CALL_TIMEOUT_S)
-        return bool(response.status == HealthCheckResponse.SERVING)
+        return self._ask(calls.IS_READY)
 
     def models(self) -> tuple[Model, ...]:
         """The models that the gateway serves now."""
-        with self._gateways.use_current() as gateway:
-            response = gateway.inference.ListModels(ListModelsRequest(), timeout=CALL_TIMEOUT_S)
-        return messages.models(response)
+        return self._ask(calls.MODELS)
 
     def pools(self) -> tuple[Pool, ...]:
-        with self._operations.use_current() as gateway:
-            response = gateway.block_manager.ListPools(ListPoolsRequest(), timeout=CALL_TIMEOUT_S)
-        return messages.pools(response)
+        return self._ask(calls.POOLS)
 
     def workers(self) -> tuple[Worker, ...]:
-        with self._operations.use_current() as gateway:
-            response = gateway.block_manager.ListWorkers(
-                ListWorkersRequest(), timeout=CALL_TIMEOUT_S
-            )
-        return messages.workers(response)
+        return self._ask(calls.WORKERS)
 
     def audit(self, pool_id: str = "", timeout_s: float = 60.0) -> tuple[PoolAudit, ...]:
         """Recount the block references of one pool; an empty `pool_id` means all pools."""
-        with self._operations.use_current() as gateway:
-            response = gateway.block_manager.Audit(AuditRequest(pool_id=pool_id), timeout=timeout_s)
-        return messages.audits(response)
+        return self._ask(calls.audit(pool_id, timeout_s))
 
     def drain(self, worker_id: str, *, force: bool = False) -> int:
         """Drain a worker: it takes no new work, its requests move or finish, then it exits.
@@ -220,11 +164,7 @@ class Client:
         Returns the number of requests that it still runs. Draining the last worker of a role on a
         pool needs `force`.
         """
-        with self._operations.use_current() as gateway:
-            response = gateway.block_manager.DrainWorker(
-                DrainWorkerRequest(worker_id=worker_id, force=force), timeout=CALL_TIMEOUT_S
-            )
-        return int(response.num_running)
+        return self._ask(calls.drain(worker_id, force))
 
     def scale(
         self, *, num_prefill: int | None = None, num_decode: int | None = None, model: str = ""
@@ -234,25 +174,22 @@ class Client:
 
         Returns before the workers have started or left.
         """
-        request = ScaleRequest(num_prefill=num_prefill, num_decode=num_decode, model=model)
-        with self._operations.use_current() as gateway:
-            response = gateway.supervisor.Scale(request, timeout=CALL_TIMEOUT_S)
-        return messages.scaled(response)
+        return self._ask(calls.scale(num_prefill, num_decode, model))
 
     def load_adapter(self, name: str, path: str, model: str = "") -> str:
         """Serve the LoRA adapter in the directory `path` of the servers as the model `name`.
 
         `model`: the model that it is for; "": the only one. Returns that model's name.
         """
-        request = LoadAdapterRequest(name=name, path=path, model=model)
-        with self._operations.use_current() as gateway:
-            response = gateway.adapters.LoadAdapter(request, timeout=ADAPTER_TIMEOUT_S)
-        return str(response.model)
+        return self._ask(calls.load_adapter(name, path, model))
 
     def unload_adapter(self, name: str) -> None:
         """Take no new requests for a LoRA adapter."""
-        with self._operations.use_current() as gateway:
-            gateway.adapters.UnloadAdapter(UnloadAdapterRequest(name=name), timeout=CALL_TIMEOUT_S)
+        self._ask(calls.unload_adapter(name))
+
+    def _ask(self, call: Call[T]) -> T:
+        with self._servers(call).use_current() as server:
+            return call.read(call.start(server))
 
     def close(self) -> None:
         for connection in (*self._gateways, *self._operations):

@@ -1,11 +1,11 @@
 """A client's gRPC connections to the gateways of one deployment."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any
 
 import grpc
 from grpc_health.v1.health_pb2_grpc import HealthStub
@@ -15,14 +15,6 @@ from quire.v1.adapters_pb2_grpc import AdaptersStub
 from quire.v1.block_manager_pb2_grpc import BlockManagerStub
 from quire.v1.inference_pb2_grpc import InferenceStub
 from quire.v1.supervisor_pb2_grpc import SupervisorStub
-
-if TYPE_CHECKING:
-    # The generated stubs declare async classes for type checkers only; at run time one class serves
-    # both kinds of channel.
-    from quire.v1.adapters_pb2_grpc import AdaptersAsyncStub
-    from quire.v1.block_manager_pb2_grpc import BlockManagerAsyncStub
-    from quire.v1.inference_pb2_grpc import InferenceAsyncStub
-    from quire.v1.supervisor_pb2_grpc import SupervisorAsyncStub
 
 _MAX_MESSAGE_BYTES = 16 << 20
 _CHANNEL_OPTIONS = [
@@ -83,9 +75,6 @@ class Access:
         return None if self.tls is None or address.startswith("unix:") else self.tls.credentials()
 
 
-PLAIN = Access()
-
-
 class _WithKey:
     """Makes the calls of a channel, of either kind, with an API key."""
 
@@ -101,71 +90,51 @@ class _WithKey:
 
 
 class Connection:
-    """A connection to one gateway, with a stub for each of its services."""
+    """A connection to one gateway, with a stub for each of its services. `library`: `grpc` or
+    `grpc.aio`."""
 
-    def __init__(self, address: str, access: Access = PLAIN) -> None:
+    def __init__(self, address: str, access: Access, library: Any) -> None:
         self.address = address
         credentials = access.credentials(address)
         if credentials is None:
-            self.channel = grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
+            self.channel = library.insecure_channel(address, options=_CHANNEL_OPTIONS)
         else:
-            self.channel = grpc.secure_channel(address, credentials, options=_CHANNEL_OPTIONS)
+            self.channel = library.secure_channel(address, credentials, options=_CHANNEL_OPTIONS)
         channel = access.stubs_channel(self.channel)
-        self.inference = InferenceStub(channel)
-        self.block_manager = BlockManagerStub(channel)
-        self.supervisor = SupervisorStub(channel)
-        self.adapters = AdaptersStub(channel)
-        self.health = HealthStub(channel)
+        # Not typed, because one class of stubs serves both kinds of channel.
+        self.inference: Any = InferenceStub(channel)
+        self.block_manager: Any = BlockManagerStub(channel)
+        self.supervisor: Any = SupervisorStub(channel)
+        self.adapters: Any = AdaptersStub(channel)
+        self.health: Any = HealthStub(channel)
 
 
-class AsyncConnection:
-    """`Connection` for asyncio."""
-
-    def __init__(self, address: str, access: Access = PLAIN) -> None:
-        self.address = address
-        credentials = access.credentials(address)
-        if credentials is None:
-            self.channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
-        else:
-            self.channel = grpc.aio.secure_channel(address, credentials, options=_CHANNEL_OPTIONS)
-        channel = access.stubs_channel(self.channel)
-        self.inference: InferenceAsyncStub = InferenceStub(channel)
-        self.block_manager: BlockManagerAsyncStub = BlockManagerStub(channel)
-        self.supervisor: SupervisorAsyncStub = SupervisorStub(channel)
-        self.adapters: AdaptersAsyncStub = AdaptersStub(channel)
-        self.health = HealthStub(channel)
-
-
-C = TypeVar("C", Connection, AsyncConnection)
-
-
-class Connections(Generic[C]):
+class Connections:
     """Connections to the gateways of one deployment, one of them in use. `addresses`: one or more
     addresses, separated by commas."""
 
-    def __init__(
-        self, addresses: str, connect: Callable[[str, Access], C], access: Access = PLAIN
-    ) -> None:
-        self._all: list[C] = [connect(address.strip(), access) for address in addresses.split(",")]
+    def __init__(self, addresses: str, access: Access, library: Any) -> None:
+        names = map(str.strip, addresses.split(","))
+        self._all = [Connection(address, access, library) for address in names]
         self._index = 0
 
     def __len__(self) -> int:
         return len(self._all)
 
-    def __iter__(self) -> Iterator[C]:
+    def __iter__(self) -> Iterator[Connection]:
         return iter(self._all)
 
     @property
-    def current(self) -> C:
+    def current(self) -> Connection:
         return self._all[self._index]
 
     @contextmanager
-    def use_current(self) -> Iterator[C]:
+    def use_current(self) -> Iterator[Connection]:
         """Yields the connection in use, and raises gRPC's errors as errors of `quire.errors`."""
         with translate_errors(self.current.address):
             yield self.current
 
-    def switch_from(self, connection: C) -> None:
+    def switch_from(self, connection: Connection) -> None:
         """Use the next gateway, unless another thread or task has already switched."""
         if connection is self.current:
             self._index = (self._index + 1) % len(self._all)

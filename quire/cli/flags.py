@@ -9,8 +9,9 @@ from typing import Annotated, Any, get_type_hints
 
 from typer import Option
 
+from quire.calls import DEFAULT_ADDRESS
 from quire.cli.runs import run_address
-from quire.client import DEFAULT_ADDRESS, Client
+from quire.client import Client
 from quire.connections import Tls
 from quire.supervisor import RUNS
 

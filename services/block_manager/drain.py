@@ -1,29 +1,20 @@
 """Drains workers for operators, over a Connect stream like a gateway's."""
 
 import asyncio
-from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
 
-from grpc import StatusCode, aio
+from grpc import aio
 
 from blockstore.errors import UnknownPool
 from blockstore.registry import Member
-from blockstore.store import FUNCTION_LIBRARY
-from quire.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2
+from quire.v1 import worker_pb2
 from services.block_manager.rounds import Connection
 from services.common.errors import LastWorker, Unavailable, UnknownWorker
 from services.common.rpc.message_batching import unpack_batch
 from services.common.rpc.proof import Proof
 from services.common.rpc.tls import TlsFiles
 from services.common.rpc.transport import open_channel, translate_errors
-from services.protocol.version import PROTOCOL_VERSION
-
-if TYPE_CHECKING:  # the class is generic only in the stubs
-    _Stream = aio.StreamStreamCall[Any, Any]
-else:
-    _Stream = aio.StreamStreamCall
-
+from services.protocol.worker_stream import MalformedMessage, StreamEnded, read, stream_type
 
 _REGISTRY_LAG_S = 5.0
 """How long the registry may still list a worker as serving after it was told to drain."""
@@ -101,47 +92,25 @@ async def send_drain(
 
 
 async def _drain_over(worker: Member, channel: aio.Channel, peer_id: str, rpc_key: bytes) -> int:
-    method = f"/quire.v1.{worker.role.capitalize()}/Connect"
-    proof = Proof(rpc_key, method, worker.member_id)
-    stream, request = _connect(worker, channel, proof)
-    hello = worker_pb2.Hello(
-        peer_id=peer_id, protocol_version=PROTOCOL_VERSION, function_library=FUNCTION_LIBRARY
-    )
-    response: Any
+    kind = stream_type(worker.role)
+    proof = Proof(rpc_key, kind.method, worker.member_id)
+    stream = kind.connect(channel, None, proof.metadata)
     try:
         with suppress(asyncio.InvalidStateError):  # the worker refused already: `read` says why
-            await stream.write(request(hello=hello))
-        while (response := await stream.read()) is not aio.EOF:
-            for message in unpack_batch(response):
+            await stream.write(kind.hello(peer_id))
+        while True:
+            for message in unpack_batch(await read(stream)):
                 match message.WhichOneof("event"):
                     case "welcome":
                         proof.check(await stream.initial_metadata())
                         # Not before the welcome: if the worker refuses the hello, a second message
                         # would hide the worker's reason.
-                        await stream.write(request(drain=worker_pb2.Drain()))
+                        await stream.write(kind.request(drain=worker_pb2.Drain()))
                     case "draining":
                         return int(message.draining.num_running)
-        await _raise_status(stream)
+    except (StreamEnded, MalformedMessage) as error:
+        raise Unavailable(
+            f"worker {worker.member_id} gave no answer to the drain: {error}"
+        ) from error
     finally:
         stream.cancel()
-    raise Unavailable(f"worker {worker.member_id} ended the stream without an answer")
-
-
-async def _raise_status(stream: _Stream) -> None:
-    """Raise AioRpcError if the stream ended with an error: `read` returns EOF for some errors."""
-    code = await stream.code()
-    if code is not StatusCode.OK:
-        metadata = await stream.trailing_metadata()
-        raise aio.AioRpcError(code, aio.Metadata(), metadata, await stream.details())
-
-
-def _connect(
-    worker: Member, channel: aio.Channel, proof: Proof
-) -> tuple[_Stream, Callable[..., Any]]:
-    """Open a stream to the worker. Returns it with the type of its request messages."""
-    stub: Any
-    if worker.role == "prefill":
-        stub = prefill_pb2_grpc.PrefillStub(channel)
-        return stub.Connect(metadata=proof.metadata), prefill_pb2.PrefillConnectRequest
-    stub = decode_pb2_grpc.DecodeStub(channel)
-    return stub.Connect(metadata=proof.metadata), decode_pb2.DecodeConnectRequest

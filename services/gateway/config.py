@@ -1,11 +1,10 @@
 """Settings of the gateway, from QUIRE_GATEWAY_* variables."""
 
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, ClassVar
 
 from prometheus_client import CollectorRegistry
-from pydantic import Field, SecretStr, field_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from services.common.rpc.tls import TlsFiles, given_files, service_tls
@@ -20,32 +19,103 @@ from services.gateway.intake.model_names import parse_aliases
 from services.gateway.parsing.choice import CallParserName, ReasoningParserName
 
 
-@dataclass(frozen=True, slots=True)
-class GatewayOptions:
-    """The settings that the gateway's parts need; `GatewaySettings` describes them."""
+class GatewayOptions(BaseModel):
+    """The settings that the gateway's parts need, also where no service runs them."""
 
-    model_aliases: tuple[str, ...] = ()
-    generation_config: str = AUTO
-    override_generation_config: str | None = None
-    tool_call_parser: CallParserName = "auto"
-    reasoning_parser: ReasoningParserName = "auto"
-    client_priority: bool = False
-    max_waiting: int = 1024
-    report_cached_tokens: bool = False
-    patience_s: float = 5.0
-    reserve_timeout_s: float = 2.0
-    poll_s: float = 1.0
-    rebalance_s: float = 1.0
-    silence_s: float = 2.0
-    read_window_s: float = 10.0
-    target_ttft_s: float = 1.0
-    target_inter_token_s: float = 0.1
-    lora: tuple[tuple[str, str], ...] = ()
-    max_loras: int = 8
-    max_lora_rank: int = 64
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model_aliases: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=(),
+        description="more names of models, by commas: ALIAS=MODEL",
+    )
+    generation_config: str = Field(
+        default=AUTO,
+        description="default sampling parameters: auto (the model's generation_config.json), vllm "
+        "(none), or a directory with a generation_config.json",
+    )
+    override_generation_config: str | None = Field(
+        default=None,
+        description='JSON object of default sampling parameters, e.g. {"temperature": 0.5}',
+    )
+    tool_call_parser: CallParserName = Field(
+        default="auto",
+        description="the format of the models' tool calls; auto: that of their chat templates; "
+        "none: they have none",
+    )
+    reasoning_parser: ReasoningParserName = Field(
+        default="auto", description="the tags around the models' reasoning; auto and none: as above"
+    )
+    lora: Annotated[tuple[tuple[str, str], ...], NoDecode] = Field(
+        default=(), description="LoRA adapters to serve from the start, name=directory, by commas"
+    )
+    max_loras: int = Field(
+        default=8, ge=0, description="most LoRA adapters that are served at a time"
+    )
+    max_lora_rank: int = Field(
+        default=64, ge=1, le=512, description="largest rank of a LoRA adapter"
+    )
+    client_priority: bool = Field(
+        default=False, description="requests may set a priority; without, one other than 0 fails"
+    )
+    max_waiting: int = Field(
+        default=1024, ge=1, description="requests in the queue; more are refused"
+    )
+    report_cached_tokens: bool = Field(
+        default=False,
+        description="usage tells every client its cached tokens, not only one with a cache_salt",
+    )
+    patience_s: float = Field(
+        default=5.0, ge=0, description="how long a request waits while no worker can take any"
+    )
+    reserve_timeout_s: float = Field(
+        default=2.0, gt=0, description="how long a decode worker may take to answer a reservation"
+    )
+    poll_s: float = Field(
+        default=1.0,
+        gt=0,
+        description="how often the registry is read for workers; twice as often while none serves",
+    )
+    rebalance_s: float = Field(
+        default=1.0, ge=0, description="how often decode workers' loads are compared; 0: never"
+    )
+    silence_s: float = Field(
+        default=2.0,
+        gt=1.25,  # an idle worker reports every 1 to 1.25 s
+        description="how long a worker may say nothing before it is given up; more than 1.25",
+    )
+    read_window_s: float = Field(
+        default=10.0,
+        ge=0,
+        description="how long a request pauses for a client that does not read it",
+    )
+    target_ttft_s: float = Field(
+        default=1.0, gt=0, description="time to first token for which workers are recommended"
+    )
+    target_inter_token_s: float = Field(
+        default=0.1, gt=0, description="inter-token latency for which workers are recommended"
+    )
+
+    @field_validator("lora", mode="before")
+    @classmethod
+    def _adapters(cls, value: object) -> object:
+        """ValueError: not name=directory, or a name twice."""
+        pairs = split_by_commas(value)
+        if not isinstance(pairs, list | tuple) or not all(isinstance(one, str) for one in pairs):
+            return pairs
+        found = [tuple(part.strip() for part in one.partition("=")[::2]) for one in pairs]
+        if not all(name and directory for name, directory in found):
+            raise ValueError(f"{value!r} is not name=directory, by commas")
+        if len({name for name, _ in found}) < len(found):
+            raise ValueError("a name of an adapter twice")
+        return tuple(found)
+
+    @field_validator("model_aliases", mode="before")
+    @classmethod
+    def _split_aliases(cls, value: object) -> object:
+        return split_by_commas(value)
 
 
-class GatewaySettings(TracedSettings):
+class GatewaySettings(TracedSettings, GatewayOptions):
     model_config = SettingsConfigDict(env_prefix="QUIRE_GATEWAY_")
     service: ClassVar[str] = "gateway"
 
@@ -119,79 +189,8 @@ class GatewaySettings(TracedSettings):
         description="directory to keep what keys have used of their budgets; default: that of "
         "api_keys_file",
     )
-    model_aliases: Annotated[tuple[str, ...], NoDecode] = Field(
-        default=(),
-        description="more names of models, by commas: ALIAS=MODEL",
-    )
-    generation_config: str = Field(
-        default=AUTO,
-        description="default sampling parameters: auto (the model's generation_config.json), vllm "
-        "(none), or a directory with a generation_config.json",
-    )
-    override_generation_config: str | None = Field(
-        default=None,
-        description='JSON object of default sampling parameters, e.g. {"temperature": 0.5}',
-    )
-    tool_call_parser: CallParserName = Field(
-        default="auto",
-        description="the format of the models' tool calls; auto: that of their chat templates; "
-        "none: they have none",
-    )
-    reasoning_parser: ReasoningParserName = Field(
-        default="auto", description="the tags around the models' reasoning; auto and none: as above"
-    )
-    lora: Annotated[tuple[tuple[str, str], ...], NoDecode] = Field(
-        default=(), description="LoRA adapters to serve from the start, name=directory, by commas"
-    )
-    max_loras: int = Field(
-        default=8, ge=0, description="most LoRA adapters that are served at a time"
-    )
-    max_lora_rank: int = Field(
-        default=64, ge=1, le=512, description="largest rank of a LoRA adapter"
-    )
-    client_priority: bool = Field(
-        default=False, description="requests may set a priority; without, one other than 0 fails"
-    )
-    max_waiting: int = Field(
-        default=1024, ge=1, description="requests in the queue; more are refused"
-    )
-    report_cached_tokens: bool = Field(
-        default=False,
-        description="usage tells every client its cached tokens, not only one with a cache_salt",
-    )
-    patience_s: float = Field(
-        default=5.0, ge=0, description="how long a request waits while no worker can take any"
-    )
     store_patience_s: float = Field(
         default=30.0, gt=0, description="how long a new request waits while Redis is away"
-    )
-    reserve_timeout_s: float = Field(
-        default=2.0, gt=0, description="how long a decode worker may take to answer a reservation"
-    )
-    poll_s: float = Field(
-        default=1.0,
-        gt=0,
-        description="how often the registry is read for workers; twice as often while none serves",
-    )
-    rebalance_s: float = Field(
-        default=1.0, ge=0, description="how often decode workers' loads are compared; 0: never"
-    )
-    silence_s: float = Field(
-        default=2.0,
-        gt=1.25,  # an idle worker reports every 1 to 1.25 s
-        description="how long a worker may say nothing before it is given up; more than 1.25",
-    )
-    read_window_s: float = Field(
-        default=10.0,
-        ge=0,
-        description="how long a request pauses for a client that does not read it",
-    )
-
-    target_ttft_s: float = Field(
-        default=1.0, gt=0, description="time to first token for which workers are recommended"
-    )
-    target_inter_token_s: float = Field(
-        default=0.1, gt=0, description="inter-token latency for which workers are recommended"
     )
     trace_ratio: float = Field(
         default=1.0,
@@ -229,25 +228,7 @@ class GatewaySettings(TracedSettings):
         fixed = text.get_secret_value() if text is not None else None
         return Keyring(file, fixed, KeyringMetrics(metrics))
 
-    def options(self) -> GatewayOptions:
-        names = (field.name for field in fields(GatewayOptions))
-        return GatewayOptions(**{name: getattr(self, name) for name in names})
-
-    @field_validator("lora", mode="before")
-    @classmethod
-    def _adapters(cls, value: object) -> object:
-        """ValueError: not name=directory, or a name twice."""
-        pairs = split_by_commas(value)
-        if not isinstance(pairs, list | tuple) or not all(isinstance(one, str) for one in pairs):
-            return pairs
-        found = [tuple(part.strip() for part in one.partition("=")[::2]) for one in pairs]
-        if not all(name and directory for name, directory in found):
-            raise ValueError(f"{value!r} is not name=directory, by commas")
-        if len({name for name, _ in found}) < len(found):
-            raise ValueError("a name of an adapter twice")
-        return tuple(found)
-
-    @field_validator("allowed_hosts", "cors_origins", "model_aliases", mode="before")
+    @field_validator("allowed_hosts", "cors_origins", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         return split_by_commas(value)

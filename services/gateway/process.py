@@ -5,6 +5,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from functools import partial
 from socket import gethostname
 
@@ -28,6 +29,7 @@ from services.gateway.access.caller import require_operator
 from services.gateway.access.control import AccessControl
 from services.gateway.access.guards import KeyGuard
 from services.gateway.access.keyring import Keyring
+from services.gateway.adapters import GatewayAdapters
 from services.gateway.config import GatewaySettings
 from services.gateway.dashboard.access import check_local
 from services.gateway.dashboard.wiring import make_dashboard
@@ -71,7 +73,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
         tracer = stack.enter_context(open_tracer(settings, settings.trace_ratio))
         wiring = await stack.enter_async_context(
             start_gateway(
-                *(store, registry, secret, settings.options(), request_metrics),
+                *(store, registry, secret, settings, request_metrics),
                 tls=service_tls(settings),
                 tracer=tracer,
             )
@@ -81,11 +83,9 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
         if keyring is not None:
             generator = AccessControl(generator, keyring)
         relays = _relays(settings, wiring, secret, stack)
-        adapters = () if wiring.adapters is None else (AdaptersService(wiring.adapters),)
-        server, port = await _grpc_server(settings, generator, keyring, relays, adapters, stack)
-        operations = await _operations_server(
-            settings, generator, keyring, relays, adapters, port, stack
-        )
+        listeners = _Listeners(settings, generator, keyring, relays, wiring.adapters, stack)
+        server, port = await listeners.open_public()
+        operations = await listeners.open_operations(port)
         http = await stack.enter_async_context(AsyncExitStack())
         feed, routes = make_dashboard(
             settings.dashboard,
@@ -96,7 +96,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
         )
         if wiring.adapters is not None:
             routes = [*routes, *adapter_routes(wiring.adapters, _operators(keyring))]
-        http_port = await _http_server(settings, generator, keyring, metrics, routes, http)
+        http_port = await listeners.open_http(metrics, routes, http)
         # However the process ends, clients get an error before their connections break.
         stack.push_async_callback(wiring.dispatcher.close)
         started_unix_ms = time.time_ns() // 1_000_000
@@ -158,95 +158,84 @@ def _relays(
     return relays
 
 
-async def _grpc_server(
-    settings: GatewaySettings,
-    generator: Generator,
-    keyring: Keyring | None,
-    relays: Sequence[Relay],
-    adapters: Sequence[AdaptersService],
-    stack: AsyncExitStack,
-) -> tuple[RpcServer, int]:
-    """The server for clients. It serves operations only if keys can tell operators from users."""
-    operations = () if keyring is None else relays
-    names = [relay.name for relay in operations]
-    if keyring is None:
-        adapters = ()
-    names += [ADAPTERS for _ in adapters]
-    server = RpcServer(
-        *(service.SERVICE_NAME, *names),
-        guard=KeyGuard(keyring, names),
-        max_connections=_max_connections(settings),
-        tls=settings.public_tls(),
-    )
-    inference = InferenceService(generator)
-    inference_pb2_grpc.add_InferenceServicer_to_server(inference, server.aio)
-    server.aio.add_generic_rpc_handlers(tuple(relay.handlers() for relay in operations))
-    for one in adapters:
-        adapters_pb2_grpc.add_AdaptersServicer_to_server(one, server.aio)
-    port = await server.start(settings.host, settings.port)
-    stack.push_async_callback(server.stop, _LAST_WRITES_S)
-    return server, port
+@dataclass(frozen=True, slots=True)
+class _Listeners:
+    """Opens the gateway's servers; `stack` ends those for gRPC."""
 
+    settings: GatewaySettings
+    generator: Generator
+    keyring: Keyring | None
+    relays: Sequence[Relay]
+    adapters: GatewayAdapters | None
+    stack: AsyncExitStack
 
-async def _operations_server(
-    settings: GatewaySettings,
-    generator: Generator,
-    keyring: Keyring | None,
-    relays: Sequence[Relay],
-    adapters: Sequence[AdaptersService],
-    public_port: int,
-    stack: AsyncExitStack,
-) -> RpcServer:
-    """Serve operators' calls on a Unix socket in the run directory, and on `operations_port` if one
-    is set. The run's user also uses the models there, without a key."""
-    names = [*(relay.name for relay in relays), *(ADAPTERS for _ in adapters)]
-    tls = settings.public_tls()
-    server = RpcServer(*names, service.SERVICE_NAME, guard=KeyGuard(keyring, names), tls=tls)
-    server.aio.add_generic_rpc_handlers(tuple(relay.handlers() for relay in relays))
-    for one in adapters:
-        adapters_pb2_grpc.add_AdaptersServicer_to_server(one, server.aio)
-    inference = InferenceService(generator)
-    inference_pb2_grpc.add_InferenceServicer_to_server(inference, server.aio)
-    socket = operations_socket(settings.run_dir, gethostname(), public_port)
-    remove_dead_sockets(settings.run_dir)
-    port = await server.start_local(socket, settings.operations_host, settings.operations_port)
-    stack.push_async_callback(server.stop, _LAST_WRITES_S)
-    log.info("operations_listening", socket=str(socket), port=port)
-    return server
+    async def open_public(self) -> tuple[RpcServer, int]:
+        """The server for clients. It serves operations only if keys can tell operators from
+        users."""
+        settings = self.settings
+        server = self._server(
+            has_operations=self.keyring is not None, max_connections=_max_connections(settings)
+        )
+        return server, await server.start(settings.host, settings.port)
+
+    async def open_operations(self, public_port: int) -> RpcServer:
+        """Serve operators' calls on a Unix socket in the run directory, and on `operations_port` if
+        one is set. The run's user also uses the models there, without a key."""
+        settings = self.settings
+        server = self._server(has_operations=True)
+        socket = operations_socket(settings.run_dir, gethostname(), public_port)
+        remove_dead_sockets(settings.run_dir)
+        port = await server.start_local(socket, settings.operations_host, settings.operations_port)
+        log.info("operations_listening", socket=str(socket), port=port)
+        return server
+
+    def _server(self, *, has_operations: bool, max_connections: int | None = None) -> RpcServer:
+        relays = self.relays if has_operations else ()
+        adapters = self.adapters if has_operations else None
+        names = [relay.name for relay in relays]
+        if adapters is not None:
+            names.append(ADAPTERS)
+        server = RpcServer(
+            *(service.SERVICE_NAME, *names),
+            guard=KeyGuard(self.keyring, names),
+            max_connections=max_connections,
+            tls=self.settings.public_tls(),
+        )
+        inference = InferenceService(self.generator)
+        inference_pb2_grpc.add_InferenceServicer_to_server(inference, server.aio)
+        server.aio.add_generic_rpc_handlers(tuple(relay.handlers() for relay in relays))
+        if adapters is not None:
+            adapters_pb2_grpc.add_AdaptersServicer_to_server(AdaptersService(adapters), server.aio)
+        self.stack.push_async_callback(server.stop, _LAST_WRITES_S)
+        return server
+
+    async def open_http(
+        self, metrics: CollectorRegistry, more_routes: Sequence[Route], stack: AsyncExitStack
+    ) -> int | None:
+        settings = self.settings
+        if settings.http_port is None:
+            return None
+        app = create_app(
+            *(self.generator, metrics, settings.allowed_hosts, settings.body_memory),
+            keyring=self.keyring,
+            cors_origins=settings.cors_origins,
+            more_routes=more_routes,
+        )
+        limits = ConnectionLimits(
+            _max_connections(settings),
+            settings.header_timeout_s,
+            settings.body_timeout_s,
+            # A slow client may start to read again until the gateway cancels its request, so a
+            # write may wait a little longer than that.
+            write_timeout_s=PAUSE_AFTER_S + settings.read_window_s + _LAST_WRITES_S,
+        )
+        address = settings.host, settings.http_port
+        serving = http_server(app, *address, _LAST_WRITES_S, limits, settings.public_tls())
+        return await stack.enter_async_context(serving)
 
 
 def _target(member: Member | None) -> Target | None:
     return Target(member.address, member.member_id) if member else None
-
-
-async def _http_server(
-    settings: GatewaySettings,
-    generator: Generator,
-    keyring: Keyring | None,
-    metrics: CollectorRegistry,
-    more_routes: Sequence[Route],
-    stack: AsyncExitStack,
-) -> int | None:
-    if settings.http_port is None:
-        return None
-    app = create_app(
-        *(generator, metrics, settings.allowed_hosts, settings.body_memory),
-        keyring=keyring,
-        cors_origins=settings.cors_origins,
-        more_routes=more_routes,
-    )
-    limits = ConnectionLimits(
-        _max_connections(settings),
-        settings.header_timeout_s,
-        settings.body_timeout_s,
-        # A slow client may start to read again until the gateway cancels its request, so a write
-        # may wait a little longer than that.
-        write_timeout_s=PAUSE_AFTER_S + settings.read_window_s + _LAST_WRITES_S,
-    )
-    serving = http_server(
-        *(app, settings.host, settings.http_port, _LAST_WRITES_S, limits), settings.public_tls()
-    )
-    return await stack.enter_async_context(serving)
 
 
 def _max_connections(settings: GatewaySettings) -> int:

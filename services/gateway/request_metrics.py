@@ -23,38 +23,30 @@ _MAX_TEXT_CHARS = 1000
 """Longest text from a client in one log line."""
 
 
-class ModelMeter:
-    """Records time to first token, inter-token latency and token counts of one model."""
+class TokenMeter:
+    """Records a request's time to first token, inter-token latencies and token count, and charges
+    each token to the caller's account as it comes. `of_tenant`: also gets the time to first
+    token."""
 
-    def __init__(self, metrics: GatewayMetrics, model: str) -> None:
+    def __init__(
+        self, metrics: GatewayMetrics, model: str, caller: Caller, of_tenant: Histogram | None
+    ) -> None:
         self._ttft = metrics.time_to_first_token_s.labels(model)
         self._inter_token = metrics.inter_token_latency_s.labels(model)
         self._generated = metrics.generation_tokens.labels(model)
+        self._charge = caller.charge
+        self._of_tenant = of_tenant
 
     def first_token(self, after_s: float) -> None:
         self._ttft.observe(after_s)
-
-    def tokens(self, num_tokens: int, after_s: float | None) -> None:
-        if after_s is not None:
-            self._inter_token.observe(after_s / num_tokens)
-        self._generated.inc(num_tokens)
-
-
-class ChargingMeter:
-    """Records what `meter` does, and charges each token to the caller's account as it comes."""
-
-    def __init__(self, meter: ModelMeter, caller: Caller, first_token_s: Histogram) -> None:
-        self._meter = meter
-        self._charge = caller.charge
-        self._first_token_s = first_token_s
-
-    def first_token(self, after_s: float) -> None:
-        self._meter.first_token(after_s)
-        self._first_token_s.observe(after_s)
+        if self._of_tenant is not None:
+            self._of_tenant.observe(after_s)
 
     def tokens(self, num_tokens: int, after_s: float | None) -> None:
         self._charge(num_tokens)
-        self._meter.tokens(num_tokens, after_s)
+        if after_s is not None:
+            self._inter_token.observe(after_s / num_tokens)
+        self._generated.inc(num_tokens)
 
 
 class RequestMetrics:
@@ -64,15 +56,12 @@ class RequestMetrics:
         self.metrics = self._metrics = GatewayMetrics(registry)
         self._tenants = TenantMetrics(registry)
         self._tenant_labels: set[str] = set()
-        self._meters: dict[str, ModelMeter] = {}
 
-    def meter(self, model: str, caller: Caller = EVERYONE) -> ModelMeter | ChargingMeter:
-        if model not in self._meters:
-            self._meters[model] = ModelMeter(self._metrics, model)
-        if not caller.tenant:
-            return self._meters[model]
-        first_token_s = self._tenants.time_to_first_token_s.labels(self._label(caller.tenant))
-        return ChargingMeter(self._meters[model], caller, first_token_s)
+    def meter(self, model: str, caller: Caller = EVERYONE) -> TokenMeter:
+        of_tenant = None
+        if caller.tenant:
+            of_tenant = self._tenants.time_to_first_token_s.labels(self._label(caller.tenant))
+        return TokenMeter(self._metrics, model, caller, of_tenant)
 
     def _label(self, tenant: str) -> str:
         """The tenant's name, or OTHER_TENANTS if MAX_TENANT_LABELS others came before."""

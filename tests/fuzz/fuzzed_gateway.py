@@ -22,9 +22,9 @@ from services.gateway.scheduling.dispatcher import Dispatcher
 from services.gateway.scheduling.migration import Migration
 from services.gateway.scheduling.router import Pool, Router
 from services.gateway.workers.directory import ModelPools
-from services.gateway.workers.wire import DECODE, PREFILL, MalformedMessage
 from services.gateway.workers.worker import Worker
 from services.protocol.messages import Command, DrainNotice, LoadReport
+from services.protocol.worker_stream import DECODE, PREFILL, MalformedMessage
 from tests.integration.gateway.conftest import SPEC
 from tests.integration.gateway.fakes import FakeDecode, FakePrefill, Session, member
 

@@ -49,7 +49,7 @@ _EXHAUSTED, _UNAVAILABLE = StatusCode.RESOURCE_EXHAUSTED, StatusCode.UNAVAILABLE
 _PRECONDITION = StatusCode.FAILED_PRECONDITION
 _NO_STORE = "the block store is not there; try again"
 
-_RETRY_S = 1.0
+RETRY_S = 1.0
 """The delay after which a client may try again what a service cannot do now."""
 
 _DOMAIN: dict[type[domain.QuireError], tuple[StatusCode, int]] = {
@@ -80,16 +80,16 @@ _DOMAIN: dict[type[domain.QuireError], tuple[StatusCode, int]] = {
 
 FAILURES: dict[type[Exception], Failure] = {
     **{
-        error: Failure(error.code, *row, retry_delay_s=_RETRY_S if row[1] == 503 else None)
+        error: Failure(error.code, *row, retry_delay_s=RETRY_S if row[1] == 503 else None)
         for error, row in _DOMAIN.items()
     },
-    store.StoreUnavailable: Failure("store_unavailable", _UNAVAILABLE, 503, _NO_STORE, _RETRY_S),
-    store.NotPrimary: Failure("not_primary", _UNAVAILABLE, 503, _NO_STORE, _RETRY_S),
-    store.StoreLost: Failure("store_lost", _UNAVAILABLE, 503, _NO_STORE, _RETRY_S),
-    store.PoolGone: Failure("pool_gone", _UNAVAILABLE, 503, _NO_STORE, _RETRY_S),
+    store.StoreUnavailable: Failure("store_unavailable", _UNAVAILABLE, 503, _NO_STORE, RETRY_S),
+    store.NotPrimary: Failure("not_primary", _UNAVAILABLE, 503, _NO_STORE, RETRY_S),
+    store.StoreLost: Failure("store_lost", _UNAVAILABLE, 503, _NO_STORE, RETRY_S),
+    store.PoolGone: Failure("pool_gone", _UNAVAILABLE, 503, _NO_STORE, RETRY_S),
     store.StoreUnsuitable: Failure("store_unsuitable", _PRECONDITION, 503, _NO_STORE),
     store.PoolExists: Failure("pool_exists", StatusCode.ALREADY_EXISTS, 409),
-    store.Recovering: Failure("recovering", _UNAVAILABLE, 503, _NO_STORE, _RETRY_S),
+    store.Recovering: Failure("recovering", _UNAVAILABLE, 503, _NO_STORE, RETRY_S),
     store.UnknownPool: Failure("unknown_pool", _MISSING, 404),
     store.UnknownWorker: Failure("unknown_worker", _MISSING, 404),
     store.GeometryMismatch: Failure("geometry_mismatch", _PRECONDITION, 409),
@@ -97,8 +97,8 @@ FAILURES: dict[type[Exception], Failure] = {
     store.WorkerFenced: Failure("worker_fenced", _PRECONDITION, 409),
     store.WorkerNotEmpty: Failure("worker_not_empty", _PRECONDITION, 409),
     store.LeaseHeld: Failure("lease_held", _PRECONDITION, 409),
-    store.OutOfBlocks: Failure("out_of_blocks", _EXHAUSTED, 429, retry_delay_s=_RETRY_S),
-    store.MustWait: Failure("must_wait", _EXHAUSTED, 429, retry_delay_s=_RETRY_S),
+    store.OutOfBlocks: Failure("out_of_blocks", _EXHAUSTED, 429, retry_delay_s=RETRY_S),
+    store.MustWait: Failure("must_wait", _EXHAUSTED, 429, retry_delay_s=RETRY_S),
     store.StaleHolder: Failure("stale_holder", StatusCode.ABORTED, 409),
     store.NotHeld: Failure("not_held", _PRECONDITION, 409),
     store.InvalidArgument: Failure("invalid_argument", _INVALID, 400),
@@ -109,6 +109,25 @@ FAILURES: dict[type[Exception], Failure] = {
         domain.DeadlineExceeded.code, StatusCode.DEADLINE_EXCEEDED, 408, "the time limit has passed"
     ),
 }
+
+
+_BY_CODE = {error.code: error for error in _DOMAIN}
+
+
+def error_of(
+    code: str,
+    text: str,
+    status: StatusCode = StatusCode.INTERNAL,
+    retry_delay_s: float = RETRY_S,
+) -> domain.QuireError:
+    """The error that another process reports by its code. An unknown code becomes RemoteError, with
+    the same code, status and text."""
+    error = _BY_CODE.get(code)
+    if error is None:
+        return RemoteError(text, code or INTERNAL_CODE, status)
+    if issubclass(error, domain.Overloaded):
+        return error(text, retry_delay_s)
+    return error(text)
 
 
 def expected_failure(error: BaseException) -> Failure | None:

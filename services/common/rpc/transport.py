@@ -12,7 +12,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from services.common import errors
 from services.common.errors import QuireError, StartupError
-from services.common.rpc.error_table import RemoteError
+from services.common.rpc.error_table import RETRY_S, RemoteError, error_of
 from services.common.rpc.interceptor import CODE_TRAILER, RETRY_TRAILER, ErrorInterceptor, Guard
 from services.common.rpc.reflection import enable_reflection
 from services.common.rpc.tls import SERVICE_OPTIONS, TlsFiles
@@ -61,7 +61,6 @@ _CHANNEL_OPTIONS = (
 _IDLE_CONNECTION_MS = 300_000
 """The server closes a client's idle connection after this time; the client reconnects when it makes
 the next call."""
-_DEFAULT_RETRY_DELAY_S = 1.0
 
 
 class RpcServer:
@@ -174,29 +173,21 @@ def from_rpc_error(error: aio.AioRpcError) -> QuireError:
     there is no code; a RemoteError if there is no such domain error."""
     metadata = dict(error.trailing_metadata() or ())
     code, text = str(metadata.get(CODE_TRAILER, "")), error.details() or ""
-    cls = _BY_CODE.get(code) or _BY_STATUS.get(error.code() if not code else StatusCode.OK)
-    if cls is None:
-        return RemoteError(text, code or error.code().name.lower(), error.code())
-    if issubclass(cls, errors.Overloaded):
-        return cls(text, _retry_delay_s(metadata.get(RETRY_TRAILER)))
-    return cls(text)
+    status = error.code()
+    if code:
+        return error_of(code, text, status, _retry_delay_s(metadata.get(RETRY_TRAILER)))
+    cls = _BY_STATUS.get(status)
+    return cls(text) if cls else RemoteError(text, status.name.lower(), status)
 
 
 def _retry_delay_s(pushback_ms: str | bytes | None) -> float:
     try:
         return int(pushback_ms or "") / 1000
     except ValueError:
-        return _DEFAULT_RETRY_DELAY_S
+        return RETRY_S
 
 
-def _with_descendants(cls: type[QuireError]) -> Iterator[type[QuireError]]:
-    for sub in cls.__subclasses__():
-        yield sub
-        yield from _with_descendants(sub)
-
-
-_BY_CODE = {cls.code: cls for cls in _with_descendants(QuireError) if hasattr(cls, "code")}
-_BY_STATUS = {
+_BY_STATUS: dict[StatusCode, type[QuireError]] = {
     grpc.StatusCode.UNAVAILABLE: errors.Unavailable,
     grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineExceeded,
 }

@@ -1,24 +1,18 @@
 """The gRPC service `Adapters`: loads and unloads LoRA adapters, for operators."""
 
-from typing import Any, Protocol
+from typing import Any
 
 from grpc import aio
 
 from quire.v1 import adapters_pb2, adapters_pb2_grpc
-from services.gateway.adapters import ServedAdapter
+from services.gateway.adapters import GatewayAdapters
 from services.gateway.frontend.relay import audited
 
 SERVICE_NAME: str = adapters_pb2.DESCRIPTOR.services_by_name["Adapters"].full_name
 
 
-class Adapters(Protocol):
-    async def load(self, name: str, directory: str, model: str = "") -> ServedAdapter: ...
-
-    async def unload(self, name: str) -> None: ...
-
-
 class AdaptersService(adapters_pb2_grpc.AdaptersServicer):
-    def __init__(self, adapters: Adapters) -> None:
+    def __init__(self, adapters: GatewayAdapters) -> None:
         self._adapters = adapters
 
     async def LoadAdapter(

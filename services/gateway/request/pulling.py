@@ -38,32 +38,25 @@ class Pulling:
     ) -> None:
         """Call `then` with the copied ticket (None: only a prefix was copied), or `on_failure` with
         the reason."""
-        run = self._run(ticket, source_pool_id, target_pool_id, then, on_failure)
-        self._task = asyncio.create_task(run, name=f"pull {ticket.request_id}")
+
+        async def run() -> None:
+            try:
+                then(await self._pull(ticket, source_pool_id, target_pool_id))
+            except Exception as error:  # our own fault must not leave the request without attempt
+                log.warning(
+                    "pull_failed",
+                    request_id=client_id(ticket.request_id),
+                    source=source_pool_id,
+                    target=target_pool_id,
+                    reason=str(error),
+                    exc_info=None if isinstance(error, QuireError) else error,
+                )
+                on_failure(str(error))
+
+        self._task = asyncio.create_task(run(), name=f"pull {ticket.request_id}")
 
     def cancel(self) -> None:
         """End the pull in progress; none of its callbacks is called."""
         task, self._task = self._task, None
         if task is not None and task is not asyncio.current_task():
             task.cancel()
-
-    async def _run(
-        self,
-        ticket: Ticket,
-        source_pool_id: str,
-        target_pool_id: str,
-        then: Callable[[DetachedTicket | None], None],
-        on_failure: Callable[[str], None],
-    ) -> None:
-        try:
-            then(await self._pull(ticket, source_pool_id, target_pool_id))
-        except Exception as error:  # a fault of ours must not leave the request without an attempt
-            log.warning(
-                "pull_failed",
-                request_id=client_id(ticket.request_id),
-                source=source_pool_id,
-                target=target_pool_id,
-                reason=str(error),
-                exc_info=None if isinstance(error, QuireError) else error,
-            )
-            on_failure(str(error))

@@ -34,27 +34,12 @@ class RequestStatus(Enum):
         return status
 
 
+_S = RequestStatus
 _NEXT = {
-    RequestStatus.QUEUED: {RequestStatus.RESERVING, RequestStatus.ENDED},
-    RequestStatus.RESERVING: {
-        RequestStatus.PULLING,
-        RequestStatus.PREFILLING,
-        RequestStatus.DECODING,
-        RequestStatus.QUEUED,
-        RequestStatus.ENDED,
-    },
-    RequestStatus.PULLING: {
-        RequestStatus.PREFILLING,
-        RequestStatus.DECODING,
-        RequestStatus.QUEUED,
-        RequestStatus.ENDED,
-    },
-    RequestStatus.PREFILLING: {
-        RequestStatus.PULLING,
-        RequestStatus.DECODING,
-        RequestStatus.QUEUED,
-        RequestStatus.ENDED,
-    },
-    RequestStatus.DECODING: {RequestStatus.QUEUED, RequestStatus.ENDED},
-    RequestStatus.ENDED: set[RequestStatus](),
+    _S.QUEUED: {_S.RESERVING, _S.ENDED},
+    _S.RESERVING: {_S.PULLING, _S.PREFILLING, _S.DECODING, _S.QUEUED, _S.ENDED},
+    _S.PULLING: {_S.PREFILLING, _S.DECODING, _S.QUEUED, _S.ENDED},
+    _S.PREFILLING: {_S.PULLING, _S.DECODING, _S.QUEUED, _S.ENDED},
+    _S.DECODING: {_S.QUEUED, _S.ENDED},
+    _S.ENDED: set[RequestStatus](),
 }

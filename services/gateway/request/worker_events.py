@@ -1,13 +1,13 @@
 """Applies the messages of workers, and the loss of workers, to a request."""
 
 from services.common.errors import InvalidRequest
+from services.common.rpc.error_table import error_of
 from services.common.runtime.logging import get_logger
 from services.gateway.intake.identity import client_id
 from services.gateway.request.lease import DecodeReservation, DetachedTicket, Lease, PrefillLease
 from services.gateway.request.lifecycle import RequestLifecycle
 from services.gateway.request.status import RequestStatus
 from services.gateway.request.timeline import Phase
-from services.gateway.workers.wire import error_of
 from services.gateway.workers.worker import Worker
 from services.protocol.messages import (
     Began,

@@ -9,9 +9,7 @@ import contextvars
 import itertools
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
-from blockstore.records import PoolSpec
 from blockstore.registry import Registry
 from services.common.errors import Draining, DuplicateRequest, QueueFull, WouldBeLate
 from services.gateway.change_notifier import ChangeNotifier
@@ -26,10 +24,10 @@ from services.gateway.request.status import RequestStatus
 from services.gateway.scheduling.model_queue import ModelQueue
 from services.gateway.scheduling.parked_lookup import ParkedLookup
 from services.gateway.scheduling.placement import Placement
-from services.gateway.scheduling.placement import Workers as PlacementWorkers
 from services.gateway.scheduling.request_queue import QueuePosition, ServiceRate
 from services.gateway.scheduling.router import Router
 from services.gateway.streaming.output import Output
+from services.gateway.workers.directory import WorkerDirectory
 from services.gateway.workers.worker import Worker
 from services.protocol.messages import RequestEvent
 
@@ -41,15 +39,6 @@ def _attempt_numbers() -> Iterator[int]:
     return (number % (1 << 32) for number in itertools.count(1))
 
 
-class Workers(PlacementWorkers, Protocol):
-    """The part of the worker directory that the dispatcher needs."""
-
-    def parked_lookup_workers(self, name: str) -> tuple[tuple[Worker, PoolSpec], ...]: ...
-
-    @property
-    def another_gateway_serves(self) -> bool: ...
-
-
 class Dispatcher:
     """Holds the requests of this gateway by id, and the model queues.
 
@@ -59,7 +48,7 @@ class Dispatcher:
 
     def __init__(
         self,
-        workers: Workers,
+        workers: WorkerDirectory,
         router: Router,
         registry: Registry,
         options: GatewayOptions,

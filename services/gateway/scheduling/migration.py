@@ -9,8 +9,8 @@ See ADR 50 and ADR 90.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import NoReturn, Protocol
+from collections.abc import Sequence
+from typing import NoReturn
 
 from services.common.runtime.logging import get_logger
 from services.common.runtime.ticks import until_tick
@@ -19,6 +19,7 @@ from services.gateway.intake.identity import client_id
 from services.gateway.request.lease import DecodeReservation
 from services.gateway.request.lifecycle import RequestLifecycle
 from services.gateway.scheduling.dispatcher import Dispatcher
+from services.gateway.workers.directory import WorkerDirectory
 from services.gateway.workers.worker import Worker
 
 log = get_logger(__name__)
@@ -36,19 +37,12 @@ MIN_STAY_S = 10.0
 """How long a request that has moved stays, unless its worker drains."""
 
 
-class Workers(Protocol):
-    """The part of the worker directory that migration needs."""
-
-    def decode_workers(self) -> Mapping[str, tuple[Worker, ...]]:
-        """The connected decode workers by pool, also those that drain."""
-
-
 class Migration:
     """`changes` notifies of every change that may let a request move."""
 
     def __init__(
         self,
-        workers: Workers,
+        workers: WorkerDirectory,
         dispatcher: Dispatcher,
         changes: ChangeNotifier,
         reserve_timeout_s: float,

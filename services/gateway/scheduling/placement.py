@@ -8,7 +8,7 @@ See ADR 30.
 """
 
 import asyncio
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from services.common.errors import DeadlineExceeded, NoWorker, PromptTooLong
 from services.gateway.change_notifier import ChangeNotifier
@@ -17,6 +17,7 @@ from services.gateway.request.lifecycle import RequestLifecycle
 from services.gateway.scheduling.model_queue import ModelQueue
 from services.gateway.scheduling.request_queue import ServiceRate
 from services.gateway.scheduling.router import Pool, Route, Router, choose_prefill
+from services.gateway.workers.directory import WorkerDirectory
 
 RETRY_S = 0.25
 """When decode workers that have refused are asked again, if no change is reported before."""
@@ -28,24 +29,12 @@ AT_ONCE = 0.0
 """A delay: the next request may be placed at once."""
 
 
-class Workers(Protocol):
-    """The part of the worker directory that placement needs."""
-
-    def complete_pools(self, name: str) -> tuple[Pool, ...]: ...
-
-    def prefill_pools(self, name: str) -> tuple[Pool, ...]: ...
-
-    def missing(self, name: str) -> str: ...
-
-    def forget_refusals(self) -> None: ...
-
-
 class Placement:
     """Sends waiting requests to workers. `rate` counts the requests that leave a queue."""
 
     def __init__(
         self,
-        workers: Workers,
+        workers: WorkerDirectory,
         router: Router,
         options: GatewayOptions,
         changes: ChangeNotifier,
@@ -142,32 +131,37 @@ class Placement:
         """Reserve slots at a decode worker of the route's pool, if the request needs any, and send
         it on. True: the request was placed, has ended or was requeued, so no other route is
         tried."""
-        num_sequences = lifecycle.num_slots
-        if not num_sequences:
-            choice = choose_prefill(route, lifecycle.num_uncomputed)
-            if choice is not None and lifecycle in queue.waiting:
-                pool_id = route.prefill.spec.pool_id
-                lifecycle.submit(*choice, pool_id, route.root_hash, route.source_pool_id)
+        num_slots = lifecycle.num_slots
+        if not num_slots:
+            if lifecycle not in queue.waiting:
+                return True
+            if is_placed := self._submit(lifecycle, route):
                 self._leave(queue, lifecycle)
-            return choice is not None
-        for decode in route.pool.open_decode(num_sequences):
+            return is_placed
+        for decode in route.pool.open_decode(num_slots):
             if lifecycle not in queue.waiting:  # the request ended while a worker was asked
                 return True
-            if not decode.is_open(num_sequences):
+            if not decode.is_open(num_slots):
                 continue
             if not await lifecycle.reserve(decode, self._options.reserve_timeout_s):
                 continue
             if lifecycle.is_computed:
                 lifecycle.admit()
-            elif choice := choose_prefill(route, lifecycle.num_uncomputed):
-                pool_id = route.prefill.spec.pool_id
-                lifecycle.submit(*choice, pool_id, route.root_hash, route.source_pool_id)
-            else:
+            elif not self._submit(lifecycle, route):
                 lifecycle.requeue()
                 return True
             self._leave(queue, lifecycle)
             return True
         return False
+
+    def _submit(self, lifecycle: RequestLifecycle, route: Route) -> bool:
+        """Send the request to a prefill worker of the route. False: all of them have left."""
+        choice = choose_prefill(route, lifecycle.num_uncomputed)
+        if choice is None:
+            return False
+        pool_id = route.prefill.spec.pool_id
+        lifecycle.submit(*choice, pool_id, route.root_hash, route.source_pool_id)
+        return True
 
     def _leave(self, queue: ModelQueue, lifecycle: RequestLifecycle) -> None:
         queue.waiting.remove(lifecycle)

@@ -2,14 +2,12 @@
 have ended. See ADR 81."""
 
 from collections import deque
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from typing import Any
 
 from services.gateway.frontend.api import Delta, Received
-from services.gateway.streaming.logprob_text import PromptReporter
-from services.gateway.streaming.output import Meter, Output, RequestStats
-from services.gateway.streaming.pacer import StreamPacer
+from services.gateway.streaming.output import Output
 from services.gateway.streaming.sequence import Sequence
 
 
@@ -21,19 +19,9 @@ class BestOf(Output):
     sequences bounds their memory.
     """
 
-    def __init__(
-        self,
-        request_id: str,
-        stats: RequestStats,
-        sequences: Seq[Sequence],
-        meter: Meter,
-        clock: Callable[[], float],
-        prompt: PromptReporter | None = None,
-        pacer: StreamPacer | None = None,
-        *,
-        num_best: int,
-    ) -> None:
-        super().__init__(request_id, stats, sequences, meter, clock, prompt, pacer)
+    def __init__(self, *args: Any, num_best: int) -> None:
+        """The arguments of `Output`, and `num_best`."""
+        super().__init__(*args)
         self._read_order = deque()
         self._num_best = num_best
         self._ranks: dict[Sequence, int] = {}

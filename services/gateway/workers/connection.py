@@ -22,7 +22,6 @@ from services.common.rpc.tls import TlsFiles
 from services.common.rpc.transport import open_channel
 from services.common.runtime.logging import get_logger
 from services.common.runtime.ticks import until_tick
-from services.gateway.workers.wire import DECODE, PREFILL, MalformedMessage, Stream
 from services.gateway.workers.worker import Worker
 from services.protocol.codec import load_from_wire
 from services.protocol.messages import (
@@ -34,6 +33,13 @@ from services.protocol.messages import (
     Reserved,
 )
 from services.protocol.version import PROTOCOL_VERSION
+from services.protocol.worker_stream import (
+    MalformedMessage,
+    Stream,
+    StreamEnded,
+    read,
+    stream_type,
+)
 
 log = get_logger(__name__)
 
@@ -58,10 +64,6 @@ class WorkerEventSink(Protocol):
         """A worker connected, disconnected or began to drain."""
 
 
-class StreamEnded(Exception):
-    """The worker closed the stream without an error, or sent no message for `silence_s`."""
-
-
 class WorkerConnection:
     """Keeps a stream to one worker open until `close`.
 
@@ -79,7 +81,7 @@ class WorkerConnection:
         tls: TlsFiles | None = None,
     ) -> None:
         self.worker = Worker(member, self._send)
-        self._stream_type = PREFILL if member.role == "prefill" else DECODE
+        self._stream_type = stream_type(member.role)
         self._gateway_id = gateway_id
         self._rpc_key = rpc_key
         self._sink = sink
@@ -153,12 +155,7 @@ class WorkerConnection:
                     self._sink.on_change()
 
     async def _requests(self, outgoing: Outbox[Any]) -> AsyncIterator[Any]:
-        hello = worker_pb2.Hello(
-            peer_id=self._gateway_id,
-            protocol_version=PROTOCOL_VERSION,
-            function_library=FUNCTION_LIBRARY,
-        )
-        yield self._stream_type.request(hello=hello)
+        yield self._stream_type.hello(self._gateway_id)
         while commands := await outgoing.take():
             yield pack_batch(commands)
 
@@ -236,17 +233,3 @@ class WorkerConnection:
                 self._sink.on_change()
             case _:
                 self._sink.on_event(self.worker, event)
-
-
-async def read(stream: Stream) -> Any:
-    """Read the next message. StreamEnded; AioRpcError; MalformedMessage: it cannot be decoded."""
-    message = await stream.read()
-    if message is None:  # gRPC returns None for a message that it cannot decode
-        raise MalformedMessage("bytes that are no message")
-    if message is not aio.EOF:
-        return message
-    code = await stream.code()
-    if code is StatusCode.OK:
-        raise StreamEnded("the worker closed the stream")
-    metadata = aio.Metadata()  # `stream.read` returns EOF for some errors
-    raise aio.AioRpcError(code, metadata, metadata, await stream.details())

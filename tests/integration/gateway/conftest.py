@@ -220,7 +220,7 @@ async def make_harness(model_dir: Path) -> AsyncIterator[Callable[..., Any]]:
 
         async def make(*workers: FakePrefill | FakeDecode, **options: Any) -> GatewayHarness:
             harness = GatewayHarness(model_dir, stack)
-            await harness.open(replace(OPTIONS, **options))
+            await harness.open(OPTIONS.model_copy(update=options))
             await harness.add(*workers)
             return harness
 

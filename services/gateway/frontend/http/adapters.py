@@ -2,21 +2,15 @@
 key, or without API keys from this host."""
 
 from collections.abc import Callable
-from typing import Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from services.gateway.adapters import GatewayAdapters
 from services.gateway.frontend.http.body import read_body
 from services.gateway.frontend.http.responses import Json
-
-
-class Adapters(Protocol):
-    async def load(self, name: str, directory: str, model: str = "") -> object: ...
-
-    async def unload(self, name: str) -> None: ...
 
 
 class LoadBody(BaseModel):
@@ -35,7 +29,9 @@ class UnloadBody(BaseModel):
     """vLLM's; without meaning here."""
 
 
-def adapter_routes(adapters: Adapters, check_caller: Callable[[Request], object]) -> list[Route]:
+def adapter_routes(
+    adapters: GatewayAdapters, check_caller: Callable[[Request], object]
+) -> list[Route]:
     """`check_caller` raises if a request may not change adapters."""
 
     async def load(request: Request) -> Response:

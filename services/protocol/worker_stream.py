@@ -1,7 +1,7 @@
-"""Translates `services.protocol.messages` to and from the protobuf messages of the worker
-streams.
+"""The client's side of the streams Prefill/Connect and Decode/Connect: opens and reads them, and
+translates `services.protocol.messages` to and from their protobuf messages.
 
-A `StreamType` holds everything that differs between the Prefill and the Decode stream.
+A `StreamType` holds everything that differs between the two.
 """
 
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -11,9 +11,9 @@ from typing import Any
 
 from grpc import StatusCode, aio
 
+from blockstore.registry import Role
+from blockstore.store import FUNCTION_LIBRARY
 from quire.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2
-from services.common.errors import Overloaded, QuireError
-from services.common.rpc.error_table import FAILURES, RemoteError
 from services.common.rpc.message_batching import unpack_batch
 from services.protocol.codec import ticket_to_wire
 from services.protocol.event_codec import events_from_wire
@@ -28,13 +28,14 @@ from services.protocol.messages import (
     Resume,
     Submit,
 )
-
-_RETRY_DELAY_S = 1.0
+from services.protocol.version import PROTOCOL_VERSION
 
 Stream = aio.StreamStreamCall[Any, Any]
 Metadata = tuple[tuple[str, str], ...]
 
-_ERRORS = {row.code: error for error, row in FAILURES.items() if issubclass(error, QuireError)}
+
+class StreamEnded(Exception):
+    """The worker closed the stream without an error, or sent no message for too long."""
 
 
 class MalformedMessage(Exception):
@@ -51,10 +52,20 @@ class StreamType:
     request: Callable[..., Any]
 
     def connect(
-        self, channel: aio.Channel, requests: AsyncIterator[Any], metadata: Metadata
+        self, channel: aio.Channel, requests: AsyncIterator[Any] | None, metadata: Metadata
     ) -> Stream:
+        """Open a stream. `requests`: None: the caller writes them."""
         stream: Stream = self.stub(channel).Connect(requests, metadata=metadata)
         return stream
+
+    def hello(self, peer_id: str) -> Any:
+        """The first message of a gateway or a block manager."""
+        hello = worker_pb2.Hello(
+            peer_id=peer_id,
+            protocol_version=PROTOCOL_VERSION,
+            function_library=FUNCTION_LIBRARY,
+        )
+        return self.request(hello=hello)
 
     def events(self, message: Any) -> Iterator[Event]:
         """The events of a message and of those batched in it. An invalid event about a request is
@@ -97,12 +108,19 @@ DECODE = StreamType(
 )
 
 
-def error_of(code: str, message: str) -> QuireError:
-    """The error that a worker reported by its code. An unknown code becomes RemoteError, with the
-    same code and message."""
-    error = _ERRORS.get(code)
-    if error is None:
-        return RemoteError(message, code or "internal", StatusCode.INTERNAL)
-    if issubclass(error, Overloaded):
-        return error(message, _RETRY_DELAY_S)
-    return error(message)
+def stream_type(role: Role) -> StreamType:
+    return PREFILL if role == "prefill" else DECODE
+
+
+async def read(stream: Stream) -> Any:
+    """Read the next message. StreamEnded; AioRpcError; MalformedMessage: it cannot be decoded."""
+    message = await stream.read()
+    if message is None:  # gRPC returns None for a message that it cannot decode
+        raise MalformedMessage("bytes that are no message")
+    if message is not aio.EOF:
+        return message
+    code = await stream.code()
+    if code is StatusCode.OK:
+        raise StreamEnded("the worker closed the stream")
+    trailers = await stream.trailing_metadata()  # `stream.read` returns EOF for some errors
+    raise aio.AioRpcError(code, aio.Metadata(), trailers, await stream.details())
