@@ -1,4 +1,4 @@
-"""`Registry` in plain Python: the fake of the unit tests."""
+"""`Registry` in plain Python: for deployments in one process, and the fake of the unit tests."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -7,7 +7,7 @@ store's functions never use them.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol
 
 Role = Literal["gateway", "prefill", "decode", "block_manager", "mover"]
 State = Literal["starting", "serving", "draining"]
@@ -53,27 +53,6 @@ class Member:
     engine: dict[str, str] = field(default_factory=dict)
 
 
-class Registry(Protocol):
-    """The list of members and the counter of arrivals. Errors: StoreUnavailable, StoreLost."""
-
-    async def announce(self, member: Member, ttl_s: float) -> None:
-        """Add or renew a member's entry, which expires after `ttl_s` by the server's clock unless
-        renewed."""
-
-    async def withdraw(self, member_id: str) -> None:
-        """Remove a member's entry. A member without an entry is no error."""
-
-    async def members(self) -> tuple[Member, ...]:
-        """Return the members whose entries have not expired, sorted by id."""
-
-    async def next_arrival(self) -> int:
-        """Return the server's clock in milliseconds, or the last arrival + 1 if that is later: each
-        arrival is later than all before it, for all gateways together."""
-
-    async def close(self) -> None: ...
-
-
-@runtime_checkable
 class AdapterList(Protocol):
     """The LoRA adapters of the deployment, which a registry keeps beside its entries: name -> an
     entry of the gateway that has loaded it. Errors: StoreUnavailable, StoreLost."""
@@ -93,3 +72,24 @@ class UsageCounters(Protocol):
     ) -> dict[str, int]:
         """Set the counters of `changed`, drop those of `ended`, and return all counters: what API
         keys have used of their budgets, at each gateway. May be repeated."""
+
+
+class Registry(AdapterList, UsageCounters, Protocol):
+    """The list of members, the counter of arrivals, adapters and usage. Errors:
+    StoreUnavailable, StoreLost."""
+
+    async def announce(self, member: Member, ttl_s: float) -> None:
+        """Add or renew a member's entry, which expires after `ttl_s` by the server's clock unless
+        renewed."""
+
+    async def withdraw(self, member_id: str) -> None:
+        """Remove a member's entry. A member without an entry is no error."""
+
+    async def members(self) -> tuple[Member, ...]:
+        """Return the members whose entries have not expired, sorted by id."""
+
+    async def next_arrival(self) -> int:
+        """Return the server's clock in milliseconds, or the last arrival + 1 if that is later: each
+        arrival is later than all before it, for all gateways together."""
+
+    async def close(self) -> None: ...

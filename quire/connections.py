@@ -1,5 +1,6 @@
 """A client's gRPC connections to the gateways of one deployment."""
 
+import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -50,6 +51,17 @@ class Tls:
             raise BadTls("TLS needs both a certificate and its key, or neither")
         ca, key, certificate = map(_content, (self.ca, self.key, self.certificate))
         return grpc.ssl_channel_credentials(ca, key, certificate)
+
+    def context(self) -> ssl.SSLContext:
+        """For HTTP. Raises BadTls."""
+        self.credentials()  # checks that the files go together and can be read
+        try:
+            context = ssl.create_default_context(cafile=self.ca)
+            if self.certificate is not None:
+                context.load_cert_chain(self.certificate, self.key)
+        except OSError as error:
+            raise BadTls(f"the TLS files cannot be used: {error}") from error
+        return context
 
 
 def _content(file: Path | None) -> bytes | None:

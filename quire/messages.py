@@ -208,15 +208,21 @@ def _usage(usage: inference_pb2.Usage) -> Usage:
     return _from_message(Usage, usage, num_cached_tokens=num_cached)
 
 
+def usage_of(last: Delta | None) -> Usage:
+    """The usage in the last delta of a request. ServerError: it has none, so the stream ended
+    before the request did."""
+    if last is None or last.usage is None:
+        raise ServerError("the stream ended before the request did", "internal")
+    return last.usage
+
+
 def completion(deltas: Sequence[Delta]) -> Completion:
     """Joins all deltas of a request. Raises ServerError if the stream ended before the request
     did."""
-    last = deltas[-1] if deltas else None
-    if last is None or last.usage is None:
-        raise ServerError("the stream ended before the request did", "internal")
+    usage = usage_of(deltas[-1] if deltas else None)
     indices = sorted({delta.index for delta in deltas})
     choices = tuple(_choice([d for d in deltas if d.index == index]) for index in indices)
-    return Completion(last.request_id, choices, last.usage, deltas[0].prompt_logprobs)
+    return Completion(deltas[-1].request_id, choices, usage, deltas[0].prompt_logprobs)
 
 
 def _choice(deltas: Sequence[Delta]) -> Choice:

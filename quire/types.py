@@ -99,7 +99,7 @@ class Sampling:
 class Candidate:
     """A token with its logprob at one position. `logprob`: before temperature, penalties and
     filters. `rank`: 1 + the number of likelier tokens. `token`: UTF-8, which may be part of a
-    character."""
+    character; a special token's name."""
 
     token_id: int
     logprob: float
@@ -122,8 +122,9 @@ class Usage:
 
     `num_cached_tokens`: prompt tokens found in the prefix cache; None unless the request has a
     `cache_salt`, or the gateway reports the number for every request (`quire serve
-    --report-cached-tokens`). `time_to_first_token_ms`: from the arrival at the gateway.
-    `num_accepted_drafts`, `num_rejected_drafts`: of speculative decoding.
+    --report-cached-tokens`), since it could reveal the prompts of other clients.
+    `time_to_first_token_ms`: from the arrival at the gateway. `num_accepted_drafts`,
+    `num_rejected_drafts`: of speculative decoding.
     """
 
     num_prompt_tokens: int

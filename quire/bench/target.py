@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import ssl
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
@@ -12,7 +11,7 @@ import aiohttp
 
 from quire.async_client import AsyncClient
 from quire.connections import Tls
-from quire.errors import BadTls, DeadlineExceeded, QuireError, Unreachable
+from quire.errors import DeadlineExceeded, QuireError, Unreachable
 from quire.messages import Request
 from quire.types import ChatMessage, Prompt, Sampling
 
@@ -72,7 +71,7 @@ class HttpTarget:
         self._url = url.rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else None
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, ssl=_ssl(tls)),
+            connector=aiohttp.TCPConnector(limit=0, ssl=tls.context() if tls else True),
             timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(timeout_s, 30.0)),
             headers=headers,
         )
@@ -148,20 +147,6 @@ class GrpcTarget:
 
     async def close(self) -> None:
         await self._client.close()
-
-
-def _ssl(tls: Tls | None) -> ssl.SSLContext | bool:
-    """What an https URL is checked by; True: well-known CAs. Raises BadTls."""
-    if tls is None:
-        return True
-    tls.credentials()  # checks that the files go together and can be read
-    try:
-        context = ssl.create_default_context(cafile=tls.ca)
-        if tls.certificate is not None:
-            context.load_cert_chain(tls.certificate, tls.key)
-    except OSError as error:
-        raise BadTls(f"the TLS files cannot be used: {error}") from error
-    return context
 
 
 def _is_chat(prompt: Prompt) -> bool:

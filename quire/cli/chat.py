@@ -10,8 +10,8 @@ from quire.cli.flags import GatewayFlags
 from quire.cli.generate import RequestFlags
 from quire.cli.sampling import SamplingFlags
 from quire.client import Client
-from quire.errors import QuireError, ServerError, Unreachable
-from quire.messages import Request
+from quire.errors import QuireError, Unreachable
+from quire.messages import Request, usage_of
 from quire.types import ChatMessage
 
 _HELP = """\
@@ -32,7 +32,7 @@ def chat(
     Standard input may be a pipe: each line is a message, and the first error ends the command.
     """
     # A request id names one request; each turn of a chat is another one.
-    request = Request([], sampling.sampling(), asked.model, "", asked.priority, asked.cache_salt)
+    request = replace(asked.request([], sampling.sampling()), request_id="")
     with gateway.connect() as client:
         _Chat(client, request, asked.timeout, system).run()
 
@@ -117,8 +117,7 @@ class _Chat:
             print(" [cancelled]")
             return "".join(texts)
         print(flush=True)
-        if delta is None or delta.usage is None:
-            raise ServerError("the stream ended before the answer did", "internal")
+        usage_of(delta)
         return "".join(texts)
 
     def _messages(self) -> list[ChatMessage]:

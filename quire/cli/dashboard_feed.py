@@ -1,7 +1,6 @@
 """Reads the feed of a gateway's dashboard: a whole document, then JSON merge patches (RFC 7386)."""
 
 import json
-import ssl
 from collections.abc import Iterator, Mapping
 from http.client import HTTPException, HTTPResponse
 from typing import Any
@@ -36,7 +35,7 @@ def documents(url: str, api_key: str | None, tls: Tls | None) -> Iterator[Docume
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     request = Request(f"{url.rstrip('/')}/dashboard/feed", headers=headers)
     try:
-        with urlopen(request, timeout=_SILENCE_S, context=_ssl(tls)) as answer:
+        with urlopen(request, timeout=_SILENCE_S, context=tls.context() if tls else None) as answer:
             document: Document = {}
             for name, data in _events(answer):
                 document = merge({} if name == "whole" else document, json.loads(data))
@@ -66,12 +65,3 @@ def _problem(error: HTTPError) -> str:
         return str(json.load(error)["error"]["message"])
     except (ValueError, KeyError, TypeError):
         return f"{error.url}: HTTP {error.code} {error.reason}"
-
-
-def _ssl(tls: Tls | None) -> ssl.SSLContext | None:
-    if tls is None:
-        return None
-    context = ssl.create_default_context(cafile=tls.ca)
-    if tls.certificate is not None:
-        context.load_cert_chain(tls.certificate, tls.key)
-    return context

@@ -10,9 +10,9 @@ from quire.cli.flags import GatewayFlags, Json
 from quire.cli.output import print_json
 from quire.cli.samples import Samples, delta_text, logprob_lines
 from quire.cli.sampling import SamplingFlags, SeveralFlags
-from quire.errors import InvalidRequest, ServerError
-from quire.messages import Request
-from quire.types import ChatMessage, Prompt
+from quire.errors import InvalidRequest
+from quire.messages import Request, usage_of
+from quire.types import ChatMessage, Prompt, Sampling
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,11 @@ class RequestFlags:
     ] = ""
     request_id: Annotated[str, Option(metavar="ID", help="default: a random id")] = ""
     timeout: Annotated[float | None, Option(metavar="S", help="the request's deadline")] = None
+
+    def request(self, prompt: Prompt, sampling: Sampling) -> Request:
+        return Request(
+            *(prompt, sampling, self.model, self.request_id, self.priority, self.cache_salt)
+        )
 
 
 def generate(
@@ -59,14 +64,7 @@ def generate(
     """Send a prompt and stream the answer."""
     if chat and raw:
         raise BadParameter("--chat and --raw exclude each other")
-    request = Request(
-        prompt=_prompt(text, system, raw),
-        sampling=sampling.sampling(**several.fields()),
-        model=asked.model,
-        request_id=asked.request_id,
-        priority=asked.priority,
-        cache_salt=asked.cache_salt,
-    )
+    request = asked.request(_prompt(text, system, raw), sampling.sampling(**several.fields()))
     samples = Samples(several.n, delta_text if several.logprobs is None else logprob_lines)
     show = print_json if as_json else samples.show
     delta = None
@@ -78,10 +76,9 @@ def generate(
             if raw or "chat template" not in str(error):
                 raise
             raise InvalidRequest(f"{error}; --raw sends the text as it is", error.code) from error
-    if delta is None or delta.usage is None:
-        raise ServerError("the stream ended before the request did", "internal")
+    usage = usage_of(delta)
     if not as_json and sys.stderr.isatty():
-        samples.show_usage(delta.usage)
+        samples.show_usage(usage)
 
 
 def _prompt(text: str, system: str | None, is_raw: bool) -> Prompt:

@@ -8,6 +8,7 @@ from typer import BadParameter, Option
 
 from quire.cli.flags import Json, OperationsFlags
 from quire.cli.output import Columns, print_items
+from quire.cli.scale import print_change
 from quire.client import Client
 from quire.planning import INTER_TOKEN_S, TTFT_S, Plan, Targets, held_share, mean
 from quire.planning import plan as plan_of
@@ -124,6 +125,4 @@ def _apply(client: Client, rows: list[Planned], *, quiet: bool) -> None:
             num_prefill=wanted[model, "prefill"], num_decode=wanted[model, "decode"], model=model
         )
         if not quiet:
-            for verb, names in (("start", scaled.starting), ("leave", scaled.leaving)):
-                if names:
-                    print(f"to {verb}: {', '.join(names)}")
+            print_change(scaled)

@@ -10,6 +10,7 @@ from quire.cli.flags import Json, OperationsFlags, WaitFlags
 from quire.cli.output import print_json
 from quire.client import Client
 from quire.errors import DeadlineExceeded, Unavailable
+from quire.types import Scaled
 
 
 def scale(
@@ -28,15 +29,19 @@ def scale(
             num_prefill=wanted.get("prefill"), num_decode=wanted.get("decode"), model=model
         )
         if not as_json:
-            for verb, names in (("start", scaled.starting), ("leave", scaled.leaving)):
-                if names:
-                    print(f"to {verb}: {', '.join(names)}")
+            print_change(scaled)
         if until.wait:
             _wait_until_scaled(client, wanted, model, until.timeout)
         if as_json:
             print_json([scaled])
         elif until.wait or not (scaled.starting or scaled.leaving):
             print(f"{scaled.num_prefill} prefill and {scaled.num_decode} decode workers")
+
+
+def print_change(scaled: Scaled) -> None:
+    for verb, names in (("start", scaled.starting), ("leave", scaled.leaving)):
+        if names:
+            print(f"to {verb}: {', '.join(names)}")
 
 
 def _number_of_workers(text: str) -> tuple[str, int]:

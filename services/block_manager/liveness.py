@@ -19,20 +19,9 @@ import os
 import select
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
 
 from services.block_manager.gpu_processes import GpuProcesses, ProcessListError
 from services.common.pool.directory import PoolDirectory
-
-
-class Liveness(Protocol):
-    def obstacle(self, directory: PoolDirectory, worker_id: str) -> str | None:
-        """Why a worker whose lock has dropped may still write; None: it never writes again."""
-        ...
-
-    def forget(self, directory: PoolDirectory, worker_id: str) -> None:
-        """Drop what is known of a worker that was reaped."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +87,15 @@ class WorkerProcesses:
             os.close(self._pidfds.popitem()[1])
 
 
-class PoolLiveness:
-    """The `Liveness` of the members of this host: workers on pools in files and on GPUs, movers."""
+class Liveness:
+    """Answers for the members of this host: workers on pools in files and on GPUs, movers."""
 
     def __init__(self, processes: WorkerProcesses, listed: GpuProcesses) -> None:
         self._processes = processes
         self._listed = listed
 
     def obstacle(self, directory: PoolDirectory, worker_id: str) -> str | None:
+        """Why a worker whose lock has dropped may still write; None: it never writes again."""
         if not directory.path.exists() or directory.finished_path(worker_id).exists():
             return None
         path = directory.process_path(worker_id)
@@ -127,6 +117,7 @@ class PoolLiveness:
         return None
 
     def forget(self, directory: PoolDirectory, worker_id: str) -> None:
+        """Drop what is known of a worker that was reaped."""
         self._processes.forget(directory.process_path(worker_id))
         directory.finished_path(worker_id).unlink(missing_ok=True)
 

@@ -12,7 +12,7 @@ from services.block_manager.config import BlockManagerSettings
 from services.block_manager.fencer import Fencer
 from services.block_manager.gpu_processes import AllProcesses, GpuProcesses
 from services.block_manager.keeper import Keeper
-from services.block_manager.liveness import PoolLiveness, WorkerProcesses
+from services.block_manager.liveness import Liveness, WorkerProcesses
 from services.block_manager.reaper import reap
 from services.block_manager.rounds import Connection, RoundRunner
 from services.block_manager.survey import Survey, survey
@@ -42,7 +42,7 @@ class BlockManager:
         self._runner = runner
         self._metrics = metrics
         listed, processes = listed or AllProcesses(), WorkerProcesses()
-        liveness = PoolLiveness(processes, listed)
+        liveness = Liveness(processes, listed)
         self._keeper = Keeper(root, processes, listed)
         self._watcher = Watcher(root, self._reap_worker, liveness, metrics.worker_quiet_s.observe)
         self._sweeper = Sweeper(root, settings.pool_grace_s, liveness)

@@ -22,7 +22,17 @@ from services.decode.tables import blocks_in_no_table, check_detached
 from services.engine import messages
 from services.engine.messages import Advance, Removed, StepOutcome
 from services.engine.sequences.beam_group import group_class
-from services.protocol.messages import Failed, Generated, Reserved, Step
+from services.protocol.messages import (
+    Admit,
+    Command,
+    Failed,
+    Generated,
+    HandOver,
+    Reserve,
+    Reserved,
+    Resume,
+    Step,
+)
 from services.protocol.ticket import Ticket
 from services.worker.events import (
     ABORTED,
@@ -62,6 +72,19 @@ class DecodeWorker(PoolWorker):
             self._swapping = Swapping(self.swap_pool, on_copied, self._on_swap_refused)
 
     # Commands of gateways.
+
+    def execute(self, session: Session, command: Command) -> None:
+        match command:
+            case Reserve(request_id, attempt, num_sequences):
+                self.reserve(session, request_id, attempt, num_sequences)
+            case Admit(ticket, suspect):
+                self.admit(session, ticket, suspect=suspect)
+            case HandOver(request_id, attempt):
+                self.hand_over(session, request_id, attempt)
+            case Resume(ticket):
+                self.resume(session, ticket)
+            case _:
+                super().execute(session, command)
 
     def reserve(self, session: Session, request_id: str, attempt: int, num_sequences: int) -> None:
         """Keep decode slots free until the request is admitted or aborted, and report `Reserved`:

@@ -22,6 +22,7 @@ from services.common.errors import InvalidRequest, StartupError, UnknownModel
 from services.common.runtime.logging import get_logger
 from services.common.runtime.ticks import until_tick
 from services.common.text.model_config import ModelConfig
+from services.gateway.intake.model_names import choose_model
 from services.protocol.ticket import Adapter
 
 log = get_logger(__name__)
@@ -111,10 +112,10 @@ class GatewayAdapters:
                 raise InvalidRequest(f"lora_name has {len(name)} characters", "lora_name")
             if name in self._models():
                 raise InvalidRequest(f"{name} is the name of a model", "lora_name")
-            base = self._base(model)
+            models = self._models()
+            base = choose_model(model, {name: name for name in models})
             path = _absolute(directory)
-            config = self._models()[base]
-            files = await asyncio.to_thread(AdapterFiles.read, path, config, self._max_rank)
+            files = await asyncio.to_thread(AdapterFiles.read, path, models[base], self._max_rank)
             loaded = ServedAdapter(Adapter(name, str(path), files.digest), base)
             known = self._served.get(name)
             if known is not None and known != loaded:
@@ -143,16 +144,6 @@ class GatewayAdapters:
             await self._listed.remove_adapter(name)
             del self._served[name]
             log.info("adapter_unloaded", adapter=name)
-
-    def _base(self, model: str) -> str:
-        names = tuple(self._models())
-        if model in names:
-            return model
-        if model or not names:
-            raise UnknownModel(f"model {model!r} is not served here; these are: {', '.join(names)}")
-        if len(names) > 1:
-            raise InvalidRequest(f"several models are served, so name one: {', '.join(names)}")
-        return names[0]
 
 
 def _absolute(directory: str) -> Path:

@@ -201,8 +201,7 @@ class Gateway:
         return self._directory.ready() and not self._dispatcher.is_draining
 
     def _describe(self, name: str, model: str) -> ServedModel:
-        served = self._directory.served(model)
-        assert served is not None
+        served = self._pools(model)
         member = next(pool for pool in served.pools if pool.decode).decode[0].member
         return ServedModel(
             model=name,
@@ -223,19 +222,22 @@ class Gateway:
             names = self._directory.model_names()
             if names:
                 adapter = await self._adapter(name) if caller.sees(name) else None
-                is_served = adapter is not None and adapter.model in names
-                found = adapter if is_served else None
+                if adapter is not None and adapter.model in names:
+                    return adapter.model, self._pools(adapter.model), adapter.adapter
                 seen_models = {
                     name: model
                     for name, model in with_aliases(names, self._aliases).items()
                     if caller.sees(name) or caller.sees(model)
                 }
-                chosen = choose_model(name, seen_models) if found is None else found.model
-                served = self._directory.served(chosen)
-                assert served is not None
-                return chosen, served, None if found is None else found.adapter
+                model = choose_model(name, seen_models)
+                return model, self._pools(model), None
             if not await self._changes.wait(seen, max(0.0, until - loop.time())):
                 raise NoWorker("no worker is there to serve any model now")
+
+    def _pools(self, model: str) -> ModelPools:
+        served = self._directory.served(model)
+        assert served is not None
+        return served
 
     async def _adapter(self, name: str) -> ServedAdapter | None:
         return None if self._adapters is None else await self._adapters.find(name)

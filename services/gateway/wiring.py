@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from blockstore.registry import AdapterList, Load, Member, Registry, State
+from blockstore.registry import Load, Member, Registry, State
 from blockstore.store import BlockStore
 from quire.planning import Targets
 from services.common.rpc.tls import TlsFiles
@@ -122,17 +122,13 @@ async def start_gateway(
     dispatcher = Dispatcher(directory, router, registry, options, changes, on_end, movers.pull)
     request_metrics.set_gauges(lambda: dispatcher.num_running, lambda: dispatcher.num_waiting)
     adapters = None
-    if isinstance(registry, AdapterList) and options.max_loras:
+    if options.max_loras:
         adapters = GatewayAdapters(
             *(registry, directory.configs, options.max_loras, options.max_lora_rank)
         )
     gateway = Gateway(directory, dispatcher, changes, request_metrics, options, tracer, adapters)
     async with asyncio.TaskGroup() as tasks:
         migration = Migration(directory, dispatcher, changes, options.reserve_timeout_s)
-        background = [
-            tasks.create_task(directory.watch(), name="registry"),
-            tasks.create_task(migration.drain_workers(), name="drain workers"),
-        ]
         planner = Planner(
             registry,
             store,
@@ -140,13 +136,16 @@ async def start_gateway(
             request_metrics.metrics.recommended_workers,
             Targets(options.target_ttft_s, options.target_inter_token_s),
         )
-        background.append(tasks.create_task(planner.run(), name="planner"))
+        work = {
+            "registry": directory.watch(),
+            "drain workers": migration.drain_workers(),
+            "planner": planner.run(),
+        }
         if adapters is not None:
-            watching = adapters.watch(options.lora)
-            background.append(tasks.create_task(watching, name="adapters"))
+            work["adapters"] = adapters.watch(options.lora)
         if options.rebalance_s:
-            rebalancing = migration.rebalance(options.rebalance_s)
-            background.append(tasks.create_task(rebalancing, name="rebalance"))
+            work["rebalance"] = migration.rebalance(options.rebalance_s)
+        background = [tasks.create_task(each, name=name) for name, each in work.items()]
         try:
             yield Wiring(
                 gateway_id, gateway, directory, dispatcher, migration, changes, ended, adapters

@@ -3,24 +3,10 @@
 import asyncio
 from collections.abc import Callable
 
-from services.decode.worker import DecodeWorker
+from blockstore.registry import Member
 from services.gateway.workers.connection import WorkerEventSink
 from services.gateway.workers.worker import Worker
-from services.offline.registry import LocalMember
-from services.prefill.worker import PrefillWorker
-from services.protocol.messages import (
-    Abort,
-    Admit,
-    Command,
-    DrainNotice,
-    HandOver,
-    LoadReport,
-    Reserve,
-    Resume,
-    Step,
-    Submit,
-    WorkerEvent,
-)
+from services.protocol.messages import Command, DrainNotice, LoadReport, Step, WorkerEvent
 from services.worker.pool_worker import PoolWorker
 
 _REPORT_INTERVAL_S = 0.25
@@ -30,10 +16,10 @@ class LocalConnection:
     """Gives a worker the gateway's commands, and the gateway the worker's events. Each is delivered
     in a later turn of the event loop, in order, as a stream would."""
 
-    def __init__(self, local: LocalMember, sink: WorkerEventSink) -> None:
-        self.worker = Worker(local.member, self._send)
+    def __init__(self, member: Member, local: PoolWorker, sink: WorkerEventSink) -> None:
+        self.worker = Worker(member, self._send)
         self.worker.connected = True
-        self._local_worker = local.worker
+        self._local_worker = local
         self._sink = sink
         self._loop = asyncio.get_running_loop()
         self._reporting = asyncio.create_task(self._report_load())
@@ -79,21 +65,4 @@ class LocalConnection:
     # The gateway's view: `Worker.send`.
 
     def _send(self, command: Command) -> None:
-        self._loop.call_soon(self._execute, self._local_worker, command)
-
-    def _execute(self, worker: PoolWorker, command: Command) -> None:
-        match worker, command:
-            case _, Abort(request_id=request_id, attempt=attempt, index=index):
-                worker.abort(self, request_id, attempt, index)
-            case PrefillWorker(), Submit(ticket=ticket, suspect=suspect):
-                worker.submit(self, ticket, command.prompt_logprobs, suspect=suspect)
-            case DecodeWorker(), Reserve(request_id=request_id, attempt=attempt):
-                worker.reserve(self, request_id, attempt, command.num_sequences)
-            case DecodeWorker(), Admit(ticket=ticket, suspect=suspect):
-                worker.admit(self, ticket, suspect=suspect)
-            case DecodeWorker(), HandOver(request_id=request_id, attempt=attempt):
-                worker.hand_over(self, request_id, attempt)
-            case DecodeWorker(), Resume(ticket=ticket):
-                worker.resume(self, ticket)
-            case _:
-                raise TypeError(f"{type(worker).__name__} takes no {type(command).__name__}")
+        self._loop.call_soon(self._local_worker.execute, self, command)

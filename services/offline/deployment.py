@@ -3,11 +3,12 @@
 The parts are those of the services. Only what lies between the processes is replaced:
 
     gRPC streams    calls (`services.offline.connection`)
-    Redis           `MemoryStore`, and a registry in memory (`services.offline.registry`)
+    Redis           `MemoryStore` and `MemoryRegistry`
     CPU sharing     a lock: the two workers take turns on all CPUs, step by step
 """
 
 import asyncio
+import math
 import os
 import tempfile
 import threading
@@ -21,6 +22,7 @@ from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
+from blockstore.memory_registry import MemoryRegistry
 from blockstore.memory_store import MemoryStore
 from blockstore.registry import Member, Role
 from services.common.errors import StartupError
@@ -34,7 +36,6 @@ from services.gateway.config import GatewayOptions
 from services.gateway.request_metrics import RequestMetrics
 from services.gateway.wiring import Wiring, start_gateway
 from services.offline.connection import LocalConnection
-from services.offline.registry import LocalMember, LocalRegistry
 from services.prefill.worker import PrefillWorker
 from services.protocol.version import PROTOCOL_VERSION
 from services.worker.config import WorkerSettings
@@ -53,7 +54,11 @@ _POOL_ROOT = Path("/dev/shm")
 """Shared memory, as for the pools of a service: a pool needs pages that stay."""
 
 _OPTIONS = GatewayOptions(
-    client_priority=True, max_waiting=MAX_WAITING, report_cached_tokens=True, rebalance_s=0.0
+    client_priority=True,
+    max_waiting=MAX_WAITING,
+    report_cached_tokens=True,
+    rebalance_s=0.0,
+    max_loras=0,
 )
 
 
@@ -124,7 +129,7 @@ async def offline_deployment(settings: WorkerSettings) -> AsyncIterator[Wiring]:
         root = Path(stack.enter_context(folder))
         store, turn = MemoryStore(), threading.Lock()
         running = await stack.enter_async_context(asyncio.TaskGroup())
-        local_members = []
+        registry, workers = MemoryRegistry(time.time), dict[str, PoolWorker]()
         for role, kind in _KINDS.items():
             worker_id = f"offline-{role}"
             membership = await join(store, "offline", root, loaded.layout, worker_id, loaded.plan)
@@ -132,16 +137,15 @@ async def offline_deployment(settings: WorkerSettings) -> AsyncIterator[Wiring]:
             worker = kind(_parts(settings, loaded, membership, turn))
             for work in (worker.run(), membership.complete_memory()):
                 stack.callback(running.create_task(work).cancel)
-            member = _member(role, membership, loaded, settings)
-            local_members.append(LocalMember(member, worker))
-        registry = LocalRegistry(local_members)
+            workers[worker_id] = worker
+            await registry.announce(_member(role, membership, loaded, settings), math.inf)
         starting = start_gateway(
             store,
             registry,
             Secret(os.urandom(32)),
             _OPTIONS,
             RequestMetrics(CollectorRegistry()),
-            lambda member, sink: LocalConnection(registry.local(member), sink),
+            lambda member, sink: LocalConnection(member, workers[member.member_id], sink),
         )
         wiring = await stack.enter_async_context(starting)
         while not wiring.gateway.ready():

@@ -14,6 +14,7 @@ from services.engine.sequences.beam_group import group_class
 from services.prefill.admission import Admission
 from services.prefill.job import Job, State
 from services.protocol.block_keys import BlockKeys, num_blocks_for
+from services.protocol.messages import Command, Submit
 from services.protocol.ticket import BeamState, Ticket, TicketSequence, first_holder_id
 from services.worker.events import (
     ABORTED,
@@ -63,6 +64,13 @@ class PrefillWorker(PoolWorker):
         self._fetching: asyncio.Queue[Job] = asyncio.Queue()
 
     # Commands of gateways.
+
+    def execute(self, session: Session, command: Command) -> None:
+        match command:
+            case Submit(ticket, prompt_logprobs, suspect):
+                self.submit(session, ticket, prompt_logprobs, suspect=suspect)
+            case _:
+                super().execute(session, command)
 
     def submit(
         self,

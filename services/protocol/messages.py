@@ -1,7 +1,7 @@
 """The messages between a gateway and its workers: commands, and the events that answer them.
 
-Each one about a request carries its id and attempt. `services.protocol.event_codec` converts events
-to protobuf messages and back, and `services.protocol.worker_stream` converts commands.
+Each one about a request carries its id and attempt. `services.protocol.event_codec` and
+`services.protocol.command_codec` convert them to protobuf messages and back.
 """
 
 from dataclasses import dataclass

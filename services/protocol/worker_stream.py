@@ -1,5 +1,4 @@
-"""The client's side of the streams Prefill/Connect and Decode/Connect: opens and reads them, and
-translates `services.protocol.messages` to and from their protobuf messages.
+"""The client's side of the streams Prefill/Connect and Decode/Connect.
 
 A `StreamType` holds everything that differs between the two.
 """
@@ -15,18 +14,12 @@ from blockstore.registry import Role
 from blockstore.store import FUNCTION_LIBRARY
 from quire.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2
 from services.common.rpc.message_batching import unpack_batch
-from services.protocol.codec import ticket_to_wire
+from services.protocol.command_codec import command_to_wire
 from services.protocol.event_codec import events_from_wire
 from services.protocol.messages import (
-    Abort,
-    Admit,
     Command,
     Event,
-    HandOver,
     RequestEvent,
-    Reserve,
-    Resume,
-    Submit,
 )
 from services.protocol.version import PROTOCOL_VERSION
 
@@ -76,28 +69,7 @@ class StreamType:
             yield event
 
     def command(self, command: Command) -> Any:
-        match command:
-            case Reserve(request_id, attempt, num_sequences):
-                reserve = decode_pb2.Reserve(
-                    request_id=request_id, attempt=attempt, num_sequences=num_sequences
-                )
-                return self.request(reserve=reserve)
-            case Admit(ticket, suspect):
-                admit = decode_pb2.Admit(ticket=ticket_to_wire(ticket), suspect=suspect)
-                return self.request(admit=admit)
-            case Submit(ticket, prompt_logprobs, suspect):
-                submit = prefill_pb2.PrefillSubmit(
-                    ticket=ticket_to_wire(ticket), prompt_logprobs=prompt_logprobs, suspect=suspect
-                )
-                return self.request(submit=submit)
-            case Abort(request_id, attempt, index):
-                abort = worker_pb2.Abort(request_id=request_id, attempt=attempt, index=index)
-                return self.request(abort=abort)
-            case HandOver(request_id, attempt):
-                hand_over = decode_pb2.HandOver(request_id=request_id, attempt=attempt)
-                return self.request(hand_over=hand_over)
-            case Resume(ticket):
-                return self.request(resume=decode_pb2.Resume(ticket=ticket_to_wire(ticket)))
+        return self.request(**command_to_wire(command))
 
 
 PREFILL = StreamType(

@@ -22,7 +22,7 @@ from services.engine.messages import FailedGroup, Start, StepOutcome
 from services.engine.scheduler import Scheduler
 from services.engine.sequences.sequence import Rules
 from services.engine.thread import EngineThread
-from services.protocol.messages import Began
+from services.protocol.messages import Abort, Began, Command
 from services.protocol.ticket import Adapter, Ticket
 from services.worker.adapters import AdapterSource
 from services.worker.events import DRAINED, PREEMPTED, Ending, Session
@@ -300,6 +300,12 @@ class PoolWorker(ABC):
         log.error("sequence_broken", holder_id=failed.key, reason=failed.fault.value)
         self.metrics.num_broken.inc()
         self.holders.retract(failed.blocks)
+
+    def execute(self, session: Session, command: Command) -> None:
+        """Execute a gateway's command. InvalidRequest: no worker of this role can."""
+        if not isinstance(command, Abort):
+            raise InvalidRequest(f"{self.worker_id} takes no {type(command).__name__}")
+        self.abort(session, command.request_id, command.attempt, command.index)
 
     def drain(self) -> int:
         """Accept no new requests; return how many are left to finish."""

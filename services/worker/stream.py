@@ -14,6 +14,7 @@ from services.common.rpc.message_batching import Outbox, pack_batch, unpack_batc
 from services.common.runtime.logging import get_logger
 from services.common.runtime.ticks import until_tick
 from services.protocol.codec import load_to_wire
+from services.protocol.command_codec import command_from_wire
 from services.protocol.event_codec import Fields, event_to_wire
 from services.protocol.messages import DrainNotice, Failed, LoadReport, WorkerEvent
 from services.protocol.version import PROTOCOL_VERSION
@@ -79,20 +80,13 @@ class StreamSession:
 class WorkerStream:
     """Serves the `Connect` calls of one worker.
 
-    `execute(session, command)` executes the commands that only this role has. If it raises
-    InvalidRequest, the request that the command names fails. `response`: the message type of the
-    stream's responses.
+    If a command raises InvalidRequest, the request that it names fails. `response`: the message
+    type of the stream's responses.
     """
 
-    def __init__(
-        self,
-        worker: PoolWorker,
-        response: Callable[..., Any],
-        execute: Callable[[StreamSession, Any], None],
-    ) -> None:
+    def __init__(self, worker: PoolWorker, response: Callable[..., Any]) -> None:
         self._worker = worker
         self._response = response
-        self._execute_for_role = execute
 
     async def serve(self, requests: AsyncIterator[Any]) -> AsyncIterator[Message]:
         """Serve one stream from its hello to its end, and then close its session at the worker."""
@@ -165,21 +159,16 @@ class WorkerStream:
             session.end()
 
     def _execute(self, session: StreamSession, request: Any) -> None:
-        match request.WhichOneof("command"):
-            case "abort":
-                abort = request.abort
-                index = abort.index if abort.HasField("index") else None
-                self._worker.abort(session, abort.request_id, abort.attempt, index)
-            case "drain":
-                session.send(DrainNotice(self._worker.drain()))
-            case "hello" | None:
-                raise InvalidRequest("an unknown command, or a second hello")
-            case name:
-                command = getattr(request, name)
-                try:
-                    self._execute_for_role(session, command)
-                except InvalidRequest as error:
-                    self._fail_request(session, command, error)
+        name = request.WhichOneof("command")
+        if name == "drain":
+            session.send(DrainNotice(self._worker.drain()))
+            return
+        try:
+            self._worker.execute(session, command_from_wire(request))
+        except InvalidRequest as error:
+            if name in (None, "hello"):
+                raise
+            self._fail_request(session, getattr(request, name), error)
 
     def _fail_request(self, session: StreamSession, command: Any, error: InvalidRequest) -> None:
         """Fail the request that an invalid command names. If it names none, raise `error`, which

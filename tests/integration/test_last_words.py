@@ -12,12 +12,12 @@ import pytest
 from grpc import aio
 
 from blockstore.registry import Load
-from blockstore.store import FUNCTION_LIBRARY
-from quire.v1 import prefill_pb2, prefill_pb2_grpc, ticket_pb2, worker_pb2
+from quire.v1 import prefill_pb2, prefill_pb2_grpc
 from services.common.rpc.message_batching import unpack_batch
 from services.common.rpc.transport import RpcServer, open_channel
-from services.protocol.messages import Began
-from services.protocol.version import PROTOCOL_VERSION
+from services.protocol.messages import Began, Command, Submit
+from services.protocol.ticket import SamplingParams, Ticket
+from services.protocol.worker_stream import PREFILL
 from services.worker.events import Session
 from services.worker.stream import StreamSession, WorkerStream
 
@@ -37,17 +37,16 @@ class Mortal:
     def load(self) -> Load:
         return Load()
 
-    def submit(self, session: StreamSession, submit: prefill_pb2.PrefillSubmit) -> None:
-        began = Began(submit.ticket.request_id, submit.ticket.attempt)
-        session.send(began, then=lambda: os.kill(os.getpid(), signal.SIGKILL))
+    def execute(self, session: StreamSession, command: Command) -> None:
+        assert isinstance(command, Submit)
+        session.send(Began(*command.ticket.key), then=lambda: os.kill(os.getpid(), signal.SIGKILL))
 
     def close(self, session: StreamSession) -> None: ...
 
 
 class Service(prefill_pb2_grpc.PrefillServicer):
     def __init__(self, worker: Any) -> None:
-        response = prefill_pb2.PrefillConnectResponse
-        self._stream = WorkerStream(worker, response, worker.submit)
+        self._stream = WorkerStream(worker, prefill_pb2.PrefillConnectResponse)
 
     async def Connect(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
         async for response in self._stream.serve(request_iterator):
@@ -62,15 +61,9 @@ async def serve() -> None:
 
 
 async def requests() -> AsyncIterator[prefill_pb2.PrefillConnectRequest]:
-    yield prefill_pb2.PrefillConnectRequest(
-        hello=worker_pb2.Hello(
-            peer_id="gateway",
-            protocol_version=PROTOCOL_VERSION,
-            function_library=FUNCTION_LIBRARY,
-        )
-    )
-    ticket = ticket_pb2.Ticket(request_id="r1", attempt=3)
-    yield prefill_pb2.PrefillConnectRequest(submit=prefill_pb2.PrefillSubmit(ticket=ticket))
+    yield PREFILL.hello("gateway")
+    sampling = SamplingParams(0.0, 0, 1.0, 0.0, seed=0, max_tokens=1)
+    yield PREFILL.command(Submit(Ticket("r1", 3, 0, "pool", "h1", 0, b"r" * 16, (1,), sampling)))
     await asyncio.Event().wait()
 
 

@@ -18,7 +18,7 @@ from services.block_manager.gpu_processes import (
     NvmlProcesses,
     ProcessListError,
 )
-from services.block_manager.liveness import PoolLiveness, ProcessRecord, WorkerProcesses
+from services.block_manager.liveness import Liveness, ProcessRecord, WorkerProcesses
 from services.block_manager.watcher import Watcher
 from services.common.pool.directory import PoolDirectory
 from services.common.pool.locks import WorkerLock
@@ -58,7 +58,7 @@ def pool(tmp_path: Path) -> PoolDirectory:
 
 def test_what_stands_in_the_way_of_the_reaper(pool: PoolDirectory) -> None:
     processes, nvml = FakeProcesses(), FakeNvml()
-    liveness = PoolLiveness(processes, nvml)
+    liveness = Liveness(processes, nvml)
 
     def obstacle() -> str | None:
         return liveness.obstacle(pool, "decode-1")
@@ -76,7 +76,7 @@ def test_what_stands_in_the_way_of_the_reaper(pool: PoolDirectory) -> None:
 
 def test_a_worker_may_finish_while_its_process_goes_on(pool: PoolDirectory) -> None:
     """A fenced worker drops its lock and joins again under another name, in the same process."""
-    liveness = PoolLiveness(FakeProcesses(), FakeNvml())
+    liveness = Liveness(FakeProcesses(), FakeNvml())
     pool.finished_path("decode-2").touch()
     assert liveness.obstacle(pool, "decode-1") is not None
     pool.finished_path("decode-1").touch()
@@ -88,7 +88,7 @@ def test_a_worker_may_finish_while_its_process_goes_on(pool: PoolDirectory) -> N
 def test_a_lost_gpu_is_not_asked(pool: PoolDirectory) -> None:
     processes, nvml = FakeProcesses(), FakeNvml()
     nvml.listed = "NVML: the GPU is lost"
-    liveness = PoolLiveness(processes, nvml)
+    liveness = Liveness(processes, nvml)
     pool.gone.touch()
     assert liveness.obstacle(pool, "decode-1") == "process 4711 has not exited"
     processes.exited = True
@@ -96,7 +96,7 @@ def test_a_lost_gpu_is_not_asked(pool: PoolDirectory) -> None:
 
 
 def test_an_unknown_process_is_never_quiet(pool: PoolDirectory) -> None:
-    liveness = PoolLiveness(FakeProcesses(), FakeNvml())
+    liveness = Liveness(FakeProcesses(), FakeNvml())
     assert "no record" in (liveness.obstacle(pool, "decode-2") or "")
     pool.process_path("decode-1").write_text('{"pid": 1')
     assert "no record" in (liveness.obstacle(pool, "decode-1") or "")
@@ -105,7 +105,7 @@ def test_an_unknown_process_is_never_quiet(pool: PoolDirectory) -> None:
 def test_a_pool_in_a_file_needs_the_lock_only(pool: PoolDirectory) -> None:
     pool.kv.touch()
     pool.process_path("decode-1").unlink()
-    assert PoolLiveness(FakeProcesses(), FakeNvml()).obstacle(pool, "decode-1") is None
+    assert Liveness(FakeProcesses(), FakeNvml()).obstacle(pool, "decode-1") is None
 
 
 def test_a_mover_is_quiet_when_its_process_has_exited(pool: PoolDirectory) -> None:
@@ -114,7 +114,7 @@ def test_a_mover_is_quiet_when_its_process_has_exited(pool: PoolDirectory) -> No
     ProcessRecord(PID, 99, "").write(pool.process_path("mover-1"))
     processes, nvml = FakeProcesses(), FakeNvml()
     nvml.listed = "NVML: the driver is not loaded"
-    liveness = PoolLiveness(processes, nvml)
+    liveness = Liveness(processes, nvml)
     assert liveness.obstacle(pool, "mover-1") == "process 4711 has not exited"
     processes.exited = True
     assert liveness.obstacle(pool, "mover-1") is None
@@ -127,9 +127,9 @@ async def test_no_reap_while_a_condition_is_unmet(
     others; the time is measured."""
     processes, nvml = FakeProcesses(), FakeNvml()
     reaped, times, asked = asyncio.Event(), list[float](), asyncio.Queue[str | None]()
-    rules = PoolLiveness(processes, nvml)
+    rules = Liveness(processes, nvml)
 
-    class Asked(PoolLiveness):
+    class Asked(Liveness):
         def obstacle(self, directory: PoolDirectory, worker_id: str) -> str | None:
             found = rules.obstacle(directory, worker_id)
             loop.call_soon_threadsafe(asked.put_nowait, found)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
+from quire.types import Candidate, Usage
 from services.common.structured.structure import Structure
 from services.gateway.access.caller import EVERYONE, Caller
 from services.gateway.parsing.parts import Part
@@ -174,32 +175,6 @@ class GenerationRequest:
     """Every delta has the usage so far; otherwise only the last one has the usage."""
     caller: Caller = EVERYONE
     """Set by access control, never by a server."""
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    num_prompt_tokens: int
-    num_cached_tokens: int | None
-    """None if the client may not know: without a cache salt of its own, the number could reveal
-    the prompts of other clients."""
-    num_generated_tokens: int
-    time_to_first_token_ms: float
-    num_preemptions: int
-    num_accepted_drafts: int = 0
-    num_rejected_drafts: int = 0
-    """Of speculative decoding."""
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A token that is possible at some position, with its logprob."""
-
-    token_id: int
-    logprob: float
-    rank: int
-    """1 + the number of tokens with a larger logit."""
-    token: bytes
-    """The token's text in UTF-8, which may be a part of a character; a special token's name."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
+from quire.types import Usage
 from services.gateway.frontend.api import (
     GenerationRequest,
     Generator,
     RequestedEmbedding,
     RequestedSampling,
-    Usage,
 )
 
 _AT_ONCE = 64

@@ -7,10 +7,10 @@ from typing import Any
 
 from grpc import aio
 
+from quire.types import Candidate
 from quire.v1 import inference_pb2, inference_pb2_grpc, logprobs_pb2, sampling_pb2
 from services.common.errors import InvalidRequest
 from services.gateway.frontend.api import (
-    Candidate,
     ChatMessage,
     Delta,
     GenerationRequest,

@@ -29,7 +29,6 @@ from services.protocol.ticket import (
     PRIORITIES,
     Adapter,
     SamplingParams,
-    TicketSequence,
 )
 
 MAX_SALT_CHARS = 1024
@@ -70,19 +69,6 @@ class AdmittedRequest:
     """None: the request is not traced."""
     adapter: Adapter | None = None
     """The LoRA adapter that the client names as its model; None: it names the model."""
-
-    @property
-    def unfinished_sequences(self) -> tuple[TicketSequence, ...]:
-        """The sequences that have not ended, each with the tokens that the client has received.
-
-        With `num_best`, all sequences start without tokens: `received` then numbers sequences by
-        rank, and the ranks are unknown until all sequences have ended.
-        """
-        received = {index: Received(index) for index in range(self.num_sequences)}
-        if self.num_best is None:
-            received |= {each.index: each for each in self.received or ()}
-        unfinished = (each for each in received.values() if not each.finish_reason)
-        return tuple(TicketSequence(each.index, each.token_ids) for each in unfinished)
 
     def continues(self, other: "AdmittedRequest") -> bool:
         """Whether `other` is the same request, so that this call can continue it."""

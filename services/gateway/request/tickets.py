@@ -12,9 +12,15 @@ from blockstore.records import PrefixHash
 from services.gateway.intake.admission import AdmittedRequest
 from services.gateway.scheduling.request_queue import QueuePosition
 from services.gateway.streaming.client import Client
+from services.gateway.streaming.output import Output
 from services.protocol.logprobs import Logprobs
 from services.protocol.messages import Generated, Prefilled
 from services.protocol.ticket import Swapped, Ticket, TicketSequence, first_holder_id
+
+
+def ticket_sequences(output: Output) -> tuple[TicketSequence, ...]:
+    """The sequences that have not ended, each with the tokens that the client has received."""
+    return tuple(TicketSequence(each.index, tuple(each.tokens)) for each in output.living)
 
 
 def new_ticket(
@@ -91,7 +97,7 @@ class Tickets:
     ) -> Ticket:
         """The ticket for a prefill worker."""
         client, order = self._client, self.position.order
-        sequences = tuple(TicketSequence(s.index, tuple(s.tokens)) for s in client.living)
+        sequences = ticket_sequences(client.output)
         self._submitted = replace(
             new_ticket(client.request, attempt, order, pool_id, root_hash, sequences),
             num_cached_tokens=client.output.stats.num_cached_tokens,

@@ -2,7 +2,10 @@
 
 import time
 from enum import Enum
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from services.gateway.request.trace import RequestTrace
 
 
 class Phase(Enum):
@@ -27,23 +30,13 @@ _MAX_SPANS = 64
 Span = tuple[Phase, int, str]
 
 
-class Trace(Protocol):
-    """Reports the phases elsewhere; see `services.gateway.request.trace`."""
-
-    traceparent: str
-
-    def enter(self, phase: Phase, worker_id: str) -> None: ...
-
-    def set_back(self, reason: str) -> None: ...
-
-
 class Timeline:
     """The phases of one request as `spans`: phase, its begin in Unix ms, id of the worker or "".
 
     `trace` is told each phase too; None: the request is not traced.
     """
 
-    def __init__(self, trace: Trace | None = None) -> None:
+    def __init__(self, trace: "RequestTrace | None" = None) -> None:
         self._trace = trace
         self.spans: list[Span] = []
         self.ended_ms: int | None = None

@@ -170,7 +170,7 @@ class Dispatcher:
             running.resume(request, output)
             return running
         position = QueuePosition(request.priority, await self._registry.next_arrival())
-        found = None if request.received is None else await self._find_parked(request)
+        found = None if request.received is None else await self._find_parked(request, output)
         if self._closed:
             raise Draining(_STOPPING)
         lifecycle = RequestLifecycle(
@@ -183,10 +183,10 @@ class Dispatcher:
             self.on_queued(lifecycle)
         return lifecycle
 
-    async def _find_parked(self, request: AdmittedRequest) -> DetachedTicket | None:
+    async def _find_parked(self, request: AdmittedRequest, output: Output) -> DetachedTicket | None:
         """The ticket that another gateway parked, for a request whose client resumes here."""
         lookup = self._lookups[request.request_id] = ParkedLookup(
-            request, next(self._attempt_numbers)
+            request, output, next(self._attempt_numbers)
         )
         workers = self._workers.parked_lookup_workers(request.model)
         try:

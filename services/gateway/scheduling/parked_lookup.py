@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from blockstore.records import PoolSpec
 from services.gateway.intake.admission import AdmittedRequest
 from services.gateway.request.lease import DetachedTicket
-from services.gateway.request.tickets import is_same_request, new_ticket
+from services.gateway.request.tickets import is_same_request, new_ticket, ticket_sequences
 from services.gateway.scheduling.router import Router
+from services.gateway.streaming.output import Output
 from services.gateway.workers.worker import Worker
 from services.protocol.messages import (
     Failed,
@@ -24,11 +25,13 @@ from services.protocol.ticket import FinishReason, Ticket
 
 
 class ParkedLookup:
-    """The lookup of one request. It asks all workers at once, takes the first ticket, and aborts
-    the request at workers that answer later or never."""
+    """The lookup of one request, whose `output` has what the client has received. It asks all
+    workers at once, takes the first ticket, and aborts the request at workers that answer later or
+    never."""
 
-    def __init__(self, request: AdmittedRequest, attempt: int) -> None:
+    def __init__(self, request: AdmittedRequest, output: Output, attempt: int) -> None:
         self._request = request
+        self._sequences = ticket_sequences(output)
         self._attempt = attempt
         self._asked: dict[Worker, Ticket] = {}
         self._found: asyncio.Future[DetachedTicket | None] = (
@@ -39,8 +42,7 @@ class ParkedLookup:
         self, workers: Sequence[tuple[Worker, PoolSpec]], router: Router, timeout_s: float
     ) -> DetachedTicket | None:
         """The parked ticket; None: no worker has it, and the request is computed again."""
-        request = self._request
-        sequences = request.unfinished_sequences
+        request, sequences = self._request, self._sequences
         for worker, spec in workers:
             root_hash = router.root(spec, request)
             wanted = new_ticket(request, self._attempt, 0, spec.pool_id, root_hash, sequences)

@@ -12,7 +12,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.gateway.frontend.api import Delta, Received, Usage
+from quire.types import Usage
+from services.gateway.frontend.api import Delta, Received
 from services.gateway.streaming.logprob_text import PromptReporter
 from services.gateway.streaming.pacer import StreamPacer
 from services.gateway.streaming.sequence import Sequence

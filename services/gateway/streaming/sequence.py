@@ -1,10 +1,11 @@
 """One sequence of a request's output: turns its tokens into text, and ends it at a stop string. See
 ADR 77."""
 
+from quire.types import Usage
 from services.common.errors import InvalidRequest
 from services.common.text.stop_strings import Scanned
 from services.common.text.tokenizer import Tokenizer
-from services.gateway.frontend.api import Delta, PromptReport, Received, TokenLogprobs, Usage
+from services.gateway.frontend.api import Delta, PromptReport, Received, TokenLogprobs
 from services.gateway.parsing.message import MessageParser
 from services.gateway.parsing.parts import Part, joined
 from services.gateway.streaming.logprob_text import with_text

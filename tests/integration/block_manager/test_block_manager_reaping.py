@@ -4,7 +4,7 @@ import asyncio
 
 from blockstore.errors import StoreUnavailable
 from services.block_manager.gpu_processes import AllProcesses
-from services.block_manager.liveness import PoolLiveness, WorkerProcesses
+from services.block_manager.liveness import Liveness, WorkerProcesses
 from services.block_manager.reaper import reap
 from services.block_manager.watcher import Watcher
 from services.common.pool.directory import PoolDirectory
@@ -61,7 +61,7 @@ async def test_a_lock_file_keeps_its_name_until_its_worker_is_reaped(host: PoolH
         await assert_lawful(host, pool, free=11, cached=0, held=0)
         names.append(directory.worker_ids())
 
-    liveness = PoolLiveness(WorkerProcesses(), AllProcesses())
+    liveness = Liveness(WorkerProcesses(), AllProcesses())
     watcher = Watcher(host.root, bury, liveness, lambda quiet_s: None)
     watching = asyncio.create_task(watcher.run(lambda: 0.02))
     worker.kill()

@@ -9,13 +9,13 @@ import openai
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
+from quire.types import Usage
 from services.gateway.frontend.api import (
     Delta,
     GenerationRequest,
     ServedModel,
     Tokenized,
     TokenizeRequest,
-    Usage,
 )
 from services.gateway.frontend.http.app import create_app
 from services.gateway.frontend.http.server import http_server

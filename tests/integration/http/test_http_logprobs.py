@@ -10,14 +10,13 @@ import openai
 import pytest
 from prometheus_client import CollectorRegistry
 
+from quire.types import Candidate, Usage
 from services.gateway.frontend.api import (
-    Candidate,
     Delta,
     GenerationRequest,
     PromptReport,
     ServedModel,
     TokenLogprobs,
-    Usage,
 )
 from services.gateway.frontend.http.app import create_app
 from services.gateway.frontend.http.server import http_server

@@ -7,6 +7,7 @@ import pytest
 from services.common.errors import DuplicateRequest
 from services.gateway.frontend.api import Received
 from services.gateway.request.status import RequestStatus
+from services.gateway.request.tickets import ticket_sequences
 from services.gateway.streaming.output import MAX_UNREAD_TOKENS
 from services.protocol.logprobs import Logprobs
 from services.protocol.messages import Abort, Generated
@@ -192,7 +193,7 @@ async def test_a_resumed_call_with_one_of_the_best_gets_the_other(position: int)
 
 async def test_all_sequences_go_on_elsewhere() -> None:
     """Whoever looks for it looks for what was drawn, not for what is told."""
-    request = choosing().lifecycle.client.request
-    received = (Received(0, tuple(BEST[0]), FinishReason.LENGTH),)
-    wanted = replace(request, received=received).unfinished_sequences
+    output = choosing().output
+    output.replay((Received(0, tuple(BEST[0]), FinishReason.LENGTH),))
+    wanted = ticket_sequences(output)
     assert [(each.index, each.token_ids) for each in wanted] == [(i, ()) for i in range(NUM)]

@@ -8,6 +8,7 @@ from services.common.errors import DuplicateRequest
 from services.gateway.frontend.api import Received
 from services.gateway.request.lease import DetachedTicket
 from services.gateway.request.status import RequestStatus
+from services.gateway.request.tickets import ticket_sequences
 from services.protocol.messages import Abort, Admit, HandOver, Reserve, Reserved
 from services.protocol.ticket import FinishReason, Ticket, TicketSequence
 
@@ -174,11 +175,9 @@ async def test_a_group_moves_without_those_that_have_ended() -> None:
 
 
 async def test_the_worker_continues_unfinished_sequences_from_the_clients_tokens() -> None:
-    request = replace(
-        Walk(num_sequences=4).lifecycle.client.request,
-        received=(Received(3, (5, 6)), Received(0, (7,), FinishReason.STOP), Received(1, (8,))),
-    )
-    assert request.unfinished_sequences == (
+    output = Walk(num_sequences=4).output
+    output.replay((Received(3, (5, 6)), Received(0, (7,), FinishReason.STOP), Received(1, (8,))))
+    assert ticket_sequences(output) == (
         TicketSequence(1, (8,)),
         TicketSequence(2),
         TicketSequence(3, (5, 6)),

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
+from quire.types import Candidate
 from services.common.errors import InvalidRequest, Unavailable
 from services.common.text.detokenizer import Detokenizer
 from services.common.text.pieces import Pieces
 from services.common.text.stop_strings import StopMatcher
 from services.common.text.tokenizer import Tokenizer
-from services.gateway.frontend.api import Candidate, Delta, Received
+from services.gateway.frontend.api import Delta, Received
 from services.gateway.streaming.output import MAX_UNREAD_TOKENS, Output, RequestStats
 from services.gateway.streaming.sequence import Sequence
 from services.gateway.streaming.text import Text

@@ -5,7 +5,8 @@ from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Sequ
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
-from services.gateway.frontend.api import Delta, PromptReport, TokenLogprobs, Usage
+from quire.types import Usage
+from services.gateway.frontend.api import Delta, PromptReport, TokenLogprobs
 from services.gateway.frontend.http.formats import (
     AnswerFormat,
     Transcript,

@@ -4,7 +4,8 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from services.gateway.frontend.api import Delta, PromptReport, TokenLogprobs, Usage
+from quire.types import Usage
+from services.gateway.frontend.api import Delta, PromptReport, TokenLogprobs
 from services.gateway.frontend.http.logprobs import JSON, chat_logprobs, text_logprobs
 from services.gateway.frontend.http.tools import delta_fields, message_fields
 from services.gateway.parsing.parts import Part

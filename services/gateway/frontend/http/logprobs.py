@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from services.gateway.frontend.api import Candidate, PromptReport, TokenLogprobs
+from quire.types import Candidate
+from services.gateway.frontend.api import PromptReport, TokenLogprobs
 from services.protocol.logprobs import MAX_LOGPROBS
 
 JSON = dict[str, Any]

@@ -5,7 +5,8 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from services.gateway.frontend.api import Delta, Usage
+from quire.types import Usage
+from services.gateway.frontend.api import Delta
 from services.gateway.frontend.http.answers import Deltas
 from services.gateway.frontend.http.failures import error_body
 from services.gateway.frontend.http.formats import Transcript

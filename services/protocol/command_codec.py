@@ -1,0 +1,62 @@
+"""Converts the commands of gateways to protobuf messages and back.
+
+Every received message is checked: an invalid one raises InvalidRequest.
+"""
+
+from typing import Any
+
+from google.protobuf.message import Message
+
+from quire.v1 import decode_pb2, prefill_pb2, worker_pb2
+from services.common.errors import InvalidRequest
+from services.protocol.codec import check_request_id, ticket_from_wire, ticket_to_wire
+from services.protocol.messages import Abort, Admit, Command, HandOver, Reserve, Resume, Submit
+from services.protocol.sampling_codec import num_top_from_wire
+
+
+def command_to_wire(command: Command) -> dict[str, Message]:
+    """The field of a request to a worker that carries the command."""
+    match command:
+        case Reserve(request_id, attempt, num_sequences):
+            reserve = decode_pb2.Reserve(
+                request_id=request_id, attempt=attempt, num_sequences=num_sequences
+            )
+            return {"reserve": reserve}
+        case Admit(ticket, suspect):
+            return {"admit": decode_pb2.Admit(ticket=ticket_to_wire(ticket), suspect=suspect)}
+        case Submit(ticket, prompt_logprobs, suspect):
+            submit = prefill_pb2.PrefillSubmit(
+                ticket=ticket_to_wire(ticket), prompt_logprobs=prompt_logprobs, suspect=suspect
+            )
+            return {"submit": submit}
+        case Abort(request_id, attempt, index):
+            return {"abort": worker_pb2.Abort(request_id=request_id, attempt=attempt, index=index)}
+        case HandOver(request_id, attempt):
+            return {"hand_over": decode_pb2.HandOver(request_id=request_id, attempt=attempt)}
+        case Resume(ticket):
+            return {"resume": decode_pb2.Resume(ticket=ticket_to_wire(ticket))}
+
+
+def command_from_wire(request: Any) -> Command:
+    """The command in a request to a worker."""
+    match request.WhichOneof("command"):
+        case "reserve":
+            reserve = request.reserve
+            check_request_id(reserve.request_id)
+            return Reserve(reserve.request_id, reserve.attempt, reserve.num_sequences)
+        case "admit":
+            return Admit(ticket_from_wire(request.admit.ticket), request.admit.suspect)
+        case "submit":
+            submit = request.submit
+            asks = submit.HasField("prompt_logprobs")
+            num_top = num_top_from_wire(submit.prompt_logprobs) if asks else None
+            return Submit(ticket_from_wire(submit.ticket), num_top, submit.suspect)
+        case "abort":
+            abort = request.abort
+            index = abort.index if abort.HasField("index") else None
+            return Abort(abort.request_id, abort.attempt, index)
+        case "hand_over":
+            return HandOver(request.hand_over.request_id, request.hand_over.attempt)
+        case "resume":
+            return Resume(ticket_from_wire(request.resume.ticket))
+    raise InvalidRequest("an unknown command, or a second hello")
