@@ -58,6 +58,11 @@ _WORKER_STATES: dict[int, WorkerState] = {
     block_manager_pb2.WORKER_STATE_DRAINING: "draining",
     block_manager_pb2.WORKER_STATE_FENCED: "fenced",
 }
+_LOAD = (
+    *("num_running", "num_waiting", "num_free_slots", "num_pending_tokens"),
+    *("busy_permille", "step_us", "tokens_per_s"),
+)
+"""The fields of a worker that its message has in `load`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,13 +268,7 @@ def workers(response: block_manager_pb2.ListWorkersResponse) -> tuple[Worker, ..
             Worker,
             worker,
             state=_WORKER_STATES.get(worker.state, "unknown"),
-            num_running=worker.load.num_running,
-            num_waiting=worker.load.num_waiting,
-            num_free_slots=worker.load.num_free_slots,
-            num_pending_tokens=worker.load.num_pending_tokens,
-            busy_permille=worker.load.busy_permille,
-            step_us=worker.load.step_us,
-            tokens_per_s=worker.load.tokens_per_s,
+            **{name: getattr(worker.load, name) for name in _LOAD},
             engine=dict(worker.engine),
         )
         for worker in response.workers

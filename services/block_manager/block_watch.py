@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from itertools import islice
 
 from blockstore.errors import UnknownPool
@@ -100,14 +101,7 @@ def to_wire(block_map: BlockMap, pool: pb.Pool, since: int) -> pb.BlockMap:
         holders=[
             pb.BlockHolder(
                 slot=block_map.slots[info.holder_id],
-                holder=pb.Holder(
-                    pool_id=pool.pool_id,
-                    holder_id=info.holder_id,
-                    epoch=info.epoch,
-                    worker_id=info.worker_id,
-                    order=info.order,
-                    num_blocks=info.num_blocks,
-                ),
+                holder=pb.Holder(pool_id=pool.pool_id, **asdict(info)),
             )
             for info in islice(in_order, MAX_HOLDERS)
         ],

@@ -13,6 +13,7 @@ from services.common.errors import (
     NoWorker,
     Overloaded,
 )
+from services.common.rpc.error_table import code_of
 from services.common.runtime.logging import bind_request_id
 from services.common.text.detokenizer import Detokenizer
 from services.common.text.stop_strings import StopMatcher
@@ -35,7 +36,7 @@ from services.gateway.intake.prompts import check_token_ids, tokenize_prompt
 from services.gateway.parsing.message import MessageParser
 from services.gateway.request.lifecycle import RequestLifecycle
 from services.gateway.request.trace import RequestTrace
-from services.gateway.request_metrics import RequestMetrics, code_of
+from services.gateway.request_metrics import RequestMetrics
 from services.gateway.scheduling.dispatcher import Dispatcher
 from services.gateway.streaming.best_of import BestOf
 from services.gateway.streaming.logprob_text import PromptReporter

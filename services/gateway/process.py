@@ -32,7 +32,7 @@ from services.gateway.access.keyring import Keyring
 from services.gateway.adapters import GatewayAdapters
 from services.gateway.config import GatewaySettings
 from services.gateway.dashboard.access import check_local
-from services.gateway.dashboard.wiring import make_dashboard
+from services.gateway.dashboard.routes import make_dashboard
 from services.gateway.frontend import service
 from services.gateway.frontend.adapters import SERVICE_NAME as ADAPTERS
 from services.gateway.frontend.adapters import AdaptersService
@@ -79,9 +79,8 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
             )
         )
         keyring = settings.keyring(metrics)
-        generator: Generator = wiring.gateway
-        if keyring is not None:
-            generator = AccessControl(generator, keyring)
+        gateway = wiring.gateway
+        generator = gateway if keyring is None else AccessControl(gateway, keyring)
         relays = _relays(settings, wiring, secret, stack)
         listeners = _Listeners(settings, generator, keyring, relays, wiring.adapters, stack)
         server, port = await listeners.open_public()
@@ -176,7 +175,9 @@ class _Listeners:
         server = self._server(
             has_operations=self.keyring is not None, max_connections=_max_connections(settings)
         )
-        return server, await server.start(settings.host, settings.port)
+        port = await server.start(settings.host, settings.port)
+        self.stack.push_async_callback(server.stop, _LAST_WRITES_S)
+        return server, port
 
     async def open_operations(self, public_port: int) -> RpcServer:
         """Serve operators' calls on a Unix socket in the run directory, and on `operations_port` if
@@ -186,6 +187,7 @@ class _Listeners:
         socket = operations_socket(settings.run_dir, gethostname(), public_port)
         remove_dead_sockets(settings.run_dir)
         port = await server.start_local(socket, settings.operations_host, settings.operations_port)
+        self.stack.push_async_callback(server.stop, _LAST_WRITES_S)
         log.info("operations_listening", socket=str(socket), port=port)
         return server
 
@@ -206,7 +208,6 @@ class _Listeners:
         server.aio.add_generic_rpc_handlers(tuple(relay.handlers() for relay in relays))
         if adapters is not None:
             adapters_pb2_grpc.add_AdaptersServicer_to_server(AdaptersService(adapters), server.aio)
-        self.stack.push_async_callback(server.stop, _LAST_WRITES_S)
         return server
 
     async def open_http(

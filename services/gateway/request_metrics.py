@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Histogram
 
-from services.common.rpc.error_table import INTERNAL_CODE, expected_failure
+from services.common.rpc.error_table import code_of
 from services.common.runtime.logging import get_logger
 from services.common.runtime.metrics import GatewayMetrics, TenantMetrics
 from services.gateway.access.caller import EVERYONE, Caller, current_caller
@@ -142,12 +142,6 @@ class RequestMetrics:
 def _caller_keys(caller: Caller) -> dict[str, str]:
     """The caller's part of a log line; nothing without API keys."""
     return {"api_key": caller.key, "tenant": caller.tenant} if caller.tenant else {}
-
-
-def code_of(error: Exception) -> str:
-    """An error's code, as clients and metrics show it."""
-    failure = expected_failure(error)
-    return failure.code if failure else INTERNAL_CODE
 
 
 def outcome_of(lifecycle: RequestLifecycle, error: Exception | None) -> str:

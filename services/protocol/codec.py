@@ -5,7 +5,7 @@ before a worker reads wrong memory.
 """
 
 import math
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from itertools import pairwise
 
 from blockstore.registry import Load
@@ -32,15 +32,15 @@ _MAX_ORDER = 1 << 52
 _MAX_EPOCH = 1 << 53
 MAX_NAME_CHARS = 256
 MAX_PATH_CHARS = 4096
-_ADAPTER = ("name", "path", "digest")
 MAX_REQUEST_ID_CHARS = 320
 """256 characters of the client's id, and what the gateway adds to it."""
 
 _FINISH_REASONS = {
+    None: sampling_pb2.FINISH_REASON_UNSPECIFIED,  # the sequence runs
     FinishReason.STOP: sampling_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: sampling_pb2.FINISH_REASON_LENGTH,
 }
-_FROM_WIRE = {number: reason for reason, number in _FINISH_REASONS.items()}
+_FINISH_REASONS_FROM_WIRE = {number: reason for reason, number in _FINISH_REASONS.items()}
 _PLAIN_OF_TICKET = (
     "request_id",
     "attempt",
@@ -54,6 +54,10 @@ _PLAIN_OF_TICKET = (
     "prefill_ns_per_token",
     "traceparent",
 )
+_ADAPTER = ("name", "path", "digest")
+_SEQUENCE = ("index", "token_ids", "block_ids", "num_computed_tokens")
+_HOLDER, _TABLE = ("pool_id", "holder_id", "holder_epoch"), ("index", "block_ids")
+_LOAD = tuple(field.name for field in fields(Load))
 """Fields that are equal in the dataclass and in the message."""
 
 
@@ -65,9 +69,7 @@ def ticket_to_wire(ticket: Ticket) -> ticket_pb2.Ticket:
         sequences=map(_sequence_to_wire, ticket.sequences),
         swapped=None if ticket.swapped is None else _swapped_to_wire(ticket.swapped),
         beams=None if ticket.beams is None else _beams_to_wire(ticket.beams),
-        adapter=None
-        if ticket.adapter is None
-        else ticket_pb2.Adapter(**values(ticket.adapter, _ADAPTER)),
+        adapter=None if ticket.adapter is None else values(ticket.adapter, _ADAPTER),
     )
 
 
@@ -114,18 +116,14 @@ def check_request_id(request_id: str) -> None:
 
 
 def finish_reason_to_wire(reason: FinishReason | None) -> sampling_pb2.FinishReason:
-    """`reason` is None while the sequence runs: FINISH_REASON_UNSPECIFIED."""
-    if reason is None:
-        return sampling_pb2.FINISH_REASON_UNSPECIFIED
+    """`reason`: None while the sequence runs."""
     return _FINISH_REASONS[reason]
 
 
 def finish_reason_from_wire(number: sampling_pb2.FinishReason) -> FinishReason | None:
     """The reason; None while the sequence runs. Raises InvalidRequest if it is unknown."""
-    if number == sampling_pb2.FINISH_REASON_UNSPECIFIED:
-        return None
-    require(number in _FROM_WIRE, f"finish_reason {number} is unknown")
-    return _FROM_WIRE[number]
+    require(number in _FINISH_REASONS_FROM_WIRE, f"finish_reason {number} is unknown")
+    return _FINISH_REASONS_FROM_WIRE[number]
 
 
 def logprobs_to_wire(logprobs: Logprobs) -> logprobs_pb2.Logprobs:
@@ -157,15 +155,7 @@ def load_to_wire(report: LoadReport) -> worker_pb2.WorkerLoad:
 
 
 def load_from_wire(message: worker_pb2.WorkerLoad) -> LoadReport:
-    load = Load(
-        message.num_running,
-        message.num_waiting,
-        message.num_free_slots,
-        message.num_pending_tokens,
-        message.busy_permille,
-        message.step_us,
-        message.tokens_per_s,
-    )
+    load = Load(**values(message, _LOAD))
     return LoadReport(load, message.draining, message.stalled)
 
 
@@ -216,12 +206,7 @@ def _hypothesis_from_wire(message: ticket_pb2.Hypothesis) -> Hypothesis:
 
 
 def _sequence_to_wire(sequence: TicketSequence) -> ticket_pb2.TicketSequence:
-    return ticket_pb2.TicketSequence(
-        index=sequence.index,
-        token_ids=sequence.token_ids,
-        block_ids=sequence.block_ids,
-        num_computed_tokens=sequence.num_computed_tokens,
-    )
+    return ticket_pb2.TicketSequence(**values(sequence, _SEQUENCE))
 
 
 def _sequence_from_wire(
@@ -245,15 +230,8 @@ def _sequence_from_wire(
 
 
 def _swapped_to_wire(swapped: Swapped) -> ticket_pb2.Swapped:
-    return ticket_pb2.Swapped(
-        pool_id=swapped.pool_id,
-        holder_id=swapped.holder_id,
-        holder_epoch=swapped.holder_epoch,
-        tables=[
-            ticket_pb2.SwappedTable(index=table.index, block_ids=table.block_ids)
-            for table in swapped.tables
-        ],
-    )
+    tables = [ticket_pb2.SwappedTable(**values(each, _TABLE)) for each in swapped.tables]
+    return ticket_pb2.Swapped(**values(swapped, _HOLDER), tables=tables)
 
 
 def _swapped_from_wire(message: ticket_pb2.Ticket) -> Swapped:

@@ -48,13 +48,8 @@ _EARLY_STOPPING_FROM_WIRE = {number: when for when, number in _EARLY_STOPPING.it
     sampling_pb2.EARLY_STOPPING_UNSPECIFIED: EarlyStopping.WHEN_UNLIKELY
 }
 _STRUCTURE_KINDS = {
-    sampling_pb2.STRUCTURE_KIND_JSON: StructureKind.JSON,
-    sampling_pb2.STRUCTURE_KIND_REGEX: StructureKind.REGEX,
-    sampling_pb2.STRUCTURE_KIND_CHOICE: StructureKind.CHOICE,
-    sampling_pb2.STRUCTURE_KIND_GRAMMAR: StructureKind.GRAMMAR,
-    sampling_pb2.STRUCTURE_KIND_STRUCTURAL_TAG: StructureKind.STRUCTURAL_TAG,
+    sampling_pb2.StructureKind.Value(f"STRUCTURE_KIND_{kind.name}"): kind for kind in StructureKind
 }
-_STRUCTURE_KINDS_TO_WIRE = {kind: number for number, kind in _STRUCTURE_KINDS.items()}
 
 _MODES = {
     PoolingMode.LAST: ticket_pb2.Pooling.MODE_LAST,
@@ -116,7 +111,7 @@ def _check_adjustments(message: ticket_pb2.TicketSampling) -> None:
 
 
 def _structure(structure: Structure) -> sampling_pb2.StructuredOutput:
-    kind = _STRUCTURE_KINDS_TO_WIRE[structure.kind]
+    kind = f"STRUCTURE_KIND_{structure.kind.name}"
     return sampling_pb2.StructuredOutput(kind=kind, text=structure.text)
 
 

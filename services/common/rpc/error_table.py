@@ -135,6 +135,12 @@ def expected_failure(error: BaseException) -> Failure | None:
     return next((FAILURES[cls] for cls in type(error).__mro__ if cls in FAILURES), None)
 
 
+def code_of(error: BaseException) -> str:
+    """The error's code, as clients, logs and metrics show it."""
+    failure = expected_failure(error)
+    return failure.code if failure else INTERNAL_CODE
+
+
 def failure_of(error: Exception) -> Failure:
     """The answer for a client. Logs an error that has no row, with its traceback."""
     failure = error.failure if isinstance(error, RemoteError) else _failure_of(error)

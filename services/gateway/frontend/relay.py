@@ -19,7 +19,7 @@ from grpc import aio
 
 from quire.v1 import block_manager_pb2, supervisor_pb2
 from services.common.errors import NoSupervisor, QuireError, Unavailable
-from services.common.rpc.error_table import INTERNAL_CODE, expected_failure
+from services.common.rpc.error_table import code_of
 from services.common.rpc.interceptor import CODE_TRAILER
 from services.common.rpc.proof import Proof
 from services.common.rpc.tls import TlsFiles
@@ -167,8 +167,7 @@ def audited(method: str, request: Any) -> Iterator[None]:
         yield
         outcome = "ok"
     except Exception as error:
-        failure = expected_failure(error)
-        outcome = getattr(error, "code", failure.code if failure else INTERNAL_CODE)
+        outcome = code_of(error)
         raise
     finally:
         write = log.debug if method.startswith("List") else log.info

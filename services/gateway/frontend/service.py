@@ -1,7 +1,7 @@
 """The gRPC service `Inference`: translates protobuf to the types of `frontend.api` and back."""
 
-from collections.abc import AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -48,13 +48,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        try:
+        with self._recorded(request):
             asked = with_resume_token(_request_from_wire(request, context.time_remaining()))
-        except InvalidRequest as error:
-            self._generator.record_refusal(
-                request.request_id, request.model, error.code, str(error)
-            )
-            raise
         unsent_token = asked.resume_token
         async with aclosing(self._generator.generate(asked)) as deltas:
             async for delta in deltas:
@@ -64,13 +59,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def Embed(
         self, request: inference_pb2.EmbedRequest, context: aio.ServicerContext[Any, Any]
     ) -> inference_pb2.EmbedResponse:
-        try:
+        with self._recorded(request):
             asked = _embedding_from_wire(request, context.time_remaining())
-        except InvalidRequest as error:
-            self._generator.record_refusal(
-                request.request_id, request.model, error.code, str(error)
-            )
-            raise
         found = await embed(self._generator, asked)
         return inference_pb2.EmbedResponse(
             request_id=found.request_id,
@@ -92,6 +82,19 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 for model in self._generator.models()
             ]
         )
+
+    @contextmanager
+    def _recorded(
+        self, request: inference_pb2.GenerateRequest | inference_pb2.EmbedRequest
+    ) -> Iterator[None]:
+        """Records the refusal of a request that cannot be translated."""
+        try:
+            yield
+        except InvalidRequest as error:
+            self._generator.record_refusal(
+                request.request_id, request.model, error.code, str(error)
+            )
+            raise
 
 
 def _request_from_wire(

@@ -13,8 +13,7 @@ from quire.v1 import block_manager_pb2 as pb
 from services.common.errors import Unavailable
 from services.gateway.access.keyring import Keyring
 from services.gateway.dashboard.access import DashboardSetting
-from services.gateway.dashboard.routes import PAGE
-from services.gateway.dashboard.wiring import make_dashboard
+from services.gateway.dashboard.routes import PAGE, make_dashboard
 from services.gateway.frontend.http.app import create_app
 from services.gateway.frontend.http.server import http_server
 from tests.api_keys import ALICE, OPERATOR, keyring
