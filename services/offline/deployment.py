@@ -42,7 +42,7 @@ from services.worker.config import WorkerSettings
 from services.worker.grammars import Grammars
 from services.worker.loading import LoadedModel, load
 from services.worker.membership import Membership, join
-from services.worker.pool_worker import WorkerParts
+from services.worker.pool_worker import PoolWorker, WorkerParts
 
 MAX_WAITING = 1 << 20
 _NUM_WARM_UP_TOKENS = 32
