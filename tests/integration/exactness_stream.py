@@ -10,11 +10,11 @@ from blockstore.registry import Member
 from blockstore.store import FUNCTION_LIBRARY
 from quire.v1 import worker_pb2
 from services.gateway.scheduling.dispatcher import Dispatcher
-from services.gateway.workers.wire import DECODE, PREFILL, StreamType
 from services.gateway.workers.worker import Worker
 from services.protocol.codec import load_from_wire
 from services.protocol.messages import Began, Command, LoadReport
 from services.protocol.version import PROTOCOL_VERSION
+from services.protocol.worker_stream import DECODE, PREFILL, StreamType
 
 HELLO = worker_pb2.Hello(
     peer_id="gateway", protocol_version=PROTOCOL_VERSION, function_library=FUNCTION_LIBRARY
