@@ -28,10 +28,10 @@ from blockstore.memory_registry import MemoryRegistry
 from blockstore.records import PoolSpec
 from blockstore.redis_store import RedisStore
 from quire.v1 import block_manager_pb2 as pb
-from services.block_manager import block_watch
 from services.block_manager.auditor import LastAudits
+from services.block_manager.operators import block_watch
+from services.block_manager.operators.service import BlockManagerService
 from services.block_manager.rounds import Connection, RoundRunner
-from services.block_manager.service import BlockManagerService
 from services.gateway.dashboard.block_maps import BlockMaps
 from services.gateway.dashboard.feed import INTERVAL_S, merge_patch
 

@@ -24,7 +24,7 @@ from torch import Tensor
 import kvops.cuda
 from bench.gpu.check import Check, Failed, Machine, Passed, Skipped
 from kvops.cuda.vmm import SharedMemory
-from services.block_manager.gpu_processes import AllProcesses, ProcessListError
+from services.block_manager.gpu.processes import AllProcesses, ProcessListError
 
 MAX_ADDED_S = 1e-3
 """Of a hand-off, beyond the same work in one process (p50)."""

@@ -11,25 +11,11 @@ from typing import Annotated
 import typer
 from typer.core import TyperGroup
 
-from quire.cli import (
-    advise,
-    audit,
-    batch,
-    bench,
-    certs,
-    chat,
-    drain,
-    generate,
-    health,
-    keys,
-    lists,
-    lora,
-    plan,
-    scale,
-    serve,
-    top,
-)
+from quire.cli import advise, bench
+from quire.cli.deployment import certs, drain, keys, lora, plan, scale, serve
 from quire.cli.flags import with_flags
+from quire.cli.requests import batch, chat, generate
+from quire.cli.state import audit, health, lists, top
 from quire.errors import QuireError, Unreachable
 from quire.supervisor import ServeError
 

@@ -18,8 +18,8 @@ from quire.v1 import block_manager_pb2_grpc
 from services.block_manager.auditor import LastAudits
 from services.block_manager.config import BlockManagerSettings
 from services.block_manager.manager import BlockManager
+from services.block_manager.operators.service import SERVICE_NAME, BlockManagerService
 from services.block_manager.rounds import Connection, RoundRunner
-from services.block_manager.service import SERVICE_NAME, BlockManagerService
 from services.common.pool.names import new_worker_id
 from services.common.rpc.proof import Guard
 from services.common.rpc.tls import service_tls

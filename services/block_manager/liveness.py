@@ -20,7 +20,7 @@ import select
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from services.block_manager.gpu_processes import GpuProcesses, ProcessListError
+from services.block_manager.gpu.processes import GpuProcesses, ProcessListError
 from services.common.pool.directory import PoolDirectory
 
 

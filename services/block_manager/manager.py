@@ -10,8 +10,8 @@ from pathlib import Path
 from services.block_manager.auditor import Auditor, LastAudits
 from services.block_manager.config import BlockManagerSettings
 from services.block_manager.fencer import Fencer
-from services.block_manager.gpu_processes import AllProcesses, GpuProcesses
-from services.block_manager.keeper import Keeper
+from services.block_manager.gpu.keeper import Keeper
+from services.block_manager.gpu.processes import AllProcesses, GpuProcesses
 from services.block_manager.liveness import Liveness, WorkerProcesses
 from services.block_manager.reaper import reap
 from services.block_manager.rounds import Connection, RoundRunner

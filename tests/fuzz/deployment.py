@@ -26,8 +26,8 @@ from quire.v1 import (
     supervisor_pb2_grpc,
 )
 from services.block_manager.auditor import LastAudits
+from services.block_manager.operators.service import BlockManagerService
 from services.block_manager.rounds import Connection, RoundRunner
-from services.block_manager.service import BlockManagerService
 from services.common.rpc.transport import RpcServer, open_channel
 from services.common.runtime.metrics import WorkerMetrics
 from services.common.text.tokenizer import Tokenizer

@@ -8,7 +8,7 @@ import pytest
 from blockstore.ledger import Ledger
 from blockstore.memory_store import MemoryStore
 from blockstore.records import BlockInfo, PoolSpec
-from services.block_manager.block_map import (
+from services.block_manager.operators.block_map import (
     MAX_CELLS,
     MAX_LOOKS,
     BlockMap,

@@ -12,7 +12,7 @@ from typing import Any
 import pynvml
 import pytest
 
-from services.block_manager.gpu_processes import (
+from services.block_manager.gpu.processes import (
     AllProcesses,
     MappedProcesses,
     NvmlProcesses,

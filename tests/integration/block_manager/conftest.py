@@ -17,7 +17,7 @@ from blockstore.records import AuditReport
 from blockstore.registry import Member
 from services.block_manager.auditor import LastAudits
 from services.block_manager.config import BlockManagerSettings
-from services.block_manager.gpu_processes import GpuProcesses
+from services.block_manager.gpu.processes import GpuProcesses
 from services.block_manager.manager import BlockManager
 from services.block_manager.rounds import Connection, RoundRunner
 from services.common.pool.arena import make_file

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.block_manager.gpu_processes import MappedProcesses
+from services.block_manager.gpu.processes import MappedProcesses
 from services.common.pool.directory import PoolDirectory, new_directory
 from services.common.pool.header import PoolHeader
 from services.common.pool.stamps import record_bytes

@@ -3,7 +3,7 @@
 import asyncio
 
 from blockstore.errors import StoreUnavailable
-from services.block_manager.gpu_processes import AllProcesses
+from services.block_manager.gpu.processes import AllProcesses
 from services.block_manager.liveness import Liveness, WorkerProcesses
 from services.block_manager.reaper import reap
 from services.block_manager.watcher import Watcher

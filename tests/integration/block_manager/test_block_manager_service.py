@@ -24,9 +24,9 @@ from quire.v1 import (
 )
 from quire.v1 import block_manager_pb2 as pb
 from services.block_manager.auditor import LastAudits
-from services.block_manager.drain import send_drain
+from services.block_manager.operators.drain import send_drain
+from services.block_manager.operators.service import SERVICE_NAME, BlockManagerService
 from services.block_manager.rounds import Connection, RoundRunner
-from services.block_manager.service import SERVICE_NAME, BlockManagerService
 from services.common.errors import Unauthenticated, VersionMismatch
 from services.common.rpc.transport import RpcServer, open_channel
 from services.protocol.version import PROTOCOL_VERSION

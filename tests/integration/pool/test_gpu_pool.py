@@ -14,8 +14,8 @@ from blockstore.errors import PoolGone
 from blockstore.memory_store import MemoryStore
 from kvops.cuda.memfd import MemfdDriver
 from kvops.cuda.vmm import DeviceLost, DriverError
-from services.block_manager.gpu_processes import AllProcesses, GpuProcesses, ProcessListError
-from services.block_manager.keeper import Keeper
+from services.block_manager.gpu.keeper import Keeper
+from services.block_manager.gpu.processes import AllProcesses, GpuProcesses, ProcessListError
 from services.block_manager.liveness import WorkerProcesses
 from services.common.errors import StartupError
 from services.common.pool import keeper as client

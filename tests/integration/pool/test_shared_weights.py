@@ -17,7 +17,7 @@ from torch import Tensor
 import kvops
 from bench.make_checkpoint import make_checkpoint
 from kvops.cuda.memfd import MemfdDriver
-from services.block_manager.keeper import Keeper
+from services.block_manager.gpu.keeper import Keeper
 from services.common.errors import StartupError
 from services.common.pool import kept_weights
 from services.common.pool.keeper import KeptMemory

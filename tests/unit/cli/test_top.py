@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from quire.cli.dashboard_feed import documents, merge
-from quire.cli.top_screen import quantile, render
+from quire.cli.state.dashboard_feed import documents, merge
+from quire.cli.state.top_screen import quantile, render
 from quire.errors import QuireError, Unreachable
 
 POOL: dict[str, Any] = {

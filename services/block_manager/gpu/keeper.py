@@ -12,9 +12,9 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NoReturn
 
-from services.block_manager.gpu_processes import GpuProcesses, ProcessListError
+from services.block_manager.gpu.processes import GpuProcesses, ProcessListError
+from services.block_manager.gpu.weight_keeper import WeightKeeper, until_readable
 from services.block_manager.liveness import WorkerProcesses
-from services.block_manager.weight_keeper import WeightKeeper, until_readable
 from services.common.pool.keeper import (
     MAX_BYTES,
     KeeperRefusal,

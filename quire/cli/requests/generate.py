@@ -8,8 +8,8 @@ from typer import Argument, BadParameter, Option
 
 from quire.cli.flags import GatewayFlags, Json
 from quire.cli.output import print_json
-from quire.cli.samples import Samples, delta_text, logprob_lines
-from quire.cli.sampling import SamplingFlags, SeveralFlags
+from quire.cli.requests.samples import Samples, delta_text, logprob_lines
+from quire.cli.requests.sampling import SamplingFlags, SeveralFlags
 from quire.errors import InvalidRequest
 from quire.messages import Request, usage_of
 from quire.types import ChatMessage, Prompt, Sampling

@@ -7,8 +7,8 @@ from typing import Annotated
 from typer import Option
 
 from quire.cli.flags import GatewayFlags
-from quire.cli.generate import RequestFlags
-from quire.cli.sampling import SamplingFlags
+from quire.cli.requests.generate import RequestFlags
+from quire.cli.requests.sampling import SamplingFlags
 from quire.client import Client
 from quire.errors import QuireError, Unreachable
 from quire.messages import Request, usage_of

@@ -10,8 +10,8 @@ from blockstore.registry import Member
 from quire.v1 import block_manager_pb2 as pb
 from quire.v1 import block_manager_pb2_grpc
 from services.block_manager.auditor import LastAudits
-from services.block_manager.block_watch import BlockWatch, to_wire
-from services.block_manager.drain import Drainer
+from services.block_manager.operators.block_watch import BlockWatch, to_wire
+from services.block_manager.operators.drain import Drainer
 from services.block_manager.rounds import Connection, RoundRunner
 from services.common.pool.names import REMOTE_ROLE
 from services.common.rpc.tls import TlsFiles

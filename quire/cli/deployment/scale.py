@@ -5,7 +5,7 @@ from typing import Annotated
 
 from typer import Argument, BadParameter, Option
 
-from quire.cli.drain import POLL_S
+from quire.cli.deployment.drain import POLL_S
 from quire.cli.flags import Json, OperationsFlags, WaitFlags
 from quire.cli.output import print_json
 from quire.client import Client

@@ -6,9 +6,9 @@ from typing import Annotated
 
 from typer import BadParameter, Option
 
+from quire.cli.deployment.scale import print_change
 from quire.cli.flags import Json, OperationsFlags
 from quire.cli.output import Columns, print_items
-from quire.cli.scale import print_change
 from quire.client import Client
 from quire.planning import INTER_TOKEN_S, TTFT_S, Plan, Targets, held_share, mean
 from quire.planning import plan as plan_of

@@ -8,7 +8,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from quire.cli.dashboard_feed import Document
+from quire.cli.state.dashboard_feed import Document
 from quire.sizes import format_size
 
 _NUM_REQUESTS = 20

@@ -32,8 +32,8 @@ def top(flags: TopFlags) -> None:
     from rich.live import Live
     from rich.text import Text
 
-    from quire.cli.dashboard_feed import documents
-    from quire.cli.top_screen import render
+    from quire.cli.state.dashboard_feed import documents
+    from quire.cli.state.top_screen import render
 
     console = Console()
     if flags.once:

@@ -9,7 +9,7 @@ from itertools import islice
 from blockstore.errors import UnknownPool
 from blockstore.records import PoolStats
 from quire.v1 import block_manager_pb2 as pb
-from services.block_manager.block_map import BlockMap, BlockState
+from services.block_manager.operators.block_map import BlockMap, BlockState
 from services.block_manager.rounds import Connection
 
 MIN_INTERVAL_S = 0.4

@@ -1,0 +1,1 @@
+"""The commands that show the state of a deployment."""

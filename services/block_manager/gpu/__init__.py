@@ -1,0 +1,1 @@
+"""The keeper of GPU memory, and the processes that use it."""

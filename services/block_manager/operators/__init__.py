@@ -1,0 +1,1 @@
+"""Answers operators: listings, audits, drains, block maps."""
