@@ -1,4 +1,4 @@
-"""Another worker of the host: a process with a seat on the board."""
+"""Another worker process of the host, with a seat on the CPU board."""
 
 import subprocess
 import sys
@@ -25,7 +25,7 @@ board.leave()
 
 
 class Guest:
-    """Sits from its construction on, until it leaves or is killed."""
+    """Has a seat from its construction until it leaves or is killed."""
 
     def __init__(self, cpu_board: Path, role: str, worker_id: str) -> None:
         self._process = subprocess.Popen(
@@ -45,7 +45,7 @@ class Guest:
         self._process.communicate(timeout=LIMIT_S)
 
     def kill(self) -> None:
-        """Kill -9, and wait until it is gone."""
+        """Send SIGKILL, and wait until the process is gone."""
         self._process.kill()
         self._process.communicate(timeout=LIMIT_S)
 

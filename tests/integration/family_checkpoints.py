@@ -16,8 +16,9 @@ _LOGIT_STD = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`config`: fields of transformers' config of this `model_type`, beside those of `_SMALL`.
-    `context`: what `--max-model-len` would be. `lengths`: of the prompts that are compared."""
+    """A checkpoint of a family. `config`: fields of transformers' config of this `model_type`,
+    beside those of `_SMALL`. `context`: the value of `--max-model-len`. `lengths`: of the compared
+    prompts."""
 
     model_type: str
     config: dict[str, Any] = field(default_factory=dict)

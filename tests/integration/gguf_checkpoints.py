@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from bench.make_checkpoint import CHAT_TEMPLATE
 
 Choose = Callable[[str], str]
-"""The type of a linear or of the embedding, by its name in GGUF."""
+"""Chooses the type of a linear or of the embedding, by its name in GGUF."""
 
 Metadata = dict[str, Any]
 
@@ -36,7 +36,7 @@ NAMES = {
     "mlp.down_proj": "ffn_down",
 }
 _K_BLOCKS = {"Q4_K": (144, [0, 2]), "Q5_K": (176, [0, 2]), "Q6_K": (210, [208])}
-"""The bytes of a block of 256 values, and where its fp16 scales are."""
+"""The bytes of a block of 256 values, and the places of its fp16 scales."""
 
 
 def gguf_name(name: str) -> str:
@@ -54,8 +54,8 @@ def write_gguf(
     change: Callable[[Metadata], object] = lambda _: None,
     more: dict[str, np.ndarray[Any, Any]] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Write `path`. Returns the weights that it stands for, by Hugging Face's names. `change`: a
-    change to the metadata. `more`: more tensors, fp32."""
+    """Write `path`. Returns the weights by Hugging Face's names. `change`: a change of the
+    metadata. `more`: more tensors, fp32."""
     config = json.loads((plain / "config.json").read_text())
     architecture = "llama" if config["model_type"] == "mistral" else config["model_type"]
     metadata = _metadata(config, architecture) | _tokenizer(plain)
@@ -85,7 +85,7 @@ def write_gguf(
 
 
 def write_twin(plain: Path, directory: Path, weights: dict[str, torch.Tensor]) -> Path:
-    """The plain checkpoint with other weights, fp32."""
+    """Write the plain checkpoint with other weights, fp32."""
     shutil.copytree(plain, directory)
     save_file(weights, directory / "model.safetensors")
     config = json.loads((directory / "config.json").read_text()) | {"torch_dtype": "float32"}
@@ -143,8 +143,8 @@ def _add(writer: gguf.GGUFWriter, name: str, value: object) -> None:
 
 
 def _quantized(values: np.ndarray[Any, Any], kind: Type, seed: int) -> np.ndarray[Any, Any]:
-    """The package quantizes to the simple types. Blocks of 256 are random bytes with scales that
-    give weights of the same size."""
+    """The gguf package quantizes only to the simple types. Blocks of 256 are random bytes, with
+    scales that give weights of the same size."""
     if kind.name not in _K_BLOCKS:
         return np.asarray(gguf.quantize(values, kind))
     num_bytes, places = _K_BLOCKS[kind.name]
@@ -166,7 +166,7 @@ def _quantized(values: np.ndarray[Any, Any], kind: Type, seed: int) -> np.ndarra
 
 
 def _pairs(values: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
-    """Rows of each head: first, middle, second, middle + 1, ..."""
+    """The rows of each head in the order first, middle, second, middle + 1, ..."""
     halves = values.reshape(heads, 2, -1, *values.shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
 

@@ -1,4 +1,4 @@
-"""Pools on one host, workers that really die, and a block manager."""
+"""Pools on one host, worker processes that die, and a block manager."""
 
 import asyncio
 import subprocess
@@ -44,7 +44,7 @@ sys.stdin.read()
 
 
 class Store(MemoryStore):
-    """`error`: what every reap and every listing of pools raises until it is taken away."""
+    """`error`: while it is set, every reap and every listing of pools raises it."""
 
     error: Exception | None = None
     violations: tuple[str, ...] = ()
@@ -67,7 +67,7 @@ class Store(MemoryStore):
 
 
 class PoolHost:
-    """Pools under one root, workers as processes, and the store and registry of the moment."""
+    """Pools under one root, worker processes, and the current store and registry."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -95,7 +95,7 @@ class PoolHost:
     async def start_worker(
         self, pool: PoolDirectory, worker_id: str = "decode-1"
     ) -> subprocess.Popen[str]:
-        """A process that holds the worker's lock and sits there."""
+        """A process that holds the worker's lock and sleeps."""
         process = await asyncio.to_thread(self._start, pool.lock_path(worker_id))
         await self.store.register_worker(pool.read_header().spec, worker_id)
         return process
@@ -136,7 +136,7 @@ def host(tmp_path: Path) -> Iterator[PoolHost]:
 async def managed(
     host: PoolHost, listed: GpuProcesses | None = None, **settings: float
 ) -> AsyncIterator[None]:
-    """The block manager runs meanwhile; nothing overdue unless `settings` say so."""
+    """The block manager runs during the block; nothing is overdue unless `settings` say so."""
     usual = {"scan_interval_s": 0.02, "fence_after_s": 600, "pool_grace_s": 600}
     manager = BlockManager(
         BlockManagerSettings(pool_root=host.root, **{**usual, **settings}),  # type: ignore[arg-type]
@@ -156,7 +156,7 @@ async def managed(
 
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    """Bounded by `managed`."""
+    """Wait for the condition; `managed` limits the time."""
     while True:
         if await condition():
             return
@@ -166,7 +166,7 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
 def gone(
     host: PoolHost, pool: PoolDirectory, worker_id: str = "decode-1"
 ) -> Callable[..., Awaitable[bool]]:
-    """Neither in the store nor by a lock file."""
+    """Whether the worker is neither in the store nor has a lock file."""
 
     async def condition() -> bool:
         workers = (await host.store.stats(pool.pool_id)).worker_ids
@@ -184,7 +184,7 @@ async def assert_lawful(
 
 
 async def observed(host: PoolHost, pool: PoolDirectory) -> bool:
-    """The manager has been round at least once, so that it waits for every lock."""
+    """Wait until the manager has made a round, so that it watches every lock."""
     labels = {"pool_id": pool.pool_id, "model_name": "tiny"}
     return host.metrics.get_sample_value("quire:kv_cache_holders", labels) is not None
 

@@ -1,4 +1,4 @@
-"""Workers that are stuck, and those that only seem to be."""
+"""Stuck workers are fenced, and workers that only seem stuck are not."""
 
 import signal
 
@@ -28,7 +28,7 @@ async def test_a_stopped_worker_is_fenced_and_its_blocks_are_quarantined_until_i
 
 
 async def test_a_stuck_worker_is_fenced_on_all_its_pools(host: PoolHost) -> None:
-    """A pool and its colder one: they share nothing but the workers."""
+    """A pool and its swap pool share only the workers."""
     pools = [await host.make_pool(pool_id) for pool_id in ("tiny-1", "tiny-swap-1")]
     for pool in pools:
         await host.start_worker(pool, "decode-1")
@@ -43,7 +43,8 @@ async def test_a_stuck_worker_is_fenced_on_all_its_pools(host: PoolHost) -> None
 
 
 async def test_workers_that_report_or_are_still_starting_are_not_fenced(host: PoolHost) -> None:
-    """decode-3 is silent and holds something: when it is fenced, the others had their chance."""
+    """decode-3 is silent and holds blocks: once it is fenced, the manager has judged the others
+    too."""
     pool = await host.make_pool()
     for worker_id in ("decode-1", "decode-2", "decode-3"):
         await host.start_worker(pool, worker_id)

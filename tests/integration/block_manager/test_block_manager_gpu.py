@@ -1,4 +1,4 @@
-"""A block manager and real worker processes on a GPU's memory, which is the host's here."""
+"""A block manager and real worker processes on a GPU's memory, which is memory of the host here."""
 
 import asyncio
 import signal
@@ -37,7 +37,7 @@ memory[0] += 1
 print(memory[0], flush=True)
 sys.stdin.read()
 """
-"""What a worker does, without PyTorch, whose import takes seconds."""
+"""The part of a worker that the tests need, without PyTorch, whose import takes seconds."""
 
 
 class BusyGpu(MappedProcesses):
@@ -58,7 +58,8 @@ class GpuWorkers:
     async def start(
         self, pool: PoolDirectory, worker_id: str, creates: bool = False
     ) -> tuple["subprocess.Popen[str]", str]:
-        """A worker, registered everywhere; and what it found in the memory."""
+        """Start a worker and register it; returns it with the content that it found in the
+        memory."""
         how = "yes" if creates else "no"
         arguments = self._host.root, pool.pool_id, worker_id, how
         process, found = await asyncio.to_thread(self._start, *map(str, arguments))
@@ -126,7 +127,7 @@ async def test_a_killed_worker_is_reaped_when_the_gpu_is_done_with_it(
 async def test_a_stopped_process_is_not_gone_whatever_its_lock(
     host: PoolHost, workers: GpuWorkers
 ) -> None:
-    """A lock that is dropped by hand is not a death."""
+    """A lock that is dropped by hand does not prove a death."""
     pool = await make_pool(host)
     async with managed(host):
         worker, _ = await workers.start(pool, "decode-1", creates=True)
@@ -172,7 +173,7 @@ async def test_memory_goes_with_its_pool(host: PoolHost, workers: GpuWorkers) ->
 
 
 def kept_memory() -> int:
-    """Descriptors of this process, which is the block manager's, of memory as a GPU's."""
+    """This process's descriptors of a GPU pool's memory; this process is the block manager."""
     links = []
     for fd in Path("/proc/self/fd").iterdir():
         try:
@@ -183,5 +184,5 @@ def kept_memory() -> int:
 
 
 async def lock_is_taken(pool: PoolDirectory, worker_id: str) -> bool:
-    """By the block manager: the worker is dead."""
+    """Whether the block manager has the worker's lock: the worker is dead."""
     return worker_id in pool.live_worker_ids()

@@ -1,4 +1,4 @@
-"""`python -m services.block_manager` as it runs: a process, a real Valkey, workers that join."""
+"""`python -m services.block_manager` as a process, with a real Valkey and workers that join."""
 
 import asyncio
 import json
@@ -61,7 +61,7 @@ asyncio.run(main(*sys.argv[1:]))
 
 
 class Valkey(Protocol):
-    """What this suite needs of the fixture's server."""
+    """The part of the server's fixture that this suite needs."""
 
     url: str
 
@@ -89,7 +89,7 @@ class Processes:
         return self._start([sys.executable, "-m", "services.block_manager"], variables)
 
     async def start_worker(self, url: str, worker_id: str) -> tuple[subprocess.Popen[str], str]:
-        """The process, and the pool that it joined."""
+        """A worker process, and the pool that it joined."""
         command = [sys.executable, "-c", WORKER, url, str(self.root), worker_id]
         process = self._start(command, {"OMP_NUM_THREADS": "1"})
         assert process.stdout is not None
@@ -133,7 +133,7 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
 
 
 async def announced(url: str) -> Member:
-    """The block manager's entry in the registry, as soon as there is one."""
+    """The block manager's entry in the registry, once there is one."""
     found: list[Member] = []
 
     async def there() -> bool:
@@ -217,7 +217,7 @@ async def test_the_process_serves_reaps_and_ends_cleanly(
 async def test_a_server_that_comes_back_empty_is_served_anew(
     own_valkey: Valkey, processes: Processes
 ) -> None:
-    """The old pool goes when its worker has gone."""
+    """The old pool is removed once its worker has left."""
     manager = processes.start_manager(own_valkey.url)
     worker, old_pool_id = await processes.start_worker(own_valkey.url, "decode-1")
     await announced(own_valkey.url)
@@ -243,7 +243,7 @@ async def test_a_server_that_comes_back_empty_is_served_anew(
 async def test_a_worker_that_joins_after_a_loss_joins_the_existing_pool(
     own_valkey: Valkey, processes: Processes
 ) -> None:
-    """The server is still the same one, by its run_id; it is told again what it forgot."""
+    """By its run_id the server is the same, and it is told its lost ledger again."""
     _, old_pool_id = await processes.start_worker(own_valkey.url, "decode-1")
     own_valkey.command("FLUSHALL")
     _, new_pool_id = await processes.start_worker(own_valkey.url, "decode-2")
@@ -267,7 +267,7 @@ async def test_metrics_are_served(valkey: Valkey, store: RedisStore, processes: 
 
 
 def logged_port(manager: subprocess.Popen[str]) -> int:
-    """Where the metrics are, by the log."""
+    """The port of the metrics, from the log."""
     assert manager.stderr is not None
     lines = map(json.loads, manager.stderr)
     return next(int(line["port"]) for line in lines if line["event"] == "metrics_listening")

@@ -1,4 +1,4 @@
-"""Workers that die, leave, or are buried while the store is away."""
+"""Workers that die or leave, also while the store is away."""
 
 import asyncio
 
@@ -49,7 +49,7 @@ async def test_a_killed_workers_blocks_are_back_at_once(host: PoolHost) -> None:
 
 
 async def test_a_lock_file_keeps_its_name_until_its_worker_is_reaped(host: PoolHost) -> None:
-    """Who buries dies too: whatever is not done yet is found by the next one."""
+    """The block manager may die too: its successor finds the rest of the work."""
     pool = await host.make_pool()
     worker = await host.start_worker(pool)
     await host.store.allocate(pool.pool_id, "h", "decode-1", 1, [], 3)
@@ -72,7 +72,8 @@ async def test_a_lock_file_keeps_its_name_until_its_worker_is_reaped(host: PoolH
 
 
 async def test_finished_blocks_of_a_dead_worker_are_published(host: PoolHost) -> None:
-    """Block 1 is committed, 2 finished and not yet committed, 3 private, 4 finished by another."""
+    """Block 1 is committed, 2 finished but not committed, 3 private, 4 finished by another
+    worker."""
     pool = await host.make_pool()
     worker = await host.start_worker(pool)
     given = await host.store.allocate(pool.pool_id, "h", "decode-1", 1, [], 4)

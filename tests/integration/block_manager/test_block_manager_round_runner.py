@@ -1,4 +1,4 @@
-"""Servers that go away, come back or come back empty; and patience with what is wrong."""
+"""Rounds of the block manager while the server goes away, returns, or returns empty."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -79,8 +79,8 @@ async def test_a_lost_store_is_replaced_once_however_many_notice() -> None:
 
 @pytest.mark.usefixtures("limit")
 async def test_every_round_is_on_the_connection_of_the_moment() -> None:
-    """A closed registry only says that it is closed, for ever: whoever kept it would never be heard
-    of again."""
+    """A closed registry answers only that it is closed: a manager that kept it would stay
+    unknown."""
     servers, first = Servers(), connection()
     runner = RoundRunner(first, servers.connect)
     announced = asyncio.Event()

@@ -1,4 +1,4 @@
-"""How often the block manager looks around, and what a round asks of the store."""
+"""The intervals of the block manager's rounds, and the calls of the store in a round."""
 
 import asyncio
 from collections import Counter
@@ -20,7 +20,7 @@ SCAN_S = 0.25
 
 
 async def one_round(manager: BlockManager, host: PoolHost) -> float:
-    """Look around once; the pause after it."""
+    """Make one round; returns the pause after it."""
     async with asyncio.TaskGroup() as tasks:
         await manager._run_checks(tasks, host.connection)
     return manager._pause_s()

@@ -1,4 +1,4 @@
-"""quire.v1.BlockManager over a real grpc.aio server: what operators see and do."""
+"""quire.v1.BlockManager over a real grpc.aio server, as operators use it."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -63,7 +63,7 @@ class Served:
     async def start_worker(
         self, worker: Any, register: Any, role: str, worker_id: str = ""
     ) -> None:
-        """An idle worker of the role is beside it, so that it may be drained."""
+        """Start a worker beside an idle one of the same role, so that it may be drained."""
         worker_id = worker_id or f"{role}-1"
         await self.announce(f"{role}-idle", role, "nowhere:1")
         server = RpcServer(guard=guard(getattr(worker, "worker_id", worker_id)))
@@ -100,7 +100,7 @@ async def served() -> AsyncIterator[Served]:
 
 
 async def fill(store: MemoryStore) -> None:
-    """Blocks 0 and 1 held by "h", whose first is in the prefix index."""
+    """Holder "h" has blocks 0 and 1, and block 0 is in the prefix index."""
     await store.register_pool(SPEC)
     await store.register_worker(SPEC, "decode-1")
     given = await store.allocate("tiny-1", "h", "decode-1", 7, [H0], 2)
@@ -119,8 +119,8 @@ async def test_pools_are_listed_with_counters_that_add_up(served: Served) -> Non
 
 
 async def test_workers_are_listed_from_registry_and_pools(served: Served) -> None:
-    """decode-1 serves, decode-2 is fenced, prefill-x has joined a pool and not yet announced
-    itself; a gateway is no worker."""
+    """decode-1 serves, decode-2 is fenced, prefill-x has joined a pool but is not in the registry;
+    a gateway is no worker."""
     await served.store.register_pool(SPEC)
     for worker_id in ("decode-1", "decode-2", "prefill-x"):
         await served.store.register_worker(SPEC, worker_id)
@@ -180,8 +180,8 @@ async def test_a_pool_that_is_not_there_is_not_found(served: Served, method: str
 
 
 class Drainable:
-    """A worker's Connect that answers a drain after its load, as real ones may; `answers` False: it
-    says nothing."""
+    """A worker's Connect that answers a drain after its load report, as real workers may; `answers`
+    False: it does not answer."""
 
     def __init__(self, pb2: Any, role: str, worker_id: str, *, answers: bool = True) -> None:
         self.worker_id = worker_id
@@ -215,7 +215,7 @@ class DrainablePrefill(Drainable, prefill_pb2_grpc.PrefillServicer): ...
 async def start(
     served: Served, role: str, worker_id: str | None = None, *, answers: bool = True
 ) -> Drainable:
-    """A worker that the registry knows as `<role>-1`."""
+    """A worker that the registry lists as `<role>-1`."""
     name = worker_id or f"{role}-1"
     if role == "decode":
         worker: Drainable = DrainableDecode(decode_pb2, role, name, answers=answers)
@@ -318,7 +318,7 @@ async def test_a_fenced_worker_serves_nobody_and_counts_for_nobody(served: Serve
 
 
 async def test_of_two_drains_at_once_that_leave_nobody_one_is_refused(served: Served) -> None:
-    """The registry still says of both that they serve."""
+    """The registry still lists both as serving."""
     workers = []
     for worker_id in ("decode-1", "decode-2"):
         worker = DrainableDecode(decode_pb2, "decode", worker_id)
@@ -339,7 +339,7 @@ async def test_of_two_drains_at_once_that_leave_nobody_one_is_refused(served: Se
 
 
 async def test_a_worker_is_not_told_to_drain_by_who_has_another_secret(served: Served) -> None:
-    """As its own guard sees it: neither hello nor drain arrives."""
+    """The worker's own guard receives neither hello nor drain."""
     worker = await start(served, "decode")
     (member,) = [m for m in await served.registry.members() if m.member_id == "decode-1"]
     with pytest.raises(Unauthenticated):
@@ -348,7 +348,7 @@ async def test_a_worker_is_not_told_to_drain_by_who_has_another_secret(served: S
 
 
 async def test_a_process_at_a_workers_address_hears_no_drain(served: Served) -> None:
-    """It answers the hello, but not the proof."""
+    """The process answers the hello, but not the proof."""
     worker = DrainableDecode(decode_pb2, "decode", "decode-1")
     server = RpcServer()
     decode_pb2_grpc.add_DecodeServicer_to_server(worker, server.aio)

@@ -1,4 +1,4 @@
-"""Pools, workers and directories that nobody owns any more."""
+"""Pools, workers and directories without an owner are removed."""
 
 import asyncio
 
@@ -46,7 +46,7 @@ async def test_the_pool_of_the_last_worker_that_died_is_removed(host: PoolHost) 
 
 
 async def test_a_pool_of_the_store_without_directory_or_members_is_dropped(host: PoolHost) -> None:
-    """Another host's pool has no directory here, but members."""
+    """A pool of another host has no directory here, but members."""
     for name in ("tiny-1", "tiny-2"):
         pool = await host.make_pool(name)
         await asyncio.to_thread(pool.remove)
@@ -69,7 +69,7 @@ async def test_a_worker_of_the_store_without_a_lock_file_is_reaped(host: PoolHos
 
 
 async def test_after_the_store_was_lost_the_manager_serves_the_new_one(host: PoolHost) -> None:
-    """The old pool's directory stays while its worker lives, and goes after it."""
+    """The old pool's directory stays while its worker lives, and is removed afterwards."""
     old = await host.make_pool("tiny-1")
     old_worker = await host.start_worker(old)
     async with managed(host, pool_grace_s=0.1):
@@ -91,7 +91,7 @@ async def test_after_the_store_was_lost_the_manager_serves_the_new_one(host: Poo
 
 
 async def test_a_member_on_another_host_is_reaped_when_its_lease_has_ended(host: PoolHost) -> None:
-    """It has no lock file here. A renewed lease protects what it holds."""
+    """The member has no lock file here. A renewed lease protects its blocks."""
     pool = await host.make_pool()
     await host.start_worker(pool)
     spec = pool.read_header().spec

@@ -1,4 +1,4 @@
-"""A gateway with its fleet of fake workers, on one pool of 256 blocks of 16 tokens."""
+"""A gateway with fake workers on one pool of 256 blocks of 16 tokens."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ LIMIT_S = 10.0
 SPEC = PoolSpec("pool", "toy", "fingerprint", num_blocks=256, block_size=16, block_bytes=1)
 PROMPT = tuple(b"paged attention")
 TOKEN = "of 128 bits or more ..."
-"""With which requests are made and gone on with."""
+"""The resume token of new and of resumed requests."""
 
 
 @pytest.fixture(scope="session")
@@ -43,7 +43,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_model(directory: Path) -> None:
-    """A Qwen3 of 300 tokens, the first 256 the bytes; a visible ASCII character is its own code."""
+    """A Qwen3 with 300 tokens, the first 256 of which are bytes; a visible ASCII character is its
+    own token id."""
     visible = {chr(code): code for code in range(ord("!"), ord("~") + 1)}
     others = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - visible.keys())
     free = [code for code in range(256) if code not in visible.values()]
@@ -72,7 +73,7 @@ def write_model(directory: Path) -> None:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait for a condition, looking at every turn of the loop."""
+    """Wait for a condition, checked at every iteration of the loop."""
     async with asyncio.timeout(LIMIT_S):
         while not condition():
             await asyncio.sleep(0.001)  # what fakes and gateway have seen rings no bell of ours
@@ -85,7 +86,7 @@ OPTIONS = GatewayOptions(
 
 @dataclass
 class GatewayHarness:
-    """Everything in one process: fleet, gateway and its gRPC server."""
+    """Fake workers, a gateway and its gRPC server in one process."""
 
     model_dir: Path
     stack: AsyncExitStack
@@ -100,7 +101,7 @@ class GatewayHarness:
         return self.assembly.gateway
 
     async def another(self) -> "GatewayHarness":
-        """One more gateway for the same workers, which reads of them elsewhere."""
+        """Another gateway for the same workers, with its own registry connection."""
         other = GatewayHarness(self.model_dir, self.stack, self.store)
         for one in await self.registry.members():
             await other.registry.announce(one, ttl_s=1e6)
@@ -119,7 +120,7 @@ class GatewayHarness:
         )
 
     async def say_draining(self, worker_id: str) -> None:
-        """The registry says so, before the worker itself does."""
+        """Mark the worker as draining in the registry, before the worker reports it."""
         (found,) = [m for m in await self.registry.members() if m.member_id == worker_id]
         await self.registry.announce(replace(found, state="draining"), ttl_s=1e6)
 
@@ -140,7 +141,7 @@ class GatewayHarness:
         return server
 
     async def lose_sight(self) -> None:
-        """Lose all workers, which take this gateway for dead."""
+        """Lose the streams of all workers, which then consider this gateway dead."""
         for one in await self.registry.members():
             await self.registry.withdraw(one.member_id)
         await until(lambda: not self.connected())
@@ -151,7 +152,7 @@ class GatewayHarness:
         return {worker.id for pool in pools for worker in (*pool.prefill, *pool.decode)}
 
     async def num_waiting(self, number: int) -> None:
-        """Wait until so many requests stand in line."""
+        """Wait until so many requests are in the queue."""
         await until(lambda: self.assembly.dispatcher.num_waiting == number)
 
     async def listen(self) -> str:
@@ -172,7 +173,7 @@ class GatewayHarness:
 
 
 class Call:
-    """One request and what has come of it, read as it comes."""
+    """One request with the deltas received so far."""
 
     def __init__(self, gateway: Gateway, request: GenerationRequest) -> None:
         self.deltas: list[Delta] = []
@@ -196,7 +197,7 @@ class Call:
         return "".join(delta.text for delta in self.deltas)
 
     async def result(self) -> Delta:
-        """The last delta. Raises what the request ended with."""
+        """The last delta. Raises the request's error."""
         async with asyncio.timeout(LIMIT_S):
             await self.task
         return self.deltas[-1]

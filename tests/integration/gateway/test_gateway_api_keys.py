@@ -1,4 +1,4 @@
-"""API keys over gRPC, before a real gateway with fake workers."""
+"""API keys over gRPC, on a real gateway with fake workers."""
 
 import asyncio
 import json
@@ -42,7 +42,7 @@ DENIED = grpc.StatusCode.PERMISSION_DENIED
 
 
 async def keyed(harness: GatewayHarness, **limits: Any) -> "inference_pb2_grpc.InferenceAsyncStub":
-    """A client of the gateway with API keys."""
+    """A client of the gateway with an API key."""
     ring = keyring(**limits)
     server = RpcServer(SERVICE_NAME, guard=KeyGuard(ring))
     service = InferenceService(AccessControl(harness.gateway, ring))
@@ -58,8 +58,9 @@ async def keyed(harness: GatewayHarness, **limits: Any) -> "inference_pb2_grpc.I
 async def test_another_key_neither_gets_a_request_nor_learns_of_it(
     make_harness: Any, num_received: int | None, is_parked: bool
 ) -> None:
-    """Even one that knows the id, the body, the tokens and the resume token is served as if nothing
-    ran or were parked; the owner then goes on, and nothing of it was computed again."""
+    """A request with another key is served as a new one, even if it has the id, the body, the
+    tokens and the resume token. The owner's request then goes on, and nothing of it is computed
+    again."""
     prefill, decode = FakePrefill(), FakeDecode()
     prefill.names, decode.names = Verbatim(), Verbatim()
     decode.parks, decode.pause_after = True, 5
@@ -88,7 +89,7 @@ async def test_another_key_neither_gets_a_request_nor_learns_of_it(
 
 
 async def test_tenants_never_share_a_prefix_whatever_salt_they_send(make_harness: Any) -> None:
-    """Bob sends as his salt what Alice's becomes."""
+    """Bob sends as his salt the value that Alice's salt becomes."""
     prefill = FakePrefill()
     harness = await make_harness(prefill, FakeDecode(), report_cached_tokens=False)
     stub = await keyed(harness)
@@ -116,7 +117,7 @@ async def test_a_limit_ends_a_call_with_its_status(
     make_harness: Any, limits: dict[str, Any], status: Any, code: str
 ) -> None:
     """A request uses 15 tokens of its prompt and 8 of its answer. A model that a key may not use is
-    one that does not exist: the answer names none."""
+    treated as unknown, and the error lists no models."""
     harness = await make_harness(FakePrefill(), FakeDecode())
     stub = await keyed(harness, **limits)
     if "models" not in limits:
@@ -169,7 +170,7 @@ async def status_of(call: Any) -> grpc.StatusCode:
 
 
 async def test_no_method_is_reachable_without_a_key(launch_keyed: Any, short_path: Path) -> None:
-    """Every method of every service that reflection lists, at each of the listeners."""
+    """Every method of every service that reflection lists, at each listener."""
     port = await free_port()
     gateway = await launch_keyed(OPERATIONS_PORT=str(port))
     for address in (gateway.address, f"127.0.0.1:{port}"):
@@ -238,7 +239,7 @@ async def test_a_gateway_with_a_broken_key_file_does_not_start(tmp_path: Path) -
 async def test_a_gateway_serves_clients_over_tls_at_both_ports(
     launch_keyed: Any, tmp_path: Path
 ) -> None:
-    """Also operators: the Unix socket has no TLS."""
+    """Operators too: only the Unix socket has no TLS."""
     write_certificates(tmp_path)
     kinds = {"CERT": "gateway.crt", "KEY": "gateway.key"}
     tls = {f"PUBLIC_TLS_{kind}": str(tmp_path / name) for kind, name in kinds.items()}

@@ -1,4 +1,4 @@
-"""The best of several sequences, over real streams, with workers that compute nothing."""
+"""`best_of` over real streams, with fake workers."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -43,7 +43,7 @@ async def harness(make_harness: Any, workers: Any) -> GatewayHarness:
 
 
 def told(call: Call) -> list[list[int]]:
-    """What each of its deltas has; they have the indices 0, 1, ..."""
+    """The text of each delta; they have the indices 0, 1, ..."""
     assert [delta.index for delta in call.deltas] == list(range(len(call.deltas)))
     return [list(delta.token_ids) for delta in call.deltas]
 
@@ -53,7 +53,8 @@ def choosing(**fields: Any) -> Any:
 
 
 async def test_the_best_come_at_the_end(harness: GatewayHarness, workers: Any) -> None:
-    """All are drawn from one computation of the prompt, told by nobody and counted."""
+    """All samples come from one computation of the prompt. Only the best are sent, and all are
+    counted."""
     prefill, decode = workers
     decode.pause_after = NUM_TOKENS - 1
     call = Call(harness.gateway, choosing())
@@ -77,7 +78,7 @@ async def test_the_best_come_at_the_end(harness: GatewayHarness, workers: Any) -
 async def test_where_nothing_is_chosen_nothing_is_asked_for(
     harness: GatewayHarness, workers: Any, best_of: int | None
 ) -> None:
-    """Samples stream by their own indices, and nobody computes a logprob."""
+    """Samples stream with their own indices, and no worker computes a logprob."""
     call = Call(harness.gateway, asked(sampling={"n": NUM_BEST, "best_of": best_of}))
     await call.result()
     tokens = {
@@ -161,7 +162,7 @@ async def test_cancelled_it_lets_go_of_everything(harness: GatewayHarness, worke
 async def test_the_deadline_ends_best_of_without_an_answer(
     harness: GatewayHarness, workers: Any
 ) -> None:
-    """What has been drawn by then is not among the best of anything."""
+    """The samples drawn by then have no answer."""
     decode = workers[1]
     call = await half_way(harness, decode, timeout_s=0.3)
     with pytest.raises(DeadlineExceeded):
@@ -192,7 +193,7 @@ def tokens_of(completion: Completion) -> list[list[int]]:
 async def test_a_client_goes_on_at_another_gateway(
     harness: GatewayHarness, proxied: list[Proxy], workers: Any, parks: bool
 ) -> None:
-    """It has got nothing, and nobody but the gateway that is gone knows how likely what was: all is
+    """The client has received nothing, and only the lost gateway knew the logprobs: all samples are
     drawn again, with the same result."""
     prefill, decode = workers
     decode.parks, decode.pause_after = parks, 4
@@ -256,7 +257,7 @@ async def test_a_resumed_call_with_the_best_gets_the_others(harness: GatewayHarn
 async def test_contradictory_numbers_are_refused_and_named(
     make_harness: Any, sampling: dict[str, Any], problem: str
 ) -> None:
-    """By the client library and gRPC as well."""
+    """The client library refuses them, and gRPC too."""
     prefill = FakePrefill()
     harness = await make_harness(prefill, FakeDecode(num_slots=8))
     async with AsyncClient(await harness.listen()) as client:
@@ -268,7 +269,7 @@ async def test_contradictory_numbers_are_refused_and_named(
 async def test_more_logprobs_than_a_message_holds_are_refused(
     harness: GatewayHarness, workers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sequence comes whole."""
+    """A sequence comes in one message."""
     monkeypatch.setattr("services.gateway.intake.admission.MAX_LOGPROBS_PER_MESSAGE", 23)
     with pytest.raises(InvalidRequest, match="logprobs 2 of 8 tokens are 24 logprobs, at most 23"):
         await Call(harness.gateway, choosing(sampling={"logprobs": 2})).result()

@@ -1,4 +1,4 @@
-"""Who hears of it when a client, a deadline or a stop string ends a request."""
+"""A client, a deadline or a stop string ends a request, and its workers are told."""
 
 from typing import Any
 
@@ -70,8 +70,8 @@ async def test_cancelled_while_decoding_the_decode_worker_hears_of_it(make_harne
 
 
 async def test_an_id_may_be_used_again_before_the_workers_have_let_go(make_harness: Any) -> None:
-    """A retry with the same id is another attempt for them, though it is the first of its request;
-    what they still say of the other one is not its."""
+    """For the workers, a retry with the same id is another attempt, although it is the first
+    attempt of its request. Their events about the old request do not reach it."""
     prefill, decode = FakePrefill(), FakeDecode()
     harness = await make_harness(prefill, decode)
     prefill.holds = True

@@ -1,4 +1,5 @@
-"""The dashboard over HTTP, with a gateway and fake workers: what its feed tells, and what not."""
+"""The dashboard over HTTP, with a gateway and fake workers: the contents of its feed, and what it
+keeps secret."""
 
 import json
 from collections.abc import AsyncIterator, Callable
@@ -25,7 +26,7 @@ SECRET_TEXT = "my secret prompt"
 
 
 class FakeBlockManager:
-    """In place of the relay: one pool with 4 blocks in a cell."""
+    """In the place of the relay: one pool with 4 blocks in a cell."""
 
     def __init__(self) -> None:
         self.is_there = True
@@ -207,7 +208,7 @@ async def test_page_and_its_files_forbid_what_they_do_not_need(make_harness: Any
 async def test_setting_decides_who_sees_it(
     make_harness: Any, setting: DashboardSetting, status: int
 ) -> None:
-    """A page of another site whose name resolves to this host."""
+    """Also a page of another site whose name resolves to this host."""
     harness = await make_harness(FakePrefill(), FakeDecode())
     headers = {"Host": "rebound.example"}
     async with dashboard(harness, setting) as page:
@@ -232,7 +233,7 @@ async def test_block_manager_is_not_asked_while_nobody_views(make_harness: Any) 
 async def test_with_api_keys_it_needs_an_operators_key(
     make_harness: Any, setting: DashboardSetting
 ) -> None:
-    """Also from this host; the page itself, which tells nothing, asks for the key."""
+    """This host's user too. The page itself contains no secrets, and asks for the key."""
     harness = await make_harness(FakePrefill(), FakeDecode())
     asked = (("GET", "feed"), ("GET", "blocks?pool=pool&cell=0"), ("POST", "audit"))
     async with dashboard(harness, setting, keyring()) as page:

@@ -1,4 +1,4 @@
-"""Who cannot be done by its deadline is told so at once, and costs the others nothing."""
+"""A request that cannot meet its deadline is refused at once, and delays no other request."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -14,7 +14,8 @@ from .fakes import FakeDecode, FakePrefill
 
 
 class Busy:
-    """A gateway whose one slot `r0` has, while `r1` waits, and which has heard that it does."""
+    """A gateway whose only slot `r0` has, while `r1` waits, and whose workers have reported
+    that."""
 
     def __init__(self, harness: GatewayHarness, prefill: FakePrefill, decode: FakeDecode) -> None:
         self.harness = harness
@@ -27,7 +28,7 @@ class Busy:
         return self.calls[-1]
 
     def has_taken(self, seconds: float) -> None:
-        """Let the gateway have seen a request that was at work for so long."""
+        """Tell the gateway that a request ran for so long."""
         now = asyncio.get_running_loop().time()
         forecast = self.harness.assembly.dispatcher.model_queue("toy").forecast
         forecast.started("another", now - seconds)
@@ -51,7 +52,8 @@ async def busy(make_harness: Any) -> AsyncIterator[Busy]:
 
 
 async def test_a_deadline_that_the_line_does_not_leave_is_refused_at_once(busy: Busy) -> None:
-    """Each takes 10 s: it would start in 20 s and take 10, and half as much again is in reserve."""
+    """Each request takes 10 s: a new one would start in 20 s and end in 30 s, and the estimate has
+    half as much again in reserve."""
     busy.has_taken(10.0)
     began = asyncio.get_running_loop().time()
     with pytest.raises(WouldBeLate, match=r"1 sequences go first: .* 20\.0 s and take 10\.0 s"):
@@ -74,13 +76,14 @@ async def test_an_urgent_request_has_nobody_before_it(busy: Busy) -> None:
 
 
 async def test_no_request_is_refused_on_a_guess(busy: Busy) -> None:
-    """Nothing has ended yet, and what runs is milliseconds old."""
+    """No request has ended yet, and the running one began milliseconds ago."""
     busy.call("r2", timeout_s=20.0)
     await busy.harness.num_waiting(2)
 
 
 async def test_a_late_request_is_not_begun(busy: Busy) -> None:
-    """`r1` has a minute, and it turns out that each takes an hour: the slot goes to who is next."""
+    """`r1` has a minute, and then requests turn out to take an hour: the slot goes to the next
+    one."""
     busy.call("r2")
     await busy.harness.num_waiting(2)
     busy.has_taken(3600.0)

@@ -1,4 +1,4 @@
-"""Workers that vanish, contradict themselves, or are of another version: never a hang, never a
+"""Workers that vanish, contradict themselves, or have another version cause neither a hang nor a
 wrong token."""
 
 import asyncio
@@ -75,7 +75,7 @@ async def test_a_request_gives_up_after_its_second_worker(make_harness: Any) -> 
 async def test_a_request_that_kills_its_workers_is_found_among_others(
     make_harness: Any, role: str, position: int
 ) -> None:
-    """After two deaths, and none of the others is lost with it."""
+    """The request is found after two deaths, and no other request fails."""
     prefill = [FakePrefill("prefill-1"), FakePrefill("prefill-2")]
     decode = [FakeDecode("decode-1"), FakeDecode("decode-2")]
     harness = await make_harness(*prefill, *decode)
@@ -191,8 +191,8 @@ async def test_a_failed_request_ends_with_the_workers_error(make_harness: Any) -
 
 
 async def test_a_decode_worker_that_says_nothing_any_more_is_left(make_harness: Any) -> None:
-    """Its stream is whole, and nothing comes: it was stopped. What ran there goes on elsewhere, and
-    nothing new is sent to it until it speaks again."""
+    """Its stream stays open without messages, as that of a stopped process. Its requests continue
+    elsewhere, and it gets nothing new until it sends something."""
     stuck, other = FakeDecode("decode-1"), FakeDecode("decode-2", num_slots=1)
     harness = await make_harness(FakePrefill(), stuck, other, silence_s=0.4)
     stuck.pause_after = 3

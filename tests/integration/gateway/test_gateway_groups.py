@@ -1,4 +1,4 @@
-"""Several sequences for one prompt, over real streams, with workers that compute nothing."""
+"""Several sequences of one prompt, over real streams, with fake workers."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -33,7 +33,7 @@ def all_of(num_tokens: int = 8, num: int = NUM) -> dict[int, list[int]]:
 
 
 async def test_sequences_come_with_their_indices(make_harness: Any) -> None:
-    """One ticket, one prefill, a slot for each."""
+    """One ticket, one prefill, and a slot for each sequence."""
     prefill, decode = FakePrefill(), FakeDecode()
     harness: GatewayHarness = await make_harness(prefill, decode)
     call = Call(harness.gateway, asked(sampling=N))
@@ -69,7 +69,7 @@ async def test_a_group_whose_worker_dies_goes_on_elsewhere(
 
 
 async def test_ended_sequences_are_not_computed_again(make_harness: Any) -> None:
-    """One is ended by its stop string, and then the worker dies."""
+    """A stop string ends one sequence, and then the worker dies."""
     texts = {index: bytes(tokens).decode() for index, tokens in all_of().items()}
     stop = texts[1][2:5]
     assert not any(stop in texts[index] for index in (0, 2))
@@ -89,7 +89,8 @@ async def test_ended_sequences_are_not_computed_again(make_harness: Any) -> None
 
 
 async def test_a_group_gets_its_slots_before_those_behind_it(make_harness: Any) -> None:
-    """Singles hold all slots. Their places are not given to later singles while the group waits."""
+    """Single requests hold all slots. While the group waits, slots that become free do not go to
+    later single requests."""
     prefill, decode = FakePrefill(), FakeDecode(num_slots=4)
     harness = await make_harness(prefill, decode)
     decode.pause_after = 2
@@ -152,7 +153,7 @@ async def test_a_group_that_no_worker_takes_is_refused_with_the_numbers(
 
 
 async def test_a_group_that_never_fits_is_refused_with_the_numbers(make_harness: Any) -> None:
-    """The prompt's full blocks are shared, the rest is there for each."""
+    """The prompt's full blocks are shared, and each sequence needs the rest."""
     harness = await make_harness(FakePrefill(), FakeDecode())
     num_own = SPEC.num_blocks // 8
     prompt = (1,) * 40
@@ -163,7 +164,7 @@ async def test_a_group_that_never_fits_is_refused_with_the_numbers(make_harness:
 
 
 async def test_a_group_whose_worker_has_gone_for_good_is_told_so(make_harness: Any) -> None:
-    """Another one is there, which has not so many slots."""
+    """Another worker is there, but with fewer slots than sequences."""
     large = FakeDecode("decode-1", num_slots=8)
     harness = await make_harness(FakePrefill(), large, patience_s=0.2)
     large.pause_after = 2
@@ -225,7 +226,7 @@ async def proxied(make_harness: Any) -> AsyncIterator[tuple[Any, ...]]:
 
 @pytest.mark.parametrize("parks", [False, True])
 async def test_a_client_goes_on_with_a_group_at_another_gateway(proxied: Any, parks: bool) -> None:
-    """One sequence has ended, the others are half-way."""
+    """One sequence has ended, and the others have half of their tokens."""
     prefill, decode, first, proxies = proxied
     decode.parks, decode.pause_after = parks, 5
     stop = bytes(expected(PROMPT, 8, 2)).decode()[1:4]

@@ -1,4 +1,4 @@
-"""Logprobs on their way through the gateway: every token's once, whatever breaks."""
+"""Logprobs on their way through the gateway: every token's come once, whatever fails."""
 
 import asyncio
 from collections.abc import Sequence
@@ -17,14 +17,14 @@ from .conftest import TOKEN, Call, GatewayHarness, asked, until
 from .fakes import FakeDecode, FakePrefill, expected, logprobs_of
 
 PROMPT = tuple(b"qwertyuiop")
-"""Letters, whose tokens are what they look like."""
+"""Letters, which are their own token ids."""
 
 NUM_TOP = 3
 TOKENS = expected(PROMPT, 8)
 
 
 def of(tokens: Sequence[int], num_top: int) -> TokenLogprobs:
-    """As a client gets what a fake worker says of the last one."""
+    """The logprobs of the last token, as a client gets those of a fake worker."""
     told = logprobs_of(tokens, num_top)
     top = zip(told.top_token_ids, told.top_logprobs, strict=True)
     return TokenLogprobs(
@@ -38,7 +38,7 @@ OF_PROMPT = [of(PROMPT[:end], 2) for end in range(2, len(PROMPT) + 1)]
 
 
 class Reader:
-    """All that a client gets of one request."""
+    """All that a client receives of one request."""
 
     def __init__(self, client: AsyncClient, **sampling: Any) -> None:
         self.tokens: list[int] = []
@@ -109,7 +109,7 @@ async def test_more_than_there_may_be_is_refused(
 async def test_a_prompt_too_long_for_its_logprobs_is_refused(
     make_harness: Any, workers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They would not fit a message; the numbers are told."""
+    """They do not fit into a message; the error has the numbers."""
     monkeypatch.setattr("services.gateway.intake.admission.MAX_LOGPROBS_PER_MESSAGE", 209)
     harness = await make_harness(*workers)
     request = asked(prompt=PROMPT, sampling={"prompt_logprobs": 20})
@@ -121,7 +121,8 @@ async def test_a_prompt_too_long_for_its_logprobs_is_refused(
 async def test_prompt_logprobs_come_once_although_workers_die(
     make_harness: Any, workers: Any
 ) -> None:
-    """One that dies over the prompt has told nothing; after the first token nobody asks again."""
+    """A worker that dies over the prompt has sent nothing; after the first token they are not asked
+    for again."""
     prefill, decode = workers
     harness = await make_harness(prefill, decode)
     prefill.holds, decode.pause_after = True, 3
@@ -145,8 +146,8 @@ async def test_prompt_logprobs_come_once_although_workers_die(
 
 
 async def test_a_client_that_moves_gets_the_rest_once(make_harness: Any, workers: Any) -> None:
-    """What is parked is ahead of what it has: nobody kept the logprobs between, so that those
-    tokens are drawn again."""
+    """The parked request has more tokens than the client, but no gateway kept their logprobs, so
+    these tokens are drawn again."""
     prefill, decode = workers
     first: GatewayHarness = await make_harness(prefill, decode)
     second = await first.another()
@@ -170,7 +171,7 @@ async def test_a_client_that_moves_gets_the_rest_once(make_harness: Any, workers
 async def test_a_resumed_call_without_tokens_gets_prompt_logprobs_again(
     make_harness: Any, workers: Any
 ) -> None:
-    """At the same gateway, which takes it for running: the new call gets all of it."""
+    """The gateway still considers the request running: the new call gets all of it."""
     prefill, decode = workers
     harness: GatewayHarness = await make_harness(prefill, decode)
     decode.pause_after = 4
@@ -195,7 +196,7 @@ def _greedy(request_id: str) -> Any:
 
 
 async def _rest(client: AsyncClient, received: list[int]) -> list[Delta]:
-    """What comes to a client that has some tokens already."""
+    """The deltas for a client that has some tokens already."""
     sampling = Sampling(0.0, seed=7, max_tokens=8, logprobs=NUM_TOP, prompt_logprobs=2)
     message = messages.generate_request(Request(list(PROMPT), sampling, request_id="r1"))
     message.resume_token = TOKEN

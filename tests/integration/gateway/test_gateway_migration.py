@@ -1,4 +1,4 @@
-"""Running requests go on at another decode worker: nothing is lost, and nothing computed again."""
+"""Running requests move to another decode worker: nothing is lost, and nothing computed again."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from .fakes import FakeDecode, FakePrefill, expected
 
 
 async def running_at(harness: GatewayHarness, decode: FakeDecode, *names: str) -> list[Call]:
-    """Requests of 8 tokens that have 3 of them; it must be the only decode worker yet."""
+    """Requests of 8 tokens that have 3 of them; there must be only one decode worker so far."""
     decode.pause_after = 3
     calls = [Call(harness.gateway, asked(name)) for name in names]
     await until(lambda: all(len(call.tokens) == 3 for call in calls))
@@ -44,8 +44,8 @@ async def test_requests_of_a_draining_worker_move(make_harness: Any, told_by: st
 
 
 async def test_all_that_move_come_to_rest_together(make_harness: Any) -> None:
-    """Slots are asked for at once, and nobody leaves its batch before all have been answered. What
-    is said about all is one message: a worker hears all of it before its next step."""
+    """All slots are reserved at once, and no request leaves its batch before all replies are there.
+    The worker gets all commands in one message, before its next step."""
     leaving, other = FakeDecode("leaving"), FakeDecode("other")
     harness = await make_harness(FakePrefill(), leaving)
     calls = await running_at(harness, leaving, "r1", "r2", "r3")
@@ -61,7 +61,7 @@ async def test_all_that_move_come_to_rest_together(make_harness: Any) -> None:
 
 
 async def test_a_request_without_a_slot_elsewhere_stays(make_harness: Any) -> None:
-    """The first in order has the only slot elsewhere."""
+    """The first request in order has the only slot elsewhere."""
     leaving, other = FakeDecode("leaving"), FakeDecode("other", num_slots=1)
     harness = await make_harness(FakePrefill(), leaving)
     first, second = await running_at(harness, leaving, "r1", "r2")
@@ -93,7 +93,7 @@ async def test_a_ticket_under_way_to_a_worker_that_leaves_is_moved_once_it_runs(
 
 
 async def test_a_worker_that_is_lost_on_the_way_leaves_a_ticket_in_line(make_harness: Any) -> None:
-    """The slot that was granted is gone when the ticket comes: it goes on from another one."""
+    """The granted slot is gone when the ticket arrives: it goes on with another one."""
     prefill, leaving, lost = FakePrefill(), FakeDecode("leaving"), FakeDecode("lost")
     harness = await make_harness(prefill, leaving)
     (call,) = await running_at(harness, leaving, "r1")
@@ -114,7 +114,8 @@ async def test_a_worker_that_is_lost_on_the_way_leaves_a_ticket_in_line(make_har
 
 @pytest.fixture
 async def uneven(make_harness: Any) -> tuple[GatewayHarness, FakeDecode, FakeDecode, list[Call]]:
-    """6 run at one worker, and none at the other. The mover looks when it is told to."""
+    """6 requests run at one worker, and none at the other. The migration runs when the test says
+    so."""
     busy, idle = FakeDecode("busy"), FakeDecode("idle")
     harness = await make_harness(FakePrefill(), busy, rebalance_s=0)
     calls = await running_at(harness, busy, *(f"r{number}" for number in range(6)))
@@ -125,7 +126,7 @@ async def uneven(make_harness: Any) -> tuple[GatewayHarness, FakeDecode, FakeDec
 
 
 async def reported(harness: GatewayHarness, decode: FakeDecode, num_running: int) -> None:
-    """The gateway knows how many run there."""
+    """Wait until the gateway knows how many requests run there."""
     decode.report(Load(num_running=num_running, num_free_slots=64 - num_running))
     there = harness.assembly.directory.decode_workers()["pool"]
     (worker,) = [worker for worker in there if worker.id == decode.worker_id]
@@ -183,7 +184,7 @@ async def test_a_small_difference_moves_nobody(
 async def test_of_several_gateways_each_moves_its_share(
     uneven: tuple[GatewayHarness, FakeDecode, FakeDecode, list[Call]],
 ) -> None:
-    """Of 18 sequences 6 are ours, and 9 are to go."""
+    """Of 18 sequences 6 belong to this gateway, and 9 are to move."""
     harness, busy, idle, calls = uneven
     await reported(harness, busy, 18)
     for _ in range(2):

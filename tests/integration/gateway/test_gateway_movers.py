@@ -1,4 +1,4 @@
-"""The gateway's calls of movers, when no answer comes."""
+"""Calls of movers that get no answer."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -21,7 +21,7 @@ TICKET = Ticket(
 
 
 class SilentMover(mover_pb2_grpc.MoverServicer):
-    """Answers no call; `called` and `ended` say what it has seen."""
+    """Answers no call; `called` and `ended` record the calls."""
 
     def __init__(self) -> None:
         self.called, self.ended = asyncio.Event(), asyncio.Event()
@@ -49,7 +49,7 @@ async def mover() -> AsyncIterator[tuple[SilentMover, Member]]:
 
 
 async def test_a_call_that_ends_with_its_channel_fails(mover: tuple[SilentMover, Member]) -> None:
-    """It is no cancellation of the request, which would end its attempt without a next one."""
+    """This is no cancellation of the request, which would end its attempt without another one."""
     silent, member = mover
     movers = Movers(b"key")
     movers.follow([member])

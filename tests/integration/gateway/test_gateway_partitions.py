@@ -1,4 +1,5 @@
-"""Connections that are slow, cut or half-open: no token is lost, and nobody waits for ever."""
+"""Connections that are slow, cut or half-open: no token is lost, and no client waits without
+end."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -22,18 +23,18 @@ QUICK_KEEPALIVE = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 )
-"""Tests cannot wait for the 15 s of the real one."""
+"""The tests cannot wait for the real interval of 15 s."""
 
 
 def quicker(options: Any) -> list[Any]:
-    """The same options, each of them, with other times."""
+    """The same options with other times."""
     changed = dict(QUICK_KEEPALIVE)
     assert changed.keys() <= {*dict(options), "grpc.keepalive_permit_without_calls"}
     return [*((name, value) for name, value in options if name not in changed), *changed.items()]
 
 
 class Partitioned:
-    """A gateway, a prefill worker, and decode workers behind a proxy each."""
+    """A gateway, a prefill worker, and decode workers each behind a proxy."""
 
     def __init__(
         self, harness: GatewayHarness, decode: list[FakeDecode], proxies: list[Proxy]
@@ -89,8 +90,9 @@ async def test_a_cut_connection_costs_a_recompute(partitioned: Partitioned) -> N
 
 
 async def test_a_half_open_connection_is_given_up(partitioned: Partitioned) -> None:
-    """The worker lives and decodes on, the gateway hears nothing of it: the request goes on at the
-    other one, and what the first one says when the line is back is dropped."""
+    """The worker goes on decoding, but the gateway receives nothing. The request continues at the
+    other worker, and when the connection is repaired, the events of the first worker are
+    dropped."""
     call = await underway(partitioned)
     partitioned.proxies[0].hold()
     partitioned.decode[0].go_on(pause_after=8)
@@ -115,8 +117,8 @@ async def test_a_worker_that_cannot_be_reached_is_none(partitioned: Partitioned)
 async def test_a_client_leaves_a_gateway_that_it_hears_nothing_of(
     make_harness: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half-open between client and gateway: keepalive ends the call, and the other way to the same
-    gateway goes on with the request that still runs there."""
+    """The connection between client and gateway is half-open: keepalive ends the call, and the
+    client continues the running request over the other address of the same gateway."""
     monkeypatch.setattr(connections, "_CHANNEL_OPTIONS", quicker(connections._CHANNEL_OPTIONS))
     decode, prefill = FakeDecode(), FakePrefill()
     harness = await make_harness(prefill, decode)
@@ -139,7 +141,7 @@ async def test_a_client_leaves_a_gateway_that_it_hears_nothing_of(
 async def test_a_gateway_ends_what_a_vanished_client_left(
     make_harness: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing says that the client is gone: the gateway's keepalive finds out."""
+    """Nothing tells the gateway that the client is gone; its keepalive finds out."""
     monkeypatch.setattr(rpc, "_SERVER_OPTIONS", tuple(quicker(rpc._SERVER_OPTIONS)))
     decode = FakeDecode()
     harness = await make_harness(FakePrefill(), decode)

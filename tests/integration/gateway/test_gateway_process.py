@@ -1,4 +1,4 @@
-"""The gateway as a process of its own, on a real Valkey, with fake workers beside it."""
+"""The gateway as a process, with a real Valkey and fake workers."""
 
 import asyncio
 import resource
@@ -37,7 +37,7 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class GatewayProcess:
-    """`python -m services.gateway`, and clients of both of its doors."""
+    """`python -m services.gateway`, with clients of its gRPC and HTTP ports."""
 
     def __init__(
         self, process: asyncio.subprocess.Process, channel: aio.Channel, port: int, http_port: int
@@ -136,8 +136,8 @@ async def _kill(process: asyncio.subprocess.Process) -> None:
 async def join(
     stack: AsyncExitStack, redis_url: str, model_dir: Path, *workers: FakePrefill | FakeDecode
 ) -> Callable[[], Awaitable[None]]:
-    """Enter pool and workers into the store and the registry, as real ones do; the answer announces
-    the workers again."""
+    """Enter the pool and workers into the store and the registry, as real workers do; the result
+    announces the workers again."""
     store = await RedisStore.connect(redis_url)
     stack.push_async_callback(store.close)
     await store.register_pool(SPEC)
@@ -216,7 +216,7 @@ async def test_stopped_it_gives_what_runs_its_grace_and_then_says_so(
 async def test_a_lost_store_costs_no_request(
     stack: AsyncExitStack, own_valkey: Any, model_dir: Path, short_path: Path
 ) -> None:
-    """What runs goes on, and who comes while Redis is away waits for it."""
+    """Running requests go on, and new ones wait while Redis is away."""
     decode = FakeDecode()
     decode.pause_after = 2
     gateway = await launch(stack, own_valkey.url, short_path)
@@ -249,7 +249,8 @@ async def test_a_misspelt_setting_is_told_and_it_does_not_start(short_path: Path
 async def test_operations_are_served_where_operators_are_and_nowhere_else(
     stack: AsyncExitStack, valkey: Any, short_path: Path
 ) -> None:
-    """There is no block manager here: who relays says so, the public port has no such service."""
+    """There is no block manager: the operations' relay says so, and the public port has no such
+    service."""
     port = await free_port()
     gateway = await launch(stack, valkey.url, short_path, OPERATIONS_PORT=str(port))
     (socket,) = living_sockets(short_path)
@@ -267,7 +268,7 @@ async def test_operations_are_served_where_operators_are_and_nowhere_else(
 
 
 async def services_at(channel: aio.Channel) -> set[str]:
-    """Those of ours, by reflection."""
+    """Quire's services, by reflection."""
     stub = ServerReflectionStub(channel)
     stream = stub.ServerReflectionInfo()
     await stream.write(ServerReflectionRequest(list_services=""))
@@ -280,8 +281,8 @@ async def services_at(channel: aio.Channel) -> set[str]:
 async def test_idle_connections_leave_both_doors_open(
     stack: AsyncExitStack, valkey: Any, model_dir: Path, short_path: Path
 ) -> None:
-    """More of them than the process may have open files: HTTP serves all the while, gRPC closes
-    what says nothing, and the log has a few lines at most."""
+    """There are more connections than the process may have open files. HTTP serves them, gRPC
+    closes silent ones, and the log has a few lines at most."""
     num_connections = 600
     log = short_path / "log"
 

@@ -1,4 +1,4 @@
-"""Refused requests are seen by whoever runs the gateway: a line of the log, and a figure."""
+"""Refused requests are visible: in a line of the log, and in a metric."""
 
 from typing import Any
 
@@ -75,7 +75,7 @@ async def test_a_message_without_input_is_counted_too(make_harness: Any) -> None
 
 
 async def test_a_request_that_was_in_line_is_counted_once(make_harness: Any) -> None:
-    """It ends with an error, but was not refused."""
+    """The request ends with an error, but was not refused."""
     harness = await make_harness(FakePrefill(), patience_s=0.05)
     with capture_logs() as logs, pytest.raises(QuireError):
         await Call(harness.gateway, asked()).result()

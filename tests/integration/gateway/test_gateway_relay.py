@@ -1,4 +1,4 @@
-"""The bench of the gateway alone plays both workers: it must keep up with what they say."""
+"""The benchmark of the gateway plays both workers, and must keep up with the gateway."""
 
 from pathlib import Path
 

@@ -1,4 +1,5 @@
-"""Several gateways share the workers, and a client goes on at another one when its own is gone."""
+"""Several gateways share the workers, and a client continues at another one when its own is
+lost."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -22,7 +23,7 @@ TEXT = bytes(expected(PROMPT, 8)).decode()
 
 
 class Reader:
-    """What a client library's user sees of one request."""
+    """The deltas that a client library's user receives of one request."""
 
     def __init__(self, client: AsyncClient, **fields: Any) -> None:
         self.tokens: list[int] = []
@@ -90,7 +91,8 @@ async def test_two_gateways_serve_from_the_same_workers(two: Two, workers: Any) 
 async def test_a_stream_goes_on_at_the_other_gateway(
     two: Two, client: AsyncClient, workers: Any, received: int
 ) -> None:
-    """No token, no character lost, repeated or changed; what was received is not decoded again."""
+    """No token and no character is lost, repeated or changed; received tokens are not decoded
+    again."""
     prefill, decode = workers
     prefill.holds, decode.pause_after = received == 0, received
     reader = Reader(client)
@@ -110,8 +112,8 @@ async def test_a_stream_goes_on_at_the_other_gateway(
 async def test_a_parked_sequence_goes_on_where_it_was(
     two: Two, client: AsyncClient, workers: Any
 ) -> None:
-    """Nothing is computed again: the ticket is that of the first gateway, in its place in line.
-    What was generated after the client's last token comes too."""
+    """Nothing is computed again: the ticket is that of the first gateway, with its place in the
+    queue. Tokens generated after the client's last one come too."""
     prefill, decode = workers
     decode.parks, decode.pause_after = True, 3
     reader = Reader(client)
@@ -134,7 +136,7 @@ async def test_a_parked_sequence_goes_on_where_it_was(
 async def test_a_gateway_that_stops_leaves_its_sequences(
     two: Two, client: AsyncClient, workers: Any
 ) -> None:
-    """Its clients are told, and go on at the other one with what is parked."""
+    """Its clients get an error, and continue at the other gateway with the parked requests."""
     decode = workers[1]
     decode.parks, decode.pause_after = True, 3
     reader = Reader(client)
@@ -152,7 +154,7 @@ async def test_a_gateway_that_stops_leaves_its_sequences(
 
 
 async def test_held_back_text_comes_once(two: Two, client: AsyncClient, workers: Any) -> None:
-    """A stop string half seen when the stream breaks is still found, and never shown."""
+    """A stop string that had half arrived when the stream broke is still found, and not sent."""
     decode = workers[1]
     decode.pause_after = 4
     stop = TEXT[3:6]
@@ -200,7 +202,7 @@ async def test_an_answer_is_no_break(two: Two, client: AsyncClient) -> None:
 
 
 def message(num_received: int | None, **changes: Any) -> inference_pb2.GenerateRequest:
-    """Eight greedy tokens for PROMPT, of which the client has some; None: a new request."""
+    """Eight greedy tokens for PROMPT, some of which the client has; None: a new request."""
     fields: dict[str, Any] = {"request_id": "r1", "prompt": PROMPT, "temperature": 0.0} | changes
     asked = inference_pb2.GenerateRequest(
         request_id=fields["request_id"],
@@ -217,7 +219,7 @@ def message(num_received: int | None, **changes: Any) -> inference_pb2.GenerateR
 
 
 async def tokens_of(call: Any, so_far: list[int] | None = None) -> list[int]:
-    """All tokens of a call; `so_far` has those that have come while the rest is waited for."""
+    """All tokens of a call; `so_far` gets them while the call runs."""
     tokens: list[int] = [] if so_far is None else so_far
     async with asyncio.timeout(10):
         async for response in call:
@@ -226,8 +228,8 @@ async def tokens_of(call: Any, so_far: list[int] | None = None) -> list[int]:
 
 
 async def test_a_call_goes_on_with_what_another_one_runs(make_harness: Any, workers: Any) -> None:
-    """The client has lost its connection and the gateway does not know it yet: the new call takes
-    over, gets what the old one was sent in vain, and nothing is computed again."""
+    """The client has lost its connection, and the gateway does not know it yet. The new call takes
+    the request over, gets the tokens that were sent in vain, and nothing is computed again."""
     prefill, decode = workers
     harness = await make_harness(prefill, decode)
     stub = await harness.serve()
@@ -246,7 +248,7 @@ async def test_a_call_goes_on_with_what_another_one_runs(make_harness: Any, work
 
 
 async def test_a_greedy_request_is_found_without_its_seed(two: Two, workers: Any) -> None:
-    """Each gateway draws one of its own for it, and no token depends on it."""
+    """Each gateway draws its own seed, on which no greedy token depends."""
     prefill, decode = workers
     decode.parks, decode.pause_after = True, 3
     stub = await two.first.serve()
@@ -288,8 +290,8 @@ async def test_a_client_goes_on_with_the_same_request_only(
 async def test_another_client_neither_gets_a_request_nor_learns_of_it(
     two: Two, workers: Any, num_received: int | None, is_parked: bool
 ) -> None:
-    """Who knows the id and the body, and even the tokens, is served as if nothing ran or were
-    parked under that id; the owner then goes on, and nothing of it was computed again."""
+    """A client with the id, the body and even the tokens is served as a new one. The owner's
+    request then goes on, and nothing of it is computed again."""
     prefill, decode = workers
     prefill.names, decode.names = Verbatim(), Verbatim()
     decode.parks, decode.pause_after = True, 5
@@ -314,7 +316,7 @@ async def test_another_client_neither_gets_a_request_nor_learns_of_it(
 
 
 async def test_the_first_response_brings_the_token(make_harness: Any, workers: Any) -> None:
-    """A client that sends none can go on, too."""
+    """A client that sends no resume token can resume, too."""
     prefill, decode = workers
     harness = await make_harness(prefill, decode)
     stub = await harness.serve()

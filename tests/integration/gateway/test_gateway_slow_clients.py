@@ -1,4 +1,4 @@
-"""A client that does not read holds no slot, and loses nothing if it reads on in time."""
+"""A client that does not read holds no slot, and loses nothing if it reads again in time."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ NUM_TOKENS = 100
 
 @pytest.fixture
 def decode(monkeypatch: pytest.MonkeyPatch) -> FakeDecode:
-    """One slot; a client may leave 20 tokens unread, and the worker waits at 40 for a command."""
+    """One slot; a client may leave 20 tokens unread, and the worker waits for a command at 40."""
     monkeypatch.setattr(output, "PAUSE_UNREAD_TOKENS", 20)
     worker = FakeDecode(num_slots=1)
     worker.pause_after = 40
@@ -34,7 +34,7 @@ def decode(monkeypatch: pytest.MonkeyPatch) -> FakeDecode:
 
 
 async def stalled(harness: GatewayHarness, decode: FakeDecode) -> AsyncGenerator[Delta, None]:
-    """A request that came to rest since its client read the first delta and no more."""
+    """A request at rest, since its client has read only the first delta."""
     deltas = harness.gateway.generate(asked(max_tokens=NUM_TOKENS))
     assert (await anext(deltas)).token_ids == tuple(expected(PROMPT, 1))
     await until(lambda: bool(decode.at_rest))
@@ -43,7 +43,7 @@ async def stalled(harness: GatewayHarness, decode: FakeDecode) -> AsyncGenerator
 
 
 async def test_an_unread_request_pauses_and_goes_on(make_harness: Any, decode: FakeDecode) -> None:
-    """Meanwhile its slot is another's. Every token comes, and none is computed twice."""
+    """Meanwhile another request has its slot. Every token comes, and none is computed twice."""
     prefill = FakePrefill()
     harness = await make_harness(prefill, decode)
     async with aclosing(await stalled(harness, decode)) as deltas:
@@ -75,7 +75,7 @@ async def test_a_client_that_leaves_during_a_pause_leaves_nothing(
 
 
 async def test_a_paused_request_may_lose_its_blocks(make_harness: Any, decode: FakeDecode) -> None:
-    """Its ticket is taken back: it is computed again once its client reads on, and not before."""
+    """Its ticket is taken back: it is computed again once its client reads, and not before."""
     prefill = FakePrefill()
     harness = await make_harness(prefill, decode)
     deltas = await stalled(harness, decode)
@@ -90,8 +90,8 @@ async def test_a_paused_request_may_lose_its_blocks(make_harness: Any, decode: F
 async def test_a_client_that_reads_nothing_for_a_while_is_paused(
     make_harness: Any, decode: FakeDecode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also with few tokens unread: a slow decode would keep its slot for minutes until there are
-    many. It goes on when it reads."""
+    """Also with few unread tokens: a slow decode would otherwise keep the slot for minutes. The
+    request goes on when its client reads."""
     monkeypatch.setattr(output, "PAUSE_UNREAD_TOKENS", 1_000_000)
     monkeypatch.setattr(output, "PAUSE_AFTER_S", 0.0)
     harness = await make_harness(FakePrefill(), decode)
@@ -105,8 +105,8 @@ async def test_a_client_that_reads_nothing_for_a_while_is_paused(
 async def test_clients_of_http_that_never_read_keep_no_slot(
     make_harness: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither the kernel nor a slow decode takes all of a long stream before they are noticed;
-    their requests are cancelled, and then their connections are closed."""
+    """Even if neither the kernel's buffers nor a slow decode shows it soon, their requests are
+    cancelled, and then their connections closed."""
     monkeypatch.setattr(output, "PAUSE_AFTER_S", 0.1)
     max_tokens, num_clients = 4000, 4
     decode = FakeDecode(num_slots=num_clients)

@@ -1,4 +1,5 @@
-"""Workers are lost, and it is known over whom: over real streams, of one gateway and of two."""
+"""Workers die, and the gateways know over which requests: over real streams, of one gateway and of
+two."""
 
 from typing import Any
 
@@ -12,8 +13,8 @@ from .fakes import FakeDecode, FakePrefill, expected
 
 
 async def test_requests_that_waited_at_workers_that_died_go_on(make_harness: Any) -> None:
-    """Two prefill workers, one after the other, died before they had begun it: while the block
-    store stands still nobody begins anything."""
+    """Two prefill workers die one after the other before they have begun the request: no worker
+    begins anything while the block store is stuck."""
     prefill = FakePrefill()
     harness = await make_harness(prefill, FakeDecode())
     prefill.begins = False
@@ -31,7 +32,7 @@ async def test_requests_that_waited_at_workers_that_died_go_on(make_harness: Any
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_requests_of_workers_that_left_go_on(make_harness: Any, role: str) -> None:
-    """A worker that closes its stream has not died of anything."""
+    """A worker that closes its stream did not die of a request."""
     prefill, decode = FakePrefill(), FakeDecode()
     harness = await make_harness(prefill, decode)
     prefill.holds = role == "prefill"
@@ -53,7 +54,7 @@ async def test_requests_of_workers_that_left_go_on(make_harness: Any, role: str)
 
 
 async def test_requests_of_workers_that_fell_silent_go_on(make_harness: Any) -> None:
-    """They were stopped, or starved: a process that says nothing has not died."""
+    """Stopped or starved workers: a process that sends nothing has not died."""
     prefill = FakePrefill()
     harness = await make_harness(prefill, FakeDecode(), silence_s=0.4)
     prefill.holds = True
@@ -71,7 +72,7 @@ async def test_requests_of_workers_that_fell_silent_go_on(make_harness: Any) -> 
 
 
 async def test_a_worker_that_is_leaving_is_expected_to_end(make_harness: Any) -> None:
-    """However its stream ends."""
+    """It does not matter how its stream ends."""
     prefill, decode = FakePrefill(), FakeDecode()
     harness = await make_harness(prefill, decode)
     prefill.holds = True
@@ -91,8 +92,8 @@ async def test_a_worker_that_is_leaving_is_expected_to_end(make_harness: Any) ->
 async def test_the_suspects_of_two_gateways_are_tried_one_at_a_time(
     make_harness: Any, role: str
 ) -> None:
-    """Each of them sends one to the same worker; when it dies too, only the one that it had begun
-    is given up."""
+    """Each gateway sends a suspect to the same worker. When it dies too, only the suspect that it
+    had begun is given up."""
     prefill, decode = FakePrefill(), FakeDecode()
     harness = await make_harness(prefill, decode)
     others = await harness.another()
@@ -119,7 +120,8 @@ async def test_the_suspects_of_two_gateways_are_tried_one_at_a_time(
 async def test_requests_at_a_worker_without_its_store_go_elsewhere(
     make_harness: Any, begun: bool
 ) -> None:
-    """Where another prefill worker's store answers. What it has begun, it can end."""
+    """They go to a prefill worker whose store answers. Requests that it has begun, it can
+    finish."""
     stalled, other = FakePrefill("prefill-1"), FakePrefill("prefill-2")
     harness = await make_harness(stalled, FakeDecode())
     stalled.holds = stalled.begins = begun

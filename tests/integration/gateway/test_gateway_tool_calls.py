@@ -1,4 +1,5 @@
-"""Tool calls and reasoning over HTTP, by OpenAI's own client; the workers say the test's text."""
+"""Tool calls and reasoning over HTTP, with OpenAI's own client; the workers generate the test's
+text."""
 
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -50,7 +51,7 @@ USER: Any = [{"role": "user", "content": "What is the weather?"}]
 
 
 class Script:
-    """What every worker says: `text` after a prompt, which ends with ##."""
+    """The text of every worker: `text` after a prompt, which ends with ##."""
 
     def __init__(self, model_dir: Path) -> None:
         self.text = SAID
@@ -117,7 +118,7 @@ async def test_a_whole_answer_has_the_calls(client: openai.AsyncOpenAI) -> None:
 
 
 async def test_a_streamed_answer_has_openais_shape(client: openai.AsyncOpenAI) -> None:
-    """Each call begins with its index, id, type and name; then come pieces of its arguments."""
+    """Each call begins with its index, id, type and name; pieces of its arguments follow."""
     stream = await client.chat.completions.create(**fields(stream=True))
     choices = [part.choices[0] async for part in stream]
     deltas = [choice.delta.model_dump(exclude_unset=True) for choice in choices]
@@ -215,7 +216,7 @@ async def test_a_cut_call_ends_with_length(client: openai.AsyncOpenAI, script: S
 async def test_a_continued_stream_has_the_same_parts(
     harness: GatewayHarness, script: Script
 ) -> None:
-    """Wherever it broke: the parts of both calls are those of one."""
+    """Wherever it breaks, the parts of both calls together are those of one."""
     request = asked(
         prompt=(ChatMessage("user", "Hi"),),
         wants_parts=True,
@@ -237,7 +238,7 @@ FORCED: Any = [{"type": "function", "function": {"name": "get_time"}}, "required
 
 @pytest.mark.parametrize("choice", FORCED)
 async def test_a_forced_call_has_a_form_of_its_own(client: openai.AsyncOpenAI, choice: Any) -> None:
-    """What workers make of the form is the matter of other tests."""
+    """Other tests check what workers do with the grammar."""
     answer = await client.chat.completions.create(**fields(tool_choice=choice))
     assert answer.choices[0].finish_reason == "tool_calls"
     with pytest.raises(openai.BadRequestError, match="forces a call") as refused:

@@ -1,4 +1,4 @@
-"""The walk of a request through a gateway and its workers, over real gRPC."""
+"""A request's way through a gateway and its workers, over real gRPC."""
 
 from typing import Any
 
@@ -55,7 +55,8 @@ async def test_a_request_that_ends_in_prefill_gives_its_slot_back(make_harness: 
 async def test_a_preempted_request_goes_on_with_the_same_tokens(
     make_harness: Any, received: int
 ) -> None:
-    """Law 7: only a delay, however many tokens it had; a new holder for the new allocation."""
+    """Law 7: there is only a delay, after any number of tokens; the new allocation has a new
+    holder."""
     prefill, decode = FakePrefill(), FakeDecode()
     harness = await make_harness(prefill, decode)
     decode.pause_after = received
@@ -92,8 +93,8 @@ async def test_cached_tokens_are_those_of_the_first_prefill(make_harness: Any) -
 
 
 async def test_cached_tokens_are_reported_only_to_a_client_with_a_salt(make_harness: Any) -> None:
-    """Among requests that share prefixes they would tell what others have sent. The gateway's own
-    figures have them in any case."""
+    """Among requests that share prefixes, the number would reveal what others have sent. The
+    gateway's metrics have it in any case."""
     prefill = FakePrefill()
     harness = await make_harness(prefill, FakeDecode(), report_cached_tokens=False)
     prefill.num_cached = 3
@@ -139,7 +140,8 @@ async def test_a_draining_worker_gets_nothing_new(make_harness: Any) -> None:
 
 
 async def test_events_of_an_earlier_attempt_are_dropped(make_harness: Any) -> None:
-    """The first decode worker goes on with what it gave back: nothing of it reaches the client."""
+    """The first decode worker goes on with the request that it gave back: none of its tokens
+    reaches the client."""
     prefill, decode = FakePrefill(), FakeDecode()
     harness = await make_harness(prefill, decode)
     decode.pause_after = 3
@@ -158,8 +160,8 @@ async def test_events_of_an_earlier_attempt_are_dropped(make_harness: Any) -> No
 
 
 async def test_requests_are_served_strictly_in_order(make_harness: Any) -> None:
-    """One slot: lower class first, then arrival; a preempted one keeps its place before all who
-    came later."""
+    """With one slot: lower class first, then arrival; a preempted request keeps its place before
+    all that came later."""
     decode = FakeDecode(num_slots=1)
     prefill = FakePrefill()
     harness = await make_harness(prefill, decode)
@@ -183,7 +185,7 @@ async def test_requests_are_served_strictly_in_order(make_harness: Any) -> None:
 
 
 async def test_a_refused_reservation_goes_to_the_next_worker(make_harness: Any) -> None:
-    """The one that claims to have room has none; nobody waits for it."""
+    """The worker that reports free slots has none; the request does not wait for it."""
     full, free = FakeDecode("decode-1", num_slots=8), FakeDecode("decode-2", num_slots=4)
     harness = await make_harness(FakePrefill(), full, free)
     full.num_slots = 0
@@ -248,7 +250,7 @@ async def test_a_full_queue_says_when_to_come_again(make_harness: Any) -> None:
 
 
 async def test_a_request_being_tokenized_has_its_queue_position_already(make_harness: Any) -> None:
-    """Many who come at once are refused before any work is done for them."""
+    """When many requests come at once, some are refused before any work is done for them."""
     dispatcher = (
         await make_harness(FakePrefill(), FakeDecode(), max_waiting=1)
     ).assembly.dispatcher
@@ -259,8 +261,8 @@ async def test_a_request_being_tokenized_has_its_queue_position_already(make_har
 
 
 async def test_prefill_goes_where_the_same_prefix_is_computed(make_harness: Any) -> None:
-    """Two prefill workers; while one computes a long prefix, who shares it goes there too, and who
-    does not goes to the other."""
+    """There are two prefill workers. While one computes a long prefix, a request with the same
+    prefix goes there too, and another one goes to the other."""
     one, two = FakePrefill("prefill-1"), FakePrefill("prefill-2")
     harness = await make_harness(one, two, FakeDecode())
     one.holds = two.holds = True

@@ -1,4 +1,4 @@
-"""The stream to a worker: what goes wrong on this side of it."""
+"""Failures of a worker's stream on the gateway's side."""
 
 import asyncio
 from typing import Any
@@ -17,7 +17,7 @@ from .fakes import FakeDecode, FakePrefill, expected
 
 
 async def test_an_unsendable_message_fails_one_request(make_harness: Any) -> None:
-    """Not of all others on the same stream."""
+    """The other requests on the stream go on."""
     prefill, decode = FakePrefill(), FakeDecode()
     harness = await make_harness(prefill, decode)
     decode.pause_after = 4
@@ -50,7 +50,7 @@ async def test_a_fault_of_ours_does_not_lose_the_worker(
 
 
 class Undecodable:
-    """What a stream's serializer makes bytes of that no protobuf has."""
+    """The result of a stream's deserializer for bytes that are not a message."""
 
     def SerializeToString(self) -> bytes:
         return b"\xff\xff"
@@ -60,7 +60,7 @@ class Undecodable:
 async def test_an_undecodable_message_ends_the_stream_which_is_begun_again(
     make_harness: Any, garbled: str
 ) -> None:
-    """Whatever it was about: nobody waits for what will not come."""
+    """Whatever the message was about, no request waits for an answer that cannot come."""
     prefill, decode = FakePrefill(), FakeDecode()
     harness = await make_harness(prefill, decode)
     decode.pause_after = 4
@@ -77,7 +77,7 @@ async def test_an_undecodable_message_ends_the_stream_which_is_begun_again(
 
 
 async def test_a_senseless_event_ends_the_attempt_of_one_request(make_harness: Any) -> None:
-    """It is begun again; another one on the same stream is not."""
+    """The request is begun again; another one on the same stream is not."""
     prefill, decode = FakePrefill(), FakeDecode()
     harness = await make_harness(prefill, decode)
     decode.pause_after = 4

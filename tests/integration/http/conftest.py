@@ -1,4 +1,4 @@
-"""The HTTP front door on a real socket, before a generator that says always the same."""
+"""The HTTP server on a real socket, with a generator that always answers the same."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -27,9 +27,9 @@ HI = {"messages": [{"role": "user", "content": "Hi"}]}
 
 
 class FakeGenerator:
-    """Says `TEXTS`, a token each, unless told otherwise. `pause_at`: the delta before which it
-    waits until it is closed; `delay_s`: how long it takes to begin; `is_endless`: it says the first
-    text again and again."""
+    """Generates `TEXTS`, a token each, unless told otherwise. `pause_at`: the delta before which it
+    waits until it is closed; `delay_s`: the time before the first delta; `is_endless`: it repeats
+    the first text."""
 
     def __init__(self) -> None:
         self.requests: list[GenerationRequest] = []

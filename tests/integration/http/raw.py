@@ -1,4 +1,4 @@
-"""A client that writes the bytes of its requests by itself."""
+"""A client that writes the bytes of its requests itself."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ class Connection:
         self.writer.write(content)
 
     async def answer(self) -> Answer:
-        """The next one; its body has a length."""
+        """The next answer, which must have a content length."""
         async with asyncio.timeout(LIMIT_S):
             head = await self.reader.readuntil(b"\r\n\r\n")
             line, *fields = head.decode().rstrip().split("\r\n")
@@ -42,7 +42,7 @@ class Connection:
             return Answer(int(line.split()[1]), headers, body)
 
     async def closed(self) -> bytes:
-        """What comes until the server closes."""
+        """All bytes until the server closes."""
         async with asyncio.timeout(LIMIT_S):
             try:
                 return await self.reader.read()
@@ -52,7 +52,7 @@ class Connection:
 
 @asynccontextmanager
 async def connected(port: int, *, receive_bytes: int | None = None) -> AsyncIterator[Connection]:
-    """`receive_bytes`: what the kernel keeps for it, about."""
+    """A connection; `receive_bytes`: the approximate size of its receive buffer."""
     sock = socket.socket()
     if receive_bytes is not None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)

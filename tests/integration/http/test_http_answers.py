@@ -1,4 +1,4 @@
-"""What is answered over HTTP, as OpenAI's own client and httpx see it."""
+"""Answers over HTTP, as OpenAI's own client and httpx read them."""
 
 import json
 from typing import Any
@@ -35,7 +35,7 @@ async def test_a_chat_completion(client: openai.AsyncOpenAI, generator: FakeGene
 
 @pytest.mark.parametrize("kind", ["chat/completions", "completions"])
 async def test_usage_so_far_comes_with_every_part(http: httpx.AsyncClient, kind: str) -> None:
-    """As vLLM has it: with include_usage, and nothing generated yet in the opening of a chat."""
+    """As in vLLM, with include_usage; the opening of a chat counts no generated token."""
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {"stream": True, "stream_options": options, "n": 2, **(HI if "chat" in kind else TEXT)}
     answer = await http.post(f"/v1/{kind}", json=body)
@@ -57,7 +57,7 @@ async def test_cached_tokens_that_the_client_may_not_know_are_null(
 async def test_drafts_of_speculation_are_in_the_usage(
     http: httpx.AsyncClient, generator: FakeGenerator
 ) -> None:
-    """Of all prompts together; null if there were none."""
+    """The sum of all prompts; null if there were none."""
     body = {"prompt": ["Hi", "Ho"]}
     answer = await http.post("/v1/completions", json=body)
     assert answer.json()["usage"]["completion_tokens_details"] is None
@@ -68,7 +68,8 @@ async def test_drafts_of_speculation_are_in_the_usage(
 
 
 async def test_a_streamed_chat_completion(client: openai.AsyncOpenAI) -> None:
-    """Role first, then text as it comes, the reason with the last of it, then the usage."""
+    """The role comes first, then text as it is generated, the finish reason with the last text,
+    then the usage."""
     stream = await client.chat.completions.create(
         model="org/tiny",
         messages=[{"role": "user", "content": "Hi"}],
@@ -88,7 +89,7 @@ async def test_a_streamed_chat_completion(client: openai.AsyncOpenAI) -> None:
 async def test_a_completion_of_token_ids(
     client: openai.AsyncOpenAI, generator: FakeGenerator
 ) -> None:
-    """With vLLM's extras, in and out."""
+    """With vLLM's extra fields, in the request and in the answer."""
     answer = await client.completions.create(
         model="org/tiny",
         prompt=[5, 6],
@@ -105,7 +106,7 @@ async def test_a_completion_of_token_ids(
 
 
 async def test_a_streamed_completion(http: httpx.AsyncClient) -> None:
-    """Byte for byte: events, their end, no usage that nobody asked for."""
+    """Byte for byte: events, their end, and no usage unless it was asked for."""
     body = {"prompt": "Hi", "stream": True, "return_token_ids": True}
     answer = await http.post("/v1/completions", json=body)
     assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
@@ -121,7 +122,7 @@ async def test_a_streamed_completion(http: httpx.AsyncClient) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_several_prompts_are_choices(client: openai.AsyncOpenAI, stream: bool) -> None:
-    """One of each prompt, by index; usage is of all."""
+    """One choice for each prompt, by index; the usage is their sum."""
     if stream:
         texts = ["", ""]
         async for part in await client.completions.create(
@@ -178,7 +179,7 @@ async def test_samples_of_a_streamed_chat_have_their_own_openings(
 async def test_a_resumed_chat_has_no_second_opening(
     http: httpx.AsyncClient, generator: FakeGenerator
 ) -> None:
-    """Of choices of which it has anything."""
+    """For choices of which the client has something."""
     received = [{"index": 1, "token_ids": [100]}]
     named = {"request_id": "mine", "resume_token": "secret"}
     body = {**HI, "n": 2, "stream": True, **named, "received": received}

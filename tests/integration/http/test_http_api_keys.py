@@ -50,7 +50,7 @@ def test_open_paths_are_few() -> None:
 async def test_no_route_is_reachable_without_a_key(
     app: Starlette, keyed: httpx.AsyncClient, generator: FakeGenerator
 ) -> None:
-    """Every route that the application has, now and later, with every method."""
+    """Every route of the application, with every method."""
     paths = {
         (route.path.replace("{model:path}", "org/tiny"), method)
         for route in app.routes
@@ -144,7 +144,7 @@ async def test_a_disconnected_stream_gives_its_place_back(
 async def test_a_key_tokenizes_only_for_its_models(
     keyed: httpx.AsyncClient, generator: FakeGenerator
 ) -> None:
-    """ALICE may not use org/tiny, whose name she need not send."""
+    """ALICE may not use org/tiny, and does not need to name a model."""
     for path, body in (("/tokenize", {"prompt": "Hi"}), ("/detokenize", {"tokens": [1]})):
         for name in ({"model": "org/tiny"}, {}):
             answer = await keyed.post(path, json={**body, **name}, **as_(ALICE))

@@ -17,7 +17,7 @@ from .worker import FakeWorker, Session
 
 @dataclass(eq=False)
 class Running:
-    """`tokens`: by index, of those that have not ended."""
+    """A running request. `tokens`: by index, of the sequences that have not ended."""
 
     session: Session
     ticket: ticket_pb2.Ticket
@@ -29,7 +29,7 @@ class Running:
 
     @property
     def num_generated(self) -> int:
-        """Of the sequence that has fewest."""
+        """The number of tokens of the shortest sequence."""
         return min(map(len, self.tokens.values()))
 
     @property
@@ -37,7 +37,7 @@ class Running:
         return self.ticket.request_id, self.ticket.attempt
 
     def at_rest(self) -> ticket_pb2.Ticket:
-        """Its ticket, with the tokens that it has now."""
+        """Its ticket, with the present tokens."""
         ticket = ticket_pb2.Ticket()
         ticket.CopyFrom(self.ticket)
         ticket.holder_epoch += 2
@@ -53,8 +53,8 @@ class Running:
 
 
 class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
-    """Steps all its sequences as fast as the loop turns, except while `paused`. `parks`: what a
-    gateway leaves that is gone stays, for another one."""
+    """Advances all its sequences at every iteration of the loop, except while `paused`. `parks`:
+    keep the requests of a lost gateway for another one."""
 
     role: ClassVar[Role] = "decode"
     service = decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name
@@ -122,7 +122,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
             del self.running[abort.request_id]
 
     def _end(self, running: Running, index: int) -> None:
-        """One sequence of those that run; the request with the last."""
+        """End one running sequence, and the request with the last one."""
         if running.tokens.pop(index, None) is None:
             return
         if running.key in self.slots:
@@ -142,7 +142,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         session.send(requeue=worker_pb2.Requeue(ticket=ticket, reason=reason))
 
     def take_back(self, request_id: str) -> None:
-        """Release a ticket at rest, and say so."""
+        """Release a ticket at rest, and report it."""
         session, at_rest = self.at_rest.pop(request_id)
         ticket = ticket_pb2.Ticket(request_id=request_id, attempt=at_rest.attempt)
         reason = worker_pb2.Requeue.REASON_PREEMPTED
@@ -168,7 +168,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         )
 
     def requeue(self, request_id: str, reason: Any) -> None:
-        """Give a running request back."""
+        """Return a running request to its gateway."""
         running = self.running.pop(request_id)
         self.slots.pop(running.key, None)
         ticket = ticket_pb2.Ticket(request_id=request_id, attempt=running.ticket.attempt)

@@ -1,5 +1,5 @@
-"""What fake workers say comes next: the next token is a function of all before it, so that a token
-lost, repeated or changed shows in every one after it."""
+"""The tokens of fake workers: the next token is a function of all tokens before it. So a token that
+is lost, repeated or changed changes every later one."""
 
 import zlib
 from collections.abc import Sequence
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from quire.v1 import logprobs_pb2, ticket_pb2
 
 FIRST_TOKEN, NUM_TOKENS = 97, 26
-"""Tokens are the letters a to z of a byte-level vocabulary."""
+"""The tokens are the letters a to z of a byte-level vocabulary."""
 
 
 def next_token(tokens: Sequence[int], index: int = 0) -> int:
-    """Of the sequence with that index."""
+    """The next token of the sequence with that index."""
     salt = f" of {index}" if index else ""
     return FIRST_TOKEN + zlib.crc32(f"{list(tokens)}{salt}".encode()) % NUM_TOKENS
 
@@ -24,7 +24,7 @@ def expected(prompt: Sequence[int], num_tokens: int, index: int = 0) -> list[int
 
 
 def logprobs_of(tokens: Sequence[int], num_top: int) -> logprobs_pb2.Logprobs:
-    """Of the last of these tokens: a number that all of them decide."""
+    """The logprobs of the last of these tokens: a number that depends on all of them."""
     return logprobs_pb2.Logprobs(
         logprob=-(zlib.crc32(repr(list(tokens)).encode()) % 1024) / 128,
         rank=1 + tokens[-1] % 7,
@@ -34,5 +34,5 @@ def logprobs_of(tokens: Sequence[int], num_top: int) -> logprobs_pb2.Logprobs:
 
 
 def told(tokens: Sequence[int], sampling: ticket_pb2.TicketSampling) -> list[logprobs_pb2.Logprobs]:
-    """Of the last one, if that is asked for."""
+    """The logprobs of the last token, if the request asks for them."""
     return [logprobs_of(tokens, sampling.logprobs)] if sampling.HasField("logprobs") else []

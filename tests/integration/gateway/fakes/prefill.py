@@ -13,8 +13,8 @@ from .worker import FakeWorker, Session
 
 
 class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
-    """Answers at once, or keeps tickets in `held` while `holds`. `num_cached` is what it says to
-    have found of every prompt."""
+    """Answers at once, or keeps tickets in `held` while `holds`. `num_cached`: how many cached
+    tokens it reports for every prompt."""
 
     role: ClassVar[Role] = "prefill"
     service = prefill_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name
@@ -75,7 +75,7 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
     def _first_token(
         self, ticket: ticket_pb2.Ticket, submitted: ticket_pb2.TicketSequence
     ) -> worker_pb2.SequenceOutput:
-        """With it the sequence is in the ticket, unless it ends."""
+        """Add the first token; the sequence stays in the ticket unless it ends with it."""
         tokens = [*ticket.prompt_token_ids, *submitted.token_ids]
         token = next_token(tokens, submitted.index)
         output = worker_pb2.SequenceOutput(

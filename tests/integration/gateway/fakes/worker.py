@@ -1,4 +1,5 @@
-"""What all fake workers do: their streams, what they begin, and how they are announced."""
+"""The common part of all fake workers: streams, the beginning of requests, and the registry
+entry."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -20,19 +21,19 @@ from services.worker.suspect_queue import SuspectQueue
 from tests.secret import guard
 
 HEARD_S = 0.02
-"""How long a fake lives after its last message: gRPC may drop what a client has not read when a
-status follows at once, which the end of a real process is not."""
+"""How long a fake lives after its last message. gRPC may drop messages that a client has not read
+when a status follows at once; the end of a real process does not do that."""
 
 
 class Names:
-    """A fake knows a request by its client's id; on the wire that has a digest behind it. Of those
-    of one id, it knows the latest."""
+    """Fake workers know a request by its client's id, which has a digest appended on the wire. Of
+    several requests with one id, it is the latest."""
 
     def __init__(self) -> None:
         self._on_the_wire: dict[str, str] = {}
 
     def shorten(self, message: Message) -> None:
-        """In a command."""
+        """Shorten the ids of a command."""
 
         def short(request_id: str) -> str:
             name = client_id(request_id)
@@ -42,12 +43,12 @@ class Names:
         _rename(message, short)
 
     def restore(self, message: Message) -> None:
-        """In an event."""
+        """Restore the ids of an event."""
         _rename(message, lambda name: self._on_the_wire.get(name, name))
 
 
 class Verbatim(Names):
-    """For tests in which several clients use one id."""
+    """Keeps the ids: for tests in which several clients use the same one."""
 
     def shorten(self, message: Message) -> None: ...
 
@@ -55,7 +56,7 @@ class Verbatim(Names):
 
 
 def _rename(message: Message, name_of: Callable[[str], str]) -> None:
-    """Change every request_id in it."""
+    """Change every request_id in a message."""
     for field_, value in message.ListFields():
         if field_.name == "request_id":
             setattr(message, field_.name, name_of(value))
@@ -67,7 +68,7 @@ def _rename(message: Message, name_of: Callable[[str], str]) -> None:
 
 
 class Session:
-    """One gateway's stream."""
+    """The stream of one gateway."""
 
     def __init__(self, response: Callable[..., Any]) -> None:
         self._response = response
@@ -80,7 +81,7 @@ class Session:
         self._outgoing.put_nowait(None)
 
     def die(self) -> None:
-        """After what was sent."""
+        """Break the stream once its messages are sent."""
         self._outgoing.put_nowait(Unavailable("the worker has died"))
 
     async def responses(self) -> AsyncIterator[Any]:
@@ -93,10 +94,10 @@ class Session:
 
 @dataclass(eq=False)
 class FakeWorker:
-    """`seen`: every command, in order. `together`: the kinds of those of each message. `aborted`:
-    by (request, attempt). `stuck`: its streams are whole, and nothing comes over them. `begins`:
-    what it gets; otherwise that is `waiting`. `dies_of`: the request that it dies of, `takes_s`
-    after it has begun it."""
+    """`seen`: all commands, in order. `together`: the kinds of commands of each message. `aborted`:
+    by (request, attempt). `stuck`: its streams stay open without any message. `begins`: it begins
+    what it receives; otherwise that is `waiting`. `dies_of`: the request over which it dies,
+    `takes_s` after it has begun it."""
 
     role: ClassVar[Role]
     service: ClassVar[str]
@@ -171,7 +172,7 @@ class FakeWorker:
             await asyncio.sleep(0.02)
 
     def begin(self, session: Session, command: Any, compute: Callable[[], None]) -> None:
-        """What real workers do, too: suspects one at a time."""
+        """Begin a request; like real workers, only one suspect at a time."""
         ticket = command.ticket
 
         def go_on() -> None:
@@ -216,7 +217,7 @@ class FakeWorker:
             session.end()
 
     def die(self) -> None:
-        """As its gateways see it: all streams break. It is another one after that."""
+        """Break all streams, as a death does. Afterwards it is a new worker."""
         self.suspects = SuspectQueue()
         for session in self.sessions:
             session.die()
@@ -246,7 +247,7 @@ class FakeWorker:
 
 
 async def start(worker: FakeWorker) -> tuple[RpcServer, str]:
-    """The worker's server and its address."""
+    """Start the worker's server; returns the server and its address."""
     server = RpcServer(worker.service, guard=guard(worker.worker_id))
     worker.register(server.aio)
     port = await server.start("127.0.0.1", 0)
