@@ -1,4 +1,4 @@
-"""Workers on a pool: their locks, their stores and the pool's stamps, without engines."""
+"""Workers on a pool without engines: their locks, their stores and the pool's stamps."""
 
 import asyncio
 import math
@@ -28,7 +28,7 @@ def make_directory(root: Path, pool_id: str = "pool") -> PoolDirectory:
 
 
 class Worker:
-    """What the tests need of a worker: its lock, its store and the pool's stamps."""
+    """A worker's lock, store and stamps."""
 
     def __init__(
         self, name: str, url: str, directory: PoolDirectory, store: RedisStore, stamps: Stamps
@@ -42,13 +42,13 @@ class Worker:
         self.beating = asyncio.create_task(self._beat())
 
     async def _beat(self) -> None:
-        """Its pulse, without which an idle worker would not notice."""
+        """Send heartbeats, from which an idle worker learns of a lost ledger."""
         while True:
             await asyncio.sleep(0.02)
             await self.store.heartbeat(self.pool_id, self.name)
 
     async def allocate(self, holder: str, order: int, num_blocks: int) -> tuple[int, ...]:
-        """Blocks of its own, stamped as such with the answer."""
+        """Allocate blocks and stamp them as its own."""
         found = await self.store.allocate(self.pool_id, holder, self.name, order, [], num_blocks)
         return found.block_ids
 
@@ -86,8 +86,8 @@ async def joined(url: str, directory: PoolDirectory, *names: str) -> AsyncIterat
 
 
 async def assert_whole(workers: list[Worker]) -> None:
-    """The ledger is clean, and says of holders what their workers believe (an issuer may not have
-    heard yet of a claim)."""
+    """The ledger is clean, and agrees with the workers about their holders (an issuer may not know
+    of a claim yet)."""
     known: dict[str, Asserted] = {}
     pool_id = workers[0].pool_id
     for worker in workers:

@@ -1,5 +1,6 @@
-"""What the tests of the models share: checkpoints of every kind, transformers' answers, and a
-runner that records its logits, driven as by a worker, with blocks all over an arena full of NaN."""
+"""Shared parts of the models' tests: checkpoints of every kind, the answers of transformers, and a
+runner that records its logits, driven as by a worker, with scattered blocks in an arena full of
+NaN."""
 
 import random
 from collections.abc import Iterable, Sequence
@@ -69,7 +70,8 @@ def random_prompt(length: int, seed: int) -> tuple[int, ...]:
 
 
 def pairwise(*factors: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """A small part of the factors' product in which every two values of two factors meet."""
+    """A small part of the product of all factors, in which every two values of two factors occur
+    together."""
     rows = list(product(*(range(len(factor)) for factor in factors)))
     random.Random(0).shuffle(rows)
     missing = {pair for row in rows for pair in combinations(enumerate(row), 2)}
@@ -90,7 +92,7 @@ class Answer:
 
 
 class Oracle:
-    """transformers' greedy decoding of one checkpoint in fp32, remembered by prompt."""
+    """The greedy decoding of transformers for one checkpoint in fp32, cached by prompt."""
 
     def __init__(self, directory: Path) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(
@@ -120,7 +122,7 @@ class Oracle:
 
 @dataclass
 class Trial:
-    """One sequence on the recording. Its first `num_cached` positions are in adopted blocks."""
+    """One sequence of the recording. Its first `num_cached` positions are in adopted blocks."""
 
     prompt: tuple[int, ...]
     block_table: list[int]
@@ -147,7 +149,7 @@ class Trial:
 
 
 class RecordingRunner(Runner):
-    """A runner that remembers its last logits, with an arena of its own."""
+    """A runner that keeps its last logits, with its own arena."""
 
     def __init__(
         self,
@@ -187,8 +189,8 @@ class RecordingRunner(Runner):
         return hidden
 
     def place(self, prompt: tuple[int, ...], shared: Trial | None = None) -> Trial:
-        """A new sequence, which shares the full blocks that its prompt has in common with
-        `shared`'s; as everywhere, at least the last token is computed again."""
+        """A new sequence that shares the full blocks that its prompt has in common with that of
+        `shared`. As everywhere, at least the last token is computed again."""
         num_shared = 0
         if shared is not None:
             same = next(
@@ -205,8 +207,8 @@ class RecordingRunner(Runner):
         )
 
     def decode_all(self, suspects: Iterable[Trial], chunk: int, late: int = 0) -> None:
-        """Step until all have finished. Trial i joins at step i * `late`, so that with late > 0
-        rows of prompts and of single tokens meet in one batch."""
+        """Step until all have finished. Trial i joins at step i * `late`: with late > 0, rows of
+        prompts and of single tokens are in one batch."""
         waiting, running = list(suspects), list[Trial]()
         for step in count():
             while waiting and step >= late * len(running):

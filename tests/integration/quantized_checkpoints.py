@@ -1,6 +1,6 @@
-"""Writes quantized checkpoints from random codes, and beside each its twin: the same weights,
-dequantized. The packing of each format is written here from the format's description, output by
-output and input by input, not from the code that reads it."""
+"""Writes quantized checkpoints from random codes, and beside each a twin with the same weights,
+dequantized. The packing follows each format's description, output by output and input by input, not
+the code that reads it."""
 
 import json
 import shutil
@@ -203,7 +203,7 @@ def fp8_block() -> Scheme:
 
 def compare_answers(quantized: Path, twin: Path, bound: float) -> None:
     """Decode some prompts with both. Logits differ by at most `bound`, as a share of their spread
-    (root mean square over all); tokens are equal while the oracle's margin exceeds four times the
+    (root mean square over all). Tokens are equal where the oracle's margin exceeds four times the
     error of its logits."""
     oracle = Oracle(twin)
     recording = RecordingRunner(quantized, 16, num_blocks=64, dtype=torch.bfloat16)

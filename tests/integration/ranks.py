@@ -1,4 +1,4 @@
-"""Ranks without a worker: a runner of several processes with arenas of its own, driven like
+"""Ranks without a worker: a runner of several processes with an arena each, driven like
 `models_oracle.RecordingRunner`."""
 
 import random
@@ -26,7 +26,7 @@ LIMIT_S = 60.0
 
 
 def pool_of(directory: Path, layout: PoolLayout, num_blocks: int, worker_id: str) -> Membership:
-    """A pool full of NaN, or of random bytes in int8, without a store: arenas and a lock."""
+    """A pool without a store, full of NaN, or of random bytes in int8: arenas and a lock."""
     there = PoolDirectory(directory)
     if not there.workers.exists():
         there.workers.mkdir(parents=True)
@@ -42,7 +42,7 @@ def pool_of(directory: Path, layout: PoolLayout, num_blocks: int, worker_id: str
 
 
 class RankedRunner(RecordingRunner):
-    """`ranks` may have served another runner before."""
+    """A runner whose `ranks` may have served another runner before."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""LoRA adapters in the decoders: PEFT's tokens, the same bits in any batch, and what is refused."""
+"""LoRA adapters in the decoders: the tokens of PEFT, the same bits in any batch, and refusals."""
 
 import json
 from pathlib import Path
@@ -26,8 +26,8 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 
 
 class AdapterRunner(RecordingRunner):
-    """Trials run with the adapters that `adapters` has for them; rows are grouped by adapter, as
-    the scheduler groups them."""
+    """Runs trials with the adapters of `adapters`; rows are grouped by adapter, as the scheduler
+    does."""
 
     adapters: dict[int, LoadedAdapter | None]
 

@@ -1,4 +1,4 @@
-"""`quire advise block-size` with everything that it asks: processes, kernels, a store."""
+"""`quire advise block-size` with real processes, kernels and a store."""
 
 import json
 import subprocess

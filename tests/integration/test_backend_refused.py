@@ -130,7 +130,7 @@ def test_a_backend_that_cannot_run_here_is_refused_before_the_pool(
     settings: dict[str, str],
     reason: str,
 ) -> None:
-    """The worker has no registration here, which it needs for every call to the store."""
+    """The worker has no registration, which every call to the store needs."""
     machine(monkeypatch)
     pools = tmp_path / "pools"
     pools.mkdir()

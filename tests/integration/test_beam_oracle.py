@@ -1,5 +1,5 @@
-"""Beam search finds what transformers' finds: over random models whose logits are the same numbers
-for both, and over a checkpoint, with a Runner on paged KV."""
+"""Beam search finds the hypotheses of transformers: over random models with the same logits for
+both, and over a checkpoint with a Runner on paged KV."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -37,7 +37,7 @@ EARLY_STOPPING: dict[EarlyStopping, bool | str] = {
     EarlyStopping.WHEN_IMPOSSIBLE: "never",
 }
 Advance = Callable[[Sequence[Beam], Sequence[int]], list[Logprobs]]
-"""(living beams, the parent of each): their likeliest next tokens."""
+"""(living beams, the parent of each): the likeliest next tokens of the beams."""
 
 
 def run(search: BeamSearch, advance: Advance) -> tuple[Hypothesis, ...]:
@@ -89,7 +89,7 @@ def check(
 
 
 class Table(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
-    """Logits by the last token and the length, the same numbers for whoever asks."""
+    """Logits by the last token and the length, the same for both searches."""
 
     config_class = PreTrainedConfig
     VOCAB = 40
@@ -152,8 +152,8 @@ def test_beam_search_equals_transformers(
 
 
 class OnPages:
-    """Beams as rows of a Runner. A branch has a block table of its own, with copies of all of its
-    parent's blocks."""
+    """Beams as rows of a Runner. A branch has its own block table, with copies of all blocks of its
+    parent."""
 
     def __init__(
         self,
@@ -197,7 +197,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 def test_on_pages_it_finds_what_transformers_finds(checkpoint: Path) -> None:
-    """Tokens that end a sequence are ones that beams do draw, so that some end early."""
+    """Some tokens that beams draw end a sequence, so that some beams end early."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     recording = RecordingRunner(checkpoint, block_size=4, num_blocks=600)
     num_stopped = 0

@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint is said before any process of a run starts."""
+"""A checkpoint's faults are reported before any process of a run starts."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def edit_config(**fields: object) -> Spoil:
 
 
 def edit_norm(norm: torch.Tensor | None) -> Spoil:
-    """None: without it."""
+    """None: without the field."""
 
     def edit(directory: Path) -> None:
         known = load_file(directory / FIRST) | {"model.norm.weight": norm}
@@ -132,7 +132,7 @@ def test_a_broken_checkpoint_is_named(checkpoint: Path, spoil: Spoil, message: s
 
 
 def test_the_check_imports_no_pytorch(checkpoint: Path) -> None:
-    """It takes a fraction of a second of a start."""
+    """So it takes only a fraction of a second at the start."""
     code = (
         "import runpy, sys; sys.argv = ['check', sys.argv[1]];"
         "runpy.run_module('services.common.checkpoint', run_name='__main__');"
@@ -170,7 +170,7 @@ def test_a_worker_refuses_by_itself_what_cannot_be_served(
     spoil: Spoil,
     message: str,
 ) -> None:
-    """In containers nobody else looks: the gateway would never serve the worker."""
+    """In containers no supervisor checks it, and the gateway would never use the worker."""
     spoil(checkpoint)
     monkeypatch.setenv("QUIRE_PREFILL_MODEL", str(checkpoint))
     settings = load_settings(PrefillSettings)
@@ -179,7 +179,7 @@ def test_a_worker_refuses_by_itself_what_cannot_be_served(
 
 
 def test_kv_in_int8_is_a_pool_of_its_own(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another fingerprint, and for a head of 16 values 20 bytes instead of 64."""
+    """It has another fingerprint, and 20 bytes instead of 64 for a head of 16 values."""
     monkeypatch.setenv("QUIRE_PREFILL_MODEL", str(checkpoint))
     plain = load(load_settings(PrefillSettings), lambda: None)
     monkeypatch.setenv("QUIRE_PREFILL_KV_DTYPE", "int8")

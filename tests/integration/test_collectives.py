@@ -1,4 +1,5 @@
-"""Sums of ranks, on gloo with a thread for each rank: the order of the ranks, in every batch."""
+"""Sums over ranks, on gloo with a thread for each rank: in the order of the ranks, in every
+batch."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,8 @@ from .models_oracle import SPECS
 
 SIZE = 4
 TERMS = (1e8, 1.0, -1e8, 0.5)
-"""In this order 0.5, because 1e8 + 1 is 1e8 in fp32; backwards 0; by twos from the ends 1."""
+"""Their sum in this order is 0.5, because 1e8 + 1 is 1e8 in fp32; backwards 0; in pairs from the
+ends 1."""
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +44,7 @@ def sums(group: list[Collectives], terms: list[Tensor]) -> list[Tensor]:
 def test_terms_are_added_in_the_order_of_the_ranks(
     group: list[Collectives], dtype: torch.dtype, num_rows: int
 ) -> None:
-    """Law 10: an all-reduce turns the order by the message's size and the value's place in it."""
+    """Law 10: an all-reduce would rotate the order by the message's size and the value's place."""
     terms = [torch.full((num_rows, 96), value, dtype=dtype) for value in TERMS]
     for total in sums(group, terms):
         assert total.dtype == dtype
@@ -50,7 +52,7 @@ def test_terms_are_added_in_the_order_of_the_ranks(
 
 
 def test_a_sum_is_rounded_once(group: list[Collectives]) -> None:
-    """In bf16, 1 + 2^-9 is 1: a sum that is rounded after each term loses the small ones."""
+    """In bf16, 1 + 2^-9 is 1: a sum that is rounded after each term loses the small terms."""
     terms = [torch.full((2, 8), value, dtype=torch.bfloat16) for value in (1.0, *[2**-9] * 3)]
     expected = torch.tensor(1 + 3 * 2**-9).bfloat16()
     for total in sums(group, terms):

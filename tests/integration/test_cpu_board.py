@@ -1,4 +1,5 @@
-"""The board of a host's workers, between real processes: who has a seat, and who is busy."""
+"""The CPU board of a host's workers, between real processes: their seats, and whether they are
+busy."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -48,7 +49,7 @@ def test_a_worker_that_leaves_is_gone_and_its_seat_is_free(cpu_board: CpuBoard, 
 
 
 def test_a_killed_workers_seat_is_free_at_once(cpu_board: CpuBoard, path: Path) -> None:
-    """And nobody waits for a CPU that it was busy on."""
+    """No worker waits for a CPU on which it was busy."""
     with guest(path, "prefill", "dead") as dead, guest(path, "decode", "alive") as alive:
         dead.set_backlog(1)
         assert cpu_board.entries() == (alive.entry, dead.entry)
@@ -72,7 +73,7 @@ def test_a_killed_workers_seat_can_be_taken_before_anybody_has_looked(
 
 
 def test_reading_the_board_frees_no_entry(cpu_board: CpuBoard, path: Path) -> None:
-    """Looking locks the entries of the dead, for a moment, and lets go of nothing else."""
+    """Reading locks the entries of dead workers for a moment, and releases nothing else."""
     own = cpu_board.take_entry("decode", "own")
     for _ in range(3):
         assert cpu_board.entries() == (own,)
@@ -109,7 +110,7 @@ def test_leaving_twice_is_leaving_once(cpu_board: CpuBoard, path: Path) -> None:
 def test_when_all_seats_are_taken_it_says_so(
     cpu_board: CpuBoard, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a smaller board: the other processes sit on all of it."""
+    """On a smaller board, whose seats are all taken by other processes."""
     monkeypatch.setattr("services.worker.cpu.board.NUM_ENTRIES", 2)
     with guest(path, "prefill", "a"), guest(path, "decode", "b") as last:
         with pytest.raises(StartupError, match="already has 2 workers"):
@@ -119,7 +120,7 @@ def test_when_all_seats_are_taken_it_says_so(
 
 
 def test_a_name_of_any_length_fits(cpu_board: CpuBoard, path: Path) -> None:
-    """What is too long is cut, and does not run into the next seat."""
+    """A long name is cut, and does not overwrite the next seat."""
     with guest(path, "prefill", "ü" * 100), guest(path, "decode", "next") as after:
         first, second = cpu_board.entries()
         assert (first.role, first.worker_id) == ("decode", "next")

@@ -1,4 +1,4 @@
-"""A worker on its part of the host's CPUs, with real neighbours on the board and real lanes."""
+"""A worker on its part of the host's CPUs, with other processes on the board and real lanes."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ ROWS = [Row([1], 0, [0]), Row([2], 0, [1])]
 
 
 class RecordingCpu(NativeCpu):
-    """Remembers what it was told."""
+    """Records its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class RecordingCpu(NativeCpu):
 
 
 class Linear:
-    """A runner whose step is one linear; it notes what the board said that it wanted."""
+    """A runner whose step is one linear; it records what the board says that it wants."""
 
     def __init__(self, native: NativeCpu) -> None:
         self._native = native
@@ -60,7 +60,7 @@ class Linear:
 
 
 class Worker:
-    """In seat 0. `pauses`: how long, and what it wanted then."""
+    """The worker, in seat 0. `pauses`: each pause's length, and what the worker wanted then."""
 
     def __init__(self, path: Path, role: str = "decode") -> None:
         self.path = path
@@ -81,7 +81,7 @@ class Worker:
         return self.cpu_board.backlog(entry or self.own)
 
     def division(self, *guests: Guest) -> tuple[Lane, ...]:
-        """What a step is computed on when it has looked around, with these guests on the board."""
+        """The CPUs that the worker computes a step on, with these other workers on the board."""
         assert self.cpu_board.entries() == tuple(sorted([self.own, *(g.entry for g in guests)]))
         self.cpus.refresh()
         self.cpus.launch(ROWS)
@@ -90,7 +90,7 @@ class Worker:
 
 @pytest.fixture
 def worker(tmp_path: Path) -> Iterator[Worker]:
-    """This thread computes its first lane, and is bound to that lane's CPU until the test ends."""
+    """This thread computes the first lane, and is bound to its CPU until the test ends."""
     usable = os.sched_getaffinity(0)
     worker = Worker(tmp_path / "board")
     yield worker
@@ -128,7 +128,7 @@ def test_cpus_are_divided_anew_when_a_worker_comes_and_when_it_leaves(worker: Wo
 
 
 def test_a_killed_workers_cpus_go_to_the_others(worker: Worker) -> None:
-    """Busy when it died: nobody waits for it to become idle."""
+    """The worker was busy when it died: no other one waits for it to become idle."""
     with guest(worker.path, "prefill", "p1") as prefill:
         assert worker.division(prefill) == BESIDE_PREFILL
         prefill.set_backlog(1)
@@ -206,7 +206,7 @@ def test_prompts_pause_for_nobody(tmp_path: Path) -> None:
 
 
 def test_a_lent_lane_follows_the_other_process(worker: Worker) -> None:
-    """Whether it has something to compute or not, steps compute the same."""
+    """The steps compute the same whether the other process has work or not."""
     with guest(worker.path, "prefill", "p1") as prefill:
         worker.division(prefill)
         for backlog in (1, 0, 4):

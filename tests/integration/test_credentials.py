@@ -1,5 +1,5 @@
-"""Credentials of a deployment without `quire serve`: what is written, and a real server that uses
-it."""
+"""Credentials of a deployment without `quire serve`: the written files, and a real server that uses
+them."""
 
 import os
 import subprocess
@@ -36,7 +36,7 @@ def write(run_dir: Path, **settings: str) -> "subprocess.CompletedProcess[str]":
 
 
 def contents(run_dir: Path) -> dict[str, str]:
-    """All but the certificates."""
+    """All credentials but the certificates."""
     return {path.name: path.read_text() for path in run_dir.iterdir() if path.is_file()}
 
 
@@ -74,7 +74,7 @@ def test_a_secret_that_is_too_short_stops_the_start(tmp_path: Path) -> None:
 
 @pytest.fixture
 def locked(tmp_path: Path) -> Iterator[Valkey]:
-    """A server with the ACL file; its URL is that of the user, as a service puts it together."""
+    """A server with the ACL file; its URL contains the user, as a service composes it."""
     assert write(tmp_path / "run").returncode == 0
     server = LockedValkey(tmp_path, "--aclfile", str(tmp_path / "run" / "valkey.acl"))
     server.start()
@@ -103,7 +103,7 @@ async def store(locked: Valkey) -> AsyncIterator[RedisStore]:
 async def test_the_store_and_the_registry_work_for_the_user(
     locked: Valkey, store: RedisStore
 ) -> None:
-    """A walk through blocks, waiters and the registry; the list of commands has its own test."""
+    """Calls of blocks, waiters and the registry; another test covers the list of commands."""
     await store.register_pool(SPEC)
     await store.register_worker(SPEC, "w")
     given = await store.allocate("tiny-1", "h", "w", 1, [], 8)

@@ -1,5 +1,5 @@
-"""Decode steps as graphs: the tokens of eager steps, whatever the number of rows; padding writes
-nothing. The graphs are `tests.graph_stand_in`'s."""
+"""Decode steps as graphs: the tokens of eager steps for any number of rows; padding writes nothing.
+The graphs are those of `tests.graph_stand_in`."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -34,7 +34,7 @@ KERNELS = (
 
 
 class LaunchedKernels(ReferenceKernels):
-    """The reference, each operation a launch."""
+    """The reference, whose operations each count as one launch."""
 
     reads_whole_blocks = True
 
@@ -45,7 +45,7 @@ for _name in KERNELS:
 
 @pytest.fixture
 def planned() -> Iterator[Backend]:
-    """FlashInfer's calls, with its stand-in; all else is the reference."""
+    """FlashInfer's calls, with its stand-in; all other operations are the reference's."""
     with pytest.MonkeyPatch.context() as patch:
         stand_in = ModuleType("flashinfer")
         stand_in.__dict__.update(vars(flashinfer_stand_in))
@@ -73,7 +73,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 class DeviceRunner(Runner):
-    """Works on a CPU as on a GPU."""
+    """A runner that works on a CPU as on a GPU."""
 
     def __init__(self, checkpoint: Path, dtype: torch.dtype, ops: Backend) -> None:
         model = load_model(checkpoint, dtype, ops)
@@ -103,7 +103,7 @@ def table(number: int) -> range:
 
 def generate(runner: DeviceRunner, prompts: list[tuple[int, ...]], draws: Sequence[Draw]) -> Any:
     """Step n has the sequences that have begun by then and have not ended: 1, 2 .. 6 .. 2, 1. Rows
-    take tokens that are on the device; their flights are retired one step late."""
+    take tokens that are still on the device, since flights are retired one step late."""
     tokens: dict[int, list[int]] = {i: [] for i in range(len(prompts))}
     positions = [len(prompt) for prompt in prompts]
     pending: tuple[list[int], Any] = ([], None)
@@ -145,7 +145,7 @@ PROMPTS = [random_prompt(n, seed=n) for n in (5, 1, 9, 2, 13, 3)]
 
 
 def test_graphs_give_the_tokens_of_eager_steps(checkpoint: Path) -> None:
-    """And transformers'. Steps between are prefill steps, which have no graph."""
+    """They are also those of transformers. Prefill steps between them have no graph."""
     eager = DeviceRunner(checkpoint, torch.float32, Backend(LaunchedKernels()))
     graphed = DeviceRunner(checkpoint, torch.float32, Backend(LaunchedKernels())).with_graphs()
     wanted = generate(eager, PROMPTS, [GREEDY] * 6)
@@ -160,7 +160,7 @@ def test_graphs_give_the_tokens_of_eager_steps(checkpoint: Path) -> None:
 
 
 def test_graphs_draw_as_eager_steps(checkpoint: Path) -> None:
-    """Draws that are no argmaxes are drawn by the host here; the states are the graphs'."""
+    """Draws that are no argmax are made by the host here, from the graphs' states."""
     draws = [
         Draw(replace(GREEDY.sampling, temperature=1.0, seed=seed, top_k=seed), 0)
         for seed in range(6)
@@ -216,7 +216,7 @@ def test_rows_that_only_store_have_no_state(checkpoint: Path) -> None:
 
 
 def test_plans_reach_the_graphs_that_were_captured(checkpoint: Path, planned: Backend) -> None:
-    """FlashInfer plans each step on the host; its wrapper of a graph keeps its buffers."""
+    """FlashInfer plans each step on the host; its wrapper for a graph keeps its buffers."""
     wanted = generate(
         DeviceRunner(checkpoint, torch.bfloat16, Backend(LaunchedKernels())), PROMPTS, [GREEDY] * 6
     )

@@ -1,4 +1,4 @@
-"""Models with experts: MXFP4 weights, the packed file, and what is refused."""
+"""Models with experts: MXFP4 weights, the packed file, and refusals."""
 
 import json
 from dataclasses import replace
@@ -31,7 +31,8 @@ class OnGpu(ReferenceKernels):
 
 
 def in_mxfp4(directory: Path, twin: Path) -> None:
-    """Replace a checkpoint's experts by random MXFP4 weights, and in `twin` by their values."""
+    """Replace a checkpoint's experts by random MXFP4 weights, and those of `twin` by their
+    values."""
     generator = torch.Generator().manual_seed(3)
     tensors = load_file(directory / "model.safetensors")
     values = dict(tensors)
@@ -69,7 +70,7 @@ def test_mxfp4_weights_are_dequantized_exactly(tmp_path: Path) -> None:
 
 
 def test_packed_experts_are_those_of_memory(tmp_path: Path) -> None:
-    """The packed file, made and then mapped, gives the bits of weights packed in memory."""
+    """The packed file, written and then mapped, gives the bits of weights packed in memory."""
     directory = make(tmp_path / "model", CASES["qwen3 moe, some layers"])
     caches = (None, tmp_path / "cache", tmp_path / "cache")
     first, *others = [logits(directory, torch.bfloat16, cache) for cache in caches]
@@ -97,7 +98,7 @@ def test_a_wrong_config_is_refused(
 
 
 def test_what_experts_do_not_have_is_refused(tmp_path: Path) -> None:
-    """Backends for GPUs, and ranks beside sinks."""
+    """Backends for GPUs, and ranks together with sinks."""
     directory = make(tmp_path / "model", CASES["gpt-oss"])
     with pytest.raises(StartupError, match="has experts, which backend 'on a GPU' does not"):
         load_model(directory, torch.float32, Backend(OnGpu()), device="meta")

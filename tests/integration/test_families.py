@@ -1,5 +1,5 @@
-"""Each family gives transformers' greedy tokens, from checkpoints that transformers has written, on
-both backends that compute it on a CPU; and the same bits whatever the batch."""
+"""Each family gives the greedy tokens of transformers, from checkpoints that transformers has
+written, on both backends that a CPU has; and the same bits in any batch."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -38,7 +38,7 @@ def placed(recording: RecordingRunner, lengths: Sequence[int]) -> list[Trial]:
 def test_greedy_tokens_are_those_of_transformers(
     checkpoints: Checkpoints, name: str, backend: str, chunk: int, block_size: int
 ) -> None:
-    """All prompts in one batch: the last one comes when the others decode."""
+    """All prompts in one batch: the last one joins when the others decode."""
     directory, oracle = checkpoints(name)
     case = CASES[name]
     num_blocks = sum(case.lengths) // block_size + 3 * len(case.lengths) * NUM_NEW_TOKENS
@@ -66,7 +66,7 @@ def test_bits_do_not_depend_on_the_batch(checkpoints: Checkpoints, name: str) ->
 def test_quantized_families_have_their_own_bits_too(
     checkpoints: Checkpoints, name: str, quantize: Quantization | None, kv_in_int8: bool
 ) -> None:
-    """And logits near those of transformers in fp32: their correlation shows a wrong order of rows
+    """Logits are near those of transformers in fp32: their correlation shows a wrong order of rows
     or a missing factor."""
     directory, oracle = checkpoints(name)
     own = check_bits(directory, name, torch.bfloat16, quantize, kv_in_int8=kv_in_int8)
@@ -85,7 +85,7 @@ def check_bits(
     kv_in_int8: bool,
 ) -> Trial:
     """A prompt has the same logits alone in one piece, and in chunks on three threads beside
-    others. Returns the first."""
+    others. Returns the logits."""
     case = CASES[name]
 
     def run(num_others: int, chunk: int, num_threads: int) -> Trial:

@@ -1,4 +1,4 @@
-"""GGUF files: weights, configuration and answers are those of the same model as a Hugging Face
+"""GGUF files: weights, configuration and answers equal those of the same model as a Hugging Face
 checkpoint."""
 
 import math
@@ -44,7 +44,8 @@ FAMILIES: tuple[Family, ...] = ("llama", "qwen2", "qwen3")
 
 
 def q4_k_m(name: str) -> str:
-    """llama.cpp's mix: some layers' values and down projections, and the head, have 6 bits."""
+    """llama.cpp's mix: the values and down projections of some layers, and the head, have 6
+    bits."""
     if name in ("output.weight", "blk.0.ffn_down.weight", "blk.0.attn_v.weight"):
         return "Q6_K"
     return "Q4_K"
@@ -58,7 +59,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def dense(path: Path, name: str) -> Tensor:
-    """A tensor as the engine reads it, fp32."""
+    """A tensor as the engine reads it, in fp32."""
     weights = load_weights(path, ModelConfig.from_directory(path))
     if name in weights.tensors:
         return weights.tensors[name].float()
@@ -86,7 +87,8 @@ def test_weights_of_every_type(plain: Path, tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_gguf_file_is_the_same_model(tmp_path: Path, family: Family, tied: bool) -> None:
-    """In fp32, with biases: the configuration is that of config.json but for what GGUF lacks."""
+    """In fp32, with biases: the configuration is that of config.json, except for fields that GGUF
+    lacks."""
     spec = replace(SPEC, family=family, tied=tied, attention_bias=family == "llama")
     plain = make_checkpoint(tmp_path / "plain", spec)
     exact = write_gguf(plain, tmp_path / "model.gguf")
@@ -101,7 +103,7 @@ def test_a_gguf_file_is_the_same_model(tmp_path: Path, family: Family, tied: boo
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", ["F16", "Q8_0"])
 def test_transformers_reads_the_same_weights(tmp_path: Path, family: Family, kind: str) -> None:
-    """It knows names and the order of rows by itself."""
+    """transformers maps the names and the order of rows itself."""
     plain = make_checkpoint(tmp_path / "plain", replace(SPEC, family=family))
     write_gguf(plain, tmp_path / "model.gguf", lambda name: kind)
     model = AutoModelForCausalLM.from_pretrained(plain, local_files_only=True)
@@ -151,7 +153,7 @@ def test_a_mix_takes_the_wider_kind(plain: Path, tmp_path: Path) -> None:
 
 
 def packed_error(path: Path, exact: dict[str, Tensor], name: str) -> float:
-    """The error of a linear's weights as the kernels hold them: root mean square of the products
+    """The error of a linear's weights as the kernels have them: root mean square of the products
     with unit vectors, as a share of the weights'."""
     weight = load_weights(path, ModelConfig.from_directory(path)).linear(name)
     assert isinstance(weight, Int4Weight)
@@ -175,7 +177,7 @@ def test_rounding_of_scales_and_zero_points_to_fp16(
 
 @pytest.mark.parametrize("kind", IN_8_BITS)
 def test_eight_bits_cost_half_a_percent(plain: Path, tmp_path: Path, kind: str) -> None:
-    """One scale for each output, in the place of one for each block."""
+    """There is one scale for each output, instead of one for each block."""
     path = tmp_path / "model.gguf"
     exact = write_gguf(plain, path, lambda name: kind)["model.layers.0.mlp.down_proj.weight"]
     scales = exact.abs().amax(1, keepdim=True) / 127
@@ -195,7 +197,7 @@ def test_groups_without_a_scale_hold_their_minimum() -> None:
 
 
 def test_frequency_divisors_are_llama3s_scaling(tmp_path: Path) -> None:
-    """llama.cpp stores them in the place of the scaling's parameters."""
+    """llama.cpp stores them instead of the scaling's parameters."""
     spec = replace(SPEC, family="llama", rope_scaling=LLAMA3_ROPE)
     plain = make_checkpoint(tmp_path / "plain", spec)
     theirs = ModelConfig.from_directory(plain)
@@ -285,7 +287,7 @@ def test_a_truncated_file_is_named(plain: Path, tmp_path: Path, size: int) -> No
 
 
 def test_every_byte_of_the_header_may_be_wrong(plain: Path, tmp_path: Path) -> None:
-    """A broken file ends in a StartupError, or is read; nothing else is raised."""
+    """A broken file raises StartupError or is read; no other error is raised."""
     path = tmp_path / "model.gguf"
     write_gguf(plain, path, lambda name: "Q4_0")
     content = bytearray(path.read_bytes())

@@ -1,5 +1,5 @@
-"""The pool's size on a GPU: the share that may be used, less what the workers need. The step runs
-on the CPU here, and a meter of the test says what it takes."""
+"""The pool's size on a GPU: the usable share minus the workers' needs. The step runs on the CPU
+here, and the test's meter gives its memory."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -55,7 +55,7 @@ def test_a_gpu_that_is_too_small_is_refused_with_the_numbers() -> None:
 
 
 class Meter:
-    """Says what a test expects, and that it was asked in order."""
+    """A meter that gives the expected values and checks the order of the calls."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -93,8 +93,8 @@ def test_the_largest_step_is_measured(
     num_rows: int,
     lens: list[int],
 ) -> None:
-    """It has all tokens and draws from all rows, at most the context each; the arena of one block
-    and the weights are no activations."""
+    """It has all tokens and draws from all rows, with at most the context each. The arena of one
+    block and the weights are no activations."""
     ops = kvops.backend("reference")
     model = load_model(make_checkpoint(tmp_path / "tiny"), torch.float32, ops)
     layout = PoolLayout("tiny", "f", 2, 2, 16, "float32", 16)
@@ -128,8 +128,8 @@ def test_the_largest_step_is_measured(
 
 
 def test_graphs_and_shared_weights_are_counted_once(tmp_path: Path) -> None:
-    """The graphs of all sizes are recorded for their memory, on an arena of one block. What the
-    driver counts of shared weights as this process's is not counted again."""
+    """Graphs of all sizes are recorded for their memory, on an arena of one block. The driver's
+    share of the shared weights for this process is not counted again."""
     ops = kvops.backend("reference")
     model = load_model(make_checkpoint(tmp_path / "tiny"), torch.float32, ops)
     graphs: list[object] = []

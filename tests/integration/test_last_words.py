@@ -1,4 +1,4 @@
-"""What a worker says last is heard, however soon after it its process dies."""
+"""The last messages of a worker arrive, however soon its process dies after them."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ LIMIT_S = 30.0
 
 
 class Mortal:
-    """A worker that is killed as soon as it would begin to compute."""
+    """A worker that is killed as soon as it begins to compute."""
 
     worker_id, pool_id = "worker", "pool"
     draining = stalled = False
@@ -75,7 +75,7 @@ async def until_it_breaks(stream: Any, heard: list[Any]) -> None:
 
 @pytest.mark.parametrize("time", range(4))
 async def test_a_worker_has_said_what_it_began_when_it_dies_of_it(time: int) -> None:
-    """It is killed by the very call that would let its engine run."""
+    """The worker is killed by the call that would start its engine."""
     child = await asyncio.create_subprocess_exec(
         sys.executable, __file__, stdout=asyncio.subprocess.PIPE
     )

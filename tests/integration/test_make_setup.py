@@ -1,4 +1,5 @@
-"""`make setup` before it installs anything: which Python makes .venv, and what is left in it."""
+"""`make setup` before it installs anything: which Python makes .venv, and what it leaves in
+.venv."""
 
 import os
 import re
@@ -28,7 +29,8 @@ else:
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """As much of the repository as the first step of `make setup` needs; nothing is installed."""
+    """The part of the repository that the first step of `make setup` needs; nothing is
+    installed."""
     (tmp_path / "deploy").mkdir()
     for name in ("Makefile", "pyproject.toml", "deploy/venv.sh", "deploy/constraints-cpu.txt"):
         shutil.copy(ROOT / name, tmp_path / name)
@@ -77,7 +79,7 @@ def test_a_python_that_is_not_there_is_named(clone: Path) -> None:
 
 
 def test_an_environment_of_an_old_python_is_made_anew(clone: Path) -> None:
-    """An earlier `make setup` may have left one."""
+    """An earlier `make setup` may have left it."""
     (clone / ".venv" / "bin").mkdir(parents=True)
     write_program(clone / ".venv" / "bin" / "python", PYTHON_3_9)
     write_program(clone / ".venv" / "bin" / "pip", "#!/bin/sh\nexit 1\n")
@@ -87,7 +89,8 @@ def test_an_environment_of_an_old_python_is_made_anew(clone: Path) -> None:
 
 
 def test_the_package_of_an_older_clone_is_removed(clone: Path) -> None:
-    """Installed as `quire`, by a hook that would find its packages before ours."""
+    """The package was installed as `quire`, by a hook that finds its packages before the present
+    ones."""
     subprocess.run([sys.executable, "-m", "venv", clone / ".venv"], check=True)
     (site,) = (clone / ".venv" / "lib").glob("python3*/site-packages")
     (site / "_quire_editable.pth").write_text("import sys\n")
@@ -116,7 +119,7 @@ def test_the_python_asked_for_is_the_packages() -> None:
 
 
 def test_messages_recommend_our_own_distribution() -> None:
-    """`quire` on PyPI is not this one."""
+    """`quire` on PyPI is another program."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     wrong = re.compile(r"pip install '?quire(?!-serve)\b|\bquire\[\w+\]")
     files = [

@@ -1,6 +1,5 @@
-"""Law 10: a sequence's logits and KV are the same down to the last bit, whatever else is in the
-batch, however its prompt was cut, whether its prefix was cached or decoded, on how many threads,
-and wherever the packed weights came from."""
+"""Law 10: a sequence's logits and KV have the same bits in any batch, in any chunks, with a cached
+or decoded prefix, on any number of threads, and with any source of the packed weights."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -33,7 +32,7 @@ KINDS: dict[str, tuple[torch.dtype, Quantization | None, bool]] = {
     "int4": (torch.bfloat16, "int4", False),
     "KV in int8": (torch.bfloat16, None, True),
 }
-"""Computation, weights, whether KV is in int8."""
+"""Computation, weights, and whether KV is in int8."""
 PROMPT = random_prompt(150, seed=0)
 BLOCK_SIZE = 16
 WHOLE = 4096
@@ -65,7 +64,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Make:
 
 
 class Sequence:
-    """The one sequence that is computed again and again."""
+    """The sequence that is computed again and again."""
 
     def __init__(self, directory: Path, kind: str) -> None:
         self._directory = directory
@@ -114,14 +113,14 @@ def sequence(checkpoints: Make, kind: str, request: pytest.FixtureRequest) -> Se
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, 149])
 def test_however_the_prompt_is_cut(sequence: Sequence, chunk: int) -> None:
-    """In chunks of 1 it is decoded, token by token."""
+    """In chunks of 1 it is decoded token by token."""
     sequence.compute(chunk=chunk).assert_equals(sequence.expected)
 
 
 @pytest.mark.parametrize(("batch", "chunk"), [(2, WHOLE), (5, 33), (17, 64), (64, 7), (64, WHOLE)])
 def test_logits_do_not_depend_on_the_batch(sequence: Sequence, batch: int, chunk: int) -> None:
-    """It comes when half of the others are there, prompts and decoding rows, and sees the rest
-    come."""
+    """It joins a batch with half of the other prompts and decoding rows, and the rest joins
+    later."""
     recording = sequence.recording()
     others = [random_prompt(1 + i * 37 % 100, seed=i) for i in range(1, batch)]
     suspects = [recording.place(prompt) for prompt in others]
@@ -131,7 +130,7 @@ def test_logits_do_not_depend_on_the_batch(sequence: Sequence, batch: int, chunk
 
 
 def test_when_its_prefix_was_cached(sequence: Sequence) -> None:
-    """Of another prompt, computed in other chunks; then its own whole prompt."""
+    """First of another prompt, computed in other chunks; then its own whole prompt."""
     recording = sequence.recording()
     donor = recording.place((*PROMPT[:100], *random_prompt(30, seed=5)))
     recording.decode_all([donor], chunk=11)
@@ -167,7 +166,7 @@ def test_on_any_number_of_threads(sequence: Sequence, num_threads: int, chunk: i
 
 
 def test_with_weights_from_the_cache(sequence: Sequence, tmp_path: Path) -> None:
-    """By who packs them, and by who finds them packed."""
+    """In the process that packs them, and in one that finds them packed."""
     for _ in range(2):
         sequence.compute(cache=tmp_path).assert_equals(sequence.expected)
     assert len([path for path in tmp_path.iterdir() if path.suffix != ".lock"]) == 1
@@ -177,7 +176,7 @@ def test_with_weights_from_the_cache(sequence: Sequence, tmp_path: Path) -> None
 def test_on_every_instruction_set(
     checkpoints: Make, kind: str, isa: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each by itself: between them the bits may differ, and such workers share no pool."""
+    """Separately: between them the bits may differ, and such workers share no pool."""
     monkeypatch.setattr("kvops.native.usable_kernels", lambda: [isa])
     sequence = Sequence(checkpoints("qwen3"), kind)
     recording = sequence.recording(num_threads=3)

@@ -1,4 +1,4 @@
-"""The random checkpoints that other tests and benchmarks stand on."""
+"""The random checkpoints of other tests and of benchmarks."""
 
 import json
 import subprocess
@@ -67,7 +67,7 @@ def test_the_chat_template_renders(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "mistral"])
 def test_greedy_decoding_wanders(tmp_path: Path, family: str, tied: bool) -> None:
-    """Ten prompts' first 6 tokens hold at least 20 different ones."""
+    """The first 6 tokens of ten prompts contain at least 20 different ones."""
     oracle = Oracle(make_checkpoint(tmp_path, family=family, tied=tied))
     answers = [oracle.answer(random_prompt(8, seed)).token_ids for seed in range(10)]
     assert len({token for tokens in answers for token in tokens}) >= 20

@@ -1,4 +1,4 @@
-"""ModelConfig reads what transformers writes."""
+"""ModelConfig reads the configuration that transformers writes."""
 
 import json
 from pathlib import Path
@@ -16,8 +16,8 @@ from .models_oracle import SPECS, RecordingRunner, random_prompt
 def test_a_config_means_the_same_after_transformers_has_rewritten_it(
     tmp_path: Path, name: str
 ) -> None:
-    """transformers 5 writes `rope_parameters`, `dtype` and `layer_types`, our checkpoints the
-    spelling before."""
+    """transformers 5 writes `rope_parameters`, `dtype` and `layer_types`; the tests' checkpoints
+    have the older names."""
     ours = make_checkpoint(tmp_path / "ours", SPECS[name])
     AutoConfig.from_pretrained(ours).save_pretrained(tmp_path / "theirs")
     rewritten = json.loads((tmp_path / "theirs" / "config.json").read_text())

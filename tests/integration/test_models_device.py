@@ -1,5 +1,5 @@
-"""The composed model and the runner as on a GPU: no tensor on another device, inputs in one copy,
-tokens that stay on the device. `meta` tensors have a device and a shape, and nothing else."""
+"""The composed model and the runner as on a GPU: all tensors on the device, inputs in one copy, and
+tokens that stay on the device. Tensors on `meta` have only a device and a shape."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -53,7 +53,7 @@ def composed(checkpoint: Path, device: str, backend: Backend | None = None) -> C
 
 
 class OneDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses every operation on tensors of two devices, but for copies from one to the other."""
+    """Refuses every operation on tensors of two devices, except copies between them."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -66,7 +66,7 @@ class OneDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class ShapeKernels(ReferenceKernels):
-    """The reference without what it reads on the host."""
+    """The reference without the operations that read values on the host."""
 
     def store_kv(self, kv_layer: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
         assert {t.device for t in (kv_layer, k, v, slot_mapping)} == {kv_layer.device}
@@ -121,7 +121,7 @@ def test_a_layer_has_four_linears(checkpoint: Path) -> None:
 
 @dataclass
 class Told:
-    """A model that notes its batches."""
+    """A model that records its batches."""
 
     model: ComposedModel
     batches: list[Batch]
@@ -154,7 +154,8 @@ ARRAYS: dict[str, Indices] = {
 
 
 def test_inputs_reach_the_device_in_one_copy() -> None:
-    """Of whatever types and sizes; the same memory each time, unless it has to grow."""
+    """The inputs have several types and sizes; the memory is the same each time, unless it must
+    grow."""
     inputs = StepInputs(torch.device("cpu"))
     inputs.is_copied = True
     copies = []
@@ -187,7 +188,7 @@ def test_inputs_reach_the_device_in_one_copy() -> None:
 
 
 class DeviceRunner(Runner):
-    """Works on a CPU as on a GPU; its flights say that they are not complete."""
+    """A runner that works on a CPU as on a GPU; its flights are not complete at the launch."""
 
     def __init__(self, model: Any, kv: Tensor, ops: Backend) -> None:
         super().__init__(model, kv, SIZE, ops)
@@ -200,7 +201,8 @@ def tokens(results: Sequence[RowResult]) -> list[int]:
 
 
 def test_a_row_takes_the_token_that_is_on_the_device(checkpoint: Path) -> None:
-    """Greedy decoding without a token of the host is transformers'. Rows change their places."""
+    """Greedy decoding with tokens that never reach the host gives the tokens of transformers. Rows
+    change their places."""
     oracle, model = Oracle(checkpoint), composed(checkpoint, "cpu")
     runner = DeviceRunner(model, arena(model, 16, "cpu"), model.ops)
     prompts = [random_prompt(n, seed=n) for n in (5, 1, 9)]
@@ -224,7 +226,7 @@ def test_a_row_takes_the_token_that_is_on_the_device(checkpoint: Path) -> None:
 
 
 def test_a_draw_that_is_no_argmax_is_complete_at_its_launch(checkpoint: Path) -> None:
-    """The same tokens as on a CPU; and no row may take one of them from the device."""
+    """The tokens are those of a CPU, and no row may take one of them from the device."""
     model = composed(checkpoint, "cpu")
     rows = [
         Row(range(5), 0, (0, 1), draws=(GREEDY,)),
@@ -243,7 +245,7 @@ def test_a_draw_that_is_no_argmax_is_complete_at_its_launch(checkpoint: Path) ->
 
 
 def test_a_broken_row_is_found_out_when_its_flight_is_retired(checkpoint: Path) -> None:
-    """Whatever follows it takes any token; the rows beside it are not affected."""
+    """The next step takes any token for the row; the rows beside it are not affected."""
     model = composed(checkpoint, "cpu")
     kv = arena(model, 8, "cpu")
     kv[0] = float("nan")

@@ -1,4 +1,4 @@
-"""Sequences of a group get, to the last bit, what each gets alone (law 10), from real kernels."""
+"""Sequences of a group get, bit by bit, what each gets alone (law 10), from real kernels."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,7 +29,7 @@ GREEDY = replace(SAMPLED, temperature=0.0)
 
 
 class EnginePair:
-    """A prefill and a decode engine on one arena, whose blocks are given out once."""
+    """A prefill and a decode engine on one arena, whose blocks are each given out once."""
 
     def __init__(
         self, directory: Path, checkpoint: Path, dtype: torch.dtype, device: Device
@@ -45,7 +45,7 @@ class EnginePair:
         self.cached: tuple[int, ...] = ()
 
     def generate(self, asked: Ticket, chunk: int = 64) -> dict[int, list[int]]:
-        """The tokens of each sequence. `cached`: blocks with the prompt's beginning."""
+        """The tokens of each sequence. `cached`: blocks with the beginning of the prompt."""
         asked = replace(asked, holder_id=f"h{next(self._keys)}")
         num_new = num_blocks_for(asked, SIZE) - len(self.cached)
         new = self._take(num_new, asked.holder_id)
@@ -121,7 +121,7 @@ def test_a_sequence_of_a_group_is_the_one_that_runs_alone(
     sampling: SamplingParams,
     device: str,
 ) -> None:
-    """Whatever the chunks, and whether its prompt was cached."""
+    """In any chunks, with and without a cached prompt."""
     prompt = random_prompt(length, seed=length)
     engine_pair = EnginePair(tmp_path, checkpoint, dtype, DEVICES[device])
     alone = {i: engine_pair.generate(_asked(prompt, [i], sampling))[i] for i in range(5)}
@@ -136,7 +136,7 @@ def test_a_sequence_of_a_group_is_the_one_that_runs_alone(
 def test_a_group_that_is_computed_again_goes_on_as_it_would_have(
     tmp_path: Path, checkpoint: Path, device: str
 ) -> None:
-    """With what each had got by then: some, none, almost all."""
+    """After some, none or almost all of the tokens."""
     prompt = random_prompt(10, seed=3)
     engine_pair = EnginePair(tmp_path, checkpoint, torch.float32, DEVICES[device])
     whole = engine_pair.generate(_asked(prompt, range(4), SAMPLED))

@@ -1,4 +1,5 @@
-"""Steps on lanes that are lent and taken back while they run: the same bits, and nothing hangs."""
+"""Steps on lanes that are lent and taken back while they run: the bits are the same, and nothing
+hangs."""
 
 import os
 import random
@@ -34,7 +35,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rows() -> list[Row]:
-    """Two prompts, and eight rows of one token that see 32 positions of the first one."""
+    """Two prompts, and eight rows of one token that read 32 positions of the first prompt."""
     prompts = [
         Row(random_prompt(33, seed=i), 0, range(4 * i, 4 * i + 3), draws=(GREEDY,))
         for i in range(2)
@@ -50,7 +51,7 @@ QUERIES = [
 
 
 class ChangingLanes:
-    """A recording whose lanes change, and what it computes on one lane."""
+    """A recording whose lanes change, and its results on one lane."""
 
     def __init__(self, checkpoint: Path) -> None:
         self.recording = RecordingRunner(checkpoint, block_size=16, num_blocks=8)
@@ -65,7 +66,7 @@ class ChangingLanes:
         self.native.assign(lanes, self.board)
 
     def step(self) -> tuple[Tensor, list[Answer | Fault]]:
-        """Logits, and what else is asked of the states, which are other loops over the head."""
+        """The logits, and results of the other loops over the head."""
         hidden = self.recording.hidden(rows())
         return self.recording.last_logits, self.recording._model.answer(hidden, QUERIES)
 
@@ -82,7 +83,7 @@ def changing(checkpoint: Path) -> ChangingLanes:
 
 @contextmanager
 def flipping(board: Tensor) -> Iterator[None]:
-    """Owners get busy and idle at random, as often as another thread can."""
+    """The owners of the lanes become busy and idle at random, as fast as another thread can."""
     stop = threading.Event()
     view = board.numpy()
 
@@ -116,7 +117,7 @@ def test_lanes_that_stay_compute_the_same(changing: ChangingLanes, num_lanes: in
 def test_many_more_lanes_than_cpus_compute_the_same(
     changing: ChangingLanes, num_lanes: int
 ) -> None:
-    """Lanes of several groups; half of them are lent and taken back while they run."""
+    """The lanes belong to several groups; half of them are lent and taken back while they run."""
     changing.assign([Lane()] * num_lanes)
     changing.check()
     lent = [Lane(owners=(i % NUM_OWNERS,)) for i in range(num_lanes // 2)]
@@ -156,8 +157,8 @@ def test_lanes_that_change_between_steps_compute_the_same(changing: ChangingLane
 
 def test_the_decoder_has_eight_barriers_a_layer_and_three(checkpoint: Path) -> None:
     """Norm, linear, rotation, attention, linear, norm, linear, linear; and once the embedding, the
-    final norm and the end. The recording adds logits: a linear and an end. This holds for any
-    number of lanes and rows."""
+    final norm and the end. The recording adds logits: a linear and an end. The number does not
+    depend on lanes and rows."""
     recording = RecordingRunner(checkpoint, block_size=16, num_blocks=8)
     native = recording.ops.native
     assert native is not None
@@ -170,7 +171,7 @@ def test_the_decoder_has_eight_barriers_a_layer_and_three(checkpoint: Path) -> N
 
 
 def test_a_lane_whose_owners_are_busy_takes_no_part(changing: ChangingLanes) -> None:
-    """Its buffers are there, so that it can begin at any time."""
+    """Its buffers exist, so that it can begin at any time."""
     changing.board[1] = 1
     changing.assign([Lane(), Lane(owners=(0, 1))])
     assert changing.native.num_lanes == 2

@@ -1,5 +1,5 @@
-"""Logprobs of prompts and of generated tokens, on a model: those of its logits and of transformers,
-and the same down to the last bit however a prompt is cut and whatever is beside it (law 10)."""
+"""Logprobs of prompts and generated tokens: those of the model's logits and of transformers, with
+the same bits in any chunks and any batch (law 10)."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -53,7 +53,7 @@ def rows_of(
     num_adopted: int = 0,
     block_table: list[int] | None = None,
 ) -> list[Row]:
-    """All chunks of a prompt whose logprobs are asked for; the last one draws."""
+    """All chunks of a prompt whose logprobs are requested; the last one draws."""
     blocks = block_table or [recording.free.pop() for _ in range(len(prompt) // BLOCK_SIZE + 1)]
     rows = []
     for start in range(0, len(prompt), chunk):
@@ -73,7 +73,7 @@ def rows_of(
 
 
 def run_alone(recording: RecordingRunner, rows: list[Row]) -> RowOutput:
-    """What all chunks have to tell, one after another."""
+    """The logprobs of all chunks, one after another."""
     prompt: tuple[Logprobs, ...] = ()
     for row in rows:
         (told,) = recording.run([row])
@@ -89,14 +89,15 @@ def asked(temperature: float = 0.0) -> SamplingParams:
 
 @torch.inference_mode()
 def exact_logprobs(directory: Path, tokens: tuple[int, ...]) -> Tensor:
-    """transformers', [len(tokens), vocab_size]."""
+    """The log-probabilities of transformers, [len(tokens), vocab_size]."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     logits: Tensor = model(torch.tensor([tokens])).logits[0]
     return logits.double().log_softmax(dim=-1)
 
 
 def assert_is(found: Logprobs, exact: Tensor, token_id: int) -> None:
-    """`exact`: of one position. Ranks may differ where logits are closer than fp32 can tell."""
+    """`exact`: of one position. Ranks may differ where logits are closer than fp32 can
+    distinguish."""
     assert found.logprob == pytest.approx(exact[token_id].item(), abs=1e-4)
     larger = (
         int((exact > exact[token_id] + 1e-4).sum()),
@@ -111,7 +112,7 @@ def assert_is(found: Logprobs, exact: Tensor, token_id: int) -> None:
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("chunk", [64, 4096])
 def test_logprobs_equal_transformers(checkpoints: Make, name: str, chunk: int) -> None:
-    """Of the whole prompt, and of the token drawn after it."""
+    """The logprobs of the whole prompt, and of the token drawn after it."""
     recording = make_recording(checkpoints(name))
     told = run_alone(recording, rows_of(recording, PROMPT, chunk, asked()))
     (token,), (of_token,) = told.tokens, told.logprobs
@@ -140,7 +141,7 @@ def test_however_the_prompt_is_cut(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_logprobs_do_not_depend_on_the_batch(checkpoints: Make, kind: str) -> None:
-    """Others that ask for more, for less, for nothing, and for their prompts too."""
+    """The other requests ask for more, fewer, or no logprobs, and for those of their prompts."""
     directory = checkpoints("qwen3")
     alone = make_recording(directory, kind)
     expected = run_alone(alone, rows_of(alone, PROMPT, 4096, asked(1.0)))
@@ -161,7 +162,7 @@ def test_logprobs_do_not_depend_on_the_batch(checkpoints: Make, kind: str) -> No
 
 
 def test_a_prompt_computed_again_in_adopted_blocks(checkpoints: Make) -> None:
-    """Its KV is not stored anew (law 2), and its logprobs are those of who computed it first."""
+    """Its KV is not stored again (law 2), and its logprobs are those of the first computation."""
     recording = make_recording(checkpoints("qwen3"))
     first = rows_of(recording, PROMPT, 50, asked())
     expected = run_alone(recording, first)
@@ -175,7 +176,7 @@ def test_a_prompt_computed_again_in_adopted_blocks(checkpoints: Make) -> None:
 
 
 def test_the_composed_model_says_the_same(checkpoints: Make) -> None:
-    """The torch composition, which a GPU runs."""
+    """The composition in PyTorch, which runs on a GPU."""
     recording = make_recording(checkpoints("qwen3"))
     expected = run_alone(recording, rows_of(recording, PROMPT, 64, asked()))
     composed = RecordingRunner(checkpoints("qwen3"), BLOCK_SIZE, 40, "reference")

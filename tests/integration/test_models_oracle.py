@@ -1,8 +1,8 @@
-"""Greedy tokens equal those of transformers, in fp32, however a prompt is cut, cached, paged and
-batched.
+"""Greedy tokens equal those of transformers, in fp32, for any chunks, cached prefixes, pages and
+batches.
 
-A token must be the oracle's, and the logits that it was drawn from must be the oracle's within
-1e-4 (they spread over about 2), which also shows that no token was equal by luck.
+A token must be the oracle's, and its logits must equal the oracle's within 1e-4 (they spread over
+about 2), which also excludes equality by luck.
 """
 
 from collections.abc import Callable
@@ -48,13 +48,13 @@ def oracles(tmp_path_factory: pytest.TempPathFactory) -> Oracles:
 
 
 def prompts_of(length: int, batch: int) -> list[tuple[int, ...]]:
-    """One of `length`, the rest ragged and at most 100."""
+    """A prompt of `length`; the others have different lengths of at most 100."""
     short = [random_prompt(1 + i * 37 % 100, seed=i) for i in range(1, batch)]
     return [random_prompt(length, seed=0), *short]
 
 
 def donor_prompt(prompt: tuple[int, ...], cached: str) -> tuple[int, ...]:
-    """A prompt whose blocks hold what shall be cached of `prompt`."""
+    """A prompt whose blocks contain the wanted cached part of `prompt`."""
     if cached == "all of it":
         return prompt
     begin = len(prompt) * 2 // 3
@@ -106,7 +106,7 @@ def test_tokens_are_those_of_transformers(
     cached: str,
     backend: str,
 ) -> None:
-    """A sample of the matrix in which every two values of two factors meet."""
+    """A sample of the matrix in which every two values of two factors occur together."""
     check(oracles(name), length, batch, chunk, block_size, cached, backend)
 
 
@@ -118,7 +118,7 @@ def test_tokens_are_those_of_transformers(
 def test_tokens_are_those_of_transformers_in_the_whole_matrix(
     oracles: Oracles, name: str, length: int, batch: int
 ) -> None:
-    """All of it on `cpu`; the reference, whose results are the other's by tests/kernels, is in the
+    """The whole matrix on `cpu`. The reference, which tests/kernels compare with it, is in the
     sample."""
     for chunk, block_size, cached in product(CHUNKS, BLOCK_SIZES, CACHED):
         check(oracles(name), length, batch, chunk, block_size, cached, backend="cpu")

@@ -1,4 +1,4 @@
-"""Packed weights of whole models: one file for all workers of a host, which follows its
+"""Packed weights of whole models: one file for all workers of a host, which depends on its
 checkpoint."""
 
 import os
@@ -63,7 +63,7 @@ def inode(cache: Path) -> int:
 
 
 def mappings(path: Path) -> list[dict[str, int]]:
-    """Of this process, of that file: the figures of each in KiB."""
+    """The figures of each mapping of that file in this process, in KiB."""
     text = Path("/proc/self/smaps").read_text()
     parts = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", text, flags=re.MULTILINE)
     return [
@@ -74,7 +74,8 @@ def mappings(path: Path) -> list[dict[str, int]]:
 
 
 def test_all_loads_map_one_file_and_copy_nothing_of_it(checkpoint: Path, cache: Path) -> None:
-    """Also after steps with it. A page that a process has a copy of is an anonymous one."""
+    """Also after steps with them. A page of which a process has its own copy would be an anonymous
+    one."""
     models = [load(checkpoint, cache) for _ in range(2)]
     for model in models:
         model.logits(torch.ones(1, model.config.hidden_size))
@@ -110,13 +111,13 @@ def test_every_kind_and_every_checkpoint_has_a_file(
 
 
 def other_weights(checkpoint: Path) -> None:
-    """As the manual wants it: another file by the same name, here of the same size."""
+    """Another file with the same name, as the manual says, here of the same size."""
     new = make_checkpoint(checkpoint.with_name("new"), seed=1)
     (new / FILE).rename(checkpoint / FILE)
 
 
 def other_weights_written_over(checkpoint: Path) -> None:
-    """The same inode and size: the time tells."""
+    """The inode and the size are the same: only the time differs."""
     new = make_checkpoint(checkpoint.with_name("new"), seed=1)
     (checkpoint / FILE).write_bytes((new / FILE).read_bytes())
 
@@ -162,7 +163,7 @@ def test_packings_have_files_of_their_own(
 def test_a_file_that_says_nothing_of_its_origin_is_packed_again(
     checkpoint: Path, cache: Path
 ) -> None:
-    """Whole, and by that name, but of some version that knew other facts."""
+    """The whole file, under the same name, since its version of the format recorded other facts."""
     expected = logits(checkpoint, cache)
     (file,) = packed(cache)
     file.unlink()
@@ -184,7 +185,7 @@ class Stop(Exception):
 def test_packing_can_be_stopped_and_leaves_nothing_half_made(
     checkpoint: Path, cache: Path, num_steps: int
 ) -> None:
-    """While it digests the checkpoint, and between two linears."""
+    """While it computes the checkpoint's digest, and between two linears."""
     steps = iter(range(num_steps))
 
     def progress() -> None:
@@ -210,7 +211,7 @@ def test_a_damaged_file_is_packed_again(checkpoint: Path, cache: Path) -> None:
 
 
 def test_a_shape_that_the_kernels_do_not_know_is_refused_by_name(tmp_path: Path) -> None:
-    """Three heads of 10 are no multiple of 4."""
+    """Three heads of 10 are not a multiple of 4."""
     checkpoint = make_checkpoint(tmp_path, num_heads=3, num_kv_heads=1, head_dim=10)
     with pytest.raises(StartupError, match=r"heads \* head size must be multiples of 4") as error:
         load(checkpoint, None)
@@ -218,7 +219,7 @@ def test_a_shape_that_the_kernels_do_not_know_is_refused_by_name(tmp_path: Path)
 
 
 def test_gate_and_up_alternate_by_sixteen_outputs() -> None:
-    """Of 20 outputs each: 16 and 16, then 4 and 4 with zeros behind them."""
+    """Of 20 outputs each: 16 and 16, then 4 and 4 followed by zeros."""
     gate, up = torch.arange(1, 21), torch.arange(101, 121)
     zeros = [0] * 12
     assert joined([gate, up], GATE_UP_COLUMNS).tolist() == [

@@ -1,5 +1,5 @@
-"""What rounding costs: bf16 against transformers' own in fp64, int8 and int4 against fp32, and the
-embedded model's perplexity in each.
+"""The cost of rounding: bf16 compared with fp64, as transformers' own, int8 and int4 compared with
+fp32, and the embedded model's perplexity in each.
 
 `pytest -s` prints the figures of docs/benchmarks/quantization.md.
 """
@@ -41,7 +41,7 @@ SHAPES = {
 
 
 def all_logits(recording: RecordingRunner, token_ids: Sequence[int]) -> Tensor:
-    """fp32 [tokens, vocab_size]: after every one of them, in one pass."""
+    """fp32 [tokens, vocab_size] after every token, in one pass."""
     num_blocks = -(-len(token_ids) // BLOCK_SIZE)
     all_but_last = Scoring([0] * (len(token_ids) - 1), 0)
     row = Row(token_ids, 0, range(num_blocks), draws=(GREEDY,), scoring=all_but_last)
@@ -62,7 +62,7 @@ def ours(
 
 @torch.inference_mode()
 def theirs(directory: Path, dtype: torch.dtype) -> list[Tensor]:
-    """transformers' logits of every prompt."""
+    """The logits of transformers for every prompt."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True)
     return [model(torch.tensor([prompt])).logits[0] for prompt in PROMPTS]
 
@@ -87,8 +87,7 @@ def test_bf16_is_at_least_as_near_to_fp64_as_transformers(tmp_path: Path, name: 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_int8_logits_are_near_those_in_fp32(tmp_path: Path, name: str) -> None:
-    """Random weights have no outliers, but nothing to fall back on either: an error goes through
-    all layers."""
+    """Random weights have no outliers, but also no redundancy: an error goes through all layers."""
     directory = make_checkpoint(tmp_path, SHAPES[name])
     exact, rounded = ours(directory, torch.float32), ours(directory, torch.bfloat16, "int8")
     int8_error = error(
@@ -113,7 +112,7 @@ def test_logits_with_int8_kv_are_near_those_with_fp32(tmp_path: Path, name: str)
 
 
 def dequantized(directory: Path, copy: Path, group: int) -> Path:
-    """A copy of the checkpoint whose layers' linears have the values of their four-bit weights."""
+    """A copy of the checkpoint whose linears have the values of their four-bit weights."""
     shutil.copytree(directory, copy)
     file = copy / "model.safetensors"
     tensors = load_file(file)
@@ -136,7 +135,7 @@ def test_int4_logits_are_as_near_to_the_dequantized_weights_as_int8_is(
     tmp_path: Path, name: str, quantize: Quantization, group: int
 ) -> None:
     """Beside the weights, only the activations and the head are rounded, to 8 bits. The rounding of
-    the weights itself is an error of about 8 % of a weight, which goes through all layers."""
+    the weights is an error of about 8 % of a weight, which goes through all layers."""
     directory = make_checkpoint(tmp_path, SHAPES[name])
     rounded, exact = ours(directory, torch.bfloat16, quantize), ours(directory, torch.float32)
     same_weights = ours(dequantized(directory, tmp_path / "dequantized", group), torch.float32)
@@ -160,8 +159,8 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """Perplexity of the questions, which the model has not learned to write, and of the answers
-    given them, which it has; and the likeliest token after every one."""
+    """The perplexity of the questions, which the model was not trained to write, and of their
+    answers, which it was; and the likeliest token after every token."""
 
     questions: float
     answers: float

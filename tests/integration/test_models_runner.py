@@ -1,5 +1,5 @@
-"""The runner's own promises: what it refuses, what it leaves alone, and sampled tokens that do not
-depend on company. The arithmetic is held against transformers in test_models_oracle.py."""
+"""The runner's own contract: its refusals, the memory that it does not touch, and sampled tokens
+that do not depend on the batch. test_models_oracle.py compares the arithmetic with transformers."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -74,7 +74,7 @@ def test_an_arena_of_another_model_is_refused(
 
 
 def test_only_the_slots_of_new_positions_are_written(recording: RecordingRunner) -> None:
-    """Positions 0 .. 9 in blocks 5, 3, 8 of 4 slots; those below 6 are not to be stored."""
+    """Positions 0 .. 9 are in blocks 5, 3, 8 of 4 slots; those below 6 must not be stored."""
     recording.arena[5] = recording.arena[3] = 0.5
     recording.run([Row(range(2, 10), start=2, block_table=(5, 3, 8), store_from=6)])
     expected = torch.zeros(32, 4, dtype=torch.bool)
@@ -100,8 +100,8 @@ def test_rows_without_a_draw_have_no_token(recording: RecordingRunner) -> None:
 
 
 def test_several_draws_of_a_row_are_those_of_rows_with_one(recording: RecordingRunner) -> None:
-    """64 sequences of one prompt, drawn from its state, among rows that draw once and not at all;
-    greedy ones among them."""
+    """64 sequences of one prompt are drawn from its state, some greedily, beside rows that draw
+    once or not at all."""
     prompt = random_prompt(9, seed=0)
     draws = [Draw(replace(GREEDY.sampling, temperature=i % 4, seed=3), i) for i in range(64)]
     alone = [recording.run([Row(prompt, 0, (0, 1, 2), draws=(draw,))])[0] for draw in draws]
@@ -115,7 +115,8 @@ def test_several_draws_of_a_row_are_those_of_rows_with_one(recording: RecordingR
 
 
 def test_copied_blocks_go_on_as_what_they_were_copied_from(recording: RecordingRunner) -> None:
-    """Half a block and a full one, copied at once; their sources can be written on meanwhile."""
+    """Half a block and a full one are copied in one step; later writes to their sources have no
+    effect."""
     prompt = random_prompt(6, seed=0)
     recording.run([Row(prompt, 0, (0, 1))])
     recording.copy_blocks([(1, 8), (0, 9)])
@@ -134,8 +135,8 @@ def test_warm_up_stores_nothing_and_is_cut_at_the_context(recording: RecordingRu
 def test_broken_kv_is_a_fault_of_its_row_and_not_a_token(
     recording: RecordingRunner, temperature: float
 ) -> None:
-    """The row's earlier positions were never stored: the arena has NaN there. Its neighbours, one
-    greedy and one drawn, get the tokens that they get without it."""
+    """The row's earlier positions were never stored: the arena has NaN there. The rows beside it,
+    one greedy and one drawn, get the same tokens as without it."""
     prompt = random_prompt(4, seed=1)
     whole = [
         Row(prompt, start=0, block_table=(6,), draws=(GREEDY,)),
@@ -147,7 +148,7 @@ def test_broken_kv_is_a_fault_of_its_row_and_not_a_token(
 
 
 def test_sampled_tokens_are_the_same_alone_and_in_a_batch_of_64(recording: RecordingRunner) -> None:
-    """Each row has parameters and a seed of its own; all share one prompt's blocks."""
+    """Each row has its own parameters and seed; all share the blocks of one prompt."""
     prompt = random_prompt(12, seed=0)
     recording.run([Row(prompt[:11], start=0, block_table=(0, 1, 2))])
     params = [
@@ -164,8 +165,8 @@ def test_sampled_tokens_are_the_same_alone_and_in_a_batch_of_64(recording: Recor
 
 
 def test_a_token_drawn_again_after_a_recompute_is_the_same(recording: RecordingRunner) -> None:
-    """Eight tokens decoded one by one, then each drawn again behind all before it as one prompt
-    (law 7); and every position has random numbers of its own."""
+    """Eight tokens are decoded one by one, and then each is drawn again after one prompt with all
+    tokens before it (law 7). Every position has its own random numbers."""
     draw = Draw(replace(GREEDY.sampling, temperature=5.0, seed=7), 0)
     prompt = random_prompt(12, seed=0)
     tokens, start = list(prompt), 0
@@ -185,8 +186,8 @@ def test_a_token_drawn_again_after_a_recompute_is_the_same(recording: RecordingR
 @pytest.mark.parametrize("name", ["qwen3-gqa-tied", "qwen2-mha", "llama3-rope-mqa"])
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_bf16_logits_are_near_those_in_fp32(tmp_path: Path, name: str, backend: str) -> None:
-    """Of the same bf16 weights: root mean square within 3 % of the logits' spread, every one within
-    10 % (measured: 2 % and 7 %; transformers' own bf16: 2.7 % and 11 %)."""
+    """With the same bf16 weights: root mean square within 3 % of the logits' spread, every one
+    within 10 % (measured: 2 % and 7 %; transformers' own bf16: 2.7 % and 11 %)."""
     directory = make_checkpoint(tmp_path, replace(SPECS[name], dtype="bfloat16", num_layers=4))
     oracle = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     for length in (1, 17, 300):

@@ -1,4 +1,4 @@
-"""Checkpoints as they come: one file or shards, every dtype, and all the ways of being broken."""
+"""Checkpoints in every form: one file or shards, every dtype, and every kind of damage."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -53,7 +53,7 @@ def read(directory: Path) -> Mapping[str, Tensor]:
 
 
 def test_weights_are_views_of_the_file(checkpoint: Path) -> None:
-    """All of them: the kernel maps the file, nothing is copied."""
+    """All weights: the kernel maps the file, and nothing is copied."""
     weights = read(checkpoint)
     mapped = [
         range(*(int(address, 16) for address in line.split()[0].split("-")))
@@ -78,7 +78,7 @@ def test_weights_are_read_as_they_are(tmp_path: Path, stored: str) -> None:
 def test_float_files_load_as_all_float_types(
     tmp_path: Path, stored: str, dtype: torch.dtype
 ) -> None:
-    """In fp32 nothing of the file is lost: the logits are those of the reference."""
+    """In fp32 no bit of the file is lost: the logits are those of the reference."""
     checkpoint = make_checkpoint(tmp_path, dtype=stored)
     assert load(checkpoint, dtype).dtype == dtype
     exact = logits(checkpoint, backend="reference")
@@ -222,7 +222,7 @@ def test_a_fingerprint_is_of_what_the_kv_depends_on(tmp_path: Path) -> None:
 
 
 def test_a_model_knows_the_digest_of_its_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
-    """Packed from the files, read from the cache, or composed."""
+    """For weights packed from the files, read from the cache, or composed."""
     digest = weights_digest(checkpoint)
     cached = [load_model(checkpoint, torch.float32, OPS, cache=tmp_path / "c") for _ in range(2)]
     composed = load_model(checkpoint, torch.float32, kvops.backend("reference"))

@@ -1,4 +1,4 @@
-"""Kernels that read whole blocks: what a block's last owner left reaches no later sequence."""
+"""Kernels that read whole blocks: values of a block's last owner do not reach a later sequence."""
 
 from pathlib import Path
 
@@ -21,8 +21,8 @@ BLOCK_SIZE = 8
 
 
 class WholeBlockKernels(ReferenceKernels):
-    """Attention that gives weight 0 to what a row does not see in its blocks, as kernels for newer
-    GPUs do. 0 x NaN is NaN."""
+    """Attention with weight 0 for the slots of its blocks that a row does not see, as in kernels
+    for newer GPUs. 0 x NaN is NaN."""
 
     reads_whole_blocks = True
 
@@ -43,7 +43,7 @@ class UnclearedKernels(WholeBlockKernels):
 
 def generate(ops: Backend, directory: Path, content: float) -> list[RowResult]:
     """Two sequences in blocks with this content: prompts in chunks, then tokens over two blocks.
-    The second one has copies of the first one's blocks for its own, as after a fork."""
+    The second sequence has copies of the first one's blocks, as after a fork."""
     model = load_model(directory, torch.float32, ops)
     config = model.config
     shape = (9, config.num_layers, 2, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
@@ -79,5 +79,5 @@ def test_nan_in_the_blocks_of_a_broken_group_reaches_no_later_sequence(checkpoin
 
 
 def test_without_clearing_it_does(checkpoint: Path) -> None:
-    """So that the test above shows something."""
+    """This shows that the test above can fail."""
     assert Fault.NOT_FINITE in generate(Backend(UnclearedKernels()), checkpoint, float("nan"))

@@ -1,4 +1,4 @@
-"""A worker's model and pool on a host with two NUMA nodes, which the kernel's calls are told of."""
+"""A worker's model and pool on a host with two NUMA nodes, by the kernel's calls."""
 
 import os
 from pathlib import Path
@@ -22,7 +22,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Kernel:
-    """Notes at each call how many packed files there are."""
+    """Records at each call how many packed files there are."""
 
     def __init__(self, cache: Path) -> None:
         self._cache = cache

@@ -1,5 +1,4 @@
-"""Files of packed weights: made once, shared, and never believed when anything about them is
-wrong."""
+"""Files of packed weights: made once, shared, and rejected when anything about them is wrong."""
 
 import json
 import resource
@@ -41,11 +40,11 @@ class Kitchen:
 
 
 def proceed() -> None:
-    """Progress that is fine."""
+    """Progress without a reason to stop."""
 
 
 def pieces(name: str) -> Iterator[Tensor]:
-    """In one memory, one after another."""
+    """Pieces in one memory, one after another."""
     memory = torch.empty(1999, dtype=torch.uint8)
     for begin in range(0, SIZES[name], 1999):
         piece = contents(name)[begin : begin + 1999]
@@ -85,7 +84,7 @@ def test_a_file_is_made_once(kitchen: Kitchen) -> None:
 
 
 def test_a_file_of_something_else_is_made_again(kitchen: Kitchen) -> None:
-    """Who has mapped the old one keeps it."""
+    """A process that has mapped the old file keeps it."""
     old = kitchen.open()
     assert kitchen.open({"made_of": "wheat"}).facts == {"made_of": "wheat"}
     assert kitchen.num_made == 2
@@ -149,7 +148,7 @@ def test_facts_may_be_longer_than_a_page(kitchen: Kitchen) -> None:
 
 
 def test_two_files_of_one_stem_are_two(kitchen: Kitchen) -> None:
-    """Model names have dots in them, which are no suffixes."""
+    """Names of models have dots in them, which are no suffixes."""
     kitchen.open()
     other = Kitchen(kitchen.path.with_name("qwen3-0.7b"))
     other.open()
@@ -183,7 +182,7 @@ def test_without_room_the_old_file_stays(kitchen: Kitchen) -> None:
 
 
 def test_without_the_right_to_write_it_says_where() -> None:
-    """Nobody, root included, makes directories there."""
+    """In a place where not even root can make directories."""
     kitchen = Kitchen(Path("/sys/quire/qwen3-0.6b"))
     with pytest.raises(StartupError, match=r"^packed weights /sys/quire/qwen3-0\.6b: \w+"):
         kitchen.open()

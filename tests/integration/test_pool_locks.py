@@ -1,4 +1,4 @@
-"""Worker locks with real processes: the kernel says who is alive, however somebody dies."""
+"""Worker locks with real processes: the kernel shows which process lives, however it dies."""
 
 import asyncio
 import fcntl
@@ -41,8 +41,8 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def hold(path: Path) -> Iterator[Hold]:
-    """Starts a process that holds the lock, `child` says whether one more that it starts; both end
-    with the test."""
+    """Starts a process that holds the lock; `child`: it starts another process. Both end with the
+    test."""
     pids = []
 
     def hold(child: str = "none") -> subprocess.Popen[str]:
@@ -111,7 +111,7 @@ async def test_a_child_that_outlives_the_worker_does_not_keep_its_lock(
 
 
 async def test_the_lock_of_a_worker_that_left_is_unlinked(path: Path) -> None:
-    """Who waited finds that there is nothing to reap."""
+    """A process that waited for it finds nothing to reap."""
     worker = WorkerLock.create(path)
     waiting = asyncio.create_task(wait_until_dropped(path))
     await asyncio.sleep(0)
@@ -136,7 +136,7 @@ def test_a_name_is_used_once(path: Path) -> None:
 
 
 def test_a_lock_file_is_never_seen_free(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The name appears after the flock: a watcher cannot take a new worker for a dead one."""
+    """The name appears after the flock: a watcher cannot consider a new worker dead."""
     seen_before_flock = []
     flock = fcntl.flock
 

@@ -1,4 +1,4 @@
-"""The health check of containers, against real gRPC servers."""
+"""The containers' health check, against real gRPC servers."""
 
 import asyncio
 import os
@@ -17,7 +17,7 @@ LIMIT_S = 30
 
 
 async def probed(port: int, *directory: str) -> tuple[int | None, str]:
-    """Exit status and output of the script, run as containers run it."""
+    """Exit status and output of the script, run as in a container."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-IS", probe.__file__, str(port), *directory, stdout=subprocess.PIPE
     )
@@ -79,7 +79,7 @@ def test_a_probe_takes_a_small_part_of_the_cpu_time_of_importing_grpc() -> None:
 
 
 def _cpu_s(command: list[str]) -> float:
-    """Of the best of five runs."""
+    """The CPU time of the best of five runs."""
 
     def once() -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -91,7 +91,7 @@ def _cpu_s(command: list[str]) -> float:
 
 
 def test_the_script_can_be_executed_by_itself() -> None:
-    """The images copy it to where commands are."""
+    """The images copy it to a directory of commands."""
     path = Path(probe.__file__)
     assert os.access(path, os.X_OK)
     assert path.read_text().startswith("#!/usr/bin/env -S python3 -IS\n")

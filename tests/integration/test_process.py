@@ -1,4 +1,4 @@
-"""What every service process does, shown with real processes."""
+"""The common behaviour of all service processes, with real processes."""
 
 import asyncio
 import os
@@ -82,7 +82,7 @@ sys.meta_path.insert(0, Endless())
 def cook(
     *arguments: str, environ: dict[str, str] | None = None, inherits: tuple[int, ...] = ()
 ) -> Iterator["Cook"]:
-    """The service as a process; killed at the end of the test if it is still there."""
+    """The service as a process; killed at the end of the test if it still runs."""
     process = subprocess.Popen(
         [sys.executable, "-c", COOK, *arguments],
         env={**os.environ, **(environ or {})},
@@ -135,7 +135,7 @@ def test_a_second_signal_ends_what_does_not_stop() -> None:
 
 @pytest.mark.parametrize("service", ["gateway", "block_manager", "prefill", "decode"])
 def test_a_service_that_still_imports_ends_at_once(service: str, tmp_path: Path) -> None:
-    """Even where signals without a handler are ignored, as for a container's first process."""
+    """Also where signals without a handler are ignored, as for a container's first process."""
     (tmp_path / "sitecustomize.py").write_text(ENDLESS_IMPORT)
     process = subprocess.Popen(
         [sys.executable, "-m", f"services.{service}"],
@@ -154,7 +154,8 @@ def test_a_service_that_still_imports_ends_at_once(service: str, tmp_path: Path)
 
 
 def test_garbage_is_collected_except_during_imports() -> None:
-    """Off from the first line of a service, on when the service runs; later imports the same."""
+    """Off from a service's first line, on when the service runs, and off again for later
+    imports."""
     with cook(environ={"QUIRE_COOK_MODE": "garbage"}) as service:
         assert service.line() == "ready 3 PASSIVE"
         assert service.line() == "False False"
@@ -173,7 +174,7 @@ def test_a_service_that_does_not_stop_in_time_is_ended() -> None:
 
 @pytest.mark.parametrize("mode", ["stuck", "busy"])
 def test_a_service_ends_with_its_supervisor(mode: str) -> None:
-    """When the pipe closes; even while the event loop is busy."""
+    """When the pipe closes, even while the event loop is busy."""
     reader, writer = os.pipe()
     environ = {"QUIRE_PARENT_FD": str(reader), "QUIRE_COOK_MODE": mode}
     with cook(environ=environ, inherits=(reader,)) as service:
@@ -194,7 +195,7 @@ def test_a_service_ends_with_its_supervisor(mode: str) -> None:
     ],
 )
 def test_a_service_says_why_it_cannot_start(environ: dict[str, str], message: str) -> None:
-    """One line and status 2, no traceback."""
+    """One line and status 2, without a traceback."""
     with cook(environ=environ) as service:
         status, _, err = service.end()
     assert status == 2
@@ -250,7 +251,7 @@ def member(state: str, load: Load) -> Member:
 
 
 class Watched(MemoryRegistry):
-    """Says when somebody was announced; fails as it is told."""
+    """Records announcements; fails as it is told."""
 
     def __init__(self) -> None:
         super().__init__(clock=lambda: 0.0)
@@ -265,7 +266,7 @@ class Watched(MemoryRegistry):
 
 
 async def test_presence_announces_and_withdraws() -> None:
-    """A change is announced at once, the load is that of the moment, the end is told."""
+    """A change is announced at once, with the present load, and the end is announced."""
     registry, running = Watched(), [1]
     heartbeat = RegistryHeartbeat(
         registry, lambda: member("serving", Load(running[0])), interval_s=60

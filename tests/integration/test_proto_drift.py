@@ -1,4 +1,4 @@
-"""The generated code in quire/v1 is that of proto/, by the command in the Makefile."""
+"""The generated code in quire/v1 equals the output of the Makefile's command for proto/."""
 
 import subprocess
 from pathlib import Path

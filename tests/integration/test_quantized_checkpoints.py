@@ -1,5 +1,5 @@
-"""Checkpoints that come quantized: their weights are exactly those of the dequantized twin, and
-their logits those of transformers with the twin, but for the rounding of activations to 8 bits."""
+"""Quantized checkpoints: their weights are exactly those of the dequantized twin, and their logits
+those of transformers with the twin, except for the rounding of activations to 8 bits."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -245,7 +245,7 @@ def test_other_backends_read_only_what_becomes_floating_point(plain: Path, tmp_p
 
 
 def test_codes_are_packed_as_they_are(plain: Path, tmp_path: Path) -> None:
-    """Not quantized a second time: 4-bit and 8-bit linears reach the kernels as codes."""
+    """They are not quantized again: 4-bit and 8-bit linears reach the kernels as codes."""
     for name, scheme, kind in (("a", awq(64), Int4Weight), ("b", int_quantized(), Int8Weight)):
         write_quantized(plain, tmp_path / name, scheme)
         config = ModelConfig.from_directory(tmp_path / name)

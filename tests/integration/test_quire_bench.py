@@ -1,4 +1,4 @@
-"""`quire bench` against a server with known delays: the figures are what the server did."""
+"""`quire bench` against a server with known delays reports these delays."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ TTFT_MS, ITL_MS, NUM_TOKENS = 60.0, 8.0, 21
 
 @pytest.fixture
 def server() -> Iterator[tuple[Synthetic, str]]:
-    """A synthetic server on a thread of its own, and its URL."""
+    """A synthetic server in its own thread, and its URL."""
     synthetic = Synthetic(TTFT_MS / 1000, ITL_MS / 1000)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
@@ -48,8 +48,8 @@ def measured(url: str, capsys: Any, *flags: str, status: int = 0) -> dict[str, A
 
 
 def test_the_figures_are_what_the_server_did(server: Any, capsys: Any) -> None:
-    """Compared with the times at which the server wrote, because a busy machine delays the server
-    too; the client cannot be earlier than the delays that the server was told."""
+    """Compared with the times at which the server wrote, because a busy machine delays the server,
+    too. The client cannot be faster than the delays."""
     synthetic, url = server
     found = measured(url, capsys, "--concurrency", "4", "--num-requests", "24", "--warmup", "0")
     assert found["num_completed"] == found["num_requests"] == 24
@@ -73,8 +73,8 @@ def test_the_figures_are_what_the_server_did(server: Any, capsys: Any) -> None:
 
 
 def test_an_open_loop_does_not_wait_for_answers(server: Any, capsys: Any, tmp_path: Path) -> None:
-    """40 requests, 20 a second, each answered in 0.22 s or more: a generator that waits for answers
-    sends its last one after 8.6 s. The same seed wants the same times."""
+    """40 requests, 20 a second, each answered after at least 0.22 s: a generator that waits for
+    answers sends its last one after 8.6 s. The same seed gives the same times."""
     synthetic, url = server
     due = []
     for _ in range(2):
@@ -142,7 +142,7 @@ def test_a_shared_prefix_is_shared(server: Any, capsys: Any) -> None:
 
 
 def test_a_trace_is_replayed_at_its_times(server: Any, capsys: Any, tmp_path: Path) -> None:
-    """At double speed and a quarter of the length: equal hash ids are equal blocks."""
+    """At double speed and a quarter of the length; equal hash ids are equal blocks."""
     synthetic, url = server
     entries = [
         {"timestamp": 0, "input_length": 1000, "output_length": 8, "hash_ids": [1, 2]},

@@ -1,5 +1,5 @@
-"""Several pools on a cluster of three primaries: each pool is on one node, and what happens to that
-node happens to its pools only."""
+"""Several pools on a cluster of three primaries: each pool is on one node, and a node's failures
+affect only its pools."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -26,7 +26,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def pool_of(nodes: Cluster, node: TcpValkey, test: str) -> str:
-    """The id of a pool whose keys this node has."""
+    """The id of a pool whose keys are on this node."""
     return next(
         pool_id
         for pool_id in (f"{test}-{number}" for number in range(1000))
@@ -38,7 +38,7 @@ def pool_of(nodes: Cluster, node: TcpValkey, test: str) -> str:
 async def pools(
     nodes: Cluster, tmp_path: Path, request: pytest.FixtureRequest
 ) -> AsyncIterator[list[list[Worker]]]:
-    """Two workers on each of three pools, one pool on each node, with a holder each."""
+    """Two workers on each of three pools, one pool on each node, and one holder each."""
     primaries = [node for node in nodes.nodes if node.info()["role"] == "master"]
     async with AsyncExitStack() as stack:
         found = []
@@ -64,7 +64,7 @@ def restart(node: TcpValkey) -> None:
 
 
 async def test_every_pool_is_on_one_node(nodes: Cluster, pools: list[list[Worker]]) -> None:
-    """The nodes have the functions, the keys of their own pool and of no other."""
+    """The nodes have the functions, and the keys of their own pool only."""
     await assert_all_whole(pools)
     ids = [workers[0].pool_id for workers in pools]
     for pool_id in ids:
@@ -125,7 +125,7 @@ async def test_pools_of_a_restarted_node_are_rebuilt_and_no_others(
 
 
 async def test_the_set_of_pools_is_filled_again(nodes: Cluster, pools: list[list[Worker]]) -> None:
-    """Also when the node that has it loses it, and the nodes with the pools lose nothing."""
+    """Also when only the node with the set loses it."""
     lost = nodes.owner(keys.POOLS)
     ids = {workers[0].pool_id for workers in pools}
     restart(lost)
@@ -140,7 +140,7 @@ async def test_the_set_of_pools_is_filled_again(nodes: Cluster, pools: list[list
 async def test_a_promoted_replica_is_told_the_ledger(
     nodes: Cluster, pools: list[list[Worker]], crashes: bool
 ) -> None:
-    """After a failover that was asked for, and after a crash of the primary."""
+    """After a requested failover, and after a crash of the primary."""
     tag = keys.pool_tag(pools[0][0].pool_id)
     old = nodes.owner(tag)
     (replica,) = (
@@ -163,7 +163,7 @@ async def test_a_promoted_replica_is_told_the_ledger(
 async def test_a_pool_follows_its_slot_to_another_node(
     nodes: Cluster, pools: list[list[Worker]]
 ) -> None:
-    """While the slot moves, calls wait; then the workers tell the new node the ledger."""
+    """While the slot moves, calls wait; then the workers report the ledger to the new node."""
     (v, w), tag = pools[0], keys.pool_tag(pools[0][0].pool_id)
     target = nodes.owner(keys.pool_tag(pools[1][0].pool_id))
     end = nodes.move(tag, target)

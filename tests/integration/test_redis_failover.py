@@ -1,4 +1,4 @@
-"""A replicated server whose replica becomes the primary: by a Sentinel, and by an operator."""
+"""A replicated server whose replica becomes the primary, by a Sentinel or by an operator."""
 
 import asyncio
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ def directory(tmp_path: Path) -> PoolDirectory:
 async def test_a_sentinels_new_primary_is_told_the_ledger(
     servers: list[TcpValkey], directory: PoolDirectory, tmp_path: Path
 ) -> None:
-    """Calls wait until the Sentinel has replaced the primary that crashed."""
+    """Calls wait until the Sentinel has replaced the crashed primary."""
     with sentinel(tmp_path / "sentinel", servers[0]) as url:
         async with joined(url, directory, "v", "w") as (v, w):
             await v.allocate("a", 1, 3)
@@ -49,7 +49,7 @@ async def test_a_sentinels_new_primary_is_told_the_ledger(
 async def test_a_primary_among_several_hosts_is_found_again(
     servers: list[TcpValkey], directory: PoolDirectory
 ) -> None:
-    """An operator moves the primary, and moves it back: each is a new history of the data."""
+    """An operator moves the primary, and moves it back: each move is a new history of the data."""
     first, second = servers
     url = f"redis://127.0.0.1:{first.port},127.0.0.1:{second.port}/0"
     async with joined(url, directory, "v", "w") as (v, w):
@@ -66,7 +66,7 @@ async def test_a_primary_among_several_hosts_is_found_again(
 async def test_writes_that_a_failover_lost_are_told_again(
     servers: list[TcpValkey], directory: PoolDirectory
 ) -> None:
-    """The replica has an old ledger, and nobody believes it."""
+    """The replica has an old ledger, which no worker accepts."""
     first, second = servers
     url = f"redis://127.0.0.1:{first.port},127.0.0.1:{second.port}/0"
     async with joined(url, directory, "v", "w") as (v, w):
@@ -87,7 +87,7 @@ async def test_a_replica_alone_is_refused(servers: list[TcpValkey]) -> None:
 
 
 async def test_no_primary_among_the_hosts_is_an_outage(servers: list[TcpValkey]) -> None:
-    """It may become one at any time."""
+    """One of them may become the primary at any time."""
     port = servers[1].port
     with pytest.raises(StoreUnavailable, match=f"port {port} is a slave now"):
         await RedisStore.connect(f"redis://127.0.0.1:{port},127.0.0.1:{port}")
@@ -117,7 +117,7 @@ def test_a_malformed_url_of_several_hosts_is_refused(url: str, text: str) -> Non
 
 
 def test_logins_of_servers_and_sentinels_are_apart() -> None:
-    """A Sentinel never gets the password of the servers, nor do they get its own."""
+    """A Sentinel never gets the servers' password, nor do they get the Sentinel's."""
     url = "sentinels://quire:pw@a:1,b:2/ledger/3?sentinel_password=spw&ssl_ca_certs=/ca.pem"
     found = Locator(url, "{pool}", {})
     assert "pw" not in found.url.replace("sentinel_password", "").replace("quire:***", "")

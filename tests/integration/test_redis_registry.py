@@ -42,7 +42,7 @@ async def registry(valkey: Valkey) -> AsyncIterator[RedisRegistry]:
 
 
 async def test_members_are_read_back_as_they_were_announced(registry: RedisRegistry) -> None:
-    """Every field survives, and members come sorted by id."""
+    """Every field is kept, and members are sorted by id."""
     await registry.announce(WORKER, ttl_s=60)
     await registry.announce(GATEWAY, ttl_s=60)
     assert await registry.members() == (GATEWAY, WORKER)
@@ -65,7 +65,7 @@ async def test_withdrawing_is_immediate_and_may_be_repeated(registry: RedisRegis
 async def test_a_member_without_heartbeats_is_gone_and_its_id_is_forgotten(
     registry: RedisRegistry, valkey: Valkey
 ) -> None:
-    """The time to live runs on the server's clock; whoever looks next cleans up."""
+    """The time to live runs on the server's clock; the next reader removes expired ids."""
     await registry.announce(WORKER, ttl_s=0.05)
     await registry.announce(GATEWAY, ttl_s=60)
     async with asyncio.timeout(5):
@@ -96,13 +96,14 @@ async def test_an_arrival_is_the_servers_clock_in_milliseconds(registry: RedisRe
 
 
 def wait_for_the_clock(arrival: int) -> None:
-    """To be ahead, as it is at less than a thousand arrivals a second."""
+    """Wait until the clock is ahead of the counter, as it is at less than a thousand arrivals a
+    second."""
     while time.time() * 1000 <= arrival:
         pass
 
 
 async def test_an_old_counter_is_left_behind(own_valkey: Valkey) -> None:
-    """One that came back from a file."""
+    """The counter was restored from a file."""
     registry = await RedisRegistry.connect(own_valkey.url, KEY)
     before = await registry.next_arrival()
     own_valkey.command("SAVE")
@@ -120,7 +121,7 @@ async def test_an_old_counter_is_left_behind(own_valkey: Valkey) -> None:
 
 
 def test_unknown_fields_of_a_newer_member_are_ignored() -> None:
-    """A newer release may announce more than this one knows."""
+    """A newer release may announce more fields than this one knows."""
     newer = asdict(WORKER) | {"gpu_uuid": "GPU-1"}
     newer["load"] |= {"num_parked": 2}
     text = json.dumps(newer).encode()
@@ -129,7 +130,7 @@ def test_unknown_fields_of_a_newer_member_are_ignored() -> None:
 
 
 def forged(member: Member) -> dict[str, str]:
-    """Entries that somebody without the secret could write, by what is wrong with them."""
+    """Entries that a process without the secret could write, by their fault."""
     text = json.dumps(asdict(member))
     elsewhere = encode(member, KEY).replace(member.address, "127.0.0.1:6666")
     return {

@@ -1,5 +1,5 @@
-"""What is particular to the store in Redis; what it shares with `MemoryStore` is compared step by
-step in tests/property."""
+"""Properties of the store in Redis only; tests/property compares it with `MemoryStore` step by
+step."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -45,7 +45,7 @@ async def store(valkey: Valkey) -> AsyncIterator[RedisStore]:
 
 
 async def test_concurrent_calls_are_executed_in_the_order_of_submission(store: RedisStore) -> None:
-    """Each allocation takes the next blocks, though nobody waits for the one before."""
+    """Each allocation takes the next blocks, without a wait for the one before."""
     calls = [store.allocate("large", f"h{n}", "w", n, [], 2) for n in range(500)]
     allocations = await asyncio.gather(*calls)
     assert [a.block_ids for a in allocations] == [(2 * n, 2 * n + 1) for n in range(500)]
@@ -64,7 +64,7 @@ async def test_a_refused_call_does_not_disturb_its_neighbours(store: RedisStore)
 
 
 async def test_a_cancelled_caller_does_not_take_its_call_back(store: RedisStore) -> None:
-    """Somebody who is cancelled while releasing has released."""
+    """A caller that is cancelled while it releases has released."""
     await store.allocate("pool", "a", "w", 1, [], 2)
     releasing = asyncio.create_task(store.release("pool", "a", 1))
     await asyncio.sleep(0)  # it has been submitted
@@ -90,7 +90,7 @@ async def test_closing_finishes_what_was_submitted(store: RedisStore, valkey: Va
 
 
 async def test_calls_of_thousands_of_blocks(store: RedisStore) -> None:
-    """Beyond what one variadic call in Lua can take, everywhere."""
+    """Everywhere more than one variadic call in Lua can take."""
     mine = hashes(2000)
     first = await store.allocate("large", "a", "w", 1, mine, 2500)
     assert first.block_ids == tuple(range(2500))
@@ -114,7 +114,7 @@ async def test_calls_of_thousands_of_blocks(store: RedisStore) -> None:
 
 
 async def test_thousands_of_holders_are_listed_in_order_and_reaped(store: RedisStore) -> None:
-    """Reaping and listing go page by page."""
+    """Reaping and listing use pages."""
     calls = [store.allocate("large", f"h{n}", "w", 2500 - n, [], 2) for n in range(2500)]
     await asyncio.gather(*calls)
     infos = await store.holders("large")
@@ -138,7 +138,7 @@ async def test_a_worker_being_reaped_gets_nothing_between_two_pages(
 
 
 async def test_the_largest_order_survives(store: RedisStore) -> None:
-    """Orders take 52 bits, which a score holds exactly."""
+    """Orders have 52 bits, which a score holds exactly."""
     await store.allocate("pool", "a", "w", 2**52 - 1, [], 1)
     await store.allocate("pool", "b", "w", 2**52 - 2, [], 1)
     victim = await store.victim("pool")
@@ -147,7 +147,7 @@ async def test_the_largest_order_survives(store: RedisStore) -> None:
 
 
 async def test_order_does_not_depend_on_the_servers_locale(own_valkey: Valkey) -> None:
-    """Ids of equal order stand in the order of their bytes, also where a locale sorts otherwise."""
+    """Ids of equal order are sorted by their bytes, also under a locale that sorts otherwise."""
     store = await RedisStore.connect(own_valkey.url)
     await store.register_pool(POOL)
     ids = ["A", "a", "B", "b", "é", "ab"]
@@ -196,7 +196,7 @@ async def test_errors_carry_numbers_and_names(store: RedisStore) -> None:
 
 
 async def test_dropping_a_pool_leaves_no_key(store: RedisStore, valkey: Valkey) -> None:
-    """Holders, waiters, caches, tombstones: all of them go, and nothing of other pools."""
+    """Holders, waiters, caches and tombstones are removed, and nothing of other pools."""
     await store.drop_pool("large")
     keys_before = set(valkey.command("KEYS", "*"))
     await store.register_pool(LARGE)
@@ -218,7 +218,7 @@ async def test_dropping_a_pool_leaves_no_key(store: RedisStore, valkey: Valkey) 
 async def test_tombstones_end_after_their_time_and_do_not_pile_up(
     store: RedisStore, valkey: Valkey
 ) -> None:
-    """Ten minutes are made to have passed for the first three."""
+    """The test makes the first three ten minutes old."""
     for name in "abcde":
         await store.allocate("pool", name, "w", 1, [], 1)
         await store.release("pool", name, 1)
@@ -242,7 +242,7 @@ async def test_tombstones_end_after_their_time_and_do_not_pile_up(
 async def test_waiters_of_all_stores_wake_when_blocks_are_freed(
     store: RedisStore, valkey: Valkey
 ) -> None:
-    """Both kinds of freeing are announced: to free, and into the cache."""
+    """Blocks that become free and blocks that become cached are both announced."""
     others = [await RedisStore.connect(valkey.url) for _ in range(2)]
     for end in ("release", "give_back"):
         await store.allocate("pool", end, "w", 1, [], 2)
@@ -261,7 +261,7 @@ async def test_waiters_of_all_stores_wake_when_blocks_are_freed(
 
 
 async def test_the_end_of_a_wait_is_announced_to_those_behind(store: RedisStore) -> None:
-    """Who was refused only because an earlier one waited may go now."""
+    """A request that was refused only because of an earlier waiter may now be served."""
     with pytest.raises(OutOfBlocks):
         await store.allocate("pool", "first", "w", 1, [], 12)
     await store.wait_for_room("pool", 0.05)  # listening from here on

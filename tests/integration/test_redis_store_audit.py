@@ -1,4 +1,4 @@
-"""The audit of a pool in Redis: whatever is damaged is found, at once or in pages."""
+"""The audit of a pool in Redis finds every damage, in one call or in pages."""
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -30,7 +30,8 @@ async def store(valkey: Valkey) -> AsyncIterator[RedisStore]:
 
 @pytest.fixture
 async def audited(store: RedisStore) -> RedisStore:
-    """Pool: a holds 0, 1 (committed) and 2; 3 is cached; 4 was returned; 5 on were never used."""
+    """Holder a has 0, 1 (committed) and 2; 3 is cached; 4 was returned; 5 and later ones were never
+    used."""
     await store.allocate("pool", "a", "w", 1, [], 3)
     await store.allocate("pool", "b", "w", 2, [], 2)
     await store.commit("pool", "a", 1, list(zip((0, 1), hashes(2), strict=True)))
@@ -68,7 +69,7 @@ async def test_the_audit_finds_every_damage(
     damage: tuple[str | bytes, ...],
     violation: str | None,
 ) -> None:
-    """Read at once, and in pages of a few entries."""
+    """In one call, and in pages of a few entries."""
     monkeypatch.setattr(redis_audit, "PAGE_LIMITS", {"blocks": 2, "returned": 1, "holders": 1})
     valkey.command(*damage)
 
@@ -88,7 +89,8 @@ async def test_the_audit_finds_every_damage(
 async def test_an_audit_in_pages_says_so_when_the_pool_keeps_changing(
     audited: RedisStore,
 ) -> None:
-    """Four attempts, each spoilt by a change between its pages; the counters are still checked."""
+    """There are four attempts, each spoilt by a change between its pages; the counters are still
+    checked."""
     num_reads = 0
 
     async def read(*parts: str | int) -> list[object]:
@@ -112,7 +114,7 @@ async def test_an_audit_in_pages_says_so_when_the_pool_keeps_changing(
 async def test_versions_grow_with_every_change_and_not_with_reading(
     store: RedisStore, valkey: Valkey
 ) -> None:
-    """What the paged audit relies on."""
+    """The paged audit relies on it."""
 
     def version() -> int:
         return int(valkey.command("HGET", "{pool}:pool", "version"))

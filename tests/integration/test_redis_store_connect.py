@@ -1,4 +1,4 @@
-"""Which servers a store accepts, and what it says to the others."""
+"""The servers that a store accepts, and its errors for others."""
 
 import socket
 from pathlib import Path
@@ -31,7 +31,7 @@ async def test_the_run_id_is_the_servers(valkey: Valkey) -> None:
 
 
 async def test_loading_twice_leaves_the_library_as_it_is(valkey: Valkey) -> None:
-    """Whoever comes later finds the functions and uses them."""
+    """A later process finds the functions and uses them."""
     for _ in range(2):
         store = await RedisStore.connect(valkey.url)
         await store.close()
@@ -40,7 +40,7 @@ async def test_loading_twice_leaves_the_library_as_it_is(valkey: Valkey) -> None
 
 
 async def test_a_foreign_library_under_our_name_is_refused_and_kept(own_valkey: Valkey) -> None:
-    """A running deployment is never broken by a newer one on its server."""
+    """A newer deployment on the same server never breaks a running one."""
     theirs = library_text() + "\n-- another version\n"
     own_valkey.command("FUNCTION", "LOAD", theirs)
     with pytest.raises(StoreUnsuitable, match="another version of Quire"):
@@ -52,7 +52,7 @@ async def test_a_foreign_library_under_our_name_is_refused_and_kept(own_valkey: 
 async def test_functions_that_go_as_soon_as_they_are_loaded_are_loaded_again(
     own_valkey: Valkey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A FUNCTION FLUSH between two commands is no other version."""
+    """A FUNCTION FLUSH between two commands is not another version."""
     num_loads = 0
 
     async def flushed_once(connection: AbstractConnection, *command: str) -> Any:
@@ -113,7 +113,7 @@ async def test_a_missing_socket_names_the_url_without_its_password(tmp_path: Pat
 
 
 async def test_a_wrong_password_is_no_outage(own_valkey: Valkey) -> None:
-    """Trying again would not help, and the text says what is wrong."""
+    """Another attempt would not help, and the text names the fault."""
     own_valkey.command("CONFIG", "SET", "requirepass", "right")
     for url in (own_valkey.url, f"{own_valkey.url}?password=wrong"):
         with pytest.raises(StoreUnsuitable, match=r"(?i)auth|password"):
@@ -138,7 +138,7 @@ async def test_a_malformed_url_is_refused(url: str, text: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(vars(redis.exceptions)))
 def test_every_error_of_the_client_has_a_meaning(name: str) -> None:
-    """Nothing of redis-py leaves the store."""
+    """No exception of redis-py leaves the store."""
     error = vars(redis.exceptions)[name]
     if isinstance(error, type) and issubclass(error, redis.RedisError):
         assert isinstance(translate("redis://r", error("7 host:6379")), BlockStoreError)

@@ -1,5 +1,5 @@
-"""The worked examples of tests/unit/test_memory_store*.py, on the server: the same calls, the same
-literal blocks, the same errors, without the luck of a random walk."""
+"""The worked examples of tests/unit/test_memory_store*.py on the server: the same calls, blocks and
+errors, not only those that a random walk meets."""
 
 import inspect
 from collections.abc import Awaitable, Callable, Iterator
@@ -40,8 +40,8 @@ SUITES: list[tuple[ModuleType, dict[str, Prepare]]] = [
     (test_memory_store_recovery, {"store": test_memory_store_recovery.prepare}),
     (test_memory_store_workers, {"store": test_memory_store_workers.prepare, "empty": nothing}),
 ]
-"""Modules, and what stands for their fixtures. An example that asks for more (a clock, a ledger) is
-about the model alone."""
+"""Modules, with the substitutes for their fixtures. An example that needs another fixture (a clock,
+a ledger) is about the model alone."""
 
 
 def examples() -> Iterator[Any]:

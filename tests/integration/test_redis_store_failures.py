@@ -1,6 +1,6 @@
 """Broken connections, lost answers, and servers that vanish, freeze or are full.
 
-A small proxy stands between the store and the server and loses what a test tells it to lose.
+A proxy between the store and the server loses the bytes that a test tells it to lose.
 """
 
 import asyncio
@@ -24,12 +24,12 @@ HASH = b"0123456789abcdef"
 
 @dataclass
 class Budget:
-    """So many bytes pass in one direction, then the connection breaks, once. None: all pass."""
+    """After so many bytes in one direction the connection breaks, once. None: it does not break."""
 
     left: int | None = None
 
     def spend(self, data: bytes) -> tuple[bytes, bool]:
-        """What passes of `data`, and whether the connection breaks after it."""
+        """The part of `data` that passes, and whether the connection breaks after it."""
         if self.left is None or self.left > len(data):
             self.left = None if self.left is None else self.left - len(data)
             return data, False
@@ -39,7 +39,7 @@ class Budget:
 
 @dataclass
 class Proxy:
-    """Passes bytes between stores and the server, and loses what it is told to lose."""
+    """Passes bytes between stores and the server, and loses some of them on demand."""
 
     socket: str
     url: str = ""
@@ -100,14 +100,14 @@ class Proxy:
             await asyncio.wait(self._open)
 
     def hold(self) -> None:
-        """Keep requests on the links of now back; those of later flow."""
+        """Hold back requests on the present links; those of later links pass."""
         self._flowing.clear()
         self._held = [(task, self._flowing) for task in self._open]
         self._flowing = asyncio.Event()
         self._flowing.set()
 
     async def let_go(self) -> None:
-        """Deliver what was held back, and wait until the server has read it."""
+        """Deliver the held requests, and wait until the server has read them."""
         for _, flowing in self._held:
             flowing.set()
         await asyncio.wait([task for task, _ in self._held])
@@ -127,7 +127,7 @@ async def proxy(valkey: Valkey) -> AsyncIterator[Proxy]:
 
 @pytest.fixture
 async def store(proxy: Proxy) -> AsyncIterator[RedisStore]:
-    """A store behind the proxy; a connection that does not answer counts as broken after 1 s."""
+    """A store behind the proxy; a connection without an answer counts as broken after 1 s."""
     store = await RedisStore.connect(proxy.url, retry_for_s=2)
     await store.register_pool(POOL)
     await store.register_worker(POOL, "w")
@@ -155,7 +155,7 @@ async def walk(store: RedisStore) -> list[object]:
 
 
 async def check_walk(store: RedisStore) -> None:
-    """`walk` answers this and leaves that, however often parts of it were sent."""
+    """The answers of `walk` and its final state, however often parts of it were sent."""
     a, committed, b, extension, short, _, detached, claimed, _, _, d, _ = await walk(store)
     assert a == Allocation("a", 1, (0, 1, 2), 0)
     assert committed == (True,)
@@ -174,8 +174,8 @@ async def check_walk(store: RedisStore) -> None:
 async def test_an_answer_lost_anywhere_changes_nothing(
     store: RedisStore, proxy: Proxy, num_bytes: int
 ) -> None:
-    """The connection breaks after so many bytes of answers; what was not answered is sent again, in
-    order, and answers the same."""
+    """The connection breaks after so many bytes of answers; unanswered calls are sent again, in
+    order, with the same answers."""
     proxy.answers.left = num_bytes
     await check_walk(store)
     assert proxy.answers.left is None, "the connection did not break"
@@ -185,14 +185,14 @@ async def test_an_answer_lost_anywhere_changes_nothing(
 async def test_a_request_lost_anywhere_changes_nothing(
     store: RedisStore, proxy: Proxy, num_bytes: int
 ) -> None:
-    """The same for what was not received, or half of it."""
+    """The same for requests that did not arrive, or only in part."""
     proxy.requests.left = num_bytes
     await check_walk(store)
     assert proxy.requests.left is None, "the connection did not break"
 
 
 async def test_the_walk_without_a_failure(store: RedisStore, proxy: Proxy) -> None:
-    """What the tests above compare with."""
+    """The tests above compare with it."""
     num_links = proxy.num_links
     await check_walk(store)
     assert proxy.num_links == num_links + 1, "only the connection for reading is new"
@@ -209,8 +209,8 @@ async def test_a_client_that_the_server_throws_out_comes_back(
 async def test_commands_on_an_old_connection_are_never_executed(
     store: RedisStore, proxy: Proxy
 ) -> None:
-    """A commit is stuck on its way; it is sent again, then retracted. The first one must not arrive
-    after that and publish a wrong entry."""
+    """A commit is stuck on its way; it is sent again, and then retracted. The first one must not
+    arrive later and publish a wrong entry."""
     await store.allocate("pool", "a", "w", 1, [], 1)
     proxy.hold()
     assert await store.commit("pool", "a", 1, [(0, HASH)]) == (True,)
@@ -222,8 +222,8 @@ async def test_commands_on_an_old_connection_are_never_executed(
 async def test_waiting_for_room_survives_a_broken_connection(
     store: RedisStore, proxy: Proxy
 ) -> None:
-    """A subscription that begins again wakes everyone, since it may have missed something; and it
-    works again."""
+    """A renewed subscription wakes every waiter, since it may have missed a message; and it works
+    again."""
     await store.allocate("pool", "a", "w", 1, [], 1)
     await store.wait_for_room("pool", 0.05)
     waiting = asyncio.create_task(store.wait_for_room("pool", 60))
@@ -242,7 +242,7 @@ async def test_waiting_for_room_survives_a_broken_connection(
 
 
 async def test_a_dead_server_is_unavailable_after_the_limit(own_valkey: Valkey) -> None:
-    """And not before it: a call may be in vain for `retry_for_s`, for all callers together."""
+    """Not before the limit: calls may fail for `retry_for_s`, counted for all callers together."""
     store = await RedisStore.connect(own_valkey.url, retry_for_s=0.4)
     await store.register_pool(POOL)
     own_valkey.kill()
@@ -259,7 +259,7 @@ async def test_a_dead_server_is_unavailable_after_the_limit(own_valkey: Valkey) 
 
 
 async def test_a_frozen_server_is_unavailable_and_then_goes_on(own_valkey: Valkey) -> None:
-    """What was given up may have been executed; what comes later is."""
+    """A call that was given up may have been executed; later calls are."""
     store = await RedisStore.connect(own_valkey.url, retry_for_s=0.6)
     await store.register_pool(POOL)
     await store.register_worker(POOL, "w")
@@ -273,7 +273,7 @@ async def test_a_frozen_server_is_unavailable_and_then_goes_on(own_valkey: Valke
 
 
 async def test_a_short_freeze_goes_unnoticed(own_valkey: Valkey) -> None:
-    """Shorter than the limit, longer than one connection is waited for."""
+    """It is shorter than the limit, and longer than the wait for one connection."""
     store = await RedisStore.connect(own_valkey.url, retry_for_s=4)
     await store.register_pool(POOL)
     await store.register_worker(POOL, "w")
@@ -288,7 +288,7 @@ async def test_a_short_freeze_goes_unnoticed(own_valkey: Valkey) -> None:
 
 
 async def test_a_server_out_of_memory_refuses_to_grow_but_lets_go(own_valkey: Valkey) -> None:
-    """Freeing works on a full server, or it would stay full for ever."""
+    """Otherwise a full server would stay full."""
     store = await RedisStore.connect(own_valkey.url)
     await store.register_pool(POOL)
     await store.register_worker(POOL, "w")

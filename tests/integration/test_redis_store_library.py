@@ -1,4 +1,4 @@
-"""The text of the functions."""
+"""The source of the functions."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ FILES = sorted(FUNCTIONS.glob("*.lua"))
 
 
 def test_every_error_code_of_the_functions_has_its_exception_and_back() -> None:
-    """Codes are refused by name, or stand as the error of one growth, or are chosen by name."""
+    """Codes are refused by name, or are the error of one growth, or are chosen by name."""
     used = set(re.findall(r"'([A-Z]+(?:_[A-Z]+)*)'[ ,]", _code(library_text())))
     codes = used & (BY_CODE.keys() | set(re.findall(r"refuse\('(\w+)'", library_text())))
     assert codes == BY_CODE.keys()
@@ -34,7 +34,8 @@ def test_every_key_stands_in_the_table_of_keys() -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_functions_are_short_and_scan_nothing(file: Path) -> None:
-    """At most 40 lines a function; no command whose time grows with the server's content."""
+    """A function has at most 40 lines, and no command whose time grows with the server's
+    content."""
     lines = file.read_text().splitlines()
     assert max(map(len, lines)) <= 100
     start = 0
@@ -47,5 +48,5 @@ def test_functions_are_short_and_scan_nothing(file: Path) -> None:
 
 
 def _code(text: str) -> str:
-    """Without comments."""
+    """The source without comments."""
     return re.sub(r"--.*", "", text)

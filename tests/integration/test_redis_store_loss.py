@@ -1,4 +1,5 @@
-"""A server that has lost its data is not the one that the store began with, whatever it says."""
+"""A server that has lost its data is not the server that the store knows, even with the same
+address."""
 
 import asyncio
 
@@ -15,7 +16,7 @@ POOL = PoolSpec("pool", "model", "fingerprint", num_blocks=11, block_size=4, blo
 
 
 async def assert_lost(store: RedisStore) -> None:
-    """For every kind of call about the pool, for ever."""
+    """Every kind of call about the pool fails, and keeps failing."""
     for _ in range(2):
         for call in (
             store.withdraw("pool", "h"),
@@ -46,7 +47,7 @@ async def test_a_server_that_was_restarted_has_lost_the_store(own_valkey: Valkey
 
 
 async def test_calls_under_way_learn_that_the_store_is_lost(own_valkey: Valkey) -> None:
-    """Also those that were submitted while nobody was there, and those who wait."""
+    """Also calls that were submitted while the server was away, and waiting ones."""
     store = await RedisStore.connect(own_valkey.url)
     await store.register_pool(POOL)
     await store.register_worker(POOL, "w")
@@ -64,7 +65,7 @@ async def test_calls_under_way_learn_that_the_store_is_lost(own_valkey: Valkey) 
 
 
 async def test_a_restart_that_brings_an_old_truth_back_is_a_loss(own_valkey: Valkey) -> None:
-    """A pool restored from a file is refused by who knew it, and by who comes new."""
+    """Workers that know the pool refuse one that was restored from a file, and so do new ones."""
     store = await RedisStore.connect(own_valkey.url)
     await store.register_pool(POOL)
     own_valkey.command("SAVE")
@@ -94,7 +95,7 @@ async def test_an_old_truth_can_be_dropped_and_made_anew(own_valkey: Valkey) -> 
 
 
 async def test_a_flushed_server_has_lost_the_store(valkey: Valkey) -> None:
-    """A pool that this store made cannot be unknown; one that it never saw can."""
+    """A pool that this store made cannot be unknown; one that it never accessed can."""
     store = await RedisStore.connect(valkey.url)
     await store.register_pool(POOL)
     with pytest.raises(UnknownPool):
@@ -118,7 +119,7 @@ async def test_a_pool_that_the_store_dropped_itself_is_no_loss(valkey: Valkey) -
 
 
 async def test_there_is_no_doubt_about_a_lost_store(valkey: Valkey) -> None:
-    """Nobody tries for ever to tell the server what cannot be told."""
+    """No caller retries what cannot succeed."""
     store = await RedisStore.connect(valkey.url)
     await store.register_pool(POOL)
     valkey.command("FLUSHALL")

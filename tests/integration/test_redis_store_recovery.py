@@ -1,5 +1,5 @@
-"""Workers whose server lost everything tell it what they hold, and go on: whoever calls meanwhile
-waits, and gets an answer."""
+"""Workers whose server lost everything report their holders and go on; calls meanwhile wait, and
+are answered."""
 
 import asyncio
 import random
@@ -56,7 +56,7 @@ Lose = Callable[[Valkey], None]
 async def test_work_goes_on_where_it_was(
     own_valkey: Valkey, directory: PoolDirectory, lose: Lose
 ) -> None:
-    """Holders keep their blocks, tickets can be claimed, what is finished is found again."""
+    """Holders keep their blocks, tickets can be claimed, and finished blocks are found again."""
     async with joined(own_valkey.url, directory, "v", "w") as (v, w):
         blocks = await v.allocate("a", 1, 3)
         v.stamps.complete(blocks[0], A, ROOT, TOKENS[0])
@@ -81,7 +81,7 @@ async def test_work_goes_on_where_it_was(
 
 
 async def test_an_old_truth_is_not_believed(own_valkey: Valkey, directory: PoolDirectory) -> None:
-    """The server comes back with what it had saved long ago."""
+    """The server returns with a copy that it saved long ago."""
     async with joined(own_valkey.url, directory, "v", "w") as (v, w):
         old = await v.allocate("old", 1, 5)
         own_valkey.command("SAVE")
@@ -99,7 +99,7 @@ async def test_an_old_truth_is_not_believed(own_valkey: Valkey, directory: PoolD
 async def test_calls_wait_for_the_server_and_for_each_other(
     own_valkey: Valkey, directory: PoolDirectory
 ) -> None:
-    """What has no answer yet is sent to the new ledger, in order."""
+    """Unanswered calls are sent to the new ledger, in order."""
     async with joined(own_valkey.url, directory, "v", "w") as (v, w):
         await v.allocate("a", 1, 3)
         own_valkey.kill()
@@ -135,7 +135,7 @@ async def test_a_worker_that_died_meanwhile_is_not_waited_for(
 async def test_a_worker_that_is_stuck_keeps_what_it_may_write(
     own_valkey: Valkey, directory: PoolDirectory
 ) -> None:
-    """Once it is fenced the others go on; it comes back to hear that it was."""
+    """Once it is fenced, the others go on; when it returns, it learns that it was fenced."""
     async with joined(own_valkey.url, directory, "v", "w") as (v, w):
         w.beating.cancel()
         stuck = await w.allocate("b", 1, 3)
@@ -165,7 +165,7 @@ async def test_a_worker_that_is_stuck_keeps_what_it_may_write(
 async def test_a_worker_without_a_pulse_hears_that_it_has_to_speak(
     own_valkey: Valkey, directory: PoolDirectory
 ) -> None:
-    """An idle worker asks for nothing, and listens: nobody waits long for its word."""
+    """An idle worker sends nothing, but listens: the others do not wait long for its report."""
     async with joined(own_valkey.url, directory, "v", "w") as (v, w):
         await v.allocate("a", 1, 3)
         w.beating.cancel()
@@ -191,7 +191,7 @@ async def missing(store: RedisStore) -> tuple[str, ...]:
 async def test_a_reader_follows_to_the_new_server(
     own_valkey: Valkey, directory: PoolDirectory
 ) -> None:
-    """As gateways do, which have nothing to tell."""
+    """As gateways do, which have no holders to report."""
     async with joined(own_valkey.url, directory, "v") as (v,):
         reader = await RedisStore.connect(own_valkey.url)
         assert (await reader.stats("pool")).num_holders == 0
@@ -217,8 +217,8 @@ async def test_a_pool_whose_directory_is_gone_is_lost(
 
 @pytest.mark.timeout(30)
 async def test_a_report_to_a_server_that_is_lost_meanwhile_is_given_up(own_valkey: Valkey) -> None:
-    """Such a store is for one server. It has lost its functions, which is to be seen to, and is
-    another one then, which ends the store; and that is the end of it, not of the event loop."""
+    """A store is for one server. If that loses its functions too, it is another server, which ends
+    the store, but not the event loop."""
     telling = RedisStore._single_use(own_valkey.url, LIMIT_S)
     await telling.drop_pool("pool")
     flush_all_there_is(own_valkey)
@@ -238,8 +238,8 @@ async def test_a_report_to_a_server_that_is_lost_meanwhile_is_given_up(own_valke
 async def test_recovery_ends_in_agreement_whatever_happens(
     own_valkey: Valkey, directory: PoolDirectory, seed: int
 ) -> None:
-    """Three workers with random work, tickets between them, and a server that is lost again and
-    again in the middle of it."""
+    """Three workers with random work and tickets between them, on a server that is lost again and
+    again."""
     rng = random.Random(seed)
     async with joined(own_valkey.url, directory, "u", "v", "w") as workers:
         tickets: list[tuple[str, int]] = []
@@ -264,7 +264,7 @@ async def _work(
     tickets: list[tuple[str, int]],
     stop: asyncio.Event,
 ) -> None:
-    """Allocate, grow, put at rest, claim what anybody put at rest, release."""
+    """Allocate, grow, detach, claim a ticket of any worker, release."""
     store, held = worker.store, dict[str, tuple[int, list[int]]]()
     while not stop.is_set():
         match rng.choice("aagdcr"):
@@ -301,8 +301,7 @@ async def _work(
 
 
 async def assert_agreed(workers: list[Worker]) -> None:
-    """What is left are tickets that nobody claimed, and such that their issuers have not heard the
-    end of."""
+    """All that is left are unclaimed tickets, and claimed ones whose issuers do not know it yet."""
     store = await RedisStore.connect(workers[0].url)
     for holder in await store.holders("pool"):
         assert holder.epoch == 2

@@ -23,7 +23,7 @@ SERVICE = "quire.v1.Inference"
 
 
 class Inference(inference_pb2_grpc.InferenceServicer):
-    """Fails as it is told; `Generate` counts up until it is stopped."""
+    """Fails as it is told; `Generate` counts until it is stopped."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
@@ -66,7 +66,7 @@ Start = Callable[[Inference], Awaitable[grpc.aio.Channel]]
 
 @pytest.fixture
 async def start() -> AsyncIterator[Start]:
-    """Starts a server with the servicer; a channel to it."""
+    """Starts a server with the servicer; returns a channel to it."""
     servers, channels = [], []
 
     async def start(servicer: Inference) -> grpc.aio.Channel:
@@ -87,7 +87,7 @@ async def start() -> AsyncIterator[Start]:
 
 
 async def read(call: Any) -> Any:
-    """The stream's next message; fails rather than answer EOF."""
+    """The stream's next message; fails instead of returning EOF."""
     message = await call.read()
     assert message is not grpc.aio.EOF
     return message
@@ -102,7 +102,7 @@ async def list_models(channel: grpc.aio.Channel) -> grpc.aio.AioRpcError:
 
 
 async def test_a_domain_error_arrives_as_itself(start: Start) -> None:
-    """Status, code and retry delay cross the wire; the client raises the same class."""
+    """Status, code and retry delay cross the wire, and the client raises the same class."""
     channel = await start(Inference(errors.QueueFull("the queue is full", retry_delay_s=2.5)))
     error = await list_models(channel)
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -131,7 +131,7 @@ async def test_a_peer_failure_is_passed_on_as_it_came(start: Start) -> None:
 
 
 async def test_a_stream_fails_after_its_messages(start: Start) -> None:
-    """What was streamed before the error arrives, then the error."""
+    """The messages before the error arrive first."""
     channel = await start(Inference(errors.KVCorrupt("block 3 is not what its hash promised")))
     call = inference_pb2_grpc.InferenceStub(channel).Generate(inference_pb2.GenerateRequest())
     assert [(await read(call)).request_id for _ in range(2)] == ["0", "1"]
@@ -152,7 +152,7 @@ async def test_a_bidirectional_stream_is_mapped_too(start: Start) -> None:
 
 
 async def test_cancelling_a_stream_closes_its_generator(start: Start) -> None:
-    """At once: not when the garbage collector finds it."""
+    """At once, not when the garbage collector finds it."""
     servicer = Inference()
     channel = await start(servicer)
     call = inference_pb2_grpc.InferenceStub(channel).Generate(inference_pb2.GenerateRequest())
@@ -180,7 +180,7 @@ async def test_an_undecodable_message_of_a_stream_is_invalid(start: Start) -> No
 
 
 async def test_messages_up_to_the_limit_pass(start: Start) -> None:
-    """12 MB reach the handler; above 16 MiB gRPC refuses."""
+    """12 MB reach the handler; gRPC refuses more than 16 MiB."""
     channel = await start(Inference(errors.PromptTooLong("too long")))
     stub = inference_pb2_grpc.InferenceStub(channel)
     call = stub.Generate(inference_pb2.GenerateRequest(text="x" * 12_000_000))
@@ -212,7 +212,7 @@ REFLECTION = "grpc.reflection.{}.ServerReflection"
 
 @pytest.mark.parametrize("version", ["v1", "v1alpha"])
 async def test_reflection_tells_of_the_services(start: Start, version: str) -> None:
-    """In both versions, whose messages are the same; of itself too."""
+    """Both versions list the services, and reflection itself; their messages are the same."""
     channel = await start(Inference())
     ask: Any = channel.stream_stream(
         f"/{REFLECTION.format(version)}/ServerReflectionInfo",
@@ -253,7 +253,7 @@ async def test_a_server_that_is_not_there_is_unavailable() -> None:
 
 
 async def test_a_server_that_is_slow_to_answer_is_waited_for() -> None:
-    """On a busy machine a connection takes its time."""
+    """On a busy machine a connection takes time."""
     server = RpcServer(SERVICE)
     port = await server.start("127.0.0.1", 0)
     async with Proxy(f"127.0.0.1:{port}") as proxy:
@@ -292,7 +292,7 @@ async def test_a_guarded_server_admits_calls_with_a_proof_and_health_checks() ->
 
 
 async def test_a_local_server_is_for_processes_of_its_user(tmp_path: Path) -> None:
-    """And on a port only where one is given."""
+    """It has a port only if one is given."""
     socket = tmp_path / "run" / "a.sock"
     server = RpcServer(SERVICE)
     assert await server.start_local(socket, "127.0.0.1", None) is None

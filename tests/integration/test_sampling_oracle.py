@@ -1,5 +1,5 @@
-"""Sampling parameters against transformers, where its definition is vLLM's, and on the runner: the
-same tokens alone and in a batch, at once and after a recompute."""
+"""Sampling parameters compared with transformers, where it defines them as vLLM does, and on the
+runner: the same tokens alone and in a batch, at once and after a recompute."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -58,7 +58,7 @@ def test_min_tokens_is_transformers_min_new_tokens(logits: torch.Tensor, min_tok
 
 
 def test_bad_words_are_transformers_within_the_output(logits: torch.Tensor) -> None:
-    """Which looks at the prompt too, where vLLM does not."""
+    """transformers also searches the prompt, which vLLM does not."""
     words = [[6, 2, 10], [2, 11], [5, 9], [2, 9], [3], [9, 2, 6, 2, 0], [1, 9, 2, 6, 2, 4]]
     expected = theirs(NoBadWordsLogitsProcessor(words), OUTPUT, logits)
     assert torch.equal(ours(logits, bad_words=tuple(map(tuple, words))), expected)
@@ -84,7 +84,7 @@ def decoded(
     params: Sequence[SamplingParams],
     num_tokens: int,
 ) -> list[list[int]]:
-    """All in one batch, each with a history of its own that grows."""
+    """All in one batch, each with its own growing history."""
     tokens = [list(prompt) for prompt in prompts]
     histories = [
         PenaltyState(p, mine, len(prompt), [])
@@ -145,8 +145,8 @@ KINDS: list[dict[str, Any]] = [
 def test_tokens_are_the_same_alone_in_a_batch_and_after_a_recompute(
     recording: RecordingRunner,
 ) -> None:
-    """Laws 7 and 10: every parameter, greedy and drawn; each token drawn again behind all before
-    it, as one prompt, by a new history."""
+    """Laws 7 and 10 for every parameter, greedy and drawn; each token is drawn again after one
+    prompt with all tokens before it, by a new history."""
     params = [
         replace(GREEDY.sampling, seed=i, **KINDS[i % len(KINDS)]) for i in range(2 * len(KINDS))
     ]

@@ -1,5 +1,5 @@
-"""Workers of several ranks, on gloo: tokens of transformers, the same bits in any batch, copies of
-blocks, and the end of a rank."""
+"""Workers of several ranks on gloo: the tokens of transformers, the same bits in any batch, copies
+of blocks, and the end of a rank."""
 
 import signal
 from collections.abc import Iterator
@@ -31,7 +31,8 @@ SAMPLE = [
     ("qwen3-mha-bias", 4),
     ("qwen3-gqa-tied", 4),
 ]
-"""Untied and tied, vocabularies that 2 and 4 do not divide, biases, one KV head, copies of two."""
+"""Untied and tied heads, vocabularies that 2 and 4 do not divide, biases, one KV head, copies of
+two."""
 
 FULL = [
     (name, size)
@@ -93,7 +94,7 @@ def test_families_are_divided(name: str, crews: dict[int, Ranks], tmp_path: Path
 def test_logits_have_the_same_bits_in_any_batch(
     size: int, kv_dtype: str, crews: dict[int, Ranks], tmp_path: Path
 ) -> None:
-    """Law 10, for a given number of ranks: alone, in chunks, and beside others."""
+    """Law 10 for a given number of ranks: alone, in chunks, and beside others."""
     spec = CheckpointSpec(num_heads=8, num_kv_heads=4, hidden_size=128, vocab_size=401)
     checkpoint = make_checkpoint(tmp_path / "model", spec)
     runner = RankedRunner(
@@ -151,7 +152,7 @@ def test_linears_in_4_bits_are_refused(crews: dict[int, Ranks], tmp_path: Path) 
 def test_copied_and_swapped_blocks_are_copied_at_all_ranks(
     crews: dict[int, Ranks], tmp_path: Path
 ) -> None:
-    """A sequence goes on in copies of its blocks: within the pool, and through the swap pool."""
+    """A sequence continues in copies of its blocks: within the pool, and through the swap pool."""
     checkpoint = make_checkpoint(tmp_path / "model", SPECS["llama-gqa"])
     runner = RankedRunner(checkpoint, tmp_path, crews[2])
     own, colder = runner.membership.pool, runner.colder.pool
@@ -185,7 +186,7 @@ def test_copied_and_swapped_blocks_are_copied_at_all_ranks(
 
 
 def test_logprobs_of_a_prompt_come_in_parts(crews: dict[int, Ranks], tmp_path: Path) -> None:
-    """More states than are computed at once: the ranks compute the same parts."""
+    """There are more states than are computed at once: the ranks compute the same parts."""
     checkpoint = make_checkpoint(tmp_path / "model", SPECS["llama-gqa"])
     runner = RankedRunner(checkpoint, tmp_path, crews[2])
     prompt = random_prompt(150, 1)
@@ -209,7 +210,7 @@ def test_a_rank_that_cannot_load_says_why(crews: dict[int, Ranks], tmp_path: Pat
 
 
 def test_the_lock_is_held_until_the_last_rank_has_ended(tmp_path: Path) -> None:
-    """Law 5: rank 0 has dropped it, and a rank may still write."""
+    """Law 5: rank 0 has dropped it, and another rank may still write."""
     checkpoint = make_checkpoint(tmp_path / "model", SPECS["llama-gqa"])
     ranks = Ranks(2)
     runner = RankedRunner(checkpoint, tmp_path, ranks)
@@ -228,7 +229,7 @@ def test_the_lock_is_held_until_the_last_rank_has_ended(tmp_path: Path) -> None:
 def test_a_worker_that_leaves_its_pool_keeps_its_ranks(
     crews: dict[int, Ranks], tmp_path: Path
 ) -> None:
-    """A fenced worker joins again under another name, with the loaded model."""
+    """A fenced worker joins again under another id, with the loaded model."""
     checkpoint = make_checkpoint(tmp_path / "model", SPECS["llama-gqa"])
     runner = RankedRunner(checkpoint, tmp_path, crews[2])
     path = runner.membership.lock.path

@@ -1,4 +1,4 @@
-"""TLS of gRPC and HTTP servers: who may connect, and certificates that change."""
+"""TLS of gRPC and HTTP servers: which clients may connect, and certificates that change."""
 
 import asyncio
 import ssl
@@ -40,7 +40,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def strange(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of another deployment."""
+    """The certificate of another deployment."""
     directory = tmp_path_factory.mktemp("strange")
     write_certificates(directory)
     return directory
@@ -134,8 +134,9 @@ async def test_grpc_reads_changed_certificates_and_keeps_connections(
 async def test_clients_tell_an_untrusted_gateway_from_one_that_is_away(
     stack: AsyncExitStack, made: Path, strange: Path
 ) -> None:
-    """What listens for a gateway that is down, such as Docker's proxy, accepts connections and
-    closes them; a client that took this for a bad certificate would not resume its stream."""
+    """A listener in the place of a gateway that is down, such as Docker's proxy, accepts
+    connections and closes them. A client that took this for a bad certificate would not resume its
+    stream."""
     address = await listen(stack, files(strange, "gateway"))
     proxy = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
     stack.callback(proxy.close)
@@ -282,7 +283,8 @@ async def test_a_client_that_sends_no_handshake_is_cut_off(app: Any, made: Path)
 
 
 async def test_a_refused_body_is_answered_over_tls(app: Any, made: Path) -> None:
-    """The connection lingers, so that the client can read the answer although it still sends."""
+    """The connection stays open for a while, so that the client can read the answer although it
+    still sends."""
     limits = ConnectionLimits(body_timeout_s=0.2)
     async with http_server(app, "127.0.0.1", 0, 1.0, limits, files(made, "gateway")) as port:
         context = ssl.create_default_context(cafile=str(made / "ca.crt"))

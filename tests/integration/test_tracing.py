@@ -1,4 +1,4 @@
-"""The tracer: what it samples, what it drops, and that a service without one does not load it."""
+"""The tracer: sampling, dropped spans, and services that do not load it."""
 
 import subprocess
 import sys
@@ -78,7 +78,7 @@ def test_the_client_decides_and_else_the_ratio(
 
 
 def test_unreachable_collector_costs_spans_and_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The queue is bounded, no call waits, and the end of a service is not held up."""
+    """The queue is bounded, no call waits, and the service ends without a delay."""
     monkeypatch.setattr(tracer_module, "MAX_QUEUED_SPANS", 600)
     with structlog.testing.capture_logs() as logs:
         tracer = Tracer(NOBODY, "gateway", 1.0)

@@ -1,5 +1,4 @@
-"""`python -m services.decode` as it runs: a process and a real Valkey. It ends when it is told to,
-whatever it is doing."""
+"""`python -m services.decode` as a process, with a real Valkey. It ends on request in any state."""
 
 import fcntl
 import json
@@ -47,7 +46,7 @@ class Worker:
     root: Path
 
     def wait_for(self, event: str) -> dict[str, Any]:
-        """Until its log says so; what else that line says."""
+        """Wait until its log has the event; returns the event's fields."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith("{") and (entry := json.loads(line))["event"] == event:
@@ -63,7 +62,7 @@ class Worker:
         return False
 
     def stop(self) -> int:
-        """The exit status, in less time than a supervisor gives it."""
+        """Stop it; returns the exit status, in less time than a supervisor allows."""
         self.process.send_signal(signal.SIGTERM)
         self.process.communicate(timeout=GRACE_S)
         return self.process.returncode
@@ -124,7 +123,7 @@ def test_a_serving_worker_leaves_and_removes_its_pool(start: Callable[[], Worker
 def test_collections_of_one_that_serves_leave_out_what_it_imported(
     start: Callable[..., Worker],
 ) -> None:
-    """A full one takes 0.1 s otherwise, a gap in every stream."""
+    """A full collection would otherwise take 0.1 s, a gap in every stream."""
     worker = start("-c", COUNTED_AT_ITS_END)
     worker.wait_for("worker_ready")
     worker.process.send_signal(signal.SIGTERM)
@@ -136,7 +135,7 @@ def test_collections_of_one_that_serves_leave_out_what_it_imported(
 def test_a_worker_stands_back_behind_the_services_that_talk(
     start: Callable[..., Worker], nice: int | None
 ) -> None:
-    """No thread is as important as theirs; by 5, unless the worker is told otherwise."""
+    """Other services have priority over its threads; its niceness is 5 unless set otherwise."""
     worker = start() if nice is None else start(NICE=str(nice))
     worker.wait_for("worker_ready")
     tasks = Path(f"/proc/{worker.process.pid}/task").iterdir()
@@ -163,7 +162,7 @@ def test_a_worker_that_waits_for_packed_weights_can_stop(
 def test_a_worker_whose_server_is_silent_ends_in_time(
     start: Callable[..., Worker], own_valkey: Valkey
 ) -> None:
-    """It can neither release nor leave; what it has is the block manager's then."""
+    """It can neither release nor leave; the block manager reaps its blocks."""
     worker = start(REDIS_URL=own_valkey.url, STOP_GRACE_S="6")
     worker.wait_for("worker_ready")
     own_valkey.stop()
@@ -176,7 +175,7 @@ def test_a_worker_whose_server_is_silent_ends_in_time(
 def test_a_worker_that_waits_to_rejoin_leaves_at_once(
     start: Callable[..., Worker], own_valkey: Valkey, server: str
 ) -> None:
-    """Nobody has anything at it, and what it waits for may never come."""
+    """It holds nothing, and the server may never return."""
     worker = start(REDIS_URL=own_valkey.url)
     worker.wait_for("worker_ready")
     (directory,) = pool_directories(worker.root / "pools")
@@ -202,7 +201,7 @@ def test_a_worker_that_waits_to_rejoin_leaves_at_once(
 def test_a_check_says_whether_a_worker_could_start_here(
     start: Callable[..., Worker], tmp_path: Path, changes: dict[str, str], status: int, said: str
 ) -> None:
-    """Without a server, and without starting."""
+    """Without a server, and without a start."""
     (tmp_path / "pools").mkdir()
     nobody = "redis://127.0.0.1:1/0"
     worker = start("-m", "services.decode", "--check", REDIS_URL=nobody, **changes)

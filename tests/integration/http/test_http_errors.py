@@ -1,4 +1,4 @@
-"""What is refused over HTTP, and how: errors have OpenAI's shape."""
+"""Refusals over HTTP: errors have OpenAI's shape."""
 
 import httpx
 import openai
@@ -33,7 +33,7 @@ async def test_errors_have_openais_shape(
     code: str,
     stream: bool,
 ) -> None:
-    """Also when a stream was asked for: before the first token there is still a status."""
+    """Also for a requested stream: before the first token an answer still has a status."""
     generator.error = error
     answer = await http.post("/v1/chat/completions", json={**HI, "stream": stream})
     assert answer.status_code == status
@@ -57,7 +57,8 @@ async def test_the_openai_client_raises_its_own_errors(
 async def test_an_error_after_the_first_token_ends_the_stream(
     client: openai.AsyncOpenAI, generator: FakeGenerator
 ) -> None:
-    """The text so far stays, then the client's own exception: no end that looks like a good one."""
+    """The text so far stays, and then the client's own exception follows: a failed stream does not
+    look like a finished one."""
     generator.error, generator.error_at = errors.Unavailable("the worker was lost"), 2
     stream = await client.completions.create(model="org/tiny", prompt="Hi", stream=True)
     texts = []
@@ -95,7 +96,7 @@ async def test_the_wrong_field_is_the_param(http: httpx.AsyncClient) -> None:
 async def test_a_body_of_20_mb_is_too_large(
     http: httpx.AsyncClient, generator: FakeGenerator
 ) -> None:
-    """The client gets to read why; the service goes on."""
+    """The client gets to read the reason, and the server goes on."""
     answer = await http.post("/v1/completions", json={"prompt": "x" * 20_000_000})
     assert answer.status_code == 413
     assert answer.json()["error"]["code"] == "request_too_large"
@@ -104,7 +105,7 @@ async def test_a_body_of_20_mb_is_too_large(
 
 
 async def test_a_prompt_of_10_mb_arrives(http: httpx.AsyncClient, generator: FakeGenerator) -> None:
-    """What is too long is for the gateway to say."""
+    """Only the gateway decides whether it is too long."""
     answer = await http.post("/v1/completions", json={"prompt": "x" * 10_000_000})
     assert answer.status_code == 200
     assert generator.requests[0].prompt == "x" * 10_000_000

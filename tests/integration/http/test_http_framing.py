@@ -1,4 +1,5 @@
-"""How requests begin and end, byte by byte: what two parsers could read in two ways is refused."""
+"""The begin and end of requests, byte by byte: a request that two parsers could read in two ways is
+refused."""
 
 import asyncio
 import errno
@@ -47,7 +48,8 @@ PROMPT = b'{"prompt": "Hi"}'
 async def test_ambiguous_requests_are_refused(
     port: int, generator: FakeGenerator, request_bytes: bytes
 ) -> None:
-    """In OpenAI's shape, and the connection closes: what follows is not read as a request."""
+    """The error has OpenAI's shape, and the connection closes: the following bytes are not read as
+    a request."""
     async with connected(port) as connection:
         connection.send(request_bytes)
         answer = await connection.answer()
@@ -82,7 +84,7 @@ async def test_unsupported_framing_is_refused(port: int, request_bytes: bytes, s
 
 
 async def test_chunk_extensions_are_bounded(port: int) -> None:
-    """They are no part of the body, whose size is limited elsewhere."""
+    """They are not part of the body, whose size another limit bounds."""
     async with connected(port) as connection:
         connection.send(CHUNKED + b"1;" + b"x" * 100_000)
         answer = await connection.answer()
@@ -103,7 +105,8 @@ async def test_a_body_in_chunks_of_one_byte_is_read(port: int, generator: FakeGe
 
 
 async def test_pipelined_requests_are_answered_in_order(port: int) -> None:
-    """Also many of them, in one write; garbage behind them ends the connection, not the answers."""
+    """Also many requests in one write; garbage after them ends the connection, but not their
+    answers."""
     async with connected(port) as connection:
         connection.send((HEALTH + post(PROMPT)) * 200 + b"garbage\r\n\r\n")
         for _ in range(200):
@@ -114,7 +117,7 @@ async def test_pipelined_requests_are_answered_in_order(port: int) -> None:
 
 
 async def test_an_upgrade_is_declined(port: int, generator: FakeGenerator) -> None:
-    """Clients that would like HTTP/2 ask for it on every request, with its body."""
+    """Clients that support HTTP/2 ask for it on every request, with its body."""
     headers = "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
     async with connected(port) as connection:
         for _ in range(2):
@@ -152,7 +155,7 @@ async def test_an_unknown_path_is_named(port: int) -> None:
 
 
 async def test_garbage_leaves_the_server_as_it_was(port: int) -> None:
-    """Requests with random mistakes, in random pieces, some of clients that reset the connection:
+    """Requests with random mistakes, in random pieces, some from clients that reset the connection:
     nothing fails, and the next request is answered."""
     problems = caught_by_loop()
     chance = random.Random(14)
@@ -200,7 +203,8 @@ async def test_garbage_leaves_the_server_as_it_was(port: int) -> None:
 async def test_a_reset_right_after_an_answer_is_no_error(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the kernel has seen it, but not yet the event loop, the socket cannot be shut down."""
+    """If the kernel knows of the reset and the event loop does not yet, the socket cannot be shut
+    down."""
 
     def write_eof(_: Any) -> None:
         raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
@@ -215,13 +219,13 @@ async def test_a_reset_right_after_an_answer_is_no_error(
 
 
 def caught_by_loop() -> list[dict[str, Any]]:
-    """What is raised in callbacks and tasks from now on, where nobody sees it."""
+    """The exceptions of callbacks and tasks from now on."""
     problems: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: problems.append(context))
     return problems
 
 
 def reset_on_close(connection: Connection) -> None:
-    """In place of an end."""
+    """Closing the socket resets the connection."""
     raw = connection.writer.get_extra_info("socket")
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -1,4 +1,4 @@
-"""HTTP clients that go away, and a front door that does: nothing is computed for nobody."""
+"""HTTP clients disconnect, and the server stops: nothing is computed without a reader."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ from .conftest import HI, FakeGenerator, soon
 async def test_leaving_a_stream_closes_the_generator(
     http: httpx.AsyncClient, generator: FakeGenerator, pause_at: int
 ) -> None:
-    """At once, while it waits for a token, the first one or a later one."""
+    """At once, while the stream waits for its first token or for a later one."""
     generator.pause_at = pause_at
     task = asyncio.create_task(http.post("/v1/completions", json={"prompt": "Hi", "stream": True}))
     async with soon():
@@ -40,7 +40,7 @@ async def test_leaving_an_answer_closes_the_generator(
 
 
 async def test_a_reset_connection_closes_the_generator(url: str, generator: FakeGenerator) -> None:
-    """A client that was killed: no goodbye, just a reset."""
+    """A killed client's connection ends with a reset."""
     generator.pause_at = 1
     host, _, port = url.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))

@@ -1,4 +1,5 @@
-"""What a client may take of the server: connections, time and memory, and never its neighbour's."""
+"""A client's connections, time and memory at the server are limited, and do not affect other
+clients."""
 
 import asyncio
 import json
@@ -28,7 +29,7 @@ MIB = 1024 * 1024
 async def serving(
     generator: FakeGenerator, body_memory: int = 256 * MIB, **limits: Any
 ) -> AsyncIterator[int]:
-    """On the port that it gives; `limits`: of ConnectionLimits."""
+    """Serves on the port that it yields; `limits`: of ConnectionLimits."""
     app = create_app(generator, CollectorRegistry(), max_body_memory_bytes=body_memory)
     bounds = ConnectionLimits(**limits)
     async with http_server(app, "127.0.0.1", 0, grace_s=1, limits=bounds) as port:
@@ -36,7 +37,7 @@ async def serving(
 
 
 async def ask_health(port: int) -> float:
-    """On a connection of its own; how long it took, in seconds."""
+    """Ask for /health on a new connection; returns the time in seconds."""
     began = time.perf_counter()
     async with connected(port) as connection:
         connection.send(HEALTH)
@@ -48,7 +49,7 @@ async def ask_health(port: int) -> float:
 
 
 async def test_a_kept_connection_answers_without_waiting_for_acknowledgements(port: int) -> None:
-    """A small write behind another one waits 40 ms where TCP_NODELAY is not set."""
+    """A small write after another one waits 40 ms where TCP_NODELAY is not set."""
     taken = []
     async with connected(port) as connection:
         for _ in range(20):
@@ -60,7 +61,8 @@ async def test_a_kept_connection_answers_without_waiting_for_acknowledgements(po
 
 
 async def test_tiny_chunks_do_not_delay_a_neighbour(port: int) -> None:
-    """While as many as the server takes arrive, in twenty connections, others are answered soon."""
+    """While as many chunks as the server takes arrive over twenty connections, other requests are
+    answered soon."""
     chunks = b"1\r\nx\r\n" * 50_000
 
     async def flood(connection: Connection) -> None:
@@ -97,7 +99,7 @@ async def test_tiny_chunks_do_not_delay_a_neighbour(port: int) -> None:
 async def test_a_request_that_does_not_arrive_is_given_up(
     generator: FakeGenerator, sent: bytes, text: str
 ) -> None:
-    """Also on a connection that was kept. It is no error of the server."""
+    """Also on a kept connection. It is not logged as an error of the server."""
     with capture_logs() as logs:
         async with serving(generator, header_timeout_s=0.1, body_timeout_s=0.2) as port:
             for num_before in (0, 1):
@@ -134,7 +136,7 @@ async def test_a_connection_without_a_request_is_closed(generator: FakeGenerator
 
 
 async def test_an_answer_may_take_longer_than_its_request(generator: FakeGenerator) -> None:
-    """The limits are on what the client sends."""
+    """The limits apply only to the time of the client's own sending."""
     generator.delay_s = 0.2
     async with (
         serving(generator, header_timeout_s=0.05, body_timeout_s=0.05) as port,
@@ -161,7 +163,7 @@ async def test_leaving_in_the_body_is_no_error(generator: FakeGenerator) -> None
 async def test_a_too_large_body_closes_the_connection(
     generator: FakeGenerator, chunked: bool
 ) -> None:
-    """Soon, and after a bounded part of what the client goes on to send."""
+    """It closes soon, after a bounded part of the client's further bytes."""
     length = 8 * 1024 * MIB
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
     if chunked:
@@ -190,8 +192,8 @@ async def test_a_too_large_body_closes_the_connection(
 
 
 async def test_bodies_take_a_bounded_amount_of_memory(generator: FakeGenerator) -> None:
-    """Large ones are refused with a delay while unfinished ones fill it; small ones go on, and all
-    do when those are gone."""
+    """While unfinished bodies use all of the memory, large ones are refused with a delay, and small
+    ones go on; when the unfinished ones are gone, all go on."""
     large = json.dumps({"prompt": "x" * MIB}).encode()
     unfinished = post(b" " * MIB, length=MAX_BODY_BYTES)
     async with serving(generator, body_memory=4 * MIB) as port:
@@ -225,7 +227,7 @@ async def test_bodies_take_a_bounded_amount_of_memory(generator: FakeGenerator) 
 
 
 async def test_idle_connections_keep_nobody_out(generator: FakeGenerator) -> None:
-    """At the limit a new one takes the place of the one that has been idle longest."""
+    """At the limit, a new connection replaces the one that was idle longest."""
     async with serving(generator, max_connections=4) as port, AsyncExitStack() as stack:
         opened = [await stack.enter_async_context(connected(port)) for _ in range(4)]
         opened[0].send(HEALTH)
@@ -240,7 +242,8 @@ async def test_idle_connections_keep_nobody_out(generator: FakeGenerator) -> Non
 async def test_too_many_busy_connections_are_refused(
     generator: FakeGenerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Clearly, with one line in the log for all; there is room again when one has its answer."""
+    """The refusal is clear, and the log has one line for all. When one of the others has its
+    answer, there is room again."""
     monkeypatch.setattr(connections, "_LOG_EVERY_S", 0.1)
     generator.pause_at = 1
     with capture_logs() as logs:
@@ -265,7 +268,7 @@ async def test_too_many_busy_connections_are_refused(
 
 
 async def test_a_stream_that_nobody_reads_ends(generator: FakeGenerator) -> None:
-    """Its generator is closed and its connection, although the client stays."""
+    """Its generator and its connection are closed, although the client stays."""
     generator.is_endless = True
     async with (
         serving(generator, write_timeout_s=0.2) as port,

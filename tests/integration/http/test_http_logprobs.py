@@ -1,4 +1,4 @@
-"""Logprobs and echoed prompts over HTTP, in OpenAI's shapes and in vLLM's, as OpenAI's own client
+"""Logprobs and echoed prompts over HTTP, in the shapes of OpenAI and vLLM, as OpenAI's own client
 reads them."""
 
 import json
@@ -56,7 +56,7 @@ PROMPT = PromptReport(
 
 
 class Generator(FakeGenerator):
-    """Tells what it is asked for, a token a delta; of the likeliest always two."""
+    """Generates the requested fields, one token a delta, always with the two likeliest tokens."""
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         self.requests.append(request)
@@ -114,7 +114,7 @@ async def client(http: httpx.AsyncClient) -> AsyncIterator[openai.AsyncOpenAI]:
 
 
 async def complete(http: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
-    """The one choice of a text completion."""
+    """The only choice of a text completion."""
     answer = await http.post("/v1/completions", json={"prompt": "Hi, you", **fields})
     assert answer.status_code == 200, answer.text
     (choice,) = answer.json()["choices"]
@@ -163,7 +163,7 @@ async def test_logprobs_come_only_when_asked_for(
 
 
 async def test_of_a_streamed_text_completion(http: httpx.AsyncClient) -> None:
-    """Every part has those of its tokens; together they are those of the whole."""
+    """Every part has the logprobs of its tokens; together they are those of the whole."""
     choices = await stream(http, "completions", prompt="Hi, you", logprobs=2)
     assert len(choices) == 4
     for name, values in OF_TOKENS.items():
@@ -192,7 +192,7 @@ async def test_of_a_chat(client: openai.AsyncOpenAI, generator: Generator) -> No
 
 
 async def test_of_a_streamed_chat(client: openai.AsyncOpenAI, generator: Generator) -> None:
-    """The opening has none; without a number only the tokens themselves are asked for."""
+    """The opening has none; without a number, only those of the tokens themselves are asked for."""
     parts = await client.chat.completions.create(
         model="org/tiny",
         messages=[{"role": "user", "content": "Hi"}],
@@ -207,7 +207,7 @@ async def test_of_a_streamed_chat(client: openai.AsyncOpenAI, generator: Generat
 
 
 async def test_of_a_prompt(http: httpx.AsyncClient, generator: Generator) -> None:
-    """vLLM's: in a text completion's choice, but in the answer of a chat."""
+    """vLLM's field is in a text completion's choice, but in the answer of a chat."""
     expected = [
         None,
         {
@@ -252,7 +252,7 @@ ECHOED: dict[str, list[Any]] = {
 
 
 async def test_an_echo_has_logprobs_too(http: httpx.AsyncClient, generator: Generator) -> None:
-    """The first token of the prompt has none; each offset is where its token begins."""
+    """The prompt's first token has none; each offset is the beginning of its token."""
     choice = await complete(http, echo=True, logprobs=2)
     assert choice["logprobs"] == ECHOED
     for offset, token in zip(ECHOED["text_offset"][:5], ECHOED["tokens"][:5], strict=True):
@@ -272,7 +272,7 @@ async def test_an_echo_comes_first_in_a_stream(http: httpx.AsyncClient) -> None:
 async def test_a_prompt_is_scored_without_an_answer(
     http: httpx.AsyncClient, generator: Generator, streams: bool
 ) -> None:
-    """max_tokens=0: the token that comes with a prompt is not told, nor counted."""
+    """max_tokens=0: the token that comes with a prompt is neither sent nor counted."""
     fields: dict[str, Any] = {"prompt": "Hi, you", "echo": True, "max_tokens": 0, "logprobs": 1}
     if streams:
         (choice,) = await stream(http, "completions", return_token_ids=True, **fields)

@@ -1,5 +1,5 @@
-"""/openapi.json tells the truth: the bodies and answers of the tests fit it, and it lists all
-routes. The clients' tests run schemathesis over it (`tests/clients`)."""
+"""/openapi.json is right: the bodies and answers of the tests match it, and it lists all routes.
+The clients' tests run schemathesis over it (`tests/clients`)."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""/v1/responses as OpenAI's client sees it: the object, the sequence of events, and refusals."""
+"""/v1/responses as OpenAI's client reads it: the object, the order of the events, and refusals."""
 
 from typing import Any
 
@@ -42,7 +42,8 @@ async def test_a_response_has_the_text_and_the_usage(
 async def test_a_conversation_goes_on_with_the_output_items(
     client: openai.AsyncOpenAI, generator: FakeGenerator
 ) -> None:
-    """A client appends the output of a response to its input, as the API's documentation does."""
+    """A client appends the output of a response to its next input, as the API's documentation
+    does."""
     first = await client.responses.create(model=MODEL, input="Hi")
     items: list[Any] = [
         {"role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]},

@@ -1,4 +1,4 @@
-"""What else is to be had over HTTP: models, health, metrics, and ids of requests."""
+"""The other routes: models, health, metrics; and request ids."""
 
 import httpx
 import openai
@@ -39,7 +39,7 @@ async def test_metrics_are_prometheus_text(http: httpx.AsyncClient) -> None:
 
 
 async def test_the_request_id_comes_back(http: httpx.AsyncClient, generator: FakeGenerator) -> None:
-    """The client's own, or one of ours; the generator gets a new one whoever tries again."""
+    """The client's own id, or a generated one. The generator gets a new id for each retry."""
     headers = {"X-Request-Id": "trace-1"}
     for _ in range(2):
         answer = await http.post("/v1/chat/completions", json=HI, headers=headers)

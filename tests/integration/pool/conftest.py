@@ -1,4 +1,4 @@
-"""Workers that join a small pool, in a directory of the test's own."""
+"""Workers that join a small pool, in a directory of the test."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -34,7 +34,8 @@ def store() -> MemoryStore:
 
 @pytest.fixture
 async def joined(store: MemoryStore, tmp_path: Path) -> AsyncIterator[Join]:
-    """Joins as a worker; keyword arguments change the usual ones. Locks end with the test."""
+    """A function that joins as a worker; keyword arguments change the defaults. The locks end with
+    the test."""
     members: list[Membership] = []
 
     async def joined(
@@ -59,5 +60,5 @@ def names(root: Path) -> list[str]:
 
 
 def die(member: Membership) -> None:
-    """What the kernel does for a killed process."""
+    """Drop the lock, as the kernel does for a killed process."""
     member.lock.close()

@@ -152,7 +152,7 @@ async def test_without_a_block_manager_nothing_is_left(
 async def test_a_keeper_that_cannot_list_processes_takes_no_worker(
     joined: Join, tmp_path: Path
 ) -> None:
-    """It could never say that the worker is gone."""
+    """It could never report that the worker is gone."""
 
     class NoNvml:
         def pids(self, gpu_uuid: str) -> frozenset[int]:

@@ -1,4 +1,5 @@
-"""Joining and leaving pools: made by the first, taken away by the last, shared in between."""
+"""Joining and leaving pools: the first worker makes a pool, the last one removes it, and all share
+it."""
 
 import asyncio
 from dataclasses import replace
@@ -38,7 +39,7 @@ async def test_the_first_makes_the_pool_and_the_second_shares_it(
 async def test_a_worker_is_locked_before_the_store_knows_it(
     joined: Join, store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that dies right after it has registered is seen to die, like any other."""
+    """So a worker that dies right after it has registered is detected like any other."""
     register, was_held = store.register_worker, []
 
     async def watched(
@@ -57,7 +58,7 @@ async def test_a_worker_is_locked_before_the_store_knows_it(
 async def test_a_colder_pool_is_a_pool_beside_the_one_whose_blocks_it_takes(
     joined: Join, store: MemoryStore, tmp_path: Path
 ) -> None:
-    """Both workers share it; who joins by the weights never gets into it; it ends with its last."""
+    """Both workers share it; a worker cannot join it by its weights; its last worker removes it."""
     first, second = await joined("prefill-1"), await joined("decode-1")
     assert PLAN.pool_bytes is not None
     swap_pool = [await join_swap_pool(member, PLAN.pool_bytes) for member in (first, second)]
@@ -105,7 +106,7 @@ async def test_other_weights_get_a_pool_of_their_own(joined: Join, tmp_path: Pat
 
 
 async def test_a_worker_that_joins_a_lost_pool_reports_it(joined: Join) -> None:
-    """And the worker that was there before may hold something of it."""
+    """The worker that was there before may hold blocks of it."""
     before, emptied = await joined("decode-1"), MemoryStore()
     member = await joined("decode-2", run_id="run-2", store=emptied)
     assert member.spec == before.spec
@@ -134,7 +135,7 @@ async def test_a_different_geometry_of_the_same_weights_is_refused_with_both(
 
 
 async def test_a_pool_of_several_ranks_has_an_arena_for_each(joined: Join) -> None:
-    """With the same number of blocks; `pool_memory` is for all of them."""
+    """Each arena has the same number of blocks; `pool_memory` is the sum of all."""
     plan = MemoryPlan(pool_bytes=200_000)
     layout = replace(LAYOUT, tensor_parallel_size=4, model="other", fingerprint="beef")
     alone = await joined("decode-1", plan=plan)
@@ -147,7 +148,7 @@ async def test_a_pool_of_several_ranks_has_an_arena_for_each(joined: Join) -> No
 
 
 async def test_a_worker_of_another_number_of_ranks_is_refused_with_both(joined: Join) -> None:
-    """Its fingerprint differs too, but a pool of its own would have no partner for it."""
+    """Its fingerprint differs, too, but a pool of its own would have no other worker."""
     first = await joined("decode-1")
     parted = replace(LAYOUT, tensor_parallel_size=2, fingerprint="beef")
     text = f"{first.spec.pool_id} .*workers of 1 ranks.*tensor_parallel_size 2"
@@ -176,7 +177,7 @@ async def test_a_pool_with_one_dead_and_one_living_worker_is_alive(joined: Join)
 
 
 class Refusing(MemoryStore):
-    """Registers no worker."""
+    """A store that registers no worker."""
 
     async def register_worker(
         self,

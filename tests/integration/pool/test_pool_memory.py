@@ -1,4 +1,5 @@
-"""A pool's memory: how much, allocated by whom and when, and the same for all who map it."""
+"""A pool's memory: its size, the process and the time of its allocation, and its mapping by all
+workers."""
 
 import asyncio
 import mmap
@@ -66,7 +67,7 @@ async def test_measured_memory_is_used_when_none_is_given(
 
 @pytest.fixture
 def small_front(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Joining allocates one page of the arena."""
+    """Joining allocates only one page of the arena."""
     monkeypatch.setattr(arena, "FIRST_BYTES", mmap.PAGESIZE)
     monkeypatch.setattr(arena, "_PIECE_BYTES", mmap.PAGESIZE)
 
@@ -176,7 +177,7 @@ async def test_writes_of_one_process_are_read_by_another(joined: Join, dtype: Dt
 
 
 async def test_an_arena_of_another_size_is_not_mapped(joined: Join) -> None:
-    """Mapping would stretch the file to the size that was asked for."""
+    """The mapping would extend the file to the requested size."""
     member = await joined("decode-1")
     os.truncate(member.directory.kv, 100)
     with pytest.raises(ValueError, match="100 bytes instead of"):

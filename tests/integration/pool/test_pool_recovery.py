@@ -1,4 +1,4 @@
-"""What a worker's stamps say of blocks that it was just given, when the store loses its ledger."""
+"""The stamps of blocks that a worker was just given, when the store loses its ledger."""
 
 import math
 from collections.abc import AsyncIterator
@@ -23,7 +23,7 @@ EVICTED, NEW = next_hash(ROOT, TOKENS), next_hash(ROOT, (5, 6, 7, 8))
 
 @pytest.fixture
 async def member(own_valkey: Valkey, tmp_path: Path) -> AsyncIterator[Membership]:
-    """Alone on a pool whose block 0 is finished and cached."""
+    """The only worker of a pool whose block 0 is finished and cached."""
     store = await RedisStore.connect(own_valkey.url, retry_for_s=math.inf)
     member = await join(store, store.run_id, tmp_path, LAYOUT, "decode-1", PLAN, watermark=0.0)
     found = await store.allocate(member.spec.pool_id, "first", "decode-1", 1, [], 1)
@@ -41,9 +41,8 @@ async def member(own_valkey: Valkey, tmp_path: Path) -> AsyncIterator[Membership
 async def test_an_evicted_block_is_not_offered_before_its_new_holder_writes(
     own_valkey: Valkey, member: Membership, grows: bool
 ) -> None:
-    """The ledger is lost between the moment in which the block is given to a new holder and the
-    step that writes into it. The recovery does not offer the block as what it held before: it will
-    hold something else any moment."""
+    """The ledger is lost after the block is given to a new holder and before the step that writes
+    it. The recovery must not offer the block with its old content."""
     store, pool_id = member.store, member.spec.pool_id
     first = NUM_BLOCKS - 1 if grows else NUM_BLOCKS
     await store.allocate(pool_id, "second", "decode-1", 2, [], first)
@@ -74,7 +73,7 @@ async def test_new_blocks_are_stamped_once_and_cached_ones_never(member: Members
 
 
 async def test_a_worker_that_was_given_up_stamps_nothing(member: Membership) -> None:
-    """Others may have the block by now, finished or not."""
+    """Other workers may have the block by now."""
     store, pool_id = member.store, member.spec.pool_id
     revoke_lock(member.lock.path)
     found = await store.allocate(pool_id, "second", "decode-1", 2, [], NUM_BLOCKS)

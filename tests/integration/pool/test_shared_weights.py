@@ -1,5 +1,5 @@
 """Weights once on a GPU, which is memory of the host here (`kvops.cuda.memfd`): one worker fills
-them, the others map them, and nobody gets what is not complete."""
+them, the others map them, and no worker maps incomplete ones."""
 
 import asyncio
 import os
@@ -101,7 +101,7 @@ async def until(condition: Callable[[], bool]) -> None:
 async def test_all_workers_have_the_first_ones_weights(
     keeper: Keeper, new: New, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Equal to a copy of its own; the second worker reads none of them."""
+    """They equal a copy of the worker's own, and the second worker reads no file."""
     alone = load_model(checkpoint, torch.float32, kvops.backend("reference"))
     first = new()
     of_first = await first.load()
@@ -134,7 +134,7 @@ async def test_workers_that_start_together_fill_once(
 
 
 async def test_weights_cannot_be_written(keeper: Keeper, tmp_path: Path, checkpoint: Path) -> None:
-    """A worker with a fault ends itself and spoils nobody's weights."""
+    """A worker that tries it ends, and spoils no other worker's weights."""
     code = """
 import sys
 from pathlib import Path
@@ -170,7 +170,7 @@ def started(code: str, *arguments: Path) -> "subprocess.Popen[str]":
 async def test_a_worker_that_dies_while_it_fills_leaves_nothing(
     keeper: Keeper, new: New, tmp_path: Path, checkpoint: Path
 ) -> None:
-    """The one that waited for it fills memory of its own."""
+    """The worker that waited for it fills new memory."""
     filler = started(FILLER, tmp_path, checkpoint)
     assert filler.stdout is not None
     assert await asyncio.to_thread(filler.stdout.readline) == "filling\n"
@@ -212,7 +212,7 @@ async def test_a_worker_that_waits_can_be_stopped(keeper: Keeper, tmp_path: Path
 
 
 async def test_weights_outlive_the_keeper(tmp_path: Path, new: New) -> None:
-    """A worker brings its memory to the next one."""
+    """A worker registers its memory with the next keeper."""
     worker = new()
     async with keeping(tmp_path):
         await worker.load()

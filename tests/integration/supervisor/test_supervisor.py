@@ -1,4 +1,5 @@
-"""`quire serve` as a process, with a real Valkey and toy services: up, broken, mended, down."""
+"""`quire serve` as a process, with a real Valkey and toy services: it starts, repairs and ends
+them."""
 
 import os
 import re
@@ -23,8 +24,7 @@ LIMIT_S = 20.0
 
 
 class Run:
-    """A `quire serve` with the toys in place of the services, and its own root for run
-    directories."""
+    """A `quire serve` with toy services, and its own root for run directories."""
 
     def __init__(
         self, root: Path, *, grpc_port: int | None = None, flags: Sequence[str] = (), **toys: str
@@ -55,7 +55,7 @@ class Run:
         return self.output.read_text()
 
     def pids(self, role: str) -> list[int]:
-        """Living members of a role; `redis` is found by its socket."""
+        """Pids of running members of a role; `redis` is found by its socket."""
         if role == "redis":
             return [pid for pid in _pids() if str(self.directory / "redis.sock") in _command(pid)]
         entered = self.directory.glob(f"members/{role}-*")
@@ -107,7 +107,7 @@ def _command(pid: int) -> str:
 
 
 def _is_alive(pid: int) -> bool:
-    """A zombie is not."""
+    """Whether the process runs; a zombie does not."""
     return _command(pid) != ""
 
 
@@ -123,8 +123,8 @@ def test_a_run_leaves_nothing_behind(start: Callable[..., Run], number: signal.S
 
 
 def test_services_are_groups_of_their_own_in_one_session(start: Callable[..., Run]) -> None:
-    """Ctrl-C on a terminal reaches the supervisor alone; and Linux, which gives each session its
-    own share of a CPU, lets workers that share one take turns within milliseconds."""
+    """Ctrl-C on a terminal then reaches only the supervisor. And Linux, which gives each session
+    its own share of a CPU, switches between workers that share one within milliseconds."""
     run = start()
     run.wait_until_serving()
     services = [pid for pid in run.everyone() if pid != run.process.pid]
@@ -165,7 +165,7 @@ def test_a_service_that_exits_unasked_is_restarted(start: Callable[..., Run], ro
 
 
 def test_a_killed_supervisor_leaves_no_orphans(start: Callable[..., Run]) -> None:
-    """The next run removes its directory, and takes over its ports."""
+    """The next run removes its directory and takes its ports."""
     run = start()
     run.wait_until_serving()
     everyone, directory = run.everyone(), run.directory
@@ -207,7 +207,7 @@ def test_a_service_that_cannot_start_ends_the_run_with_its_reason(
 
 
 def test_a_run_that_has_served_never_gives_up(start: Callable[..., Run]) -> None:
-    """What went away may come back while nobody looks."""
+    """The missing service may return while no one watches."""
     run = start()
     run.wait_until_serving()
     hindrance = run.directory / "decode-cannot-start"
@@ -221,14 +221,14 @@ def test_a_run_that_has_served_never_gives_up(start: Callable[..., Run]) -> None
 
 
 def is_replaced(run: Run, role: str, number: int) -> bool:
-    """After so many workers have left by themselves."""
+    """Wait until so many workers have left by themselves."""
     num_left = run.text().count("ended (status 0); it starts again")
     return num_left == number and len(run.pids(role)) == 2
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_worker_that_was_drained_is_replaced(start: Callable[..., Run], role: str) -> None:
-    """The run keeps the size that it was given, by flags or by `quire scale`."""
+    """The run keeps the number of workers from its flags or from `quire scale`."""
     run = start()
     run.wait_until_serving()
     scale(run, **{f"num_{role}": 2})
@@ -242,7 +242,8 @@ def test_a_worker_that_was_drained_is_replaced(start: Callable[..., Run], role: 
 
 
 def test_only_the_runs_own_user_reaches_its_sockets(start: Callable[..., Run]) -> None:
-    """Supervisor, embedded Valkey and gateways: nobody else may enter the directory."""
+    """The directory with the sockets of supervisor, embedded Valkey and gateways is closed to other
+    users."""
     run = start()
     run.wait_until_serving()
     sockets = [path.name for path in run.directory.iterdir() if path.is_socket()]
@@ -290,7 +291,8 @@ def test_workers_are_started_and_the_youngest_leave(start: Callable[..., Run]) -
 
 
 def test_a_worker_that_does_not_start_is_named_with_its_reason(start: Callable[..., Run]) -> None:
-    """To whoever scales, until it starts, and where `quire serve` runs."""
+    """`quire scale` shows the reason until the worker starts, and so does the terminal of `quire
+    serve`."""
     run = start()
     run.wait_until_serving()
     hindrance = run.directory / "decode-cannot-start"
@@ -307,8 +309,7 @@ def test_a_worker_that_does_not_start_is_named_with_its_reason(start: Callable[.
 def test_workers_of_one_role_never_share_a_port(
     start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The port that is given for a role is its first worker's; a port is free again when its worker
-    has ended."""
+    """A role's port belongs to its first worker; a port is free again when its worker has ended."""
     monkeypatch.setenv("QUIRE_DECODE_METRICS_PORT", "9092")
     run = start()
     run.wait_until_serving()
@@ -342,7 +343,7 @@ def test_a_number_that_no_run_has_changes_nothing(start: Callable[..., Run], num
 def test_a_host_without_prefill_workers_waits_for_another_one(
     start: Callable[..., Run], short_path: Path
 ) -> None:
-    """Both name one store. Roles may change, but a host has workers."""
+    """Both hosts use one store. Roles may change, but a host has workers."""
     secret = short_path / "secret"
     secret.write_text("a secret that is long enough")
     hosts = ("--redis-url", "redis://127.0.0.1:1", "--service-host", "127.0.0.1", "--mover")

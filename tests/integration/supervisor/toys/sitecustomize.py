@@ -1,5 +1,5 @@
-"""The toys' `services` before the installed ones: an editable install finds its packages by a hook
-of its own, which asks no path."""
+"""Imports the toys' `services` instead of the installed ones: an editable install finds its
+packages by its own hook, which ignores the path."""
 
 import sys
 from importlib.machinery import ModuleSpec, PathFinder

@@ -1,1 +1,1 @@
-"""Services that start at once and do nothing but stand where the real ones would."""
+"""Toy services that start at once and do nothing, in the places of the real ones."""

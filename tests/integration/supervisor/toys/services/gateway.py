@@ -1,4 +1,4 @@
-"""A gateway that says who of the others lives."""
+"""A gateway that reports which other services run."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor

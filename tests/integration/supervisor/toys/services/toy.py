@@ -1,4 +1,5 @@
-"""What every toy does: it enters its pid in the run directory, and ends as a service must."""
+"""The common part of all toys: each writes its pid into the run directory, and ends as a service
+must."""
 
 import os
 import signal
@@ -7,8 +8,8 @@ from pathlib import Path
 
 
 def run(role: str) -> None:
-    """Behave as TOY_<ROLE> says: `cannot-start` (so does a file of that name in the run directory),
-    `stubborn` (ignores SIGTERM), or serve."""
+    """Behave according to TOY_<ROLE>: `cannot-start` (also if the run directory has a file of that
+    name), `stubborn` (ignores SIGTERM), or serve."""
     behaviour = os.environ.get(f"TOY_{role.upper()}", "")
     if behaviour == "cannot-start" or (run_dir(role) / f"{role}-cannot-start").exists():
         print("error: there is no memory", file=sys.stderr)
@@ -34,7 +35,7 @@ def run_dir(role: str) -> Path:
 
 
 def wait_for_parent() -> None:
-    """Until the supervisor's end of the pipe closes, however it dies."""
+    """Wait until the supervisor's end of the pipe closes, however the supervisor dies."""
     while os.read(int(os.environ["QUIRE_PARENT_FD"]), 1):
         pass
 

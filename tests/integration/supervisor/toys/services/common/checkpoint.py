@@ -1,1 +1,1 @@
-"""Every checkpoint will do for the toys."""
+"""The toys accept every checkpoint."""
