@@ -14,12 +14,23 @@ ratio counts. A contestant that fails is left out of the table, its error is pri
 status is 1. Interrupted or terminated, it shows what it has measured by then.
 
 decode, prefill     the engine alone, without a server
-closed, poisson, prefix, interference     as in `bench/serve.py`; Quire over gRPC, peers over HTTP
+Loads on a server, by the generator of `quire bench`; Quire over gRPC, peers over HTTP; greedy, no
+end of sequence, random token ids:
+
+closed          N streams, each of 128 tokens in and 128 out
+poisson         prompts arrive at random times; goodput counts requests with a first token within
+                5 s and every gap below 150 ms
+prefix          requests that share a prefix which nobody has computed (cold), then others (warm)
+interference    streams decode while a long prompt arrives
+
+`decode tok/s` is the rate while all streams decode, `tok/s` is over the whole time. Without peers
+(`--peers`), Quire is measured alone.
 """
 
 import argparse
 import asyncio
 import json
+import math
 import os
 import shlex
 import signal
@@ -35,10 +46,18 @@ from bench.peers.peer import Dtype, EngineRun, Peer, PeerFailed, ServerOptions
 from bench.peers.quire import Quire
 from bench.peers.registry import PEERS
 from bench.serving.comparison import Better, Comparison, Row
-from bench.serving.measure import Measurement, closed, interfered, poisson_arrivals, prefixed
-from bench.serving.prompts import Prompts
+from bench.serving.scenarios import (
+    Measurement,
+    closed,
+    interference,
+    poisson,
+    prefixed,
+    prompts_of,
+)
 from bench.serving.server import running
-from bench.serving.target import RequestFailed, Target
+from quire.bench.prompts import Prompts
+from quire.bench.target import RequestFailed, Target
+from quire.bench.workload import Shape
 
 Options = argparse.Namespace
 ENGINE = ("decode", "prefill")
@@ -60,7 +79,7 @@ COMPARED: dict[str, dict[str, Better]] = {
         "gap p99 ms": "lower",
     },
 }
-"""The columns of `bench/serve.py` that are compared. Only under Poisson's load may requests fail:
+"""The figures that are compared. Only under Poisson's load may requests fail:
 they are sent whether the server keeps up or not."""
 
 
@@ -106,14 +125,14 @@ async def serving_rows(
     async with running(who.peer, model, who.dtype, server) as served:
         rows = [(Row("server: seconds to the first token", "lower"), served.ready_s)]
         # Sizes that were never seen are prepared at first use: not while it is measured.
-        await closed(served.target, prompts, max(options.streams), 64, 8, 1)
+        await closed(served.target, prompts, max(options.streams), Shape(64, 8))
         async for kind, measurement in scenarios(served.target, prompts, options):
             if kind != "poisson" and measurement.values.get("failed"):
                 raise PeerFailed(f"requests failed: {measurement}")
             rows += [
                 (Row(f"{measurement.scenario}: {column}", better), measurement.values[column])
                 for column, better in COMPARED[kind].items()
-                if measurement.is_number(column)
+                if math.isfinite(measurement.values[column])
             ]
     return rows
 
@@ -123,20 +142,17 @@ async def scenarios(
 ) -> AsyncIterator[tuple[str, Measurement]]:
     if "closed" in options.only:
         for streams in options.streams:
-            yield "closed", await closed(target, prompts, streams, 128, 128, 1)
+            yield "closed", await closed(target, prompts, streams, Shape(128, 128))
     if "interference" in options.only:
-        yield "interference", await interfered(target, prompts, 4, 128, 2048)
+        yield "interference", await interference(target, prompts, 4, 128, 2048)
     if "prefix" in options.only:
-        for measurement in await prefixed(target, prompts, 16, 1024, 64, 16):
+        shape = Shape(64, options.tokens, prefix=1024)
+        for measurement in await prefixed(target, prompts, 16, shape):
             yield "prefix", measurement
     if "poisson" in options.only:
         for rate in options.rate:
-            yield (
-                "poisson",
-                await poisson_arrivals(
-                    target, prompts, rate, options.requests, 512, 128, options.seed
-                ),
-            )
+            asked = rate, options.requests, Shape(512, 128), options.seed
+            yield "poisson", await poisson(target, prompts, *asked)
 
 
 async def compare(
@@ -168,7 +184,7 @@ async def one_round(
     if not set(options.only).isdisjoint(ENGINE):
         rows += engine_rows(who, own, options)
     if not set(options.only).isdisjoint(SERVING):
-        rows += await serving_rows(who, own, Prompts.of(model, seed), options)
+        rows += await serving_rows(who, own, prompts_of(model, seed), options)
     return rows
 
 
@@ -189,6 +205,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--prefill", type=int, nargs="+", default=[512, 2048], metavar="TOKENS")
     result.add_argument("--rate", type=float, nargs="+", default=[0.5], help="requests a second")
     result.add_argument("--requests", type=int, default=40, help="for each rate")
+    result.add_argument("--tokens", type=int, default=16, help="out, with a shared prefix")
     result.add_argument("--threads", type=int, default=os.cpu_count())
     result.add_argument("--seed", type=int, default=0)
     result.add_argument("--port", type=int, default=8150)

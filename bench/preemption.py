@@ -22,11 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.make_checkpoint import SHAPES, make_checkpoint
-from bench.serving.prompts import Prompts
-from bench.serving.target import Prompt
+from bench.serving.scenarios import prompts_of
 from quire.async_client import AsyncClient
 from quire.supervisor.run_directory import free_port
-from quire.types import Completion, Sampling
+from quire.types import Completion, Prompt, Sampling
 from services.common.pool.stamps import record_bytes
 from tests.e2e.deployment import Deployment, serving
 
@@ -178,7 +177,8 @@ class Bench:
         )
 
     def _prompts(self, seed: int, count: int, length: int) -> list[Prompt]:
-        return Prompts.of(self._checkpoint, seed).many(count, length)
+        prompts = prompts_of(self._checkpoint, seed)
+        return [prompts.draw(length) for _ in range(count)]
 
 
 def main() -> None:

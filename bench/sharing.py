@@ -24,13 +24,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench.make_checkpoint import SHAPES, make_checkpoint
-from bench.serving.prompts import Prompts
 from bench.serving.report import markdown
-from bench.serving.target import Prompt
+from bench.serving.scenarios import prompts_of
 from blockstore.redis_store import RedisStore
 from quire.async_client import AsyncClient
+from quire.bench.prompts import Prompts
 from quire.messages import Request
-from quire.types import Beam, Sampling
+from quire.types import Beam, Prompt, Sampling
 from tests.e2e.deployment import Deployment, serving
 
 POLL_S = 0.002
@@ -149,12 +149,12 @@ async def compare(
     pool = Pool(store, pool_id)
     async with AsyncClient(deployment.address, operations=deployment.operations) as client:
         for ways, number in kinds:
-            for way in ways(prompts.one(args.prompt), number, 8).values():
+            for way in ways(prompts.draw(args.prompt), number, 8).values():
                 await measure(client, pool, way)  # warm-up
         for _ in range(args.rounds):
             for (ways, number), found in zip(kinds, runs, strict=True):
                 for what in ways([], number, args.tokens):
-                    way = ways(prompts.one(args.prompt), number, args.tokens)[what]
+                    way = ways(prompts.draw(args.prompt), number, args.tokens)[what]
                     found.setdefault(what, []).append(await measure(client, pool, way))
     await store.close()
     return runs
@@ -193,7 +193,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = make_checkpoint(Path(folder) / "model", SHAPES[args.shape])
         with serving(checkpoint, Path(folder), *options) as deployment:
-            prompts = Prompts.of(checkpoint, args.seed)
+            prompts = prompts_of(checkpoint, args.seed)
             for runs in asyncio.run(compare(deployment, prompts, args)):
                 print(table(runs), end="\n\n")
 

@@ -18,12 +18,14 @@ import redis.asyncio
 from advisor.memory import PagedMemory
 from advisor.simulation import Outcome, simulate
 from advisor.workload import RecordedRequest
-from bench.serve import EMBEDDED
-from bench.serving.prompts import Prompts
-from bench.serving.target import GatewayTarget, Prompt, Target
+from bench.serving.scenarios import prompts_of
+from bench.serving.server import gateway_target
 from blockstore.keys import pool_tag
 from blockstore.memory_store import MemoryStore
 from blockstore.redis_store import RedisStore
+from quire.bench.target import Call, Target
+from quire.supervisor.model_source import EMBEDDED, find_model
+from quire.types import Prompt
 from services.common.pool.directory import PoolDirectory
 from services.common.pool.layout import PoolLayout
 from services.common.pool.stamps import Stamp, Stamps, StampState, record_bytes
@@ -133,10 +135,11 @@ async def _expected(asked: Sequence[RecordedRequest], num_slots: int) -> Outcome
 
 async def _load(deployment: Deployment, asked: Sequence[RecordedRequest], seed: int) -> Seen:
     """All requests at once; sampled until the last one has ended."""
-    prompts, target = Prompts.of(EMBEDDED, seed), GatewayTarget(deployment.address)
-    warm_up, seen = _Stream(RecordedRequest(32, 8), prompts.one(32)), Seen()
+    prompts = prompts_of(find_model(EMBEDDED).directory, seed)
+    target = gateway_target(deployment.address)
+    warm_up, seen = _Stream(RecordedRequest(32, 8), prompts.draw(32)), Seen()
     await warm_up.receive(target)  # everything is warm from here on
-    streams = [_Stream(each, prompts.one(each.num_prompt_tokens)) for each in asked]
+    streams = [_Stream(each, prompts.draw(each.num_prompt_tokens)) for each in asked]
     pool = await _Pool.of(deployment)
     await pool.emptied()
     sampler = asyncio.create_task(_sample(pool, streams, seen))
@@ -159,8 +162,8 @@ class _Stream:
 
     async def receive(self, target: Target) -> None:
         """Count what has come. RequestFailed."""
-        async for count in target.stream(self.prompt, self.asked.num_generated_tokens):
-            self.num_received += count
+        async for chunk in target.stream(Call(self.prompt, self.asked.num_generated_tokens)):
+            self.num_received += chunk.num_tokens
 
 
 async def _sample(pool: "_Pool", streams: Sequence[_Stream], seen: Seen) -> None:
@@ -244,7 +247,7 @@ class _Pool:
 
 def _bytes_per_block() -> int:
     """With its stamp."""
-    config = ModelConfig.from_directory(EMBEDDED)
+    config = ModelConfig.from_directory(find_model(EMBEDDED).directory)
     layers, heads, head_dim = config.num_layers, config.num_kv_heads, config.head_dim
     layout = PoolLayout("", "", layers, heads, head_dim, "bfloat16", BLOCK_SIZE)
     return layout.block_bytes + record_bytes(BLOCK_SIZE)

@@ -1,1 +1,1 @@
-"""Load on a server, and what its clients see: `bench/serve.py` is the command."""
+"""The loads of `bench.compare` on servers that it starts, by the generator of `quire bench`."""

@@ -3,18 +3,6 @@
 import math
 from collections.abc import Sequence
 
-from bench.serving.measure import Measurement
-
-
-def table(measurements: Sequence[Measurement]) -> str:
-    """A row for each measurement, a column for each value that any of them has."""
-    columns = list(dict.fromkeys(key for each in measurements for key in each.values))
-    rows = [
-        [each.scenario, *(shown(each.values.get(column, math.nan)) for column in columns)]
-        for each in measurements
-    ]
-    return markdown(["", *columns], rows)
-
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """The first column is text, the others are figures."""

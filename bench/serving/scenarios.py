@@ -1,163 +1,196 @@
-"""What is asked of a server: the loads of `bench/serve.py`.
+"""The loads of `bench.compare` on a server, and their figures.
 
 Each scenario draws new prompts, so that nothing but what it shares on purpose is in a prefix cache.
 """
 
 import asyncio
 import itertools
-import random
+import json
+import math
 import statistics
-import time
-from collections.abc import Iterable, Sequence
-from contextlib import aclosing
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
-from bench.serving.prompts import Prompts
-from bench.serving.record import Record
-from bench.serving.target import Prompt, RequestFailed, Target
+from quire.bench.load import Load
+from quire.bench.prompts import Prompts
+from quire.bench.record import Record
+from quire.bench.run import Result, Schedule, run
+from quire.bench.target import RequestFailed, Target
+from quire.bench.workload import Session, Shape, Turn, synthetic
 
-
-async def closed_loop(
-    target: Target, prompts: Iterable[Prompt], streams: int, num_tokens: int
-) -> list[Record]:
-    """`streams` clients, each of which sends its next prompt when the last one was answered."""
-    waiting = iter(prompts)
-    records: list[Record] = []
-
-    async def client() -> None:
-        for prompt in waiting:
-            record = Record()
-            records.append(record)
-            await observe(target, prompt, num_tokens, record)
-
-    await asyncio.gather(*(client() for _ in range(streams)))
-    return records
-
-
-async def poisson(
-    target: Target, prompts: Sequence[Prompt], rate: float, num_tokens: int, seed: int
-) -> list[Record]:
-    """Prompts that arrive `rate` a second on average, whether the server keeps up or not."""
-    draw = random.Random(seed)
-    gaps = [draw.expovariate(rate) for _ in prompts]
-    began = time.perf_counter()
-    records = [Record(sent=began + due) for due in itertools.accumulate(gaps)]
-
-    async def client(prompt: Prompt, record: Record) -> None:
-        await asyncio.sleep(record.sent - time.perf_counter())
-        await observe(target, prompt, num_tokens, record)
-
-    await asyncio.gather(*map(client, prompts, records))
-    return records
-
+_TTFT_LIMIT_S, _GAP_LIMIT_S = 5.0, 0.15
+"""A good request has its first token within the one, and no gap of the other."""
 
 _ENDLESS = 2048
 """Tokens of streams that are cancelled: more than they can decode until then."""
 
+_QUIET, _AFTER = 32, 8
+"""How many chunks a stream receives before the long prompt, and after its first token."""
+
 
 @dataclass(frozen=True, slots=True)
-class Interference:
-    """What streams that decode feel of a long prompt. Seconds."""
+class Measurement:
+    """`scenario` names what was asked; `values` are its figures, nan for what did not happen."""
 
-    quiet_gap_s: float
-    """Their median gap before it."""
+    scenario: str
+    values: dict[str, float]
 
-    worst_gap_s: float
-    """Their longest gap while it was computed, the gap that its first token ended included."""
 
-    ttft_s: float
+def prompts_of(checkpoint: Path, seed: int) -> Prompts:
+    """Prompts of token ids from the vocabulary of a checkpoint."""
+    return Prompts(seed, None, json.loads((checkpoint / "config.json").read_text())["vocab_size"])
 
-    @property
-    def ratio(self) -> float:
-        return self.worst_gap_s / self.quiet_gap_s
+
+async def closed(target: Target, prompts: Prompts, streams: int, shape: Shape) -> Measurement:
+    """`streams` requests at a time, one of each stream."""
+    schedule = Schedule(concurrency=streams, num_sessions=streams)
+    result = await _run(target, synthetic(prompts, shape), schedule, shape.output)
+    return Measurement(f"{streams} streams, {_named(shape)}", _figures(result))
+
+
+async def poisson(
+    target: Target, prompts: Prompts, rate: float, count: int, shape: Shape, seed: int
+) -> Measurement:
+    """`count` requests at random times, whether the server keeps up or not."""
+    schedule = Schedule(rate=rate, num_sessions=count, seed=seed)
+    result = await _run(target, synthetic(prompts, shape), schedule, shape.output)
+    values, num_good = _figures(result), sum(map(_is_good, result.records))
+    values["good %"] = 100 * num_good / count
+    values["goodput req/s"] = num_good / values["seconds"]
+    return Measurement(f"{rate:g} req/s at random, {_named(shape)}", values)
+
+
+async def prefixed(
+    target: Target, prompts: Prompts, count: int, shape: Shape
+) -> tuple[Measurement, Measurement]:
+    """`count` requests at once that share a prefix that nobody has computed, then as many others
+    with the same prefix."""
+    sessions, schedule = synthetic(prompts, shape), Schedule(concurrency=count, num_sessions=count)
+    cold = await _run(target, sessions, schedule, shape.output)
+    warm = await _run(target, sessions, schedule, shape.output)
+    name = f"{count} requests, {shape.prefix} shared + {_named(shape)}"
+    return (
+        Measurement(f"{name}, cold", _figures(cold)),
+        Measurement(f"{name}, warm", _figures(warm)),
+    )
 
 
 async def interference(
-    target: Target, short: Sequence[Prompt], long: Prompt, quiet_tokens: int = 32
-) -> Interference:
-    """`long` arrives when each of `short` has decoded `quiet_tokens`; they decode until it has its
-    first token, and a little more. RequestFailed: one of them failed."""
-    records = [Record() for _ in short]
-    streams = [
-        asyncio.create_task(observe(target, prompt, _ENDLESS, record))
-        for prompt, record in zip(short, records, strict=True)
-    ]
+    target: Target, prompts: Prompts, streams: int, length: int, long: int
+) -> Measurement:
+    """A long prompt arrives when each of some streams decodes; they decode until it has its first
+    token, and a little more. RequestFailed: one of them failed."""
+    load = Load(target)
+
+    def send(length: int, num_tokens: int) -> asyncio.Task[None]:
+        prompt = prompts.draw(length)
+        return asyncio.create_task(load.send(Session([Turn(lambda: prompt, num_tokens)])))
+
+    tasks = [send(length, _ENDLESS) for _ in range(streams)]
     try:
-        await _reached(records, quiet_tokens)
-        intruder = Record()
-        await observe(target, long, 1, intruder)
-        came = _first_arrival(intruder)
-        await _reached(records, 8, since=came)
+        await asyncio.sleep(0)  # each task begins its record
+        records = tuple(load.records)
+        await _reached(records, _QUIET)
+        await send(long, 1)
+        intruder = load.records[-1]
+        if intruder.error:
+            raise RequestFailed(intruder.message)
+        await _reached(records, _AFTER, since=intruder.ended)
     finally:
-        for stream in streams:
-            stream.cancel()
-        await asyncio.gather(*streams, return_exceptions=True)
-    quiet = [
-        gap
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    quiet_s = statistics.median(
+        later - earlier
         for record in records
-        for gap, arrival in zip(record.gaps_s, record.arrivals[1:], strict=True)
-        if arrival.at <= intruder.sent
-    ]
-    return Interference(
-        statistics.median(quiet),
-        max(worst_gap_s(record, intruder.sent, came) for record in records),
-        intruder.ttft_s,
+        for earlier, later in itertools.pairwise(record.arrivals)
+        if later <= intruder.sent
     )
+    worst_s = max(worst_gap_s(record, intruder.sent, intruder.ended) for record in records)
+    values = {
+        "worst / quiet": worst_s / quiet_s,
+        "worst gap ms": 1000 * worst_s,
+        "ttft p50 ms": 1000 * intruder.ttft_s,
+    }
+    return Measurement(f"{streams} streams decode, {long} tokens arrive", values)
 
 
 def worst_gap_s(record: Record, began: float, ended: float) -> float:
     """The longest gap that touches the time between `began` and `ended`."""
     pairs = itertools.pairwise(record.arrivals)
-    return max(
-        later.at - earlier.at for earlier, later in pairs if later.at > began and earlier.at < ended
-    )
+    return max(later - earlier for earlier, later in pairs if later > began and earlier < ended)
 
 
 async def _reached(records: Sequence[Record], count: int, since: float = 0.0) -> None:
-    """Returns when each has so many arrivals after `since`. RequestFailed: one failed or
-    ended."""
+    """Returns when each has so many arrivals after `since`. RequestFailed: one failed or ended."""
     for record in records:
-        while sum(arrival.at > since for arrival in record.arrivals) < count:
-            if record.error or record.num_tokens == _ENDLESS:
-                raise RequestFailed(record.error or "a stream ended before the long prompt did")
+        while sum(at > since for at in record.arrivals) < count:
+            if record.error or record.num_output_tokens >= _ENDLESS:
+                raise RequestFailed(record.message or "a stream ended before the long prompt did")
             await asyncio.sleep(0.001)
 
 
-def _first_arrival(record: Record) -> float:
-    if record.error or not record.arrivals:
-        raise RequestFailed(record.error or "the long prompt got no token")
-    return record.arrivals[0].at
+async def _run(
+    target: Target, sessions: Iterator[Session], schedule: Schedule, num_tokens: int
+) -> Result:
+    """RequestFailed: not one request was answered. An answer of another length counts as failed."""
+    result = await run(
+        target,
+        lambda is_warmup: iter(()) if is_warmup else sessions,
+        schedule,
+        as_chat=False,
+        slo_ms={},
+        config={},
+        progress=lambda load, num_requests: nullcontext(),
+    )
+    for record in result.records:
+        if not record.error and record.num_output_tokens != num_tokens:
+            record.error = "length"
+            record.message = f"{record.num_output_tokens} tokens instead of {num_tokens}"
+    if all(record.error for record in result.records):
+        raise RequestFailed(f"no answer: {result.records[0].message}")
+    return result
 
 
-@dataclass(frozen=True, slots=True)
-class SharedPrefix:
-    """Seconds until the last of the requests was answered, and what each saw."""
-
-    cold: list[Record]
-    warm: list[Record]
-
-
-async def shared_prefix(
-    target: Target, prompts: Prompts, count: int, prefix: int, suffix: int, num_tokens: int
-) -> SharedPrefix:
-    """`count` requests at once that share a prefix nobody has computed, then as many others with
-    the same prefix."""
-    common = prompts.one(prefix)
-
-    async def once() -> list[Record]:
-        return await closed_loop(target, prompts.sharing(common, count, suffix), count, num_tokens)
-
-    return SharedPrefix(cold=await once(), warm=await once())
+def _figures(result: Result) -> dict[str, float]:
+    whole = [record for record in result.records if not record.error]
+    values = {
+        "failed": float(len(result.records) - len(whole)),
+        "seconds": result.summary["duration_s"],
+        "tok/s": result.summary["output_token_throughput"],
+        "decode tok/s": decode_rate(whole),
+    }
+    for name, key in (("ttft", "ttft_ms"), ("gap", "itl_ms")):
+        figures = result.summary[key] or {}
+        values |= {f"{name} p{p} ms": figures.get(f"p{p}", math.nan) for p in (50, 99)}
+    return values
 
 
-async def observe(target: Target, prompt: Prompt, num_tokens: int, record: Record) -> None:
-    """Send a request and record what comes; an error of the server ends up in the record."""
-    try:
-        async with aclosing(target.stream(prompt, num_tokens)) as stream:
-            async for count in stream:
-                record.add(count)
-    except RequestFailed as error:
-        record.error = str(error)
-        return
-    if record.num_tokens != num_tokens:
-        record.error = f"{record.num_tokens} tokens instead of {num_tokens}"
+def decode_rate(records: Sequence[Record]) -> float:
+    """Tokens a second of streams that run side by side, from the moment when the last has its first
+    token to the moment when the first has its last one; nan where these times cross."""
+    began = max(record.arrivals[0] for record in records)
+    ended = min(record.arrivals[-1] for record in records)
+    if ended <= began:
+        return math.nan
+    tokens = sum(
+        count
+        for record in records
+        for at, count in zip(record.arrivals, record.counts, strict=True)
+        if began < at <= ended
+    )
+    return tokens / (ended - began)
+
+
+def _is_good(record: Record) -> bool:
+    return (
+        not record.error
+        and record.ttft_s < _TTFT_LIMIT_S
+        and all(gap < _GAP_LIMIT_S for gap in record.gaps_s)
+    )
+
+
+def _named(shape: Shape) -> str:
+    return f"{shape.prompt} in, {shape.output} out"

@@ -13,7 +13,9 @@ from pathlib import Path
 
 from bench.peers.peer import Command, Dtype, Peer, PeerFailed, ServerOptions
 from bench.peers.quire import Quire
-from bench.serving.target import GatewayTarget, HttpTarget, RequestFailed, Target
+from quire.async_client import AsyncClient
+from quire.bench.target import Call, GrpcTarget, HttpTarget, RequestFailed, Target
+from quire.types import Sampling
 
 READY_LIMIT_S = 600.0
 _STOP_LIMIT_S = 30.0
@@ -66,13 +68,20 @@ def _start(command: Command, log: int) -> subprocess.Popen[bytes]:
 
 def _target(peer: Peer, port: int) -> Target:
     if isinstance(peer, Quire):
-        return GatewayTarget(f"127.0.0.1:{port}")
-    return HttpTarget(f"http://127.0.0.1:{port}", "bench")
+        return gateway_target(f"127.0.0.1:{port}")
+    fields = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    return HttpTarget(f"http://127.0.0.1:{port}", "bench", fields=fields)
+
+
+def gateway_target(address: str, timeout_s: float = 600.0) -> GrpcTarget:
+    """Quire's gateway at `address`, asked for greedy answers of the wanted length."""
+    sampling = Sampling(temperature=0.0, ignore_eos=True)
+    return GrpcTarget(AsyncClient(address, resume_window_s=0.0), "", sampling, timeout_s)
 
 
 async def _answers(target: Target) -> bool:
     try:
-        async for _ in target.stream([300, 301, 302], 1):
+        async for _ in target.stream(Call([300, 301, 302], 1)):
             pass
     except RequestFailed:
         return False

@@ -41,7 +41,7 @@ class Load:
         async with asyncio.TaskGroup() as running:
             for session in sessions:
                 await asyncio.sleep(max(0.0, session.due - self.now))
-                running.create_task(self._run(session, session.due))
+                running.create_task(self.send(session, session.due))
         return self.now
 
     async def closed_loop(
@@ -56,14 +56,14 @@ class Load:
             while limit_s is None or self.now < limit_s:
                 if (session := next(sessions, None)) is None:
                     return
-                await self._run(session)
+                await self.send(session)
 
         async with asyncio.TaskGroup() as running:
             for index in range(concurrency):
                 running.create_task(client(index))
         return self.now
 
-    async def _run(self, session: Session, due: float | None = None) -> None:
+    async def send(self, session: Session, due: float | None = None) -> None:
         """Send the turns; `due`: when the first one had to be sent, if a schedule says so."""
         turns: list[ChatMessage] = []
         for turn in session.turns:
@@ -89,7 +89,7 @@ class Load:
                 async for chunk in chunks:
                     if chunk.num_tokens:
                         record.arrivals.append(self.now)
-                        record.num_counted += chunk.num_tokens
+                        record.counts.append(chunk.num_tokens)
                         self.num_tokens += chunk.num_tokens
                         texts.append(chunk.text)
                     if chunk.num_prompt_tokens is not None:
@@ -98,7 +98,7 @@ class Load:
             if not record.arrivals:
                 raise RequestFailed("the answer has no tokens", "no tokens")
         except RequestFailed as error:
-            record.error, record.message = error.kind, str(error)
+            record.error, record.message, record.failed_at = error.kind, str(error), self.now
             self.num_failed += 1
         finally:
             self.num_running -= 1

@@ -16,7 +16,10 @@ class Record:
     arrivals: list[float] = field(default_factory=list)
     """When chunks with tokens came."""
 
-    num_counted: int = 0
+    counts: list[int] = field(default_factory=list)
+    """The number of tokens in each of them, as counted from the chunks."""
+
+    failed_at: float | None = None
     num_prompt_tokens: int = 0
     num_reported: int | None = None
     error: str | None = None
@@ -27,10 +30,12 @@ class Record:
     @property
     def num_output_tokens(self) -> int:
         """As the server counts them (`usage`), else as they were counted from the chunks."""
-        return self.num_counted if self.num_reported is None else self.num_reported
+        return sum(self.counts) if self.num_reported is None else self.num_reported
 
     @property
     def ended(self) -> float:
+        if self.failed_at is not None:
+            return self.failed_at
         return self.arrivals[-1] if self.arrivals else self.sent
 
     @property

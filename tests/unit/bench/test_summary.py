@@ -18,7 +18,7 @@ def record(sent: float, *arrivals: float, tokens: int | None = None, due: float 
         sent if due < 0 else due,
         sent,
         [sent + at for at in arrivals],
-        num_counted=len(arrivals),
+        counts=[1] * len(arrivals),
         num_prompt_tokens=100,
         num_reported=tokens,
     )
