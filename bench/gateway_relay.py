@@ -15,19 +15,15 @@ import itertools
 import json
 import multiprocessing
 import resource
-import ssl
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import grpc
-from grpc import aio
 from prometheus_client import CollectorRegistry
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -37,11 +33,16 @@ from blockstore.records import PoolSpec
 from blockstore.registry import Member, Role
 from blockstore.store import FUNCTION_LIBRARY
 from quire.api_keys import hash_key
+from quire.async_client import AsyncClient
+from quire.bench.load import Load
+from quire.bench.target import GrpcTarget, HttpTarget, Target
+from quire.bench.workload import Session, Turn
 from quire.certificates import write_certificates
+from quire.connections import Tls
+from quire.types import Sampling
 from quire.v1 import (
     decode_pb2,
     decode_pb2_grpc,
-    inference_pb2,
     inference_pb2_grpc,
     prefill_pb2,
     prefill_pb2_grpc,
@@ -51,7 +52,7 @@ from quire.v1 import (
 from services.common.rpc.message_batching import unpack_batch
 from services.common.rpc.proof import Guard
 from services.common.rpc.tls import TlsFiles
-from services.common.rpc.transport import RpcServer, open_channel
+from services.common.rpc.transport import RpcServer
 from services.common.runtime.metrics import KeyringMetrics
 from services.common.runtime.secret import Secret
 from services.gateway.access.control import AccessControl
@@ -258,76 +259,24 @@ def _member(role: Role, port: int, num_slots: int, model_dir: str) -> Member:
     )
 
 
-@dataclass
-class Received:
-    """The tokens that a stream, or all of them, received. A pause lies between two messages."""
-
-    tokens: int = 0
-    messages: int = 0
-    longest_pause_s: float = 0.0
-    last: float = 0.0
-
-    def add(self, num_tokens: int) -> None:
-        now = time.perf_counter()
-        if self.messages:
-            self.longest_pause_s = max(self.longest_pause_s, now - self.last)
-        self.tokens += num_tokens
-        self.messages += 1
-        self.last = now
-
-
-async def run_clients(port: int, num_streams: int, num_tokens: int, front: Front) -> Received:
+async def run_clients(port: int, num_streams: int, num_tokens: int, front: Front) -> Load:
+    """Streams that start together. SystemExit: one has failed."""
+    tls = Tls(front.tls.certificate.with_name("ca.crt")) if front.tls else None
+    address = f"127.0.0.1:{port}"
+    target: Target
     if front.over == "http":
-        one = partial(_one_over_http, port, num_tokens, front)
-        return _together(await asyncio.gather(*(one() for _ in range(num_streams))))
-    async with _channel(port, front) as channel:
-        stub = inference_pb2_grpc.InferenceStub(channel)
-        streams = (_one(stub, num_tokens) for _ in range(num_streams))
-        return _together(await asyncio.gather(*streams))
-
-
-def _together(streams: list[Received]) -> Received:
-    return Received(
-        tokens=sum(stream.tokens for stream in streams),
-        messages=sum(stream.messages for stream in streams),
-        longest_pause_s=max(stream.longest_pause_s for stream in streams),
-    )
-
-
-def _channel(port: int, front: Front) -> aio.Channel:
-    if front.tls is None:
-        return open_channel(f"127.0.0.1:{port}")
-    ca = front.tls.certificate.with_name("ca.crt").read_bytes()
-    return aio.secure_channel(f"127.0.0.1:{port}", grpc.ssl_channel_credentials(ca))
-
-
-async def _one(stub: Any, num_tokens: int) -> Received:
-    request = inference_pb2.GenerateRequest(
-        text="count", sampling=sampling_pb2.SamplingParams(max_tokens=num_tokens)
-    )
-    received = Received()
-    async for response in stub.Generate(request, metadata=(("authorization", f"Bearer {KEY}"),)):
-        received.add(len(response.deltas[0].token_ids))
-    return received
-
-
-async def _one_over_http(port: int, num_tokens: int, front: Front) -> Received:
-    """Every token of the toy model is one letter of the text."""
-    context = front.tls and ssl.create_default_context(
-        cafile=str(front.tls.certificate.with_name("ca.crt"))
-    )
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
-    body = json.dumps({"prompt": "count", "max_tokens": num_tokens, "stream": True})
-    writer.write(
-        f"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nAuthorization: Bearer {KEY}\r\n"
-        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n{body}".encode()
-    )
-    received = Received()
-    async for line in reader:
-        if line.startswith(b"data: {"):
-            received.add(len(json.loads(line[6:])["choices"][0]["text"]))
-    writer.close()
-    return received
+        url = f"{'https' if tls else 'http'}://{address}"
+        target = HttpTarget(url, SPEC.model, api_key=KEY, tls=tls)
+    else:
+        target = GrpcTarget(AsyncClient(address, api_key=KEY, tls=tls), SPEC.model, Sampling())
+    load = Load(target)
+    session = Session([Turn(lambda: "count", num_tokens)])
+    await load.closed_loop(iter([session] * num_streams), num_streams, 0.0, None)
+    await target.close()
+    for record in load.records:
+        if record.error or record.num_output_tokens != num_tokens:
+            raise SystemExit(f"{record.num_output_tokens} of {num_tokens}: {record.message}")
+    return load
 
 
 def byte_model(directory: Path) -> str:
@@ -373,16 +322,18 @@ def measure(num_streams: int, num_tokens: int, step_s: float, model_dir: str, fr
         return float(gateway.recv())
 
     cpu, start = cpu_s(), time.perf_counter()
-    received = asyncio.run(run_clients(port, num_streams, num_tokens, front))
+    load = asyncio.run(run_clients(port, num_streams, num_tokens, front))
     elapsed, cpu = time.perf_counter() - start, cpu_s() - cpu
     for pipe, process in ((gateway, of_gateway), (workers, of_workers)):
         pipe.send(False)
         process.join()
+    tokens = num_streams * num_tokens
+    messages = sum(len(record.arrivals) for record in load.records)
+    pause_s = max(gap for record in load.records for gap in record.gaps_s)
     return (
         f"| {front.over} | {front.guard} | {num_streams} | {num_tokens} | {step_s * 1000:g} "
-        f"| {received.tokens / elapsed:,.0f} | {received.tokens / received.messages:.1f} "
-        f"| {received.longest_pause_s * 1000:.0f} "
-        f"| {cpu / received.tokens * 1e6:.1f} | {received.tokens / cpu:,.0f} |"
+        f"| {tokens / elapsed:,.0f} | {tokens / messages:.1f} | {pause_s * 1000:.0f} "
+        f"| {cpu / tokens * 1e6:.1f} | {tokens / cpu:,.0f} |"
     )
 
 

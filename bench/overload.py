@@ -5,127 +5,96 @@ deadline, how soon the others are told, and whether memory grows.
 
 Starts `quire serve` with the embedded model by itself. Clients that ask again as soon as they are
 answered find the capacity; requests at random times (Poisson, seeded) then offer parts and
-multiples of it. A tenth of them come from a process of its own (`bench.overload_client`), where
-nothing else is done: how long a refusal takes there is told apart. Prints a markdown table.
+multiples of it. A tenth of them come from a `quire bench` of its own, where nothing else is done:
+how long a refusal takes there is told apart. Prints a markdown table.
 """
 
 import argparse
 import asyncio
 import json
-import random
 import sys
 import tempfile
-import time
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from bench.overload_client import BEGINS, GOOD, LATE, REFUSED, request
-from quire.async_client import AsyncClient
-from quire.errors import DeadlineExceeded, Overloaded
+from bench.serving.server import gateway_target
+from quire.bench.load import Load
+from quire.bench.prompts import Prompts
+from quire.bench.record import percentile
+from quire.bench.workload import Session, Shape, poisson, synthetic
 from tests.e2e.deployment import Deployment, serving
 
-NUM_CLIENTS = 32
+SHAPE = Shape(32, 256)
 NUM_SLOTS = 16
 DEADLINE_IN_SERVICE_TIMES = 4.0
+REFUSED = ("overloaded", "queue_full", "would_be_late")
 SHARE_APART = 0.1
 """Of the requests, from a process of its own."""
 
 
-@dataclass
-class Tally:
-    """Of one load; times in seconds. `elapsed_s`: until the last request was answered;
-    `apart_s`: the refusals of the client that has a process of its own."""
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a request ended: the kind of its error, if there was one, and the seconds until then."""
 
-    elapsed_s: float = 0.0
-    num_offered: int = 0
-    num_good: int = 0
-    num_late: int = 0
-    refusals_s: list[float] = field(default_factory=list)
-    apart_s: list[float] = field(default_factory=list)
-
-    def add(self, answers: Sequence[tuple[str, float]]) -> None:
-        """What the other process was answered."""
-        outcomes = [outcome for outcome, _ in answers]
-        self.num_offered += len(outcomes)
-        self.num_good += outcomes.count(GOOD)
-        self.num_late += outcomes.count(LATE)
-        self.apart_s += [seconds for outcome, seconds in answers if outcome == REFUSED]
+    error: str | None
+    seconds: float
 
 
-async def ask(
-    clients: Sequence[AsyncClient], tally: Tally, rng: random.Random, deadline_s: float
-) -> None:
-    client = rng.choice(clients)
-    asked = request(rng)
-    tally.num_offered += 1
-    began = time.perf_counter()
-    try:
-        async for _ in client.send(asked, deadline_s):
-            pass
-    except Overloaded:
-        tally.refusals_s.append(time.perf_counter() - began)
-    except DeadlineExceeded:
-        tally.num_late += 1
-    else:
-        tally.num_good += 1
-
-
-async def capacity(
-    clients: Sequence[AsyncClient], rng: random.Random, seconds: float
-) -> tuple[float, float]:
-    """Requests a second with every slot taken, and how long one takes then."""
-    tally, until = Tally(), time.perf_counter() + seconds
-
-    async def one_after_another() -> None:
-        while time.perf_counter() < until:
-            await ask(clients, tally, rng, 60.0)
-
-    began = time.perf_counter()
-    await asyncio.gather(*(one_after_another() for _ in range(NUM_SLOTS)))
-    rate = tally.num_good / (time.perf_counter() - began)
-    return rate, NUM_SLOTS / rate
+async def capacity(address: str, seed: int, seconds: float) -> float:
+    """Requests a second with every slot taken."""
+    target = gateway_target(address)
+    load = Load(target)
+    sessions = synthetic(Prompts(seed, None), SHAPE)
+    elapsed_s = await load.closed_loop(sessions, NUM_SLOTS, 0.0, seconds)
+    await target.close()
+    return (load.num_done - load.num_failed) / elapsed_s
 
 
 async def offer(
-    clients: Sequence[AsyncClient],
-    rng: random.Random,
-    rate: float,
-    seconds: float,
-    deadline_s: float,
-) -> Tally:
-    """Requests at random times; waits until the last one is answered."""
-    tally = Tally()
-    apart = await client_apart(
-        clients[0].address, SHARE_APART * rate, seconds, deadline_s, rng.randrange(1 << 31)
-    )
-    due = now = time.perf_counter()
-    until = now + seconds
-    async with asyncio.TaskGroup() as tasks:
-        answers = tasks.create_task(apart.communicate())
-        while (due := due + rng.expovariate((1 - SHARE_APART) * rate)) < until:
-            await asyncio.sleep(max(0.0, due - time.perf_counter()))
-            tasks.create_task(ask(clients, tally, rng, deadline_s))
-    tally.elapsed_s = time.perf_counter() - now
-    output, _ = answers.result()
-    tally.add([(outcome, seconds) for outcome, seconds in json.loads(output)])
-    return tally
+    address: str, seed: int, rate: float, seconds: float, deadline_s: float
+) -> tuple[list[Outcome], float]:
+    """Requests at random times; returns how they ended, and after how long the last one had."""
+    target = gateway_target(address, deadline_s)
+    load = Load(target)
+    elapsed_s = await load.open_loop(_timed(seed, rate, seconds))
+    await target.close()
+    return [Outcome(each.error, each.ended - each.sent) for each in load.records], elapsed_s
 
 
-async def client_apart(
-    address: str, rate: float, seconds: float, deadline_s: float, seed: int
-) -> asyncio.subprocess.Process:
-    """Returns when it begins."""
-    arguments = map(str, (address, rate, seconds, deadline_s, seed))
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "bench.overload_client", *arguments),
-        stdout=asyncio.subprocess.PIPE,
-    )
-    assert process.stdout is not None
-    if await process.stdout.readline() != BEGINS:
-        raise RuntimeError("the client in a process of its own does not begin")
-    return process
+def _timed(seed: int, rate: float, seconds: float) -> Iterator[Session]:
+    sessions = synthetic(Prompts(seed, None), SHAPE)
+    for due, session in zip(poisson(rate, 0.0, seed), sessions, strict=False):
+        if due >= seconds:
+            return
+        yield Session(session.turns, due)
+
+
+async def offer_apart(
+    address: str, seed: int, rate: float, seconds: float, deadline_s: float
+) -> list[Outcome]:
+    """The same from another process."""
+    flags = {
+        "address": address,
+        "request-rate": rate,
+        "duration": seconds,
+        "timeout": deadline_s,
+        "seed": seed,
+        "prompts": "ids",
+        "prompt-len": SHAPE.prompt,
+        "output-len": SHAPE.output,
+        "warmup": 0,
+    }
+    with tempfile.NamedTemporaryFile() as file:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "quire.cli", "bench", "--json-file", file.name),
+            *(f"--{name}={value}" for name, value in flags.items()),
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+        await process.wait()
+        answers = json.load(file)["requests"]
+    return [Outcome(answer["error"], answer["e2e_ms"] / 1000) for answer in answers]
 
 
 def memory_mib(deployment: Deployment) -> float:
@@ -138,47 +107,44 @@ def memory_mib(deployment: Deployment) -> float:
     return total_kib / 1024
 
 
-def row(name: str, tally: Tally, seconds: float, memory: float) -> str:
-    refused, apart = sorted(tally.refusals_s), sorted(tally.apart_s)
-    return (
-        f"| {name} | {tally.num_offered / seconds:.1f} | {tally.num_good / tally.elapsed_s:.1f} "
-        f"| {tally.num_late} | {len(refused)} | {_spread(refused)} | {len(apart)} "
-        f"| {_spread(apart)} | {memory:.0f} |"
-    )
-
-
-def _spread(ordered: Sequence[float]) -> str:
-    return " | ".join(_at(ordered, share) for share in (0.5, 0.99, 1.0))
-
-
-def _at(ordered: Sequence[float], share: float) -> str:
-    if not ordered:
-        return "-"
-    return f"{1000 * ordered[min(len(ordered) - 1, int(share * len(ordered)))]:.1f}"
+def _refusals(outcomes: Sequence[Outcome]) -> str:
+    """Their number, and percentiles of the time to them."""
+    refused = sorted(1000 * each.seconds for each in outcomes if each.error in REFUSED)
+    if not refused:
+        return "0 | - | - | -"
+    spread = (f"{percentile(refused, percent):.1f}" for percent in (50, 99, 100))
+    return f"{len(refused)} | {' | '.join(spread)}"
 
 
 async def measure(deployment: Deployment, args: argparse.Namespace) -> None:
-    rng = random.Random(args.seed)
-    async with AsyncExitStack() as stack:
-        clients = [
-            await stack.enter_async_context(AsyncClient(deployment.address))
-            for _ in range(NUM_CLIENTS)
-        ]
-        await capacity(clients, rng, 3.0)
-        rate, service_s = await capacity(clients, rng, args.warm_up)
-        deadline_s = DEADLINE_IN_SERVICE_TIMES * service_s
-        print(
-            f"Capacity {rate:.1f} requests/s, {NUM_SLOTS} at a time, {service_s:.2f} s each; "
-            f"deadline {deadline_s:.2f} s.\n"
+    address = deployment.address
+    await capacity(address, args.seed, 3.0)
+    rate = await capacity(address, args.seed + 1, args.warm_up)
+    deadline_s = DEADLINE_IN_SERVICE_TIMES * NUM_SLOTS / rate
+    print(
+        f"Capacity {rate:.1f} requests/s, {NUM_SLOTS} at a time, {NUM_SLOTS / rate:.2f} s each; "
+        f"deadline {deadline_s:.2f} s.\n"
+    )
+    print(
+        "| load | offered/s | good/s | late | other errors | refused | refusal p50, ms | p99 | max "
+        "| apart | p50, ms | p99 | max | memory, MiB |\n|---|" + "---:|" * 13
+    )
+    for number, times in enumerate((0.5, 0.8, 1.0, 1.2, 2.0, args.times)):
+        seconds = args.seconds if times == args.times else args.seconds / 6
+        offered, seed = times * rate, args.seed + 2 * number + 2
+        (here, elapsed_s), apart = await asyncio.gather(
+            offer(address, seed, (1 - SHARE_APART) * offered, seconds, deadline_s),
+            offer_apart(address, seed + 1, SHARE_APART * offered, seconds, deadline_s),
         )
+        errors = [outcome.error for outcome in (*here, *apart)]
+        good, late = errors.count(None), errors.count("timeout")
+        refused = sum(error in REFUSED for error in errors)
         print(
-            "| load | offered/s | good/s | late | refused | refusal p50, ms | p99 | max "
-            "| apart | p50, ms | p99 | max | memory, MiB |\n|---|" + "---:|" * 12
+            f"| {times:g} x | {len(errors) / seconds:.1f} | {good / elapsed_s:.1f} | {late} "
+            f"| {len(errors) - good - late - refused} | {_refusals(here)} | {_refusals(apart)} "
+            f"| {memory_mib(deployment):.0f} |",
+            flush=True,
         )
-        for times in (0.5, 0.8, 1.0, 1.2, 2.0, args.times):
-            seconds = args.seconds if times == args.times else args.seconds / 6
-            tally = await offer(clients, rng, times * rate, seconds, deadline_s)
-            print(row(f"{times:g} x", tally, seconds, memory_mib(deployment)), flush=True)
 
 
 def main() -> None:

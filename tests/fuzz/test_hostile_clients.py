@@ -1,5 +1,5 @@
 """Clients open and leave connections in every way: the gateway serves, its memory stays bounded,
-and nothing of them is left. `bench.hostile_clients` measures the delays."""
+and nothing of them is left. `bench.hostile` measures the delays."""
 
 import asyncio
 from collections.abc import Iterator
@@ -8,8 +8,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bench import hostile_clients
-from bench.hostile_clients import Attack
+from bench import hostile
+from bench.hostile import Attack
 from quire.client import Client
 from tests.e2e.deployment import Deployment, serving
 
@@ -33,11 +33,11 @@ def resident_mib(pid: int) -> float:
 @pytest.mark.parametrize(
     ("attack", "number", "port"),
     [
-        (hostile_clients.idle, 1000, "http"),
-        (hostile_clients.slow_loris, 200, "http"),
-        (hostile_clients.endless_bodies, 16, "http"),
-        (hostile_clients.cancel_storm, 50, "http"),
-        (hostile_clients.rapid_reset, 1000, "grpc"),
+        (hostile.idle, 1000, "http"),
+        (hostile.slow_loris, 200, "http"),
+        (hostile.endless_bodies, 16, "http"),
+        (hostile.cancel_storm, 50, "http"),
+        (hostile.rapid_reset, 1000, "grpc"),
     ],
 )
 async def test_another_client_gets_its_answers_and_nothing_is_left(

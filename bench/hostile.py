@@ -1,11 +1,11 @@
-"""Measures what hostile connections cost a running deployment and its other clients.
+"""Measures what hostile clients cost a running deployment and its other clients.
 
     quire serve &
-    python -m bench.hostile_clients --pid PID_OF_THE_GATEWAY [--http-port 8000] [--grpc-port 50051]
+    python -m bench.hostile --pid PID_OF_THE_GATEWAY [--http-port 8000] [--grpc-port 50051]
 
 Each attack runs in a process of its own for some seconds while a neighbour asks for a few tokens at
 a time. Prints a markdown table: the neighbour's 99th percentile alone and beside each attack, and
-the gateway's resident memory at its peak so far. `bench.hostile_bodies` measures whole bodies.
+the gateway's resident memory at its peak so far.
 """
 
 import argparse
@@ -14,14 +14,20 @@ import json
 import multiprocessing
 import resource
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
+from functools import partial
+from pathlib import Path
 
 import httpx
 
-from bench.hostile_bodies import NEIGHBOUR, p99_ms, peak_mib
+from quire.bench.load import Load
+from quire.bench.summary import distribution
+from quire.bench.target import HttpTarget
+from quire.bench.workload import Session, Turn
 
 HOST = "127.0.0.1"
+BODY_BYTES = 16 * 1024 * 1024 - 256
 _BODY = {"prompt": "A block table", "max_tokens": 200, "stream": True, "ignore_eos": True}
 _GONE = (ConnectionError, asyncio.IncompleteReadError, TimeoutError, OSError)
 
@@ -151,30 +157,78 @@ async def rapid_reset(port: int, number: int, seconds: float) -> None:
     await _each(reset, 8)
 
 
+def _full(begin: str, item: str, end: str) -> bytes:
+    """A whole body of one item."""
+    number = (BODY_BYTES - len(begin) - len(end)) // (len(item) + 1)
+    return (begin + ",".join([item] * number) + end).encode()
+
+
+_IDS, _MESSAGES = '{"prompt": "x", "stop_token_ids": [', '{"messages": ['
+_USER = '{"role": "user", "content": "<|im_end|>"}'
+BODIES: dict[str, Callable[[], bytes]] = {
+    "5 million empty stop_token_ids": lambda: _full(_IDS, '""', "]}"),
+    "1.5 million unknown fields": lambda: _full('{"prompt": "x",', '"field": 0', "}"),
+    "8 million token ids": lambda: _full('{"prompt": [', "0", "]}"),
+    "5 million empty messages": lambda: _full(_MESSAGES, "{}", "]}"),
+    "text of escapes": lambda: b'{"prompt": "' + b'\\"' * (BODY_BYTES // 2) + b'"}',
+    # As much as passes the bounds.
+    "786,000 stop_token_ids": lambda: (_IDS + ",".join(["1000"] * 786_000) + "]}").encode(),
+    "16,000 messages": lambda: (_MESSAGES + ",".join([_USER] * 16_000) + "]}").encode(),
+}
+
+
+async def whole_bodies(make: Callable[[], bytes], port: int, _number: int, seconds: float) -> None:
+    """One body over and over."""
+    body, until = make(), time.monotonic() + seconds
+    path = "chat/completions" if body.startswith(_MESSAGES.encode()) else "completions"
+    async with httpx.AsyncClient(timeout=300, trust_env=False) as client:
+        while time.monotonic() < until:
+            await client.post(f"http://{HOST}:{port}/v1/{path}", content=body.ljust(BODY_BYTES))
+
+
 ATTACKS: dict[str, tuple[Attack, int, str]] = {
     "10,000 idle connections": (idle, 10_000, "http"),
     "slow loris, 1,000 connections": (slow_loris, 1000, "http"),
     "endless bodies, 64 connections": (endless_bodies, 64, "http"),
     "cancel storm, 3 x 500 streams": (cancel_storm, 500, "http"),
     "HTTP/2 rapid reset, 8 connections": (rapid_reset, 10_000, "grpc"),
+    **{name: (partial(whole_bodies, make), 1, "http") for name, make in BODIES.items()},
 }
 """Name -> attack, its number, and the port that it attacks."""
 
 
-def run_attack(name: str, port: int, seconds: float) -> None:
+def run_attack(name: str, ports: dict[str, int], seconds: float) -> None:
+    if name == "none":
+        time.sleep(seconds)
+        return
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
-    attack, number, _ = ATTACKS[name]
-    asyncio.run(attack(port, number, seconds))  # type: ignore[arg-type]
+    attack, number, kind = ATTACKS[name]
+    asyncio.run(attack(ports[kind], number, seconds))  # type: ignore[arg-type]
 
 
-async def neighbour(client: httpx.AsyncClient, process: multiprocessing.Process) -> list[float]:
-    """Seconds of each request while the attack runs, at least 100 of them."""
-    seconds: list[float] = []
-    while len(seconds) < 100 or process.is_alive():
-        began = time.perf_counter()
-        (await client.post("/v1/completions", json=NEIGHBOUR)).raise_for_status()
-        seconds.append(time.perf_counter() - began)
-    return seconds
+async def neighbour(url: str, process: multiprocessing.Process) -> str:
+    """Asks while the attack runs, at least 100 times; its 99th percentile and the number."""
+    target = HttpTarget(url, "", fields={"temperature": 0})
+    load = Load(target)
+
+    def sessions() -> Iterator[Session]:
+        while len(load.records) < 100 or process.is_alive():
+            yield Session([Turn(lambda: "A block table", 4)])
+
+    await load.closed_loop(sessions(), 1, 0.0, None)
+    await target.close()
+    if load.num_failed:
+        raise SystemExit(f"{load.num_failed} of the neighbour's requests failed")
+    times = distribution(record.e2e_s for record in load.records) or {}
+    return f"{times['p99']:.0f} | {load.num_done}"
+
+
+def peak_mib(pid: int | None) -> str:
+    if pid is None:
+        return "-"
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    (peak,) = (line for line in lines if line.startswith("VmHWM"))
+    return f"{int(peak.split()[1]) / 1024:.0f}"
 
 
 async def main() -> None:
@@ -185,23 +239,13 @@ async def main() -> None:
     parser.add_argument("--seconds", type=float, default=8.0)
     args = parser.parse_args()
     ports = {"http": args.http_port, "grpc": args.grpc_port}
-    url = f"http://{HOST}:{args.http_port}"
-    async with httpx.AsyncClient(base_url=url, timeout=120, trust_env=False) as client:
-        nobody = multiprocessing.Process(target=time.sleep, args=(args.seconds,))
-        print("| attack | neighbour's p99, ms | requests | peak, MiB |")
-        print("|---|---:|---:|---:|")
-        for name in ("none", *ATTACKS):
-            attacker = nobody
-            if name != "none":
-                attack_port = ports[ATTACKS[name][2]]
-                attacker = multiprocessing.Process(
-                    target=run_attack, args=(name, attack_port, args.seconds)
-                )
-            attacker.start()
-            times = await neighbour(client, attacker)
-            attacker.join()
-            row = f"| {name} | {p99_ms(times)} | {len(times)} | {peak_mib(args.pid)} |"
-            print(row, flush=True)
+    print("| attack | neighbour's p99, ms | requests | peak, MiB |\n|---|---:|---:|---:|")
+    for name in ("none", *ATTACKS):
+        attacker = multiprocessing.Process(target=run_attack, args=(name, ports, args.seconds))
+        attacker.start()
+        cells = await neighbour(f"http://{HOST}:{args.http_port}", attacker)
+        attacker.join()
+        print(f"| {name} | {cells} | {peak_mib(args.pid)} |", flush=True)
 
 
 if __name__ == "__main__":
