@@ -1,21 +1,26 @@
 """A cached prefix that is copied from another host, against computing it again, by bandwidth.
 
-    sudo python -m bench.pull [--shape 0.6b] [--tokens 2048] [--rates 0 1000 300 100]
+    sudo python -m bench.pull [--shape 0.6b] [--tokens 2048] [--links loopback 1000 300 100]
 
-Two hosts in network namespaces, on the wire of tests/e2e/network.py, which limits the rate (in
-Mbit/s; 0: as fast as it goes). One host computes a prompt; then the other one's mover pulls it.
-Prints a markdown table: the time of the pull, its share of what NIXL alone reaches on the same link
-(the mover's probe), the time of computing the prompt, and what the gateway's router chooses.
+A link in Mbit/s joins two hosts in network namespaces (the wire of tests/e2e/network.py); without
+namespaces, the hosts are on the loopback device. One host computes a prompt; then the other one's
+mover pulls it. Prints a markdown table: how long NIXL alone takes for the same blocks on the same
+link (`bench.nixl_alone`), the pull, what share of NIXL's bandwidth it reaches, the time of
+computing the prompt, and what the gateway's router chooses. Each time is the shortest of some
+rounds.
 """
 
 import argparse
 import asyncio
-import random
+import json
+import os
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,6 +31,7 @@ from blockstore.records import PoolSpec
 from blockstore.redis_registry import RedisRegistry
 from blockstore.registry import Member
 from quire.async_client import AsyncClient
+from quire.bench.prompts import Prompts
 from quire.sockets import living_sockets
 from quire.types import Sampling
 from services.common.runtime.secret import Secret
@@ -37,28 +43,35 @@ from tests.conftest import Valkey
 from tests.e2e.hosts import SECRET, Host
 from tests.e2e.network import ADDRESSES, Network
 
-_REDIS_PORT, _GATEWAY_PORT = 7392, 7393
+_REDIS_PORT, _GATEWAY_PORT = 21392, 21393
+LOOPBACK = "loopback"
+_UCX = {"UCX_TLS": "tcp,self"}
 _ROUTER_SECRET = Secret(SECRET.encode())
 
 
 @contextmanager
-def running(checkpoint: Path, folder: Path, pool_memory: int, mbit: int) -> Iterator[list[Host]]:
+def running(checkpoint: Path, folder: Path, pool_memory: int, link: str) -> Iterator[list[Host]]:
     """Host a: a prefill worker, a decode worker, the gateway. Host b: a decode worker, for its
     pool. A mover on each."""
-    network = Network()
-    network.bytes_per_s = mbit * 1e6 / 8
-    here = ADDRESSES["here"]
-    options = ("--port", str(_REDIS_PORT), "--bind", here, "--protected-mode", "no")
-    valkey, hosts = Valkey(folder, *options), list[Host]()
-    try:
+    with ExitStack() as stack:
+        addresses = dict.fromkeys(ADDRESSES, "127.0.0.1")
+        within: dict[str, Sequence[str]] = {"a": (), "b": ()}
+        if link != LOOPBACK:
+            network = Network()
+            stack.callback(network.close)
+            network.bytes_per_s = int(link) * 1e6 / 8
+            addresses, within = ADDRESSES, {name: network.within(name) for name in ("a", "b")}
+        url = f"redis://{addresses['here']}:{_REDIS_PORT}"
+        options = ("--port", str(_REDIS_PORT), "--bind", addresses["here"], "--protected-mode")
+        valkey = Valkey(folder, *options, "no")
         valkey.start()
+        stack.callback(valkey.kill)
+        hosts = list[Host]()
         for name in ("a", "b"):
-            url, within = f"redis://{here}:{_REDIS_PORT}", network.within(name)
-            settings = {"UCX_TLS": "tcp,self"}
-            host = Host(
-                name, folder, checkpoint, url, pool_memory, ADDRESSES[name], within, settings
-            )
+            host = Host(name, folder, checkpoint, url, pool_memory, addresses[name], within[name])
+            host.settings = _UCX
             hosts.append(host)
+            stack.callback(host.stop)
             host.start("block_manager")
             for role in ("prefill", "decode") if name == "a" else ("decode",):
                 host.start(role)
@@ -69,45 +82,73 @@ def running(checkpoint: Path, folder: Path, pool_memory: int, mbit: int) -> Iter
         hosts[0].start("gateway", PORT=str(_GATEWAY_PORT), HTTP_PORT="none")
         hosts[0].wait_for("gateway", "gateway_listening")
         yield hosts
-    finally:
-        for host in hosts:
-            host.stop()
-        valkey.kill()
-        network.close()
 
 
-async def measure(hosts: list[Host], num_tokens: int) -> tuple[float, float, float, PoolSpec]:
-    """Seconds to compute a prompt, seconds to pull it, the bandwidth of the probe, and the spec of
+@dataclass
+class Measured:
+    """Seconds to compute a prompt and to pull it, of each round; the bandwidth that the mover says;
     the pool."""
+
+    compute_s: list[float]
+    pull_s: list[float]
+    bandwidth: float
+    spec: PoolSpec
+
+
+async def measure(hosts: list[Host], num_tokens: int, rounds: int) -> Measured:
     a, b = (host.wait_for("mover", "mover_ready")["pool_id"] for host in hosts)
-    prompt = [random.Random(number).randrange(300, 380) for number in range(num_tokens)]
     sockets = ",".join(f"unix:{path}" for path in living_sockets(hosts[0].run_dir))
     client = AsyncClient(f"{hosts[0].ip}:{_GATEWAY_PORT}", operations=sockets)
     while not await client.is_ready():  # noqa: ASYNC110 - another process becomes ready
         await asyncio.sleep(0.1)
     sampling = Sampling(temperature=0.0, max_tokens=2, ignore_eos=True)
-    await client.complete(prompt[:64], sampling)
-    began = time.perf_counter()
-    await client.complete(prompt, sampling, timeout_s=300)
-    compute_s = time.perf_counter() - began
+    prompts = Prompts(0, None, vocab_size=380)
+    await client.complete(prompts.draw(64), sampling)
     (found,) = [pool for pool in await client.pools() if pool.pool_id == a]
-    await client.close()
-    registry = await RedisRegistry.connect(hosts[0].redis_url, _ROUTER_SECRET.registry_key)
-    movers = Movers(_ROUTER_SECRET.rpc_key)
-    movers.follow(await registry.members())
-    probe = movers.bandwidth(a, b)
-    root = root_hash(found.fingerprint, _ROUTER_SECRET.root, "")
-    sampled = SamplingParams(0.0, 0, 1.0, 0.0, 1, 1)
-    ticket = Ticket("r", 1, 1, b, "h", 0, root, tuple(prompt), sampled)
-    began = time.perf_counter()
-    await movers.pull(ticket, a, b)
-    pull_s = time.perf_counter() - began
-    await movers.close()
-    await registry.close()
     spec = PoolSpec(
         *(a, found.model, found.fingerprint, found.num_blocks, found.block_size, found.block_bytes)
     )
-    return compute_s, pull_s, probe, spec
+    registry = await RedisRegistry.connect(hosts[0].redis_url, _ROUTER_SECRET.registry_key)
+    movers = Movers(_ROUTER_SECRET.rpc_key)
+    movers.follow(await registry.members())
+    measured = Measured([], [], movers.bandwidth(a, b), spec)
+    root = root_hash(found.fingerprint, _ROUTER_SECRET.root, "")
+    sampled = SamplingParams(0.0, 0, 1.0, 0.0, 1, 1)
+    for number in range(rounds):
+        prompt = prompts.draw(num_tokens)
+        assert isinstance(prompt, list)
+        began = time.perf_counter()
+        await client.complete(prompt, sampling, timeout_s=300)
+        measured.compute_s.append(time.perf_counter() - began)
+        ticket = Ticket("r", number, 1, b, "h", 0, root, tuple(prompt), sampled)
+        began = time.perf_counter()
+        await movers.pull(ticket, a, b)
+        measured.pull_s.append(time.perf_counter() - began)
+    await client.close()
+    await movers.close()
+    await registry.close()
+    return measured
+
+
+def nixl_alone(hosts: list[Host], spec: PoolSpec, num_blocks: int) -> float:
+    """Seconds in which NIXL reads so many blocks from the one host to the other."""
+    source, target = hosts
+    command = [sys.executable, "-m", "bench.nixl_alone"]
+    sizes, settings = (str(num_blocks), str(spec.block_bytes)), os.environ | _UCX
+    with subprocess.Popen(
+        [*source.within, *command, "serve", *sizes],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=settings,
+    ) as server:
+        assert server.stdout is not None
+        description = next(line for line in server.stdout if line.startswith("["))
+        reader = [*target.within, *command, "read", *sizes, description]
+        found = subprocess.run(reader, stdout=subprocess.PIPE, text=True, env=settings, check=True)
+        server.communicate()
+    seconds: list[float] = json.loads(found.stdout.splitlines()[-1])
+    return min(seconds)
 
 
 async def choice(spec: PoolSpec, num_tokens: int, compute_s: float, bandwidth: float) -> str:
@@ -135,25 +176,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.pull")
     parser.add_argument("--shape", default="0.6b")
     parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--rates", type=int, nargs="+", default=[0, 1000, 300, 100])
+    parser.add_argument("--links", nargs="+", default=[LOOPBACK, "1000", "300", "100"])
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--pool-memory", type=int, default=768 << 20)
     asked = parser.parse_args()
-    print("| link | bytes | pull | of NIXL alone | compute | the gateway chooses |")
-    print("|---|---|---|---|---|---|")
+    print("| link | bytes | NIXL alone | pull | share | compute | the gateway chooses |")
+    print("|---|---:|---:|---:|---:|---:|---|")
     with tempfile.TemporaryDirectory(prefix="quire-bench-") as folder:
         checkpoint = make_checkpoint(Path(folder) / "model", SHAPES[asked.shape])
-        for rate in asked.rates:
-            here = Path(folder) / str(rate)
+        for link in asked.links:
+            here = Path(folder) / link
             here.mkdir()
-            with running(checkpoint, here, asked.pool_memory, rate) as hosts:
-                measured = asyncio.run(measure(hosts, asked.tokens))
-            compute_s, pull_s, probe, spec = measured
-            num_bytes = asked.tokens // spec.block_size * spec.block_bytes
-            chosen = asyncio.run(choice(spec, asked.tokens, compute_s, probe))
-            link = f"{rate} Mbit/s" if rate else "no limit"
-            share = f"{num_bytes / pull_s / probe:.0%}"
-            row = (link, f"{num_bytes / 1e6:.0f} MB", f"{pull_s:.2f} s", share)
-            print("|", " | ".join((*row, f"{compute_s:.2f} s", chosen)), "|", flush=True)
+            with running(checkpoint, here, asked.pool_memory, link) as hosts:
+                measured = asyncio.run(measure(hosts, asked.tokens, asked.rounds))
+                num_blocks = asked.tokens // measured.spec.block_size
+                alone_s = nixl_alone(hosts, measured.spec, num_blocks)
+            compute_s, pull_s = min(measured.compute_s), min(measured.pull_s)
+            chosen = asyncio.run(choice(measured.spec, asked.tokens, compute_s, measured.bandwidth))
+            print(
+                f"| {link} | {num_blocks * measured.spec.block_bytes / 1e6:.0f} MB "
+                f"| {alone_s:.2f} s | {pull_s:.2f} s | {alone_s / pull_s:.0%} "
+                f"| {compute_s:.2f} s | {chosen} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

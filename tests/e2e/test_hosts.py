@@ -4,7 +4,7 @@ copied instead of computed."""
 import asyncio
 import signal
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +26,18 @@ from .quiet import quiet
 from .test_serving import greedy, prompt
 
 
-@pytest.fixture(scope="module")
-def hosts(
-    valkey_server: Any, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+@contextmanager
+def two_hosts(
+    valkey: Any, checkpoint: Path, folder: Path, pool_memory: int, **settings: str
 ) -> Iterator[tuple[Host, Host]]:
-    """Host a has only a prefill worker, host b only a decode worker; the gateway is on a."""
-    valkey_server.command("FLUSHALL")
-    folder = tmp_path_factory.mktemp("hosts")
-    a, b = (Host(name, folder, checkpoint, valkey_server.url, POOL_MEMORY) for name in ("a", "b"))
+    """Host a has only a prefill worker, host b only a decode worker; the gateway is on a.
+    `settings`: of the workers."""
+    valkey.command("FLUSHALL")
+    a, b = (Host(name, folder, checkpoint, valkey.url, pool_memory) for name in ("a", "b"))
     try:
         for host, role in ((a, "prefill"), (b, "decode")):
             host.start("block_manager")
-            host.start(role)
+            host.start(role, **settings)
             host.wait_for(role, "worker_ready")
             host.start("mover")
         for host in (a, b):
@@ -54,9 +54,23 @@ def hosts(
             host.stop()
 
 
+@pytest.fixture(scope="module")
+def hosts(
+    valkey_server: Any, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Host, Host]]:
+    folder = tmp_path_factory.mktemp("hosts")
+    with two_hosts(valkey_server, checkpoint, folder, POOL_MEMORY) as hosts:
+        yield hosts
+
+
 @pytest.fixture
 async def client(hosts: tuple[Host, Host]) -> AsyncIterator[AsyncClient]:
-    a, _ = hosts
+    async with connected(hosts[0]) as client:
+        yield client
+
+
+@asynccontextmanager
+async def connected(a: Host) -> AsyncIterator[AsyncClient]:
     address = f"{a.ip}:{a.wait_for('gateway', 'gateway_listening')['port']}"
     sockets = ",".join(f"unix:{path}" for path in living_sockets(a.run_dir))
     client = AsyncClient(address, operations=sockets)

@@ -43,9 +43,27 @@ SPECS = st.builds(
 # mostly right: a wrong one only shows that it is refused
 EPOCH_OFF_BY = st.sampled_from([0, 0, 0, 0, 0, 0, 0, -1, 1])
 LOST = st.booleans()
+LEASES_S = st.sampled_from([10, 20])
+STEP_S = 7.0
+"""How far the clock moves at a time. No lease ends within 3 s of such a step, so the time that the
+test itself takes does not matter."""
+_TOMBSTONES_LAST_S = 500.0
 
 T = TypeVar("T")
 Call = Callable[[BlockStore], Awaitable[object]]
+
+
+class Clock:
+    """The time of leases and tombstones in all stores of a machine."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +84,12 @@ class StoresAgree(RuleBasedStateMachine):
     runner: asyncio.Runner
     others: tuple[BlockStore, ...] = ()
     """The stores that are compared with the model, on the loop of `runner`."""
+    clock: Clock
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = MemoryStore()
+        self.model = MemoryStore(self.clock)
+        self.began = self.clock()
         self.stores = (self.model, *self.others)
         self.asked: dict[str, Asked] = {}
         self.num_workers = 0
@@ -136,6 +156,45 @@ class StoresAgree(RuleBasedStateMachine):
         elif wrong == "fingerprint":
             spec = replace(spec, fingerprint="other")
         self.send(lambda store: store.register_worker(spec, f"w{number}"), lost=False)
+
+    # Members on other hosts
+
+    @rule(lease_s=LEASES_S, lost=LOST)
+    def join_remotely(self, lease_s: int, lost: bool) -> None:
+        worker_id, self.num_workers = f"w{self.num_workers}", self.num_workers + 1
+        self.renew(worker_id, lease_s, lost)
+
+    @rule(data=st.data(), lease_s=LEASES_S, lost=LOST)
+    def renew_again(self, data: st.DataObject, lease_s: int, lost: bool) -> None:
+        """Also one that has ended, was fenced, or had no lease."""
+        others = st.sampled_from([f"w{number}" for number in range(6)])
+        remote = st.sampled_from(sorted(self.ledger.leases) or ["w0"])
+        self.renew(data.draw(remote | remote | others, "member"), lease_s, lost)
+
+    def renew(self, worker_id: str, lease_s: int, lost: bool) -> None:
+        lease_ms = 1000 * lease_s
+        self.send(
+            lambda store: store.register_worker(self.spec, worker_id, lease_ms=lease_ms), lost
+        )
+
+    @rule(num_steps=st.integers(1, 3))
+    def wait(self, num_steps: int) -> None:
+        if self.clock() - self.began < _TOMBSTONES_LAST_S:
+            self.clock.advance(num_steps * STEP_S)
+
+    @rule(data=st.data(), lost=LOST)
+    def give_up(self, data: st.DataObject, lost: bool) -> None:
+        """A member that no longer renews: the block manager tries to reap it, and another one to
+        claim what it held."""
+        worker_id = data.draw(st.sampled_from(sorted(self.ledger.leases) or ["nobody"]), "member")
+        held = (h for h in self.ledger.holders.values() if h.worker_id == worker_id)
+        holder = next(held, None)
+        self.wait(data.draw(st.integers(1, 3), "steps"))
+        self.send(lambda store: store.reap("pool", worker_id), lost)
+        other = self.some_worker(data)
+        if holder is not None:
+            held_at = holder.holder_id, holder.epoch
+            self.send(lambda store: store.claim("pool", *held_at, other), lost)
 
     @rule(data=st.data(), end=st.sampled_from(["fence", "leave", "reap"]), lost=LOST)
     def end(self, data: st.DataObject, end: str, lost: bool) -> None:
@@ -385,11 +444,17 @@ async def _awaited(awaitable: Awaitable[T]) -> T:
 
 
 def drive(
-    others: Sequence[BlockStore], runner: asyncio.Runner, max_examples: int, shrink: bool = True
+    others: Sequence[BlockStore],
+    runner: asyncio.Runner,
+    max_examples: int,
+    *,
+    clock: Clock,
+    shrink: bool = True,
 ) -> None:
     """Run the machine. AssertionError: two stores differ or a law is broken; `shrink`: with the
-    shortest such run."""
-    machine = type("Machine", (StoresAgree,), {"others": tuple(others), "runner": runner})
+    shortest such run. `clock`: of all stores."""
+    known = {"others": tuple(others), "runner": runner, "clock": clock}
+    machine = type("Machine", (StoresAgree,), known)
     run_state_machine_as_test(
         machine,
         settings=settings(

@@ -13,7 +13,22 @@ from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolSpec
 from blockstore.redis_store import RedisStore
 from tests.conftest import Valkey
-from tests.property.machine import drive
+from tests.property.machine import Clock, drive
+
+
+class ServerClock(Clock):
+    """Nobody sets the server's clock: as its time passes, leases come nearer to their ends."""
+
+    def __init__(self, valkey: Valkey) -> None:
+        super().__init__()
+        self._valkey = valkey
+
+    def advance(self, seconds: float) -> None:
+        super().advance(seconds)
+        leases = self._valkey.command("HGETALL", "{pool}:leases")
+        for worker_id, ends_ms in leases.items():
+            ends_ms = int(ends_ms) - round(1000 * seconds)
+            self._valkey.command("HSET", "{pool}:leases", worker_id, ends_ms)
 
 
 @pytest.fixture
@@ -23,13 +38,13 @@ def runner() -> Iterator[asyncio.Runner]:
 
 
 def test_the_model_keeps_the_laws(runner: asyncio.Runner) -> None:
-    drive([], runner, max_examples=50)
+    drive([], runner, max_examples=50, clock=Clock())
 
 
 def test_the_server_agrees_with_the_model(valkey: Valkey, runner: asyncio.Runner) -> None:
     store = runner.run(RedisStore.connect(valkey.url))
     try:
-        drive([store], runner, max_examples=60)
+        drive([store], runner, max_examples=60, clock=ServerClock(valkey))
     finally:
         runner.run(store.close())
 
@@ -69,10 +84,34 @@ class CommitsHalf(Ledger):
         return tuple(super(CommitsHalf, self).commit(holder_id, epoch, [b])[0] for b in blocks)
 
 
+class RenewsNoLease(Ledger):
+    def register_worker(self, spec: PoolSpec, worker_id: str, lease_ms: int = 0) -> None:
+        ends = self.leases.get(worker_id)
+        super().register_worker(spec, worker_id, lease_ms)
+        if ends is not None:
+            self.leases[worker_id] = ends
+
+
+class ReapsDuringTheLease(Ledger):
+    def reap(self, worker_id: str) -> int:
+        self.leases.pop(worker_id, None)
+        return super().reap(worker_id)
+
+
 @pytest.mark.parametrize(
-    "broken", [FreesFromFirstToLast, DemandsTheFirst, EvictsWhatWasUsedLast, CommitsHalf]
+    "broken",
+    [
+        FreesFromFirstToLast,
+        DemandsTheFirst,
+        EvictsWhatWasUsedLast,
+        CommitsHalf,
+        RenewsNoLease,
+        ReapsDuringTheLease,
+    ],
 )
 def test_a_difference_is_found(broken: type[Ledger], runner: asyncio.Runner) -> None:
     """A store that differs from the model in one detail fails."""
+    clock = Clock()
+    store = MemoryStore(clock, broken)
     with pytest.raises(AssertionError):
-        drive([MemoryStore(make_ledger=broken)], runner, max_examples=500, shrink=False)
+        drive([store], runner, max_examples=500, clock=clock, shrink=False)

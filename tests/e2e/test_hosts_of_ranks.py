@@ -1,0 +1,27 @@
+"""A mover copies the part of a block that each tensor-parallel rank has."""
+
+from pathlib import Path
+from typing import Any
+
+from .conftest import POOL_MEMORY, Oracle
+from .quiet import quiet
+from .test_hosts import connected, two_hosts
+from .test_serving import greedy, prompt
+
+
+async def test_a_prompt_computed_by_two_ranks_decodes_on_another_host(
+    valkey_server: Any, checkpoint: Path, tmp_path: Path, oracle: Oracle
+) -> None:
+    """The last block of a prompt is full, or begun. All ranks need their parts: each has half of
+    the heads."""
+    ranks = {"TENSOR_PARALLEL_SIZE": "2"}
+    with two_hosts(valkey_server, checkpoint, tmp_path, 2 * POOL_MEMORY, **ranks) as hosts:
+        async with connected(hosts[0]) as client:
+            workers = await client.workers()
+            assert {worker.engine["tensor_parallel_size"] for worker in workers} == {"2"}
+            for length in (16, 100):
+                tokens = prompt(length, length)
+                completion = await client.complete(tokens, greedy(24), timeout_s=60)
+                assert list(completion.token_ids) == oracle.greedy(tokens, 24)
+            await quiet(client)
+        assert not hosts[1].events("mover", "pull_failed")
