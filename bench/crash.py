@@ -16,13 +16,13 @@ import signal
 import statistics
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
+from bench.counters import totals
 from quire.async_client import AsyncClient
 from quire.supervisor.run_directory import free_port
 from quire.types import Sampling
@@ -144,11 +144,7 @@ def at(event: dict[str, str]) -> float:
 
 def computed_tokens(port: int) -> float:
     """Prompt tokens that the prefill worker has computed so far."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
-        for line in answer.read().decode().splitlines():
-            if line.startswith("quire:prompt_tokens_total "):
-                return float(line.split()[1])
-    raise RuntimeError("the prefill worker shows no prompt tokens")
+    return totals(f"127.0.0.1:{port}")["quire:prompt_tokens_total"]
 
 
 async def measure(

@@ -21,11 +21,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import httpx
-from prometheus_client.parser import text_string_to_metric_families
-
+from bench.counters import totals
 from quire.async_client import AsyncClient
 from quire.types import Sampling, Worker
+from tests.e2e.decoders import decoders
 from tests.e2e.deployment import Deployment, serving
 
 _WATCHED_S = 1.0
@@ -68,24 +67,12 @@ class Counters:
     num_copied: float
 
 
-async def counters(deployment: Deployment) -> Counters:
-    addresses = [deployment.http.removeprefix("http://"), *_metrics_addresses(deployment)]
-    totals: dict[str, float] = {}
-    async with httpx.AsyncClient() as http:
-        for address in addresses:
-            try:
-                text = (await http.get(f"http://{address}/metrics")).text
-            except httpx.ConnectError:  # it has left
-                continue
-            of_gateway = address == addresses[0]
-            for family in text_string_to_metric_families(text):
-                name = f"gateway {family.name}" if of_gateway else family.name
-                values = [s.value for s in family.samples if s.name.endswith("_total")]
-                totals[name] = totals.get(name, 0.0) + sum(values)
+def counters(deployment: Deployment) -> Counters:
+    workers = totals(*_metrics_addresses(deployment))
     return Counters(
-        num_moves=totals["gateway quire:num_moves"],
-        num_computed=totals["quire:prompt_tokens"],
-        num_copied=totals["quire:swapped_out_blocks"] + totals["quire:swapped_in_blocks"],
+        totals(deployment.http.removeprefix("http://"))["quire:num_moves_total"],
+        workers["quire:prompt_tokens_total"],
+        workers["quire:swapped_out_blocks_total"] + workers["quire:swapped_in_blocks_total"],
     )
 
 
@@ -93,10 +80,6 @@ def _metrics_addresses(deployment: Deployment) -> list[str]:
     lines = [line for line in deployment.log.read_text().splitlines() if line.startswith("{")]
     events = [json.loads(line) for line in lines if "metrics_listening" in line]
     return [f"127.0.0.1:{event['port']}" for event in events]
-
-
-async def decoders(client: AsyncClient) -> list[Worker]:
-    return [worker for worker in await client.workers() if worker.role == "decode"]
 
 
 async def _until(client: AsyncClient, holds: Callable[[list[Worker]], bool]) -> None:
@@ -114,7 +97,7 @@ async def measure(deployment: Deployment, num_streams: int) -> str:
         reading = [asyncio.create_task(stream.read(client)) for stream in streams]
         await client.scale(num_decode=2)
         await _until(client, lambda there: [w.state for w in there] == ["serving"] * 2)
-        before = await counters(deployment)
+        before = counters(deployment)
         await asyncio.sleep(_CONNECTED_S)
         began = time.perf_counter()
         await client.drain(leaving.worker_id)
@@ -126,7 +109,7 @@ async def measure(deployment: Deployment, num_streams: int) -> str:
             task.cancel()
         await asyncio.gather(*reading, return_exceptions=True)
         await _until(client, lambda there: not any(worker.num_running for worker in there))
-        after = await counters(deployment)  # the gateway counts a request when it ends
+        after = counters(deployment)  # the gateway counts a request when it ends
     return _row(streams, before, after, began, left)
 
 

@@ -16,11 +16,10 @@ import asyncio
 import os
 import tempfile
 import time
-import urllib.request
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.counters import totals
 from bench.make_checkpoint import SHAPES, make_checkpoint
 from bench.serving.scenarios import prompts_of
 from quire.async_client import AsyncClient
@@ -82,33 +81,17 @@ HEADER = (
 )
 
 
-class Figures:
-    """What the two workers of a deployment count, read where Prometheus would."""
-
-    def __init__(self) -> None:
-        self._ports = {role: free_port("127.0.0.1") for role in ("PREFILL", "DECODE")}
-        for role, port in self._ports.items():
-            os.environ[f"QUIRE_{role}_METRICS_PORT"] = str(port)
-
-    def read(self) -> Mapping[str, float]:
-        """Sums over both workers."""
-        sums: dict[str, float] = {}
-        for port in self._ports.values():
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
-                for line in page.read().decode().splitlines():
-                    if not line.startswith("#"):
-                        name, value = line.rsplit(" ", 1)
-                        sums[name] = sums.get(name, 0.0) + float(value)
-        return sums
-
-
 class Bench:
     def __init__(self, shape: str, rounds: int, directory: Path) -> None:
         self._spec = SHAPES[shape]
         self._rounds = rounds
         self._checkpoint = make_checkpoint(directory / "model", self._spec)
         self._directory = directory
-        self._figures = Figures()
+        self._metrics = list[str]()
+        for role in ("PREFILL", "DECODE"):
+            port = free_port("127.0.0.1")
+            os.environ[f"QUIRE_{role}_METRICS_PORT"] = str(port)
+            self._metrics.append(f"127.0.0.1:{port}")
 
     def table(self, load: Load) -> str:
         """All runs of one load."""
@@ -159,9 +142,9 @@ class Bench:
 
         await asyncio.gather(*(one(prompt, 32) for prompt in self._prompts(100, 4, 64)))
         prompts = self._prompts(seed, load.num_streams, load.context)
-        before, began = self._figures.read(), time.perf_counter()
+        before, began = totals(*self._metrics), time.perf_counter()
         completions = await asyncio.gather(*(one(prompt, load.context) for prompt in prompts))
-        elapsed_s, after = time.perf_counter() - began, self._figures.read()
+        elapsed_s, after = time.perf_counter() - began, totals(*self._metrics)
         await client.close()
 
         def count(name: str) -> int:

@@ -182,11 +182,16 @@ class StoresAgree(RuleBasedStateMachine):
         if self.clock() - self.began < _TOMBSTONES_LAST_S:
             self.clock.advance(num_steps * STEP_S)
 
-    @rule(data=st.data(), lost=LOST)
-    def give_up(self, data: st.DataObject, lost: bool) -> None:
-        """A member that no longer renews: the block manager tries to reap it, and another one to
-        claim what it held."""
-        worker_id = data.draw(st.sampled_from(sorted(self.ledger.leases) or ["nobody"]), "member")
+    @rule(data=st.data(), renews=st.booleans(), lease_s=LEASES_S, lost=LOST)
+    def give_up(self, data: st.DataObject, renews: bool, lease_s: int, lost: bool) -> None:
+        """The block manager tries to reap a member that may have renewed its lease meanwhile, and
+        another worker to claim what it held."""
+        if not self.ledger.leases:
+            self.join_remotely(lease_s, lost)
+        worker_id = data.draw(st.sampled_from(sorted(self.ledger.leases)), "member")
+        if renews:
+            self.wait(1)
+            self.renew(worker_id, lease_s, lost)
         held = (h for h in self.ledger.holders.values() if h.worker_id == worker_id)
         holder = next(held, None)
         self.wait(data.draw(st.integers(1, 3), "steps"))
