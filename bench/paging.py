@@ -31,10 +31,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from advisor.advice import BLOCK_SIZES
-from advisor.memory import ContiguousMemory, PagedMemory
+from advisor.memory import PagedMemory
 from advisor.simulation import Outcome, simulate
 from advisor.workload import RecordedRequest
 from bench.kv.chart import Bar, stacked
+from bench.kv.contiguous import ContiguousMemory
 from bench.kv.live import COLUMNS, expected_cells, measure
 from bench.kv.traces import CONTEXT, TRACES, Trace
 from bench.serving.report import markdown

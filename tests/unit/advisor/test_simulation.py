@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from advisor.memory import (
-    ContiguousMemory,
     DoesNotFit,
     PagedMemory,
     SimulatedRequest,
@@ -164,17 +163,6 @@ async def test_no_more_run_at_once_than_there_are_places() -> None:
     assert (outcome.most_running, outcome.num_steps) == (2, 10)
 
 
-async def test_contiguous_pieces_by_hand() -> None:
-    """Pieces of 10 slots in 25: two requests of three at once. Of each 10 slots 4, 5 and 6 hold
-    KV in its three steps, 2, 1 and 0 will, and 4 never do."""
-    outcome = await simulate([RecordedRequest(4, 3)] * 3, ContiguousMemory(25, lambda _: 10))
-    assert outcome.num_steps == 6
-    assert outcome.mean_running == 1.5
-    assert outcome.utilization == 45 / 90
-    assert outcome.wasted == (9 / 90, 36 / 90)
-    assert outcome.utilization_at_peak == 12 / 20
-
-
 @pytest.mark.parametrize(
     ("asked", "memory"),
     [
@@ -188,12 +176,6 @@ async def test_a_request_that_never_fits_is_reported(
     made = memory()
     with pytest.raises(DoesNotFit, match="never fits a pool of"):
         await simulate([asked], await made)  # type: ignore[misc]
-
-
-@pytest.mark.parametrize("reserved", [8, 40])
-async def test_a_piece_is_neither_too_short_nor_longer_than_the_memory(reserved: int) -> None:
-    with pytest.raises(DoesNotFit, match=f"for which {reserved} slots are reserved"):
-        await simulate([RecordedRequest(8, 4)], ContiguousMemory(32, lambda _: reserved))
 
 
 async def test_the_watermark_stays_free_at_admission() -> None:

@@ -5,10 +5,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from advisor.memory import ContiguousMemory
+from advisor.memory import DoesNotFit
 from advisor.simulation import simulate
 from advisor.workload import RecordedRequest
 from bench.kv.chart import Bar, stacked
+from bench.kv.contiguous import ContiguousMemory
 from bench.kv.live import Holding, Seen
 from bench.kv.traces import CONTEXT, TRACES
 from bench.paging import CONTIGUOUS, paged
@@ -46,6 +47,23 @@ def test_requests_of_a_seed_are_the_same() -> None:
 def test_powers_of_two_are_the_papers(output: int, reserved: int) -> None:
     """Its example: for an output of 25 tokens 32 positions."""
     assert CONTIGUOUS["power of two"](RecordedRequest(7, output)) == reserved
+
+
+async def test_contiguous_pieces_by_hand() -> None:
+    """Pieces of 10 slots in 25: two requests of three at once. Of each 10 slots 4, 5 and 6 hold
+    KV in its three steps, 2, 1 and 0 will, and 4 never do."""
+    outcome = await simulate([RecordedRequest(4, 3)] * 3, ContiguousMemory(25, lambda _: 10))
+    assert outcome.num_steps == 6
+    assert outcome.mean_running == 1.5
+    assert outcome.utilization == 45 / 90
+    assert outcome.wasted == (9 / 90, 36 / 90)
+    assert outcome.utilization_at_peak == 12 / 20
+
+
+@pytest.mark.parametrize("reserved", [8, 40])
+async def test_a_piece_is_neither_too_short_nor_longer_than_the_memory(reserved: int) -> None:
+    with pytest.raises(DoesNotFit, match=f"for which {reserved} slots are reserved"):
+        await simulate([RecordedRequest(8, 4)], ContiguousMemory(32, lambda _: reserved))
 
 
 async def test_paging_comes_to_what_the_paper_has() -> None:
