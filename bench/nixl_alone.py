@@ -5,7 +5,7 @@
 
 The server prints its description as one line, and answers reads until its standard input ends. The
 reader prepares a descriptor for each block, as a mover does, reads all blocks in one request, and
-prints the seconds of each of three reads; a read before them connects. Both processes call UCX
+prints the seconds of each of two reads; a read before them connects. Both processes call UCX
 without a pause: the server in NIXL's progress thread, the reader while it waits.
 """
 
@@ -46,7 +46,7 @@ def read(num_blocks: int, block_bytes: int, description: str) -> list[float]:
 
     here, there = prepared("NIXL_INIT_AGENT", memory.ctypes.data), prepared(server, address)
     seconds = []
-    for number in (1, *(num_blocks,) * 3):
+    for number in (1, num_blocks, num_blocks):
         blocks = np.arange(number, dtype=np.int32)
         began = time.perf_counter()
         transfer = agent.make_prepped_xfer("READ", here, blocks, there, blocks)
