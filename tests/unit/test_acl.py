@@ -1,4 +1,4 @@
-"""The ACL of Quire's user: all that the block store sends or calls, and not more."""
+"""The ACL of Quire's user: all commands that the block store sends or calls, and no others."""
 
 import re
 from pathlib import Path
@@ -22,7 +22,7 @@ def called_by_functions() -> set[str]:
 
 
 def test_the_user_may_do_what_functions_and_services_do_and_nothing_else() -> None:
-    """A command that a function begins to call belongs into the list."""
+    """A command that a function begins to call must be added to the list."""
     allowed = {name.upper() for names in COMMANDS.values() for name in names}
     assert called_by_functions() - allowed == set()
     assert allowed - called_by_functions() == PYTHONS

@@ -1,5 +1,5 @@
-"""What a sequence's tokens make of its logits: each parameter as one would say it, and the same
-whether the tokens came one by one or are all there at once."""
+"""The adjustment of logits by a sequence's tokens: each parameter by its definition, and the same
+whether the tokens came one by one or all at once."""
 
 import math
 from collections.abc import Sequence
@@ -107,8 +107,8 @@ def test_all_together_do_what_a_plain_reference_does(
 def test_adjustment_is_a_function_of_the_tokens_alone(
     p: SamplingParams, prompt: list[int], output: list[int], ends: list[int]
 ) -> None:
-    """Law 7: at every length, a history that has seen the tokens come and a new one, as after a
-    preemption, a move or a crash, make the same of the logits, to the last bit."""
+    """Law 7: at every length, a history that has received the tokens one by one, and a new one, as
+    after a preemption, a move or a crash, adjust the logits equally to the last bit."""
     logits = torch.linspace(-3, 3, VOCAB_SIZE)
 
     def applied(adjustment: Adjustment | None) -> list[float]:
@@ -140,7 +140,7 @@ def test_a_bias_goes_before_the_penalties() -> None:
 
 
 def test_a_penalty_makes_nothing_infinite() -> None:
-    """Neither overflow nor a logit that was -inf already becomes one that is drawn."""
+    """Neither an overflow nor a logit of -inf becomes a token that is drawn."""
     largest = torch.finfo(torch.float32).max
     p = params(repetition_penalty=1e-38)
     assert adjusted([20.0, -20.0, NONE], p, prompt=[0, 1, 2]) == pytest.approx(
@@ -162,7 +162,7 @@ def test_no_end_comes_before_min_tokens() -> None:
 
 
 def test_bans_that_leave_nothing_are_left_out() -> None:
-    """Else there would be no token to go on with; what is not allowed stays out."""
+    """Otherwise there would be no token to draw; tokens that are not allowed stay excluded."""
     p = params(allowed_token_ids=(1, 2), bad_words=((1,), (0, 2)), min_tokens=1)
     assert adjusted([0.0] * 3, p, output=[0]) == [NONE, 0.0, 0.0]
     assert adjusted([0.0] * 3, p, output=[1]) == [NONE, NONE, 0.0]
@@ -180,7 +180,7 @@ def test_requests_without_penalties_keep_no_state(p: SamplingParams) -> None:
 
 
 def test_a_draw_that_nothing_changes_has_no_adjustment() -> None:
-    """It is the model's likeliest token, without logits in memory."""
+    """Its token is the model's likeliest, without logits in memory."""
     waiting = params(frequency_penalty=1.0, bad_words=((1, 2),), min_tokens=1)
     assert PenaltyState(waiting, [5, 6], 2, []).adjustment() is None
     assert PenaltyState(params(min_tokens=1), [5, 6], 1, [3]).adjustment() is None

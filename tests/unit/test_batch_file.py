@@ -1,4 +1,4 @@
-"""The files of a batch: what is wrong with them is said before anything is computed."""
+"""The files of a batch: their errors are reported before anything is computed."""
 
 from __future__ import annotations
 

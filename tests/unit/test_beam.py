@@ -1,4 +1,4 @@
-"""One step of beam search, by hand: a vocabulary of 10 tokens, 9 ends a sequence."""
+"""One step of beam search, by hand: a vocabulary of 10 tokens, of which 9 ends a sequence."""
 
 from typing import Any
 
@@ -104,7 +104,7 @@ def test_at_max_tokens_all_end() -> None:
 def test_a_full_search_ends_by_early_stopping(
     early_stopping: EarlyStopping, length_penalty: float, goes_on: bool
 ) -> None:
-    """Hypotheses of -0.5 and -0.75 are there; a beam would have to come to more than -0.75."""
+    """There are hypotheses of -0.5 and -0.75; a beam would have to reach more than -0.75."""
     step = search(length_penalty=length_penalty, early_stopping=early_stopping).step(
         [Beam((4, 4), -2.0), Beam((2, 2), -2.0)],
         [ended(1, EOS, score=-0.5), ended(2, EOS, score=-0.75)],

@@ -1,4 +1,4 @@
-"""The simulated cluster: what a few requests cost by hand, and what is always true."""
+"""The simulated cluster: the costs of a few requests by hand, and general properties."""
 
 import json
 from pathlib import Path
@@ -35,7 +35,7 @@ def test_a_prompt_stops_no_sequence_of_a_split_worker() -> None:
 
 
 def test_a_prompt_slows_the_sequences_of_an_aggregated_worker() -> None:
-    """Each step also computes 64 tokens of it."""
+    """Each step also computes 64 tokens of the prompt."""
     first, second = run(BOTH, request(0.0, 69), request(0.05, 6910))
     step_s = decode_step_s(1) + 64 / PREFILL_TOKENS_PER_S
     assert first.inter_token_s == pytest.approx(step_s)

@@ -32,7 +32,7 @@ def truth(ledger: Ledger, block_id: int) -> BlockState:
 
 
 def shown(block_map: BlockMap) -> list[list[int]]:
-    """The counts of each cell, all cells."""
+    """The counts of all cells."""
     cells = {cell: counts for cell, counts, _, _ in block_map.cells_since(0)}
     free = [[len(block_map.blocks_of(i)), 0, 0, 0, 0, 0] for i in range(block_map.num_cells)]
     return [cells.get(cell, free[cell]) for cell in range(block_map.num_cells)]
@@ -47,8 +47,8 @@ async def new_store(spec: PoolSpec = SPEC) -> MemoryStore:
 
 
 async def advance(block_map: BlockMap, store: MemoryStore) -> None:
-    """Two updates: one reads the holders and their lists; blocks that were dirty before are read
-    in the same one."""
+    """Two updates: one reads the holders and their lists; blocks that were dirty before are read in
+    the same one."""
     await block_map.advance(store)
     await block_map.advance(store)
 

@@ -1,4 +1,4 @@
-"""What is recommended, for workloads where the answer is known."""
+"""Recommendations for workloads whose right answer is known."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,11 +18,11 @@ from advisor.store_cost import counted_us
 from advisor.workload import RecordedRequest
 
 SLOW = StepTime(attention_share=0.3, token_us=3000.0)
-"""A step beside which the store takes no time."""
+"""Step times beside which the store's time is negligible."""
 
 
 def costs(block_size: int, **changes: float) -> SizeCosts:
-    """Of a block size that wastes nothing."""
+    """The costs of a block size that wastes nothing."""
     whole = SizeCosts(
         block_size,
         utilization=1.0,
@@ -43,7 +43,8 @@ def costs(block_size: int, **changes: float) -> SizeCosts:
 async def of_workload(
     asked: list[RecordedRequest], attention_us: Mapping[int, float] | None = None
 ) -> list[SizeCosts]:
-    """As `quire advise` has them, on a pool for 64 of these requests; the store is counted."""
+    """The costs as `quire advise` computes them, on a pool for 64 of these requests; the store's
+    calls are counted."""
     num_slots = 64 * sum(each.num_tokens for each in asked) // len(asked) // 256 * 256
     num_generated = sum(each.num_generated_tokens for each in asked)
     found = []
@@ -62,8 +63,8 @@ async def test_short_answers_want_small_blocks() -> None:
 
 
 async def test_a_prefix_that_fits_no_large_block_wants_small_ones() -> None:
-    """Prompts that share 120 of their 130 tokens, with an answer of one: all but computing the
-    prompt is nothing, and 64 would compute 56 of the 120 again."""
+    """Prompts share 120 of their 130 tokens, and the answer has one: computing the prompt is almost
+    the whole cost, and blocks of 64 would compute 56 of the 120 again."""
     found = await of_workload([RecordedRequest(130, 1, 0.0, "all", 120)] * 200)
     lost = {cost.block_size: cost.lost_tokens for cost in found}
     assert lost[8] == 0
@@ -72,8 +73,8 @@ async def test_a_prefix_that_fits_no_large_block_wants_small_ones() -> None:
 
 
 async def test_long_contexts_with_fast_steps_want_large_blocks() -> None:
-    """8,000 tokens in: the last block's waste is nothing, and each token is computed in about the
-    time that the store takes for the blocks of one."""
+    """8,000 tokens in: the waste of the last block is negligible, and a token takes about as long
+    as the store's calls for one block."""
     found = await of_workload([RecordedRequest(8000, 400)] * 8)
     assert advise(found, StepTime(attention_share=0.9, token_us=10.0)).block_size >= 64
 
@@ -142,8 +143,8 @@ def test_only_what_an_earlier_prompt_had_is_shared() -> None:
 
 
 def test_prefixes_are_lost_to_whole_blocks() -> None:
-    """Twice 30 of 40 tokens are shared, of which blocks of 16 hold 16: 14 are computed again twice,
-    beside the 40 + 10 + 10 tokens and 4 answers each that have to be."""
+    """Two requests share 30 of 40 tokens, of which blocks of 16 hold 16: 14 are computed again
+    twice, beside the 40 + 10 + 10 tokens and 4 answers each that must be computed."""
     asked = [RecordedRequest(40, 4, 0.0, "a", 30)] * 3
     lost, efficiency = prefix_costs(asked, 16)
     assert lost == pytest.approx(28 / 3)

@@ -1,4 +1,4 @@
-"""What the store costs where there is no server to ask."""
+"""The store's costs without a server."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -25,8 +25,8 @@ async def nowhere() -> AsyncIterator[str]:
 async def test_without_a_server_calls_and_blocks_are_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """150 us a call, and 3.5 us for each time that a block is named: it is allocated, committed and
-    released. Of 40 tokens: 8 * 150 + 6 * 3 * 3.5 us in blocks of 16."""
+    """150 us a call, and 3.5 us each time that a block is named: it is allocated, committed and
+    released. For 40 tokens in blocks of 16: 8 * 150 + 6 * 3 * 3.5 us."""
     monkeypatch.setattr(block_size, "embedded_valkey", nowhere)
     asked = (RecordedRequest(10, 20), RecordedRequest(10, 20))
     replays = {16: Replay(OUTCOME, 8, 6), 32: Replay(OUTCOME, 4, 3)}

@@ -1,4 +1,4 @@
-"""What counts as a workload, and what is said of a file that is none."""
+"""Workload files, and the errors for other files."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from advisor.workload import RecordedRequest, WorkloadError, read_workload
 
 
 def written(tmp_path: Path, *lines: object) -> Path:
-    """Objects as JSON, texts as they are."""
+    """Writes objects as JSON, and texts unchanged."""
     path = tmp_path / "workload.jsonl"
     texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
     path.write_text("".join(f"{text}\n" for text in texts))
@@ -18,7 +18,7 @@ def written(tmp_path: Path, *lines: object) -> Path:
 
 
 def ended(**changes: Any) -> dict[str, Any]:
-    """A line of a gateway's log."""
+    """A request's line in a gateway's log."""
     return {
         "timestamp": "2026-03-01T10:00:10.000000Z",
         "level": "info",
@@ -52,8 +52,7 @@ def test_without_times_the_order_is_that_of_the_lines(tmp_path: Path) -> None:
 
 
 def test_a_gateways_log_is_a_workload(tmp_path: Path) -> None:
-    """Requests arrived when they ended less what they took; other lines are none of them, whoever
-    wrote them."""
+    """Requests arrived at their end minus their duration; other lines of the log are ignored."""
     found = read_workload(
         written(
             tmp_path,

@@ -1,4 +1,5 @@
-"""`python -m bench.compare`: who takes part; measured values survive (rounds may take hours)."""
+"""`python -m bench.compare`: which peers take part; measured values are kept (rounds may take
+hours)."""
 
 import json
 from pathlib import Path
@@ -16,7 +17,7 @@ RATE = Row("rate", "higher")
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, end: type[BaseException]) -> Any:
-    """One round of ours and one of the peer's, and then something happens; the JSON file."""
+    """One round of Quire and one of the peer, and then a failure; returns the JSON file."""
     peer = next(iter(PEERS.values()))
     values = iter([10.0, 5.0])
 
@@ -45,14 +46,14 @@ def test_measured_values_are_shown(
     capsys: pytest.CaptureFixture[str],
     end: type[BaseException],
 ) -> None:
-    """Whether it was interrupted or somebody failed."""
+    """Also after an interruption or a failure."""
     values = measured(monkeypatch, tmp_path, end)
     assert "2.00x" in capsys.readouterr().out
     assert Quire.name in json.dumps(values)
 
 
 def test_peers_without_the_dtype_do_not_take_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default; a peer that is named and has not got it is an error."""
+    """By default; a named peer without it is an error."""
     for peer in PEERS.values():
         monkeypatch.setattr(type(peer), "is_ready", True)
     names = [peer.name for peer in compare.chosen_peers(None, "int4")]

@@ -1,4 +1,4 @@
-"""Ratios are of medians, against whichever peer is best."""
+"""Ratios are of medians, to the best peer."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a step's floor is made of, in numbers small enough to count."""
+"""The parts of a step's floor, in small numbers."""
 
 import dataclasses
 from pathlib import Path

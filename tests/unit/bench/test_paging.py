@@ -1,4 +1,4 @@
-"""The requests of the paging benchmark are the paper's, and its charts show what they are given."""
+"""The requests of the paging benchmark are those of the paper, and its charts show their data."""
 
 import math
 from xml.etree import ElementTree
@@ -29,7 +29,10 @@ def test_lengths_have_the_means_of_the_paper(name: str, prompt: float, output: f
 
 
 def test_sharegpts_outputs_spread_as_figure_2_says() -> None:
-    """E[o^2] / (2 E[o]): what a request that runs has before it, on average."""
+    """E[o^2]
+
+    (2 E[o]): the average number of tokens that a running request still needs.
+    """
     outputs = [each.num_generated_tokens for each in TRACES["sharegpt"].requests(50_000, seed=1)]
     ahead = sum(o * o for o in outputs) / sum(outputs) / 2
     assert ahead == pytest.approx(2048 * 13.3 / 91.1, rel=0.05)
@@ -45,7 +48,7 @@ def test_requests_of_a_seed_are_the_same() -> None:
 
 @pytest.mark.parametrize(("output", "reserved"), [(25, 7 + 32), (32, 7 + 32), (33, 7 + 64)])
 def test_powers_of_two_are_the_papers(output: int, reserved: int) -> None:
-    """Its example: for an output of 25 tokens 32 positions."""
+    """The paper's example: 32 positions for an output of 25 tokens."""
     assert CONTIGUOUS["power of two"](RecordedRequest(7, output)) == reserved
 
 
@@ -67,8 +70,9 @@ async def test_a_piece_is_neither_too_short_nor_longer_than_the_memory(reserved:
 
 
 async def test_paging_comes_to_what_the_paper_has() -> None:
-    """96.3 % of what vLLM reserves holds KV, by its Figure 2, of OPT-13B's 15,728 slots; of what
-    Orca (Max) does 20.4 of 91.1 %. Paging is what lets four times as many run at once."""
+    """96.3 % of the memory that vLLM reserves holds KV, by the paper's Figure 2, of OPT-13B's
+    15,728 slots; with Orca (Max) it is 20.4 of 91.1 %. So paging runs four times as many requests
+    at once."""
     asked = TRACES["sharegpt"].requests(300, seed=0)
     whole = await simulate(asked, ContiguousMemory(15_728, CONTIGUOUS["longest possible"]))
     blocks = await paged(asked, 15_728, 16)
@@ -93,7 +97,7 @@ def test_a_chart_has_a_rectangle_for_each_share() -> None:
 
 def test_a_sample_of_a_live_pool_by_hand() -> None:
     """Blocks of 16: two streams of 20 and 32 tokens with 3 blocks each; a prompt of 40 of which a
-    chunk of 16 is computed; one that is computed again; and one that has all its tokens."""
+    chunk of 16 is computed; a recomputed request; and one that has all its tokens."""
     seen = Seen()
     seen.add(
         16,
@@ -114,7 +118,7 @@ def test_a_sample_of_a_live_pool_by_hand() -> None:
 
 
 def test_a_client_that_is_behind_moves_no_full_block() -> None:
-    """Two blocks are full, and it has the tokens of less than one."""
+    """Two blocks are full, while its client has the tokens of less than one."""
     seen = Seen()
     seen.add(16, [Holding(RecordedRequest(8, 99), num_received=7, num_blocks=3, num_full=2)])
     assert (seen.kv, seen.tail, seen.ahead) == (32 + 14, 2, 0)

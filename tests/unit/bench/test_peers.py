@@ -1,4 +1,4 @@
-"""How peers are measured and what they are given."""
+"""The measurement of peers, and their arguments."""
 
 import itertools
 from collections.abc import Iterator
@@ -31,7 +31,8 @@ class Fake:
 
 
 def test_only_what_all_decode_together_counts_as_decode() -> None:
-    """After the third step, when the second request has its first token, come 3 and 3 tokens."""
+    """After the third step, in which the second request gets its first token, there are 3 and 3
+    tokens."""
     times = run_batch(Fake(), [[1], [2]], 5)
     assert times.num_decoded == 6
     assert times.began < times.all_started < times.first_ended
@@ -124,7 +125,7 @@ def test_quire_serves_the_weights_that_are_compared() -> None:
 def test_openvino_quantizes_activations_beside_quantized_weights(
     name: str, dtype: peer.Dtype, group: str | None
 ) -> None:
-    """In its server; the table's header says the same."""
+    """In its server; the table's header says it."""
     arguments = PEERS[name].server(Path("model"), dtype, ServerOptions(8000)).arguments
     option = dict(itertools.pairwise(arguments)).get("--activation-group")
     assert option == group

@@ -1,4 +1,4 @@
-"""Prompts have exactly the length that was asked for, as ids and as text."""
+"""Prompts have exactly the requested length, as ids and as text."""
 
 from pathlib import Path
 

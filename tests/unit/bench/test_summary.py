@@ -1,4 +1,4 @@
-"""The figures of `quire bench`, on literal requests; the definitions are in docs/bench.md."""
+"""The figures of `quire bench` on literal requests; docs/bench.md has the definitions."""
 
 import itertools
 import json
@@ -13,7 +13,7 @@ from quire.bench.workload import block_drawer, poisson, trace
 
 
 def record(sent: float, *arrivals: float, tokens: int | None = None, due: float = -1) -> Record:
-    """A request whose answer is whole; each arrival is a token, unless the server says `tokens`."""
+    """A complete request; each arrival is one token, unless the server reports `tokens`."""
     return Record(
         sent if due < 0 else due,
         sent,
@@ -29,7 +29,8 @@ def failed(sent: float, kind: str) -> Record:
 
 
 def test_latencies_of_one_request() -> None:
-    """First token after 0.5 s, then 0.1 s, 0.3 s; the last chunk has two tokens."""
+    """The first token comes after 0.5 s, the next after 0.1 s and 0.3 s; the last chunk has two
+    tokens."""
     found = summarize([record(2.0, 0.5, 0.6, 0.9, tokens=4)], 10.0, {})
     assert found["ttft_ms"]["mean"] == pytest.approx(500)
     assert found["e2e_ms"]["mean"] == pytest.approx(900)
@@ -96,7 +97,7 @@ def test_poisson_arrivals_have_the_rate_and_its_randomness() -> None:
 
 
 def test_a_ramp_raises_the_rate_in_a_straight_line() -> None:
-    """Of 100 s to 20 a second: 1,000 arrivals, a quarter of them in the first half."""
+    """From 0 to 20 a second in 100 s: 1,000 arrivals, a quarter of them in the first half."""
     times = list(itertools.takewhile(lambda at: at < 200, poisson(20.0, 100.0, seed=2)))
     assert sum(at < 100 for at in times) == pytest.approx(1000, rel=0.1)
     assert sum(at < 50 for at in times) == pytest.approx(250, rel=0.2)

@@ -1,4 +1,4 @@
-"""A gateway that answers what a test tells it to, over real gRPC."""
+"""A gateway over real gRPC whose answers a test determines."""
 
 import threading
 from collections.abc import Iterable, Iterator
@@ -25,7 +25,7 @@ from quire.v1.supervisor_pb2_grpc import SupervisorServicer, add_SupervisorServi
 
 @dataclass
 class FakeGateway(InferenceServicer, BlockManagerServicer, SupervisorServicer):
-    """Answers with its fields and remembers what it was asked."""
+    """Answers with its fields and records the requests."""
 
     address: str = ""
     responses: list[inference.GenerateResponse] = field(default_factory=list)
@@ -64,7 +64,7 @@ class FakeGateway(InferenceServicer, BlockManagerServicer, SupervisorServicer):
         return bm.ListPoolsResponse(pools=self.pools)
 
     def ListWorkers(self, _request: Any, context: Any) -> bm.ListWorkersResponse:
-        """The next list each time; the last one stays."""
+        """Returns the next list at each call, and then the last one."""
         workers = self.worker_lists.pop(0) if len(self.worker_lists) > 1 else self.worker_lists[0]
         return bm.ListWorkersResponse(workers=workers)
 
@@ -92,7 +92,7 @@ class FakeGateway(InferenceServicer, BlockManagerServicer, SupervisorServicer):
         return self.scaled
 
     def refuse(self, status: grpc.StatusCode, text: str) -> None:
-        """From now on, as `services.common.rpc.transport` does it."""
+        """Refuse all further calls, as `services.common.rpc.transport` does."""
         self.refusal = status, text
 
     def _refuse(self, context: grpc.ServicerContext) -> None:
@@ -110,7 +110,7 @@ def response(*texts: str, **fields: Any) -> inference.GenerateResponse:
 
 @pytest.fixture
 def gateway(monkeypatch: pytest.MonkeyPatch) -> Iterable[FakeGateway]:
-    """Whatever the test runs finds it, for requests and for operations."""
+    """A gateway that all commands of the test find, for requests and for operations."""
     fake = FakeGateway()
     server = grpc.server(ThreadPoolExecutor(max_workers=4))
     add_InferenceServicer_to_server(fake, server)
@@ -129,7 +129,7 @@ def gateway(monkeypatch: pytest.MonkeyPatch) -> Iterable[FakeGateway]:
 
 @pytest.fixture
 def hello(gateway: FakeGateway) -> FakeGateway:
-    """A gateway that answers "Hello, world", and says what it took."""
+    """A gateway that answers "Hello, world" with a usage."""
     last = inference.SequenceDelta(
         text=" world",
         token_ids=[8, 9],

@@ -1,4 +1,4 @@
-"""What `quire advise block-size` asks, and how it shows the answer."""
+"""`quire advise block-size`: its options, and its output."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,7 @@ ANSWER: dict[str, Any] = {
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
-    """Options of what was run, which answers ANSWER."""
+    """The options with which it ran, with ANSWER as the result."""
     seen: list[dict[str, str]] = []
 
     def answer(options: dict[str, str]) -> dict[str, Any]:

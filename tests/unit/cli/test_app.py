@@ -1,4 +1,4 @@
-"""What all commands have in common: help, version, completion, colours, exit statuses."""
+"""The common part of all commands: help, version, completion, colours, exit statuses."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""`quire chat`: what it sends in each turn, its commands, and how Ctrl-C ends an answer only."""
+"""`quire chat`: its requests in each turn, its commands, and Ctrl-C, which ends only an answer."""
 
 import io
 import os
@@ -69,14 +69,14 @@ def test_in_a_pipe_the_first_error_ends_the_command(
 
 
 class Terminal:
-    """The other end of a chat's terminal."""
+    """The other end of the chat's terminal."""
 
     def __init__(self, file: int) -> None:
         self._file = file
         self._rest = b""
 
     def read_until(self, text: bytes) -> None:
-        """What comes behind `text` is kept for the next call."""
+        """Output after `text` is kept for the next call."""
         while text not in self._rest:
             ready, _, _ = select.select([self._file], [], [], 30)
             assert ready, f"{text!r} does not come after {self._rest!r}"

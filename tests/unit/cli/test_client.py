@@ -1,4 +1,4 @@
-"""The client library: both clients send the same, get the same, and fail alike."""
+"""The client library: both clients send the same, receive the same, and fail alike."""
 
 import asyncio
 from contextlib import aclosing

@@ -1,4 +1,4 @@
-"""`quire generate`: what it sends, what it shows, how it ends."""
+"""`quire generate`: its requests, its output, and its end."""
 
 import io
 import json
@@ -78,7 +78,7 @@ def test_a_bias_is_a_token_and_a_number(bias: str, capsys: Any) -> None:
 
 
 def test_samples_are_shown_one_after_another(samples: Any, capsys: Any) -> None:
-    """The first as it comes; what came of the second meanwhile, when its turn has come."""
+    """The first appears as it comes; the text of the second so far appears when its turn comes."""
     assert main(["generate", "Hi", "--n", "2"]) == 0
     assert samples.requests[0].sampling.n == 2
     shown = "--- 1 of 2 ---\none two\n--- 2 of 2 ---\neins zwei\n"
@@ -109,7 +109,7 @@ def candidate(token: bytes, logprob: float, rank: int) -> Any:
 
 
 def with_logprobs(hello: Any) -> None:
-    """Its first token is one of two, the second is half of a character; its prompt has two."""
+    """The first token is one of two, the second is half of a character; the prompt has two."""
     first, last = hello.responses
     top = [candidate(b"Hello", -0.5, 1), candidate(b"\nHi", -2.0, 2)]
     first.deltas[0].logprobs.add(chosen=top[0], top=top)
@@ -118,7 +118,7 @@ def with_logprobs(hello: Any) -> None:
 
 
 def test_logprobs_are_shown_a_token_a_line(hello: Any, capsys: Any) -> None:
-    """Those of the prompt first; whatever is in a token, it stays on its line."""
+    """Those of the prompt come first; a token stays on its line whatever characters it has."""
     with_logprobs(hello)
     assert main(["generate", "Hi", "--logprobs", "2", "--prompt-logprobs", "1"]) == 0
     sampling = hello.requests[0].sampling
@@ -200,7 +200,7 @@ def test_ctrl_c_cancels_the_request_and_leaves_quietly(hello: Any) -> None:
 
 
 def test_a_reader_that_goes_away_ends_it_quietly(hello: Any) -> None:
-    """As `quire generate ... | head -c 1` does."""
+    """As in `quire generate ... | head -c 1`."""
     reading_end, writing_end = os.pipe()
     os.close(reading_end)
     command = [sys.executable, "-m", "quire.cli", "generate", "Hi"]

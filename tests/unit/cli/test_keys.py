@@ -1,4 +1,4 @@
-"""`quire keys` and `quire certs`, and the flags with which commands reach a guarded gateway."""
+"""`quire keys` and `quire certs`, and the flags with which commands reach a protected gateway."""
 
 import io
 import json

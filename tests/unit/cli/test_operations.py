@@ -1,4 +1,4 @@
-"""What an operator asks: tables, JSON, exit statuses."""
+"""Operations: tables, JSON, exit statuses."""
 
 import json
 from typing import Any
@@ -134,7 +134,7 @@ def test_drain_tells_what_still_runs(gateway: Any, capsys: Any) -> None:
 
 
 def test_a_worker_is_drained_by_its_address(gateway: Any, capsys: Any) -> None:
-    """As a pod does it, which knows its address and not the worker's id."""
+    """A pod knows its address, but not the worker's id."""
     gateway.worker_lists = [[worker("decode-1")]]
     assert main(["drain", "127.0.0.1:4000", "--force"]) == 0
     assert gateway.requests[-1] == bm.DrainWorkerRequest(worker_id="decode-1", force=True)
@@ -223,7 +223,7 @@ def test_scale_waits_until_all_serve_and_nobody_else_is_there(gateway: Any, caps
 
 
 def test_scale_does_not_wait_for_a_worker_that_does_not_start(gateway: Any, capsys: Any) -> None:
-    """Nor does it fail for one of a role that it was not asked about."""
+    """A worker of another role that does not start is no failure either."""
     gateway.scaled = ScaleResponse(num_decode=2, failing={"prefill-1": "error: no memory"})
     gateway.worker_lists = [serving("decode-1"), serving("decode-1", "decode-2")]
     assert main(["scale", "decode=2", "--wait"]) == 0

@@ -1,4 +1,4 @@
-"""When a stream that broke goes on, and when it is given up."""
+"""When a broken stream is continued, and when it is given up."""
 
 import pytest
 from grpc import StatusCode, aio
@@ -54,7 +54,7 @@ def test_a_single_gateway_of_which_nothing_was_heard_is_asked_once(clock: Clock)
 
 
 def test_several_are_asked_again_also_where_nothing_was_heard(clock: Clock) -> None:
-    """One goes while another one is just coming back."""
+    """One gateway ends while another one is just returning."""
     asked = progress(clock, num_gateways=2)
     assert [asked.record_break(GONE) for _ in range(3)] == [0.0, 0.05, 0.05]
     assert asked.message().HasField("received")  # it may run there
@@ -90,7 +90,8 @@ def test_a_gateway_that_stops_is_one_that_is_gone(clock: Clock) -> None:
 
 @pytest.mark.parametrize("status", [StatusCode.UNAVAILABLE, StatusCode.CANCELLED])
 def test_a_call_cut_by_a_stopping_server_is_a_break(clock: Clock, status: StatusCode) -> None:
-    """gRPC's own statuses, without a code of ours; nobody here has cancelled anything."""
+    """The server sends gRPC's own statuses without a code of Quire, and the client did not
+    cancel."""
     with pytest.raises(Unreachable) as caught, translate_errors("here"):
         raise aio.AioRpcError(status, aio.Metadata(), aio.Metadata())
     assert progress(clock, num_gateways=2).record_break(caught.value) == 0.0

@@ -1,4 +1,4 @@
-"""How operations find a run of this host: by the sockets in its directory."""
+"""Operations find a run of this host by the sockets in its directory."""
 
 import socket
 from collections.abc import Iterator

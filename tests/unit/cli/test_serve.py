@@ -1,4 +1,4 @@
-"""What `quire serve` says of arguments that cannot be."""
+"""`quire serve` with invalid arguments."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from quire.supervisor.options import ServeOptions
     ],
 )
 def test_a_value_that_cannot_be_is_named(capsys: Any, flag: str, value: str, message: str) -> None:
-    """One line names the flag and says what it takes."""
+    """One line names the flag and the accepted values."""
     assert main(["serve", f"{flag}={value}"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"quire: Invalid value for '{flag}'")

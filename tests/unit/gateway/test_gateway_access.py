@@ -1,4 +1,4 @@
-"""Keys, their accounts and their limits."""
+"""API keys, their accounts and their limits."""
 
 import json
 from contextlib import ExitStack
@@ -227,7 +227,8 @@ async def test_gateways_share_budgets(tmp_path: Path) -> None:
 
 
 async def test_a_budget_outlives_its_gateway_and_redis(tmp_path: Path) -> None:
-    """First Redis forgets, then the gateway returns: neither loses or doubles what was used."""
+    """First Redis loses its data, then the gateway restarts: neither loses or doubles the used
+    tokens."""
     registry = MemoryRegistry()
     for used, name in ((30, "one"), (20, "two"), (5, "one")):
         ring = keyring(**BUDGET)

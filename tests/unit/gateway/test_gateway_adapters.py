@@ -1,4 +1,4 @@
-"""Adapters at the gateway: names, limits, several gateways, and what a request gets."""
+"""Adapters at the gateway: names, limits, several gateways, and the ticket of a request."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def adapter(tmp_path: Path, config: ModelConfig) -> Path:
 
 
 def write_adapter(directory: Path, config: ModelConfig, alpha: int) -> Path:
-    """One linear of rank 2, all zeros, without PyTorch."""
+    """Write an adapter with one linear of rank 2, all zeros, without PyTorch."""
     directory.mkdir()
     (directory / CONFIG_FILE).write_text(
         json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": alpha})

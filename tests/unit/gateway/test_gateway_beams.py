@@ -1,5 +1,4 @@
-"""A beam search's walk through the gateway, with workers that a test plays by hand; and what may be
-asked for."""
+"""A beam search at the gateway, whose workers a test plays; and its parameters."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -50,7 +49,7 @@ def searching() -> Walk:
 
 
 def begun(ticket: Ticket, num_tokens: int = 1, **changes: Any) -> Ticket:
-    """Three living beams, and one that is finished."""
+    """Three living beams and one finished hypothesis."""
     sequences = tuple(
         TicketSequence(index, (5 + index,) * num_tokens, (9,), len(PROMPT) + num_tokens - 1)
         for index in range(3)
@@ -142,7 +141,7 @@ async def test_a_returned_search_goes_on_from_its_beams(reason: RequeueReason) -
 
 
 async def test_beams_of_another_search_are_refused() -> None:
-    """A wider one, that no worker would take as this one."""
+    """The ticket of a wider search, which no worker would accept for this one."""
     walk = searching()
     ticket = await until_searching(walk)
     wider = replace(ticket.sampling, beam=BeamParams(width=9, num_returned=2))
@@ -245,7 +244,7 @@ async def test_only_a_search_has_scores() -> None:
 
 
 def test_received_hypotheses_are_complete() -> None:
-    """Nothing could follow the tokens of half a sequence."""
+    """The tokens of half a sequence cannot be continued."""
     sampling = RequestedSampling(n=2, beam=RequestedBeams(2))
     half, whole = Received(0, (5,)), Received(0, (5,), FinishReason.STOP)
     request = GenerationRequest(PROMPT, "r1", sampling=sampling, received=(whole,))

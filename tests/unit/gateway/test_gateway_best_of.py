@@ -1,4 +1,4 @@
-"""A request for the best of several sequences: what its client gets, and when."""
+"""`best_of` at the gateway: the answer of its client, and the time at which it comes."""
 
 from dataclasses import replace
 
@@ -46,7 +46,7 @@ async def best_told(walk: Walk) -> dict[int, list[int]]:
 
 
 def test_the_best_are_not_the_first() -> None:
-    """Else these tests would see nothing."""
+    """Otherwise these tests would show nothing."""
     assert BEST not in (ALL[:2], ALL[1::-1])
 
 
@@ -69,7 +69,7 @@ async def test_the_best_come_whole_and_best_first_when_all_have_ended() -> None:
 
 
 async def test_a_sequence_is_as_likely_as_its_tokens_are_on_average() -> None:
-    """Of those that its client gets: none that follow a stop string, and no length counts."""
+    """Tokens after a stop string do not count, and neither does the length."""
     stopped = expected(3, 1)
     walk = choosing(stop=(text_of(stopped[2:]),))
     await walk.until_decoding()
@@ -89,7 +89,7 @@ async def test_of_equals_the_first_one_is_the_best() -> None:
 
 
 async def test_sums_do_not_depend_on_their_order() -> None:
-    """Tokens come one by one, or some at once after a pause."""
+    """Tokens come one by one, or several at once after a pause."""
     values = [-(10.0**-power) for power in range(17)]
     logprobs = tuple(Logprobs(value, 1) for value in values)
     tokens = tuple(range(60, 77))
@@ -140,7 +140,7 @@ async def test_a_detached_ticket_keeps_its_scores() -> None:
 
 
 async def test_a_resumed_call_goes_on_with_all_sequences() -> None:
-    """Nobody has read any of it: nothing is forgotten, and nothing computed again."""
+    """The client has received nothing: no token is forgotten, and none computed again."""
     walk = choosing()
     await walk.until_decoding()
     finish(walk, 1)
@@ -178,7 +178,7 @@ async def test_no_sequence_is_delivered_while_others_run() -> None:
 
 @pytest.mark.parametrize("position", [0, 1])
 async def test_a_resumed_call_with_one_of_the_best_gets_the_other(position: int) -> None:
-    """All are computed again, since nobody knows which one it was."""
+    """All are computed again, since no gateway knows which one it was."""
     walk = choosing()
     walk.output.replay((Received(position, tuple(BEST[position]), FinishReason.LENGTH),))
     ticket = await walk.until_decoding()
@@ -192,7 +192,7 @@ async def test_a_resumed_call_with_one_of_the_best_gets_the_other(position: int)
 
 
 async def test_all_sequences_go_on_elsewhere() -> None:
-    """Whoever looks for it looks for what was drawn, not for what is told."""
+    """The other gateway looks for the drawn sequences, not for those of the answer."""
     output = choosing().output
     output.replay((Received(0, tuple(BEST[0]), FinishReason.LENGTH),))
     wanted = ticket_sequences(output)

@@ -1,4 +1,4 @@
-"""Requests over which workers die, and how often they are begun again."""
+"""Requests over which workers die, and the limits of their attempts."""
 
 from dataclasses import replace
 
@@ -13,19 +13,19 @@ from .walk import MAX_TOKENS, PROMPT, ScriptedWorker, Walk, expected, generated,
 
 
 def begin(walk: Walk, worker: ScriptedWorker) -> None:
-    """The worker says that it computes the request now."""
+    """The worker reports that it computes the request."""
     walk.on_event(worker, Began("r1", walk.lifecycle.attempt.number))
 
 
 async def until_computing(walk: Walk) -> None:
-    """A prefill worker has begun it."""
+    """Wait until a prefill worker has begun the request."""
     assert await walk.reserve()
     walk.start()
     begin(walk, walk.prefill)
 
 
 async def until_running(walk: Walk) -> None:
-    """A decode worker has begun it."""
+    """Wait until a decode worker has begun the request."""
     await walk.until_decoding()
     begin(walk, walk.decode)
 
@@ -50,7 +50,7 @@ async def test_a_request_over_which_two_workers_die_is_given_up() -> None:
 
 
 async def test_a_request_that_waited_at_two_dead_workers_goes_on() -> None:
-    """Chaos, seed 5: the store stood still, so that neither of them had begun it."""
+    """Found by chaos, seed 5: the store was stuck, so that neither worker had begun the request."""
     walk = Walk()
     for _ in range(2):
         assert await walk.reserve()
@@ -65,7 +65,7 @@ async def test_a_request_that_waited_at_two_dead_workers_goes_on() -> None:
 
 @pytest.mark.parametrize("num_waits", [1, 2])
 async def test_waiting_elsewhere_clears_nobody(num_waits: int) -> None:
-    """It is a suspect until it has got a token."""
+    """A request is a suspect until it gets a token."""
     walk = Walk()
     await until_computing(walk)
     walk.on_lost(walk.prefill, died=True)
@@ -93,7 +93,7 @@ async def test_a_request_begun_at_one_worker_is_not_begun_at_the_next() -> None:
 
 
 async def test_a_worker_that_is_lost_alive_makes_no_suspects() -> None:
-    """It says nothing, or has closed its stream: it has not died of anything."""
+    """A worker that is silent or has closed its stream did not die of a request."""
     walk = Walk()
     for _ in range(2):
         await until_computing(walk)
@@ -105,8 +105,9 @@ async def test_a_worker_that_is_lost_alive_makes_no_suspects() -> None:
 
 @pytest.mark.parametrize("begun", [True, False], ids=["begun", "waiting"])
 async def test_workers_that_are_lost_with_a_request_have_a_limit(begun: bool) -> None:
-    """Also when each time a prefill worker gave it a token: of a decode worker it never got one.
-    So ends what hangs its workers, or kills them before they can say that they begin."""
+    """Also if a prefill worker gave the request a token each time: no decode worker gave it one. So
+    a request ends that makes its workers hang, or kills them before they can report that they
+    begin."""
     walk = Walk()
     for _ in range(4):
         assert walk.lifecycle.status is not RequestStatus.ENDED
@@ -117,7 +118,8 @@ async def test_workers_that_are_lost_with_a_request_have_a_limit(begun: bool) ->
 
 
 async def test_a_request_that_makes_progress_is_never_given_up() -> None:
-    """However often workers die: between two deaths it got a token from one of the same role."""
+    """Whatever the number of deaths: between two of them it got a token from a worker of the same
+    role."""
     walk = Walk()
     for _ in range(MAX_TOKENS // 2 - 1):
         await until_running(walk)
@@ -136,8 +138,8 @@ async def test_a_request_that_makes_progress_is_never_given_up() -> None:
 
 
 async def test_a_token_of_the_other_role_clears_nobody() -> None:
-    """Else a request that kills decode workers would go on until its last token: every attempt gets
-    one from its prefill worker."""
+    """Otherwise a request that kills decode workers would go on until its last token, since each
+    attempt gets a token from its prefill worker."""
     walk = Walk()
     await until_running(walk)
     walk.on_lost(walk.decode, died=True)
@@ -148,7 +150,7 @@ async def test_a_token_of_the_other_role_clears_nobody() -> None:
 
 
 async def test_requests_with_tokens_from_a_dead_worker_are_suspects_too() -> None:
-    """It may kill in mid-stream."""
+    """The request may kill in mid-stream."""
     walk = Walk()
     await until_running(walk)
     walk.on_event(walk.decode, generated(walk, expected(2)[1]))
@@ -163,7 +165,7 @@ async def test_requests_with_tokens_from_a_dead_worker_are_suspects_too() -> Non
 
 
 async def test_a_suspect_is_sent_as_one_until_it_has_a_token() -> None:
-    """To workers of the role that died."""
+    """The mark goes to workers of the role that died."""
     walk = Walk()
     await until_running(walk)
     walk.on_lost(walk.decode, died=True)
@@ -177,7 +179,8 @@ async def test_a_suspect_is_sent_as_one_until_it_has_a_token() -> None:
 
 
 async def until_searching(walk: Walk, num_steps: int) -> None:
-    """A decode worker has begun it, and done so many steps behind the first ticket."""
+    """Wait until a decode worker has begun the search and made so many steps after the first
+    ticket."""
     assert await walk.reserve()
     ticket = walk.start()
     state = TicketSequence(0, (5,), (9,), len(PROMPT))
@@ -190,7 +193,7 @@ async def until_searching(walk: Walk, num_steps: int) -> None:
 
 
 async def test_a_search_that_kills_its_workers_at_a_step_is_given_up() -> None:
-    """The steps before it are done again each time, and are no progress."""
+    """The steps before it are repeated each time, and are no progress."""
     walk = Walk(beam=BeamParams(1, 1))
     for _ in range(2):
         await until_searching(walk, num_steps=3)
@@ -200,7 +203,7 @@ async def test_a_search_that_kills_its_workers_at_a_step_is_given_up() -> None:
 
 
 async def test_a_search_is_not_blamed_for_what_others_have_done_before() -> None:
-    """Nor for one death after another, as long as it gets further; but there is a limit."""
+    """Nor for single deaths, as long as it makes progress; but there is a limit."""
     walk = Walk(beam=BeamParams(1, 1))
     for num_steps in (2, 1, 0, 3):
         await until_searching(walk, num_steps)

@@ -1,4 +1,4 @@
-"""The dashboard's feed: patches, viewers that come, go and are slow, and who may see it."""
+"""The dashboard's feed: patches, viewers that join, leave and are slow, and access."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ class Source:
 
 
 def apply(document: Any, patch: Any) -> Any:
-    """RFC 7386."""
+    """Apply a merge patch as in RFC 7386."""
     if not isinstance(patch, dict):
         return patch
     result = dict(document) if isinstance(document, dict) else {}

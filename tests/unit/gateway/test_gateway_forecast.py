@@ -1,4 +1,4 @@
-"""How long a request will take, from how long others took."""
+"""The expected duration of a request, from the durations of others."""
 
 import pytest
 
@@ -12,7 +12,8 @@ def test_without_samples_no_request_is_refused() -> None:
 
 
 def test_slots_get_free_at_the_rate_of_littles_law() -> None:
-    """Two slots of 10 s each: one gets free every 5 s, so the fourth in line has 20 s to wait."""
+    """With two slots and 10 s a request, a slot becomes free every 5 s: the fourth in the queue
+    waits 20 s."""
     forecast = Forecast()
     for name in ("a", "b"):
         forecast.started(name, 0.0)
@@ -39,7 +40,7 @@ def test_when_it_gets_slower_the_age_of_those_at_work_says_so() -> None:
 def test_as_many_tokens_as_the_others_unless_it_says_so(
     max_tokens: int | None, ignore_eos: bool, run_time_s: float
 ) -> None:
-    """Others: 20 tokens in 2 s."""
+    """Other requests: 20 tokens in 2 s."""
     forecast = Forecast()
     forecast.started("one", 0.0)
     forecast.ended("one", 20, 2.0)

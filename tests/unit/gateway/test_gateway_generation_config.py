@@ -1,4 +1,4 @@
-"""The default sampling parameters: the model's, none, those of a directory, and single ones."""
+"""The default sampling parameters: the model's, none, those of a directory, and overrides."""
 
 import json
 from pathlib import Path

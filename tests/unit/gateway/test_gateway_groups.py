@@ -1,4 +1,4 @@
-"""A request of several sequences: one journey, one ticket, an end for each of them."""
+"""A request with several sequences: one lifecycle, one ticket, and an end for each sequence."""
 
 from dataclasses import replace
 
@@ -79,7 +79,7 @@ async def test_all_that_end_with_the_first_token_go_nowhere() -> None:
 
 
 async def test_a_stop_string_ends_its_own_sequence_only() -> None:
-    """The worker is told, and what it generates until it hears of it is dropped."""
+    """The worker is told, and tokens that it generates until then are dropped."""
     stopping = expected(3, 1)
     walk = Walk(num_sequences=NUM, stop=(text_of(stopping[1:]),))
     await walk.until_decoding()
@@ -101,7 +101,7 @@ async def test_a_stop_string_ends_its_own_sequence_only() -> None:
 
 
 async def test_a_stop_string_at_once_keeps_a_sequence_from_the_decode_worker() -> None:
-    """The prefill worker has put it at rest with the others; nobody is asked to go on with it."""
+    """The prefill worker has put it at rest with the others; no decode worker gets it."""
     walk = Walk(num_sequences=NUM, stop=(text_of(expected(1, 2)),))
     await walk.until_decoding()
     admit = walk.decode.sent[-1]
@@ -139,7 +139,7 @@ async def test_after_a_loss_those_that_go_on_are_computed_from_what_each_has() -
 
 
 async def test_a_group_lost_between_its_first_tokens_is_whole_again() -> None:
-    """A step was cut off: some have a token more than others."""
+    """A step was cut off, so that some sequences have a token more than others."""
     walk = Walk(num_sequences=2)
     await walk.until_decoding()
     step(walk, 0)
@@ -151,7 +151,7 @@ async def test_a_group_lost_between_its_first_tokens_is_whole_again() -> None:
 
 
 async def test_a_group_moves_without_those_that_have_ended() -> None:
-    """Also one that a stop string ended while the ticket was on its way."""
+    """Also without a sequence that a stop string ended while the ticket was on its way."""
     walk = Walk(num_sequences=NUM, stop=(text_of(expected(3, 1)[2:]),))
     await walk.until_decoding()
     for index in range(NUM):
@@ -185,7 +185,8 @@ async def test_the_worker_continues_unfinished_sequences_from_the_clients_tokens
 
 
 async def test_a_group_of_another_gateway_goes_on_from_its_tokens() -> None:
-    """The second has ended; the others are ahead of what the client has, each by its own."""
+    """The second sequence has ended; each of the others is ahead of the client by another number of
+    tokens."""
     walk = Walk(num_sequences=NUM)
     received = (
         Received(2, tuple(expected(1, 2))),
@@ -217,7 +218,7 @@ async def test_a_group_of_another_gateway_goes_on_from_its_tokens() -> None:
 
 
 async def test_a_resumed_call_goes_on_with_a_group() -> None:
-    """It has got the first sequence to its end, half of the second, nothing of the third; the
+    """The client has all of the first sequence, half of the second and nothing of the third; the
     fourth has ended since."""
     walk = Walk(num_sequences=4)
     await walk.until_decoding()

@@ -1,4 +1,4 @@
-"""Requests of several sequences to which anything may happen."""
+"""Requests with several sequences under random disturbances."""
 
 import random
 
@@ -28,8 +28,8 @@ NUM = 3
 
 
 async def disturb(walk: Walk, chance: random.Random) -> bool:
-    """Workers give back, hand over and vanish by chance, sequences end at other times; nothing is
-    left behind. Whether all sequences came to their ends."""
+    """Workers give back, hand over and vanish at random, and sequences end at different times;
+    nothing is left behind. Returns whether all sequences reached their ends."""
     lifecycle = walk.lifecycle
     told: set[tuple[str, int]] = set()  # (worker, attempt) that ended by the worker's own word
     for _ in range(80):
@@ -87,13 +87,13 @@ async def disturb(walk: Walk, chance: random.Random) -> bool:
 
 
 def likely_stop(chance: random.Random) -> tuple[str, ...]:
-    """In half of the cases what ends sequence 2 with its fourth token."""
+    """A stop string that in half of the cases ends sequence 2 with its fourth token."""
     return (text_of(expected(4, 2)[3:]),) if chance.random() < 0.5 else ()
 
 
 @pytest.mark.parametrize("seed", range(60))
 async def test_sequences_keep_their_own_tokens_whatever_happens(seed: int) -> None:
-    """Each is a beginning of its own."""
+    """Each sequence is a prefix of its own expected tokens."""
     chance = random.Random(seed)
     stop = likely_stop(chance)
     walk = Walk(num_sequences=NUM, stop=stop)
@@ -110,7 +110,7 @@ async def test_sequences_keep_their_own_tokens_whatever_happens(seed: int) -> No
 
 @pytest.mark.parametrize("seed", range(60))
 async def test_best_of_equals_an_undisturbed_walk_whatever_happens(seed: int) -> None:
-    """And all that was computed for them is counted once."""
+    """All computed tokens are counted once."""
     chance = random.Random(seed)
     stop = likely_stop(chance)
     walk = Walk(num_sequences=NUM, stop=stop, num_best=2)

@@ -1,4 +1,4 @@
-"""Prompts as clients get them back: every token spelled out, and where it stands in the text."""
+"""Prompts with logprobs: the text of each token, and its offset."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ def tokenizer() -> Tokenizer:
 
 
 def special(tokenizer: Tokenizer) -> tuple[int, str]:
-    """One, and its name."""
+    """A special token and its text."""
     name = tokenizer.special_tokens["eos_token"]
     token_id = tokenizer.token_id(name)
     assert token_id is not None
@@ -32,7 +32,7 @@ def report(tokenizer: Tokenizer, prompt: Prompt, token_ids: tuple[int, ...]) -> 
 
 @pytest.mark.parametrize("text", ["Where are my blocks?", "é, 日本 and 🦀🦀", " x\n\n  y ", "a"])
 def test_tokens_spell_the_text_from_their_offsets(tokenizer: Tokenizer, text: str) -> None:
-    """Characters of several tokens too: all of them begin where it does."""
+    """Tokens of one character all begin where it does."""
     token_ids = tokenizer.encode(text)
     told = report(tokenizer, text, token_ids)
     assert (told.text, told.token_ids) == (text, token_ids)
@@ -60,7 +60,7 @@ def test_a_special_token_is_in_the_text_by_its_name_or_not_at_all(tokenizer: Tok
 
 
 def test_a_prompt_of_tokens_or_messages_is_what_its_tokens_say(tokenizer: Tokenizer) -> None:
-    """Special ones too, as the model saw it."""
+    """Special tokens too, as the model reads them."""
     token_id, name = special(tokenizer)
     token_ids = (token_id, *tokenizer.encode("Hi there"))
     for prompt in (token_ids, (ChatMessage("user", "whatever the template makes of it"),)):

@@ -1,4 +1,4 @@
-"""A request that goes on at another decode worker, and its ticket at rest on the way."""
+"""A request that moves to another decode worker, and its ticket at rest on the way."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ from .walk import MAX_TOKENS, PROMPT, ScriptedWorker, Walk, abort_detached, expe
 
 
 def handed_over(walk: Walk, ticket: Ticket) -> Requeued:
-    """The decode worker has put at rest what it was sent."""
+    """The decode worker has put its request at rest."""
     received = expected(walk.lifecycle.client.num_tokens - len(PROMPT))
     sequence = TicketSequence(0, tuple(received), (9, 10), walk.lifecycle.client.num_tokens - 1)
     at_rest = replace(
@@ -32,7 +32,7 @@ def handed_over(walk: Walk, ticket: Ticket) -> Requeued:
 
 
 async def moving(walk: Walk) -> tuple[Ticket, ScriptedWorker, DecodeReservation]:
-    """It runs, has been claimed, and asks another decode worker for a slot."""
+    """The request runs, has been claimed, and has asked another decode worker for a slot."""
     ticket = await walk.until_decoding()
     assert walk.lifecycle.movable_from is None
     walk.on_event(walk.decode, generated(walk, expected(2)[1]))
@@ -44,7 +44,7 @@ async def moving(walk: Walk) -> tuple[Ticket, ScriptedWorker, DecodeReservation]
 
 
 async def test_a_running_request_moves_when_there_is_a_slot_for_it() -> None:
-    """Nothing goes to prefill, and it runs on until the slot is granted."""
+    """Nothing goes to prefill, and the request runs until the slot is granted."""
     walk = Walk()
     ticket, other, slot = await moving(walk)
     walk.on_event(walk.decode, generated(walk, expected(3)[2]))
@@ -83,7 +83,8 @@ async def test_without_a_slot_elsewhere_it_stays() -> None:
 
 
 async def test_a_request_with_a_slot_elsewhere_runs_until_it_is_moved() -> None:
-    """Others that move with it may have to wait for theirs. Preempted meanwhile, it has lost it."""
+    """Other requests that move with it may have to wait for theirs. A preemption meanwhile loses
+    the slot."""
     walk = Walk()
     _, other, slot = await moving(walk)
     walk.on_event(other, Reserved("r1", 2, granted=True))
@@ -117,8 +118,8 @@ async def test_a_request_that_ends_during_a_move_releases_the_slot(end: str) -> 
 
 
 async def at_rest(walk: Walk) -> ScriptedWorker:
-    """Its ticket is at rest at a decode worker, and it waits in line: where it was to move has
-    gone."""
+    """The ticket is at rest at a decode worker, and the request is in the queue, since its target
+    is gone."""
     ticket, other, slot = await moving(walk)
     walk.on_event(other, Reserved("r1", 2, granted=True))
     assert walk.lifecycle.request_move(slot)
@@ -151,7 +152,7 @@ async def test_a_waiting_request_goes_on_from_its_detached_ticket() -> None:
 
 @pytest.mark.parametrize("how", ["taken back", "issuer lost", "given up", "cancelled"])
 async def test_a_ticket_at_rest_that_is_gone_leaves_the_tokens(how: str) -> None:
-    """It is computed again; the issuer is told to let go unless it knows, or is gone."""
+    """The request is computed again; the issuer is told to release, unless it knows, or is gone."""
     walk = Walk()
     issuer = await at_rest(walk)
     match how:

@@ -1,4 +1,4 @@
-"""Clients know models by their names and aliases."""
+"""Names and aliases of models."""
 
 from typing import Any
 
@@ -69,7 +69,7 @@ class Listing:
 def test_a_key_for_a_model_may_use_its_aliases_too(
     allowed: set[str], seen: list[str], meant: str
 ) -> None:
-    """A key for an alias may use only that."""
+    """A key for an alias may use only the alias."""
     nothing: Any = None
     listing: Any = Listing()
     control = AccessControl(listing, nothing)

@@ -1,4 +1,4 @@
-"""The line serves by arrival, less the head start of a priority, which is bounded."""
+"""The queue serves by arrival, shifted by the bounded head start of a priority."""
 
 from dataclasses import dataclass
 
@@ -30,7 +30,7 @@ def line_of(*waiting: Somebody) -> RequestQueue[Somebody]:
 
 
 def drained(line: RequestQueue[Somebody]) -> list[int]:
-    """Arrivals in the order in which they are served."""
+    """Arrivals in the order of service."""
     served = []
     while (first := line.first()) is not None:
         served.append(first.position.arrival)
@@ -69,7 +69,7 @@ def test_a_request_that_left_is_never_first_and_may_come_again() -> None:
     [(0, 1, 30.0), (-1, 0, 30.0), (0, 2, 40.0), (-5, 0, 50.0), (-128, 0, 59.534), (-1, 1, 60.0)],
 )
 def test_a_priority_is_a_head_start(priority: int, before: int, head_start_s: float) -> None:
-    """The urgent one goes first if it arrives up to so much later."""
+    """An urgent request goes first if it arrives at most so much later."""
     head_start = round(1000 * head_start_s)
     patient = somebody(1_000_000, before)
     in_time = somebody(1_000_000 + head_start, priority)
@@ -100,7 +100,7 @@ def test_an_order_names_one_priority_and_arrival(
 
 
 async def test_urgent_requests_without_end_delay_a_default_one_by_less_than_a_minute() -> None:
-    """1,152 of priority -128 are there before five of priority 0, and one more comes for each
+    """1,152 requests of priority -128 wait before five of priority 0, and one more comes for each
     that is served: ten a second. First come, first served, the five would wait for 115.2 s."""
     clock = Clock()
     registry, line = MemoryRegistry(clock), RequestQueue[Somebody]()
@@ -125,8 +125,8 @@ async def test_urgent_requests_without_end_delay_a_default_one_by_less_than_a_mi
 
 
 def test_the_sequences_that_go_first_are_counted() -> None:
-    """Four wait, of priorities 0, 0, 3 and 5; 50 s later all go before a new one of priority 0,
-    but only the default ones before one of priority -1."""
+    """Four wait, of priorities 0, 0, 3 and 5; 50 s later all go before a new one of priority 0, but
+    only the default ones before one of priority -1."""
     people = [somebody(arrival, priority) for arrival, priority in enumerate((0, 0, 3, 5))]
     line = line_of(*people)
     assert [line.num_ahead(priority, 0.004) for priority in (-1, 0, 4, 5)] == [0, 2, 3, 4]
@@ -139,7 +139,7 @@ def test_the_sequences_that_go_first_are_counted() -> None:
 
 @pytest.mark.parametrize(("interval_s", "delay_s"), [(0.5, 5.0), (1e-6, 0.1), (60, 30.0)])
 def test_the_retry_delay_is_that_of_a_tenth_of_the_line(interval_s: float, delay_s: float) -> None:
-    """100 wait and one leaves every half second: ten have left in 5 s. Never absurd."""
+    """100 wait and one leaves every half second: ten have left after 5 s. The delay is bounded."""
     rate = ServiceRate()
     for departure in range(50):
         rate.count_departure(departure * interval_s)

@@ -1,4 +1,4 @@
-"""What a worker cannot mean: the request is set back, and its client has what it had."""
+"""Impossible events of a worker: the request is set back, and its client keeps its tokens."""
 
 import asyncio
 from dataclasses import replace
@@ -34,8 +34,8 @@ async def test_tokens_that_cannot_be_are_not_the_clients(
 
 
 async def test_a_ticket_that_is_refused_is_computed_again() -> None:
-    """It is the worker's that issued it, not the client's; once it is claimed, the word of who runs
-    it is about the request."""
+    """The ticket belongs to the worker that issued it, not to the client. Once it is claimed, the
+    error of the worker that runs it is about the request."""
     walk = Walk()
     await walk.until_decoding()
     refused = Failed(
@@ -53,7 +53,7 @@ async def test_a_ticket_that_is_refused_is_computed_again() -> None:
 
 
 async def test_a_ticket_that_nobody_was_sent_is_refused() -> None:
-    """By the worker where only a slot was asked for."""
+    """From a worker that was only asked for a slot."""
     walk, other = Walk(), Walk()
     await other.until_decoding()
     rest = other.lifecycle.attempt.detached
@@ -69,7 +69,7 @@ async def test_a_ticket_that_nobody_was_sent_is_refused() -> None:
 
 
 async def test_a_request_goes_on_only_for_the_same_model() -> None:
-    """Token ids of one say nothing to another."""
+    """The token ids of one model mean nothing to another."""
     walk = Walk()
     request = replace(walk.lifecycle.client.request, model="another", received=())
     with pytest.raises(DuplicateRequest):

@@ -1,4 +1,4 @@
-"""What workers cannot have meant of a request of several sequences."""
+"""Impossible events about a request with several sequences."""
 
 from dataclasses import replace
 

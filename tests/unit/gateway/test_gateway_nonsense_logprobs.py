@@ -1,4 +1,4 @@
-"""Logprobs that no model can have told, of tokens that were asked about."""
+"""Impossible logprobs of requested tokens."""
 
 import pytest
 

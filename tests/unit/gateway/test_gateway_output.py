@@ -1,4 +1,4 @@
-"""Text out of tokens for one client, over a vocabulary of bytes."""
+"""The text of one client's tokens, over a vocabulary of bytes."""
 
 import asyncio
 import itertools
@@ -147,7 +147,7 @@ async def test_text_held_back_for_a_stop_string_comes_at_the_end() -> None:
 async def test_the_token_that_stopped_it_is_no_text(
     asked: tuple[int, ...], stopped_by: int | None
 ) -> None:
-    """An end of sequence stops without anybody having asked for that token."""
+    """An end-of-sequence token also stops a request that did not ask for it."""
     output = make(stop_token_ids=asked)
     output.write(0, (*ids("ab"), END), FinishReason.STOP)
     assert output.has_ended
@@ -197,7 +197,7 @@ async def test_times_are_measured_from_arrival_and_from_token_to_token() -> None
 
 
 class Letters:
-    """A tokenizer's part in telling logprobs, of a vocabulary of bytes."""
+    """The part of a tokenizer that logprobs need, of a vocabulary of bytes."""
 
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id])
@@ -254,7 +254,8 @@ async def test_offsets_go_on_where_a_client_was() -> None:
 
 
 async def test_unread_logprobs_count() -> None:
-    """Four as much as a token: with 20 of the likeliest a client may be 160 tokens behind."""
+    """Each counts a quarter of a token: with 20 likeliest tokens a client may be 160 tokens
+    behind."""
     output = telling()
     top = Logprobs(-1.0, 1, tuple(range(20)), (-2.0,) * 20)
     for _ in range(160):

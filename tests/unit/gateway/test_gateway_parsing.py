@@ -23,7 +23,7 @@ IDS, SHORT_IDS = CallIds("s"), CallIds("s", is_short=True)
 def parse(
     form: CallFormat | None, text: str, offered: tuple[str, ...] | None = ("f", "g"), **fields: Any
 ) -> list[Part]:
-    """Fed a character at a time."""
+    """Parse the text one character at a time."""
     parser = MessageParser(Parsing(MessageFormat(form, THINK), offered, **fields), "s")
     parts = [part for char in text for part in parser.push(char)]
     return list(joined([*parts, *parser.finish()]))

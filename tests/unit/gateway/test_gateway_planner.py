@@ -1,4 +1,4 @@
-"""What the gateway exports for an autoscaler."""
+"""The gateway's metrics for an autoscaler."""
 
 import pytest
 from prometheus_client import CollectorRegistry

@@ -1,4 +1,4 @@
-"""The state machine of one request, against workers that a test plays by hand, and by chance."""
+"""The state machine of one request, with workers that a test plays, and with random ones."""
 
 import asyncio
 import random
@@ -83,7 +83,7 @@ async def test_a_slot_that_is_granted_too_late_was_given_up() -> None:
 
 
 async def test_a_slot_granted_at_the_last_moment_is_taken() -> None:
-    """An event loop that was busy sees the answer and the end of the patience at once."""
+    """A busy event loop sees the answer and the end of the time limit at once."""
     walk = Walk()
     asking = asyncio.create_task(walk.lifecycle.reserve(walk.decode, timeout_s=0.002))
     await asyncio.sleep(0)
@@ -212,9 +212,9 @@ async def test_no_stage_is_skipped() -> None:
 @pytest.mark.parametrize("seed", range(100))
 async def test_tokens_are_final_and_leases_are_released_whatever_happens(seed: int) -> None:
     """Law 7 and conservation at the gateway: workers answer, give back, vanish, repeat tickets and
-    go on with old attempts by chance. (A stream itself never repeats a step.) The client gets a
-    beginning of the expected tokens, all of them if the request finishes; every reservation and
-    ticket that was sent out is ended, by the worker itself or by an abort."""
+    continue old attempts at random. (A stream itself never repeats a step.) The client gets a
+    prefix of the expected tokens, or all of them if the request finishes. Every reservation and
+    every ticket is ended, by the worker itself or by an abort."""
     chance = random.Random(seed)
     walk = Walk()
     lifecycle = walk.lifecycle

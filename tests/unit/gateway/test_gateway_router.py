@@ -1,4 +1,4 @@
-"""Which pool and which workers, by what the store and the workers say."""
+"""The choice of the pool and the workers, from the state of the store and the workers."""
 
 from dataclasses import dataclass
 
@@ -34,7 +34,7 @@ def pool(pool_id: str, *prefill: Worker, num_blocks: int = 64) -> Pool:
 
 
 async def cache(store: MemoryStore, asked: PoolSpec, num_blocks: int, salt: str = "") -> None:
-    """Bring the first blocks of PROMPT into a pool's cache."""
+    """Put the first blocks of PROMPT into a pool's cache."""
     hashes = prefix_hashes(root_hash(asked.fingerprint, SECRET, salt), PROMPT, 16)[:num_blocks]
     await store.register_worker(asked, "w")
     held = await store.allocate(asked.pool_id, "h", "w", 1, hashes, num_blocks)
@@ -69,7 +69,7 @@ async def test_the_pool_with_the_longest_cached_prefix_comes_first() -> None:
 
 
 async def test_blocks_cached_without_an_adapter_do_not_count_with_one() -> None:
-    """No salt of a client gives the root that an adapter gives: it is a part of its own."""
+    """No client's salt gives the root of an adapter, which is a separate part."""
     store, pools = MemoryStore(), [pool("a"), pool("b")]
     for each in pools:
         await store.register_pool(each.spec)
@@ -114,7 +114,7 @@ def test_prefill_goes_to_the_least_pending_tokens() -> None:
 
 
 def test_prefill_follows_a_prefix_under_way() -> None:
-    """The leader has 64 tokens before it, the follower's own last one is all that is left."""
+    """The leader has 64 tokens to compute, the follower only its own last one."""
     leader, idle = worker("p2"), worker("p1")
     leader.prefill_loads["other"] = PrefillLoad(64, route().hashes)
     assert choose_prefill(route(idle, leader), 65) == (leader, PrefillLoad(1, route().hashes))
@@ -129,7 +129,7 @@ def test_a_long_queue_outweighs_a_shared_prefix() -> None:
 
 
 def test_a_cached_prefix_is_no_reason_to_follow() -> None:
-    """All of the prefix is in the pool, for every worker: the idle one takes it."""
+    """All workers have the prefix in the pool: the idle one takes the request."""
     leader, idle = worker("p1"), worker("p2")
     leader.prefill_loads["other"] = PrefillLoad(10, route().hashes)
     assert choose_prefill(route(leader, idle, num_cached_blocks=4), 65) == (
@@ -232,8 +232,8 @@ async def best(
     prefill_b: tuple[Worker, ...],
     cached: int = 0,
 ) -> tuple[str, str]:
-    """Where a prompt of 64 tokens that decodes in pool b is computed, and from where its prefix is
-    copied first. Pool a has `cached` blocks of it."""
+    """Where a prompt of 64 tokens that decodes in pool b is computed, and the pool from which its
+    prefix is copied first. Pool a has `cached` blocks of it."""
     store = MemoryStore()
     a = Pool(equal_spec("a"), prefill_a, ())
     b = Pool(equal_spec("b"), prefill_b, (worker("d"),))
@@ -246,7 +246,7 @@ async def best(
 
 
 async def test_a_cached_prefix_is_copied_where_that_takes_less_time() -> None:
-    """48 tokens at 1 ms each are computed in 48 ms; a pull takes 20 ms, and 3 MiB."""
+    """48 tokens at 1 ms are computed in 48 ms; a pull takes 20 ms, for 3 MiB."""
     own = (measured("p", 1.0),)
     assert await best(1000 * MIB, (), own, cached=3) == ("b", "a")
     assert await best(100 * MIB, (), own, cached=3) == ("b", "")
@@ -255,7 +255,7 @@ async def test_a_cached_prefix_is_copied_where_that_takes_less_time() -> None:
 
 
 async def test_a_prompt_is_computed_in_another_pool_where_that_takes_less_time() -> None:
-    """64 tokens of 1 ms behind 1000 others, or at once in pool a and then copied: 4 MiB."""
+    """64 tokens of 1 ms after 1000 others, or at once in pool a with a copy of 4 MiB afterwards."""
     busy, idle = (measured("p", 1.0, 1000),), (measured("q", 1.0),)
     assert await best(100 * MIB, idle, busy) == ("a", "")
     assert await best(100 * MIB, busy, idle) == ("b", "")

@@ -1,5 +1,5 @@
-"""Sampling parameters with every default resolved, and bad words as the tokens that spell them.
-What is refused stands in tests/integration/gateway/test_gateway_requests.py."""
+"""Sampling parameters with their defaults resolved, and bad words as tokens.
+tests/integration/gateway tests the refusals."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from services.gateway.intake.catalog import Model, load_model
 from services.gateway.intake.sampling import resolve_sampling
 
 WORDS = ["a", "b", "Ġ", "Ġa", "ab", "Ġb", "bb"]
-"""Of a toy vocabulary: `ab` is a token, ` ab` is two; `a` and ` a` are one each."""
+"""In a toy vocabulary `ab` is a token and ` ab` two; `a` and ` a` are one each."""
 IDS = {word: token_id for token_id, word in enumerate(WORDS)}
 
 
@@ -51,7 +51,7 @@ async def test_a_bad_word_is_banned_with_and_without_a_space_before(model: Model
 
 
 async def test_a_space_that_is_a_token_of_its_own_needs_no_second_ban(model: Model) -> None:
-    """` bb` is `Ġb`, `b`: as vLLM has it, only a spelling of as many tokens counts."""
+    """` bb` is `Ġb`, `b`: as in vLLM, only a spelling of the same number of tokens counts."""
     assert await spelled(model, "bb") == [["bb"]]
 
 
@@ -75,7 +75,7 @@ async def test_the_models_own_penalty_is_the_default(model: Model) -> None:
 
 
 async def test_checked_parameters_are_sent_unchanged(model: Model) -> None:
-    """Floats of 32 bits."""
+    """Floats have 32 bits."""
     sampling = await resolved(model, presence_penalty=0.1, logit_bias=((3, 0.1),))
     assert sampling.presence_penalty == sampling.logit_bias[0][1] == 0.10000000149011612
 

@@ -1,4 +1,4 @@
-"""What a client writes into a gRPC request is what the gateway is asked for."""
+"""The request that the gateway makes of a client's gRPC message."""
 
 from collections.abc import AsyncGenerator
 from dataclasses import replace
@@ -19,7 +19,7 @@ from services.protocol.ticket import FinishReason
 
 
 class Recorder:
-    """A generator that says nothing."""
+    """A generator without any output."""
 
     def __init__(self) -> None:
         self.asked: list[GenerationRequest] = []
@@ -107,7 +107,7 @@ async def test_every_field_arrives() -> None:
 
 
 async def test_omitted_parameters_are_left_to_the_model() -> None:
-    """Zero is said: a temperature of 0 is greedy, not the default."""
+    """A zero is not omitted: a temperature of 0 is greedy, not the default."""
     chat = inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="user", content="hi")])
     silent = inference_pb2.GenerateRequest(chat=chat)
     assert await asked_for(silent, None) == GenerationRequest((ChatMessage("user", "hi"),))

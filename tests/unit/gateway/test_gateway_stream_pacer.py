@@ -1,4 +1,5 @@
-"""Streams that have something at the same time are written out a few in each turn of the loop."""
+"""Streams that have tokens at the same time are written a few in each iteration of the event
+loop."""
 
 import asyncio
 from typing import Any
@@ -16,7 +17,7 @@ from .walk import Walk
 
 
 class Turns:
-    """Counts those of the event loop."""
+    """Counts the iterations of the event loop."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -28,7 +29,8 @@ class Turns:
 
 
 async def passes(pacer: StreamPacer, count: int) -> list[int]:
-    """The turns in which those who wait go on, all from the same one on, the first being 0."""
+    """The iterations in which the waiting streams go on, when all begin to wait in the same one;
+    the first is 0."""
     turns, passed = Turns(), []
 
     async def one() -> None:
@@ -40,7 +42,7 @@ async def passes(pacer: StreamPacer, count: int) -> list[int]:
 
 
 async def test_a_few_go_on_in_each_turn() -> None:
-    """Who waits is woken in the next turn, and goes on in the one after that."""
+    """A waiting stream is woken in the next iteration, and goes on in the one after that."""
     assert await passes(StreamPacer(streams_per_turn=2), 7) == [0, 0, 2, 2, 3, 3, 4]
 
 
@@ -77,7 +79,7 @@ async def test_a_cancelled_reader_delays_no_other() -> None:
 
 
 async def test_tokens_that_come_while_a_reader_waits_are_read_together() -> None:
-    """Whoever goes first: the one that waits for a turn costs nothing per token."""
+    """In either order: a stream that waits for its turn has no cost per token."""
     pacer = StreamPacer(streams_per_turn=1)
     outputs = [_watched(Walk().output, pacer) for _ in range(2)]
     read = [asyncio.create_task(_deltas(output)) for output in outputs]
@@ -92,7 +94,7 @@ async def test_tokens_that_come_while_a_reader_waits_are_read_together() -> None
 
 
 class Clock:
-    """The running loop's, set by hand."""
+    """The running loop's clock, set by hand."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -106,7 +108,7 @@ async def _turns(count: int = 8) -> None:
 
 
 async def _pass(pacer: StreamPacer, clock: Clock, takes_s: tuple[float, ...]) -> None:
-    """So many at once, and what each does until it waits again."""
+    """Run so many streams at once, each until it waits again."""
 
     async def one(seconds: float) -> None:
         await pacer.wait()
@@ -117,7 +119,7 @@ async def _pass(pacer: StreamPacer, clock: Clock, takes_s: tuple[float, ...]) ->
 
 
 async def test_when_all_are_out_it_rests_for_as_long_as_that_took() -> None:
-    """Streams that have something all the time leave half of it to whatever else there is."""
+    """Streams that always have tokens leave half of the loop's time to all else."""
     clock, pacer = Clock(), StreamPacer(streams_per_turn=2, rest_ratio=1.0)
     await _pass(pacer, clock, (0.003, 0.004, 0.005))
     late = asyncio.create_task(pacer.wait())
@@ -155,7 +157,7 @@ async def test_a_loop_that_stood_still_rests_no_longer_than_others() -> None:
 
 
 async def test_a_call_holds_streams_back_for_some_turns() -> None:
-    """But only streams that write already: nothing else delays the next call."""
+    """Only streams that already write: nothing else delays the next call."""
     pacer = StreamPacer(streams_per_turn=1, rest_ratio=0.0)
     pacer.hold()
     await pacer.wait()
@@ -169,7 +171,7 @@ async def test_a_call_holds_streams_back_for_some_turns() -> None:
 
 
 async def test_calls_do_not_hold_streams_back_for_ever() -> None:
-    """A call in every turn."""
+    """With a call in every iteration."""
     pacer, num_turns = StreamPacer(streams_per_turn=1, rest_ratio=0.0), 0
     waiting = asyncio.gather(*(pacer.wait() for _ in range(8)))
     while not waiting.done() and num_turns < 1000:
@@ -180,7 +182,7 @@ async def test_calls_do_not_hold_streams_back_for_ever() -> None:
 
 
 async def test_every_delta_waits_for_its_turn() -> None:
-    """Also what was there already when the one before it was written."""
+    """Also a delta that was there when the one before it was written."""
     pacer, num_waits = StreamPacer(), 0
     wait = pacer.wait
 

@@ -1,5 +1,5 @@
-"""A request that gave way and was swapped out: it waits in line, and goes through prefill with its
-KV in the colder pool."""
+"""A request that was swapped out waits in the queue, and goes through prefill with its KV in the
+swap pool."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ def swapped_out(walk: Walk, ticket: Ticket, num_tokens: int = 2) -> Requeued:
 
 
 async def waiting(walk: Walk) -> ScriptedWorker:
-    """Two tokens came, then it was swapped out; the decode worker that keeps it."""
+    """A request that was swapped out after two tokens, and the decode worker that keeps it."""
     ticket = await walk.until_decoding()
     second = (expected(2)[1],)
     step = Generated(
@@ -66,7 +66,7 @@ async def test_a_swapped_out_request_goes_on_through_prefill_with_its_parked_blo
 
 
 async def test_a_prefill_worker_that_gives_it_back_leaves_it_where_it_was() -> None:
-    """Only who claims it there knows whether it is there."""
+    """Only a worker that claims it there knows whether it still is there."""
     walk = Walk()
     issuer = await waiting(walk)
     assert await walk.reserve()
@@ -110,7 +110,7 @@ async def test_a_parked_ticket_that_does_not_continue_the_request_is_refused() -
 
 
 async def test_a_group_comes_back_with_those_that_go_on() -> None:
-    """1 had ended for its client before it was swapped out with the others."""
+    """Sequence 1 had ended for its client before the group was swapped out."""
     walk = Walk(num_sequences=3)
     ticket = await walk.until_decoding()
     step(walk, 0, 2)
@@ -132,7 +132,7 @@ async def test_a_group_comes_back_with_those_that_go_on() -> None:
 
 
 async def test_a_search_comes_back_where_it_stood() -> None:
-    """Its client has nothing: what it is brought back with is what the last ticket said."""
+    """The client has nothing: the state of the search is that of the last ticket."""
     walk = searching()
     ticket = await until_searching(walk)
     there = Swapped("colder", "h", 2, tuple(SwappedTable(i, (1, 2 + i)) for i in range(3)))

@@ -1,4 +1,4 @@
-"""The fleet follows the registry: who comes, who goes, who cannot be used."""
+"""The workers as the registry lists them: joining, leaving, and unusable ones."""
 
 import asyncio
 from dataclasses import replace
@@ -21,7 +21,7 @@ TTL_S = 1e6
 
 
 class FakeConnection:
-    """Connected from the start."""
+    """A connection that is open from the start."""
 
     def __init__(self, member: Member) -> None:
         self.worker = Worker(member, lambda command: None)
@@ -33,7 +33,7 @@ class FakeConnection:
 
 
 class Harbour:
-    """A fleet on a store with two pools, `a` and `b`; a model directory called `bad` is broken."""
+    """A directory on a store with two pools, `a` and `b`; the model directory `bad` is broken."""
 
     def __init__(self) -> None:
         self.store, self.registry, self.changes = MemoryStore(), MemoryRegistry(), ChangeNotifier()
@@ -113,7 +113,7 @@ async def test_a_worker_that_leaves_the_registry_is_disconnected_and_announced(
 
 
 async def test_a_registry_that_was_lost_costs_nobody_its_connection(harbour: Harbour) -> None:
-    """Workers announce themselves again; who does not for 5 s has left."""
+    """Workers enter themselves again; one that does not within 5 s has left."""
     await harbour.announce(member("p1", "prefill"), member("d1", "decode"))
     for worker_id in ("p1", "d1"):
         await harbour.registry.withdraw(worker_id)

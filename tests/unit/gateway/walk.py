@@ -1,4 +1,4 @@
-"""A journey, with workers that a test plays by hand."""
+"""A request's lifecycle, with workers that a test plays."""
 
 import asyncio
 import itertools
@@ -68,7 +68,7 @@ class ScriptedHost:
 
 
 class ScriptedWorker(Worker):
-    """Keeps what it is sent."""
+    """Keeps all commands."""
 
     def __init__(self, worker_id: str, role: Role = "decode") -> None:
         self.sent: list[Command] = []
@@ -81,7 +81,7 @@ class ScriptedWorker(Worker):
 
 
 def next_token(tokens: Seq[int], index: int = 0) -> int:
-    """Of the sequence with that index."""
+    """The next token of the sequence with that index."""
     return zlib.crc32(f"{index}: {list(tokens)}".encode()) % 200 + 1
 
 
@@ -93,25 +93,25 @@ def expected(num_tokens: int, index: int = 0) -> list[int]:
 
 
 def logprob_of(tokens: Seq[int]) -> float:
-    """Of the last of these tokens: a number that all of them decide."""
+    """The logprob of the last of these tokens: a number that depends on all of them."""
     return -(zlib.crc32(repr(list(tokens)).encode()) % 1024) / 128
 
 
 def mean_logprob(tokens: Seq[int]) -> float:
-    """Of a sequence that has these."""
+    """The mean logprob of a sequence with these tokens."""
     of_each = [logprob_of([*PROMPT, *tokens[:end]]) for end in range(1, len(tokens) + 1)]
     return sum(of_each) / len(of_each)
 
 
 def best_of(sequences: Seq[list[int]], num_best: int) -> list[list[int]]:
-    """The likeliest of them, best first."""
+    """The likeliest sequences, best first."""
     return sorted(sequences, key=mean_logprob, reverse=True)[:num_best]
 
 
 def logprobs_of(
     sampling: SamplingParams, before: Seq[int], gained: Seq[int]
 ) -> tuple[Logprobs, ...]:
-    """Of the tokens `gained`, where they are asked for."""
+    """The logprobs of the tokens `gained`, if the request asks for them."""
     if sampling.logprobs is None:
         return ()
     ways = ([*before, *gained[:end]] for end in range(1, len(gained) + 1))
@@ -139,7 +139,7 @@ def output_of(request: AdmittedRequest) -> Output:
 
 
 class Walk:
-    """A journey with one worker of each kind."""
+    """A request's lifecycle with one worker of each kind."""
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ class Walk:
         return submit.ticket
 
     def prefilled(self, ticket: Ticket, *ended: FinishReason | None) -> Prefilled:
-        """`ended`: how each sequence ended with this token, as far as they are said."""
+        """`ended`: how each sequence ended with this token, where it did."""
         outputs, sequences = [], []
         for sequence, finish in itertools.zip_longest(ticket.sequences, ended):
             tokens = (*ticket.prompt_token_ids, *sequence.token_ids)
@@ -201,7 +201,7 @@ class Walk:
         return ticket
 
     async def tokens(self) -> list[int]:
-        """All that the client gets, to the end."""
+        """All tokens of the client, to the end."""
         async with asyncio.timeout(5):
             return [t async for delta in self.output.deltas() for t in delta.token_ids]
 
@@ -213,7 +213,7 @@ def generated(
     skip: int = 0,
     index: int = 0,
 ) -> Generated:
-    """What the decode worker says of the attempt and position of the moment, `skip` tokens on."""
+    """The decode worker's message of the present attempt and position, `skip` tokens later."""
     lifecycle = walk.lifecycle
     before = [*PROMPT, *lifecycle.client.output.sequences[index].tokens]
     logprobs = logprobs_of(lifecycle.client.request.sampling, before, tokens)
@@ -222,7 +222,7 @@ def generated(
 
 
 def step(walk: Walk, index: int, num_tokens: int = 1) -> None:
-    """The decode worker says the next tokens of a sequence, and its end if that is there."""
+    """The decode worker sends the next tokens of a sequence, and its end if it is reached."""
     so_far = len(walk.output.sequences[index].tokens)
     tokens = expected(so_far + num_tokens, index)[so_far:]
     finish = FinishReason.LENGTH if so_far + num_tokens == MAX_TOKENS else None
@@ -230,7 +230,7 @@ def step(walk: Walk, index: int, num_tokens: int = 1) -> None:
 
 
 def at_rest(walk: Walk, *indices: int) -> Ticket:
-    """The decode worker's ticket of these sequences, with what the client has of them."""
+    """The decode worker's ticket of these sequences, with the client's tokens."""
     admits = [command for command in walk.decode.sent if isinstance(command, Admit)]
     sequences = []
     for index in indices:
@@ -241,7 +241,7 @@ def at_rest(walk: Walk, *indices: int) -> Ticket:
 
 
 def abort_detached(walk: Walk) -> None:
-    """As placement does, when the ticket's pool has no slots."""
+    """Abort a ticket, as the placement does if the ticket's pool has no slots."""
     detached = walk.lifecycle.attempt.detached
     assert detached is not None
     detached.abort()
@@ -252,7 +252,7 @@ def requeued(walk: Walk, ticket: Ticket) -> Requeued:
 
 
 async def deltas_of(walk: Walk) -> dict[int, list[Delta]]:
-    """What the client gets of each sequence, to the end."""
+    """The deltas of each sequence, to the end."""
     deltas: dict[int, list[Delta]] = {}
     async with asyncio.timeout(5):
         async for delta in walk.output.deltas():

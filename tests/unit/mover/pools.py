@@ -1,4 +1,4 @@
-"""Two pools in memory, a request in one of them, and a transport whose reads land when told to."""
+"""Two pools in memory, a request in one of them, and a transport whose reads land on demand."""
 
 import mmap
 from collections.abc import Callable, Sequence
@@ -44,7 +44,7 @@ class Pool:
         return self.kv[block_id * BLOCK_BYTES : (block_id + 1) * BLOCK_BYTES]
 
     def write(self, block_id: int, tokens: Sequence[int]) -> None:
-        """KV that shows which tokens it is of."""
+        """Write KV that identifies its tokens."""
         data = bytes(token % 251 + 1 for token in tokens).ljust(BLOCK_BYTES, b"\0")
         self.kv[block_id * BLOCK_BYTES : (block_id + 1) * BLOCK_BYTES] = data
 
@@ -71,8 +71,7 @@ class Pool:
 
 
 class Reading:
-    """A read. It lands when `land` is called, or at the first poll if the transport lands by
-    itself."""
+    """A read. It lands at `land`, or at the first poll if the transport lands by itself."""
 
     def __init__(self, do: Callable[[], None], lands: bool) -> None:
         self.state = State.RUNNING
@@ -143,7 +142,7 @@ def _copy_record(source: Stamps, item: int, target: Stamps, place: int) -> None:
 
 
 class ProcessEnded(Exception):
-    """In the place of the end of the process."""
+    """Stands for the end of the process."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What a pull copies, when it copies nothing, and what it holds meanwhile."""
+"""The copies of a pull, its refusals, and the blocks that it holds meanwhile."""
 
 import asyncio
 
@@ -63,7 +63,7 @@ async def test_a_cached_prefix_is_copied_into_the_cache() -> None:
 async def test_a_block_that_was_given_to_others_meanwhile_does_not_count(
     number: int, block_id: int
 ) -> None:
-    """Its lease had ended, its pin was reaped, and a worker of the source wrote other tokens."""
+    """The lease had ended, the pin was reaped, and a worker of the source wrote other tokens."""
     world = await World.make()
     ticket = await world.detached(TOKENS)
 
@@ -79,7 +79,8 @@ async def test_a_block_that_was_given_to_others_meanwhile_does_not_count(
 
 
 async def test_a_block_that_came_back_with_the_same_content_does_not_count() -> None:
-    """Its owner is another one: while the blocks were read, others may have been in it."""
+    """Its owner is another one: while the blocks were read, the block may have had other
+    contents."""
     world = await World.make()
     ticket = await world.detached(TOKENS)
     stamp = world.a.stamps.read(0)
