@@ -1,4 +1,4 @@
-"""Hostile requests are refused for what they contain before it becomes objects."""
+"""Hostile requests are refused by their content before it becomes objects."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ from services.gateway.intake.prompts import MAX_MESSAGES
 
 
 def full(begin: str, item: str, end: str, separator: str = ",") -> bytes:
-    """As large as a body may be, of one item again and again."""
+    """A body of the largest size, with one item repeated."""
     number = (MAX_BODY_BYTES - len(begin) - len(end)) // (len(item) + len(separator))
     return (begin + separator.join([item] * number) + end).encode()
 
@@ -57,7 +57,7 @@ async def read(body: bytes, model: type[CompletionBody | ChatBody]) -> Completio
 async def test_a_hostile_body_is_refused_within_three_times_its_size(
     name: str, model: type[CompletionBody | ChatBody]
 ) -> None:
-    """16 MiB; before there were bounds some became 11 GB. Beside the body itself."""
+    """16 MiB beside the body itself; without bounds, some bodies became 11 GB."""
     body = HOSTILE[name]()
     tracemalloc.start()
     try:
@@ -96,7 +96,7 @@ async def test_an_object_of_too_many_fields_has_one_error() -> None:
 
 
 async def test_a_large_body_is_read_beside_the_event_loop() -> None:
-    """The loop turns while the body is parsed."""
+    """The event loop runs while the body is parsed."""
     body = json.dumps({"prompt": list(range(MAX_VALUES // 2))}).encode()
     turns = 0
 
@@ -138,13 +138,13 @@ def test_bounds_are_exact(most: int, body: Callable[[int], bytes]) -> None:
     "text", ["[{:,", '"', "\\", '\\"', '\\\\"', "[\\\\\\", "\n,", '"[', "é,\U0001f600"]
 )
 def test_text_does_not_count(text: str) -> None:
-    """Quotes and backslashes of any kind in it."""
+    """Text with any number of quotes and backslashes."""
     check_counts(text_of({"prompt": text * MAX_VALUES}))
     check_counts(json.dumps({"prompt": text * MAX_VALUES}, ensure_ascii=False).encode())
 
 
 def repeated(message: inference_pb2.GenerateRequest, unit: bytes, tag: int) -> bytes:
-    """Another field of the message, which has the unit in it again and again."""
+    """The message with another field that contains the unit many times."""
     content = unit * ((12 << 20) // len(unit))
     size, number = b"", len(content)
     while number > 127:
@@ -183,7 +183,7 @@ def test_packed_numbers_are_counted() -> None:
 
 
 def test_a_large_honest_message_passes() -> None:
-    """The longest chat there may be, and everything else of a request."""
+    """The longest possible chat, with all other fields of a request."""
     request = inference_pb2.GenerateRequest(
         request_id="r",
         priority=-3,

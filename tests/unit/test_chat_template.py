@@ -1,4 +1,4 @@
-"""Chat templates: rendered as transformers does, in a sandbox, refusing what they refuse."""
+"""Chat templates: rendered as transformers does, in a sandbox, with the same refusals."""
 
 import json
 from pathlib import Path
@@ -71,7 +71,7 @@ def test_a_conversation_is_rendered() -> None:
 @pytest.mark.parametrize("source", [CHATML, BLOCKS])
 @pytest.mark.parametrize("roles", [["user"], ["system", "tool", "user"], ["user"] * 4])
 def test_rendering_equals_transformers(source: str, roles: list[str]) -> None:
-    """Whitespace, loop controls, JSON and all."""
+    """With whitespace, loop controls and JSON."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     messages = [{"role": role, "content": f" {role} says 'é' "} for role in roles]
@@ -109,7 +109,7 @@ def test_the_templates_own_refusal_reaches_the_client() -> None:
     ],
 )
 def test_errors_in_a_template_are_refusals(source: str) -> None:
-    """Also what the sandbox does not allow."""
+    """Also for operations that the sandbox does not allow."""
     with pytest.raises(InvalidRequest, match="the chat template refuses the messages"):
         render(source)
 
@@ -134,7 +134,7 @@ def loaded(directory: Path) -> str | None:
 
 
 def test_where_the_template_comes_from(tmp_path: Path) -> None:
-    """A list of named templates has a default; the file of its own goes first."""
+    """A list of named templates has a default; a separate file has precedence."""
     assert loaded(tmp_path) is None
     config(tmp_path, "text")
     assert loaded(tmp_path) == "text"

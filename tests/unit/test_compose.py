@@ -1,4 +1,4 @@
-"""docker-compose.yml and Dockerfile: valid, and what the pools need holds in them."""
+"""docker-compose.yml and Dockerfile are valid, and meet the pools' requirements."""
 
 import os
 import re
@@ -44,7 +44,8 @@ EMPTY: Mapping[str, str] = MappingProxyType({})
 
 
 def interpolated(node: Any, env: Mapping[str, str] = EMPTY) -> Any:
-    """As `docker compose` does it: a variable that .env does not set has its default."""
+    """The files as `docker compose` interpolates them: a variable that .env does not set has its
+    default."""
     if isinstance(node, dict):
         return {key: interpolated(value, env) for key, value in node.items()}
     if isinstance(node, list):
@@ -63,7 +64,7 @@ def compose() -> Any:
 
 @pytest.fixture
 def settings(compose: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, ServiceSettings]:
-    """What each service makes of its environment, by its own class."""
+    """The settings of each service, read from its environment by its own class."""
     loaded = {}
     for name, settings_class in CLASSES.items():
         with monkeypatch.context() as patch:
@@ -120,7 +121,7 @@ def test_the_store_keeps_nothing_and_evicts_nothing(compose: Any) -> None:
 def test_credentials_are_made_before_anybody_needs_them(
     compose: Any, settings: dict[str, ServiceSettings]
 ) -> None:
-    """One service writes them into a volume that all others may only read, but for the gateway,
+    """One service writes them into a volume that all others may only read, except for the gateway,
     whose socket for operations is there too."""
     maker = compose["services"]["credentials"]
     assert (maker["volumes"], maker["restart"]) == (
@@ -196,7 +197,8 @@ def test_the_pool_directory_is_a_private_tmpfs_of_the_images_user(compose: Any) 
 
 
 def test_the_volumes_do_not_depend_on_settings() -> None:
-    """A volume keeps the options that it was made with, so a changed setting would do nothing."""
+    """A volume keeps the options that it was made with, so a changed setting would have no
+    effect."""
     text = (ROOT / "docker-compose.yml").read_text()
     assert "$" not in text.partition("\nvolumes:")[2]
 
@@ -240,8 +242,8 @@ def test_prefill_and_decode_make_the_same_pool(settings: dict[str, ServiceSettin
 def test_on_a_gpu_all_that_touch_a_pool_see_its_device_and_each_others_processes(
     compose: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One user and one volume for the keeper's socket, as on the CPU; one PID namespace, which NVML
-    lists; no service but these."""
+    """All use one user and one volume for the keeper's socket, as on the CPU, and one PID
+    namespace, which NVML lists; no other service does."""
     gpu = interpolated(yaml.safe_load((ROOT / "deploy" / "gpu.yml").read_text()))["services"]
     assert gpu.keys() == {"preflight", *POOL_USERS}
     for name, service in gpu.items():
@@ -273,7 +275,8 @@ def test_workers_can_be_scaled(compose: Any) -> None:
 
 
 def test_several_gateways_have_a_port_each_as_the_documentation_scales_them() -> None:
-    """A range on the host for one port of the containers, as long as there are gateways."""
+    """A range of ports on the host for one port of the containers, with as many ports as
+    gateways."""
     text = (ROOT / "docs" / "operations.md").read_text()
     (command,) = re.findall(r"^(QUIRE_.*) docker compose up --scale gateway=2$", text, re.MULTILINE)
     env = dict(setting.split("=") for setting in command.split())
@@ -344,7 +347,7 @@ def test_the_example_environment_names_every_variable_with_its_default() -> None
 
 @pytest.fixture
 def sources(tmp_path: Path) -> Path:
-    """Nothing but what the Dockerfile copies and .dockerignore lets through."""
+    """Only the files that the Dockerfile copies and .dockerignore lets through."""
     let_through = re.findall(r"^!(.+)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
     directory = tmp_path / "sources"
     for path in _copied():
@@ -376,7 +379,8 @@ def test_the_control_image_has_a_complete_wheel_and_needs_no_compiler(sources: P
 
 @pytest.mark.full
 def test_the_native_kernels_are_built_without_python_sources(tmp_path: Path) -> None:
-    """From what their stage copies, as it builds them; with flags for no machine in particular."""
+    """From the files that their stage copies, built as there, with flags for no particular
+    machine."""
     stage = _stages()["kernels"][1]
     for path, target in re.findall(r"^COPY kernels/(\S+) (\S+)$", stage, re.MULTILINE):
         source, place = ROOT / "kernels" / path, tmp_path / target
@@ -408,7 +412,7 @@ def _wheel(sources: Path, **environment: str) -> Path:
 
 
 def _copied() -> list[str]:
-    """What the Dockerfile takes from the build context to build from."""
+    """The files of the build context that the Dockerfile copies."""
     stage = _dockerfile().partition("AS sources")[2].partition("FROM")[0]
     lines = re.findall(r"^COPY (.+) \S+$", stage, re.MULTILINE)
     return [path for line in lines for path in line.split()]
@@ -416,7 +420,7 @@ def _copied() -> list[str]:
 
 @pytest.mark.parametrize("image", ["control", "control-gpu", "worker"])
 def test_no_image_carries_a_compiler(image: str) -> None:
-    """Its stages, down to the base, install nothing; only what it copies from was built."""
+    """Its stages, down to the base, install nothing; only files that it copies were compiled."""
     stages = _stages()
     stage = image
     while stage in stages:
@@ -431,7 +435,7 @@ def test_no_image_carries_a_compiler(image: str) -> None:
     "stage", ["dependencies-control", "dependencies-worker", "kernels", "build"]
 )
 def test_an_edit_of_python_sources_builds_neither_dependencies_nor_kernels(stage: str) -> None:
-    """Nothing that these stages stand on copies Python sources, or pyproject.toml as a whole."""
+    """No stage below these copies Python sources, or pyproject.toml as a whole."""
     stages = _stages()
     copied = []
     while stage in stages:
@@ -457,7 +461,7 @@ def test_the_lists_of_requirements_are_those_of_the_project() -> None:
 
 
 def _stages() -> dict[str, tuple[str, str]]:
-    """Of the Dockerfile, by name: what each stands on, and its lines."""
+    """The stages of the Dockerfile by name, each with its base and its lines."""
     pattern = r"^FROM (\S+) AS (\S+)\n(.*?)(?=^FROM|\Z)"
     found = re.findall(pattern, _dockerfile(), re.MULTILINE | re.DOTALL)
     return {name: (parent, body) for parent, name, body in found}
@@ -470,7 +474,7 @@ def _dockerfile() -> str:
 def test_a_second_model_has_workers_of_its_own(
     compose: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of the first one, but for the model, its name and its pool's size."""
+    """They are those of the first model, except for the model, its name and its pool's size."""
     text = (ROOT / "deploy" / "second-model.yml").read_text()
     text = re.sub(r"\$\{QUIRE_SECOND_MODEL:\?[^}]*\}", "/models/local/big", text)
     second = interpolated(yaml.safe_load(text), {"QUIRE_SECOND_POOL_MEMORY": "2GiB"})["services"]

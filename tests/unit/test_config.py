@@ -1,4 +1,4 @@
-"""Settings: from the environment only; every mistake is named by its variable."""
+"""Settings come from the environment only; an error names the variable of every mistake."""
 
 from pathlib import Path
 from typing import ClassVar
@@ -58,7 +58,7 @@ def test_other_services_variables_are_not_ours(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_every_wrong_value_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of them in one message, each with its variable and what is wrong."""
+    """All of them in one message, each with its variable and the reason."""
     monkeypatch.setenv("QUIRE_COOK_NUM_PANS", "0")
     monkeypatch.setenv("QUIRE_COOK_PORT", "many")
     monkeypatch.setenv("QUIRE_COOK_LOG_LEVEL", "loud")
@@ -79,7 +79,7 @@ def test_settings_do_not_change() -> None:
 
 
 def test_resolved_settings_can_be_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without secrets."""
+    """Secrets are left out."""
     monkeypatch.setenv("QUIRE_COOK_REDIS_URL", "redis://me:hush@db:6379/1")
     shown = resolved(load_settings(CookSettings))
     assert shown["QUIRE_COOK_REDIS_URL"] == "redis://me:***@db:6379/1"
@@ -91,7 +91,7 @@ def test_resolved_settings_can_be_shown(monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_settings_that_a_service_logs_are_those_that_were_chosen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With their types, without secrets, and without what is the default anyway."""
+    """With their types, without secrets, and without default values."""
     for name, value in {
         "NUM_PANS": "5",
         "HOST": "127.0.0.1",
@@ -124,7 +124,7 @@ def test_every_common_setting_is_explained() -> None:
 def test_advertised_addresses_are_reachable(
     monkeypatch: pytest.MonkeyPatch, host: str, advertise_host: str | None, address: str
 ) -> None:
-    """Never a wildcard."""
+    """An advertised address is never a wildcard."""
     monkeypatch.setattr("socket.gethostname", lambda: "kitchen")
     settings = ServiceSettings(host=host, advertise_host=advertise_host)
     assert settings.address(5) == address

@@ -1,5 +1,5 @@
-"""The driver of CUDA GPUs: what it asks cuda-bindings for, with the real package's types and
-signatures over memory of the host (tests/cuda_bindings.py). It has run on no GPU."""
+"""The driver of CUDA GPUs: its calls of cuda-bindings, with the real package's types and signatures
+over memory of the host (tests/cuda_bindings.py). It has not run on a GPU."""
 
 import gc
 import os
@@ -46,7 +46,7 @@ def test_a_pool_is_one_allocation_that_others_map() -> None:
 
 
 def test_memory_may_be_mapped_to_read_only() -> None:
-    """It is the driver that forbids writes: no tensor of PyTorch does."""
+    """The driver forbids writes; no tensor of PyTorch does."""
     cuda = CudaWithoutGpu()
     driver = driver_of(cuda)
     memory = SharedMemory.create(driver, SIZE)
@@ -73,7 +73,7 @@ def test_a_device_that_permits_no_rdma_is_not_asked_for_it() -> None:
 
 
 def test_a_tensor_keeps_the_mapping() -> None:
-    """PyTorch holds the object of which it made the tensor."""
+    """PyTorch holds the object from which it made the tensor."""
     cuda = CudaWithoutGpu()
     memory = SharedMemory.create(driver_of(cuda), SIZE)
     owner = memory._mapping
@@ -116,7 +116,7 @@ def test_a_call_that_fails_is_named_and_leaves_nothing(call: str) -> None:
 
 @pytest.mark.parametrize("code", [2, 700, 719, *sorted(LOST_CODES)])
 def test_only_a_lost_device_is_a_lost_pool(code: int) -> None:
-    """An illegal address ends a process's context, and the memory stays what it is."""
+    """An illegal address ends a process's context, and the memory stays as it is."""
     cuda = CudaWithoutGpu()
     driver = driver_of(cuda)
     cuda.fails["cuMemMap"] = code

@@ -1,4 +1,5 @@
-"""Tokens to text: deltas add up to the whole text, characters stay whole, at any speed."""
+"""Tokens to text: deltas add up to the whole text, and characters stay whole, for any number of
+tokens at a time."""
 
 import itertools
 from collections.abc import Callable
@@ -23,7 +24,8 @@ Kind = Callable[[], tokenizers.Tokenizer]
 
 @cache
 def byte_level() -> tokenizers.Tokenizer:
-    """As Qwen's and Llama 3's: BPE over bytes; `<think>` is added, `<|end|>` is special."""
+    """A tokenizer like those of Qwen and Llama 3: BPE over bytes; `<think>` is added, `<|end|>` is
+    special."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -40,7 +42,8 @@ def byte_level() -> tokenizers.Tokenizer:
 
 @cache
 def byte_fallback() -> tokenizers.Tokenizer:
-    """As Llama 2's: pieces with a mark for the space, bytes for what has no piece."""
+    """A tokenizer like Llama 2's: pieces with a mark for the space, and bytes for text without a
+    piece."""
     words = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     words += [MARK, MARK + "the", "block", MARK + "table", MARK + MARK, "日", "a" + MARK + "b"]
     vocabulary = {word: index for index, word in enumerate(words)}
@@ -87,7 +90,7 @@ KINDS = [byte_level, byte_fallback, metaspace, metaspace_without_prefix, words]
 
 
 def shown(tokenizer: tokenizers.Tokenizer) -> Pieces:
-    """Without special tokens."""
+    """The text without special tokens."""
     return pieces_of(tokenizer).without(special_token_ids(tokenizer))
 
 
@@ -96,8 +99,8 @@ def stream(detokenizer: Detokenizer, token_ids: list[int]) -> list[str]:
 
 
 def ids_of(kind: Kind) -> st.SearchStrategy[list[int]]:
-    """Any tokens, special ones and ids beyond the vocabulary (a padded embedding) included; of
-    byte-fallback tokens only whole characters, for the rest is another test's."""
+    """Any tokens, also special ones and ids beyond the vocabulary (of a padded embedding); of
+    byte-fallback tokens only whole characters, since another test covers the rest."""
     num_ids = kind().get_vocab_size() + 4
     if kind is not byte_fallback:
         return st.lists(st.integers(0, num_ids), max_size=24)
@@ -116,7 +119,7 @@ def fallback_ids(data: bytes) -> list[int]:
 @unhurried
 @given(st.data())
 def test_deltas_add_up_to_the_whole_text(kind: Kind, skips: bool, data: st.DataObject) -> None:
-    """For any tokens at all, of any kind of tokenizer, one by one or many at once."""
+    """Any tokens of any kind of tokenizer, one by one or many at once."""
     tokenizer = kind()
     token_ids = data.draw(ids_of(kind))
     whole = tokenizer.decode(token_ids, skip_special_tokens=skips)
@@ -130,7 +133,7 @@ def test_deltas_add_up_to_the_whole_text(kind: Kind, skips: bool, data: st.DataO
 @unhurried
 @given(st.data())
 def test_a_generation_goes_on_where_the_prompt_ended(kind: Kind, data: st.DataObject) -> None:
-    """Text of the prompt + deltas = text of both together: a leading space is kept."""
+    """The prompt's text and the deltas are the text of both together: a leading space is kept."""
     tokenizer = kind()
     token_ids = data.draw(ids_of(kind))
     prompt = [tokenizer.get_vocab()["e" if kind is byte_level else "block"]]
@@ -141,7 +144,7 @@ def test_a_generation_goes_on_where_the_prompt_ended(kind: Kind, data: st.DataOb
 @unhurried
 @given(st.text(max_size=12))
 def test_characters_are_never_split(text: str) -> None:
-    """No delta of a valid text holds a replacement character of its own."""
+    """No delta of a valid text contains a replacement character of its own."""
     tokenizer = byte_level()
     deltas = stream(Detokenizer(shown(tokenizer)), tokenizer.encode(text).ids)
     assert "".join(deltas) == text.replace("<|end|>", "")
@@ -161,7 +164,7 @@ def test_incomplete_characters_are_replaced_at_the_end() -> None:
 @unhurried
 @given(st.binary(max_size=12))
 def test_wrong_bytes_do_not_take_right_ones_with_them(data: bytes) -> None:
-    """What a client has got stays: only bytes that are no UTF-8 are replaced."""
+    """Text that the client has is never changed: only bytes that are not UTF-8 are replaced."""
     deltas = stream(Detokenizer(shown(byte_fallback())), fallback_ids(data))
     assert "".join(deltas) == data.decode(errors="replace")
 

@@ -1,4 +1,4 @@
-"""What documents name is there: paths, tests, settings, metrics, commands."""
+"""Paths, tests, settings, metrics and commands in the documents exist."""
 
 import ast
 import re
@@ -37,8 +37,8 @@ def document(request: pytest.FixtureRequest) -> Path:
 
 
 def test_paths_exist(document: Path) -> None:
-    """Everything in backquotes that begins with one of our directories; `::name` is a test or
-    another definition in the file."""
+    """Every path in backquotes that begins with one of the project's directories; `::name` is a
+    test or another definition in the file."""
     found = re.findall(rf"`((?:{TREES})/[\w./*-]*)(?:::(\w+))?`", document.read_text())
     for path, definition in found:
         matches = list(ROOT.glob(path)) if "*" in path else [ROOT / path]
@@ -55,7 +55,7 @@ def _definitions(path: Path) -> frozenset[str]:
 
 
 def test_links_lead_somewhere(document: Path) -> None:
-    """Every relative link names a file that exists and, behind `#`, a heading of that file."""
+    """Every relative link names an existing file and, after `#`, a heading of that file."""
     for path, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", document.read_text()):
         target = document.parent / path if path else document
         assert target.exists(), path
@@ -63,14 +63,14 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 
 def _anchors(document: Path) -> set[str]:
-    """The names that GitHub gives a document's headings."""
+    """The anchors that GitHub gives a document's headings."""
     text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
     titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 def test_commands_are_understood(document: Path) -> None:
-    """Every `quire ...` in a shell block, and every one in backquotes that is complete."""
+    """Every `quire ...` in a shell block, and every complete one in backquotes."""
     text = document.read_text()
     blocks = "\n".join(re.findall(r"```sh\n(.*?)```", text, re.DOTALL))
     commands = re.findall(r"^(?:\.venv/bin/)?quire (.*)$", blocks, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The table of docs/sizing.md has the bytes that a pool really needs."""
+"""The table of docs/sizing.md has the real sizes of a pool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a checkpoint says that it makes embeddings."""
+"""The files by which a checkpoint declares that it makes embeddings."""
 
 import json
 from pathlib import Path

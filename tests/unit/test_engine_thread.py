@@ -1,4 +1,4 @@
-"""The engine's thread: what it gets with which step, and when what came of it is told."""
+"""The engine's thread: which commands it gets with which step, and when the outcome is reported."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -20,8 +20,8 @@ from services.engine.thread import EngineThread
 
 
 class FakeEngine:
-    """`heard`: the commands of each time. There is never anything to compute. `waits_for`: how many
-    commands it wants to have before a step."""
+    """An engine without work. `heard`: the commands of each call. `waits_for`: how many commands it
+    wants before a step."""
 
     def __init__(self, waits_for: int = 0) -> None:
         self.heard: list[list[Command]] = []
@@ -53,8 +53,8 @@ class FakeEngine:
 
 
 class BusyEngine(FakeEngine):
-    """Each step computes something, and gives way behind it for as long as it may. `num_pauses`
-    begun, `num_ended`."""
+    """An engine whose steps all compute something, and that pauses after each as long as it may.
+    `num_pauses` were begun, `num_ended` are over."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,8 +101,8 @@ def admitted(*, is_started: bool) -> Admit:
 
 
 async def test_unstarted_sequences_come_with_the_next_command() -> None:
-    """In order, and the thread is not woken for each of many: a wake is a turn that its loop does
-    not have."""
+    """In order, and the thread is not woken for each of them: each wake costs the event loop an
+    iteration."""
     engine = FakeEngine()
     waiting = [admitted(is_started=False) for _ in range(3)]
     async with running(engine) as thread:
@@ -128,7 +128,7 @@ async def test_started_sequences_wait_for_no_other() -> None:
 
 
 async def test_a_step_begins_when_its_engine_has_whom_it_waited_for() -> None:
-    """And those that it waited for are heard, and told of, at once."""
+    """Their commands are applied, and reported, at once."""
     engine = FakeEngine(waits_for=3)
     async with running(engine) as thread:
         thread.send(Remove("a"))
@@ -151,7 +151,8 @@ async def test_a_waiting_thread_can_be_stopped() -> None:
 
 
 async def test_a_new_sequence_ends_a_pause() -> None:
-    """Blocks, an end, and who is not started yet do not: running streams can wait for those."""
+    """Commands about blocks, an end, or an unstarted sequence do not: running streams can wait for
+    those."""
     engine = BusyEngine()
     async with running(engine) as thread:
         thread.send(AddBlocks("a", (0,)))
@@ -167,7 +168,8 @@ async def test_a_new_sequence_ends_a_pause() -> None:
 
 
 async def test_the_thread_does_not_pause_while_a_first_step_is_due() -> None:
-    """Who came during a step is in the next one, not behind a pause; and then pauses go on."""
+    """A sequence that arrives during a step is in the next one, without a pause before it; then the
+    pauses go on."""
 
     class Slow(BusyEngine):
         def step(self) -> StepOutcome:

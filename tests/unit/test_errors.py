@@ -1,4 +1,4 @@
-"""The one table from domain errors to statuses: complete, most specific first, no internals."""
+"""The table from domain errors to statuses: complete, most specific first, without internals."""
 
 import asyncio
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ STORE = sorted(
     "error", DOMAIN + STORE, ids=lambda cls: f"{cls.__module__}.{cls.__name__}"
 )
 def test_every_error_has_a_row_of_its_own(error: type[Exception]) -> None:
-    """A new error class without a status fails here."""
+    """The test fails for a new error class without a status."""
     assert error in FAILURES
 
 
@@ -43,7 +43,7 @@ def test_the_row_carries_the_errors_code(error: type[domain.QuireError]) -> None
 
 
 def test_codes_mean_one_status_each() -> None:
-    """A client may go by the code alone."""
+    """A client may decide by the code alone."""
     by_code: dict[str, set[tuple[StatusCode, int]]] = {}
     for fault in FAILURES.values():
         by_code.setdefault(fault.code, set()).add((fault.status, fault.http_status))
@@ -84,7 +84,7 @@ def test_the_most_specific_class_decides() -> None:
 
 
 def test_an_error_of_ours_is_logged_and_hidden() -> None:
-    """The client gets an error id; the log has the same id and the exception."""
+    """The client gets an error id; the log has the same id with the exception."""
     error = KeyError("/etc/quire/secret")
     with structlog.testing.capture_logs() as logs:
         failure = failure_of(error)
@@ -101,7 +101,7 @@ def test_an_error_of_ours_is_logged_and_hidden() -> None:
 
 
 def test_the_stores_text_stays_inside() -> None:
-    """Where the store runs is not for clients."""
+    """Clients do not learn the store's address."""
     assert "10.0.0.7" not in failure_of(store.StoreUnavailable("10.0.0.7:6379 refused")).text
 
 
@@ -123,6 +123,6 @@ def test_every_503_that_may_pass_says_when_to_try_again(error: type[Exception]) 
 
 
 def test_cancellation_is_not_an_error() -> None:
-    """`failure_of` takes Exceptions; CancelledError is none, so no row can ever catch it."""
+    """`failure_of` takes Exceptions, and CancelledError is none, so no row can catch it."""
     assert not issubclass(asyncio.CancelledError, Exception)
     assert expected_failure(asyncio.CancelledError()) is None

@@ -1,4 +1,4 @@
-"""The table of families: what a config.json of each family becomes, and what is refused."""
+"""The table of families: the result of each family's config.json, and refusals."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Prefix hashes: chained, rooted, and the same on every machine."""
+"""Prefix hashes are chained, rooted, and the same on every machine."""
 
 import pytest
 import xxhash
@@ -17,7 +17,7 @@ def test_chain_is_xxh3_over_parent_and_little_endian_ids() -> None:
 
 
 def test_only_full_blocks_are_hashed() -> None:
-    """9 tokens in blocks of 4 have two hashes; each one continues the one before."""
+    """9 tokens in blocks of 4 have two hashes, each of which continues the one before."""
     token_ids = list(range(9))
     first = next_hash(ROOT, token_ids[:4])
 
@@ -52,7 +52,7 @@ def test_all_parts_of_the_root_matter(parts: tuple[str, bytes, str]) -> None:
 
 
 def test_parts_do_not_run_into_each_other() -> None:
-    """The salt is the client's: it must not be able to spell another tenant's root."""
+    """The salt comes from the client, which must not be able to spell another tenant's root."""
     derived_free = {root_hash("a" * n, b"", "a" * (8 - n)) for n in range(9)}
 
     assert len(derived_free) == 9

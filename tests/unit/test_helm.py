@@ -1,4 +1,5 @@
-"""The Helm chart, rendered by Helm's own engine: valid for Kubernetes, and what services need."""
+"""The Helm chart, rendered by Helm's own engine: valid for Kubernetes, and complete for the
+services."""
 
 import json
 import re
@@ -81,7 +82,7 @@ def test_helm_finds_no_fault(values: dict[str, Any]) -> None:
 
 
 def test_manifests_are_valid_for_kubernetes(values: dict[str, Any]) -> None:
-    """Custom resources have no schema here; the test below looks at them."""
+    """Custom resources have no schema here; another test checks them."""
     for document in rendered(values):
         if document["kind"] not in ("ServiceMonitor", "ScaledObject"):
             kubernetes_validate.validate(document, KUBERNETES, strict=True)
@@ -112,7 +113,7 @@ def test_services_understand_their_settings(
 
 
 def test_a_pods_services_have_ports_of_their_own() -> None:
-    """They share the pod's network."""
+    """All containers share the pod's network."""
     for deployment in of_kind("Deployment", VALUES["everything"]):
         pod = deployment["spec"]["template"]["spec"]
         own = [entry for each in pod["containers"] for entry in each.get("env", ())]

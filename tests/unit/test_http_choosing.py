@@ -1,4 +1,4 @@
-"""What bodies may say of several answers: the best of some samples, and beam searches."""
+"""Bodies that ask for several answers: the best of some samples, and beam searches."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def beams(**fields: Any) -> RequestedBeams | None:
 
 
 def test_a_beam_search_is_as_wide_as_it_says_or_else_as_n() -> None:
-    """vLLM's `n` is its width; `best_of` was that in its earlier versions."""
+    """vLLM's `n` is the width; in its earlier versions it was `best_of`."""
     assert beams(n=4) is None
     assert beams(use_beam_search=True, n=4) == RequestedBeams(4)
     assert beams(use_beam_search=True, n=2, best_of=5) == RequestedBeams(5)
@@ -101,6 +101,6 @@ def test_a_best_of_that_nobody_can_answer_is_refused(
 def test_of_a_beam_search_best_of_is_its_width(
     body: type[CompletionBody] | type[ChatBody],
 ) -> None:
-    """Which may be streamed, and comes at once then."""
+    """Such a request may be streamed, and then its answer comes at once."""
     sampling = sampled(body, n=2, best_of=5, use_beam_search=True, stream=True)
     assert (sampling.beam, sampling.best_of) == (RequestedBeams(5), None)

@@ -1,4 +1,4 @@
-"""Streams of several prompts merged into the one of an answer."""
+"""The streams of several prompts, merged into one answer."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -10,7 +10,7 @@ from services.gateway.frontend.http.merge import merged
 
 
 class Counting:
-    """Streams that count up; how many of them are open."""
+    """Streams that count; `num_open`: how many of them are open."""
 
     def __init__(self) -> None:
         self.num_open = 0

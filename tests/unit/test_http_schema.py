@@ -1,4 +1,4 @@
-"""What bodies may say, and what of it reaches the gateway."""
+"""Request bodies, and the requests that the gateway gets from them."""
 
 import json
 from typing import Any
@@ -28,7 +28,7 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '
 
 
 async def problem(model: type[CompletionBody | ChatBody], body: bytes) -> str:
-    """What a body is refused with."""
+    """The error with which a body is refused."""
 
     async def receive() -> Message:
         return {"type": "http.request", "body": body, "more_body": False}
@@ -152,7 +152,7 @@ def test_a_text_completion_has_16_tokens_unless_it_says_how_many() -> None:
 
 
 def test_an_answer_can_be_sent_back_as_a_message() -> None:
-    """With all the null fields that OpenAI's own client puts into it."""
+    """With all the null fields that OpenAI's own client adds."""
     message = {
         "role": "assistant",
         "content": "Hi",

@@ -1,4 +1,4 @@
-"""The form that a body asks of the text: all ways to write it are one `Structure`."""
+"""The form that a body asks for: all its spellings are one `Structure`."""
 
 import json
 from typing import Any

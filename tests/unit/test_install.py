@@ -1,4 +1,4 @@
-"""deploy/install.sh: from where PyTorch comes, shown with a pip that only notes what it is told."""
+"""deploy/install.sh: the sources of PyTorch, with a pip that only records its arguments."""
 
 import os
 import subprocess

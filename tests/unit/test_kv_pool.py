@@ -1,5 +1,4 @@
-"""An arena that is one process's own; the shared one is tested where workers share it
-(tests/integration/pool/test_pool_memory.py)."""
+"""An arena of a single process; tests/integration/pool/test_pool_memory.py tests the shared one."""
 
 from dataclasses import replace
 

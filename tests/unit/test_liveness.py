@@ -27,7 +27,7 @@ PID, GPU = 4711, "GPU-0001"
 
 
 class FakeProcesses(WorkerProcesses):
-    """`exited`: what the pidfds say."""
+    """`exited`: whether the pidfds report an exit."""
 
     exited = False
 
@@ -37,7 +37,7 @@ class FakeProcesses(WorkerProcesses):
 
 
 class FakeNvml:
-    """`listed`: the pids, or the error that the driver gives."""
+    """`listed`: the pids, or the driver's error."""
 
     listed: frozenset[int] | str = frozenset({PID, 1})
 
@@ -75,7 +75,7 @@ def test_what_stands_in_the_way_of_the_reaper(pool: PoolDirectory) -> None:
 
 
 def test_a_worker_may_finish_while_its_process_goes_on(pool: PoolDirectory) -> None:
-    """A fenced worker drops its lock and joins again under another name, in the same process."""
+    """A fenced worker drops its lock and joins again under another id, in the same process."""
     liveness = Liveness(FakeProcesses(), FakeNvml())
     pool.finished_path("decode-2").touch()
     assert liveness.obstacle(pool, "decode-1") is not None
@@ -109,7 +109,7 @@ def test_a_pool_in_a_file_needs_the_lock_only(pool: PoolDirectory) -> None:
 
 
 def test_a_mover_is_quiet_when_its_process_has_exited(pool: PoolDirectory) -> None:
-    """A network adapter may write until then; no GPU is asked."""
+    """A network adapter may write until then; no GPU is involved."""
     pool.kv.touch()
     ProcessRecord(PID, 99, "").write(pool.process_path("mover-1"))
     processes, nvml = FakeProcesses(), FakeNvml()
@@ -123,8 +123,8 @@ def test_a_mover_is_quiet_when_its_process_has_exited(pool: PoolDirectory) -> No
 async def test_no_reap_while_a_condition_is_unmet(
     pool: PoolDirectory,
 ) -> None:
-    """The lock is held by the block manager meanwhile, so that the worker counts as alive to all
-    others; the time is measured."""
+    """The block manager holds the lock meanwhile, so that all others consider the worker alive; the
+    time is measured."""
     processes, nvml = FakeProcesses(), FakeNvml()
     reaped, times, asked = asyncio.Event(), list[float](), asyncio.Queue[str | None]()
     rules = Liveness(processes, nvml)
@@ -162,7 +162,8 @@ async def test_no_reap_while_a_condition_is_unmet(
 
 
 def test_a_process_is_known_by_its_pidfd_or_its_record(tmp_path: Path) -> None:
-    """The record serves the next block manager; a pid that is used again is another process."""
+    """The record serves the next block manager; a pid that is used again belongs to another
+    process."""
     directory = PoolDirectory(tmp_path / "tiny-1")
     directory.workers.mkdir(parents=True)
     path = directory.process_path("decode-1")

@@ -1,4 +1,5 @@
-"""Logs: one JSON object a line, for our own and foreign loggers, with what is bound to the task."""
+"""Logs: one JSON object a line, for Quire's and foreign loggers, with the values bound to the
+task."""
 
 import asyncio
 import io
@@ -14,7 +15,7 @@ from services.common.runtime.logging import bind_request_id, configure_logging, 
 
 @pytest.fixture
 def stream() -> Iterator[io.StringIO]:
-    """Where logs go; the standard library's logging is put back afterwards."""
+    """The stream of the logs; afterwards the standard library's logging is restored."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     yield io.StringIO()
@@ -59,7 +60,7 @@ def test_tracebacks_are_one_line(stream: io.StringIO) -> None:
 
 
 async def test_the_request_id_is_on_every_line_of_its_task(stream: io.StringIO) -> None:
-    """And on no other task's."""
+    """It is on no line of another task."""
     configure_logging("cook", stream=stream)
 
     async def serve(request_id: str) -> None:

@@ -1,4 +1,4 @@
-"""Which states a step is asked about, and who gets what they say."""
+"""The states that a step queries, and the distribution of the answers."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,8 +18,8 @@ def row(num_tokens: int, draw: Draw | None = None, scoring: Scoring | None = Non
 
 
 def answers(queries: Sequence[Query], broken: Sequence[int] = ()) -> list[Answer | Fault]:
-    """Draws come to 10 + their sequence's index; the logprob of a token is minus its id, its rank
-    the state. Of the states `broken` there is nothing."""
+    """Each draw gives 10 + the sequence's index; the logprob of a token is minus its id, its rank
+    is the state. The states `broken` give nothing."""
     return [Fault.NOT_FINITE if q.state in broken else answer(q) for q in queries]
 
 
@@ -41,7 +41,7 @@ def test_rows_that_ask_nothing_are_told_tokens() -> None:
 
 
 def test_logit_queries_are_answered() -> None:
-    """Each as many of the likeliest as it asks for."""
+    """Each query gets as many of the likeliest tokens as it asks for."""
     rows = [row(1, draw(0)), row(1, draw()), row(1, draw(2))]
     asked = queries(rows)
     assert [query.num_top for query in asked] == [0, None, 2]
@@ -53,8 +53,8 @@ def test_logit_queries_are_answered() -> None:
 
 
 def test_a_prompt_is_told_chunk_by_chunk() -> None:
-    """A chunk in the middle asks about each of its states, the last one about all but the end,
-    which draws."""
+    """A chunk in the middle queries each of its states, the last one all but its end, which
+    draws."""
     rows = [row(2, None, Scoring([8, 9], 1)), row(3, draw(0), Scoring([5, 6], 0)), row(1, draw())]
     asked = queries(rows)
     assert wanted_states(rows) == [0, 1, 2, 3, 4, 5]
@@ -89,7 +89,7 @@ def test_a_fault_of_the_draw_stays_one() -> None:
 
 
 def test_tokens_of_one_state_are_each_told() -> None:
-    """Those of a group's sequences, of which the last two have drawn the same."""
+    """The tokens of a group's sequences, the last two of which have drawn the same."""
     of_group = tuple(replace(draw(0), sequence_index=index) for index in (3, 1, 1))
     rows = [replace(row(2), draws=of_group), row(1, draw(0))]
     asked = queries(rows)

@@ -1,4 +1,4 @@
-"""The registry in memory: who is there, and for how long."""
+"""The registry in memory: its members, and their times to live."""
 
 from dataclasses import replace
 

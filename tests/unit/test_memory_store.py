@@ -1,4 +1,5 @@
-"""Which blocks a request gets, and which it evicts: a pool of 11 blocks, literal ids."""
+"""The blocks that a request gets, and those that it evicts: a pool of 11 blocks, with literal
+ids."""
 
 import asyncio
 
@@ -45,7 +46,7 @@ async def test_never_used_blocks_come_lowest_first(store: BlockStore) -> None:
 
 
 async def test_given_back_last_comes_first(store: BlockStore) -> None:
-    """Releasing goes from the last block to the first, so the next one gets them in order."""
+    """Blocks are released from the last to the first, so the next request gets them in order."""
     await allocate(store, "a", 3)
     await allocate(store, "b", 2)
     await store.release("pool", "a", 1)
@@ -55,7 +56,7 @@ async def test_given_back_last_comes_first(store: BlockStore) -> None:
 
 
 async def test_share_free_allocate_again(store: BlockStore) -> None:
-    """One whole life of a prefix of three blocks."""
+    """All operations on a prefix of three blocks."""
     assert await allocate(store, "a", 4, (A, B, C)) == (0, 1, 2, 3)
     published = await store.commit("pool", "a", 1, [(0, A), (1, B), (2, C)])
     assert published == (True, True, True)
@@ -89,7 +90,7 @@ async def grown_tree(store: BlockStore) -> None:
 
 
 async def test_branches_are_found_behind_what_they_have_in_common(store: BlockStore) -> None:
-    """Of each its longest run, and every block once; it is asked again, with the same answer."""
+    """The longest run of each branch, and every block once; a repeated call has the same answer."""
     await grown_tree(store)
     branches = [(B, C, X), (D, X, E), (), (B, F), (F,)]
     for _ in range(2):
@@ -103,7 +104,8 @@ async def test_branches_are_found_behind_what_they_have_in_common(store: BlockSt
 
 
 async def test_lookup_finds_nothing_behind_a_missing_block(store: BlockStore) -> None:
-    """A gap would have to be computed, and what is behind it held meanwhile for nothing."""
+    """The gap would have to be computed, and blocks behind it would be held meanwhile without
+    use."""
     await grown_tree(store)
     found = await store.allocate("pool", "c", "w", 3, (A, X), 5, [(B, C)])
     assert (found.block_ids, found.runs) == ((0, 5, 6, 7, 8), (0,))
@@ -111,7 +113,7 @@ async def test_lookup_finds_nothing_behind_a_missing_block(store: BlockStore) ->
 
 
 async def test_hits_of_branches_are_not_evicted_for_what_is_new(store: BlockStore) -> None:
-    """11 blocks, 5 of them cached: 10 fit with 4 hits, and 1 cached block goes."""
+    """11 blocks, 5 of them cached: 10 fit with 4 hits, and 1 cached block is evicted."""
     await grown_tree(store)
     found = await store.allocate("pool", "c", "w", 3, (A,), 11, [(B, C), (D,)])
     assert found.block_ids == (0, 1, 2, 3, 5, 6, 7, 8, 9, 10, 4)
@@ -146,7 +148,7 @@ async def test_the_least_recently_used_is_evicted_tails_before_heads(store: Bloc
 
 
 async def test_hits_are_pinned_before_others_are_evicted(store: BlockStore) -> None:
-    """The oldest cached block is the hit itself: the next oldest is evicted in its place."""
+    """The oldest cached block is the hit itself: the next oldest is evicted instead."""
     await allocate(store, "a", 11)
     await store.commit("pool", "a", 1, [(10, A), (9, B)])
     await store.release("pool", "a", 1)  # least recently used first: 10, 9
@@ -156,7 +158,7 @@ async def test_hits_are_pinned_before_others_are_evicted(store: BlockStore) -> N
 
 
 async def test_pinned_hits_do_not_count_as_available(store: BlockStore) -> None:
-    """10 new blocks are wanted, 9 are free, and both cached ones are about to be shared."""
+    """10 new blocks are needed, 9 are free, and both cached ones are about to be shared."""
     await allocate(store, "a", 2)
     await store.commit("pool", "a", 1, [(0, A), (1, B)])
     await store.release("pool", "a", 1)
@@ -168,7 +170,8 @@ async def test_pinned_hits_do_not_count_as_available(store: BlockStore) -> None:
 
 
 async def test_a_hash_keeps_its_first_block(store: BlockStore) -> None:
-    """Two computed the same prefix; the second one's block is free on release, not cached."""
+    """Two requests computed the same prefix; the second one's block is free on release, not
+    cached."""
     await allocate(store, "a", 1)
     await allocate(store, "b", 1)
 
@@ -239,7 +242,7 @@ async def test_giving_back_a_shared_block_leaves_it_to_the_others(store: BlockSt
 
 
 async def test_prefix_counters_count_what_was_served(store: BlockStore) -> None:
-    """Neither a refused allocation nor one sent again is counted."""
+    """Neither a refused allocation nor a repeated call is counted."""
     await allocate(store, "a", 2, (A, B))
     await store.commit("pool", "a", 1, [(0, A)])
     await allocate(store, "b", 2, (A, B))

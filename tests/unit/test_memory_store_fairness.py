@@ -1,4 +1,4 @@
-"""Who waits, who goes first, who gives way: law 8 in a pool of 11 blocks."""
+"""Waiting, order and preemption: law 8 in a pool of 11 blocks."""
 
 from dataclasses import replace
 
@@ -77,7 +77,8 @@ async def test_an_earlier_one_goes_past_a_later_waiter(store: BlockStore) -> Non
 
 
 async def test_equals_do_not_wait_for_each_other(store: BlockStore) -> None:
-    """Two attempts of one request have the same order: the new one is not held up by the old."""
+    """Two attempts of one request have the same order: the new one does not wait for the old
+    one."""
     await store.allocate("pool", "x", "v", 1, [], 8)
     with pytest.raises(OutOfBlocks):
         await store.allocate("pool", "a.1", "v", 2, [], 4)
@@ -96,7 +97,7 @@ async def test_a_wait_ends_by_withdrawal(store: BlockStore) -> None:
 
 
 async def test_a_waiter_may_rise_while_it_waits(store: BlockStore) -> None:
-    """A later try with another order replaces the first one."""
+    """A later call with another order replaces the first one."""
     await store.allocate("pool", "x", "v", 1, [], 11)
     for holder_id, order in (("a", 5), ("b", 6)):
         with pytest.raises((OutOfBlocks, MustWait)):
@@ -174,7 +175,8 @@ async def test_cached_blocks_count_for_the_watermark_until_pinned(
 
 
 async def test_first_in_order_grows_first(store: BlockStore) -> None:
-    """Two blocks are left for three: answers stand as asked, blocks go by order."""
+    """Two blocks are left for three: the answers are in the order of the calls, the blocks go by
+    order of arrival."""
     for order, holder_id in enumerate(("a", "b", "c"), start=1):
         await store.allocate("pool", holder_id, "v", order, [], 3)
     growths = [Growth(holder_id, 1, 3, 4) for holder_id in ("c", "b", "a")]
@@ -193,7 +195,8 @@ async def test_growth_is_all_or_nothing_for_each(store: BlockStore) -> None:
 
 
 async def test_the_last_in_order_gives_way_whoever_runs_it(full: BlockStore) -> None:
-    """w is short; v reads in its heartbeat that `last` must go. One demand at a time."""
+    """w is short; v reads in its heartbeat that `last` must be preempted. There is one demand at a
+    time."""
     answer = await full.extend("pool", "w", [Growth("middle", 1, 4, 5)])
     assert answer.grown == (Grown("middle", (), "OUT_OF_BLOCKS"),)
     assert answer.demands == ()
@@ -214,7 +217,7 @@ async def test_the_last_one_itself_goes_if_it_is_short(full: BlockStore) -> None
 
 
 async def test_holders_are_asked_to_yield_one_at_a_time(full: BlockStore) -> None:
-    """Who is short again while `last` is about to go does not take another one's blocks too."""
+    """A holder that is short again before `last` is preempted does not cause another demand."""
     short = [Growth("first", 1, 4, 5)]
     assert (await full.extend("pool", "v", short)).demands == ("last",)
     await full.give_back("pool", "middle", 1, [7])
@@ -224,7 +227,7 @@ async def test_holders_are_asked_to_yield_one_at_a_time(full: BlockStore) -> Non
 
 
 async def test_a_demand_follows_its_holder(full: BlockStore) -> None:
-    """A ticket at rest is a victim too; whoever claims it reads the demand."""
+    """A ticket at rest can be preempted too; the worker that claims it reads the demand."""
     await full.detach("pool", "last", 1)
     await full.extend("pool", "w", [Growth("middle", 1, 4, 5)])
     await full.claim("pool", "last", 2, "w")
@@ -234,7 +237,7 @@ async def test_a_demand_follows_its_holder(full: BlockStore) -> None:
 
 
 async def test_fenced_workers_are_neither_asked_nor_waited_for(full: BlockStore) -> None:
-    """v got the demand and froze: w's own holder, the last of those that can act, is next."""
+    """v got the demand and was stopped: w's own holder, the last of those that can act, is next."""
     await full.extend("pool", "w", [Growth("middle", 1, 4, 5)])
     await full.fence("pool", "v")
 
@@ -263,7 +266,7 @@ async def test_an_empty_pool_has_no_victim(store: BlockStore) -> None:
 async def test_a_preempted_holder_keeps_its_queue_position_until_it_is_back(
     full: BlockStore,
 ) -> None:
-    """Its blocks go to the others' growth, and to nobody who came later."""
+    """Its blocks go to the others' growth, and to no request that came later."""
     await full.release("pool", "last", 1, comes_back=True)
     assert await num_waiters(full) == 1
     with pytest.raises(MustWait):
@@ -284,7 +287,7 @@ async def test_a_returning_holder_without_room_waits_once(full: BlockStore) -> N
 
 
 async def test_a_place_that_nobody_comes_back_to_is_withdrawn(full: BlockStore) -> None:
-    """By its worker; or it goes with it, by a fence or when it is reaped."""
+    """By its worker; or with the worker, by a fence or when it is reaped."""
     await full.release("pool", "last", 1, comes_back=True)
     await full.release("pool", "last", 1, comes_back=True)
     assert await num_waiters(full) == 1
@@ -298,7 +301,7 @@ async def test_a_place_that_nobody_comes_back_to_is_withdrawn(full: BlockStore) 
 
 
 async def test_an_equal_place_of_somebody_else_stays(full: BlockStore) -> None:
-    """Only who gave way is replaced by who comes in its place."""
+    """Only the preempted holder is replaced by its successor."""
     with pytest.raises(OutOfBlocks):
         await full.allocate("pool", "a", "v", 4, [], 1)
     with pytest.raises(OutOfBlocks):

@@ -1,4 +1,4 @@
-"""Epochs: who may go on with a holder, what is stale, and what may be sent again."""
+"""Epochs: which worker may continue a holder, stale calls, and repeated calls."""
 
 import pytest
 
@@ -38,7 +38,7 @@ async def prepare(store: BlockStore) -> BlockStore:
 
 
 async def assert_stale(store: BlockStore, epoch: int) -> None:
-    """Whatever is tried with `a` at this epoch is refused, and changes nothing."""
+    """Every call for `a` with this epoch is refused, and changes nothing."""
     before = await store.holders("pool"), await store.stats("pool")
     for attempt in (
         store.commit("pool", "a", epoch, [(0, A)]),
@@ -56,7 +56,7 @@ async def assert_stale(store: BlockStore, epoch: int) -> None:
 
 
 async def test_hand_off(store: BlockStore) -> None:
-    """p detaches (2), d claims (3): from then on p is stale, and d goes on where p was."""
+    """p detaches (2), d claims (3): from then on p is stale, and d continues with p's blocks."""
     assert await store.detach("pool", "a", 1) == 2
     assert (await store.claim("pool", "a", 2, "d")).epoch == 3
 
@@ -70,7 +70,7 @@ async def test_hand_off(store: BlockStore) -> None:
 
 
 async def test_a_running_holder_cannot_be_claimed(store: BlockStore) -> None:
-    """A live owner is never stolen from (law 4)."""
+    """Blocks are never taken from a live owner (law 4)."""
     with pytest.raises(StaleHolder, match="running on p"):
         await store.claim("pool", "a", 1, "d")
 
@@ -98,7 +98,7 @@ async def test_epochs_to_come_are_stale_too(store: BlockStore) -> None:
 
 
 async def test_all_calls_may_be_sent_again(store: BlockStore) -> None:
-    """Each reply got lost once: the second answer is the first, and nothing happened twice."""
+    """Each reply was lost once: the second answer equals the first, and nothing happened twice."""
     again = [await store.allocate("pool", "b", "p", 2, [], 2) for _ in range(2)]
     assert again == [Allocation("b", 1, (3, 4), 0)] * 2
 
@@ -133,8 +133,8 @@ async def test_the_issuer_may_take_its_own_ticket_back(store: BlockStore) -> Non
 
 
 async def test_growth_answers_acquisitions_that_were_given_back(store: BlockStore) -> None:
-    """Acquisition numbers never shrink: a given back block keeps its number, and the next one is
-    new even if it is the same block."""
+    """Acquisition numbers never shrink: a returned block keeps its number, and the next one is new
+    even if it is the same block."""
     await store.give_back("pool", "a", 1, [1])
     answer = await store.extend("pool", "p", [Growth("a", 1, 0, 5)])
     assert answer.grown == (Grown("a", (0, 1, 2, 1, 3)),)
@@ -185,8 +185,9 @@ async def test_a_waiter_holds_nothing_to_release(store: BlockStore) -> None:
 
 
 async def test_a_ticket_is_claimed_with_the_blocks_that_its_holder_has(store: BlockStore) -> None:
-    """Or with some of them: what the holder has beside, and how often it acquired one, the answer
-    says. Another's, or one that was given back: refused, and nobody has it."""
+    """Or with some of them: the answer has the holder's other blocks, and how often it acquired
+    any. A ticket with another holder's block, or a returned one, is refused, and no worker gets
+    it."""
     await store.extend("pool", "p", [Growth("a", 1, have=3, total=5)])
     await store.give_back("pool", "a", 1, [3, 1])
     await store.extend("pool", "p", [Growth("a", 1, have=5, total=6)])  # 1 again
@@ -202,7 +203,7 @@ async def test_a_ticket_is_claimed_with_the_blocks_that_its_holder_has(store: Bl
 
 
 async def test_impossible_arguments_are_refused(store: BlockStore) -> None:
-    """Before anything is looked at; more of them in tests/fuzz."""
+    """Before anything else is checked; tests/fuzz has more of them."""
     refused = [
         store.allocate("pool", "", "p", 1, [], 1),
         store.allocate("pool", "b", "p", -1, [], 1),

@@ -1,4 +1,4 @@
-"""A ledger that was lost is rebuilt from what the workers say and what the stamps say."""
+"""A lost ledger is rebuilt from the workers' reports and from the stamps."""
 
 from collections.abc import Awaitable, Sequence
 
@@ -21,7 +21,7 @@ POOL = PoolSpec("pool", "model", "fingerprint", num_blocks=11, block_size=4, blo
 A, B, C, D = b"a" * 16, b"b" * 16, b"c" * 16, b"d" * 16
 PRIVATE, UNUSED = Content(private=True), Content()
 STAMPS = (Content(A, rank=2), Content(B, rank=1), PRIVATE, PRIVATE, Content(C, rank=0), PRIVATE)
-"""Blocks 0 and 1 are one prompt's, block 4 another's; the others have been written to."""
+"""Blocks 0 and 1 belong to one prompt, block 4 to another; the others have been written to."""
 
 RUNNING = Asserted("a", 1, 1, 0, (0, 1, 2))
 AT_REST = Asserted("r", 2, 2, 2, (0, 1, 3))
@@ -33,7 +33,7 @@ async def store() -> BlockStore:
 
 
 async def prepare(store: BlockStore) -> BlockStore:
-    """v and w are missing."""
+    """v and w have not reported."""
     await store.recover_pool(POOL, 2, ["v", "w"])
     return store
 
@@ -54,8 +54,8 @@ async def counts(store: BlockStore) -> tuple[int, int, int]:
 
 
 async def test_workers_and_stamps_together_make_the_ledger_whole(store: BlockStore) -> None:
-    """Who holds goes on holding, what is finished and held by nobody is cached, and the rest is
-    free; what comes next takes the blocks in the usual order."""
+    """Reported holders keep their blocks, finished blocks without a holder are cached, and the rest
+    is free; the next request takes blocks in the usual order."""
     assert await store.reassert(POOL, "v", [RUNNING], []) == ("w",)
     assert await store.reassert(POOL, "w", [AT_REST], []) == ()
     await finish(store)
@@ -78,7 +78,7 @@ async def test_workers_and_stamps_together_make_the_ledger_whole(store: BlockSto
 
 
 async def test_tails_are_evicted_before_heads(store: BlockStore) -> None:
-    """By rank, whatever the order of the blocks."""
+    """By rank, in any order of the blocks."""
     for worker in ("v", "w"):
         await store.reassert(POOL, worker, [], [])
     await finish(store)
@@ -164,7 +164,7 @@ async def test_a_pool_at_another_ledger_epoch_is_in_the_way(store: BlockStore) -
 
 @pytest.mark.parametrize("issuer_first", [True, False])
 async def test_the_claimer_of_a_ticket_is_believed(store: BlockStore, issuer_first: bool) -> None:
-    """Its issuer may not know yet."""
+    """The issuer may not know of the claim yet."""
     claimed = Asserted("r", 3, 2, 2, (0, 1, 3, 5))
     said = [("v", AT_REST), ("w", claimed)]
     for worker, holder in said if issuer_first else reversed(said):
@@ -178,7 +178,7 @@ async def test_the_claimer_of_a_ticket_is_believed(store: BlockStore, issuer_fir
 
 
 async def test_acquisitions_keep_their_numbers(store: BlockStore) -> None:
-    """Also those that were given back since."""
+    """Also those of blocks that were returned since."""
     await store.reassert(POOL, "v", [Asserted("a", 1, 1, 0, (0, 1, 2), given_back=(1,))], [])
     await store.leave("pool", "w")
     await finish(store)
@@ -198,7 +198,7 @@ async def test_waits_are_kept_in_order(store: BlockStore) -> None:
 
 
 async def test_blocks_of_a_dead_worker_are_free(store: BlockStore) -> None:
-    """Whether it died before it could say what it holds, or after."""
+    """Whether it died before its report or after it."""
     await store.reassert(POOL, "v", [RUNNING], [])
     assert await store.reap("pool", "v") == 1
     assert await store.reap("pool", "w") == 0
@@ -209,8 +209,8 @@ async def test_blocks_of_a_dead_worker_are_free(store: BlockStore) -> None:
 
 
 async def test_blocks_that_a_stuck_worker_may_write_are_not_reused(store: BlockStore) -> None:
-    """Blocks that have been written to, and be it by others; finished ones and those that were
-    never used can be had. When it dies, everything can."""
+    """Blocks that have been written to, by any worker. Finished blocks and those never used can be
+    allocated. When the worker dies, all can."""
     await store.reassert(POOL, "v", [RUNNING], [])
     await store.fence("pool", "w")
     assert (await store.stats("pool")).missing_worker_ids == ()
@@ -245,7 +245,7 @@ async def test_two_stuck_workers_quarantine_the_same_blocks(store: BlockStore) -
 
 
 async def test_a_worker_that_joins_during_recovery_holds_nothing(store: BlockStore) -> None:
-    """Be it a worker that was on its way when the ledger was lost."""
+    """Also a worker that was joining when the ledger was lost."""
     await store.register_worker(POOL, "v")
     await store.register_worker(POOL, "x")
     await store.reassert(POOL, "w", [], [])

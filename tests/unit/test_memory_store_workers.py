@@ -1,4 +1,4 @@
-"""Workers come, freeze, leave and die; and what an audit says when something is wrong."""
+"""Workers join, are fenced, leave and die; and the violations that an audit finds."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -65,7 +65,7 @@ async def prepare(store: BlockStore) -> BlockStore:
     ],
 )
 async def test_geometry_must_be_the_pools(store: BlockStore, other: PoolSpec, name: str) -> None:
-    """It is looked at before the fingerprint: its message says more."""
+    """It is checked before the fingerprint, since its message says more."""
     with pytest.raises(GeometryMismatch, match=f"{name} is .* in the pool, 7 in x"):
         await store.register_worker(replace(other, fingerprint="bf16"), "x")
 
@@ -99,8 +99,8 @@ async def test_a_fenced_worker_may_only_release(store: BlockStore) -> None:
 
 
 async def test_a_fenced_workers_blocks_are_quarantined(store: BlockStore) -> None:
-    """What it ran cannot be claimed, and its blocks are given to nobody; what it had put at rest
-    can go on elsewhere."""
+    """Its running requests cannot be claimed, and its blocks are given to no one; its tickets at
+    rest can continue elsewhere."""
     await store.fence("pool", "v")
     with pytest.raises(StaleHolder):
         await store.claim("pool", "a", 1, "w")
@@ -124,7 +124,7 @@ async def test_reaping_restores_conservation(store: BlockStore) -> None:
 
 
 async def test_the_dead_stay_dead(store: BlockStore, clock: Clock) -> None:
-    """What a dead worker sent comes in after it was reaped: nothing of it counts."""
+    """An operation that a dead worker sent arrives after it was reaped: it has no effect."""
     await store.reap("pool", "v")
     for attempt in (
         store.register_worker(POOL, "v"),

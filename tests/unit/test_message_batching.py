@@ -1,4 +1,4 @@
-"""What is to be sent on a stream goes together when it is there together."""
+"""Messages that are ready together go together on a stream."""
 
 import asyncio
 
@@ -27,7 +27,7 @@ async def test_queued_messages_go_together_and_later_ones_next() -> None:
 
 
 async def test_together_they_do_not_get_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is too large by itself goes alone, and nothing is left out."""
+    """A message that is too large goes alone, and none is left out."""
     monkeypatch.setattr(message_batching, "MAX_BATCH_BYTES", 100)
     outbox = Outbox[str](len)
     for one in ("a" * 40, "b" * 60, "c", "d" * 300, "e" * 90, "f" * 10):
@@ -72,7 +72,7 @@ def test_a_lone_message_is_unchanged() -> None:
 
 
 def test_a_batch_inside_a_batch_is_ignored() -> None:
-    """Whoever sends such a thing makes no work of any depth."""
+    """Nested batches of any depth cause no work."""
     inner = pack_batch([_reserve("b"), _reserve("c")])
     together = pack_batch([_reserve("a"), inner])
     assert [one.reserve.request_id for one in unpack_batch(together)] == ["a", "b"]

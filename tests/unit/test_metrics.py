@@ -1,4 +1,4 @@
-"""Figures: names as dashboards expect them, pool counters carried over, an endpoint that ends."""
+"""Metrics: names as dashboards expect them, continued pool counters, and an endpoint that ends."""
 
 import urllib.error
 import urllib.request
@@ -53,7 +53,7 @@ def test_names_are_those_of_the_contract(metrics: type, names: set[str]) -> None
 
 
 def test_pool_counters_are_carried_over() -> None:
-    """The pool counts since it was made; the endpoint's counters follow it and never fall."""
+    """The pool counts from its creation; the endpoint's counters follow it and never fall."""
     registry = CollectorRegistry()
     pools = PoolMetrics(registry)
     pools.observe(stats(num_held=4, num_queries=10, num_hits=3))
@@ -106,7 +106,7 @@ PROMETHEUS_3 = (
     ],
 )
 def test_type_and_samples_have_the_same_name_in_both_formats(accept: str) -> None:
-    """A sample of another name than its TYPE line is a metric of its own, without a type."""
+    """A sample with another name than its TYPE line would be a metric without a type."""
     registry = CollectorRegistry()
     metrics = GatewayMetrics(registry)
     metrics.requests_finished.labels("tiny", "stop").inc(3)

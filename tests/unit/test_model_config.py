@@ -1,4 +1,4 @@
-"""What ModelConfig reads from a checkpoint's JSON files, and what it refuses."""
+"""The fields that ModelConfig reads from a checkpoint's JSON files, and its refusals."""
 
 import json
 import math
@@ -156,7 +156,7 @@ def test_layers_have_windows_of_their_own(
 def test_a_window_that_is_not_in_the_file_is_of_4096_positions(
     tmp_path: Path, changes: dict[str, Any]
 ) -> None:
-    """Null, on the other hand, is none."""
+    """Null, however, means no window."""
     config = QWEN3 | {"num_hidden_layers": 2} | changes
     del config["sliding_window"]
     assert ModelConfig.from_directory(write(tmp_path, config)).windows == (4096, 4096)
@@ -184,7 +184,7 @@ def test_linear_and_default_rope(tmp_path: Path) -> None:
 
 
 def scaling_of(config: ModelConfig) -> object:
-    """That of all layers."""
+    """The scaling of all layers."""
     (rope,) = set(config.ropes)
     assert rope is not None
     return rope.scaling
@@ -208,7 +208,7 @@ def test_dynamic_rope_is_plain_within_the_models_context(tmp_path: Path) -> None
 
 
 def test_longrope_depends_on_the_workers_context(tmp_path: Path) -> None:
-    """And no other rope does."""
+    """No other rope does."""
     config = read(tmp_path, rope_scaling=LONGROPE)
     scaling = scaling_of(config)
     assert isinstance(scaling, LongScaling)

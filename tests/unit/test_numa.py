@@ -1,4 +1,4 @@
-"""NUMA: the topology is read from a fake /sys, and memory policies are asked of a fake kernel."""
+"""NUMA: the topology comes from a fake /sys, and memory policies go to a fake kernel."""
 
 import ctypes
 import errno
@@ -43,7 +43,7 @@ def test_nodes_and_cores_of_a_host_with_two_sockets(tmp_path: Path) -> None:
 
 
 def test_only_usable_cpus_count(tmp_path: Path) -> None:
-    """Node 1 has none of them, and node 2 (memory alone) has no CPU."""
+    """Node 1 has no usable CPU, and node 2 (memory alone) has no CPU."""
     system = fake_system(tmp_path, {0: "0-3,8-11", 1: "4-7,12-15", 2: ""}, num_cores=8)
     host = HostCpus.read({1, 2, 9}, system)
     assert host == HostCpus((Node(0, (1, 2, 9)),), ((1, 9), (2,)))
@@ -148,7 +148,7 @@ def test_a_refusal_is_logged_once_with_its_reason_and_nothing_is_asked_again(pat
 
 
 def test_this_kernel_takes_the_calls_or_refuses_them(path: Path) -> None:
-    """Node 1 need not be there: the kernel interleaves over those that are."""
+    """Node 1 may be missing: the kernel interleaves over the existing nodes."""
     with capture_logs() as logs:
         make_file(path, 2 * mmap.PAGESIZE, InterleavePolicy((0, 1)))
         with InterleavePolicy((0, 1)).interleaved():

@@ -1,4 +1,4 @@
-"""The limit of open files, and what of it connections get."""
+"""The limit of open files, and the share for connections."""
 
 import resource
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from services.common.runtime import open_files
 
 @pytest.fixture
 def limits() -> Iterator[tuple[int, int]]:
-    """Soft and hard, as they were and will be."""
+    """The soft and hard limits, before and after."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield before
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
@@ -25,6 +25,6 @@ def test_the_soft_limit_is_raised_to_the_hard_one(limits: tuple[int, int]) -> No
 
 @pytest.mark.parametrize(("soft", "room"), [(1024, 448), (512, 192), (130, 1), (100, 1)])
 def test_connections_leave_room_for_others(limits: tuple[int, int], soft: int, room: int) -> None:
-    """Also where there is next to nothing."""
+    """Also with a very small limit."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, limits[1]))
     assert open_files.room_for_connections(2) == room

@@ -26,7 +26,8 @@ def test_an_idle_model_keeps_one_worker_of_each_role() -> None:
 
 
 def test_long_prompts_need_prefill_workers() -> None:
-    """2 workers that are always busy need 2.5; 5 s of pending tokens need 5, at most double."""
+    """2 workers that are always busy become 2.5; 5 s of pending tokens need 5, limited to
+    double."""
     assert recommended([prefill(1.0)] * 2, [IDLE_DECODE]) == (3, 1)
     assert recommended([prefill(1.0, 2500)] * 2, [IDLE_DECODE]) == (4, 1)
 

@@ -1,4 +1,4 @@
-"""A pool's files: their front is allocated when they are made, the rest beside their use."""
+"""A pool's files: their front is allocated at creation, the rest while they are used."""
 
 import mmap
 import secrets
@@ -34,13 +34,13 @@ def never() -> bool:
 
 
 def after(num_pieces: int) -> Callable[[], bool]:
-    """Stopped once so many pieces are allocated."""
+    """Stop once so many pieces are allocated."""
     answers = iter([False] * num_pieces + [True])
     return lambda: next(answers)
 
 
 def num_pages(path: Path) -> int:
-    """Allocated ones."""
+    """The number of allocated pages."""
     return path.stat().st_blocks * 512 // PAGE
 
 

@@ -65,7 +65,8 @@ def test_a_pool_that_could_not_be_made_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_pool_disappears_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever dies while the files are deleted leaves half a pool, which is found and removed."""
+    """A process that dies while it deletes the files leaves a part of the pool, which is found and
+    removed."""
     with new_directory(tmp_path, "pool-1"):
         pass
     pool = pool_directories(tmp_path)[0]

@@ -1,4 +1,4 @@
-"""Sizing: bytes as users write them, memory as the host has it, blocks as they fit."""
+"""Sizing: bytes in users' notation, the host's memory, and the number of blocks."""
 
 import os
 from pathlib import Path
@@ -57,8 +57,8 @@ def test_given_memory_that_is_not_there_is_an_error_with_the_numbers() -> None:
 
 
 def test_measured_memory_is_half_of_what_all_workers_leave() -> None:
-    """1000 available; two workers to come with 100 of weights each, three with 50 of activations:
-    650 left, half of it in blocks of 30."""
+    """1000 are available. Two workers are still to start with 100 of weights each, and three use 50
+    for activations: 650 are left, half of them in blocks of 30."""
     plan = MemoryPlan(None, num_expected_workers=3, weight_bytes=100, activation_bytes=50)
     assert num_blocks_for(plan, 30, available=1000) == 10
 
@@ -78,7 +78,7 @@ def write(path: Path, text: str) -> None:
 
 @pytest.fixture
 def host(tmp_path: Path) -> Path:
-    """A /proc and a /sys/fs/cgroup of a host with 1 MiB (below any file system that tests run
+    """A /proc and a /sys/fs/cgroup of a host with 1 MiB (less than any file system that tests run
     on)."""
     write(tmp_path / "proc/meminfo", "MemTotal: 2048 kB\nMemAvailable: 1024 kB\nSwapFree: 0 kB\n")
     write(tmp_path / "proc/self/cgroup", "0::/\n")
@@ -123,7 +123,7 @@ def test_in_a_container_the_mounts_root_is_its_own_cgroup(host: Path) -> None:
 
 
 def test_file_system_capacity_counts_existing_pools(tmp_path: Path) -> None:
-    """So that a check beside running workers says the same as one before them."""
+    """So a check beside running workers has the same result as one before them."""
     size = os.statvfs(tmp_path).f_blocks * os.statvfs(tmp_path).f_frsize
     check_capacity(1 << 20, tmp_path)
     with pytest.raises(StartupError, match=r"are .* together: .* can hold .* on this host"):

@@ -1,4 +1,4 @@
-"""How long a step of prompts waits for company."""
+"""How long a prefill step waits for more prompts."""
 
 from services.engine.prefill_batching_delay import PrefillBatchingDelay
 
@@ -14,7 +14,7 @@ def test_no_prompt_waits_on_a_guess() -> None:
 
 
 def test_a_step_waits_for_a_fortieth_of_its_time_at_most() -> None:
-    """40 tokens take 160 ms: 4 ms, however they are spent."""
+    """40 tokens take 160 ms: the step waits 4 ms, in one wait or several."""
     made = batching_delay()
     assert made.delay_s(40, 0.0) == 0.004
     assert made.delay_s(40, 0.003) == 0.001
@@ -22,7 +22,7 @@ def test_a_step_waits_for_a_fortieth_of_its_time_at_most() -> None:
 
 
 def test_the_batch_begins_after_5_ms_without_arrivals() -> None:
-    """256 tokens take 1 s, so they have 25 ms: as long as others keep coming."""
+    """256 tokens take 1 s, so the step waits up to 25 ms, as long as prompts keep arriving."""
     made = batching_delay()
     assert made.delay_s(256, 0.0) == 0.005
     assert made.delay_s(256, 0.018) == 0.005
@@ -41,7 +41,7 @@ def test_a_full_step_waits_for_nobody() -> None:
 
 
 def test_short_steps_do_not_wait_and_nothing_does_not_either() -> None:
-    """Less than 0.3 ms is not worth falling asleep for."""
+    """Less than 0.3 ms is not worth a wait."""
     made = batching_delay(ms_per_token=0.1)
     assert made.delay_s(100, 0.0) == 0.0
     assert made.delay_s(0, 0.0) == 0.0

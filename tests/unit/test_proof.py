@@ -99,7 +99,8 @@ def test_nonces_are_remembered_as_long_as_their_proofs_count_and_no_longer() -> 
 
 
 def test_a_server_that_cannot_answer_is_found_out() -> None:
-    """It has a dead worker's address; what it overhears of another call does not help it."""
+    """The process listens at a dead worker's address; a recorded proof of another call does not
+    help it."""
     first, second = (Proof(KEY, METHOD, "decode-1") for _ in range(2))
     overheard = Guard(KEY, "decode-1").answer(METHOD, first.metadata)
     for metadata in (None, (), ((METADATA, overheard),), second.metadata):
@@ -108,7 +109,7 @@ def test_a_server_that_cannot_answer_is_found_out() -> None:
 
 
 class Call:
-    """What a guard sees of a call without a proof."""
+    """A call without a proof, as a guard receives it."""
 
     def __init__(self, peer: str) -> None:
         self._peer = peer

@@ -1,5 +1,5 @@
-"""How tokens are drawn: which ones the filters leave, how often each comes, and that nothing but a
-row's own parameters and logits decides its token."""
+"""Draws of tokens: which ones the filters leave, how often each comes, and that a row's token
+depends only on its own parameters and logits."""
 
 import math
 from collections.abc import Sequence
@@ -88,7 +88,7 @@ def test_a_nucleus_that_reaches_top_p_exactly_is_complete() -> None:
 
 
 def plain_filter(logits: list[float], p: SamplingParams, slack: float) -> set[int]:
-    """The filters as one would say them, in fp64, one token after the other; `slack` moves their
+    """The filters by their definition, in fp64, one token after the other; `slack` moves their
     limits by that share, outwards if positive."""
     probs = np.exp((np.array(logits) - max(logits)) / p.temperature)
     left = [i for i in range(len(logits)) if probs[i] >= p.min_p * probs.max() * (1 - slack)]
@@ -142,7 +142,7 @@ def chi_square(observed: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -
 @pytest.mark.parametrize("changes", [{}, {"temperature": 0.7}, {"top_k": 3}, {"min_p": 0.2}])
 def test_draws_follow_the_filtered_distribution(changes: dict[str, Any]) -> None:
     """20,000 draws of one request at successive positions. The limit is the 99.99th percentile of
-    chi-square with 4 degrees of freedom; the seed is fixed, so the test is as well."""
+    chi-square with 4 degrees of freedom; the seed is fixed, and so is the result."""
     num_draws = 20_000
     logits = torch.tensor([LN]).repeat(num_draws, 1)
     tokens = sample(logits, [draw(**changes)] * num_draws, range(num_draws))
@@ -156,8 +156,8 @@ def test_draws_follow_the_filtered_distribution(changes: dict[str, Any]) -> None
 
 @pytest.mark.parametrize("changes", [{}, {"temperature": 2.0}, {"top_p": 0.9}])
 def test_draws_follow_the_distribution_over_many_chunks(changes: dict[str, Any]) -> None:
-    """150 tokens are three chunks, the last one short; each token's logit is its neighbours' plus
-    or minus a little. The limit is the 99.99th percentile with 149 degrees of freedom."""
+    """150 tokens are three chunks, the last one short; neighbours' logits differ a little. The
+    limit is the 99.99th percentile with 149 degrees of freedom."""
     num_draws = 40_000
     row = torch.sin(torch.arange(150.0) * 0.7) - torch.arange(150.0) / 100
     logits = row.repeat(num_draws, 1)
@@ -243,7 +243,7 @@ def test_a_row_draws_the_same_alone_and_among_64(vocab_size: int) -> None:
 
 
 def test_noise_in_the_logits_seldom_turns_a_draw() -> None:
-    """Noise of 1e-5 on 2,000 draws over a flat vocabulary of 5,000: two turn at the most."""
+    """Noise of 1e-5 on 2,000 draws from a flat vocabulary of 5,000 changes two of them at most."""
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn((1, 5000), generator=generator).repeat(2000, 1)
     noisy = logits + torch.randn((2000, 5000), generator=generator) * 1e-5
@@ -278,7 +278,7 @@ def test_philox_gives_the_published_numbers() -> None:
 
 
 def test_philox_counts_in_its_lowest_word_and_is_keyed_by_the_rest() -> None:
-    """An own Philox in plain integers, at far arguments and an odd count."""
+    """Compared with a Philox in plain integers, at far arguments and an odd count."""
     seed, index, position = 2**64 - 2, 2**31, 131_071
     expected: list[float] = []
     for n in range(3):

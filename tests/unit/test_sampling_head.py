@@ -1,4 +1,4 @@
-"""What a step's states are asked, and in how many passes over the head's weights."""
+"""The queries of a step's states, and the number of passes over the head's weights."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ def test_a_decode_step_is_one_part_whatever_its_rows_ask() -> None:
 
 
 def test_states_that_draw_come_first_and_a_prompts_some_at_a_time() -> None:
-    """States 0 to 99 are of a prompt, 100 draws twice, 101 to 139 are of another prompt."""
+    """States 0 to 99 belong to a prompt, 100 draws twice, 101 to 139 belong to another prompt."""
     queries = [Query(state, 7, state, 0) for state in range(140) if state != 100]
     queries[100:100] = [Query(100, DRAWN, 50), Query(100, GREEDY, 50)]
     found = list(split_states(queries))
@@ -41,8 +41,8 @@ def test_more_draws_than_that_are_still_one_part() -> None:
 
 
 def test_rows_are_sampled_with_their_own_state() -> None:
-    """Tokens to come and tokens there, several to a state, with as many of the likeliest as each
-    asks for."""
+    """Draws and given tokens, several to a state, with as many likeliest tokens as each asks
+    for."""
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(2))
     queries = [
         *(Query(2, GREEDY, 5, 1), Query(0, 17, 5, 0), Query(2, DRAWN, 5)),

@@ -1,4 +1,4 @@
-"""The deployment's secret: where it comes from, and the keys that derive from it."""
+"""The deployment's secret: its sources, and the keys derived from it."""
 
 import hashlib
 import os
@@ -78,7 +78,7 @@ def test_a_secret_of_another_user_is_refused(
 
 
 def test_a_secret_that_is_a_link_is_refused(tmp_path: Path) -> None:
-    """Its target may be exchanged."""
+    """The link's target could be exchanged."""
     (tmp_path / "other").write_text("known")
     (tmp_path / "other").chmod(0o600)
     (tmp_path / FILE_NAME).symlink_to("other")
@@ -87,7 +87,7 @@ def test_a_secret_that_is_a_link_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_secret_that_is_no_file_is_refused(tmp_path: Path) -> None:
-    """Reading it does not wait for a writer either."""
+    """The check does not wait for a writer either."""
     os.mkfifo(tmp_path / FILE_NAME, 0o600)
     with pytest.raises(StartupError, match="is not a file"):
         secret_of(tmp_path)

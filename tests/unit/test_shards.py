@@ -1,4 +1,4 @@
-"""The table of how weights are divided among ranks."""
+"""The table of the division of weights among ranks."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -70,7 +70,7 @@ def test_parts_make_up_the_whole_weights(size: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_linears_of_parts_add_up_to_the_whole_linear(size: int) -> None:
-    """Column-parallel, then row-parallel, with biases, against the full matrices in fp64."""
+    """Column-parallel, then row-parallel, with biases, compared with the full matrices in fp64."""
     whole, found = parts(CONFIG, size)
     up, down = (f"model.layers.0.mlp.{name}_proj" for name in ("up", "down"))
 
@@ -106,7 +106,7 @@ def test_a_vocabulary_that_does_not_divide_differs_by_one_token() -> None:
 def test_kv_heads_are_those_of_the_ranks_query_heads(
     num_kv_heads: int, size: int, heads: list[int]
 ) -> None:
-    """With fewer of them than ranks, ranks have copies."""
+    """With fewer KV heads than ranks, several ranks have a copy of one."""
     config = replace(CONFIG, num_kv_heads=num_kv_heads)
     found = shards(config, size)
     assert [shard.part("kv_heads") for shard in found] == [slice(6 * h, 6 * h + 6) for h in heads]

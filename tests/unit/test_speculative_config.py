@@ -1,4 +1,4 @@
-"""The setting `speculative_config`: what is accepted, and which workers refuse it."""
+"""The setting `speculative_config`: accepted values, and workers that refuse it."""
 
 from pathlib import Path
 

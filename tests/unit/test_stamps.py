@@ -1,4 +1,4 @@
-"""Stamps: a block says what it holds, and nothing else is believed (law 6)."""
+"""Stamps: a block's stamp names its content, and no other claim is accepted (law 6)."""
 
 import mmap
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ def stamps(path: Path) -> Iterator[Stamps]:
 
 
 def write_prefix(stamps: Stamps) -> None:
-    """Blocks 7 and 2 hold TOKENS, written by holder "h"."""
+    """Holder "h" writes TOKENS into blocks 7 and 2."""
     stamps.mark_owned([7, 2], "h")
     stamps.complete(7, H0, ROOT, TOKENS[:4])
     stamps.complete(2, H1, H0, TOKENS[4:])
@@ -154,11 +154,11 @@ def test_a_dead_workers_complete_blocks_are_found_by_holder(stamps: Stamps) -> N
 
 
 class Killed(Exception):
-    """What ends a process in the middle of its writes."""
+    """Ends a process in the middle of its writes."""
 
 
 class DyingMemory:
-    """Takes one write; the next one never comes."""
+    """Takes one write, and fails at the next one."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
@@ -185,7 +185,7 @@ class DyingMemory:
 def test_a_writer_killed_between_two_writes_leaves_no_valid_stamp(
     stamps: Stamps, write: Callable[[Stamps], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Block 3 was private, 7 committed by h with H0: each is still so, or says nothing."""
+    """Block 3 was private, and 7 committed by h with H0: each still is, or has no valid stamp."""
     write_prefix(stamps)
     stamps.mark_owned([3], "h")
     with monkeypatch.context() as dying:
@@ -211,8 +211,8 @@ def test_a_file_of_another_geometry_is_refused(path: Path) -> None:
 
 
 def test_contents_rank_tails_before_heads(tmp_path: Path) -> None:
-    """For a ledger that is rebuilt: the deepest block of a prompt is evicted first; a block behind
-    the last that was used says nothing."""
+    """For a rebuilt ledger: the deepest block of a prompt is evicted first; a block after the last
+    used one has no content."""
     path = tmp_path / "stamps"
     path.write_bytes(bytes(8 * record_bytes(4)))
     stamps = Stamps(path, 8, 4)

@@ -1,4 +1,4 @@
-"""Stop strings: the first complete one ends the text, and not a character of it is shown."""
+"""Stop strings: the first complete one ends the text, and none of its characters is sent."""
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +11,7 @@ unhurried = settings(deadline=None)  # how fast the machine is, is no property
 
 
 def reference(text: str, stops: list[str]) -> tuple[str, str | None]:
-    """Plain: look at every prefix of the text, shortest first."""
+    """The plain definition: search every prefix of the text, shortest first."""
     for end in range(1, len(text) + 1):
         for stop in sorted(stops, key=len, reverse=True):
             if text[:end].endswith(stop):
@@ -35,15 +35,15 @@ words = st.text("ab", min_size=1, max_size=5)
 @unhurried
 @given(st.lists(st.text("ab", max_size=6), max_size=8), st.lists(words, max_size=3))
 def test_stop_strings_equal_the_reference(pieces: list[str], stops: list[str]) -> None:
-    """However the text is cut."""
+    """In any pieces of the text."""
     assert run(pieces, stops) == reference("".join(pieces), stops)
 
 
 @unhurried
 @given(st.text("ab", max_size=20), st.lists(words, min_size=1, max_size=3))
 def test_shown_text_is_never_taken_back(text: str, stops: list[str]) -> None:
-    """After every character, what was shown is a prefix of the final text, and nothing is held
-    back that could not become a stop string."""
+    """After every character, the sent text is a prefix of the final text, and no text is held back
+    that cannot become a stop string."""
     final, _ = reference(text, stops)
     matcher, shown = StopMatcher(stops), ""
     for seen, char in enumerate(text, start=1):
@@ -61,8 +61,8 @@ def test_shown_text_is_never_taken_back(text: str, stops: list[str]) -> None:
 def test_a_stop_string_that_may_not_end_the_text_is_passed_over(
     text: str, stops: list[str], num_free: int
 ) -> None:
-    """Among the first `num_free` characters none is complete for good; what is complete later may
-    begin among them."""
+    """No stop string is complete within the first `num_free` characters; one that is complete later
+    may begin there."""
     ends = (
         (text[: end - len(stop)], stop)
         for end in range(num_free + 1, len(text) + 1)
@@ -96,7 +96,7 @@ def test_worked_example() -> None:
 
 
 def test_the_longest_of_those_that_end_together_wins() -> None:
-    """Else the rest of it would be shown."""
+    """Otherwise the rest of it would be sent."""
     assert run(["xabc"], ["bc", "abc", "c"]) == ("x", "abc")
 
 

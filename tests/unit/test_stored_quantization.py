@@ -1,4 +1,4 @@
-"""`quantization_config`: what is read, and what is refused, by method and field."""
+"""`quantization_config`: the accepted fields, and the refusals by method and field."""
 
 import json
 from pathlib import Path

@@ -52,7 +52,7 @@ def texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> set[str]:
 
 
 def accepts(vocabulary: Vocabulary, tokenizer: Tokenizer, kind: str, form: str, text: str) -> bool:
-    """Whether the text has the form: each token may come, and then the end may."""
+    """Whether the text has the form: each token may follow, and then the end may."""
     walk = grammar(vocabulary, kind, form).walk()
     tokens: list[int] = []
     for token in (*tokenizer.encode(text), EOS):
@@ -202,7 +202,7 @@ def test_wrong_structural_tags_are_refused_with_the_reason(
 def test_masks_are_those_of_the_tokens_before_them(
     vocabulary: Vocabulary, tokenizer: Tokenizer
 ) -> None:
-    """Whether the tokens came one by one, all at once, or others came first and went again."""
+    """The tokens came one by one, all at once, or after others that were removed again."""
     form = grammar(vocabulary, "json", OBJECT)
     tokens = tokenizer.encode('{"a": 12}')
     walk = form.walk()
@@ -231,7 +231,7 @@ def test_a_state_sees_the_generated_tokens_only(
 def test_a_state_behind_drafts_is_that_of_tokens(
     vocabulary: Vocabulary, tokenizer: Tokenizer
 ) -> None:
-    """A draft that may not come is a fault there, and leaves the state as it was."""
+    """A draft that the grammar forbids is a fault, and leaves the state as it was."""
     form, tokens = grammar(vocabulary, "regex", "(ab|cd)*e"), list(tokenizer.encode("ab"))
     state = GrammarState(form, tokens, 0)
     for text in ("c", "cd", "cdab", "cx", "x", "cdc", "a"):
@@ -260,8 +260,8 @@ def test_tokens_that_do_not_follow_the_grammar_are_a_fault(
 def test_a_lexer_that_has_learnt_too_much_is_replaced(
     vocabulary: Vocabulary, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its states are those of all texts of a grammar together; no text may suffer from the others,
-    nor change its masks."""
+    """A grammar's lexer states come from all texts together; no text may suffer from the others,
+    nor have other masks."""
     module, regex = "services.common.structured.grammar", r".*a.{60}"
     wanted = grammar(vocabulary, "regex", regex)
     limits = LLParserLimits(max_lexer_states=150, verbose_errors=False)

@@ -1,4 +1,4 @@
-"""What an operator sees of a run."""
+"""The operator's view of a run."""
 
 import io
 

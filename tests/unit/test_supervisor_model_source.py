@@ -1,4 +1,4 @@
-"""Where --model finds its files."""
+"""The sources of --model's files."""
 
 from pathlib import Path
 
@@ -49,7 +49,7 @@ def test_an_id_that_is_not_cached_says_how_to_get_it(hub_cache: Path) -> None:
 
 @pytest.fixture
 def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty Hugging Face cache; the library reads its place once, when it is imported."""
+    """An empty Hugging Face cache; the library reads its path once, when it is imported."""
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))

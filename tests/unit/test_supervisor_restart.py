@@ -1,4 +1,4 @@
-"""When a service is started again, and when the run gives up."""
+"""When a service is restarted, and when the run gives up."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ def test_a_failure_repeated_at_once_is_final() -> None:
 
 
 def test_a_reason_is_enough() -> None:
-    """The service has waited by itself for what may come."""
+    """The service itself has waited for what was missing."""
     restarts = Restarts()
     restarts.delay_after(NO_MEMORY)
     assert restarts.hopeless
@@ -44,7 +44,7 @@ def test_failures_of_different_kinds_are_not_hopeless() -> None:
 
 
 def test_a_slow_start_that_fails_counts_too() -> None:
-    """Redis is waited for, weights are loaded: a start may take long before it fails."""
+    """A start that waits for Redis and loads weights may take long before it fails."""
     restarts = Restarts()
     assert [restarts.delay_after(NO_REDIS) for _ in range(3)] == [0.1, 0.2, 0.4]
     assert restarts.hopeless

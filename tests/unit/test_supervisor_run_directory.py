@@ -1,4 +1,4 @@
-"""Run directories: one owner each, nothing left of the dead."""
+"""Run directories have one owner each, and dead owners leave nothing."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def test_leftovers_of_a_dead_run_are_removed_and_a_live_run_is_kept(short_path: 
 
 
 def test_other_directories_of_the_root_are_kept(short_path: Path) -> None:
-    """A user may give a directory that has files of his own."""
+    """A user may give a directory that has other files."""
     runs = short_path / "runs"
     runs.mkdir(mode=0o700)
     others = [runs / name for name in ("venv", "50051-notes", ".50051-deadbeef")]

@@ -1,4 +1,4 @@
-"""Every service understands what the supervisor tells it."""
+"""Every service accepts the settings that the supervisor gives it."""
 
 import os
 from pathlib import Path
@@ -25,7 +25,7 @@ CLASSES: dict[str, type[ServiceSettings]] = {
 
 
 def test_every_service_understands_what_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With every flag set: each name is a setting, each value is valid, and they arrive."""
+    """With every flag set: each name is a setting, and each value is valid and arrives."""
     asked = ServeOptions(
         pool_memory="2GiB",
         swap_memory="1GiB",

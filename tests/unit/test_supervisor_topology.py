@@ -1,4 +1,4 @@
-"""What a run consists of, and that every service understands what it is told."""
+"""The services of a run, and the settings that each of them gets."""
 
 import os
 from pathlib import Path
@@ -20,7 +20,7 @@ def options(**changes: object) -> ServeOptions:
 
 
 def services(asked: ServeOptions) -> tuple[ChildSpec, ...]:
-    """Of one model with these options."""
+    """The services of one model with these options."""
     model = ModelOptions(
         *("tiny", Path("/models/tiny"), asked.num_prefill, asked.num_decode),
         settings=asked.settings(To.WORKERS),
@@ -93,7 +93,7 @@ def test_priorities_are_refused_unless_they_are_asked_for() -> None:
 
 
 def test_a_port_of_a_role_is_that_of_its_first_member(monkeypatch: pytest.MonkeyPatch) -> None:
-    """0 is any free port for each; what a flag says goes before."""
+    """0 means a free port for each; a flag has precedence."""
     monkeypatch.setenv("QUIRE_DECODE_METRICS_PORT", "9092")
     monkeypatch.setenv("QUIRE_PREFILL_METRICS_PORT", "0")
     monkeypatch.setenv("QUIRE_PREFILL_PORT", "7100")

@@ -1,4 +1,4 @@
-"""How a task that talks to the server is ended."""
+"""The cancellation of a task that waits for the server."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""What is due with the same tick is due at the same time."""
+"""Deadlines with the same tick are due at the same time."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer: what it answers, and what is said when it is missing or broken."""
+"""A checkpoint's tokenizer, and the errors when it is missing or broken."""
 
 import json
 from pathlib import Path

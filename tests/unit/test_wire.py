@@ -1,4 +1,4 @@
-"""The ticket on the wire: the round trip is exact, and what makes no sense is refused."""
+"""The ticket on the wire: the round trip is exact, and invalid messages are refused."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -170,7 +170,7 @@ def test_a_ticket_comes_back_as_it_went(ticket: Ticket) -> None:
 @unhurried
 @given(real(0, 1e6))
 def test_a_float_is_rounded_once(temperature: float) -> None:
-    """A client's double becomes 32 bits on the first hop and stays that on the others."""
+    """A client's double becomes 32 bits on the first hop and stays so on the others."""
     sampling = replace(TICKET.sampling, temperature=temperature / 3)
     once = ticket_from_wire(ticket_to_wire(replace(TICKET, sampling=sampling)))
     assert ticket_from_wire(ticket_to_wire(once)) == once
