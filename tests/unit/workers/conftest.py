@@ -47,7 +47,7 @@ class WorkerPair:
                 await asyncio.sleep(0.001)
 
     async def until_empty(self) -> None:
-        """Nobody holds anything, and every law of the ledger is true."""
+        """Wait until no block is held, and check every law of the ledger."""
         async with asyncio.timeout(10):
             while (await self.store.stats("pool")).num_held:
                 await asyncio.sleep(0.001)
@@ -55,7 +55,7 @@ class WorkerPair:
             assert (await self.store.audit(pool_id)).violations == ()
 
     async def until_colder_is_empty(self) -> None:
-        """Nobody holds anything there either."""
+        """Wait until no block of the swap pool is held."""
         async with asyncio.timeout(10):
             while (await self.store.stats("colder")).num_held:
                 await asyncio.sleep(0.001)
@@ -81,8 +81,8 @@ def device(request: pytest.FixtureRequest) -> Device:
 
 
 counts_steps = pytest.mark.parametrize("device", ["computes at launch"], indirect=True)
-"""For tests that say exactly what there is after a number of steps. On a late device that depends
-on whether a block has arrived before the launch of the step behind those."""
+"""For tests that expect a certain state after a number of steps. On a late device it depends on
+whether a block has arrived before the next launch."""
 
 
 @pytest.fixture

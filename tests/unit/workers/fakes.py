@@ -1,5 +1,5 @@
 """A model whose next token depends on every token before it, read through the block table: a wrong
-table, a lost or overwritten block, or a missing slot changes or breaks what it says."""
+table, a lost or overwritten block, or a missing slot changes its tokens or fails."""
 
 import random
 import threading
@@ -32,14 +32,15 @@ ALONE = Draw(GREEDY, 0)
 
 
 def next_token(tokens: Sequence[int], draw: Draw = ALONE) -> int:
-    """Greedily the same for all sequences of a group, otherwise another for each."""
+    """The greedy token is the same for all sequences of a group; other draws differ."""
     sampled = draw.sampling.temperature > 0
     key = (draw.sampling.seed, draw.sequence_index) if sampled else ()
     return xxhash.xxh32_intdigest(repr((*key, list(tokens))).encode()) % VOCAB
 
 
 def likeliest_tokens(tokens: Sequence[int], number: int) -> Logprobs:
-    """After these: of the first NUM_LIKELY token ids; all others are out of the question."""
+    """The likeliest tokens after these: of the first NUM_LIKELY token ids; all others are
+    impossible."""
     chance = random.Random(repr(list(tokens)))
     logprobs = [float(np.float32(-chance.expovariate(0.5))) for _ in range(NUM_LIKELY)]
     ids = sorted(range(NUM_LIKELY), key=lambda token_id: -logprobs[token_id])[:number]
@@ -68,8 +69,8 @@ class CheckedStamps(Stamps):
 
 @dataclass
 class Arena:
-    """slot -> (position, token): what the KV of a pool stands for. Whoever writes must own the
-    block, by its stamp."""
+    """slot -> (position, token), in the place of a pool's KV. A writer must own the block by its
+    stamp."""
 
     block_size: int
     stamps: CheckedStamps
@@ -84,13 +85,13 @@ class Arena:
         self.stamps.check = self.check_finished
 
     def check_finished(self, block_id: int, token_ids: Sequence[int]) -> None:
-        """The KV of all these tokens, which are a block's, is there."""
+        """The KV of all these tokens, which fill a block, is present."""
         slots = range(block_id * self.block_size, (block_id + 1) * self.block_size)
         found = [self.slots.get(slot, (-1, -1)) for slot in slots]
         assert [token for _, token in found] == list(token_ids), "stamped before its KV is there"
 
     def copy_within(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """All sources are read first; targets are owned, like whatever is written."""
+        """All sources are read first; targets must be owned, as for any write."""
         size, found = self.block_size, dict(self.slots)
         assert len({target for _, target in pairs}) == len(pairs)
         for source, target in pairs:
@@ -102,8 +103,8 @@ class Arena:
         self.num_copied += len(pairs)
 
     def copy_from(self, source: "Arena", pairs: Sequence[tuple[int, int]]) -> None:
-        """Whole blocks, (source, target) each; only who owns the target by its stamp may. Waits for
-        `copying`."""
+        """Copies whole blocks, as (source, target); the targets must be owned by their stamps.
+        Waits for `copying`."""
         assert self.copying.wait(30)
         size = self.block_size
         for block_id, target in pairs:
@@ -120,9 +121,9 @@ class Arena:
 
 
 class FakeForward:
-    """`gate`: when cleared, steps wait for it; `num_begun` counts those too. `poison`: a token
-    behind which nothing is finite. `adapters`: those that rows had. `pause_after`: so many steps,
-    then the gate is cleared."""
+    """`gate`: while it is cleared, steps wait; `num_begun` counts those too. `poison`: a token
+    after which nothing is finite. `adapters`: those of the rows. `pause_after`: the number of steps
+    after which the gate is cleared."""
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
@@ -164,7 +165,7 @@ class FakeForward:
             return [self._row(row) for row in rows]
 
     def _check_writes(self, rows: Sequence[Row]) -> None:
-        """Nobody writes what somebody else reads or writes."""
+        """No row writes a slot that another row reads or writes."""
         size = self.arena.block_size
         readers = Counter(block_id for row in rows for block_id in row.block_table)
         for row in rows:
@@ -194,8 +195,8 @@ class FakeForward:
         return _told(row, context)
 
     def _verified(self, row: Row, context: list[int]) -> RowResult:
-        """A token after the one before each draft and after the last one, as if asked one by one.
-        Of a draft behind which nothing is finite there is nothing."""
+        """A token for each draft's position and one after the last, as if drawn one by one; none
+        after a draft behind which nothing is finite."""
         first = len(context) - row.num_drafts
         alone = replace(row, num_drafts=0, draws=row.draws[:1])
         ends = range(first, len(context) + 1)
@@ -213,7 +214,7 @@ class FakeForward:
 
 
 def logprobs_of(tokens: Sequence[int], num_top: int) -> Logprobs:
-    """Of the last one, as all of them decide."""
+    """The logprobs of the last token, which depend on all of them."""
     digest = xxhash.xxh32_intdigest(repr(list(tokens)).encode())
     return replace(likeliest_tokens(tokens[:-1], num_top), logprob=-float(digest % 100))
 
@@ -237,8 +238,8 @@ def _told(row: Row, context: list[int]) -> RowResult:
 
 
 class FakeSession:
-    """`began`: which requests it was told of; `told`: of whom it heard what, in order. While it
-    `reads` nothing, nothing of that is out."""
+    """`began`: the requests reported as begun; `told`: the events of each request, in order. While
+    it does not read (`reads`), none of its events is delivered."""
 
     def __init__(self) -> None:
         self.events: list[WorkerEvent] = []

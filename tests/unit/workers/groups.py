@@ -44,7 +44,7 @@ def of_each(session: FakeSession, request_id: str = "r1") -> dict[int, list[Gene
 
 
 def tokens(session: FakeSession, issued: Ticket) -> dict[int, list[int]]:
-    """What a client has of each sequence that was issued."""
+    """The client's tokens of each issued sequence."""
     drawn = of_each(session, issued.request_id)
     return {
         state.index: [

@@ -1,4 +1,5 @@
-"""Groups that give way at the decode worker of a `WorkerPair`, and come back by way of prefill."""
+"""Groups that are preempted at the decode worker of a `WorkerPair`, and return by way of
+prefill."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,21 +31,21 @@ def right(index: int, num_tokens: int = MAX_TOKENS) -> tuple[int, ...]:
 
 
 async def running(pair: WorkerPair, wanted: Ticket, num_steps: int) -> None:
-    """At the decode worker, whose gate is closed after so many steps."""
+    """A group at the decode worker, whose gate closes after so many steps."""
     pair.decode_model.pause_after = num_steps
     admit(pair, await prefill(pair, wanted))
     await pair.until(lambda: pair.decode_model.num_begun == num_steps + 1)
 
 
 async def unstarted(pair: WorkerPair, wanted: Ticket) -> None:
-    """Claimed, and before its first step: whatever it shares is still shared."""
+    """A group that is claimed, before its first step: its shared blocks still are shared."""
     pair.session.reads = False
     admit(pair, await prefill(pair, wanted))
     await pair.until(lambda: "h-r1" in pair.decode._running)
 
 
 async def preempt(pair: WorkerPair, holder_id: str = "h-r1") -> Ticket:
-    """What its gateway gets back."""
+    """Preempt a group; returns the ticket that its gateway gets."""
     num_seen = len(pair.session.of(Requeued))
     pair.decode.preempt([holder_id])
     pair.decode_model.gate.set()
@@ -66,7 +67,7 @@ async def swapped_out(pair: WorkerPair, wanted: Ticket, num_steps: int = 6) -> T
 
 
 async def come_back(pair: WorkerPair, back: Ticket) -> Ticket:
-    """Through prefill, under a new holder; the ticket that it issues."""
+    """Send a ticket to prefill under a new holder; returns the issued ticket."""
     session = FakeSession()
     pair.prefill.submit(session, replace(back, attempt=2, holder_id="h-again"))
     await pair.until(lambda: bool(session.events))
@@ -76,7 +77,8 @@ async def come_back(pair: WorkerPair, back: Ticket) -> Ticket:
 
 
 async def finish(pair: WorkerPair, issued: Ticket) -> dict[int, tuple[int, ...]]:
-    """The tokens of all that went on, to their ends; and nothing is left."""
+    """Run to the end; returns the tokens of all remaining sequences, and checks that nothing is
+    left."""
     admit(pair, issued)
     await pair.until(lambda: ended_again(pair) == {state.index for state in issued.sequences})
     await pair.until_empty()
@@ -92,13 +94,13 @@ async def finish(pair: WorkerPair, issued: Ticket) -> dict[int, tuple[int, ...]]
 
 
 def ended_again(pair: WorkerPair) -> set[int]:
-    """Since they came back."""
+    """The sequences that have ended since the return."""
     drawn = outputs(pair.session, "r1")
     return {output.index for output in drawn if output.finish_reason and output.attempt == 2}
 
 
 def evict_all(pair: WorkerPair) -> None:
-    """What the pool has cached is gone."""
+    """Evict all cached blocks of the pool."""
     blocks = pair.store.ledger("pool").blocks
     for block_id in list(blocks.cached):
         blocks.retract(block_id, blocks.hash_of[block_id])

@@ -1,4 +1,4 @@
-"""Requests on their way through the workers of a `WorkerPair`, and what their client has."""
+"""Requests on their way through the workers of a `WorkerPair`, and their clients' tokens."""
 
 from services.protocol.messages import Generated, Prefilled, Step
 from services.protocol.ticket import Ticket
@@ -29,7 +29,7 @@ def outputs(session: FakeSession, request_id: str) -> list[Generated]:
 
 
 def tokens(session: FakeSession, issued: Ticket) -> list[int]:
-    """What a client has: the prefill worker's token and the decode worker's."""
+    """The client's tokens: the prefill worker's and the decode worker's."""
     drawn = [output.token_ids[0] for output in outputs(session, issued.request_id)]
     return [*issued.sequences[0].token_ids, *drawn]
 
@@ -39,5 +39,5 @@ def finished(session: FakeSession, request_id: str) -> bool:
 
 
 def prefilled(session: FakeSession) -> dict[str, Prefilled]:
-    """What came back from prefill, by request."""
+    """The tickets from prefill, by request."""
     return {event.ticket.request_id: event for event in session.of(Prefilled)}

@@ -1,4 +1,4 @@
-"""Beam searches of the fake model: what is asked for, and what must be found."""
+"""Beam searches of the fake model: their parameters, and the expected hypotheses."""
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
@@ -28,7 +28,7 @@ def asked(
 
 
 def right(ticket: Ticket) -> tuple[Hypothesis, ...]:
-    """By looking at each beam's whole context at each step."""
+    """The result of a search over each beam's whole context at each step."""
     params = ticket.sampling.beam
     assert params is not None
     _, finished = steps_of(ticket)[-1]
@@ -36,7 +36,7 @@ def right(ticket: Ticket) -> tuple[Hypothesis, ...]:
 
 
 def steps_of(ticket: Ticket) -> Seq[tuple[list[Beam], tuple[Hypothesis, ...]]]:
-    """The living beams and what is finished, after each step of a search from its prompt."""
+    """The living beams and the finished hypotheses after each step of a search from its prompt."""
     return _steps(ticket.prompt_token_ids, ticket.sampling)
 
 

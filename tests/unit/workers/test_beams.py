@@ -1,4 +1,4 @@
-"""Beam searches at the workers: what is found, what moves, and that nothing is left."""
+"""Beam searches at the workers: their hypotheses, their moves, and that no block stays held."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -94,8 +94,8 @@ async def test_a_search_complete_with_its_first_token_ends_at_prefill(pair: Work
 
 
 async def test_beams_share_their_common_blocks(make_pair: MakePair) -> None:
-    """Each writes only its own tail: a step computes one token of each beam, and copies no more
-    than what forks."""
+    """Each beam writes only its own tail: a step computes one token of each beam, and copies only
+    the blocks of forks."""
     pair = await make_pair(num_blocks=160)
     wanted = asked(width=8)
     await start(pair, wanted)
@@ -151,7 +151,7 @@ async def test_preempted_searches_find_the_same_hypotheses(
     make_pair: MakePair,
 ) -> None:
     """Also at the prefill worker, and more than once. Decoding begins with all three searches,
-    which need more blocks than there are."""
+    which together need more blocks than there are."""
     pair = await make_pair(num_blocks=40)
     pair.decode_model.gate.clear()
     tickets = {f"r{number}": asked(number, max_tokens=24) for number in (1, 2, 3)}
@@ -183,7 +183,7 @@ async def test_preempted_searches_find_the_same_hypotheses(
 
 
 async def test_a_step_waits_for_all_beams(make_pair: MakePair) -> None:
-    """Prompts and tokens are computed in chunks of 3 tokens: beams come to their ends at different
+    """Prompts and tokens are computed in chunks of 3 tokens: beams reach their ends at different
     times."""
     pair = await make_pair(num_blocks=160, max_num_batched_tokens=3, max_num_seqs=4)
     wanted = asked()
@@ -224,7 +224,7 @@ async def test_a_search_needs_a_slot_for_each_beam_that_it_may_have(pair: Worker
 
 
 async def test_stop_conditions_do_not_end_a_beam(pair: WorkerPair) -> None:
-    """However early it is told to: the search could not go on with fewer."""
+    """Not even with few tokens: the search could not continue with fewer beams."""
     wanted = asked()
     issued = await start(pair, wanted)
     for index in range(4):

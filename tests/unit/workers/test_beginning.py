@@ -1,4 +1,4 @@
-"""A gateway hears that its request is begun before it is; of suspects, one at a time."""
+"""A gateway is told that its request begins before it is computed; suspects begin one at a time."""
 
 import asyncio
 from dataclasses import dataclass, replace
@@ -36,7 +36,7 @@ class HeldUp:
 
 
 def hold_up(pair: WorkerPair, monkeypatch: pytest.MonkeyPatch, operation: str) -> HeldUp:
-    """The store does it, and its answer waits until the delay is `over`."""
+    """The store carries the call out, and its answer waits until the delay is `over`."""
     held, act = HeldUp(asyncio.Event(), asyncio.Event()), getattr(pair.store, operation)
 
     async def slowly(*args: Any) -> Any:
@@ -50,7 +50,7 @@ def hold_up(pair: WorkerPair, monkeypatch: pytest.MonkeyPatch, operation: str) -
 
 
 async def test_no_sequence_is_computed_before_its_gateway_knows(pair: WorkerPair) -> None:
-    """So that whatever a step does to its worker, it is known over whom."""
+    """So whatever a step does to its worker, the gateway knows the requests in it."""
     session = FakeSession()
     session.reads = False
     pair.prefill.submit(session, ticket("r1", PROMPT))
@@ -82,7 +82,7 @@ async def test_no_sequence_is_decoded_before_its_gateway_knows(pair: WorkerPair)
 
 
 async def test_a_sequence_waiting_for_a_lost_store_has_not_begun(pair: WorkerPair) -> None:
-    """Nor who finds no blocks."""
+    """Neither has one that finds no blocks."""
     session = FakeSession()
     hog = await pair.store.allocate("pool", "hog", pair.prefill.worker_id, 1, (), 30)
     pair.prefill.submit(session, ticket("r2", PROMPT))
@@ -93,8 +93,8 @@ async def test_a_sequence_waiting_for_a_lost_store_has_not_begun(pair: WorkerPai
 
 
 async def test_suspects_are_begun_one_at_a_time_whoever_sends_them(pair: WorkerPair) -> None:
-    """The second when the first has a token, the third when the second is cancelled; who is no
-    suspect is not held up."""
+    """The second begins when the first has a token, the third when the second is cancelled; other
+    requests are not delayed."""
     pair.decode_model.gate.clear()
     sessions = [FakeSession() for _ in range(4)]
     issued = [
@@ -135,7 +135,7 @@ async def test_suspected_prompts_too(pair: WorkerPair) -> None:
 
 @pytest.mark.parametrize("how", ["aborted", "gateway gone", "handed over"])
 async def test_a_suspect_that_leaves_the_queue_leaves_nothing(pair: WorkerPair, how: str) -> None:
-    """Nor does it hold up who stands behind it."""
+    """It also does not delay the suspects after it."""
     pair.decode_model.gate.clear()
     sessions = [FakeSession() for _ in range(3)]
     issued = [
@@ -168,7 +168,8 @@ async def test_a_suspect_that_leaves_the_queue_leaves_nothing(pair: WorkerPair, 
 async def test_a_later_sequence_begins_when_the_gateway_has_the_token(
     pair: WorkerPair, monkeypatch: pytest.MonkeyPatch, max_tokens: int
 ) -> None:
-    """However long the store takes: it may kill at once, and its predecessor would seem to have."""
+    """However long the store takes: the later one may kill at once, and its predecessor would be
+    suspected."""
     session = FakeSession()
     held = hold_up(pair, monkeypatch, "release" if max_tokens == 1 else "detach")
     for number in (1, 2):

@@ -1,4 +1,4 @@
-"""What the blocks of a group hold, by its tokens: blocks of 4."""
+"""The keys of a group's blocks, by their tokens: blocks of 4."""
 
 from collections.abc import Sequence
 
@@ -31,7 +31,7 @@ def test_a_lone_sequence_is_a_trunk_and_a_tail() -> None:
 
 
 def test_keys_of_sequences_follow_the_common_ones() -> None:
-    """10 tokens of prompt: 2 blocks are everybody's, then each has its own."""
+    """10 tokens of prompt: 2 blocks are common to all, then each sequence has its own."""
     own = [(1, 2, 3, 4, 5, 6), (1, 2, 9), (7,)]
     contents = BlockKeys.of(group(*own), SIZE)
     trunk, branches = contents.chains
@@ -51,7 +51,7 @@ def test_equal_contents_have_one_key() -> None:
 
 @pytest.mark.parametrize("num_own", range(6))
 def test_without_the_last_token(num_own: int) -> None:
-    """Of a sequence that is its siblings' beginning the last full block is one no more."""
+    """A sequence whose tokens begin its sibling's has one full block less."""
     long, short = tuple(range(1, 7)), tuple(range(1, 1 + num_own))
     computed = BlockKeys.of(group(long, short), SIZE, num_left_out=1)
     for number, own in enumerate((long, short)):
@@ -63,7 +63,7 @@ def test_without_the_last_token(num_own: int) -> None:
 
 
 def test_equal_contents_are_one_block_wherever_they_stand() -> None:
-    """0 and 1 have computed the same twice; that of the first counts."""
+    """Sequences 0 and 1 have computed the same block twice; that of the first counts."""
     contents = BlockKeys.of(group((1, 2, 3), (1, 2, 3), (4, 5, 6)), SIZE)
     tables = [(0, 1, 2, 3), (0, 1, 4, 5), (0, 1, 6, 7)]
     assert list(contents.blocks(tables).values()) == [0, 1, 2, 3, 6, 7]
@@ -84,7 +84,8 @@ def test_where_each_begins_with_what_is_found() -> None:
 
 
 def test_missing_blocks_are_copied_once() -> None:
-    """0 finds its own third block; 1 and 2 have theirs, and a tail in common, from elsewhere."""
+    """Sequence 0 finds its own third block; 1 and 2 need theirs, and a common tail, from
+    elsewhere."""
     asked = group((1, 2, 3, 4, 5), (7, 8, 9, 9), (7, 8, 9, 6))
     contents, computed = BlockKeys.of(asked, SIZE), BlockKeys.of(asked, SIZE, num_left_out=1)
     (h0, h1), (of_0, _, _) = contents.chains

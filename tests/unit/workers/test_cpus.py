@@ -1,4 +1,4 @@
-"""How CPUs are divided: worked examples, and the laws of lending for any host and any workers."""
+"""The division of CPUs: worked examples, and the laws of lending for any host and any workers."""
 
 from collections.abc import Sequence
 
@@ -63,12 +63,12 @@ def homes(num_cpus: int, text: str) -> dict[str, tuple[int, ...]]:
     ],
 )
 def test_division(num_cpus: int, entries: str, expected: dict[str, tuple[int, ...]]) -> None:
-    """Decode workers have the lower half, prefill workers the rest; one role alone has all."""
+    """Decode workers have the lower half, prefill workers the rest; a single role has all CPUs."""
     assert homes(num_cpus, entries) == expected
 
 
 def test_twenty_workers_on_two_cpus() -> None:
-    """Ten of each role share its CPU."""
+    """The ten workers of each role share its CPU."""
     found = homes(2, "p d " * 10)
     assert found == {f"p{i}": (1,) for i in range(0, 20, 2)} | {
         f"d{i}": (0,) for i in range(1, 20, 2)
@@ -97,7 +97,7 @@ def test_two_workers_lend_each_other_their_cpus() -> None:
 
 
 def test_each_borrower_is_first_in_the_queue_of_some_cpu() -> None:
-    """d1 lives on CPU 0, d2 on 1, p0 on 2 and 3. The lines: for CPU 0 p0, d2; for 1 d1, p0; for 2
+    """d1 has CPU 0, d2 CPU 1, p0 CPUs 2 and 3. The queues: for CPU 0 p0, d2; for 1 d1, p0; for 2
     d1, d2; for 3 d2, d1."""
     assert lanes_of(4, "p d d") == [
         (Lane(2), Lane(3), Lane(0, byte(1)), Lane(1, byte(2, 1))),
@@ -152,7 +152,7 @@ def test_every_worker_may_use_every_cpu_once_and_its_home_first(
 def test_a_cpu_is_lent_to_one_at_most_and_never_while_somebody_at_home_is_busy(
     cpus: Sequence[int], roles: str, data: st.DataObject
 ) -> None:
-    """And whenever all who live there are idle, somebody busy has it."""
+    """Whenever all of a CPU's own workers are idle, a busy worker borrows it."""
     entries = workers(roles)
     busy = data.draw(st.sets(st.sampled_from(entries)))
     words = {entry.index * ENTRY_WORDS for entry in busy}

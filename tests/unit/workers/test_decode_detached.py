@@ -19,7 +19,7 @@ from .runs import finished, outputs, start, tokens
 
 
 async def handed_over(pair: WorkerPair, request_id: str, attempt: int = 1) -> Ticket:
-    """Hand over the running request `request_id`; return its detached ticket."""
+    """Hand over the running request `request_id`; returns its detached ticket."""
     pair.decode.hand_over(pair.session, request_id, attempt)
     await pair.until(lambda: bool(pair.session.of(Requeued)))
     requeued = pair.session.of(Requeued)[0]
@@ -30,8 +30,8 @@ async def handed_over(pair: WorkerPair, request_id: str, attempt: int = 1) -> Ti
 
 
 async def test_a_handed_over_sequence_goes_on_where_it_was(pair: WorkerPair) -> None:
-    """At another worker, from block ids alone: each position is computed once, by whoever ran it,
-    and the holder stays."""
+    """At another worker, from block ids alone: each position is computed once, and the holder
+    stays."""
     other = await another_decode_worker(pair)
     issued = await start(pair, ticket("r1", PROMPT, max_tokens=60))
     await pair.until(lambda: len(outputs(pair.session, "r1")) > 8)
@@ -55,7 +55,7 @@ async def test_a_handed_over_sequence_goes_on_where_it_was(pair: WorkerPair) -> 
 
 
 async def test_a_detached_request_waits_for_no_step_of_others(pair: WorkerPair) -> None:
-    """The steps in flight are its own, too; the next one is not."""
+    """The steps in flight contain it; the next one does not."""
     for request_id in ("r1", "r2"):
         await start(pair, ticket(request_id, PROMPT, max_tokens=500))
     await pair.until(lambda: all(outputs(pair.session, name) for name in ("r1", "r2")))
@@ -77,8 +77,8 @@ async def test_a_detached_request_waits_for_no_step_of_others(pair: WorkerPair) 
 async def test_detaching_takes_one_exchange_with_the_store(
     pair: WorkerPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One exchange never carries two calls about one holder: with a second one for each, those who
-    come to rest together would do so one after the other."""
+    """One exchange never carries two calls about one holder: with a second call for each, requests
+    that come to rest together would do so one after the other."""
     names = ["r1", "r2", "r3"]
     holders = {
         (await start(pair, ticket(name, PROMPT, max_tokens=500))).holder_id for name in names
@@ -104,7 +104,7 @@ async def test_detaching_takes_one_exchange_with_the_store(
 async def test_a_ticket_is_offered_once_the_store_has_detached_it(
     pair: WorkerPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not before: whoever claims it would be refused, and all computed again."""
+    """Otherwise a claim of it would be refused, and all of it computed again."""
     await start(pair, ticket("r1", PROMPT, max_tokens=500))
     await pair.until(lambda: bool(outputs(pair.session, "r1")))
     detach, may_detach, asked = pair.store.detach, asyncio.Event(), asyncio.Event()
@@ -142,7 +142,7 @@ async def test_a_handed_over_sequence_may_come_back(pair: WorkerPair) -> None:
 async def test_a_sequence_that_waits_for_its_next_block_is_handed_over_without_it(
     make_pair: MakePair,
 ) -> None:
-    """It had 12 slots for 13 tokens; whoever claims it gets the fourth block."""
+    """It had 12 slots for 13 tokens; the worker that claims it gets the fourth block."""
     pair = await make_pair(num_blocks=4)
     await pair.store.allocate("pool", "in the way", "PrefillWorker", 9, [], 1)
     issued = await start(pair, ticket("r1", PROMPT, max_tokens=6))
@@ -188,7 +188,7 @@ async def test_an_unclaimed_detached_ticket_is_released(pair: WorkerPair) -> Non
 
 
 async def test_a_demand_releases_a_detached_ticket(pair: WorkerPair) -> None:
-    """The last in order gives way, whether it runs or rests."""
+    """The last request in order is preempted, whether it runs or is at rest."""
     issued = await start(pair, ticket("r1", PROMPT, max_tokens=500))
     await pair.until(lambda: bool(outputs(pair.session, "r1")))
     await handed_over(pair, "r1")
@@ -219,7 +219,7 @@ async def test_a_drained_worker_stays_until_its_tickets_are_claimed(pair: Worker
 async def test_requests_left_after_the_grace_period_are_returned(
     pair: WorkerPair,
 ) -> None:
-    """What runs, and what is at rest and not claimed."""
+    """Running requests, and unclaimed ones at rest."""
     running = await start(pair, ticket("r1", PROMPT, max_tokens=500))
     await start(pair, ticket("r2", PROMPT, max_tokens=500))
     await pair.until(lambda: bool(outputs(pair.session, "r1") and outputs(pair.session, "r2")))

@@ -1,4 +1,4 @@
-"""Tickets that a decode worker does not believe."""
+"""Tickets that a decode worker refuses."""
 
 from dataclasses import replace
 from typing import Any
@@ -46,7 +46,7 @@ async def test_a_ticket_that_makes_no_sense_is_refused(
 async def test_sampling_names_tokens_of_the_vocabulary(
     pair: WorkerPair, named: dict[str, Any]
 ) -> None:
-    """A ticket's are an index into the logits."""
+    """The token ids of a ticket are indices into the logits."""
     asked = ticket("r1", PROMPT)
     asked = replace(asked, sampling=replace(asked.sampling, **named))
     with pytest.raises(InvalidRequest, match="beyond the vocabulary of 2147483648"):
@@ -56,7 +56,8 @@ async def test_sampling_names_tokens_of_the_vocabulary(
 async def test_a_ticket_with_blocks_that_its_holder_does_not_have_is_refused(
     pair: WorkerPair,
 ) -> None:
-    """Nobody reads another's blocks by naming them, and the ticket can still be claimed rightly."""
+    """No worker reads another holder's blocks by naming them, and the right ticket can still be
+    claimed."""
     other = await prefill(pair, ticket("r2", range(50, 60)))
     issued = await prefill(pair, ticket("r1", PROMPT))
     (state,) = issued.sequences
@@ -72,7 +73,7 @@ async def test_a_ticket_with_blocks_that_its_holder_does_not_have_is_refused(
 
 
 async def test_a_ticket_whose_blocks_hold_other_tokens_is_computed_again(pair: WorkerPair) -> None:
-    """It would be written on, and published, as what it is not."""
+    """The worker would otherwise write on, and publish, wrong blocks."""
     issued = await prefill(pair, ticket("r1", PROMPT))
     lie = replace(issued, prompt_token_ids=(99, *PROMPT[1:]))
     pair.decode.reserve(pair.session, "r1", 1, 1)
@@ -95,7 +96,7 @@ async def test_a_shortened_ticket_does_not_write_into_finished_blocks(pair: Work
 
 
 async def test_a_holder_has_one_sequence(pair: WorkerPair) -> None:
-    """The same ticket again, as another attempt or of another gateway: one of them runs."""
+    """The same ticket again, as another attempt or from another gateway: only one of them runs."""
     issued = await prefill(pair, ticket("r1", PROMPT, max_tokens=30))
     pair.decode_model.gate.clear()
     for attempt in (1, 2):
@@ -110,7 +111,7 @@ async def test_a_holder_has_one_sequence(pair: WorkerPair) -> None:
 
 @pytest.mark.parametrize("token", [50_000, 2**32 - 1])
 async def test_tokens_beyond_the_vocabulary_are_refused(pair: WorkerPair, token: int) -> None:
-    """They would end the worker, and everybody's request with it."""
+    """They would end the worker, with all its requests."""
     issued = await prefill(pair, ticket("r1", PROMPT))
     pair.decode.limits = replace(pair.decode.limits, vocab_size=50_000)
     (state,) = issued.sequences

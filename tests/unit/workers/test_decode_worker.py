@@ -60,8 +60,8 @@ async def test_many_sequences_run_in_one_batch(make_pair: MakePair) -> None:
 
 
 async def test_a_sequence_that_is_not_finite_fails_alone(pair: WorkerPair) -> None:
-    """Those beside it get every token, it gets an error that says why, and nobody adopts its
-    blocks: not even the finished ones, which may be what broke it."""
+    """The sequences beside it get every token, it gets an error with the reason, and none of its
+    blocks can be adopted: not even finished ones, whose KV may be the cause."""
     poisoned = tuple(range(200, 210))
     pair.decode_model.gate.clear()
     good = await start(pair, ticket("r1", PROMPT, max_tokens=20))
@@ -109,7 +109,7 @@ async def test_a_worker_without_a_tokenizer_refuses_structured_output(pair: Work
 
 
 async def test_an_abort_of_a_sequence_that_is_not_finite_is_not_answered(pair: WorkerPair) -> None:
-    """And its blocks say nothing any more, so that no recovery publishes them again."""
+    """Its blocks get no valid stamps, so that no recovery publishes them again."""
     pair.decode_model.gate.clear()
     pair.decode_model.poison = PROMPT[0]
     issued = await start(pair, ticket("r1", PROMPT, max_tokens=20))
@@ -136,7 +136,7 @@ async def test_all_tokens_of_a_step_go_in_one_message(pair: WorkerPair) -> None:
 async def test_the_last_request_is_preempted_when_blocks_run_out(
     make_pair: MakePair, block_size: int
 ) -> None:
-    """Three sequences need 3 x 30 slots of 64: the youngest goes back, the others end."""
+    """Three sequences need 3 x 30 slots of 64: the youngest goes back, and the others end."""
     pair = await make_pair(num_blocks=64 // block_size, block_size=block_size)
     pair.decode_model.gate.clear()
     issued = {
@@ -218,7 +218,7 @@ async def test_slots_are_granted_while_there_are_some(pair: WorkerPair) -> None:
 
 
 async def test_a_stale_ticket_goes_back(pair: WorkerPair) -> None:
-    """Its issuer has taken it back meanwhile, or another worker was faster."""
+    """Its issuer has taken it back meanwhile, or another worker has claimed it."""
     issued = await prefill(pair, ticket("r1", PROMPT))
     await pair.store.release("pool", issued.holder_id, issued.holder_epoch)
     pair.decode.reserve(pair.session, "r1", 1, 1)
@@ -242,7 +242,7 @@ async def test_the_deadline_ends_a_running_sequence(pair: WorkerPair) -> None:
 
 
 async def test_a_deadline_during_the_last_step_does_not_hide_the_end(pair: WorkerPair) -> None:
-    """The gateway hears one of the two, whichever came first here."""
+    """The gateway gets the one of the two that came first."""
     issued = await prefill(pair, ticket("r1", PROMPT, max_tokens=2))
     pair.decode_model.gate.clear()
     pair.decode.reserve(pair.session, "r1", 1, 1)
@@ -256,7 +256,7 @@ async def test_a_deadline_during_the_last_step_does_not_hide_the_end(pair: Worke
 
 
 async def test_a_fenced_worker_ends(pair: WorkerPair) -> None:
-    """Its requests are elsewhere by now; its blocks are free again when it is gone."""
+    """Its requests continue elsewhere; its blocks are free once it is gone."""
     fenced = await join(pair.store, pair.spec, "fenced", pair.arena.stamps)
     metrics = WorkerMetrics(CollectorRegistry())
     model = FakeForward(pair.arena)
@@ -268,7 +268,8 @@ async def test_a_fenced_worker_ends(pair: WorkerPair) -> None:
 
 
 async def test_figures_are_those_of_the_worker(pair: WorkerPair) -> None:
-    """The prefill worker draws the first of 500 tokens; its load is shown while it has some."""
+    """The prefill worker draws the first of 500 tokens; the decode worker's load is shown while it
+    runs."""
     pair.decode_model.gate.clear()
     await start(pair, ticket("r1", PROMPT, max_tokens=500))
     await pair.until(lambda: figure(pair, "num_requests_running") == 1)
@@ -310,7 +311,8 @@ class SlowGrammars:
 
 
 async def test_others_run_while_a_grammar_is_compiled(pair: WorkerPair) -> None:
-    """Its request begins, and ends, when that has failed; one that was aborted before does not."""
+    """Its request begins when the grammar is compiled, and fails if that fails; one that was
+    aborted before does not begin."""
     grammars = pair.prefill.grammars = SlowGrammars()  # type: ignore[assignment]
     structure = Structure(StructureKind.REGEX, "a")
     for name in ("r1", "r2"):

@@ -1,4 +1,4 @@
-"""Who was given up while it did not run neither writes nor answers."""
+"""A worker that was given up while it was stopped neither writes nor answers."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -48,7 +48,7 @@ def test_a_fenced_worker_neither_writes_nor_copies(lock: WorkerLock) -> None:
 
 
 def test_results_computed_meanwhile_are_dropped(lock: WorkerLock) -> None:
-    """What it read may have been somebody else's by then."""
+    """The blocks that it read may have belonged to another holder by then."""
     permitted = GuardedForward(Forward(lambda: revoke_lock(lock.path)), FenceGuard([lock]))
     flight = permitted.launch(())
     with pytest.raises(WorkerFenced):
@@ -56,7 +56,7 @@ def test_results_computed_meanwhile_are_dropped(lock: WorkerLock) -> None:
 
 
 def test_a_fenced_worker_waits_for_what_it_has_launched(lock: WorkerLock) -> None:
-    """The device writes until then, whatever becomes of the results."""
+    """The device writes until then, whatever happens to the results."""
     forward = Forward()
     flight = GuardedForward(LateForward(forward), FenceGuard([lock])).launch((), [(1, 2)])
     revoke_lock(lock.path)

@@ -1,5 +1,4 @@
-"""An engine on a late device: what it may do between the launch of a step and its retirement.
-Blocks of 4."""
+"""An engine on a late device, between the launch of a step and its retirement. Blocks of 4."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -86,7 +85,7 @@ def test_a_step_is_launched_before_the_one_before_it_is_retired(host: Host) -> N
 
 
 def test_a_block_is_stamped_when_its_step_is_retired(tmp_path: Path) -> None:
-    """Also by a step that draws nothing: 8 of 10 tokens."""
+    """Also by a step without draws: 8 of 10 tokens."""
     host = Host(tmp_path, budget=8, one_token=True)
     host.step(host.admit(asked(), 3))
     assert not host.stamps.is_committed(0)
@@ -98,7 +97,7 @@ def test_a_block_is_stamped_when_its_step_is_retired(tmp_path: Path) -> None:
 
 
 def test_a_stopped_sequence_draws_no_second_token(tmp_path: Path) -> None:
-    """Of a prefill worker: its ticket waits for no other step."""
+    """A prefill worker's ticket waits for no other step."""
     host = Host(tmp_path, one_token=True)
     host.step(host.admit(asked(2), 5))
     (advance,) = host.step().advances
@@ -108,7 +107,8 @@ def test_a_stopped_sequence_draws_no_second_token(tmp_path: Path) -> None:
 
 
 def test_a_sequence_that_ends_keeps_its_blocks_while_it_is_in_flight(host: Host) -> None:
-    """Its last token is a stop token, which only the host knows; the token behind it is dropped."""
+    """Its last token is a stop token, which only the host recognizes; the token after it is
+    dropped."""
     host.step(host.admit(asked(stop_token_ids=(right(3)[-1],))))
     host.step()
     host.step()
@@ -122,7 +122,7 @@ def test_a_sequence_that_ends_keeps_its_blocks_while_it_is_in_flight(host: Host)
 
 
 def test_one_of_several_that_ends_frees_its_blocks_a_step_later(host: Host) -> None:
-    """Its second block is full, and nobody else's: it goes back to the pool."""
+    """Its second block is full and belongs to no other sequence: it goes back to the pool."""
     host.step(host.admit(asked(2, stop_token_ids=(right(5, 1)[-1],))))
     advances = [advance for _ in range(12) for advance in host.step().advances]
     (ended,) = (i for i, advance in enumerate(advances) if any(t.finish for t in advance.tokens))
@@ -132,7 +132,7 @@ def test_one_of_several_that_ends_frees_its_blocks_a_step_later(host: Host) -> N
 
 @pytest.mark.parametrize("command", [Remove(KEY), AbortSequence(KEY, 0)], ids=["remove", "abort"])
 def test_a_group_in_flight_is_removed_when_it_has_landed(host: Host, command: Command) -> None:
-    """It launches nothing more, and its ticket has all tokens that were drawn."""
+    """It launches no further step, and its ticket has all drawn tokens."""
     host.step(host.admit(asked()))
     assert host.engine.apply([command]) == ()
     outcome = host.step()
@@ -161,7 +161,7 @@ def test_the_others_go_on_after_an_abort_of_one(host: Host) -> None:
 
 
 def test_a_broken_group_fails_when_nothing_of_it_is_in_flight(host: Host) -> None:
-    """Its blocks leave the prefix index and the pool's holder then."""
+    """Only then do its blocks leave the prefix index and the holder."""
     host.model.poison = right(2)[-1]
     host.step(host.admit(asked()))
     for _ in range(3):
@@ -176,7 +176,7 @@ def test_a_broken_group_fails_when_nothing_of_it_is_in_flight(host: Host) -> Non
 
 
 def test_what_breaks_behind_the_last_token_does_not_count(host: Host) -> None:
-    """The step that ran ahead of a stop token reads that token; nobody wants its result."""
+    """The step that ran ahead of a stop token reads that token; its result is not used."""
     host.model.poison = right(2)[-1]
     host.step(host.admit(asked(stop_token_ids=(right(2)[-1],))))
     outcomes = [host.step() for _ in range(4)]
@@ -201,7 +201,7 @@ CHANGES: dict[str, tuple[dict[str, Any], bool]] = {
 
 @pytest.mark.parametrize(("changes", "runs_ahead"), CHANGES.values(), ids=CHANGES)
 def test_which_sequences_run_ahead(host: Host, changes: dict[str, Any], runs_ahead: bool) -> None:
-    """Others are in every second step; the sequences beside them in all."""
+    """The others are in every second step; the sequences beside them in all."""
     beside = ticket("r2", range(7), sampling=replace(SAMPLED, max_tokens=30))
     waits = asked(**changes)
     host.step(host.admit(waits), host.admit(beside, first=30))
@@ -213,7 +213,7 @@ def test_which_sequences_run_ahead(host: Host, changes: dict[str, Any], runs_ahe
 
 
 def test_a_token_is_drawn_by_the_row_that_the_sequence_had(host: Host) -> None:
-    """Rows change their places when others end."""
+    """Rows change their places when other sequences end."""
     prompts = {f"r{n}": range(100 * n, 100 * n + n) for n in range(1, 6)}
     number = {key: 2 + int(key[1:]) % 3 for key in prompts}
     samplings = {key: replace(SAMPLED, max_tokens=number[key]) for key in prompts}
@@ -230,7 +230,8 @@ def test_a_token_is_drawn_by_the_row_that_the_sequence_had(host: Host) -> None:
 
 
 class HalfLate(LateForward):
-    """Steps that `is_host_bound` are computed at their launch, and those before them."""
+    """A device on which steps that are `is_host_bound`, and those before them, are computed at
+    their launch."""
 
     is_host_bound = False
 
@@ -265,7 +266,7 @@ def test_an_engine_that_ends_waits_for_its_device(host: Host) -> None:
 
 
 def test_spare_blocks_are_placed_for_the_token_in_flight(host: Host) -> None:
-    """With one block too few for it, the row sits out until the block comes."""
+    """If one block is missing for it, the row skips steps until the block comes."""
     group: Group = host.admit(asked(), num_blocks=3).group
     host.step(Admit(group))  # 10 tokens
     host.step()  # the 11th

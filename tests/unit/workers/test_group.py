@@ -1,4 +1,4 @@
-"""Groups in an engine: which blocks are shared, copied, written and given up. Blocks of 4."""
+"""Groups in an engine: shared, copied, written and released blocks. Blocks of 4."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -52,7 +52,7 @@ class EnginePair:
         return Engine(self.model, scheduler, self.stamps, one_token=one_token, look_ahead=2)
 
     def prefilled(self, asked: Ticket, block_ids: Sequence[int]) -> tuple[Ticket, list[Advance]]:
-        """The ticket at rest, and all that happened."""
+        """The ticket at rest, and the outcomes of all steps."""
         group = Group.to_compute(asked, rules(asked), block_ids)
         commands: list[Command] = [Admit(group)]
         advances: list[Advance] = []
@@ -100,7 +100,7 @@ def tables(sequences: Sequence[TicketSequence]) -> dict[int, tuple[int, ...]]:
 
 
 def test_the_prompt_is_computed_once_for_all(engine_pair: EnginePair) -> None:
-    """10 tokens: three sequences share its 2 full blocks and its tail; 2 blocks are for copies."""
+    """10 tokens: three sequences share 2 full blocks and a tail; 2 blocks are for copies."""
     wanted = asked(3)
     assert num_blocks_for(wanted, SIZE) == 5
     detached, advances = engine_pair.prefilled(wanted, range(5))
@@ -118,7 +118,7 @@ def test_the_prompt_is_computed_once_for_all(engine_pair: EnginePair) -> None:
 
 
 def test_a_prompt_of_full_blocks_has_no_tail_to_copy(engine_pair: EnginePair) -> None:
-    """The block after it is the first one's; the others get theirs where they go on."""
+    """The next block is the first sequence's; the others get theirs where they continue."""
     detached, _ = engine_pair.prefilled(asked(3, PROMPT[:8]), range(5))
     assert tables(detached.sequences) == {0: (0, 1, 2), 1: (0, 1), 2: (0, 1)}
     outcome = engine_pair.admit(detached, spare=(3, 4), num_acquired=5)
@@ -134,7 +134,8 @@ def test_however_the_prompt_is_cut(tmp_path: Path, budget: int) -> None:
 
 
 def test_a_shared_tail_is_copied_before_it_is_written(engine_pair: EnginePair) -> None:
-    """All but the last that refers to it, by index, in one call; then each goes its own way."""
+    """For all but the last sequence that refers to it, by index, in one call; then each continues
+    alone."""
     detached, _ = engine_pair.prefilled(asked(3), range(5))
     outcome = engine_pair.admit(detached, spare=(3, 4), num_acquired=5)
     assert (engine_pair.model.num_copies, engine_pair.arena.num_copied) == (1, 2)
@@ -147,7 +148,7 @@ def test_a_shared_tail_is_copied_before_it_is_written(engine_pair: EnginePair) -
 
 
 def test_a_row_whose_copy_has_no_block_sits_out(engine_pair: EnginePair) -> None:
-    """Blocks go to who needs them first, by index; the last needs none."""
+    """Blocks go to the sequences by index; the last one needs none."""
     detached, _ = engine_pair.prefilled(asked(3), range(5))
     assert engine_pair.admit(detached, spare=(), num_acquired=3).num_tokens == 0
     ran = []
@@ -167,7 +168,7 @@ def test_required_blocks_are_known_before_any_sequence_runs(engine_pair: EngineP
 
 
 def test_an_ended_sequence_releases_its_own_blocks(engine_pair: EnginePair) -> None:
-    """Finished blocks go back, a tail goes to a sibling that wants one."""
+    """Finished blocks are returned, a tail goes to a sibling that needs one."""
     detached, _ = engine_pair.prefilled(asked(2), range(4))
     engine_pair.admit(detached, spare=(3,), num_acquired=4)  # 0 writes block 3, 1 writes block 2
     engine_pair.decode.step([AddBlocks(KEY, (5, 6))])  # 12 tokens: 5 is 0's, 6 is 1's
@@ -208,7 +209,7 @@ def test_sequences_end_by_themselves(engine_pair: EnginePair) -> None:
 
 
 def test_a_sequence_of_one_token_leaves_the_others_their_blocks(engine_pair: EnginePair) -> None:
-    """Its copy of the tail is needed by nobody."""
+    """Its copy of the tail is not needed."""
     wanted = asked(3)
     first = right(1, 1)[0]
     sampling = replace(wanted.sampling, stop_token_ids=(first,))
@@ -234,7 +235,7 @@ def test_a_row_that_is_not_finite_ends_its_group_alone(engine_pair: EnginePair) 
 # Computed again: sequences with tokens of their own behind the prompt.
 
 AGAIN = {0: 3, 1: 0, 3: 9}
-"""How many tokens each has got: 2 has ended."""
+"""How many tokens each sequence has; 2 has ended."""
 
 
 def again(prompt: Sequence[int] = PROMPT) -> Ticket:
@@ -247,7 +248,7 @@ def again(prompt: Sequence[int] = PROMPT) -> Ticket:
 def test_a_group_is_computed_again_with_what_each_has(
     tmp_path: Path, length: int, budget: int
 ) -> None:
-    """The prompt once, then each one's own; all have one token more, whatever they had."""
+    """The prompt once, then the tokens of each; all have one token more, whatever they had."""
     engine_pair, wanted = EnginePair(tmp_path, budget), again(PROMPT[:length])
     num_blocks = num_blocks_for(wanted, SIZE)
     detached, advances = engine_pair.prefilled(wanted, range(num_blocks))
@@ -272,7 +273,7 @@ def test_a_group_is_computed_again_with_what_each_has(
 
 
 def test_tokens_common_to_all_are_computed_once() -> None:
-    """Greedy ones, or a token that everybody drew."""
+    """Greedy tokens, or a token that all sequences drew."""
     states = [(5, 6, 7), (5, 6), (5, 6, 8, 9)]
     group = replace(
         asked(1), sequences=tuple(TicketSequence(i, own) for i, own in enumerate(states))
@@ -283,7 +284,7 @@ def test_tokens_common_to_all_are_computed_once() -> None:
 
 
 def test_tokens_common_to_some_are_computed_once_too(engine_pair: EnginePair) -> None:
-    """Beams that part late: 14 tokens of two of them, and the third goes its own way after 10."""
+    """Beams that part late: 14 tokens are common to two of them, and the third parts after 10."""
     own = [(5, 6, 7, 8, 9), (2,), (5, 6, 7, 8, 1)]
     states = tuple(TicketSequence(i, tokens) for i, tokens in enumerate(own))
     wanted = replace(asked(1), sequences=states)
@@ -301,8 +302,8 @@ def test_tokens_common_to_some_are_computed_once_too(engine_pair: EnginePair) ->
 
 
 def test_sequences_go_on_from_their_own_tokens(engine_pair: EnginePair) -> None:
-    """0 has all its full blocks, 1 and 2 the prompt's: what those two have in common is one until
-    it is computed."""
+    """0 has all its full blocks, 1 and 2 only the prompt's: the common block of those two is
+    computed once."""
     wanted = replace(asked(1), sequences=(TicketSequence(0, (7,) * 7), *_pair()))
     alone = replace(wanted, sequences=wanted.sequences[:1])
     detached, _ = engine_pair.prefilled(alone, range(20, 25))
@@ -331,8 +332,8 @@ def _pair() -> tuple[TicketSequence, ...]:
 def test_a_block_that_somebody_adopted_is_not_copied_for_its_last_token(
     engine_pair: EnginePair,
 ) -> None:
-    """0 ends where an adopted block does, which 1 has too: its last token is computed again, and
-    stored nowhere (law 2)."""
+    """0 ends where an adopted block ends, which 1 has too: its last token is computed again, and
+    not stored (law 2)."""
     states = TicketSequence(0, (5, 6)), TicketSequence(1, (5, 6, 7))
     wanted = replace(asked(1), sequences=states)
     whole, _ = engine_pair.prefilled(replace(wanted, sequences=states[1:]), range(20, 25))

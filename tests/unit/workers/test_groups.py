@@ -1,4 +1,4 @@
-"""Requests of several sequences at the workers: one prompt, one ticket, one holder."""
+"""Requests with several sequences at the workers: one prompt, one ticket, one holder."""
 
 from dataclasses import replace
 
@@ -18,8 +18,8 @@ from .runs import prefill
 
 
 async def test_a_group_is_issued_with_a_token_for_each(pair: WorkerPair) -> None:
-    """One pass over the prompt; 2 blocks shared for good, a tail shared until it is written, and a
-    block for each copy."""
+    """One pass over the prompt; 2 blocks stay shared, a tail is shared until it is written, and
+    there is a block for each copy."""
     event = await answer(pair, asked(4))
     assert event.outputs == tuple(Generated("r1", 1, i, 10, (right(i, 1)[0],)) for i in range(4))
     assert [state.block_ids for state in event.ticket.sequences] == [(0, 1, 2)] * 4
@@ -67,7 +67,7 @@ async def test_a_group_finds_its_prompt_in_the_cache(pair: WorkerPair) -> None:
 @pytest.mark.parametrize("n", [1, 2, 5])
 @pytest.mark.parametrize("length", [3, 4, 10])
 async def test_sequences_end_independently(make_pair: MakePair, n: int, length: int) -> None:
-    """With the tokens that it has alone; the tail of the prompt is copied for all but one."""
+    """With the tokens that each has alone; the tail of the prompt is copied for all but one."""
     pair = await make_pair(num_blocks=64)
     issued = await start(pair, asked(n, 15, PROMPT[:length]))
     await pair.until(lambda: ended(pair.session) == set(range(n)))
@@ -81,8 +81,8 @@ async def test_sequences_end_independently(make_pair: MakePair, n: int, length: 
 
 @counts_steps
 async def test_a_sequence_that_ends_gives_its_blocks_back_at_once(pair: WorkerPair) -> None:
-    """0 ends at position 20, when 3 blocks of its own are full: they are cached, and nobody's.
-    Its last one is for the others."""
+    """0 ends at position 20, when 3 blocks of its own are full: they are cached without a holder.
+    Its last block goes to the others."""
     wanted = asked(3, 100)
     sampling = replace(wanted.sampling, stop_token_ids=(right(0, 11)[-1],))
     pair.decode_model.pause_after = 10
@@ -115,7 +115,7 @@ async def test_an_abort_of_one_lets_the_others_go_on(pair: WorkerPair) -> None:
 
 
 async def test_an_abort_of_one_that_is_being_claimed(pair: WorkerPair) -> None:
-    """Its part of the blocks is not the others'."""
+    """Its blocks are not those of the others."""
     issued = await prefill(pair, asked(3, 12))
     admit(pair, issued)
     pair.decode.abort(pair.session, "r1", 1, 1)
@@ -137,7 +137,8 @@ async def test_the_abort_of_the_last_one_is_that_of_the_request(pair: WorkerPair
 
 
 async def test_an_abort_that_crosses_the_end_of_the_others(pair: WorkerPair) -> None:
-    """1 ends in the step in flight, 0 is aborted: nobody is left, and the gateway knows why."""
+    """1 ends in the step in flight, and 0 is aborted: no sequence is left, and the gateway gets the
+    reason."""
     wanted = asked(2, 500)
     sampling = replace(wanted.sampling, stop_token_ids=(right(1, 2)[-1],))
     pair.decode_model.gate.clear()
@@ -192,7 +193,7 @@ SOUND = (
 async def test_tables_that_do_not_go_together_are_refused(
     pair: WorkerPair, which: int, changes: dict[str, object], problem: str
 ) -> None:
-    """Before anybody is asked for the blocks."""
+    """Before the blocks are claimed."""
     states = list(SOUND)
     states[which] = replace(states[which], **changes)  # type: ignore[arg-type]
     detached = replace(asked(1), holder_epoch=2)
@@ -216,7 +217,7 @@ async def test_blocks_that_the_holder_does_not_hold_are_refused(pair: WorkerPair
 
 
 async def test_tables_of_siblings_that_are_exchanged_are_not_believed(pair: WorkerPair) -> None:
-    """The finished blocks of each are compared with its tokens."""
+    """The finished blocks of each sequence are compared with its tokens."""
     pair.decode_model.pause_after = 8
     await start(pair, asked(2, 20))
     await pair.until(lambda: pair.decode_model.num_begun == 9)

@@ -1,4 +1,4 @@
-"""Groups that leave a worker with their tables, or without: moved, preempted, parked."""
+"""Groups that leave a worker with their block tables or without: moved, preempted, parked."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from .groups import admit, answer, asked, ended, num_held, of_each, right, start
 
 @counts_steps
 async def test_a_group_moves_with_its_tables(pair: WorkerPair) -> None:
-    """Blocks that were shared still are, and no position is computed again."""
+    """Shared blocks stay shared, and no position is computed again."""
     pair.decode_model.pause_after = 3
     issued = await start(pair, asked(3, 20))
     await pair.until(lambda: pair.decode_model.num_begun == 4)
@@ -34,7 +34,7 @@ async def test_a_group_moves_with_its_tables(pair: WorkerPair) -> None:
 
 @counts_steps
 async def test_blocks_missing_from_a_ticket_are_released(pair: WorkerPair) -> None:
-    """A stop string ended one while the ticket was under way."""
+    """A stop string ended one sequence while the ticket was under way."""
     pair.decode_model.pause_after = 8
     await start(pair, asked(3, 20))
     await pair.until(lambda: pair.decode_model.num_begun == 9)
@@ -55,7 +55,7 @@ async def test_blocks_missing_from_a_ticket_are_released(pair: WorkerPair) -> No
 
 @counts_steps
 async def test_a_group_is_preempted_as_one_and_recomputed(pair: WorkerPair) -> None:
-    """Each with its own tokens behind the prompt, which is in the cache."""
+    """Each with its own tokens after the prompt, which is cached."""
     pair.decode_model.pause_after = 5
     issued = await start(pair, asked(3, 20))
     await pair.until(lambda: pair.decode_model.num_begun == 6)
@@ -79,7 +79,7 @@ async def test_a_group_is_preempted_as_one_and_recomputed(pair: WorkerPair) -> N
 
 
 async def test_groups_of_different_lengths_are_computed_again(pair: WorkerPair) -> None:
-    """A gateway has of each what it received, of some nothing."""
+    """A gateway has the tokens that it received of each sequence, of some none."""
     states = tuple(TicketSequence(i, tuple(right(i, num))) for i, num in {0: 2, 1: 0, 4: 7}.items())
     event = await answer(pair, replace(asked(1, 12), sequences=states))
     issued, drawn = event.ticket, event.outputs
@@ -116,7 +116,8 @@ async def test_the_last_group_is_preempted_when_blocks_run_out(make_pair: MakePa
 
 @counts_steps
 async def test_a_parked_group_goes_on_where_its_client_wants_it(make_pair: MakePair) -> None:
-    """With all that have not ended; with fewer than its client wants it is computed again."""
+    """With all sequences that have not ended; if the client wants another number, the group is
+    computed again."""
     pair = await make_pair(park_window_s=30.0)
     pair.decode_model.pause_after = 3
     wanted = asked(3, 20)

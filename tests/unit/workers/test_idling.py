@@ -1,4 +1,4 @@
-"""A worker that has nothing asks the store for nothing, until there is a reason to."""
+"""An idle worker makes no calls of the store without a reason."""
 
 from collections import Counter
 
@@ -13,7 +13,7 @@ from .fakes import ticket
 
 
 class Calls:
-    """Counts what the workers ask of the store, by worker. `num_pauses`: begun."""
+    """Counts the calls of the store by worker. `num_pauses`: of those that have begun."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_heartbeats = Counter[str]()
@@ -34,7 +34,7 @@ class Calls:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """The pulse of a busy worker is fast; of an idle one none comes within the test."""
+    """A busy worker's heartbeats are fast; an idle worker sends none within the test."""
     monkeypatch.setattr(pool_worker, "_HEARTBEAT_S", 0.001)
     monkeypatch.setattr(pool_worker, "_IDLE_HEARTBEAT_S", 1000.0)
     return Calls(monkeypatch)

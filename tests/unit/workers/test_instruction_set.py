@@ -1,4 +1,4 @@
-"""The instruction set is measured once for a kind of CPU; all workers of a host have the same."""
+"""The instruction set is measured once for a kind of CPU; all workers of a host use the same."""
 
 import json
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ EMBEDDED = Path(__file__).parents[3] / "quire" / "embedded"
 
 SHAPE = contest.ModelShape("bfloat16", ((64, 32),), 4, 2, 16)
 SLOWER: contest.Timings = {"few rows": (1.2, 1.0), "many rows": (9.0, 8.0)}
-"""As on a Xeon, where the first one is the slower one."""
+"""As on a Xeon on which the first set is the slower one."""
 FASTER: contest.Timings = {"few rows": (0.6, 1.0), "many rows": (4.0, 8.0)}
 
 CPUINFO = """processor\t: 0
@@ -37,7 +37,7 @@ stepping\t: 9
 
 
 class MeasuredHost:
-    """Counts measurements, each of which says what it is told."""
+    """Counts measurements, each of which gives the result that it is told."""
 
     def __init__(self, path: Path) -> None:
         self.cache = path / "cache"
@@ -67,7 +67,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MeasuredHost:
 
 
 def test_a_measurement_decides_once_and_for_all(host: MeasuredHost) -> None:
-    """Later ones would say otherwise; nobody asks them."""
+    """Later measurements would have other results, and are not made."""
     assert host.isa() == "avx512"
     host.timings = FASTER
     assert host.isa() == "avx512"
@@ -92,7 +92,7 @@ def test_the_file_says_what_was_measured_on_which_cpu(host: MeasuredHost) -> Non
 
 
 def test_a_different_cpu_is_measured_anew(host: MeasuredHost) -> None:
-    """And one of the same kind is not, whatever else of it differs."""
+    """One of the same kind is not, whatever else differs."""
     host.isa()
     host.cpuinfo.write_text(CPUINFO.replace("2700.000", "3100.000"))
     host.isa()

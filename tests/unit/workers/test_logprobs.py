@@ -1,4 +1,5 @@
-"""Logprobs at the workers: chunk by chunk, in adopted blocks, after what interrupts a prompt."""
+"""Logprobs at the workers: chunk by chunk, in adopted blocks, and after interruptions of a
+prompt."""
 
 from dataclasses import replace
 from typing import Any
@@ -35,7 +36,7 @@ async def prefilled(pair: WorkerPair, name: str) -> Prefilled:
 
 
 async def test_of_every_token_from_prompt_to_end(pair: WorkerPair) -> None:
-    """At the prefill worker the first, then at the decode worker, a token a step."""
+    """The first token's from the prefill worker, the others from the decode worker, one a step."""
     event = await submit(pair, "r1", PROMPT, sampling=ASKS, prompt_logprobs=3)
     assert event.prompt_logprobs == of_prompt(PROMPT, 3)
     tokens = expected(PROMPT, 4)
@@ -53,7 +54,7 @@ async def test_of_every_token_from_prompt_to_end(pair: WorkerPair) -> None:
 
 
 async def test_a_prompt_in_chunks_beside_others(make_pair: MakePair) -> None:
-    """50 tokens at 16 a step, with others that ask for nothing, or for their tokens'."""
+    """50 tokens at 16 a step, beside requests that ask for none, or for those of their tokens."""
     pair: WorkerPair = await make_pair(num_blocks=64)
     pair.prefill_model.gate.clear()
     plain = replace(ASKS, logprobs=None)
@@ -70,8 +71,8 @@ async def test_a_prompt_in_chunks_beside_others(make_pair: MakePair) -> None:
 
 
 async def test_a_cached_prompt_is_computed_again_and_not_stored(pair: WorkerPair) -> None:
-    """It adopts what is cached, reads it, and writes none of it (the fake would fail); so does one
-    whose prompt ends with its cached blocks."""
+    """It adopts cached blocks, reads them, and writes none of them (the fake would fail); so does a
+    prompt that ends with its cached blocks."""
     await submit(pair, "r1", LONG, max_tokens=1)
     before = pair.arena.num_computed
     again = await submit(pair, "r2", LONG, max_tokens=1, prompt_logprobs=0)
@@ -85,8 +86,8 @@ async def test_a_cached_prompt_is_computed_again_and_not_stored(pair: WorkerPair
 
 
 async def test_after_a_preemption_they_come_once_and_whole(make_pair: MakePair) -> None:
-    """Half of the prompt is computed when its blocks are wanted: it goes back, and whoever computes
-    it again tells all of it."""
+    """Half of the prompt is computed when its blocks are demanded; the worker that computes it
+    again reports all of it."""
     pair: WorkerPair = await make_pair(max_num_batched_tokens=8)
     pair.prefill_model.pause_after = 3
     pair.prefill.submit(pair.session, ticket("r1", LONG), 2)

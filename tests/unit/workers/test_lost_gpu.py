@@ -16,14 +16,14 @@ from services.worker.process import WorkerProcess
 
 
 def accelerator_error(code: int) -> torch.AcceleratorError:
-    """As PyTorch raises it: with the runtime's number."""
+    """The error as PyTorch raises it, with the runtime's number."""
     error = torch.AcceleratorError("CUDA error")
     error.error_code = code  # type: ignore[attr-defined]
     return error
 
 
 class Failing(WorkerProcess):
-    """`error`: what serving ends with."""
+    """`error`: the error with which serving ends."""
 
     error: Exception
 

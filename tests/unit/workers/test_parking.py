@@ -1,4 +1,5 @@
-"""What a decode worker keeps of a gateway that is gone, and to whom it gives it."""
+"""The requests that a decode worker keeps of a lost gateway, and the gateways to which it gives
+them."""
 
 from dataclasses import replace
 from typing import Any
@@ -36,7 +37,7 @@ def generated(session: FakeSession) -> list[int]:
 
 
 def wanted(num_received: int, **changes: Any) -> Ticket:
-    """What another gateway asks for, whose client has so many tokens."""
+    """Another gateway's request, whose client has so many tokens."""
     received = TicketSequence(0, tuple(expected(PROMPT, num_received)))
     fields: dict[str, Any] = {"attempt": 7, "sequences": (received,)}
     return replace(ASKED, **fields | changes)
@@ -80,7 +81,7 @@ async def test_a_parked_sequence_goes_on_at_another_gateway(pair: WorkerPair) ->
 
 
 async def test_a_gateway_that_does_not_know_yet_loses_it(pair: WorkerPair) -> None:
-    """Its client has gone elsewhere, and that gateway asks first."""
+    """Its client has moved to another gateway, which asks first."""
     another = FakeSession()
     given = await answer(pair, another, wanted(3))
     (failed,) = pair.session.of(Failed)
@@ -104,7 +105,7 @@ async def test_a_lookup_during_parking_is_answered_once(pair: WorkerPair) -> Non
 
 
 async def test_a_parked_request_is_given_to_one_gateway_after_another(pair: WorkerPair) -> None:
-    """Should that gateway go too before it has claimed it."""
+    """If the gateway is lost before it has claimed the ticket."""
     await parked(pair)
     second, third = FakeSession(), FakeSession()
     await answer(pair, second, wanted(3))
@@ -135,7 +136,7 @@ async def test_a_lookup_with_a_wrong_identity_gets_nothing(
 
 
 async def test_a_requested_entry_displaces_no_other(pair: WorkerPair) -> None:
-    """An attempt is one job: that which lost its place would be nobody's."""
+    """An attempt is one job: a displaced job would belong to no request."""
     await parked(pair)
     owner = FakeSession()
     pair.decode.reserve(owner, "r1", 7, 1)
@@ -167,7 +168,8 @@ async def test_a_demand_ends_a_parked_sequence(pair: WorkerPair) -> None:
 async def test_only_who_draws_has_to_know_the_seed(
     pair: WorkerPair, temperature: float, is_found: bool
 ) -> None:
-    """A gateway draws one where the client gave none; of a greedy request no other can know it."""
+    """A gateway draws a seed if the client gave none; another one can know it only for a greedy
+    request."""
     sampling = SamplingParams(temperature, 0, 1.0, 0.0, seed=5, max_tokens=NUM_TOKENS)
     drawn = replace(ASKED, sampling=sampling)
     pair.decode.abort(pair.session, "r1", 1)

@@ -84,7 +84,8 @@ def test_domains_are_equal_groups_of_neighbouring_nodes(
 
 
 def test_nodes_of_very_unequal_size_are_one_domain() -> None:
-    """As with --cpus 0-4, or in a container with these CPUs. Few lanes leave their node."""
+    """As with --cpus 0-4, or in a container with these CPUs. Only few lanes would leave their
+    node."""
     host = WHOLE.only(range(5))
     assert domains(host, 2) == ((0, 1),)
     assert homes(host, "p d") == {"p0": (2, 3, 4), "d1": (0, 1)}
@@ -152,7 +153,7 @@ class Decode(WorkerSettings):
 
 
 def place(root: Path, **given: object) -> Place:
-    """Of a decode worker."""
+    """The place of a decode worker."""
     values = {"model": "/model", "pool_root": root / "pools", "num_expected_workers": 2, **given}
     return take_place(Decode.model_validate(values), "decode-1", WHOLE)
 
@@ -188,7 +189,7 @@ def test_off_divides_all_cpus_as_one_node(tmp_path: Path, bindings: Bindings) ->
 
 
 def test_a_list_of_cpus_is_taken_as_it_is(tmp_path: Path, bindings: Bindings) -> None:
-    """With both hyperthreads of a core, if it names them."""
+    """With both hyperthreads of a core, if the list has them."""
     assert place(tmp_path, cpus="0-1,8-9").host == WHOLE.only([0, 1, 8, 9])
 
 

@@ -1,4 +1,4 @@
-"""A worker that can not go on ends, so that nobody waits for it."""
+"""A worker that cannot go on ends, so that no request waits for it."""
 
 import asyncio
 from collections.abc import Callable
@@ -31,7 +31,7 @@ class DeafSession(FakeSession):
 
 
 async def test_an_error_after_a_step_ends_the_worker(tmp_path: Path) -> None:
-    """The outcomes of the rest of the step are lost: it must not seem to go on."""
+    """The outcomes of the rest of the step are lost: the worker must not seem to go on."""
     store = MemoryStore()
     spec = await make_pool(store, num_blocks=8, block_size=4)
     stamps = make_stamps(tmp_path / "stamps", spec)

@@ -1,4 +1,5 @@
-"""Who gets blocks of the prefill worker, in which order, and which cached ones it believes."""
+"""Admission at the prefill worker: the order in which requests get blocks, and the cached blocks
+that it accepts."""
 
 from typing import Any
 
@@ -16,7 +17,7 @@ from .runs import prefilled
 
 
 async def test_requests_without_blocks_wait_in_order(make_pair: MakePair) -> None:
-    """A pool of 4 blocks, r1 has all. r2 wants 4 and waits, r3 wants 1 and waits behind it."""
+    """A pool of 4 blocks, and r1 has all. r2 needs 4 and waits, r3 needs 1 and waits behind it."""
     pair = await make_pair(num_blocks=4)
     pair.prefill.submit(pair.session, ticket("r1", range(50, 64)))
     await pair.until(lambda: len(pair.session.events) == 1)
@@ -32,7 +33,7 @@ async def test_requests_without_blocks_wait_in_order(make_pair: MakePair) -> Non
 
 
 async def test_order_decides_not_the_time_of_coming(make_pair: MakePair) -> None:
-    """r9 has all 4 blocks; of those who wait for them the first in order came last."""
+    """r9 has all 4 blocks; of the waiting requests, the first in order came last."""
     pair = await make_pair(num_blocks=4)
     pair.prefill.submit(pair.session, ticket("r9", range(50, 64)))
     await pair.until(lambda: len(pair.session.events) == 1)
@@ -50,7 +51,7 @@ async def test_order_decides_not_the_time_of_coming(make_pair: MakePair) -> None
 async def test_requests_far_from_their_turn_hold_nothing(
     make_pair: MakePair, max_num_seqs: int, num_let_in: int
 ) -> None:
-    """12 prompts of 10 tokens: the engine computes 16 a step, and a prompt counts as 4 at most."""
+    """12 prompts of 10 tokens: the engine computes 16 a step, and a prompt counts for 4 at most."""
     pair = await make_pair(num_blocks=64, max_num_seqs=max_num_seqs)
     pair.prefill_model.gate.clear()
     for number in range(1, 13):
@@ -78,8 +79,8 @@ async def test_a_waiter_that_is_aborted_lets_the_next_one_in(make_pair: MakePair
 async def test_a_block_that_says_something_else_is_never_adopted(
     pair: WorkerPair, wrong: int, num_cached_tokens: int
 ) -> None:
-    """Law 6: an index entry that leads to another prompt's KV is retracted, not served; what is
-    right before it is."""
+    """Law 6: an index entry that leads to another prompt's KV is retracted, not served; the right
+    blocks before it are."""
     pair.prefill.submit(pair.session, ticket("r1", PROMPT, max_tokens=1))
     await pair.until(lambda: bool(pair.session.events))
     pair.prefill.stamps.mark_owned([wrong], "somebody else")
@@ -102,7 +103,7 @@ async def test_a_block_that_says_something_else_is_never_adopted(
 async def test_an_equal_hash_is_not_enough(
     pair: WorkerPair, parent: bytes, tokens: tuple[int, ...]
 ) -> None:
-    """Two prompts whose hashes collide: the block says whose it is."""
+    """Two prompts whose hashes collide: the block's stamp has the tokens."""
     pair.prefill.submit(pair.session, ticket("r1", PROMPT, max_tokens=1))
     await pair.until(lambda: bool(pair.session.events))
     pair.arena.stamps.mark_owned([0], "h-r1")
@@ -135,7 +136,7 @@ async def test_an_abort_while_blocks_are_asked_for_frees_them(
 async def test_an_abort_while_a_wrong_block_is_given_up_leaves_no_waiter(
     make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody would withdraw the successor of a holder whose request has ended."""
+    """A waiter of the ended request's next holder would never be withdrawn."""
     pair = await make_pair(num_blocks=3)
     pair.prefill.submit(pair.session, ticket("r1", PROMPT, max_tokens=1))
     await pair.until(lambda: bool(pair.session.events))
@@ -175,7 +176,7 @@ async def test_a_ticket_that_does_not_fit_is_refused(
 
 
 async def test_a_holder_that_was_used_before_costs_its_request_only(pair: WorkerPair) -> None:
-    """A gateway that gives one out twice hears of it; the worker goes on."""
+    """The gateway that uses one twice gets an error; the worker goes on."""
     pair.prefill.submit(pair.session, ticket("r1", PROMPT, max_tokens=1))
     await pair.until(lambda: len(pair.session.events) == 1)
     pair.prefill.submit(pair.session, ticket("r2", PROMPT, holder_id="h-r1"))

@@ -16,7 +16,7 @@ from .runs import prefilled
 
 
 async def test_a_ticket_comes_back_with_blocks_and_the_first_token(pair: WorkerPair) -> None:
-    """10 tokens and one to come take 3 blocks of 4; two of them are full and published."""
+    """10 tokens and the next one take 3 blocks of 4; two of them are full and published."""
     pair.prefill.submit(pair.session, ticket("r1", PROMPT))
     await pair.until(lambda: bool(pair.session.events))
     (event,) = pair.session.of(Prefilled)
@@ -35,7 +35,7 @@ async def test_a_ticket_comes_back_with_blocks_and_the_first_token(pair: WorkerP
 async def test_a_ticket_is_detached_before_its_gateway_gets_it(
     pair: WorkerPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the decode worker could ask for it too early, and find it running."""
+    """Otherwise a decode worker could claim it too early, while it still runs."""
     detach, heard = pair.store.detach, []
 
     async def watched(*args: Any) -> int:
@@ -70,7 +70,8 @@ async def test_a_stop_token_ends_it_too(pair: WorkerPair) -> None:
 
 
 async def test_a_cached_prompt_computes_its_last_token_only(pair: WorkerPair) -> None:
-    """A prompt of exactly 2 blocks, cached: the last token is computed, no shared block written."""
+    """A cached prompt of exactly 2 blocks: the last token is computed, and no shared block is
+    written."""
     prompt = PROMPT[:8]
     for number in ("r1", "r2", "r3"):
         pair.prefill.submit(pair.session, ticket(number, prompt, max_tokens=1))
@@ -84,7 +85,8 @@ async def test_a_cached_prompt_computes_its_last_token_only(pair: WorkerPair) ->
 
 
 async def test_a_prompt_that_is_not_finite_fails_alone(pair: WorkerPair) -> None:
-    """Its first blocks were finished, and others may have adopted them, before it was known."""
+    """Its first blocks were finished, and other requests may have adopted them, before the fault
+    was known."""
     poisoned = tuple(range(200, 230))
     pair.prefill_model.poison = poisoned[-1]
     pair.prefill.submit(pair.session, ticket("r1", poisoned))
@@ -99,7 +101,7 @@ async def test_a_prompt_that_is_not_finite_fails_alone(pair: WorkerPair) -> None
 
 
 async def test_a_shared_prefix_is_computed_once(pair: WorkerPair) -> None:
-    """Four prompts share 32 tokens: one computes them, three follow and find them."""
+    """Four prompts share 32 tokens: one computes them, three wait and find them."""
     prefix = tuple(range(32))
     for number in range(1, 5):
         pair.prefill.submit(pair.session, ticket(f"r{number}", (*prefix, 1000 + number)))
@@ -115,7 +117,7 @@ async def test_a_shared_prefix_is_computed_once(pair: WorkerPair) -> None:
 async def test_waiters_for_one_prefix_are_computed_in_one_step(
     pair: WorkerPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a step takes long: the first one waits for the others, which hear of their prefix a
+    """If a step takes long: the first request waits for the others, which learn of their prefix a
     little later."""
     observe = PrefillBatchingDelay.observe
     monkeypatch.setattr(
@@ -146,7 +148,8 @@ async def test_followers_go_on_when_their_leader_is_aborted(pair: WorkerPair) ->
 
 
 async def test_a_short_prompt_does_not_wait_for_a_long_one(pair: WorkerPair) -> None:
-    """The long one takes 5 steps or more of 16 tokens; a quarter of each step is for the short."""
+    """The long one takes 5 steps or more of 16 tokens; a quarter of each step is for the short
+    one."""
     pair.prefill_model.gate.clear()
     pair.prefill.submit(pair.session, ticket("r1", range(80)))
     pair.prefill.submit(pair.session, ticket("r2", (7, 8, 9)))
@@ -157,7 +160,7 @@ async def test_a_short_prompt_does_not_wait_for_a_long_one(pair: WorkerPair) -> 
 
 
 async def test_an_abort_at_any_time_frees_the_blocks(pair: WorkerPair) -> None:
-    """While it waits, computes, or lies at rest."""
+    """While it waits, is computed, or is at rest."""
     pair.prefill_model.gate.clear()
     for number in range(1, 5):
         pair.prefill.submit(pair.session, ticket(f"r{number}", range(number, number + 30)))
@@ -192,7 +195,7 @@ async def test_a_lost_gateway_ends_what_came_from_it(pair: WorkerPair) -> None:
 
 
 async def test_requests_left_after_the_grace_period_are_returned(pair: WorkerPair) -> None:
-    """What is computed, and a ticket that nobody has claimed."""
+    """Computed requests, and an unclaimed ticket."""
     pair.prefill.submit(pair.session, ticket("r1", range(10)))
     await pair.until(lambda: bool(pair.session.of(Prefilled)))
     pair.prefill_model.gate.clear()
@@ -231,7 +234,7 @@ async def test_the_deadline_reaches_the_worker(pair: WorkerPair) -> None:
 
 
 async def test_a_demand_sends_the_request_back(pair: WorkerPair) -> None:
-    """A ticket at rest gives way when a running sequence needs its blocks."""
+    """A ticket at rest is preempted when a running sequence needs its blocks."""
     pair.prefill.submit(pair.session, ticket("r1", range(20)))
     await pair.until(lambda: len(pair.session.events) == 1)
     pair.prefill.preempt(["h-r1"])
@@ -243,7 +246,7 @@ async def test_a_demand_sends_the_request_back(pair: WorkerPair) -> None:
 
 
 async def test_the_pulse_brings_demands(pair: WorkerPair) -> None:
-    """The running sequence that is short may be another worker's."""
+    """The running sequence that is short of blocks may be another worker's."""
     pair.prefill.submit(pair.session, ticket("r2", PROMPT))
     await pair.until(lambda: len(pair.session.events) == 1)
     await pair.store.allocate("pool", "short", "DecodeWorker", 1, [], 29)

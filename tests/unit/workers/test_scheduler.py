@@ -40,7 +40,7 @@ def test_order_decides_not_the_time_of_joining() -> None:
 
 
 def test_a_long_prompt_alone_takes_its_chunk() -> None:
-    """Without others nothing is held back."""
+    """Without other requests no part of the step is reserved."""
     made = scheduler(group(1, 100))
     assert sum(run.num_tokens for run in made.next_batch()) == 16
 

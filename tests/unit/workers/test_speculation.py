@@ -33,7 +33,7 @@ KEY = "h-r1"
 
 
 def sequence(tokens: Seq[int], num_blocks: int = 50, **changes: Any) -> Sequence:
-    """All of whose tokens but the last are computed."""
+    """A sequence that has computed all of its tokens but the last."""
     asked = ticket("r1", tokens, sampling=replace(SAMPLED, max_tokens=100, **changes))
     rules = Rules.of(asked, SIZE, frozenset(), 1000)
     blocks = range(num_blocks)
@@ -75,7 +75,7 @@ def test_a_drafter_sees_the_tokens_that_were_appended() -> None:
 
 class Simulated:
     """A worker whose step takes 1, and `growth` more for each draft, of which a share is accepted
-    as if each were a draw of its own."""
+    at random."""
 
     def __init__(self, growth: float, right: Seq[bool], num_rows: int = 1) -> None:
         self.payoff, self.growth = Payoff(), growth
@@ -97,7 +97,7 @@ class Simulated:
         self.duration += duration
 
     def run(self, num_tokens: int) -> float:
-        """Its speed; without drafts it is the number of rows."""
+        """The speed; without drafts it is the number of rows."""
         while self.num_tokens < num_tokens * len(self.rows):
             self.step()
         return self.num_tokens / self.duration
@@ -111,7 +111,7 @@ def test_drafts_that_are_never_accepted_cost_little(growth: float, num_rows: int
 
 
 def test_drafts_that_are_always_accepted_become_as_many_as_may_be() -> None:
-    """But for the steps that measure what a step without drafts takes."""
+    """Except for the steps that measure the time without drafts."""
     simulated = Simulated(0.05, [True])
     assert simulated.run(1000) > 5
     assert simulated.payoff.numbers([(simulated.rows[0], 8)], 1) == [8]
@@ -177,7 +177,7 @@ def test_how_many_drafts_a_sequence_may_get(changes: dict[str, Any], number: int
 
 
 def test_draws_behind_drafts_are_adjusted_as_if_the_drafts_were_tokens() -> None:
-    """And the sequence's own state is what it was: also its next draws are right."""
+    """Afterwards the sequence's own state is as before, so that its next draws are right."""
     changes: dict[str, Any] = {
         "repetition_penalty": 1.5,
         "frequency_penalty": 1.0,
@@ -212,7 +212,7 @@ def test_drafts_are_verified_with_the_adapter_of_their_sequence() -> None:
 
 
 def test_no_draft_ends_the_text() -> None:
-    """What follows an end is not drawn, and a grammar knows no state behind it."""
+    """Nothing is drawn after an end, and a grammar has no state after it."""
     speculation = oracle(lambda one, tokens: len(tokens), 8, 0)
     one, nobody = sequence([1, 2, 3], stop_token_ids=(6,)), cast("Group", None)
     (scheduled,) = speculation.with_drafts([ScheduledSequence(nobody, one, 1)], 64)
@@ -227,7 +227,7 @@ def drawn_next(one: Sequence, tokens: list[int]) -> int:
 
 
 class Host:
-    """A decode engine whose drafts are right, but for one of `wrong_every`."""
+    """A decode engine whose drafts are right, except one of `wrong_every`."""
 
     def __init__(
         self, directory: Path, device: Device, num_drafts: int, wrong_every: int, budget: int = 64
@@ -247,7 +247,7 @@ class Host:
         )
 
     def run(self, asked: Ticket) -> list[StepOutcome]:
-        """All steps, until the group has left. It gets the blocks that it asks for, in order."""
+        """All steps until the group has left. It gets the blocks that it asks for, in order."""
         rules = Rules.of(asked, SIZE, frozenset(), max_model_len=1000)
         self.group = Group.to_compute(asked, rules, range(3))
         commands: list[Command] = [Admit(self.group)]
@@ -285,8 +285,8 @@ RIGHT = expected(PROMPT, 30, Draw(SAMPLED, 0))
 def test_tokens_and_stamps_are_those_without_drafts(
     tmp_path: Path, device: Device, num_drafts: int, wrong_every: int
 ) -> None:
-    """A block is stamped when its tokens are known, never with a draft that was rejected: the
-    arena compares its KV, in which the draft stood for a while."""
+    """A block is stamped when its tokens are known, and never with a rejected draft: the arena
+    compares its KV, which had the draft for a while."""
     host = Host(tmp_path, device, num_drafts, wrong_every)
     outcomes = host.run(asked())
     assert drawn(outcomes) == RIGHT
@@ -303,7 +303,7 @@ def test_tokens_and_stamps_are_those_without_drafts(
 def test_a_sequence_that_ends_among_drafts_keeps_nothing_behind_its_end(
     tmp_path: Path, device: Device, number: int
 ) -> None:
-    """All its blocks are spare or given back, each once."""
+    """All its blocks are spare or returned, each once."""
     host = Host(tmp_path, device, 8, 0)
     outcomes = host.run(asked(stop_token_ids=(RIGHT[number - 1],)))
     assert drawn(outcomes) == RIGHT[:number]
@@ -316,7 +316,7 @@ def test_a_sequence_that_ends_among_drafts_keeps_nothing_behind_its_end(
 
 
 def test_what_breaks_behind_a_wrong_draft_does_not_count(tmp_path: Path, device: Device) -> None:
-    """A draft behind which nothing is finite, that is not what is drawn."""
+    """A rejected draft, after which nothing is finite."""
     host = Host(tmp_path, device, 4, 1)
     host.model.poison = RIGHT[4] - 1  # the wrong draft in its place
     assert drawn(host.run(asked())) == RIGHT
@@ -332,7 +332,7 @@ def test_what_breaks_behind_a_right_draft_fails_the_group(tmp_path: Path, device
 
 
 def test_drafts_stay_in_the_budget_and_in_the_slots(tmp_path: Path, device: Device) -> None:
-    """5 tokens a step. A slot too few for the drafts would raise."""
+    """5 tokens a step. A draft without a slot would raise an error."""
     host = Host(tmp_path, device, 64, 0, budget=5)
     outcomes = host.run(asked())
     steps = [outcome.num_tokens for outcome in outcomes if outcome.num_tokens]

@@ -1,4 +1,4 @@
-"""What a worker reports of its last steps."""
+"""A worker's report of its last steps."""
 
 from services.worker.step_meter import StepMeter
 

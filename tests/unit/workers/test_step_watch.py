@@ -1,4 +1,4 @@
-"""Who finishes no step ends; who is slow, idle or was stopped does not."""
+"""A worker that finishes no step ends; a slow, idle or stopped one does not."""
 
 import asyncio
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ async def test_a_step_without_an_end_ends_the_worker() -> None:
 
 @pytest.mark.parametrize("steps", [[1, None], [1, 2], [None]])
 async def test_running_and_waiting_engines_are_not_stuck(steps: list[int | None]) -> None:
-    """Each look sees another step than the one before, or none."""
+    """Each check sees another step than the one before, or none."""
     looks = 0
 
     class Changing:

@@ -1,4 +1,4 @@
-"""What gives way is copied to the colder pool, and comes back without being computed again."""
+"""Preempted sequences are copied to the swap pool, and return without a recompute."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,7 +26,7 @@ async def victim(pair: WorkerPair, num_tokens: int = 5) -> Ticket:
 
 
 async def preempt(pair: WorkerPair) -> Ticket:
-    """The pool demands the victim; the ticket that the gateway gets."""
+    """Preempt the victim; returns the ticket that the gateway gets."""
     pair.store.ledger("pool").demands.add("h-r9")
     await pair.until(lambda: pair.decode_figures.get_sample_value(PREEMPTIONS) == 1)
     pair.decode_model.gate.set()
@@ -38,7 +38,7 @@ async def preempt(pair: WorkerPair) -> Ticket:
 
 
 async def come_back(pair: WorkerPair, back: Ticket, session: FakeSession) -> Ticket:
-    """The gateway sends it to prefill again, under a new holder, and to decode."""
+    """Send the ticket to prefill again, under a new holder, and to decode."""
     again = replace(back, attempt=2, holder_id="h-r9-again")
     pair.prefill.submit(session, again)
     await pair.until(lambda: bool(session.events))
@@ -49,13 +49,13 @@ async def come_back(pair: WorkerPair, back: Ticket, session: FakeSession) -> Tic
 
 
 def num_swapped(back: Ticket) -> int:
-    """Tokens of its one sequence whose KV was swapped out: all but the last."""
+    """The tokens of the only sequence whose KV was swapped out: all but the last."""
     (sequence,) = back.sequences
     return len(PROMPT) + len(sequence.token_ids) - 1
 
 
 def evict_all(pair: WorkerPair) -> None:
-    """What the pool has cached is gone."""
+    """Evict all cached blocks of the pool."""
     blocks = pair.store.ledger("pool").blocks
     for block_id in list(blocks.cached):
         blocks.retract(block_id, blocks.hash_of[block_id])
@@ -97,7 +97,7 @@ def _new(pair: WorkerPair, back: Ticket, issued_again: Ticket) -> Sequence[int]:
 
 
 async def test_cached_blocks_are_not_copied_back(make_pair: MakePair) -> None:
-    """And what comes back can be shared by whoever has the same prefix."""
+    """Other requests with the same prefix can share its blocks."""
     pair = await make_pair(num_swap_blocks=16)
     await victim(pair)
     back = await preempt(pair)
@@ -113,7 +113,7 @@ async def test_cached_blocks_are_not_copied_back(make_pair: MakePair) -> None:
 async def test_a_prefix_that_is_in_the_colder_pool_is_not_copied_again(
     make_pair: MakePair,
 ) -> None:
-    """It stays there as cached blocks when its sequence has come back."""
+    """It stays there in cached blocks when its sequence has returned."""
     pair = await make_pair(num_swap_blocks=16)
     assert pair.swap_pool is not None
     await victim(pair)
@@ -139,7 +139,7 @@ async def test_a_prefix_that_is_in_the_colder_pool_is_not_copied_again(
 async def test_without_room_in_the_colder_pool_it_is_computed_again(
     make_pair: MakePair,
 ) -> None:
-    """All or nothing; and nobody waits there."""
+    """All or nothing; no request waits for room there."""
     pair = await make_pair(num_swap_blocks=2)
     await victim(pair)
     back = await preempt(pair)
@@ -192,7 +192,8 @@ async def test_a_ticket_that_is_gone_there_is_computed_again(make_pair: MakePair
 
 
 async def test_blocks_that_its_holder_does_not_have_are_not_read(make_pair: MakePair) -> None:
-    """A ticket that names them in another order, or others: it is computed."""
+    """A ticket that names them in another order, or other blocks: its sequence is computed
+    again."""
     pair = await make_pair(num_swap_blocks=16)
     await victim(pair)
     back = await preempt(pair)
@@ -212,7 +213,7 @@ async def test_blocks_that_its_holder_does_not_have_are_not_read(make_pair: Make
 async def test_blocks_that_say_something_else_are_not_trusted(
     make_pair: MakePair, wrong: int
 ) -> None:
-    """From the wrong one on all is computed again: a full block is known by its tokens, the last
+    """From the wrong block on, all is computed again: a full block is known by its tokens, the last
     one by its owner."""
     pair = await make_pair(num_swap_blocks=16)
     assert pair.swap_pool is not None
@@ -253,7 +254,7 @@ async def test_a_demand_while_it_comes_back_loses_nothing_but_time(make_pair: Ma
 
 
 async def test_a_ticket_for_another_colder_pool_is_computed(make_pair: MakePair) -> None:
-    """And one whose block ids cannot be: nothing is read from there."""
+    """Also one with impossible block ids: nothing is read from there."""
     pair = await make_pair(num_swap_blocks=16)
     sequence = TicketSequence(0, tuple(expected(PROMPT, 2)))
     wrong = ("elsewhere", (0, 1, 2)), ("colder", (0, 1, 99)), ("colder", (0, 1))
@@ -271,7 +272,7 @@ async def test_a_ticket_for_another_colder_pool_is_computed(make_pair: MakePair)
 
 
 def test_swapping_is_compared_with_computing_once_both_are_measured() -> None:
-    """100 blocks at 1 ms, there and back, and 10 ms each time: 220 ms."""
+    """100 blocks at 1 ms in each direction, and 10 ms for each copy: 220 ms."""
     cost = SwapCost()
     assert cost.is_below(100, 1600, prefill_ns_per_token=1)
     cost.observe(num_blocks=50, copying_s=0.05, total_s=0.06)
@@ -290,7 +291,7 @@ def test_short_steps_say_nothing_of_what_a_prompt_costs() -> None:
 
 
 async def test_only_what_nobody_else_has_counts_as_lost(make_pair: MakePair) -> None:
-    """Two sequences share two blocks of prompt: the younger loses only its own."""
+    """Two sequences share two blocks of prompt: the younger one loses only its own."""
     pair = await make_pair(num_swap_blocks=16, compares_costs=True)
     swapping = pair.decode._swapping
     assert swapping is not None

@@ -1,5 +1,5 @@
-"""Groups that give way are copied to the colder pool as they stand, and come back so: what they
-share is copied once and shared again. Blocks of 4."""
+"""Preempted groups are copied to the swap pool and back with their structure: shared blocks are
+copied once and shared again. Blocks of 4."""
 
 from dataclasses import replace
 
@@ -42,7 +42,7 @@ REFUSED = "quire:num_swaps_refused_total"
 async def test_a_swapped_out_group_goes_on_with_one_token_each_computed(
     make_pair: MakePair, n: int, block_size: int, num_steps: int
 ) -> None:
-    """At any place in a block, also with a tail that all still share."""
+    """At any position in a block, also with a tail that all still share."""
     pair = await make_pair(
         256 // block_size, block_size, num_swap_blocks=256 // block_size, max_num_batched_tokens=64
     )
@@ -62,8 +62,8 @@ async def test_a_swapped_out_group_goes_on_with_one_token_each_computed(
 
 
 async def test_blocks_are_copied_once_and_shared_again(make_pair: MakePair) -> None:
-    """2 blocks of the prompt and 2 of each of 3: 10 + 8 tokens, of which 17 are computed, so the
-    last block of each has one."""
+    """2 blocks of the prompt and 2 of each of 3 sequences: 10 + 8 tokens, of which 17 are computed,
+    so the last block of each has one."""
     pair = await make_pair(64, num_swap_blocks=32)
     assert pair.swap_pool is not None
     back = await swapped_out(pair, asked(3))
@@ -84,7 +84,7 @@ async def test_blocks_are_copied_once_and_shared_again(make_pair: MakePair) -> N
 
 
 async def test_cached_blocks_are_not_copied_back(make_pair: MakePair) -> None:
-    """Of each sequence: its own full blocks too."""
+    """Neither are the full blocks of each sequence."""
     pair = await make_pair(64, num_swap_blocks=32)
     back = await swapped_out(pair, asked(3))
     num_copied, num_computed = pair.arena.num_copied, pair.arena.num_computed
@@ -95,8 +95,8 @@ async def test_cached_blocks_are_not_copied_back(make_pair: MakePair) -> None:
 
 
 async def test_blocks_in_the_swap_pool_are_not_copied_again(make_pair: MakePair) -> None:
-    """Its full blocks stay there, cached, when it has come back: giving way twice copies what is
-    new."""
+    """Its full blocks stay there, cached, after its return: a second preemption copies only new
+    blocks."""
     pair = await make_pair(64, num_swap_blocks=64)
     assert pair.swap_pool is not None
     back = await swapped_out(pair, asked(3))
@@ -116,7 +116,7 @@ async def test_blocks_in_the_swap_pool_are_not_copied_again(make_pair: MakePair)
 
 
 async def test_greedy_sequences_are_one_until_they_differ(make_pair: MakePair) -> None:
-    """They hold the same tokens in blocks of their own; one copy of each is shared afterwards."""
+    """They hold the same tokens in different blocks; afterwards they share one copy of each."""
     pair = await make_pair(64, num_swap_blocks=8)
     assert pair.swap_pool is not None
     back = await swapped_out(pair, asked(4, greedy=True))
@@ -155,8 +155,8 @@ async def test_a_search_goes_on_where_it_was(make_pair: MakePair, evicted: bool)
 async def test_a_recomputed_group_finds_the_cached_blocks_of_its_sequences(
     pair: WorkerPair,
 ) -> None:
-    """17 tokens of each were computed: 2 blocks are everybody's, 2 each one's own, and the last
-    two tokens are computed."""
+    """17 tokens of each sequence were computed: 2 blocks are common, 2 belong to each one, and the
+    last two tokens are computed."""
     await running(pair, asked(3), 6)
     back = await preempt(pair)
     assert back.swapped is None
@@ -205,7 +205,7 @@ async def test_sequences_without_cached_blocks_are_computed_beside_the_others(
 async def test_without_room_for_all_of_it_it_is_computed_again(
     make_pair: MakePair, num_swap_blocks: int
 ) -> None:
-    """All or nothing: it takes 11 blocks. Somebody can see why."""
+    """All or nothing: it takes 11 blocks. A metric shows the reason."""
     pair = await make_pair(64, num_swap_blocks=num_swap_blocks)
     await running(pair, asked(3), 6)
     back = await preempt(pair)
@@ -224,7 +224,7 @@ async def test_without_room_for_all_of_it_it_is_computed_again(
 async def test_blocks_that_say_something_else_are_not_trusted(
     make_pair: MakePair, which: str
 ) -> None:
-    """From the wrong one on all is computed again, of those who have it."""
+    """From the wrong block on, the sequences that have it are computed again."""
     pair = await make_pair(64, num_swap_blocks=32)
     assert pair.swap_pool is not None
     if which == "shared tail":
@@ -246,7 +246,7 @@ async def test_blocks_that_say_something_else_are_not_trusted(
 
 
 async def test_tails_of_siblings_that_are_exchanged_are_not_read(make_pair: MakePair) -> None:
-    """They say only whose they are; they stand where they were put, or nowhere."""
+    """A tail's stamp names only its owner; a tail is read from its own place, or not at all."""
     pair = await make_pair(64, num_swap_blocks=32)
     back = await swapped_out(pair, asked(2))
     assert back.swapped is not None
@@ -266,8 +266,8 @@ async def test_tails_of_siblings_that_are_exchanged_are_not_read(make_pair: Make
 
 
 async def test_shared_blocks_are_copied_and_computed_once(make_pair: MakePair) -> None:
-    """2 blocks of prompt and 1 of each of 3: 5 blocks to copy out and back at 1 ms, or 8 + 3 x 2
-    tokens to compute."""
+    """2 blocks of prompt and 1 of each of 3 sequences: 5 blocks to copy out and back at 1 ms, or 8
+    + 3 x 2 tokens to compute."""
     pair = await make_pair(num_swap_blocks=16, compares_costs=True)
     swapping, swap_pool = pair.decode._swapping, pair.decode.swap_pool
     assert swapping is not None

@@ -1,5 +1,5 @@
-"""What becomes of groups that are swapped out when some of their sequences end, all are cancelled,
-or their worker leaves. Blocks of 4."""
+"""Groups that are swapped out, when some of their sequences end, all are cancelled, or their worker
+leaves. Blocks of 4."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from .preempting import asked, come_back, evict_all, finish, preempt, right, run
 
 
 async def test_ended_sequences_are_not_copied(make_pair: MakePair) -> None:
-    """1 ends with its fourth token; the others give way later."""
+    """1 ends with its fourth token; the others are preempted later."""
     pair = await make_pair(64, num_swap_blocks=32)
     back = await swapped_out(pair, asked(3, stop=right(1)[3:4]))
     assert back.swapped is not None
@@ -25,7 +25,7 @@ async def test_ended_sequences_are_not_copied(make_pair: MakePair) -> None:
 async def test_a_request_that_ends_while_swapped_out_is_not_brought_back(
     make_pair: MakePair,
 ) -> None:
-    """Its stop string was found late; the others come back, and nothing of it stays."""
+    """Its stop string was found late; the others return, and nothing of it stays."""
     pair = await make_pair(64, num_swap_blocks=32)
     back = await swapped_out(pair, asked(3))
     pair.decode.abort(pair.session, "r1", 1, 1)
@@ -39,7 +39,7 @@ async def test_a_request_that_ends_while_swapped_out_is_not_brought_back(
 
 @pytest.mark.parametrize("is_copied", [True, False])
 async def test_a_cancelled_request_leaves_nothing(make_pair: MakePair, is_copied: bool) -> None:
-    """At rest there, or while it is copied; one by one, too."""
+    """At rest there, or while it is copied; also one by one."""
     pair = await make_pair(64, num_swap_blocks=32)
     assert pair.swap_pool is not None
     await running(pair, asked(3), 6)
@@ -74,7 +74,7 @@ async def test_a_deadline_is_kept_while_it_is_swapped_out(make_pair: MakePair) -
 async def test_a_worker_that_is_drained_waits_for_what_it_has_swapped_out(
     make_pair: MakePair,
 ) -> None:
-    """Its gateway has it brought back elsewhere; then the worker can go."""
+    """Its gateway has it brought back elsewhere; then the worker can leave."""
     pair = await make_pair(64, num_swap_blocks=32)
     back = await swapped_out(pair, asked(3))
     assert pair.decode.drain() == 0

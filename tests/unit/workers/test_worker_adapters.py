@@ -1,4 +1,4 @@
-"""What a worker keeps of adapters, and a request whose adapter comes late or not at all."""
+"""A worker's adapters, and a request whose adapter comes late or not at all."""
 
 import asyncio
 import gc
@@ -63,7 +63,7 @@ async def test_the_adapters_that_were_used_last_are_kept(
 
 
 async def test_files_that_have_changed_are_refused(tmp_path: Path, config: ModelConfig) -> None:
-    """They would give the request's KV another meaning than its hashes say."""
+    """They would give the request's KV another meaning than its hashes have."""
     model: Any = Model(config)
     adapters = WorkerAdapters(model, max_loras=2, max_rank=8)
     adapter = made(tmp_path, config, "a", 1)

@@ -28,7 +28,7 @@ PROMPT = tuple(range(100, 110))
 
 
 async def said(*requests: Any) -> AsyncIterator[Any]:
-    """What a gateway says; then it stays."""
+    """A gateway's messages; then the stream stays open."""
     for request in requests:
         yield request
     await asyncio.Event().wait()
@@ -71,7 +71,7 @@ async def test_a_ticket_that_is_refused_leaves_no_slot_taken(pair: WorkerPair) -
 async def test_a_senseless_command_ends_its_own_request_only(
     pair: WorkerPair, command: dict[str, Any]
 ) -> None:
-    """The reservation of another one on the same stream stands."""
+    """Another reservation on the same stream stays."""
     gateway = said(
         decode_pb2.DecodeConnectRequest(hello=HELLO),
         decode_pb2.DecodeConnectRequest(
@@ -118,7 +118,7 @@ async def test_a_stream_that_ends_takes_along_what_came_over_it(pair: WorkerPair
 async def test_a_gateway_that_does_not_read_loses_its_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What it left unread is kept no longer than the stream."""
+    """Its unread events are kept no longer than the stream."""
     monkeypatch.setattr(stream, "_MAX_UNREAD", 3)
     session = stream.StreamSession("gateway")
     for number in range(3):
@@ -130,8 +130,8 @@ async def test_a_gateway_that_does_not_read_loses_its_stream(
 
 
 async def test_batched_events_are_sent_together() -> None:
-    """And what follows it follows all of it. What is put meanwhile is sent next: there may be no
-    end of that."""
+    """The next event follows all of them. Events that are put meanwhile are sent next: otherwise
+    there might be no end."""
     session = stream.StreamSession("gateway")
     followed: list[str] = []
 
@@ -161,7 +161,7 @@ def _names(together: list[dict[str, Any]]) -> list[str]:
 async def test_draining_is_announced_at_once(
     pair: WorkerPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not with the next report: what runs here is to be moved."""
+    """Not with the next report: the gateway has to move the running requests."""
     monkeypatch.setattr(stream, "_LOAD_INTERVAL_S", 60.0)
     gateway = said(decode_pb2.DecodeConnectRequest(hello=HELLO))
     service: Any = DecodeService(pair.decode)
