@@ -1,4 +1,5 @@
-"""What a simulation counts: small cases by hand, large ones against a count of every slot."""
+"""The counts of a simulation: small cases by hand, large ones compared with a count of every
+slot."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -61,8 +62,8 @@ async def test_an_unknown_length_is_estimated_ahead() -> None:
 
 
 async def test_a_pool_that_is_too_small_makes_the_last_one_give_way() -> None:
-    """Two requests that end with 3 blocks each, in a pool of 4: the second gives way after the
-    first step, waits until the first has ended with step 8, and has 7 tokens to go."""
+    """Two requests that each end with 3 blocks, in a pool of 4: the second is preempted after the
+    first step, waits until the first ends with step 8, and then needs 7 more tokens."""
     memory = await paged(16, 4)
     outcome = await simulate([RecordedRequest(4, 8), RecordedRequest(4, 8)], memory)
     assert outcome.num_preemptions == 1
@@ -73,7 +74,7 @@ async def test_a_pool_that_is_too_small_makes_the_last_one_give_way() -> None:
 
 
 async def test_a_shared_prefix_counts_once() -> None:
-    """Two prompts of two shared blocks; each has a third one of its own, empty yet."""
+    """Two prompts of two shared blocks; each has an own third block, which is still empty."""
     memory = await paged(32, 4)
     requests = [
         SimulatedRequest(number, RecordedRequest(8, 2, 0.0, "a", 8), num_tokens=8)
@@ -99,7 +100,7 @@ async def test_prompts_of_different_prefixes_share_nothing() -> None:
 
 
 class Checked(PagedMemory):
-    """Counts every slot of every held block itself, from the store's own ledger."""
+    """Counts every slot of every held block itself, from the store's ledger."""
 
     num_looks = 0
 
@@ -130,8 +131,8 @@ class Checked(PagedMemory):
 async def test_every_slot_is_accounted_for_at_every_step(
     block_size: int, max_model_len: int | None, seed: int
 ) -> None:
-    """On a pool that is short of blocks, with shared prefixes and preemptions; and all of it is
-    free at the end."""
+    """On a pool that is short of blocks, with shared prefixes and preemptions; at the end all of it
+    is free."""
     random_ = random.Random(seed)
     asked = []
     for _ in range(40):
@@ -149,7 +150,7 @@ async def test_every_slot_is_accounted_for_at_every_step(
 
 
 async def test_requests_are_admitted_in_order() -> None:
-    """A long one that does not fit holds up the short ones behind it."""
+    """A long request that does not fit delays the short ones behind it."""
     memory = await paged(64, 4)
     outcome = await simulate(
         [RecordedRequest(20, 30), RecordedRequest(40, 8), RecordedRequest(4, 4)], memory
@@ -179,7 +180,7 @@ async def test_a_request_that_never_fits_is_reported(
 
 
 async def test_the_watermark_stays_free_at_admission() -> None:
-    """Of 10 blocks 5 stay free for who runs: 2 requests of 2 blocks, not 5."""
+    """Of 10 blocks 5 stay free for running requests: 2 requests of 2 blocks are admitted, not 5."""
     requests = [RecordedRequest(4, 1)] * 6
     assert (await simulate(requests, await paged(40, 4))).most_running == 5
     assert (await simulate(requests, await paged(40, 4, watermark=0.5))).most_running == 2

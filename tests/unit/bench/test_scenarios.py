@@ -1,4 +1,5 @@
-"""The loads of `bench.compare` send what they say, and their figures are of what came."""
+"""The loads of `bench.compare` send the requests that they describe, and their figures are those of
+the answers."""
 
 import asyncio
 import math
@@ -23,8 +24,9 @@ LONG = 1000
 
 
 class Fake:
-    """A server with a token each millisecond for everybody. A prompt of `LONG` tokens or more stops
-    all others for `stall_s`, until it has its first token. Prompts that it has refused fail."""
+    """A server with a token each millisecond for every request. A prompt of `LONG` tokens or more
+    stops all others for `stall_s`, until it has its first token. Prompts that it has refused
+    fail."""
 
     def __init__(self, stall_s: float = 0.0, num_refused: int = 0, num_missing: int = 0) -> None:
         self.prompts: list[list[int]] = []
@@ -115,8 +117,8 @@ def test_the_worst_gap_is_of_those_that_touch_the_time() -> None:
 
 
 def test_decode_is_measured_while_all_streams_decode() -> None:
-    """From 2.0, when the second has its first token, to 5.0, when the first has its last: 3 tokens
-    of the first and 2 + 1 of the second."""
+    """From 2.0, when the second request has its first token, to 5.0, when the first has its last: 3
+    tokens of the first and 2 + 1 of the second."""
     first = record((1.0, 1), (2.0, 1), (3.0, 1), (4.0, 1), (5.0, 1))
     second = record((2.0, 1), (3.0, 2), (5.0, 1), (6.0, 1), (7.0, 1))
     assert decode_rate([first, second]) == (3 + 3) / 3.0

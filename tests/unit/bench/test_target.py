@@ -1,4 +1,4 @@
-"""An OpenAI server's stream is read right wherever it is cut, and its tokens are counted."""
+"""The stream of an OpenAI server is read right wherever it is cut, and its tokens are counted."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -11,7 +11,7 @@ EVENTS = b'data: {"n": 1}\n\ndata:{"n": 2}\r\n\n: comment\nevent: x\ndata: [DONE
 
 
 class Pieces:
-    """A body that comes in pieces of `size` bytes."""
+    """A body that arrives in pieces of `size` bytes."""
 
     def __init__(self, size: int) -> None:
         self._size = size
