@@ -21,9 +21,10 @@ from quire.v1 import block_manager_pb2, supervisor_pb2
 from services.common.errors import NoSupervisor, QuireError, Unavailable
 from services.common.rpc.error_table import code_of
 from services.common.rpc.interceptor import CODE_TRAILER
+from services.common.rpc.kept_channel import KeptChannel
 from services.common.rpc.proof import Proof
 from services.common.rpc.tls import TlsFiles
-from services.common.rpc.transport import from_rpc_error, open_channel
+from services.common.rpc.transport import from_rpc_error
 from services.common.runtime.logging import get_logger
 from services.gateway.access.caller import EVERYONE, current_caller
 
@@ -87,9 +88,7 @@ class Relay:
         self._rpc_key = rpc_key
         self._find = find
         self._tls = tls
-        self._opened_for: object = None
-        """The address of the channel, and the version of its TLS files."""
-        self._channel: aio.Channel | None = None
+        self._kept: KeptChannel | None = None
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """One handler for each operation; requests and responses are bytes."""
@@ -102,8 +101,8 @@ class Relay:
         )
 
     async def close(self) -> None:
-        if self._channel is not None:
-            await self._channel.close()
+        if self._kept is not None:
+            await self._kept.close()
 
     def _operation(self, method: Any) -> Callable[[bytes, Any], Any]:
         message = GetMessageClass(method.input_type)
@@ -130,7 +129,7 @@ class Relay:
         if target is None:
             raise self._relayed.absent()
         name = f"/{self._relayed.name}/{method}"
-        relayed: Any = (await self._connected(target.address)).unary_unary(name)
+        relayed: Any = self._channel(target.address).unary_unary(name)
         proof = Proof(self._rpc_key, name, target.member_id) if target.member_id else None
         metadata += proof.metadata if proof else ()
         running = relayed(request, timeout=timeout_s, metadata=metadata)
@@ -142,13 +141,12 @@ class Relay:
             proof.check(await running.initial_metadata())
         return answer
 
-    async def _connected(self, address: str) -> aio.Channel:
-        wanted = address, self._tls and self._tls.version
-        if self._channel is None or wanted != self._opened_for:
-            await self.close()
-            self._opened_for = wanted
-            self._channel = open_channel(address, self._tls)
-        return self._channel
+    def _channel(self, address: str) -> aio.Channel:
+        if self._kept is None or self._kept.address != address:
+            if self._kept is not None:
+                self._kept.leave()
+            self._kept = KeptChannel(address, self._tls)
+        return self._kept.get()
 
     def _translate_error(self, error: aio.AioRpcError) -> QuireError:
         """The service's own error if it sent one; `silent()` if gRPC itself reports UNAVAILABLE."""

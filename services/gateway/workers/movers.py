@@ -10,9 +10,10 @@ from grpc import aio
 from blockstore.registry import Member
 from quire.v1 import mover_pb2, mover_pb2_grpc
 from services.common.errors import InvalidRequest, QuireError, Unavailable
+from services.common.rpc.kept_channel import KeptChannel
 from services.common.rpc.proof import Proof
 from services.common.rpc.tls import TlsFiles
-from services.common.rpc.transport import from_rpc_error, open_channel
+from services.common.rpc.transport import from_rpc_error
 from services.common.runtime.logging import get_logger
 from services.gateway.request.lease import DetachedTicket
 from services.gateway.workers.worker import Worker
@@ -55,8 +56,7 @@ class Movers:
     def __init__(self, rpc_key: bytes, tls: TlsFiles | None = None) -> None:
         self._rpc_key = rpc_key
         self._tls = tls
-        self._movers: dict[str, tuple[Worker, aio.Channel]] = {}  # by the pool that they fill
-        self._closing: set[asyncio.Task[None]] = set()
+        self._movers: dict[str, tuple[Worker, KeptChannel]] = {}  # by the pool that they fill
         self._avoided: dict[tuple[str, str], float] = {}
         self._clock = asyncio.get_running_loop().time
 
@@ -71,12 +71,10 @@ class Movers:
                 worker.member = member
             else:  # it may be alive and cut off from Redis: its calls go on
                 del self._movers[pool_id]
-                closing = asyncio.create_task(channel.close(_ANSWER_S))
-                self._closing.add(closing)
-                closing.add_done_callback(self._closing.discard)
+                channel.leave()
         for pool_id in serving.keys() - self._movers.keys():
             worker = Worker(serving[pool_id], lambda command: None)
-            self._movers[pool_id] = worker, open_channel(worker.member.address, self._tls)
+            self._movers[pool_id] = worker, KeptChannel(worker.member.address, self._tls)
         return self._pairs() != before
 
     def _pairs(self) -> set[tuple[str, str]]:
@@ -106,7 +104,7 @@ class Movers:
         request = mover_pb2.PullRequest(
             ticket=ticket_to_wire(ticket), source_pool_id=source_pool_id
         )
-        call = mover_pb2_grpc.MoverStub(channel).Pull(request, metadata=proof.metadata)
+        call = mover_pb2_grpc.MoverStub(channel.get()).Pull(request, metadata=proof.metadata)
         try:
             moved = await self._answer(call, proof)
         except QuireError:
@@ -142,8 +140,6 @@ class Movers:
 
     async def close(self) -> None:
         """End all calls."""
-        for closing in self._closing:
-            closing.cancel()
         for _, channel in self._movers.values():
             await channel.close()
         self._movers.clear()
