@@ -2,12 +2,13 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from quire.supervisor.errors import WrongModels
 from quire.supervisor.model_source import EMBEDDED, find_model
-from quire.supervisor.options import EMBEDDED_POOL_MEMORY, ServeOptions, To
+from quire.supervisor.options import ServeOptions
+from quire.supervisor.worker_options import EMBEDDED_POOL_MEMORY, WorkerOptions
 
 ROLES = ("prefill", "decode")
 _MEMORY = ("POOL_MEMORY", "GPU_MEMORY_UTILIZATION")
@@ -68,7 +69,7 @@ def _split(text: str) -> tuple[str, str]:
 
 def _model(names: str, source: str, options: ServeOptions) -> ModelOptions:
     found = find_model(source)
-    settings = options.settings(To.WORKERS)
+    settings = options.settings(WorkerOptions)
     if source == EMBEDDED:
         settings.setdefault("POOL_MEMORY", EMBEDDED_POOL_MEMORY)
     name, *others = _names(names) if names else [found.name]
@@ -99,7 +100,7 @@ def _check_names(models: Sequence[ModelOptions]) -> None:
 
 def _with_own_options(models: list[ModelOptions], given: list[str] | None) -> list[ModelOptions]:
     """The models with the options that were set for one of them."""
-    known = ServeOptions.names(To.WORKERS)
+    known = {field.name for field in fields(WorkerOptions)}
     by_name = {model.name: model for model in models}
     for text in given or ():
         place, equals, value = text.partition("=")

@@ -16,8 +16,9 @@ from pathlib import Path
 
 from quire.supervisor import service, valkey
 from quire.supervisor.child import ChildSpec, Stage
+from quire.supervisor.gateway_options import GatewayOptions
 from quire.supervisor.models import ROLES, ModelOptions, aliases
-from quire.supervisor.options import ServeOptions, To
+from quire.supervisor.options import ServeOptions
 
 LOOPBACK = "127.0.0.1"
 
@@ -114,7 +115,7 @@ def _own_name(role: str, model: ModelOptions, models: Sequence[ModelOptions]) ->
 def _gateway(options: ServeOptions, index: int, common: dict[str, str]) -> ChildSpec:
     settings = {
         **common,
-        **options.settings(To.GATEWAYS),
+        **options.settings(GatewayOptions),
         "HOST": options.host,
         "PORT": str(options.grpc_port + index),
         "HTTP_PORT": str(options.http_port + index),

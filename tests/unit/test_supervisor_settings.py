@@ -7,7 +7,8 @@ import pytest
 
 from quire.supervisor import topology
 from quire.supervisor.models import ModelOptions
-from quire.supervisor.options import ServeOptions, To
+from quire.supervisor.options import ServeOptions
+from quire.supervisor.worker_options import WorkerOptions
 from services.block_manager.config import BlockManagerSettings
 from services.common.runtime.config import ServiceSettings, load_settings, resolved
 from services.decode.config import DecodeSettings
@@ -39,7 +40,7 @@ def test_every_service_understands_what_it_is_told(monkeypatch: pytest.MonkeyPat
         max_num_seqs=8,
         max_num_batched_tokens=256,
     )
-    settings_of_workers = asked.settings(To.WORKERS)
+    settings_of_workers = asked.settings(WorkerOptions)
     model = ModelOptions("tiny", Path("/models/tiny"), 1, 1, ("a", "b"), settings_of_workers)
     for spec in topology.services(asked, [model], RUN):
         with monkeypatch.context() as patch:

@@ -9,7 +9,8 @@ import pytest
 from quire.supervisor import child, end_with_parent, supervisor, topology, valkey
 from quire.supervisor.child import ChildSpec
 from quire.supervisor.models import ModelOptions
-from quire.supervisor.options import ServeOptions, To
+from quire.supervisor.options import ServeOptions
+from quire.supervisor.worker_options import WorkerOptions
 from services.common.runtime import process
 
 RUN = Path("/dev/shm/quire-1000/50051-a1b2c3d4")
@@ -23,7 +24,7 @@ def services(asked: ServeOptions) -> tuple[ChildSpec, ...]:
     """The services of one model with these options."""
     model = ModelOptions(
         *("tiny", Path("/models/tiny"), asked.num_prefill, asked.num_decode),
-        settings=asked.settings(To.WORKERS),
+        settings=asked.settings(WorkerOptions),
     )
     return topology.services(asked, [model], RUN)
 
