@@ -56,7 +56,7 @@ class Stream:
 
     @property
     def usual_s(self) -> float:
-        """From token to token, on average."""
+        """The mean time from token to token without a kill."""
         return (self.times[-1] - self.times[0]) / (len(self.tokens) - 1)
 
     def pause_after(self, moment: float) -> float:
@@ -67,7 +67,7 @@ class Stream:
 
 @dataclass
 class Crash:
-    """Of one kill; seconds from it."""
+    """The times of one kill, in seconds from it."""
 
     reaped_s: float
     set_back_s: float

@@ -60,7 +60,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class Counters:
-    """What all workers and the gateway have counted."""
+    """Counters of all workers and of the gateway."""
 
     num_moves: float
     num_computed: float
@@ -83,7 +83,7 @@ def _metrics_addresses(deployment: Deployment) -> list[str]:
 
 
 async def _until(client: AsyncClient, holds: Callable[[list[Worker]], bool]) -> None:
-    """Of the decode workers."""
+    """Wait for a condition on the decode workers."""
     async with asyncio.timeout(_LIMIT_S):
         while not holds(await decoders(client)):  # noqa: ASYNC110 - another process rings no bell
             await asyncio.sleep(0.02)

@@ -70,7 +70,7 @@ def _linear_work(kind: Kind, n: int, k: int, rows: int) -> floors.Work:
 
 
 def _attention_work(config: ModelConfig, rows: int, context: int, in_int8: bool) -> floors.Work:
-    """Of one layer."""
+    """The work of attention in one layer."""
     step = floors.decode_step(config, rows, context, None, in_int8)
     without = floors.decode_step(config, rows, 0, None)
     num_bytes, bf16 = step.num_bytes - without.num_bytes, step.bf16 - without.bf16
@@ -117,7 +117,7 @@ def _time_attention(
 
 
 def _seconds(calls: list[Callable[[], None]]) -> float:
-    """Of one call on average, in the best of the rounds that fit into the time."""
+    """The mean time of one call, in the best of the rounds that fit into the time."""
     best, until = float("inf"), time.perf_counter() + _MIN_S
     for number in range(1000):
         began = time.perf_counter()

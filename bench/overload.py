@@ -98,7 +98,7 @@ async def offer_apart(
 
 
 def memory_mib(deployment: Deployment) -> float:
-    """Of all its processes, without what they share."""
+    """The memory of all its processes, without shared memory."""
     total_kib = 0
     for pid in deployment.children():
         status = Path(f"/proc/{pid}/status").read_text()

@@ -42,7 +42,7 @@ class Load:
 
     @property
     def num_blocks(self) -> int:
-        """Of all streams at once, at their ends."""
+        """The blocks that all streams together need at their ends."""
         return self.num_streams * -(-(2 * self.context + 1) // BLOCK_SIZE)
 
 
@@ -94,7 +94,7 @@ class Bench:
             self._metrics.append(f"127.0.0.1:{port}")
 
     def table(self, load: Load) -> str:
-        """All runs of one load."""
+        """The results of all runs of one load."""
         all_blocks, quarter = load.num_blocks + MIN_BLOCKS, load.num_streams // 4
         whole = self._serve("all fit, all at once", load, all_blocks)
         by_quarters = self._serve("all fit, a quarter at a time", load, all_blocks, quarter)
@@ -124,7 +124,7 @@ class Bench:
 
     @property
     def _block_bytes(self) -> int:
-        """With its stamp."""
+        """The bytes of a block with its stamp."""
         spec = self._spec
         num_values = spec.num_layers * 2 * BLOCK_SIZE * spec.num_kv_heads * spec.head_dim
         return num_values * (4 if spec.dtype == "float32" else 2) + record_bytes(BLOCK_SIZE)

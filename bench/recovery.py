@@ -54,7 +54,8 @@ async def after_kill(deployment: Deployment, client: AsyncClient, victim: str) -
 
 
 async def until_joined(deployment: Deployment, client: AsyncClient) -> float:
-    """From the start of one more decode worker until it runs a request beside the other."""
+    """The time from the start of one more decode worker until it runs a request beside the
+    other."""
     await until_answered(client, time.perf_counter())
     (pid,) = deployment.children("services.decode")
     loads = [asyncio.create_task(_load(client)) for _ in range(2)]

@@ -122,7 +122,7 @@ def ways_to_search(prompt: Prompt, width: int, tokens: int) -> dict[str, Way]:
 
 
 def _apart(prompt: Prompt, sampling: Sampling, number: int) -> dict[str, Way]:
-    """As many sequences, of as many requests."""
+    """As many sequences, each a request of its own."""
 
     def requests(salts: Sequence[str]) -> list[Request]:
         return [

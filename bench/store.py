@@ -47,7 +47,7 @@ HEADER = (
 
 @dataclass
 class Figures:
-    """Of one operation."""
+    """The figures of one operation."""
 
     latencies_s: list[float] = field(default_factory=list)
     server_cpu_s: float = 0.0

@@ -40,7 +40,7 @@ class Served:
 
     @property
     def inter_token_s(self) -> float:
-        """On average over the request."""
+        """The mean time between two tokens of the request."""
         return (self.ended_s - self.first_token_s) / max(1, self.request.num_generated_tokens - 1)
 
 

@@ -23,8 +23,8 @@ _CPUS = os.sched_getaffinity(0)
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Of all threads together, at most: bytes read a second, and operations a second of each
-    kind (a multiplication and an addition are two)."""
+    """The highest rates of all threads together: bytes read a second, and operations a second of
+    each kind (a multiplication and an addition are two)."""
 
     read: float
     bf16: float
@@ -106,7 +106,7 @@ def _work(
 
 
 def _layer_weights(config: ModelConfig) -> int:
-    """Of the linears of all layers."""
+    """The number of weights in the linears of all layers."""
     heads = config.num_heads * config.head_dim
     kv_heads = config.num_kv_heads * config.head_dim
     attention = config.hidden_size * (2 * heads + 2 * kv_heads)
@@ -114,11 +114,11 @@ def _layer_weights(config: ModelConfig) -> int:
 
 
 def _attention_operations(config: ModelConfig) -> int:
-    """Of one query and one position, in all layers: scores and values."""
+    """The operations of one query and one position in all layers, for scores and values."""
     return 4 * config.num_layers * config.num_heads * config.head_dim
 
 
 def _kv_bytes(config: ModelConfig, in_int8: bool) -> int:
-    """Of one position in bf16 or int8."""
+    """The bytes of one position in bf16 or int8."""
     head_bytes = config.head_dim + SCALE_BYTES if in_int8 else 2 * config.head_dim
     return 2 * config.num_layers * config.num_kv_heads * head_bytes

@@ -77,7 +77,7 @@ def attend(ops: Backend, batch: PagedBatch, window: int | None = None) -> Tensor
 def _against_reference(
     machine: Machine, ops: Backend, reference: Backend, geometry: Geometry
 ) -> Passed:
-    """All positions that no query sees are NaN."""
+    """Compare with the reference. All positions that no query sees are NaN."""
     all_rows = machine.pick(ROWS, TINY_ROWS)
     shares = []
     for rows in all_rows:

@@ -78,7 +78,8 @@ class Steps:
         return sequences
 
     def logits(self, prompts: list[list[int]]) -> Tensor:
-        """Of every prompt but for its last token in one batch, then of the last tokens."""
+        """The logits of each prompt's last token: all prompts but for their last tokens are
+        computed in one batch, then the last tokens."""
         self.begin(len(prompts), max(map(len, prompts)))
         heads = [self.row(i, prompt[:-1], 0) for i, prompt in enumerate(prompts)]
         tails = [self.row(i, prompt[-1:], len(prompt) - 1) for i, prompt in enumerate(prompts)]

@@ -15,7 +15,10 @@ from kvops import Backend
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Of T tokens: x, y [T, n]; q, k [T, heads, D]; cos, sin [T, D / 2] fp32."""
+    """The inputs of T tokens: x, y [T, n]; q, k [T, heads, D]; cos, sin [T, D
+
+    2] fp32.
+    """
 
     x: Tensor
     y: Tensor

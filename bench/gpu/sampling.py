@@ -32,7 +32,7 @@ MAX_SECONDS = 1e-3
 
 
 class Head:
-    """As much of a model as drawing needs: its states are the logits."""
+    """A head whose states are the logits: all of a model that drawing needs."""
 
     def __init__(self, vocab_size: int) -> None:
         self.config = type("Config", (), {"vocab_size": vocab_size})

@@ -142,7 +142,7 @@ def _read_then_write(values: Tensor, connection: Connection) -> None:
 
 
 def _read_only(machine: Machine) -> Passed:
-    """As workers share weights: one fills, another reads, and its writes end it."""
+    """Workers share weights: one process fills, another one reads, and a write ends it."""
     memory = _made(machine, 2 * _BLOCK_BYTES)
     values = memory.tensor().fill_(7)
     machine.synchronize()

@@ -17,7 +17,7 @@ class Bar:
 
 
 def stacked(title: str, bars: Sequence[Bar]) -> str:
-    """What a part does not reach stays white."""
+    """A stacked chart; the space above the parts stays white."""
     names = list(dict.fromkeys(name for bar in bars for name in bar.parts))
     colours = dict(zip(names, _COLOURS, strict=False))
     width = _LEFT + len(bars) * (_BAR + _GAP) + _GAP

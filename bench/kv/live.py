@@ -107,7 +107,7 @@ class Seen:
 
 
 def expected_cells(outcome: Outcome) -> list[str]:
-    """As `Seen.cells`; a simulated prompt takes one step, and a release no time."""
+    """The cells as in `Seen.cells`; a simulated prompt takes one step, and a release no time."""
     shares = (outcome.utilization, outcome.utilization_at_peak, *outcome.wasted)
     return [*(f"{100 * share:.1f} %" for share in shares), "-", "-", f"{outcome.mean_running:.1f}"]
 
@@ -134,7 +134,7 @@ async def _expected(asked: Sequence[RecordedRequest], num_slots: int) -> Outcome
 
 
 async def _load(deployment: Deployment, asked: Sequence[RecordedRequest], seed: int) -> Seen:
-    """All requests at once; sampled until the last one has ended."""
+    """Run all requests at once, and sample until the last one has ended."""
     prompts = prompts_of(find_model(EMBEDDED).directory, seed)
     target = gateway_target(deployment.address)
     warm_up, seen = _Stream(RecordedRequest(32, 8), prompts.draw(32)), Seen()
@@ -246,7 +246,7 @@ class _Pool:
 
 
 def _bytes_per_block() -> int:
-    """With its stamp."""
+    """The bytes of a block with its stamp."""
     config = ModelConfig.from_directory(find_model(EMBEDDED).directory)
     layers, heads, head_dim = config.num_layers, config.num_kv_heads, config.head_dim
     layout = PoolLayout("", "", layers, heads, head_dim, "bfloat16", BLOCK_SIZE)

@@ -8,14 +8,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class DrawTensors:
-    """Of Q draws, [Q] each. `state`: the row of the logits. `temperature`: 0 chooses the likeliest
-    token. `least`: the least scaled logit that min_p leaves. `top_k`: 0 is off; `top_p`: 1 is off.
-    The random numbers are a function of `seed`, `sequence_index` and `position`. `slot`: that of
-    the draw in the `PenaltyTables`, or -1; the three penalties are those of draws with a slot.
-
-    `seed` has its 64 bits. Dtypes: `DRAW_DTYPES`. `has_top_k`, `has_top_p`: whether any draw has
-    one, for the host.
-    """
+    """The parameters of Q draws, [Q] each. `state`: the row of the logits. `temperature`: 0 chooses
+    the likeliest token. `least`: the least scaled logit that min_p leaves."""
 
     state: Tensor
     temperature: Tensor

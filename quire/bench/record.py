@@ -75,7 +75,8 @@ class Record:
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Of sorted values, interpolated between the two nearest ranks, as NumPy does by default."""
+    """The percentile of sorted values, interpolated between the two nearest ranks, as NumPy does by
+    default."""
     position = (len(ordered) - 1) * percent / 100
     below = int(position)
     above = min(below + 1, len(ordered) - 1)

@@ -90,8 +90,8 @@ class CudaDriver:
         return self._cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
     def _properties(self, fabric: bool = False) -> Any:
-        """Of the pool's allocation: on this device, shareable, readable by network cards if the
-        device permits that."""
+        """The properties of the pool's allocation: on this device, shareable, readable by network
+        cards if the device permits that."""
         cuda = self._cuda
         properties = cuda.CUmemAllocationProp()
         properties.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED

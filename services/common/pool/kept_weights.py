@@ -71,7 +71,7 @@ class WeightsClaim:
 
     @property
     def num_bytes(self) -> int:
-        """Of memory that is sealed."""
+        """The size of sealed memory."""
         return self._key.num_bytes
 
     def seal(self, fd: int, num_bytes: int) -> KeptMemory:

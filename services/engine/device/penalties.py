@@ -25,7 +25,7 @@ _FIRST_SLOTS = 16
 
 @dataclass(slots=True)
 class _Sent:
-    """What the device has of a sequence."""
+    """The state of a sequence on the device."""
 
     slot: int
     counts: Values
@@ -34,7 +34,7 @@ class _Sent:
 
 @dataclass(slots=True)
 class _Changes:
-    """Of one table: flat indices, each once, and new values."""
+    """The changes of one table: flat indices, each once, and new values."""
 
     places: list[Indices] = field(default_factory=list)
     values: list[Indices] = field(default_factory=list)
@@ -105,7 +105,8 @@ class DevicePenalties:
     def _change_flags(
         self, adjustment: Adjustment, sent: _Sent, begin: int, flags: _Changes, is_new: bool
     ) -> None:
-        """Of the tokens whose ban begins or ends; of a new sequence, of those not allowed too."""
+        """Change the flags of tokens whose ban begins or ends; for a new sequence also those of
+        tokens that are not allowed."""
         banned = np.unique(adjustment.banned)
         if is_new and adjustment.allowed is not None:
             touched = np.arange(self._vocab_size)

@@ -156,7 +156,7 @@ class _BadWords:
 
 
 def _frozen(adjustment: Adjustment | None) -> Adjustment | None:
-    """With arrays that no `add` changes."""
+    """A copy with arrays that no `add` changes."""
     if adjustment is None:
         return None
     return replace(adjustment, seen=adjustment.seen.copy(), counts=adjustment.counts.copy())

@@ -23,7 +23,7 @@ class Pooler:
         self._total: NDArray[np.float64] | None = None
 
     def num_states(self, num_tokens: int, *, is_last: bool) -> int:
-        """Of how many of a row's last tokens the pooling needs the states."""
+        """How many of a row's last states the pooling needs."""
         if self._pooling.mode is PoolingMode.MEAN:
             return num_tokens
         return int(is_last)

@@ -171,8 +171,8 @@ class Sequence:
 
     @property
     def _num_inputs(self) -> int:
-        """Its tokens, and the one that is being drawn if the sequence runs ahead and will not end
-        with that token."""
+        """The number of its tokens, including the one that is being drawn if the sequence runs
+        ahead and will not end with that token."""
         num_tokens = len(self.tokens)
         if self.num_launched < num_tokens or not self.may_run_ahead:
             return num_tokens

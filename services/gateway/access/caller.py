@@ -12,7 +12,7 @@ from services.common.errors import PermissionDenied, Unauthenticated
 
 
 def _charge_nobody(num_tokens: int) -> None:
-    """Of a caller without an account."""
+    """The charge of a caller without an account: nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,7 +112,8 @@ class BlockMaps:
 
 
 def _counts(cell: pb.BlockCell) -> list[int]:
-    """As the page reads it: unread, cached, held, shared, quarantined, holder, second."""
+    """The counts as the page reads them: unread, cached, held, shared, quarantined, holder,
+    second."""
     return [
         cell.num_unread,
         cell.num_cached,
