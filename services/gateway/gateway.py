@@ -122,7 +122,9 @@ class Gateway:
             try:
                 async with asyncio.timeout_at(deadline):
                     model, served, adapter = await self._served(request.model, caller)
-                    with self._dispatcher.admitting_to_model(request, request_id, model, deadline):
+                    async with self._dispatcher.admitting_to_model(
+                        request, request_id, model, deadline
+                    ) as leave_share:
                         admitted = await admit(
                             request, request_id, model, served, arrived_at, deadline
                         )
@@ -130,7 +132,9 @@ class Gateway:
                         output = self._output(request, admitted, served)
                         if trace is not None:
                             trace.admit(admitted)
-                        admitted = replace(admitted, trace=trace, adapter=adapter)
+                        admitted = replace(
+                            admitted, trace=trace, adapter=adapter, leave_share=leave_share
+                        )
                         return await self._dispatcher.enqueue(admitted, output), output
             except TimeoutError as error:
                 raise DeadlineExceeded("the request's deadline has passed") from error

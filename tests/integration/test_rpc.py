@@ -13,6 +13,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from quire.v1 import inference_pb2, inference_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2
 from services.common import errors
+from services.common.rpc import transport
 from services.common.rpc.error_table import RemoteError
 from services.common.rpc.proof import Proof
 from services.common.rpc.transport import MAX_MESSAGE_BYTES, RpcServer, from_rpc_error, open_channel
@@ -204,6 +205,27 @@ async def test_health_follows_set_serving() -> None:
             for service in ("", SERVICE):
                 answer = await check(health_pb2.HealthCheckRequest(service=service))
                 assert answer.status == state
+    await server.stop()
+
+
+async def test_calls_beyond_the_limit_of_a_connection_wait_at_the_client(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transport, "_MAX_CONCURRENT_STREAMS", 2)
+    server = RpcServer(SERVICE, max_connections=10)
+    inference_pb2_grpc.add_InferenceServicer_to_server(Inference(), server.aio)
+    port = await server.start("127.0.0.1", 0)
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        running = [stub.Generate(inference_pb2.GenerateRequest()) for _ in range(2)]
+        for call in running:
+            await read(call)
+        third = stub.ListModels(inference_pb2.ListModelsRequest())
+        for _ in range(100):  # messages that the third call could have overtaken
+            await read(running[0])
+        assert not third.done()
+        running[0].cancel()
+        assert (await third).models[0].id == "tiny"
     await server.stop()
 
 

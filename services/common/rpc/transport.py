@@ -61,6 +61,9 @@ _CHANNEL_OPTIONS = (
 _IDLE_CONNECTION_MS = 300_000
 """The server closes a client's idle connection after this time; the client reconnects when it makes
 the next call."""
+_MAX_CONCURRENT_STREAMS = 1024
+"""Calls of one client connection; further ones wait at the client. gRPC refuses streams above it
+before they become calls, which makes floods of reset streams cheap."""
 
 
 class RpcServer:
@@ -69,7 +72,8 @@ class RpcServer:
 
     `services`: full names (`quire.v1.Inference`), for health checks and reflection. `guard`: admits
     or refuses each call. `max_connections`: for ports that are open to the outside; the
-    server closes further connections at once, and idle ones after 5 minutes. `tls`: of its TCP
+    server closes further connections at once, and idle ones after 5 minutes; each connection has at
+    most `_MAX_CONCURRENT_STREAMS` calls at a time. `tls`: of its TCP
     ports; None: no TLS.
     """
 
@@ -147,6 +151,7 @@ def _connection_limits(max_connections: int | None) -> tuple[tuple[str, int], ..
     return (
         ("grpc.max_allowed_incoming_connections", max_connections),
         ("grpc.max_connection_idle_ms", _IDLE_CONNECTION_MS),
+        ("grpc.max_concurrent_streams", _MAX_CONCURRENT_STREAMS),
     )
 
 

@@ -23,6 +23,8 @@ class Caller:
     """The key's name: requests of different keys are different requests, whatever their ids."""
     tenant: str = ""
     """The key's tenant: cached prefixes of tenants never mix, whatever their `cache_salt`."""
+    host: str = ""
+    """The client's address, if there is no key."""
     is_operator: bool = False
     models: frozenset[str] | None = None
     """The models that the caller sees; None: all."""
@@ -30,6 +32,11 @@ class Caller:
     """The most urgent priority that the caller may ask for; None: the gateway's own setting."""
     charge: Callable[[int], None] = _charge_nobody
     """Charges tokens to the caller's account."""
+
+    @property
+    def client(self) -> str:
+        """Among whom a model queue is shared."""
+        return self.tenant or self.key or self.host
 
     def sees(self, model: str) -> bool:
         return self.models is None or model in self.models
@@ -40,7 +47,8 @@ class Caller:
 
 
 EVERYONE = Caller(is_operator=True)
-"""The caller where API keys are off: whoever reaches the port may use all that is served there."""
+"""The caller where API keys are off: whoever reaches the port may use all that is served there.
+Servers bind it with the client's host."""
 LOCAL_OPERATOR = Caller(key="~local", is_operator=True)
 """The user of the run, who may open its Unix sockets. No key has this name."""
 

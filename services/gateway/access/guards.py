@@ -1,6 +1,7 @@
 """Authenticates gRPC calls, for the public listener and for that of operations."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from grpc import aio
@@ -53,7 +54,7 @@ class KeyGuard:
         if context.peer().startswith("unix:"):
             return LOCAL_OPERATOR
         if self._keyring is None:
-            return EVERYONE
+            return replace(EVERYONE, host=context.peer().rpartition(":")[0])
         try:
             return self._keyring.account(_authorization(context)).caller
         except InvalidApiKey as error:

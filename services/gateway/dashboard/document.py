@@ -67,7 +67,7 @@ class DashboardDocument:
             "models": list(self._directory.model_names()),
             "block_manager": self._block_maps.is_current,
             "num_running": len(lifecycles) - len(waiting),
-            "num_waiting": len(waiting),
+            "num_waiting": len(waiting) + self._dispatcher.num_admitting,
             "oldest_wait_ms": now_ms - oldest_ms,
             "workers": self._workers(),
             "requests": self._requests(),

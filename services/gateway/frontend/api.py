@@ -6,11 +6,12 @@ The gRPC and the HTTP server both call `Generator`; nothing here depends on eith
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from typing import Any, Protocol
 
 from quire.types import Candidate, Usage
 from services.common.structured.structure import Structure
-from services.gateway.access.caller import EVERYONE, Caller
+from services.gateway.access.caller import EVERYONE, Caller, current_caller
 from services.gateway.parsing.parts import Part
 from services.protocol.ticket import EarlyStopping, FinishReason
 
@@ -173,8 +174,9 @@ class GenerationRequest:
     """Deltas of a chat have the parts of its message, if the model's format is known."""
     running_usage: bool = False
     """Every delta has the usage so far; otherwise only the last one has the usage."""
-    caller: Caller = EVERYONE
-    """Set by access control, never by a server."""
+    caller: Caller = field(default_factory=partial(current_caller, EVERYONE))
+    """The caller of the call that makes this request; access control replaces it by the account's
+    newest."""
 
 
 @dataclass(frozen=True, slots=True)

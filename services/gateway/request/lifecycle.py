@@ -389,3 +389,5 @@ class RequestLifecycle:
 
     def _move(self, status: RequestStatus) -> None:
         self.status = self.status.next(status)
+        if status in (RequestStatus.DECODING, RequestStatus.ENDED):
+            self.client.request.leave_share()

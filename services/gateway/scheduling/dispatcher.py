@@ -7,15 +7,15 @@ request of the queue (`services.gateway.scheduling.placement`).
 import asyncio
 import contextvars
 import itertools
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 
 from blockstore.registry import Registry
 from services.common.errors import Draining, DuplicateRequest, QueueFull, WouldBeLate
 from services.gateway.change_notifier import ChangeNotifier
 from services.gateway.config import GatewayOptions
 from services.gateway.frontend.api import GenerationRequest
-from services.gateway.intake.admission import AdmittedRequest
+from services.gateway.intake.admission import AdmittedRequest, without_share
 from services.gateway.request import worker_events
 from services.gateway.request.lease import DetachedTicket
 from services.gateway.request.lifecycle import RequestLifecycle
@@ -82,13 +82,18 @@ class Dispatcher:
         return sum(len(queue.waiting) for queue in self._model_queues.values())
 
     def num_waiting_for(self, model: str) -> int:
-        """Requests in the model's queue."""
+        """Requests in the model's queue, and outside of it."""
         queue = self._model_queues.get(model)
-        return len(queue.waiting) if queue else 0
+        return len(queue.waiting) + len(queue.shares) if queue else 0
+
+    @property
+    def num_admitting(self) -> int:
+        """Requests in admission, of which some wait outside of their model queues."""
+        return len(self._admitting)
 
     @property
     def num_waiting(self) -> int:
-        return len(self._admitting) + self._num_queued
+        return self.num_admitting + self._num_queued
 
     @property
     def num_running(self) -> int:
@@ -143,22 +148,28 @@ class Dispatcher:
             if self._draining:
                 self._changes.notify()
 
-    @contextmanager
-    def admitting_to_model(
+    @asynccontextmanager
+    async def admitting_to_model(
         self, request: GenerationRequest, request_id: str, model: str, deadline: float | None
-    ) -> Iterator[None]:
-        """Wraps the rest of the admission, once the model is known; within `admitting`.
+    ) -> AsyncIterator[Callable[[], None]]:
+        """Wraps the rest of the admission, once the model is known; within `admitting`. Waits
+        until the client has room (`ClientShares`), and yields the function that returns it.
         WouldBeLate: the request would miss its deadline, a time of the event loop's clock."""
         model_queue, now = self.model_queue(model), self._clock()
-        if deadline is not None and request_id not in self._lifecycles:
-            pools = self._workers.complete_pools(model)
-            if problem := model_queue.deadline_problem(request, deadline - now, pools, now):
+        runs = request_id in self._lifecycles
+        pools = self._workers.complete_pools(model)
+        if deadline is not None and not runs:
+            problem = model_queue.deadline_problem(request, deadline - now, pools, now)
+            if problem:
                 raise WouldBeLate(problem, self._retry_delay_s())
-        model_queue.num_admitting += 1
-        try:
-            yield
-        finally:
-            model_queue.num_admitting -= 1
+        num_prefill = sum(len(pool.prefill) for pool in pools)
+        entered = model_queue.shares.entered(request, num_prefill)
+        async with nullcontext(without_share) if runs else entered as leave_share:
+            model_queue.num_admitting += 1
+            try:
+                yield leave_share
+            finally:
+                model_queue.num_admitting -= 1
 
     def _retry_delay_s(self) -> float:
         return self._rate.retry_delay_s(self.num_waiting, self._clock())

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from services.gateway.frontend.api import GenerationRequest
 from services.gateway.request.lifecycle import RequestLifecycle
+from services.gateway.scheduling.client_shares import ClientShares
 from services.gateway.scheduling.forecast import Forecast
 from services.gateway.scheduling.request_queue import RequestQueue
 from services.gateway.scheduling.router import Pool
@@ -20,6 +21,7 @@ class ModelQueue:
 
     model: str
     waiting: RequestQueue[RequestLifecycle] = field(default_factory=RequestQueue)
+    shares: ClientShares = field(default_factory=ClientShares)
     forecast: Forecast = field(default_factory=Forecast)
     num_admitting: int = 0
     without_workers_since: float | None = None
@@ -31,6 +33,7 @@ class ModelQueue:
         """Why a new request cannot end within `left_s`, with the numbers; "" if it can, or if it
         need not wait: then it delays no other request."""
         num_ahead = self.waiting.num_ahead(request.priority, now) + self.num_admitting
+        num_ahead += self.shares.num_outside(request)
         num_free = sum(max(0, w.num_free_slots) for pool in pools for w in pool.open_decode())
         wait_s = self.forecast.wait_s(num_ahead, num_free, now, request.sampling.width)
         if not wait_s:

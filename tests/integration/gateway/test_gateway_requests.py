@@ -1,33 +1,20 @@
-"""What clients may send, and what they are told; through the gateway's own gRPC server."""
+"""What clients may send, and what they are told."""
 
 import asyncio
 import secrets
 import time
 from typing import Any
 
-import grpc
 import pytest
-from grpc import aio
 
-from blockstore.registry import Member
-from quire.v1 import (
-    block_manager_pb2,
-    block_manager_pb2_grpc,
-    inference_pb2,
-    prefill_pb2,
-    sampling_pb2,
-)
-from quire.v1.supervisor_pb2 import ScaleRequest
-from quire.v1.supervisor_pb2_grpc import SupervisorStub
+from quire.v1 import prefill_pb2
 from services.common.errors import (
     DuplicateRequest,
     InvalidRequest,
     Overloaded,
     PromptTooLong,
     UnknownModel,
-    UnknownWorker,
 )
-from services.common.rpc.transport import RpcServer, from_rpc_error, open_channel
 from services.common.structured.structure import Structure, StructureKind
 from services.gateway.frontend.api import (
     ChatMessage,
@@ -35,13 +22,8 @@ from services.gateway.frontend.api import (
     RequestedBeams,
     RequestedSampling,
 )
-from services.gateway.frontend.relay import BLOCK_MANAGER, SUPERVISOR, Relay, Target
-from services.gateway.frontend.service import SERVICE_NAME
 from services.gateway.intake import admission
-from services.gateway.intake.prompts import MAX_MESSAGES
 from services.gateway.streaming import output
-from services.protocol.version import PROTOCOL_VERSION
-from tests.secret import SECRET, guard
 
 from .conftest import PROMPT, SPEC, Call, asked, until
 from .fakes import FakeDecode, FakePrefill, Verbatim, expected
@@ -229,20 +211,6 @@ async def test_an_absent_max_tokens_may_have_a_usual_number(
     await call.cancel()
 
 
-async def test_too_many_messages_are_refused_before_they_are_looked_at(harness: Any) -> None:
-    stub = await harness.serve()
-    chat = inference_pb2.Chat(messages=[inference_pb2.ChatMessage()] * (MAX_MESSAGES + 1))
-    with pytest.raises(aio.AioRpcError, match=f"at most {MAX_MESSAGES}"):
-        await stub.Generate(inference_pb2.GenerateRequest(chat=chat)).read()
-    hostile = b"\x2a\x80\x80\x80\x06" + b"\x0a\x00" * (6 << 20)
-    channel = open_channel(await harness.listen())
-    harness.stack.push_async_callback(channel.close)
-    call: Any = channel.unary_stream(f"/{SERVICE_NAME}/Generate")
-    with pytest.raises(aio.AioRpcError, match="more than 65536 fields") as error:
-        await call(hostile).read()
-    assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-
-
 async def test_a_template_gets_what_its_client_tells_it(harness: Any) -> None:
     """Names, and variables that are not the template's own."""
     told = ChatMessage("user", "hi", "Ann")
@@ -355,158 +323,3 @@ async def test_a_client_that_does_not_read_is_cancelled(
     with pytest.raises(Overloaded, match="too slowly"):
         await anext(deltas)
     assert not decode.running
-
-
-# ── through gRPC ─────────────────────────────────────────────────────────────────────────────────
-
-
-async def test_text_and_chat_are_tokenized_as_the_model_has_it(harness: Any) -> None:
-    stub = await harness.serve()
-    sampling = sampling_pb2.SamplingParams(max_tokens=3)
-    text = inference_pb2.GenerateRequest(text="hello", sampling=sampling)
-    chat = inference_pb2.GenerateRequest(
-        chat=inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="user", content="hi")]),
-        sampling=sampling,
-    )
-    for request, prompt in ((text, b"hello"), (chat, b"user:hi;")):
-        responses = [response async for response in stub.Generate(request)]
-        tokens = [t for r in responses for d in r.deltas for t in d.token_ids]
-        assert tokens == expected(prompt, 3)
-        assert "".join(d.text for r in responses for d in r.deltas) == bytes(tokens).decode()
-        assert responses[-1].usage.num_prompt_tokens == len(prompt)
-        assert responses[-1].deltas[0].finish_reason == sampling_pb2.FINISH_REASON_LENGTH
-        assert not any(response.HasField("usage") for response in responses[:-1])
-
-
-@pytest.mark.parametrize(
-    ("request_", "status", "code"),
-    [
-        (inference_pb2.GenerateRequest(), grpc.StatusCode.INVALID_ARGUMENT, "invalid_request"),
-        (
-            inference_pb2.GenerateRequest(text="x", model="nope"),
-            grpc.StatusCode.NOT_FOUND,
-            "model_not_found",
-        ),
-        (
-            inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1] * 5000)),
-            grpc.StatusCode.INVALID_ARGUMENT,
-            "context_length_exceeded",
-        ),
-    ],
-)
-async def test_errors_have_their_status_and_code(
-    harness: Any, request_: Any, status: Any, code: str
-) -> None:
-    stub = await harness.serve()
-    with pytest.raises(aio.AioRpcError) as error:
-        await stub.Generate(request_).read()
-    assert error.value.code() is status
-    assert dict(error.value.trailing_metadata() or ())["quire-error-code"] == code
-
-
-async def test_a_client_that_hangs_up_frees_what_it_had(make_harness: Any) -> None:
-    prefill, decode = FakePrefill(), FakeDecode()
-    harness = await make_harness(prefill, decode)
-    stub = await harness.serve()
-    decode.pause_after = 3
-    call = stub.Generate(
-        inference_pb2.GenerateRequest(
-            request_id="r1",
-            token_ids=inference_pb2.TokenIds(ids=PROMPT),
-            sampling=sampling_pb2.SamplingParams(max_tokens=100),
-        )
-    )
-    await call.read()
-    call.cancel()
-    await until(lambda: decode.aborted == [("r1", 1)])
-    assert harness.assembly.dispatcher.num_running == 0
-
-
-async def test_the_rpc_deadline_is_the_requests(make_harness: Any) -> None:
-    prefill, decode = FakePrefill(), FakeDecode()
-    harness = await make_harness(prefill, decode)
-    stub = await harness.serve()
-    prefill.holds = True
-    request = inference_pb2.GenerateRequest(request_id="r1", text="hello")
-    with pytest.raises(aio.AioRpcError) as error:
-        await stub.Generate(request, timeout=0.3).read()
-    assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert 0 < prefill.held[0][1].timeout_ms <= 300
-    await until(lambda: prefill.aborted == [("r1", 1)] and decode.aborted == [("r1", 1)])
-
-
-async def test_models_are_listed_while_they_can_be_served(harness: Any) -> None:
-    stub = await harness.serve()
-    (model,) = (await stub.ListModels(inference_pb2.ListModelsRequest())).models
-    assert (model.id, model.max_model_len, model.block_size) == ("toy", 4096, 16)
-    assert model.dtype == "float32"
-    await harness.registry.withdraw("decode-1")
-    await until(lambda: not harness.gateway.ready())
-    assert not (await stub.ListModels(inference_pb2.ListModelsRequest())).models
-
-
-class OneOperation(block_manager_pb2_grpc.BlockManagerServicer):
-    """A block manager that knows one operation and one worker."""
-
-    seconds_left: float
-
-    async def DrainWorker(self, request: Any, context: Any) -> Any:
-        self.seconds_left = context.time_remaining()
-        if request.worker_id != "decode-1":
-            raise UnknownWorker(f"no worker {request.worker_id}")
-        return block_manager_pb2.DrainWorkerResponse(num_running=3)
-
-
-def target_of(member: Member | None) -> Target | None:
-    return Target(member.address, member.member_id) if member else None
-
-
-async def test_without_a_supervisor_scaling_says_who_else_may_do_it(harness: Any) -> None:
-    relay, front = Relay(SUPERVISOR, lambda: None), RpcServer(SUPERVISOR.name)
-    front.aio.add_generic_rpc_handlers((relay.handlers(),))
-    channel = open_channel(f"127.0.0.1:{await front.start('127.0.0.1', 0)}")
-    for close in (relay.close, front.stop, channel.close):
-        harness.stack.push_async_callback(close)
-    with pytest.raises(aio.AioRpcError) as error:
-        await SupervisorStub(channel).Scale(ScaleRequest(num_decode=2))
-    assert error.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-    assert "docker compose up --scale" in (error.value.details() or "")
-
-
-async def test_operations_are_relayed_to_the_block_manager(harness: Any) -> None:
-    relay, front = (
-        Relay(
-            BLOCK_MANAGER,
-            lambda: target_of(harness.assembly.directory.block_manager),
-            SECRET.rpc_key,
-        ),
-        RpcServer(BLOCK_MANAGER.name),
-    )
-    front.aio.add_generic_rpc_handlers((relay.handlers(),))
-    channel = open_channel(f"127.0.0.1:{await front.start('127.0.0.1', 0)}")
-    for close in (relay.close, front.stop, channel.close):
-        harness.stack.push_async_callback(close)
-    stub = block_manager_pb2_grpc.BlockManagerStub(channel)
-    request = block_manager_pb2.DrainWorkerRequest(worker_id="decode-1")
-    with pytest.raises(aio.AioRpcError) as error:
-        await stub.DrainWorker(request)
-    assert error.value.code() is grpc.StatusCode.UNAVAILABLE
-
-    manager, server = OneOperation(), RpcServer(guard=guard("bm"))  # type: ignore[abstract]
-    block_manager_pb2_grpc.add_BlockManagerServicer_to_server(manager, server.aio)
-    port = await server.start("127.0.0.1", 0)
-    harness.stack.push_async_callback(server.stop)
-    address = f"127.0.0.1:{port}"
-    entry = Member("bm", "block_manager", address, "serving", 1, PROTOCOL_VERSION)
-    await harness.registry.announce(entry, ttl_s=1e6)
-    await until(lambda: harness.assembly.directory.block_manager is not None)
-    assert (await stub.DrainWorker(request, timeout=5)).num_running == 3
-    assert 0 < manager.seconds_left < 6
-    with pytest.raises(aio.AioRpcError) as error:
-        await stub.DrainWorker(block_manager_pb2.DrainWorkerRequest(worker_id="x"))
-    assert error.value.code() is grpc.StatusCode.NOT_FOUND
-    assert isinstance(from_rpc_error(error.value), UnknownWorker)
-    with pytest.raises(aio.AioRpcError) as error:
-        await stub.ListPools(block_manager_pb2.ListPoolsRequest())
-    assert error.value.code() is grpc.StatusCode.INTERNAL
-    assert dict(error.value.trailing_metadata() or ())["quire-error-code"] == "internal"

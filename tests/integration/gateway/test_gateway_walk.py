@@ -7,6 +7,8 @@ import pytest
 from blockstore.registry import Load
 from quire.v1 import decode_pb2, inference_pb2, prefill_pb2, worker_pb2
 from services.common.errors import QueueFull
+from services.gateway.access.caller import Caller
+from services.gateway.scheduling.client_shares import PER_PREFILL_WORKER
 from services.protocol.ticket import FinishReason
 
 from .conftest import PROMPT, Call, asked, until
@@ -182,6 +184,26 @@ async def test_requests_are_served_strictly_in_order(make_harness: Any) -> None:
     assert served == ["first", "urgent", "first", "second", "third", "late"]
     orders = [submit.ticket.order for submit in prefill.commands(prefill_pb2.PrefillSubmit)]
     assert orders[1:] == sorted(orders[1:])
+
+
+async def test_many_requests_of_one_client_delay_another_by_few_of_them(make_harness: Any) -> None:
+    prefill, decode = FakePrefill(), FakeDecode(num_slots=1)
+    harness = await make_harness(prefill, decode)
+    decode.pause_after = 2
+    many = [f"a{number}" for number in range(3 * PER_PREFILL_WORKER)]
+    callers = dict.fromkeys(many, Caller(host="a")) | {"b": Caller(host="b")}
+    calls = []
+    for num_waiting, (name, caller) in enumerate(callers.items()):
+        calls.append(Call(harness.gateway, asked(name, caller=caller)))
+        await harness.num_waiting(num_waiting)
+        await until(lambda: "a0" in decode.running)
+    decode.go_on(pause_after=8)
+    for call in calls:
+        await call.result()
+    served = [submit.ticket.request_id for submit in prefill.commands(prefill_pb2.PrefillSubmit)]
+    assert served == [*many[: 1 + PER_PREFILL_WORKER], "b", *many[1 + PER_PREFILL_WORKER :]]
+    orders = [submit.ticket.order for submit in prefill.commands(prefill_pb2.PrefillSubmit)]
+    assert orders == sorted(orders)
 
 
 async def test_a_refused_reservation_goes_to_the_next_worker(make_harness: Any) -> None:

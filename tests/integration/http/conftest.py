@@ -44,13 +44,14 @@ class FakeGenerator:
         self.num_running = self.most_at_once = 0
         self.paused = asyncio.Event()
         self.closed = asyncio.Event()
-        self.is_ready = True
+        self.is_ready = self.has_workers = True
         self.num_cached_tokens: int | None = 4
         self.num_drafts = (0, 0)  # accepted, rejected
         self.finish_reason = "stop"
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         self.requests.append(request)
+        self.has_workers = True  # if there were none, it waited for them
         self.num_running += 1
         self.most_at_once = max(self.most_at_once, self.num_running)
         try:
@@ -102,7 +103,7 @@ class FakeGenerator:
         self.refusals.append((code, reason))
 
     def models(self) -> tuple[ServedModel, ...]:
-        return (ServedModel("org/tiny", 512, 16, "float32"),)
+        return (ServedModel("org/tiny", 512, 16, "float32"),) * self.has_workers
 
     def ready(self) -> bool:
         return self.is_ready

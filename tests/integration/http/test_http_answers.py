@@ -218,3 +218,19 @@ async def test_no_other_answer_tells_a_token(
     assert answer.status_code == 200
     assert "x-quire-resume-token" not in answer.headers
     assert "by" not in answer.headers
+
+
+@pytest.mark.parametrize("kind", ["chat/completions", "completions", "responses", "embeddings"])
+async def test_answer_names_the_model_whose_workers_come_after_the_request(
+    http: httpx.AsyncClient, generator: FakeGenerator, kind: str
+) -> None:
+    generator.has_workers = False
+    bodies: dict[str, Any] = {"chat/completions": HI, "completions": TEXT}
+    body = bodies.get(kind, {"input": "Hi"})
+    answer = await http.post(f"/v1/{kind}", json=body)
+    assert answer.json()["model"] == "org/tiny"
+    generator.has_workers = False
+    if kind != "embeddings":
+        streamed = await http.post(f"/v1/{kind}", json={**body, "stream": True})
+        assert '"model":"org/tiny"' in streamed.text
+        assert '"model":""' not in streamed.text

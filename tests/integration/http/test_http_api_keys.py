@@ -87,6 +87,16 @@ async def test_the_request_has_its_caller(
     assert (caller.key, caller.tenant, caller.is_operator) == ("bob", "bobs", False)
 
 
+async def test_without_keys_a_client_is_its_address(
+    http: httpx.AsyncClient, generator: FakeGenerator
+) -> None:
+    """A proxy on the same host may say whom it speaks for."""
+    for headers in ({}, {"X-Forwarded-For": "192.0.2.7"}):
+        await http.post("/v1/chat/completions", json=HI, headers=headers)
+    assert [each.caller.client for each in generator.requests] == ["127.0.0.1", "192.0.2.7"]
+    assert all(each.caller.is_operator for each in generator.requests)
+
+
 async def test_a_key_sees_its_models_only(keyed: httpx.AsyncClient) -> None:
     mine = await keyed.get("/v1/models", **as_(ALICE))
     assert mine.json()["data"] == []

@@ -3,6 +3,7 @@
 import json
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,8 +22,15 @@ from services.common.errors import (
 )
 from services.gateway.access.account import Account
 from services.gateway.access.budgets import Budgets
-from services.gateway.access.caller import EVERYONE, Caller, bind_caller, require_operator
+from services.gateway.access.caller import (
+    EVERYONE,
+    Caller,
+    bind_caller,
+    current_caller,
+    require_operator,
+)
 from services.gateway.access.control import check_cost
+from services.gateway.access.guards import KeyGuard
 from services.gateway.frontend.api import GenerationRequest, RequestedBeams, RequestedSampling
 from services.gateway.intake.admission import check_priority
 from services.gateway.intake.identity import scoped_id
@@ -206,6 +214,15 @@ def test_without_a_bound_caller_nobody_is_an_operator() -> None:
         require_operator()
     bind_caller(EVERYONE)
     require_operator()
+
+
+async def test_without_keys_a_grpc_client_is_its_address() -> None:
+    for peer, client in (("ipv4:192.0.2.7:4000", "ipv4:192.0.2.7"), ("unix:", "~local")):
+        context = SimpleNamespace(peer=lambda peer=peer: peer)
+        await KeyGuard(None).admit("/quire.v1.Inference/Generate", context)  # type: ignore[arg-type]
+        assert current_caller().client == client
+        assert GenerationRequest("x").caller.client == client
+    assert Caller(key="alice", tenant="acme").client == "acme"
 
 
 BUDGET: dict[str, Any] = {"token_budget": 100, "budget_period": "total"}

@@ -1,7 +1,7 @@
 """Turns the generator's deltas into one JSON answer, or into a stream of its parts."""
 
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
@@ -58,7 +58,8 @@ class Answer:
     format: AnswerFormat
     answer_id: str
     created_unix_s: int
-    model: str
+    model: Callable[[], str]
+    """Known once the first delta is there."""
     num_prompts: int
     choices_per_prompt: int
     options: AnswerOptions
@@ -120,7 +121,7 @@ class Answer:
             "id": self.answer_id,
             "object": kind,
             "created": self.created_unix_s,
-            "model": self.model,
+            "model": self.model(),
             "choices": choices,
         }
 

@@ -2,8 +2,9 @@
 
 import math
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
+from functools import cache
 from http import HTTPStatus
 from importlib.metadata import version
 from typing import Any, TypeVar
@@ -152,7 +153,8 @@ class _Endpoints:
         body, requests = await self._read(request, EmbeddingBody)
 
         async def answer() -> JSON:
-            return body.answer(await embed_all(self._generator, requests), self._model(body.model))
+            found = await embed_all(self._generator, requests)
+            return body.answer(found, self._model(body.model)())
 
         return await _whole(request, answer())
 
@@ -172,9 +174,11 @@ class _Endpoints:
             requests = [replace(each, timeout_s=timeout_s) for each in requests]
         return body, requests
 
-    def _model(self, name: str | None) -> str:
-        """The model that an answer names. A request without a model uses the only one."""
-        return name or next((each.root or each.model for each in self._generator.models()), "")
+    def _model(self, name: str | None) -> Callable[[], str]:
+        """Tells which model an answer names, once it has begun: a request without a model uses the
+        only one, whose workers may come after the request."""
+        served = self._generator.models
+        return cache(lambda: name or next((each.root or each.model for each in served()), ""))
 
     async def _answer(
         self, request: Request, kind: type[CompletionsBody], answer_format: AnswerFormat

@@ -3,6 +3,8 @@
 Every path needs one, also a path that does not exist, except those of OPEN_PATHS.
 """
 
+from dataclasses import replace
+
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -36,14 +38,18 @@ class Authentication:
     def _authenticate(self, scope: Scope, keyring: Keyring | None) -> None:
         """Raises InvalidApiKey, PermissionDenied."""
         if keyring is None:
-            bind_caller(EVERYONE)
+            bind_caller(replace(EVERYONE, host=_peer(scope)[0]))
         elif scope["path"] not in OPEN_PATHS:
             try:
                 account = keyring.account(Headers(scope=scope).get("authorization"))
             except InvalidApiKey as error:
-                host, port = scope.get("client") or ("", 0)
+                host, port = _peer(scope)
                 self._refusals.note(f"{host}:{port}", method=scope["path"], reason=str(error))
                 raise
             bind_caller(account.caller)
             if scope["path"] in OPERATOR_PATHS:
                 require_operator()
+
+
+def _peer(scope: Scope) -> tuple[str, int]:
+    return scope.get("client") or ("", 0)

@@ -134,12 +134,9 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         return self._connections.buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        if self._num_discarded is not None:
-            self._discard(nbytes)
-            return
         data = bytes(self._connections.buffer[:nbytes])
         if nbytes <= _BULK_BYTES:
-            self.data_received(data)
+            self._take(data)
         else:
             self._reading.hold()
             self._connections.spawn(self._receive_in_turn(data))
@@ -147,7 +144,12 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
     async def _receive_in_turn(self, data: bytes) -> None:
         await self._connections.pacer.wait()
         self._reading.release()
-        if self.parser is not None and self._num_discarded is None:
+        self._take(data)
+
+    def _take(self, data: bytes) -> None:
+        if self._num_discarded is not None:
+            self._discard(len(data))
+        elif self.parser is not None:
             self.data_received(data)
 
     def data_received(self, data: bytes) -> None:

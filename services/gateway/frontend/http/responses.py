@@ -58,22 +58,17 @@ class EventStream(Response):
             try:
                 async for event in events:
                     await self._send_event(send, event)
-                if self._error_event is not None:
-                    await _send_data(send, b"[DONE]")
+                last = b"" if self._error_event is None else b"data: [DONE]\n\n"
             except Exception as error:
                 if self._error_event is None:
                     raise
-                await _send_data(send, to_json(self._error_event(error)))
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+                last = b"data: %b\n\n" % to_json(self._error_event(error))
+        await send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _send_event(self, send: Send, event: dict[str, Any]) -> None:
         name = b"" if self._error_event is not None else b"event: %b\n" % event["type"].encode()
-        await _send_data(send, to_json(event), name)
-
-
-async def _send_data(send: Send, data: bytes, name: bytes = b"") -> None:
-    body = b"%bdata: %b\n\n" % (name, data)
-    await send({"type": "http.response.body", "body": body, "more_body": True})
+        body = b"%bdata: %b\n\n" % (name, to_json(event))
+        await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:

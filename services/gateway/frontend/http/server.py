@@ -23,7 +23,7 @@ from services.gateway.frontend.http.connections import ConnectionLimits, Connect
 _BACKLOG = 2048
 """Connections that wait in the kernel to be accepted."""
 _DATE_INTERVAL_S = 1.0
-_ACCEPTED_AT_ONCE = 16
+_ACCEPTED_AT_ONCE = 2
 """Connections that one turn of the event loop accepts."""
 _MAX_UNSENT_BYTES = 16 * 1024
 """Limit for the unsent bytes of one connection in the kernel, which would otherwise buffer

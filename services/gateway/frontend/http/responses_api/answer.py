@@ -1,7 +1,7 @@
 """Turns the generator's deltas into one response object, or into the events of a stream."""
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -16,9 +16,10 @@ from services.protocol.ticket import FinishReason
 
 
 class ResponseAnswer:
-    """Formats the answer to one request. Its output is one message with one text."""
+    """Formats the answer to one request. Its output is one message with one text. `model`: known
+    once the first delta is there."""
 
-    def __init__(self, body: ResponsesBody, request_id: str, model: str) -> None:
+    def __init__(self, body: ResponsesBody, request_id: str, model: Callable[[], str]) -> None:
         self._body = body
         self._model = model
         self._id = f"resp_{request_id}"
@@ -137,7 +138,7 @@ class ResponseAnswer:
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
-            "model": self._model,
+            "model": self._model(),
             "output": output,
             "parallel_tool_calls": True,
             "previous_response_id": None,

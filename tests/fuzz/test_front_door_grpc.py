@@ -1,33 +1,25 @@
-"""Arbitrary client input to the gateway, over gRPC and HTTP: each request gets tokens of its own
-prompt or a clear status, nothing hangs or is left behind, and the request of another client is not
-disturbed."""
+"""Arbitrary client input over gRPC: each request gets tokens of its own prompt or a clear status,
+nothing hangs or is left behind, and the request of another client is not disturbed."""
 
 import asyncio
 import contextlib
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from grpc import aio
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.v1 import block_manager_pb2, inference_pb2, supervisor_pb2
 from services.common.rpc.interceptor import CODE_TRAILER
-from services.gateway.frontend.api import GenerationRequest, RequestedSampling
 from services.gateway.frontend.service import SERVICE_NAME
-from tests.fuzz.deployment import LIMIT_S, VOCAB, Deployment, deployed, expected
+from tests.fuzz.deployment import VOCAB, Deployment, expected
+from tests.fuzz.victim import FUZZ, VICTIM, victim
 
 pytestmark = pytest.mark.filterwarnings("ignore:Generating overly large repr")
-FUZZ = settings(
-    max_examples=100,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
 CLEAR = {
     grpc.StatusCode.OK,
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -37,47 +29,6 @@ CLEAR = {
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     grpc.StatusCode.DEADLINE_EXCEEDED,
 }
-CLEAR_HTTP = {200, 400, 404, 405, 409, 413, 429}
-
-
-@pytest.fixture
-def service(tmp_path: Path) -> Iterator[tuple[asyncio.Runner, Deployment]]:
-    with deployed(tmp_path) as running:
-        yield running
-
-
-# Somebody else's request
-
-VICTIM = GenerationRequest(
-    tuple(range(200, 210)),
-    "victim",
-    sampling=RequestedSampling(temperature=0.0, max_tokens=40),
-    cache_salt="the victim's own",
-)
-
-
-@contextlib.asynccontextmanager
-async def victim(deployment: Deployment) -> Any:
-    """A request of another client that runs during the block; after it, the request has all its
-    tokens, and nothing else is left."""
-    tokens: list[int] = []
-
-    async def read() -> None:
-        async with contextlib.aclosing(deployment.assembly.gateway.generate(VICTIM)) as deltas:
-            async for delta in deltas:
-                tokens.extend(delta.token_ids)
-
-    reading = asyncio.create_task(read())
-    await deployment.until(lambda: bool(tokens) or reading.done())
-    async with asyncio.timeout(LIMIT_S):
-        yield
-        await reading
-    assert tokens == expected(VICTIM.prompt, 40)  # type: ignore[arg-type]
-    await deployment.until_idle()
-
-
-# gRPC
-
 IDS = st.sampled_from([0, 1, 97, 122, VOCAB - 1, VOCAB, 2**31, 2**32 - 1])
 GOOD_IDS = st.lists(st.integers(0, VOCAB - 1), max_size=20)
 MANY_IDS = GOOD_IDS | GOOD_IDS | st.lists(IDS, max_size=70) | st.just([1] * 100_000)
@@ -140,7 +91,7 @@ GENERATE = inference_pb2.GenerateRequest
 
 
 def request_of(asked: tuple[str, Any], fields: Sequence[tuple[str, Any]]) -> bytes:
-    """The request without values that a message cannot carry."""
+    """What a message cannot carry is left out."""
     message = GENERATE()
     message.sampling.temperature = 0.0
     message.sampling.max_tokens = 4
@@ -185,7 +136,7 @@ GENERATES = st.builds(
 
 @dataclass
 class Call:
-    """One call over gRPC: the bytes of its message, and its outcome."""
+    """One call over gRPC, its message as bytes, and what came of it."""
 
     method: str
     message: bytes
@@ -219,7 +170,7 @@ class Call:
         assert len(self.text) < 2000
 
     def check_tokens(self, deployment: Deployment) -> None:
-        """The tokens continue the call's own prompt."""
+        """They continue its own prompt."""
         message = GENERATE.FromString(self.message)
         prompt = _prompt(message, deployment)
         if message.sampling.HasField("beam"):  # nothing, or all that it was asked for
@@ -254,8 +205,7 @@ async def calls_beside(deployment: Deployment, calls: Sequence[Call]) -> None:
 @given(messages=st.lists(GENERATES, min_size=1, max_size=4))
 @FUZZ
 def test_generate(service: tuple[asyncio.Runner, Deployment], messages: Sequence[bytes]) -> None:
-    """Wrong values in every field, ids of running requests, and "received" tokens that were never
-    sent."""
+    """Wrong values in every field, ids that run already, tokens "received" that nobody sent."""
     runner, deployment = service
     calls = [Call(f"/{SERVICE_NAME}/Generate", message) for message in messages]
     runner.run(calls_beside(deployment, calls))
@@ -290,7 +240,7 @@ def method_of(message: Any) -> str:
 
 @st.composite
 def spoiled(draw: st.DrawFn) -> bytes:
-    """A message with bytes removed, inserted or replaced."""
+    """A message with bytes cut out, put in, or replaced."""
     message = bytearray(draw(GENERATES))[:2000]
     for _ in range(draw(st.integers(1, 3))):
         at, end = sorted(draw(st.tuples(*[st.integers(0, len(message))] * 2)))
@@ -312,124 +262,3 @@ def test_every_method(service: tuple[asyncio.Runner, Deployment], calls: Sequenc
     names."""
     runner, deployment = service
     runner.run(calls_beside(deployment, calls))
-
-
-# HTTP
-
-HUGE = "9" * 4300  # all that Python turns into a number
-JSON_VALUES = st.sampled_from(
-    [
-        *("null", "true", "0", "1", "-1", "2.5", "1e400", "-1e400", HUGE, f"-{HUGE}", "9" * 5000),
-        *('""', '"a"', '"hello"', '"\\ud800"', '"\\u0000"', '"victim"', '"nobody"', "NaN"),
-        *("[]", "{}", "[[]]", "[1, 2]", f"[{HUGE}]", '["a", "b"]', "[1.0]", "[-1]", "[[1], [2]]"),
-        *("[" * 5000, "[" * 500 + "]" * 500, '{"a":' * 500 + "1" + "}" * 500),
-        *('[{"role": "user", "content": "hi"}]', '[{"role": 1}]', '[{"role": "", "content": ""}]'),
-        *('[{"role": "\\udfff", "content": "\\ud800"}]', '{"include_usage": true}', "1" * 300_000),
-        *(json.dumps("x" * 300_000), json.dumps(["a"] * 200), json.dumps([[1]] * 200)),
-    ]
-)
-HTTP_FIELDS = st.sampled_from(
-    [
-        *("model", "prompt", "messages", "max_tokens", "max_completion_tokens", "temperature"),
-        *("top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "stream", "stream_options"),
-        *("cache_salt", "priority", "request_id", "return_token_ids", "ignore_eos", "user"),
-        *("n", "logprobs", "logit_bias", "tools", "response_format", "nobody", "\\ud800"),
-        *("use_beam_search", "length_penalty", "early_stopping", "prompt_logprobs", "echo"),
-        *("top_logprobs", "best_of", "beam_width", "received", "resume_token"),
-    ]
-)
-PATHS = st.sampled_from(["/v1/completions", "/v1/chat/completions"])
-GOT = st.builds(
-    '{{"index": {}, "token_ids": {}, "finish_reason": {}}}'.format,
-    st.sampled_from(["0", "0", "1", "-1", HUGE]),
-    st.sampled_from(["[]", "[97]", "[97, 98]", "[-1]", f"[{HUGE}]", '["a"]']),
-    st.sampled_from(["null", "null", '"stop"', '"abort"', "1"]),
-)
-NEW: st.SearchStrategy[dict[str, str]] = st.just({})
-GOING_ON: st.SearchStrategy[dict[str, str]] = st.lists(GOT, max_size=2).map(
-    lambda got: {
-        "stream": "true",
-        "request_id": '"r1"',
-        "resume_token": f'"{"t" * 22}"',
-        "received": f"[{', '.join(got)}]",
-    }
-)
-
-
-@st.composite
-def bodies(draw: st.DrawFn) -> tuple[str, str, bytes]:
-    path = draw(PATHS)
-    chat = '[{"role": "user", "content": "hi"}]'
-    fields = {"max_tokens": "4", "temperature": "0"}
-    fields |= {"messages": chat} if "chat" in path else {"prompt": '"hello"'}
-    fields |= draw(NEW | GOING_ON)
-    fields |= dict(draw(st.lists(st.tuples(HTTP_FIELDS, JSON_VALUES), max_size=3)))
-    return "POST", path, ("{" + ", ".join(f'"{k}": {v}' for k, v in fields.items()) + "}").encode()
-
-
-ELSEWHERE = st.tuples(
-    st.sampled_from(["GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS"]),
-    st.sampled_from(
-        [
-            *("/v1/models", "/v1/models/toy", "/v1/models/%ff%00", "/v1/models/" + "x" * 5000),
-            *("/health", "/metrics", "/", "//", "/v1/completions", "/v1/../v1/models", "/%2e%2e"),
-        ]
-    ),
-    st.binary(max_size=20),
-)
-ANY_HTTP = (
-    bodies() | bodies() | st.tuples(st.just("POST"), PATHS, st.binary(max_size=60)) | ELSEWHERE
-)
-
-
-async def http_beside(deployment: Deployment, asked: Sequence[tuple[str, str, bytes]]) -> None:
-    headers = {"Content-Type": "application/json", "Accept": "application/json"}
-    async with victim(deployment):
-        answers = await asyncio.gather(
-            *(
-                deployment.http.request(method, path, content=content, headers=headers)
-                for method, path, content in asked
-            )
-        )
-    for answer, (method, _, content) in zip(answers, asked, strict=True):
-        assert answer.status_code in CLEAR_HTTP, (answer.status_code, answer.text[:300])
-        assert len(answer.content) < 20_000, content[:300]
-        if answer.status_code != 200 and method != "HEAD":
-            assert answer.json()["error"]["message"]
-
-
-@given(asked=st.lists(ANY_HTTP, min_size=1, max_size=4))
-@FUZZ
-def test_http(
-    service: tuple[asyncio.Runner, Deployment], asked: Sequence[tuple[str, str, bytes]]
-) -> None:
-    """JSON of wrong types, huge numbers, lone surrogates, and text that is not JSON."""
-    runner, deployment = service
-    runner.run(http_beside(deployment, asked))
-
-
-# Tokenizing
-
-
-def test_what_is_tokenized_comes_back(service: tuple[asyncio.Runner, Deployment]) -> None:
-    runner, deployment = service
-
-    async def there_and_back() -> None:
-        http = deployment.http
-        answer = (await http.post("/tokenize", json={"prompt": "hello", "model": "toy"})).json()
-        expected_ids = list(deployment.tokenizer.encode("hello"))
-        assert (answer["tokens"], answer["count"]) == (expected_ids, len(expected_ids))
-        text = await http.post("/detokenize", json={"tokens": answer["tokens"]})
-        assert text.json() == {"prompt": "hello"}
-        assert (await http.post("/tokenize", json={"prompt": ""})).json()["count"] == 0
-        for path, body, param in (
-            ("/detokenize", {"tokens": [VOCAB]}, "tokens"),
-            ("/detokenize", {"tokens": [-1]}, "tokens"),
-            ("/tokenize", {"prompt": "x", "model": "nobody"}, "model"),
-            ("/tokenize", {"messages": []}, "messages"),
-        ):
-            refused = await http.post(path, json=body)
-            assert refused.status_code in (400, 404)
-            assert refused.json()["error"]["param"] == param
-
-    runner.run(there_and_back())

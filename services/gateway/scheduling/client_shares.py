@@ -1,0 +1,98 @@
+"""Shares a model queue and the prefill workers behind it among clients.
+
+Of each client, `PER_PREFILL_WORKER` requests for each prefill worker are on the way to their first
+token. Its further requests wait outside, first come, first served, and only then are tokenized and
+get their arrival number. So a client that sends 500 requests at once delays another client's
+request by a few of them. See ADR 176.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from services.gateway.frontend.api import GenerationRequest
+
+PER_PREFILL_WORKER = 8
+"""Enough to keep a prefill worker busy while the next requests are tokenized and placed."""
+
+
+@dataclass(slots=True)
+class _Share:
+    """`outside`: an ordered set of the requests that wait."""
+
+    limit: int = 0
+    num_inside: int = 0
+    outside: dict[asyncio.Future[None], None] = field(default_factory=dict)
+
+
+class ClientShares:
+    """The shares of one model queue: one for each client and priority, because the order of the
+    queue lets a more urgent request overtake others of its client."""
+
+    def __init__(self) -> None:
+        self._shares: dict[tuple[str, int], _Share] = {}
+
+    def __len__(self) -> int:
+        """All requests that wait outside."""
+        return sum(len(share.outside) for share in self._shares.values())
+
+    def num_outside(self, request: GenerationRequest) -> int:
+        """Requests that wait outside and go before this new one."""
+        share = self._shares.get((request.caller.client, request.priority))
+        return len(share.outside) if share else 0
+
+    @asynccontextmanager
+    async def entered(
+        self, request: GenerationRequest, num_prefill_workers: int
+    ) -> AsyncIterator[Callable[[], None]]:
+        """Wraps the admission of a request, and lets it wait outside first if its client has as
+        many inside as it may. Yields the function to call, once or more, when the request has its
+        first token or has ended; an error in the block calls it."""
+        key = request.caller.client, request.priority
+        share = self._shares.setdefault(key, _Share())
+        share.limit = PER_PREFILL_WORKER * max(1, num_prefill_workers)
+        is_inside = True
+
+        def leave() -> None:
+            nonlocal is_inside
+            if is_inside:
+                is_inside = False
+                self._leave(key, share)
+
+        await self._enter(share, leave)
+        try:
+            yield leave
+        except BaseException:
+            leave()
+            raise
+
+    async def _enter(self, share: _Share, leave: Callable[[], None]) -> None:
+        if share.num_inside < share.limit and not share.outside:
+            share.num_inside += 1
+            return
+        entered = asyncio.get_running_loop().create_future()
+        share.outside[entered] = None
+        self._let_in(share)
+        try:
+            await entered
+        except asyncio.CancelledError:
+            if entered in share.outside:
+                del share.outside[entered]
+            else:  # it was let in at the same moment
+                leave()
+            raise
+
+    def _leave(self, key: tuple[str, int], share: _Share) -> None:
+        share.num_inside -= 1
+        self._let_in(share)
+        if not share.num_inside:
+            del self._shares[key]
+
+    def _let_in(self, share: _Share) -> None:
+        """Let in as many as there is room for: it grows with the number of prefill workers."""
+        while share.outside and share.num_inside < share.limit:
+            first = next(iter(share.outside))
+            del share.outside[first]
+            first.set_result(None)
+            share.num_inside += 1

@@ -1,0 +1,92 @@
+"""Operations that the gateway relays to the block manager and to the supervisor."""
+
+from typing import Any
+
+import grpc
+import pytest
+from grpc import aio
+
+from blockstore.registry import Member
+from quire.v1 import block_manager_pb2, block_manager_pb2_grpc
+from quire.v1.supervisor_pb2 import ScaleRequest
+from quire.v1.supervisor_pb2_grpc import SupervisorStub
+from services.common.errors import UnknownWorker
+from services.common.rpc.transport import RpcServer, from_rpc_error, open_channel
+from services.gateway.frontend.relay import BLOCK_MANAGER, SUPERVISOR, Relay, Target
+from services.protocol.version import PROTOCOL_VERSION
+from tests.secret import SECRET, guard
+
+from .conftest import until
+from .fakes import FakeDecode, FakePrefill
+
+
+@pytest.fixture
+async def harness(make_harness: Any) -> Any:
+    return await make_harness(FakePrefill(), FakeDecode())
+
+
+class OneOperation(block_manager_pb2_grpc.BlockManagerServicer):
+    """A block manager that knows one operation and one worker."""
+
+    seconds_left: float
+
+    async def DrainWorker(self, request: Any, context: Any) -> Any:
+        self.seconds_left = context.time_remaining()
+        if request.worker_id != "decode-1":
+            raise UnknownWorker(f"no worker {request.worker_id}")
+        return block_manager_pb2.DrainWorkerResponse(num_running=3)
+
+
+def target_of(member: Member | None) -> Target | None:
+    return Target(member.address, member.member_id) if member else None
+
+
+async def test_without_a_supervisor_scaling_says_who_else_may_do_it(harness: Any) -> None:
+    relay, front = Relay(SUPERVISOR, lambda: None), RpcServer(SUPERVISOR.name)
+    front.aio.add_generic_rpc_handlers((relay.handlers(),))
+    channel = open_channel(f"127.0.0.1:{await front.start('127.0.0.1', 0)}")
+    for close in (relay.close, front.stop, channel.close):
+        harness.stack.push_async_callback(close)
+    with pytest.raises(aio.AioRpcError) as error:
+        await SupervisorStub(channel).Scale(ScaleRequest(num_decode=2))
+    assert error.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert "docker compose up --scale" in (error.value.details() or "")
+
+
+async def test_operations_are_relayed_to_the_block_manager(harness: Any) -> None:
+    relay, front = (
+        Relay(
+            BLOCK_MANAGER,
+            lambda: target_of(harness.assembly.directory.block_manager),
+            SECRET.rpc_key,
+        ),
+        RpcServer(BLOCK_MANAGER.name),
+    )
+    front.aio.add_generic_rpc_handlers((relay.handlers(),))
+    channel = open_channel(f"127.0.0.1:{await front.start('127.0.0.1', 0)}")
+    for close in (relay.close, front.stop, channel.close):
+        harness.stack.push_async_callback(close)
+    stub = block_manager_pb2_grpc.BlockManagerStub(channel)
+    request = block_manager_pb2.DrainWorkerRequest(worker_id="decode-1")
+    with pytest.raises(aio.AioRpcError) as error:
+        await stub.DrainWorker(request)
+    assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+
+    manager, server = OneOperation(), RpcServer(guard=guard("bm"))  # type: ignore[abstract]
+    block_manager_pb2_grpc.add_BlockManagerServicer_to_server(manager, server.aio)
+    port = await server.start("127.0.0.1", 0)
+    harness.stack.push_async_callback(server.stop)
+    address = f"127.0.0.1:{port}"
+    entry = Member("bm", "block_manager", address, "serving", 1, PROTOCOL_VERSION)
+    await harness.registry.announce(entry, ttl_s=1e6)
+    await until(lambda: harness.assembly.directory.block_manager is not None)
+    assert (await stub.DrainWorker(request, timeout=5)).num_running == 3
+    assert 0 < manager.seconds_left < 6
+    with pytest.raises(aio.AioRpcError) as error:
+        await stub.DrainWorker(block_manager_pb2.DrainWorkerRequest(worker_id="x"))
+    assert error.value.code() is grpc.StatusCode.NOT_FOUND
+    assert isinstance(from_rpc_error(error.value), UnknownWorker)
+    with pytest.raises(aio.AioRpcError) as error:
+        await stub.ListPools(block_manager_pb2.ListPoolsRequest())
+    assert error.value.code() is grpc.StatusCode.INTERNAL
+    assert dict(error.value.trailing_metadata() or ())["quire-error-code"] == "internal"

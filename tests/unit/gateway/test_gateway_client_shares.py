@@ -1,0 +1,90 @@
+"""A client has few requests on the way to their first token; its others wait outside."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from services.gateway.access.caller import Caller
+from services.gateway.frontend.api import GenerationRequest
+from services.gateway.scheduling.client_shares import PER_PREFILL_WORKER, ClientShares
+
+
+class Clients:
+    """Requests of clients that enter the shares of one model queue."""
+
+    def __init__(self) -> None:
+        self.shares = ClientShares()
+        self.num_prefill_workers = 1
+        self.entered: list[str] = []
+        self.leave: dict[str, Callable[[], None]] = {}
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def send(self, client: str, *names: str, priority: int = 0) -> None:
+        request = GenerationRequest("x", priority=priority, caller=Caller(host=client))
+
+        async def enter(name: str) -> None:
+            async with self.shares.entered(request, self.num_prefill_workers) as self.leave[name]:
+                self.entered.append(name)
+
+        for name in names:
+            self.tasks[name] = asyncio.create_task(enter(name))
+        await self.settle()
+
+    async def settle(self) -> None:
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+
+MANY = [f"a{number}" for number in range(PER_PREFILL_WORKER + 3)]
+
+
+async def test_requests_of_a_client_enter_in_order_as_others_leave() -> None:
+    clients = Clients()
+    await clients.send("a", *MANY)
+    assert clients.entered == MANY[:PER_PREFILL_WORKER]
+    clients.leave["a1"]()
+    clients.leave["a1"]()  # a second call does nothing
+    await clients.settle()
+    assert clients.entered == MANY[: PER_PREFILL_WORKER + 1]
+
+
+async def test_room_grows_with_the_prefill_workers() -> None:
+    clients = Clients()
+    await clients.send("a", *MANY)
+    clients.num_prefill_workers = 2
+    await clients.send("a", "next")
+    assert sorted(clients.entered) == sorted([*MANY, "next"])
+
+
+async def test_another_client_and_a_more_urgent_request_enter_at_once() -> None:
+    clients = Clients()
+    await clients.send("a", *MANY)
+    await clients.send("b", "b0")
+    await clients.send("a", "urgent", priority=-1)
+    assert clients.entered[PER_PREFILL_WORKER:] == ["b0", "urgent"]
+    of_a, of_b = (GenerationRequest("x", caller=Caller(host=host)) for host in "ab")
+    assert clients.shares.num_outside(of_a) == 3
+    assert clients.shares.num_outside(of_b) == 0
+
+
+async def test_cancelled_requests_let_the_next_one_in() -> None:
+    """One waits outside, and one is cancelled in the moment in which it is let in."""
+    clients = Clients()
+    await clients.send("a", *MANY)
+    clients.tasks[MANY[-3]].cancel()
+    await clients.settle()
+    clients.leave["a0"]()
+    clients.tasks[MANY[-2]].cancel()
+    await clients.settle()
+    assert clients.entered == [*MANY[:PER_PREFILL_WORKER], MANY[-1]]
+
+
+async def test_a_failed_admission_returns_its_room_and_no_client_is_remembered() -> None:
+    shares = ClientShares()
+    request = GenerationRequest("x", caller=Caller(host="a"))
+    for _ in range(2 * PER_PREFILL_WORKER):
+        with pytest.raises(ZeroDivisionError):
+            async with shares.entered(request, 1):
+                raise ZeroDivisionError
+    assert not shares._shares
