@@ -16,6 +16,7 @@ from typer import Option
 
 from quire.cli.flags import Json, with_flags
 from quire.cli.output import Columns, print_table
+from quire.module_command import module_command
 from quire.sizes import memory_size
 from quire.supervisor.model_source import EMBEDDED, find_model
 
@@ -83,9 +84,7 @@ class AdvisorFlags:
 def block_size(flags: AdvisorFlags, as_json: Json = False) -> int:
     """Recommend the --block-size for a recorded workload, with reasons."""
     options = asdict(flags) | {"model": find_model(flags.model).directory}
-    found = _run_advisor(
-        {name.replace("_", "-"): str(v) for name, v in options.items() if v is not None}
-    )
+    found = _run_advisor(options)
     if "error" in found:
         print(f"quire: {found['error']}", file=sys.stderr)
         return 1
@@ -104,10 +103,8 @@ app.command("block-size")(with_flags(block_size))
 app.callback()(lambda: None)
 
 
-def _run_advisor(options: dict[str, str]) -> dict[str, Any]:
-    # -P: a directory `services` in the user's working directory must not hide Quire's package.
-    command = [sys.executable, "-P", "-m", "advisor"]
-    command += [f"--{name}={value}" for name, value in options.items()]
+def _run_advisor(options: dict[str, Any]) -> dict[str, Any]:
+    command = module_command("advisor", **options)
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     try:
         found: dict[str, Any] = json.loads(done.stdout)

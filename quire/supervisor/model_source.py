@@ -2,11 +2,11 @@
 package), and checks whether Quire can serve them."""
 
 import subprocess
-import sys
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
+from quire.module_command import module_command
 from quire.supervisor.errors import ModelNotFound, ModelUnusable
 
 EMBEDDED = "embedded"
@@ -49,8 +49,7 @@ def check_model(directory: Path) -> None:
     """
     if directory == _EMBEDDED_DIRECTORY:
         return
-    # -P: a directory `services` in the user's working directory must not hide Quire's package.
-    command = [sys.executable, "-P", "-m", "services.common.checkpoint", str(directory)]
+    command = module_command("services.common.checkpoint", str(directory))
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
         reason = done.stderr.strip() or f"the check of its files ended with {done.returncode}"

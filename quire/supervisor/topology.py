@@ -8,12 +8,12 @@ second worker takes the next port, and so on.
 
 import itertools
 import os
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from quire.module_command import module_command
 from quire.supervisor import service, valkey
 from quire.supervisor.child import ChildSpec, Stage
 from quire.supervisor.gateway_options import GatewayOptions
@@ -133,8 +133,7 @@ def _service(
     environment = {prefix + setting: value for setting, value in settings.items()}
     return ChildSpec(
         name=name,
-        # -P: a directory `services` in the user's working directory must not hide Quire's package.
-        command=(sys.executable, "-P", "-m", f"services.{module}"),
+        command=tuple(module_command(f"services.{module}")),
         stage=stage,
         environment=environment,
         base_ports=_base_ports(prefix, environment),

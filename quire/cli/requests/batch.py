@@ -5,13 +5,13 @@ import PyTorch.
 """
 
 import subprocess
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 from typer import Argument, Option
 
+from quire.module_command import module_command
 from quire.sizes import memory_size
 from quire.supervisor.model_source import EMBEDDED, find_model
 
@@ -50,7 +50,5 @@ def batch(
 ) -> int:
     """Answer a file of requests in OpenAI's batch format, without a server."""
     options = asdict(flags) | {"model": find_model(flags.model).directory}
-    # -P: a directory `services` in the user's working directory must not hide Quire's package.
-    command = [sys.executable, "-P", "-m", "services.offline", str(input_file), str(output_file)]
-    command += [f"--{k.replace('_', '-')}={v}" for k, v in options.items() if v is not None]
+    command = module_command("services.offline", str(input_file), str(output_file), **options)
     return subprocess.run(command, check=False).returncode

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from quire.cli import advise, main
+from quire.module_command import module_command
 
 ANSWER: dict[str, Any] = {
     "block_size": 16,
@@ -32,11 +33,11 @@ ANSWER: dict[str, Any] = {
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The options with which it ran, with ANSWER as the result."""
-    seen: list[dict[str, str]] = []
+    seen: list[dict[str, Any]] = []
 
-    def answer(options: dict[str, str]) -> dict[str, Any]:
+    def answer(options: dict[str, Any]) -> dict[str, Any]:
         seen.append(options)
         return ANSWER
 
@@ -44,7 +45,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
     return seen
 
 
-def test_a_table_and_the_recommendation(asked: list[dict[str, str]], capsys: Any) -> None:
+def test_a_table_and_the_recommendation(asked: list[dict[str, Any]], capsys: Any) -> None:
     assert main(["advise", "block-size", "--workload", "w.jsonl", "--pool-memory", "2GiB"]) == 0
     head, first, second, empty, *rest = capsys.readouterr().out.splitlines()
     assert head.split("  ")[0] == "BLOCK SIZE"
@@ -54,11 +55,16 @@ def test_a_table_and_the_recommendation(asked: list[dict[str, str]], capsys: Any
     assert empty == ""
     assert rest == ["--block-size 16", "  16 leaves 90.0% of the machine", "  store: counted"]
     (options,) = asked
-    assert (options["workload"], options["pool-memory"]) == ("w.jsonl", "2GiB")
+    assert (str(options["workload"]), options["pool_memory"]) == ("w.jsonl", "2GiB")
     assert Path(options["model"]).name == "embedded"
 
 
-def test_json_is_the_whole_answer(asked: list[dict[str, str]], capsys: Any) -> None:
+def test_a_command_has_the_options_that_are_given() -> None:
+    command = module_command("advisor", "w.jsonl", pool_memory="2GiB", redis_url=None)
+    assert command[1:] == ["-P", "-m", "advisor", "w.jsonl", "--pool-memory=2GiB"]
+
+
+def test_json_is_the_whole_answer(asked: list[dict[str, Any]], capsys: Any) -> None:
     assert main(["advise", "block-size", "--workload", "w.jsonl", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == ANSWER
 
