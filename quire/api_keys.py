@@ -17,6 +17,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from quire.files import replace_file
+
 PREFIX = "qk-"
 MIN_CHARS = 32
 """Fewer characters cannot hold the 128 random bits that a key needs, in hexadecimal digits."""
@@ -148,11 +150,8 @@ def changed_keys(path: Path) -> Iterator[list[ApiKey]]:
 
 
 def _write(path: Path, content: _KeyFile) -> None:
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    text = content.model_dump_json(indent=2, exclude_defaults=True) + "\n"
     try:
-        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(fd, "w") as file:
-            file.write(content.model_dump_json(indent=2, exclude_defaults=True) + "\n")
-        draft.replace(path)
+        replace_file(path, text.encode())
     except OSError as error:
         raise KeyFileError(f"cannot write {path}: {error.strerror}") from error

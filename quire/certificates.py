@@ -10,12 +10,13 @@ The library `cryptography` is imported when certificates are made, not with this
 """
 
 import ipaddress
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from quire.files import replace_file
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -149,13 +150,5 @@ def _write(certificate: Path, key: Path, pair: _Pair) -> None:
     )
 
     secret = pair.key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    _replace(key, secret, 0o600)
-    _replace(certificate, pair.certificate.public_bytes(Encoding.PEM), 0o644)
-
-
-def _replace(path: Path, content: bytes, mode: int) -> None:
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-    with os.fdopen(fd, "wb") as file:
-        file.write(content)
-    draft.replace(path)
+    replace_file(key, secret)
+    replace_file(certificate, pair.certificate.public_bytes(Encoding.PEM), 0o644)

@@ -20,6 +20,7 @@ import select
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from quire.files import replace_file
 from services.block_manager.gpu.processes import GpuProcesses, ProcessListError
 from services.common.pool.directory import PoolDirectory
 
@@ -35,10 +36,7 @@ class ProcessRecord:
     gpu_uuid: str
 
     def write(self, path: Path) -> None:
-        new = path.with_name(f".{path.name}")
-        new.touch(0o600)
-        new.write_text(json.dumps(asdict(self)))
-        new.replace(path)
+        replace_file(path, json.dumps(asdict(self)).encode())
 
     @classmethod
     def read(cls, path: Path) -> "ProcessRecord":

@@ -12,12 +12,12 @@ registry what it lacks. See ADR 133.
 
 import asyncio
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from blockstore.errors import BlockStoreError
 from blockstore.registry import UsageCounters
+from quire.files import replace_file
 from services.common.runtime.logging import get_logger
 from services.common.runtime.ticks import until_tick
 from services.gateway.access.keyring import Keyring
@@ -126,10 +126,8 @@ class Budgets:
         if self._directory is None or counters == self._written or self._restored is None:
             return
         path = self._directory / f"usage-{self._gateway.replace(':', '-')}.json"
-        draft = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            draft.write_text(json.dumps(counters, indent=1))
-            draft.replace(path)
+            replace_file(path, json.dumps(counters, indent=1).encode(), 0o644)
         except OSError as error:
             self._report(f"cannot write {path}: {error.strerror}")
             return
