@@ -16,7 +16,7 @@ import hmac
 import secrets
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from grpc import aio
 
@@ -26,11 +26,6 @@ from services.common.rpc.refusal_log import RefusalLog
 METADATA = "quire-proof"
 MAX_AGE_S = 60.0
 """The most that two hosts' clocks may differ; a nonce is remembered for twice as long."""
-
-if TYPE_CHECKING:  # the class is generic only in the stubs
-    _Context = aio.ServicerContext[Any, Any]
-else:
-    _Context = aio.ServicerContext
 
 Metadata = Iterable[tuple[str, str | bytes]]
 
@@ -69,7 +64,7 @@ class Guard:
         self._nonces: dict[str, float] = {}  # nonce -> expiry time, in this order
         self._refusals = RefusalLog("peer_refused", clock)
 
-    async def admit(self, method: str, context: _Context) -> None:
+    async def admit(self, method: str, context: aio.ServicerContext[Any, Any]) -> None:
         """Check the client's proof and answer it in the initial metadata. Raises
         Unauthenticated."""
         try:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from grpc import aio
 
@@ -16,11 +16,6 @@ from services.gateway.access.caller import (
     require_operator,
 )
 from services.gateway.access.keyring import Keyring
-
-if TYPE_CHECKING:  # the class is generic only in the stubs
-    _Context = aio.ServicerContext[Any, Any]
-else:
-    _Context = aio.ServicerContext
 
 REFUSED_EVENT = "login_refused"
 
@@ -36,7 +31,7 @@ class KeyGuard:
         self._refusals = RefusalLog(REFUSED_EVENT)
         self._denials = RefusalLog("operation_refused")
 
-    async def admit(self, method: str, context: _Context) -> None:
+    async def admit(self, method: str, context: aio.ServicerContext[Any, Any]) -> None:
         """Raises InvalidApiKey, PermissionDenied."""
         caller = self._caller(method, context)
         bind_caller(caller)
@@ -50,7 +45,7 @@ class KeyGuard:
                 )
                 raise
 
-    def _caller(self, method: str, context: _Context) -> Caller:
+    def _caller(self, method: str, context: aio.ServicerContext[Any, Any]) -> Caller:
         if context.peer().startswith("unix:"):
             return LOCAL_OPERATOR
         if self._keyring is None:
@@ -62,7 +57,7 @@ class KeyGuard:
             raise
 
 
-def _authorization(context: _Context) -> str | None:
+def _authorization(context: aio.ServicerContext[Any, Any]) -> str | None:
     for key, value in context.invocation_metadata() or ():
         if key == "authorization" and isinstance(value, str):
             return value

@@ -3,7 +3,7 @@ it."""
 
 import asyncio
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from grpc import aio
 
@@ -19,11 +19,6 @@ from services.gateway.request.lease import DetachedTicket
 from services.gateway.workers.worker import Worker
 from services.protocol.codec import ticket_from_wire, ticket_to_wire
 from services.protocol.ticket import Ticket
-
-if TYPE_CHECKING:  # the class is generic only in the stubs
-    _Call = aio.UnaryStreamCall[Any, Any]
-else:
-    _Call = aio.UnaryStreamCall
 
 log = get_logger(__name__)
 
@@ -42,7 +37,7 @@ class PulledTicket(DetachedTicket):
     """A ticket whose KV a mover has copied to its pool. The mover keeps it as long as the call
     lasts; a worker that claims it takes it over."""
 
-    def __init__(self, mover: Worker, ticket: Ticket, call: _Call) -> None:
+    def __init__(self, mover: Worker, ticket: Ticket, call: aio.UnaryStreamCall[Any, Any]) -> None:
         super().__init__(mover, ticket)
         self._call = call
 
