@@ -1,7 +1,7 @@
 """The messages between a gateway and its workers: commands, and the events that answer them.
 
-Each one about a request carries its id and attempt. `services.protocol.event_codec` and
-`services.protocol.command_codec` convert them to protobuf messages and back.
+`services.protocol.event_codec` and `services.protocol.command_codec` convert them to protobuf
+messages and back.
 """
 
 from dataclasses import dataclass
@@ -13,11 +13,21 @@ from services.protocol.ticket import FinishReason, Ticket
 
 
 @dataclass(frozen=True, slots=True)
-class Reserve:
-    """Asks a decode worker to keep decode slots free, before any work is done for the request."""
+class RequestMessage:
+    """A message about one attempt of a request."""
 
     request_id: str
     attempt: int
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.request_id, self.attempt
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve(RequestMessage):
+    """Asks a decode worker to keep decode slots free, before any work is done for the request."""
+
     num_sequences: int = 1
 
 
@@ -44,22 +54,17 @@ class Admit:
 
 
 @dataclass(frozen=True, slots=True)
-class Abort:
+class Abort(RequestMessage):
     """Tells a worker to release everything that an attempt has there: a decode reservation, a
     running request or a detached ticket. With `index`, the worker ends only that sequence."""
 
-    request_id: str
-    attempt: int
     index: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class HandOver:
+class HandOver(RequestMessage):
     """Asks a decode worker to finish the step, detach the request and return its ticket with its
     blocks (`Requeued`)."""
-
-    request_id: str
-    attempt: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,25 +80,20 @@ Command = Reserve | Submit | Admit | Abort | HandOver | Resume
 
 
 @dataclass(frozen=True, slots=True)
-class Reserved:
+class Reserved(RequestMessage):
     """A decode worker's answer to `Reserve`."""
 
-    request_id: str
-    attempt: int
     granted: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Began:
+class Began(RequestMessage):
     """The worker begins to compute the request. It sends this before it begins, so that a crash can
     be attributed."""
 
-    request_id: str
-    attempt: int
-
 
 @dataclass(frozen=True, slots=True)
-class Generated:
+class Generated(RequestMessage):
     """The output of a prefill or of one decode step for one sequence.
 
     `position`: the position of the first token, counted from the start of the prompt. `logprobs`:
@@ -103,8 +103,6 @@ class Generated:
     among its tokens.
     """
 
-    request_id: str
-    attempt: int
     index: int
     position: int
     token_ids: tuple[int, ...] = ()
@@ -114,10 +112,6 @@ class Generated:
     embedding: tuple[float, ...] = ()
     num_drafts: int = 0
     num_accepted: int = 0
-
-    @property
-    def key(self) -> tuple[str, int]:
-        return self.request_id, self.attempt
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +137,9 @@ class Prefilled:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(RequestMessage):
     """A request ended at a worker with a domain error, whose code is `code`."""
 
-    request_id: str
-    attempt: int
     code: str
     message: str
 
@@ -162,7 +154,7 @@ class RequeueReason(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Requeued:
+class Requeued(RequestMessage):
     """A worker returns a request.
 
     `ticket`: a detached ticket, whose blocks (in its pool or swapped out) the worker keeps until
@@ -171,19 +163,15 @@ class Requeued:
     the state of a beam search of it.
     """
 
-    request_id: str
-    attempt: int
     reason: RequeueReason
     ticket: Ticket | None = None
     progress: Ticket | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Malformed:
+class Malformed(RequestMessage):
     """An invalid message about a request; `problem` says what is wrong with it."""
 
-    request_id: str
-    attempt: int
     problem: str
 
 
