@@ -37,8 +37,7 @@ class BeamTickets(Tickets):
 
     def admit(self, detached: Ticket, attempt: int) -> Ticket:
         self._length = _length_of(detached)
-        order, timeout_ms = self.position.order, self._client.timeout_ms()
-        return replace(detached, attempt=attempt, order=order, timeout_ms=timeout_ms)
+        return replace(super().admit(detached, attempt), sequences=detached.sequences)
 
     def adopt(self, ticket: Ticket) -> tuple[Generated, ...]:
         self._submitted = replace(ticket, holder_id=first_holder_id(ticket.holder_id))
@@ -94,13 +93,9 @@ class BeamTickets(Tickets):
         is_living = self._client.living_sequence(event.index) is not None
         return "" if is_living else "continues a sequence that is not running"
 
-    def problem_of_ticket(
-        self, ticket: Ticket, gained: Sequence[Generated] = (), *, blocks: bool = True
+    def _problem_of_sequences(
+        self, ticket: Ticket, gained: Sequence[Generated], blocks: bool
     ) -> str:
-        if problem := self._problem_of_identity(ticket):
-            return problem
-        if problem := next(filter(None, map(self.problem_of_step, gained)), ""):
-            return problem
         if blocks and not all(sequence.block_ids for sequence in ticket.sequences):
             return "no blocks"
         return self._problem_of_beams(ticket) if ticket.sequences else ""

@@ -180,6 +180,11 @@ class Tickets:
             return problem
         if problem := next(filter(None, map(self.problem_of_step, gained)), ""):
             return problem
+        return self._problem_of_sequences(ticket, gained, blocks)
+
+    def _problem_of_sequences(
+        self, ticket: Ticket, gained: Sequence[Generated], blocks: bool
+    ) -> str:
         new = {output.index: output for output in gained}
         returned = {sequence.index: sequence for sequence in ticket.sequences}
         for received in self._client.living:
