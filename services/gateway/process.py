@@ -3,10 +3,9 @@ workers, and shuts down within a grace time."""
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from functools import partial
 from socket import gethostname
 
 from prometheus_client import CollectorRegistry
@@ -21,6 +20,7 @@ from services.common.rpc.transport import RpcServer
 from services.common.runtime import open_files, redis
 from services.common.runtime.exposition import metrics_endpoint
 from services.common.runtime.logging import get_logger
+from services.common.runtime.metrics import GatewayMetrics
 from services.common.runtime.registry_heartbeat import RegistryHeartbeat
 from services.common.runtime.secret import Secret, deployment_secret
 from services.common.tracing.opening import open_tracer
@@ -32,6 +32,7 @@ from services.gateway.access.keyring import Keyring
 from services.gateway.adapters import GatewayAdapters
 from services.gateway.config import GatewaySettings
 from services.gateway.dashboard.access import check_local
+from services.gateway.dashboard.feed import Feed
 from services.gateway.dashboard.routes import make_dashboard
 from services.gateway.frontend import service
 from services.gateway.frontend.adapters import SERVICE_NAME as ADAPTERS
@@ -86,15 +87,9 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
         server, port = await listeners.open_public()
         operations = await listeners.open_operations(port)
         http = await stack.enter_async_context(AsyncExitStack())
-        feed, routes = make_dashboard(
-            settings.dashboard,
-            wiring,
-            request_metrics.metrics,
-            relays[0],
-            has_keys=keyring is not None,
+        feed, routes = _operator_routes(
+            settings, wiring, request_metrics.metrics, relays[0], keyring
         )
-        if wiring.adapters is not None:
-            routes = [*routes, *adapter_routes(wiring.adapters, _operators(keyring))]
         http_port = await listeners.open_http(metrics, routes, http)
         # However the process ends, clients get an error before their connections break.
         stack.push_async_callback(wiring.dispatcher.close)
@@ -110,9 +105,8 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
             health = update_health(wiring, (server, operations), heartbeat)
             background = [tasks.create_task(heartbeat.keep()), tasks.create_task(health)]
             if keyring is not None:
-                budgets = Budgets(
-                    keyring, registry, settings.address(port), settings.usage_directory
-                )
+                address, directory = settings.address(port), settings.usage_directory
+                budgets = Budgets(keyring, registry, address, directory)
                 background.append(tasks.create_task(keyring.watch(), name="API keys"))
                 background.append(tasks.create_task(budgets.run(), name="budgets"))
             await stop.wait()
@@ -123,11 +117,28 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
                 task.cancel()
 
 
-def _operators(keyring: Keyring | None) -> Callable[[Request], object]:
-    """Admits operators: with keys, an operator's; without keys, requests from this host."""
-    if keyring is None:
-        return partial(check_local, what="loading adapters")
-    return lambda _request: require_operator()
+def _operator_routes(
+    settings: GatewaySettings,
+    wiring: Wiring,
+    metrics: GatewayMetrics,
+    block_manager: Relay,
+    keyring: Keyring | None,
+) -> tuple[Feed, list[Route]]:
+    """The dashboard's feed, and the routes of HTTP that are for operators."""
+    has_keys = keyring is not None
+    feed, routes = make_dashboard(
+        settings.dashboard, wiring, metrics, block_manager, has_keys=has_keys
+    )
+    if wiring.adapters is None:
+        return feed, routes
+
+    def check(request: Request) -> None:
+        if has_keys:
+            require_operator()
+        else:
+            check_local(request, "loading adapters")
+
+    return feed, [*routes, *adapter_routes(wiring.adapters, check)]
 
 
 async def _shut_down(
