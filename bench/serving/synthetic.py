@@ -8,79 +8,72 @@ import argparse
 import asyncio
 import json
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
+
+from aiohttp import web
 
 
 @dataclass(slots=True)
 class Synthetic:
     """Each answer's first token comes after `ttft_s`, each further one `itl_s` later.
-    `statuses`: of the first requests, in turn."""
+    `statuses`: of the first requests, in turn. `cut_after`: the connection breaks after so many
+    tokens. `written`: when each token of each request was written."""
 
     ttft_s: float = 0.0
     itl_s: float = 0.0
     statuses: list[int] = field(default_factory=list)
     cut_after: int | None = None
-    """The connection breaks after so many tokens."""
-
     bodies: list[dict[str, Any]] = field(default_factory=list)
     arrivals: list[float] = field(default_factory=list)
     written: list[list[float]] = field(default_factory=list)
-    """When each token of each request was written."""
 
-    async def serve(self, port: int = 0) -> asyncio.Server:
-        return await asyncio.start_server(self._connection, "127.0.0.1", port)
+    @asynccontextmanager
+    async def serving(self, port: int = 0) -> AsyncIterator[str]:
+        """Yields the URL."""
+        app = web.Application(client_max_size=1 << 30)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/{path:.*}", self._answer)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        yield "http://{}:{}".format(*runner.addresses[0])
+        await runner.cleanup()
 
-    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while head := await reader.readuntil(b"\r\n\r\n"):
-                arrived = time.perf_counter()
-                if not head.startswith(b"POST"):
-                    _write_json(writer, 200, {"data": [{"id": "synthetic"}]})
-                    continue
-                length = head.lower().partition(b"content-length:")[2].split(b"\r\n")[0]
-                body = json.loads(await reader.readexactly(int(length)))
-                self.arrivals.append(arrived)
-                self.bodies.append(body)
-                if self.statuses and (status := self.statuses.pop(0)) != 200:
-                    _write_json(writer, status, {"error": {"message": "refused"}})
-                elif not await self._answer(writer, body, arrived):
-                    return
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
-        finally:
-            writer.close()
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "synthetic"}]})
 
-    async def _answer(
-        self, writer: asyncio.StreamWriter, body: dict[str, Any], arrived: float
-    ) -> bool:
-        """Whether the connection goes on."""
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        arrived = time.perf_counter()
+        body = await request.json()
+        self.arrivals.append(arrived)
+        self.bodies.append(body)
+        if self.statuses and (status := self.statuses.pop(0)) != 200:
+            return web.json_response({"error": {"message": "refused"}}, status=status)
         is_chat = "messages" in body
         token = {"delta": {"content": " word"}} if is_chat else {"text": " word"}
         kind = {"object": "chat.completion.chunk" if is_chat else "text_completion"}
         chunk = _event(kind | {"choices": [{"index": 0, "finish_reason": None, **token}]})
-        writer.write(
-            b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
-            b"Transfer-Encoding: chunked\r\n\r\n"
-        )
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
         written: list[float] = []
         self.written.append(written)
         num_tokens = body.get("max_tokens") or body["max_completion_tokens"]
         for index in range(num_tokens):
-            if index == self.cut_after:
-                return False
+            if index == self.cut_after and request.transport is not None:
+                request.transport.close()
+                return response
             due = arrived + self.ttft_s + index * self.itl_s
             if (wait := due - time.perf_counter()) > 0:
                 await asyncio.sleep(wait)
             written.append(time.perf_counter())
-            writer.write(chunk)
-            if index % 64 == 63:
-                await writer.drain()
+            await response.write(chunk)
         usage = {"prompt_tokens": _num_prompt_tokens(body), "completion_tokens": num_tokens}
-        writer.write(_event(kind | {"choices": [], "usage": usage}))
-        writer.write(_chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
-        await writer.drain()
-        return True
+        await response.write(_event(kind | {"choices": [], "usage": usage}))
+        await response.write(b"data: [DONE]\n\n")
+        return response
 
 
 def _num_prompt_tokens(body: dict[str, Any]) -> int:
@@ -95,19 +88,7 @@ def _num_prompt_tokens(body: dict[str, Any]) -> int:
 
 def _event(value: dict[str, Any]) -> bytes:
     head = {"id": "1", "created": 1, "model": "synthetic"}
-    return _chunk(b"data: " + json.dumps(head | value).encode() + b"\n\n")
-
-
-def _chunk(data: bytes) -> bytes:
-    return b"%x\r\n%s\r\n" % (len(data), data)
-
-
-def _write_json(writer: asyncio.StreamWriter, status: int, value: dict[str, Any]) -> None:
-    body = json.dumps(value).encode()
-    writer.write(
-        b"HTTP/1.1 %d X\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
-        % (status, len(body), body)
-    )
+    return b"data: " + json.dumps(head | value).encode() + b"\n\n"
 
 
 async def _main() -> None:
@@ -116,8 +97,8 @@ async def _main() -> None:
     parser.add_argument("--ttft-ms", type=float, default=50.0)
     parser.add_argument("--itl-ms", type=float, default=10.0)
     args = parser.parse_args()
-    server = await Synthetic(args.ttft_ms / 1000, args.itl_ms / 1000).serve(args.port)
-    await server.serve_forever()
+    async with Synthetic(args.ttft_ms / 1000, args.itl_ms / 1000).serving(args.port):
+        await asyncio.Event().wait()
 
 
 if __name__ == "__main__":

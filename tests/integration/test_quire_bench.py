@@ -18,23 +18,14 @@ TTFT_MS, ITL_MS, NUM_TOKENS = 60.0, 8.0, 21
 
 @pytest.fixture
 def server() -> Iterator[tuple[Synthetic, str]]:
-    """A synthetic server in its own thread, and its URL."""
+    """A synthetic server on a thread of its own, and its URL."""
     synthetic = Synthetic(TTFT_MS / 1000, ITL_MS / 1000)
-    loop = asyncio.new_event_loop()
+    serving, loop = synthetic.serving(), asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
-    listening = asyncio.run_coroutine_threadsafe(synthetic.serve(), loop).result(timeout=10)
-    port = listening.sockets[0].getsockname()[1]
-    yield synthetic, f"http://127.0.0.1:{port}"
-
-    async def stop() -> None:
-        listening.close()
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-
-    asyncio.run_coroutine_threadsafe(stop(), loop).result(timeout=10)
+    yield synthetic, asyncio.run_coroutine_threadsafe(serving.__aenter__(), loop).result(10)
+    leaving = serving.__aexit__(None, None, None)
+    asyncio.run_coroutine_threadsafe(leaving, loop).result(timeout=10)
     loop.call_soon_threadsafe(loop.stop)
     thread.join(timeout=10)
     loop.close()
