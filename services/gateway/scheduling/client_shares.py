@@ -77,9 +77,8 @@ class ClientShares:
         try:
             await entered
         except asyncio.CancelledError:
-            if entered in share.outside:
-                del share.outside[entered]
-            else:  # it was let in at the same moment
+            share.outside.pop(entered, None)
+            if not entered.cancelled():  # it was let in at the same moment
                 leave()
             raise
 
@@ -94,5 +93,6 @@ class ClientShares:
         while share.outside and share.num_inside < share.limit:
             first = next(iter(share.outside))
             del share.outside[first]
-            first.set_result(None)
-            share.num_inside += 1
+            if not first.cancelled():  # its request was just cancelled, and has not run since
+                first.set_result(None)
+                share.num_inside += 1

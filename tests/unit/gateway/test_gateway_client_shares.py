@@ -80,6 +80,18 @@ async def test_cancelled_requests_let_the_next_one_in() -> None:
     assert clients.entered == [*MANY[:PER_PREFILL_WORKER], MANY[-1]]
 
 
+async def test_requests_cancelled_at_once_do_not_disturb_one_that_leaves() -> None:
+    """A cancelled request runs only in the next iteration of the loop: in a storm of
+    cancellations, others leave before."""
+    clients = Clients()
+    await clients.send("a", *MANY)
+    for name in MANY[-3:-1]:
+        clients.tasks[name].cancel()
+    clients.leave["a0"]()
+    await clients.settle()
+    assert clients.entered == [*MANY[:PER_PREFILL_WORKER], MANY[-1]]
+
+
 async def test_a_failed_admission_returns_its_room_and_no_client_is_remembered() -> None:
     shares = ClientShares()
     request = GenerationRequest("x", caller=Caller(host="a"))
