@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from blockstore.arguments import check, check_pool_id
 from blockstore.errors import PoolExists, UnknownPool
-from blockstore.ledger import Ledger
+from blockstore.memory.arguments import check, check_pool_id
+from blockstore.memory.ledger import Ledger
+from blockstore.memory.recount import audit
 from blockstore.records import (
     Allocation,
     Asserted,
@@ -27,7 +28,6 @@ from blockstore.records import (
     PrefixHash,
     Wait,
 )
-from blockstore.recount import audit
 from blockstore.store import MarkOwned, Recovery
 
 

@@ -27,10 +27,10 @@ from dataclasses import asdict, fields
 from itertools import chain
 from typing import Any, Self
 
-from blockstore import keys
+from blockstore.redis import keys
+from blockstore.redis.server import Server
+from blockstore.redis.stream import CommandStream
 from blockstore.registry import Load, Member
-from blockstore.server import Server
-from blockstore.stream import CommandStream
 
 
 def encode(member: Member, key: bytes) -> str:

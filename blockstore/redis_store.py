@@ -5,8 +5,6 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
-from blockstore import keys
-from blockstore.connection import Argument
 from blockstore.errors import (
     LedgerError,
     PoolGone,
@@ -16,7 +14,6 @@ from blockstore.errors import (
     UnknownWorker,
     WorkerFenced,
 )
-from blockstore.held_blocks_mirror import HeldBlocksMirror
 from blockstore.records import (
     Allocation,
     Asserted,
@@ -34,9 +31,12 @@ from blockstore.records import (
     PrefixHash,
     Wait,
 )
-from blockstore.redis_audit import audit_pool
-from blockstore.redis_calls import MAX_ANSWER_S, RedisCalls
-from blockstore.redis_replies import (
+from blockstore.redis import keys
+from blockstore.redis.audit import audit_pool
+from blockstore.redis.calls import MAX_ANSWER_S, RedisCalls
+from blockstore.redis.connection import Argument
+from blockstore.redis.held_blocks_mirror import HeldBlocksMirror
+from blockstore.redis.replies import (
     claim,
     content_field,
     holder_info,

@@ -20,7 +20,7 @@ from advisor.simulation import Outcome, simulate
 from advisor.workload import RecordedRequest
 from bench.serving.scenarios import prompts_of
 from bench.serving.server import gateway_target
-from blockstore.keys import pool_tag
+from blockstore.redis.keys import pool_tag
 from blockstore.memory_store import MemoryStore
 from blockstore.redis_store import RedisStore
 from quire.bench.target import Call, Target

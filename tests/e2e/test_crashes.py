@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from blockstore.keys import pool_tag
 from blockstore.records import PoolStats
+from blockstore.redis.keys import pool_tag
 from blockstore.redis_store import RedisStore
 from quire.async_client import AsyncClient
 from quire.errors import QuireError

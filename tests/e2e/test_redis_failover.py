@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from blockstore import keys
+from blockstore.redis import keys
 from quire.async_client import AsyncClient
 from tests.valkey_topologies import Cluster, TcpValkey, cluster, replicated, sentinel, wait_until
 

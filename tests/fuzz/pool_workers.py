@@ -11,7 +11,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from blockstore.ledger import Ledger
+from blockstore.memory.ledger import Ledger
 from blockstore.memory_store import MemoryStore
 from blockstore.store import FUNCTION_LIBRARY
 from quire.v1 import decode_pb2, prefill_pb2, worker_pb2

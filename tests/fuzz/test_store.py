@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from blockstore.errors import BY_CODE, InvalidArgument, LedgerError
-from blockstore.library import library_text
 from blockstore.memory_store import MemoryStore
 from blockstore.records import Growth, PoolSpec
+from blockstore.redis.library import library_text
 from blockstore.redis_store import RedisStore
 from blockstore.store import FUNCTION_LIBRARY, BlockStore
 from tests.conftest import Valkey

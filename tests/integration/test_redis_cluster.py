@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from blockstore import keys
 from blockstore.acl import acl_file
+from blockstore.redis import keys
 from blockstore.redis_registry import RedisRegistry
 from blockstore.redis_store import RedisStore
 from blockstore.registry import Member

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from blockstore.errors import StoreUnavailable, StoreUnsuitable
-from blockstore.locator import Locator
+from blockstore.redis.locator import Locator
 from blockstore.redis_registry import RedisRegistry
 from blockstore.redis_store import RedisStore
 from services.common.pool.directory import PoolDirectory

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from blockstore import redis_audit
+from blockstore.redis import audit
 from blockstore.records import Growth, PoolSpec
 from blockstore.redis_store import RedisStore
 from tests.conftest import Valkey
@@ -70,13 +70,13 @@ async def test_the_audit_finds_every_damage(
     violation: str | None,
 ) -> None:
     """In one call, and in pages of a few entries."""
-    monkeypatch.setattr(redis_audit, "PAGE_LIMITS", {"blocks": 2, "returned": 1, "holders": 1})
+    monkeypatch.setattr(audit, "PAGE_LIMITS", {"blocks": 2, "returned": 1, "holders": 1})
     valkey.command(*damage)
 
     async def read(*parts: str | int) -> list[object]:
         return list(await audited._read("ledger", "pool", *parts))
 
-    report = await redis_audit.audit_pool(await audited.stats("pool"), read, atomic_limit)
+    report = await audit.audit_pool(await audited.stats("pool"), read, atomic_limit)
     assert report.ledger_checked
     if violation is None:
         assert report.violations == ()
@@ -101,14 +101,14 @@ async def test_an_audit_in_pages_says_so_when_the_pool_keeps_changing(
         return list(await audited._read("ledger", "pool", *parts))
 
     stats = await audited.stats("pool")
-    report = await redis_audit.audit_pool(stats, read, atomic_limit=1)
+    report = await audit.audit_pool(stats, read, atomic_limit=1)
     assert num_reads == 2 * 4
     assert not report.ledger_checked
     assert report.violations == ()
     assert (report.num_free, report.num_cached, report.num_held) == (7, 1, 3)
     broken, recovering = replace(stats, num_free=0), replace(stats, num_free=0, recovering=True)
-    assert (await redis_audit.audit_pool(broken, read, atomic_limit=1)).violations
-    assert not (await redis_audit.audit_pool(recovering, read, atomic_limit=1)).violations
+    assert (await audit.audit_pool(broken, read, atomic_limit=1)).violations
+    assert not (await audit.audit_pool(recovering, read, atomic_limit=1)).violations
 
 
 async def test_versions_grow_with_every_change_and_not_with_reading(

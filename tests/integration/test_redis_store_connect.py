@@ -8,9 +8,9 @@ import pytest
 import redis
 from redis.asyncio.connection import AbstractConnection
 
-from blockstore.connection import ask, require_suitable, translate
 from blockstore.errors import BlockStoreError, StoreUnavailable, StoreUnsuitable
-from blockstore.library import library_text
+from blockstore.redis.connection import ask, require_suitable, translate
+from blockstore.redis.library import library_text
 from blockstore.redis_registry import RedisRegistry
 from blockstore.redis_store import RedisStore
 from blockstore.store import FUNCTION_LIBRARY
@@ -64,7 +64,7 @@ async def test_functions_that_go_as_soon_as_they_are_loaded_are_loaded_again(
                 own_valkey.command("FUNCTION", "FLUSH")
         return reply
 
-    monkeypatch.setattr("blockstore.library.ask", flushed_once)
+    monkeypatch.setattr("blockstore.redis.library.ask", flushed_once)
     store = await RedisStore.connect(own_valkey.url)
     await store.close()
     assert num_loads == 2

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from blockstore.errors import BY_CODE
-from blockstore.library import FUNCTIONS, library_text
+from blockstore.redis.library import FUNCTIONS, library_text
 
 FILES = sorted(FUNCTIONS.glob("*.lua"))
 

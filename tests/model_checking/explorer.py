@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from blockstore.ledger import Ledger
+from blockstore.memory.ledger import Ledger
 from tests.model_checking.actors import Faults
 from tests.model_checking.ledgers import Ledgers, Violation
 from tests.model_checking.move_scenario import MoveScenario

@@ -3,11 +3,11 @@
 import copy
 from collections.abc import Hashable
 
-from blockstore.blocks import Blocks
-from blockstore.holders import Holder, Holders, Tombstones
-from blockstore.ledger import Ledger
-from blockstore.rebuilding import Rebuilding
-from blockstore.waiters import Waiters
+from blockstore.memory.blocks import Blocks
+from blockstore.memory.holders import Holder, Holders, Tombstones
+from blockstore.memory.ledger import Ledger
+from blockstore.memory.rebuilding import Rebuilding
+from blockstore.memory.waiters import Waiters
 
 
 def copy_ledger(ledger: Ledger) -> Ledger:

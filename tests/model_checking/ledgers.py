@@ -8,8 +8,8 @@ from collections.abc import Hashable
 from typing import NamedTuple
 
 from blockstore.errors import LedgerError
-from blockstore.ledger import Ledger
-from blockstore.recount import audit
+from blockstore.memory.ledger import Ledger
+from blockstore.memory.recount import audit
 from tests.model_checking.ledger_copies import copy_ledger, snapshot
 
 Operation = tuple[str, tuple[Hashable, ...]]

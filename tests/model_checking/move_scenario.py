@@ -18,7 +18,7 @@ See ADR 71."""
 from collections.abc import Callable, Iterator
 
 from blockstore.errors import StaleHolder
-from blockstore.ledger import Ledger
+from blockstore.memory.ledger import Ledger
 from blockstore.records import Allocation
 from tests.model_checking.actors import NUM_PROMPT_BLOCKS, PREFIX, Request, Run, State
 from tests.model_checking.ledgers import Answer, Operation, Violation

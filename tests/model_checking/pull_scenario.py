@@ -17,7 +17,7 @@ See ADR 162.
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from blockstore.ledger import Ledger
+from blockstore.memory.ledger import Ledger
 from blockstore.records import PoolSpec
 from tests.model_checking.ledgers import Ledgers, Violation
 from tests.model_checking.scenario import Label

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
 from blockstore.errors import OutOfBlocks, Recovering, StaleHolder
-from blockstore.ledger import Ledger
+from blockstore.memory.ledger import Ledger
 from blockstore.records import Asserted, Content, Extension, Growth, PoolSpec
 from tests.model_checking.ledgers import Answer, Ledgers, Operation, Violation
 from tests.model_checking.scenario import Label

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from blockstore.errors import MustWait, OutOfBlocks, StaleHolder, WorkerFenced
-from blockstore.ledger import Ledger
+from blockstore.memory.ledger import Ledger
 from blockstore.records import Allocation, Extension, PoolSpec
 from tests.model_checking.actors import (
     NUM_FINAL_BLOCKS,

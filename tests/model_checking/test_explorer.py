@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from blockstore.ledger import Ledger
+from blockstore.memory.ledger import Ledger
 from blockstore.records import Allocation, Asserted, Claim, Content, PrefixHash, Wait
 from tests.model_checking.actors import Faults
 from tests.model_checking.explorer import (

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from blockstore.errors import OutOfBlocks, StaleHolder
-from blockstore.ledger import Ledger
+from blockstore.memory.ledger import Ledger
 from blockstore.records import Claim, Grown, Growth
 from tests.model_checking.actors import Faults
 from tests.model_checking.explorer import EXPLORED_MOVES, explore_moves

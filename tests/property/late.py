@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
+from blockstore.memory.recount import audit
 from blockstore.memory_store import MemoryStore
-from blockstore.recount import audit
 from services.engine.engine import Engine
 from services.engine.messages import Command, StepOutcome
 from services.worker import pool_worker

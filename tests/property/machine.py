@@ -18,8 +18,8 @@ from hypothesis.stateful import (
 )
 
 from blockstore.errors import LedgerError, OutOfBlocks
-from blockstore.holders import Holder
-from blockstore.ledger import Ledger
+from blockstore.memory.holders import Holder
+from blockstore.memory.ledger import Ledger
 from blockstore.memory_store import MemoryStore
 from blockstore.records import Asserted, Content, Growth, PoolSpec, Wait
 from blockstore.store import QUARANTINE, BlockStore

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant
 
 from blockstore.errors import MustWait, OutOfBlocks
-from blockstore.ledger import Ledger
+from blockstore.memory.ledger import Ledger
+from blockstore.memory.recount import audit
 from blockstore.records import Growth, PoolSpec
-from blockstore.recount import audit
 from services.common.pool.stamps import Stamps
 from services.engine.batch import Draw
 from services.engine.engine import Engine

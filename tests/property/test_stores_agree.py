@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from blockstore.blocks import Blocks
-from blockstore.holders import Holder
-from blockstore.ledger import Ledger
+from blockstore.memory.blocks import Blocks
+from blockstore.memory.holders import Holder
+from blockstore.memory.ledger import Ledger
 from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolSpec
 from blockstore.redis_store import RedisStore

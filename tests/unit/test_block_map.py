@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from blockstore.ledger import Ledger
+from blockstore.memory.ledger import Ledger
 from blockstore.memory_store import MemoryStore
 from blockstore.records import BlockInfo, PoolSpec
 from services.block_manager.operators.block_map import (

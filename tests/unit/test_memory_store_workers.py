@@ -16,12 +16,12 @@ from blockstore.errors import (
     WorkerFenced,
     WorkerNotEmpty,
 )
-from blockstore.ledger import Ledger
+from blockstore.memory.ledger import Ledger
+from blockstore.memory.recount import audit
+from blockstore.memory.waiters import Waiter
 from blockstore.memory_store import MemoryStore
 from blockstore.records import Growth, Heartbeat, PoolSpec
-from blockstore.recount import audit
 from blockstore.store import TOMBSTONE_S, BlockStore
-from blockstore.waiters import Waiter
 from tests.clock import Clock
 
 POOL = PoolSpec("pool", "model", "fingerprint", num_blocks=11, block_size=4, block_bytes=64)

@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from blockstore.errors import UnknownWorker, WorkerFenced
-from blockstore.task_cancellation import cancel_task
+from blockstore.redis.task_cancellation import cancel_task
 from services.common.runtime.logging import get_logger
 from services.common.runtime.starting import importing
 from services.worker.config import WorkerSettings

@@ -14,7 +14,7 @@ from advisor.memory import (
 )
 from advisor.simulation import simulate
 from advisor.workload import RecordedRequest
-from blockstore.ledger import Ledger
+from blockstore.memory.ledger import Ledger
 from blockstore.memory_store import MemoryStore
 from services.common.pool.allotment import blocks_at_admission, blocks_for_decode
 

@@ -29,10 +29,10 @@ from hiredis import pack_command
 from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import RedisError, ResponseError
 
-from blockstore.connection import Command, ask, read_reply, translate, translate_errors
 from blockstore.errors import BlockStoreError, NotPrimary, StoreUnavailable
-from blockstore.server import Server
-from blockstore.task_cancellation import cancel_task
+from blockstore.redis.connection import Command, ask, read_reply, translate, translate_errors
+from blockstore.redis.server import Server
+from blockstore.redis.task_cancellation import cancel_task
 
 MAX_IN_FLIGHT = 128
 """The most commands of one exchange: enough to hide the round trip, few enough to be sent again

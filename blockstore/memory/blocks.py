@@ -1,6 +1,6 @@
 """The blocks of one pool in memory: which are free, cached or held, and the prefix index.
 
-Holders appear here only as a reference count of each block; `blockstore.ledger` has the holders.
+Holders appear here only as a reference count of each block; `blockstore.memory.ledger` has them.
 """
 
 from collections.abc import Sequence

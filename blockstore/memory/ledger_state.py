@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Sequence
 
-from blockstore.arguments import check
-from blockstore.blocks import Blocks
 from blockstore.errors import MustWait, OutOfBlocks, StaleHolder, UnknownWorker, WorkerFenced
-from blockstore.holders import Holder, Holders, Tombstones
-from blockstore.rebuilding import Rebuilding
+from blockstore.memory.arguments import check
+from blockstore.memory.blocks import Blocks
+from blockstore.memory.holders import Holder, Holders, Tombstones
+from blockstore.memory.rebuilding import Rebuilding
+from blockstore.memory.waiters import Waiter, Waiters
 from blockstore.records import Grown, Growth, PoolSpec
-from blockstore.waiters import Waiter, Waiters
 
 
 class LedgerState:

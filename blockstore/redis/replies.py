@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from blockstore.connection import Argument
 from blockstore.records import Asserted, Claim, Content, HolderInfo, PoolSpec, PoolStats, Wait
+from blockstore.redis.connection import Argument
 
 REASSERT_PAGE = 4096
 """A call of `reassert` takes no more holders after this many arguments; the server needs a few

@@ -12,9 +12,9 @@ from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from blockstore.connection import ask, parse_info, require_suitable, translate_errors
 from blockstore.errors import BlockStoreError, NotPrimary, StoreLost, StoreUnavailable
-from blockstore.locator import Locator
+from blockstore.redis.connection import ask, parse_info, require_suitable, translate_errors
+from blockstore.redis.locator import Locator
 
 Renew = Callable[[str], Awaitable[None]]
 """Rebuilds the lost data on a server; the argument is its run_id. StoreUnavailable: call it again.

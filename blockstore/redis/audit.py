@@ -11,12 +11,12 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from blockstore.blocks import Blocks
-from blockstore.holders import Holder
-from blockstore.ledger import Ledger
+from blockstore.memory.blocks import Blocks
+from blockstore.memory.holders import Holder
+from blockstore.memory.ledger import Ledger
+from blockstore.memory.recount import audit, check_conservation
+from blockstore.memory.waiters import Waiter
 from blockstore.records import AuditReport, PoolSpec, PoolStats
-from blockstore.recount import audit, check_conservation
-from blockstore.waiters import Waiter
 
 ATOMIC_LIMIT = 65_536
 """The most blocks of a pool that is read in one call."""

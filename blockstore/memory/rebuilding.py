@@ -8,9 +8,9 @@ See ADR 58.
 
 from collections.abc import Iterable, Sequence
 
-from blockstore.blocks import Blocks
 from blockstore.errors import Recovering
-from blockstore.holders import Holder
+from blockstore.memory.blocks import Blocks
+from blockstore.memory.holders import Holder
 from blockstore.records import Asserted, Content
 from blockstore.store import QUARANTINE
 

@@ -8,11 +8,11 @@ from typing import Any
 from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import ResponseError
 
-from blockstore.connection import ask, translate_errors
 from blockstore.errors import StoreUnsuitable
+from blockstore.redis.connection import ask, translate_errors
 from blockstore.store import FUNCTION_LIBRARY
 
-FUNCTIONS = Path(__file__).parent / "functions"
+FUNCTIONS = Path(__file__).parents[1] / "functions"
 
 
 def library_text() -> str:

@@ -9,10 +9,10 @@ from collections.abc import Awaitable, Callable
 from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import RedisError
 
-from blockstore.connection import translate_errors
 from blockstore.errors import BlockStoreError, NotPrimary, StoreUnavailable
-from blockstore.server import Server
-from blockstore.task_cancellation import cancel_task
+from blockstore.redis.connection import translate_errors
+from blockstore.redis.server import Server
+from blockstore.redis.task_cancellation import cancel_task
 
 RECONNECT_S = 0.05
 

@@ -4,8 +4,8 @@ with counters, block states and prefix index."""
 from collections import Counter
 from collections.abc import Iterator
 
-from blockstore.blocks import Blocks
-from blockstore.ledger import Ledger
+from blockstore.memory.blocks import Blocks
+from blockstore.memory.ledger import Ledger
 from blockstore.records import AuditReport, PoolStats
 
 

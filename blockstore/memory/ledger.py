@@ -9,7 +9,6 @@ was (except for the waiter that a refused `allocate` leaves).
 from collections.abc import Sequence
 from math import inf
 
-from blockstore.arguments import check, check_prefix, check_same_pool
 from blockstore.errors import (
     LeaseHeld,
     NotHeld,
@@ -19,9 +18,11 @@ from blockstore.errors import (
     WorkerFenced,
     WorkerNotEmpty,
 )
-from blockstore.holders import Holder
-from blockstore.ledger_state import LedgerState
-from blockstore.rebuilding import quarantine_of
+from blockstore.memory.arguments import check, check_prefix, check_same_pool
+from blockstore.memory.holders import Holder
+from blockstore.memory.ledger_state import LedgerState
+from blockstore.memory.rebuilding import quarantine_of
+from blockstore.memory.waiters import Waiter
 from blockstore.records import (
     Allocation,
     Asserted,
@@ -38,7 +39,6 @@ from blockstore.records import (
     Wait,
 )
 from blockstore.store import QUARANTINE
-from blockstore.waiters import Waiter
 
 
 class Ledger(LedgerState):

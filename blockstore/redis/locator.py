@@ -17,9 +17,9 @@ from urllib.parse import urlsplit
 from redis.asyncio.connection import AbstractConnection, ConnectionPool, parse_url
 from redis.crc import key_slot
 
-from blockstore.connection import ask, parse_info, server_mode, translate_errors
 from blockstore.errors import NotPrimary, StoreUnavailable, StoreUnsuitable
 from blockstore.redaction import without_password
+from blockstore.redis.connection import ask, parse_info, server_mode, translate_errors
 
 Options = dict[str, Any]
 """How redis-py connects to one server."""

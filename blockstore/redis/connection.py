@@ -2,7 +2,7 @@
 
 `translate_errors` is the one place that turns redis-py's exceptions into those of the block store.
 Nothing here retries: redis-py's own retry is off, because it would send a command again that may
-have been executed (see `blockstore.stream`).
+have been executed (see `blockstore.redis.stream`).
 """
 
 from collections.abc import Iterator, Sequence

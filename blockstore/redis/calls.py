@@ -15,15 +15,15 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Self
 
-from blockstore import keys
-from blockstore.connection import Argument, Command
 from blockstore.errors import Recovering, StoreLost, UnknownPool
-from blockstore.free_block_notifier import FreeBlockNotifier
-from blockstore.held_blocks_mirror import HeldBlocksMirror
-from blockstore.library import load_functions
-from blockstore.server import Renew, Server
+from blockstore.redis import keys
+from blockstore.redis.connection import Argument, Command
+from blockstore.redis.free_block_notifier import FreeBlockNotifier
+from blockstore.redis.held_blocks_mirror import HeldBlocksMirror
+from blockstore.redis.library import load_functions
+from blockstore.redis.server import Renew, Server
+from blockstore.redis.stream import CommandStream, Record
 from blockstore.store import FUNCTION_LIBRARY
-from blockstore.stream import CommandStream, Record
 
 MAX_ANSWER_S = 2.0
 """A connection without an answer for this long counts as broken."""
@@ -82,7 +82,7 @@ class RedisCalls(ABC):
 
     @classmethod
     async def connect(cls, url: str, *, retry_for_s: float = 5.0) -> Self:
-        """Connect to the server that a URL names (see `blockstore.locator`), and load the
+        """Connect to the server that a URL names (see `blockstore.redis.locator`), and load the
         functions.
 
         `retry_for_s`: how long an unanswered call is sent again. StoreUnavailable: the server does

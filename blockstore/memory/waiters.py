@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from blockstore.holders import Tombstones
+from blockstore.memory.holders import Tombstones
 
 
 @dataclass(frozen=True, slots=True)
