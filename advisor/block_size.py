@@ -19,8 +19,8 @@ from services.common.pool.sizing import parse_size
 from services.common.text.model_config import ModelConfig
 
 FLASH_PAGE = 256
-"""flash-attn needs a block size that is a multiple of this (`kvops.flash`, which only machines with
-a GPU can import)."""
+"""flash-attn needs a block size that is a multiple of this (`kvops.attention.flash`, which only
+machines with a GPU can import)."""
 
 _NUM_CONCURRENT = 64  # requests of mean length that the simulated pool holds by default
 _TIMED_REQUESTS = 48  # requests replayed on a real server: takes seconds instead of minutes

@@ -8,8 +8,8 @@
 `ops.py` defines what each operation does; `kernels.py` is the interface that a device implements.
 """
 
+from kvops.attention.choice import ATTENTION, choose_attention
 from kvops.backend import BACKENDS, BackendUnavailable, backend
-from kvops.choice import ATTENTION, choose_attention
 from kvops.ops import Backend
 from kvops.step import AttentionShape
 

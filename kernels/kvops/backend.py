@@ -58,18 +58,18 @@ def _triton() -> Kernels:
 def _flash() -> Kernels:
     """By the package flash-attn where it is installed, else by PyTorch."""
     if find_spec("flash_attn"):
-        from kvops.flash_package import FlashPackageKernels
+        from kvops.attention.flash_package import FlashPackageKernels
 
         _need_gpu("flash")
         return FlashPackageKernels()
-    from kvops.flash import FlashKernels
+    from kvops.attention.flash import FlashKernels
 
     _need_gpu("flash")
     return FlashKernels()
 
 
 def _flashinfer() -> Kernels:
-    from kvops.flashinfer import FlashInferKernels
+    from kvops.attention.flashinfer import FlashInferKernels
 
     _need_gpu("flashinfer")
     return FlashInferKernels()

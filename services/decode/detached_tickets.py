@@ -12,9 +12,9 @@ from blockstore.errors import StaleHolder
 from services.decode.job import Job, State, ticket_of
 from services.protocol.messages import Requeued, RequeueReason
 from services.protocol.ticket import Swapped, Ticket
-from services.worker.events import PREEMPTED, STALE, Ending, report, without_blocks
-from services.worker.jobs import Jobs
 from services.worker.pool_worker import PoolWorker
+from services.worker.requests.events import PREEMPTED, STALE, Ending, report, without_blocks
+from services.worker.requests.jobs import Jobs
 
 
 class DetachedTickets:

@@ -8,14 +8,14 @@ from services.engine.batch import LoadedAdapter
 from services.engine.messages import Advance
 from services.protocol.messages import Generated
 from services.protocol.ticket import Ticket
-from services.worker.events import (
+from services.worker.requests.events import (
     HANDED_OVER,
     Ending,
     Session,
     hypothesis_events,
     token_events,
 )
-from services.worker.trace import NO_TRACE, JobTrace
+from services.worker.requests.trace import NO_TRACE, JobTrace
 
 
 class State(Enum):

@@ -34,7 +34,8 @@ from services.protocol.messages import (
     Step,
 )
 from services.protocol.ticket import Ticket
-from services.worker.events import (
+from services.worker.pool_worker import PoolWorker, WorkerParts
+from services.worker.requests.events import (
     ABORTED,
     EXPIRED,
     FORGED,
@@ -46,8 +47,7 @@ from services.worker.events import (
     poisoned,
     report,
 )
-from services.worker.jobs import Jobs
-from services.worker.pool_worker import PoolWorker, WorkerParts
+from services.worker.requests.jobs import Jobs
 
 log = get_logger(__name__)
 

@@ -32,7 +32,7 @@ class LocalConnection:
         self._local_worker.close(self)
         await asyncio.wait([self._reporting])
 
-    # The worker's view: `services.worker.events.Session`.
+    # The worker's view: `services.worker.requests.events.Session`.
 
     def send(self, event: WorkerEvent, then: Callable[[], None] | None = None) -> None:
         self._loop.call_soon(self._deliver, event, then)

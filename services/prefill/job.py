@@ -10,8 +10,8 @@ from services.protocol.block_keys import BlockKeys, ComputedBlocks, num_tokens_o
 from services.protocol.logprobs import Logprobs
 from services.protocol.messages import Generated, Prefilled
 from services.protocol.ticket import Ticket
-from services.worker.events import Ending, Session
-from services.worker.trace import NO_TRACE, JobTrace
+from services.worker.requests.events import Ending, Session
+from services.worker.requests.trace import NO_TRACE, JobTrace
 
 
 class State(Enum):

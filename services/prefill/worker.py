@@ -16,7 +16,8 @@ from services.prefill.job import Job, State
 from services.protocol.block_keys import BlockKeys, num_blocks_for
 from services.protocol.messages import Command, Submit
 from services.protocol.ticket import BeamState, Ticket, TicketSequence, first_holder_id
-from services.worker.events import (
+from services.worker.pool_worker import PoolWorker, WorkerParts
+from services.worker.requests.events import (
     ABORTED,
     DRAINED,
     EXPIRED,
@@ -29,8 +30,7 @@ from services.worker.events import (
     report,
     token_events,
 )
-from services.worker.jobs import Jobs
-from services.worker.pool_worker import PoolWorker, WorkerParts
+from services.worker.requests.jobs import Jobs
 from services.worker.swap.cost import PrefillCost
 from services.worker.swap.pool import Fetched
 

@@ -25,17 +25,17 @@ from services.engine.thread import EngineThread
 from services.protocol.messages import Abort, Began, Command
 from services.protocol.ticket import Adapter, Ticket
 from services.worker.adapters import AdapterSource
-from services.worker.events import DRAINED, PREEMPTED, Ending, Session
 from services.worker.grammars import Grammars
-from services.worker.holder_writes import HolderWrites
-from services.worker.jobs import Jobs
 from services.worker.limits import Limits
 from services.worker.membership import Membership
+from services.worker.requests.events import DRAINED, PREEMPTED, Ending, Session
+from services.worker.requests.holder_writes import HolderWrites
+from services.worker.requests.jobs import Jobs
+from services.worker.requests.store_writer import StoreWriter
+from services.worker.requests.suspect_queue import SuspectQueue
+from services.worker.requests.trace import NO_TRACE, JobTrace, SpansOfJob
 from services.worker.step_meter import StepMeter
-from services.worker.store_writer import StoreWriter
-from services.worker.suspect_queue import SuspectQueue
 from services.worker.swap.pool import SwapPool
-from services.worker.trace import NO_TRACE, JobTrace, SpansOfJob
 
 if TYPE_CHECKING:
     from services.common.tracing.tracer import Tracer

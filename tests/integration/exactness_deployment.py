@@ -38,10 +38,10 @@ from services.gateway.workers.directory import WorkerDirectory
 from services.prefill.service import PrefillService
 from services.prefill.worker import PrefillWorker
 from services.protocol.version import PROTOCOL_VERSION
-from services.worker.events import HANDED_OVER
 from services.worker.grammars import Grammars
 from services.worker.limits import Limits
 from services.worker.pool_worker import WorkerParts
+from services.worker.requests.events import HANDED_OVER
 from services.worker.swap.pool import SwapPool
 from tests.drafting import oracle
 from tests.exactness import SEED, Answer

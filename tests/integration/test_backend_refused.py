@@ -23,7 +23,9 @@ Machine = Callable[[pytest.MonkeyPatch], None]
 def without(module: str) -> Machine:
     def machine(patch: pytest.MonkeyPatch) -> None:
         for imported in [
-            n for n in sys.modules if n.startswith(("kvops.triton", "kvops.flash_package"))
+            n
+            for n in sys.modules
+            if n.startswith(("kvops.triton", "kvops.attention.flash_package"))
         ]:
             patch.delitem(sys.modules, imported)
         patch.setitem(sys.modules, module, None)
@@ -38,7 +40,7 @@ def without_cuda(patch: pytest.MonkeyPatch) -> None:
 def with_gpu(*capability: int) -> Machine:
     def machine(patch: pytest.MonkeyPatch) -> None:
         patch.setitem(sys.modules, "flash_attn", flash_stand_in)
-        patch.delitem(sys.modules, "kvops.flash_package", raising=False)
+        patch.delitem(sys.modules, "kvops.attention.flash_package", raising=False)
         patch.setattr(torch.version, "cuda", "13.0")
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "get_device_name", lambda number=0: "NVIDIA X")

@@ -56,15 +56,15 @@ def planned() -> Iterator[Backend]:
         )
         patch.setattr(stand_in, "BatchPrefillWithPagedKVCacheWrapper", wrapper, raising=False)
         patch.setitem(sys.modules, "flashinfer", stand_in)
-        patch.delitem(sys.modules, "kvops.flashinfer", raising=False)
-        from kvops.flashinfer import FlashInferKernels
+        patch.delitem(sys.modules, "kvops.attention.flashinfer", raising=False)
+        from kvops.attention.flashinfer import FlashInferKernels
 
         names = ("__init__", "plan", "_planned_wrapper", "_wrapper", "paged_attention")
         methods = {name: vars(FlashInferKernels)[name] for name in names}
         kernels = type("Planned", (LaunchedKernels,), {**methods, "needs_plan": True})
-        patch.setattr("kvops.flashinfer._SPLIT", 8)
+        patch.setattr("kvops.attention.flashinfer._SPLIT", 8)
         yield Backend(kernels())
-        sys.modules.pop("kvops.flashinfer")
+        sys.modules.pop("kvops.attention.flashinfer")
 
 
 @pytest.fixture(scope="module", params=["qwen3-gqa-tied", "mistral-window"])

@@ -18,7 +18,7 @@ from services.common.rpc.transport import RpcServer, open_channel
 from services.protocol.messages import Began, Command, Submit
 from services.protocol.ticket import SamplingParams, Ticket
 from services.protocol.worker_stream import PREFILL
-from services.worker.events import Session
+from services.worker.requests.events import Session
 from services.worker.stream import StreamSession, WorkerStream
 
 LIMIT_S = 30.0

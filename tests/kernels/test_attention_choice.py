@@ -36,7 +36,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA X")
-        for module in ("kvops.flash", "kvops.flash_package", "kvops.flashinfer"):
+        for module in (
+            "kvops.attention.flash",
+            "kvops.attention.flash_package",
+            "kvops.attention.flashinfer",
+        ):
             monkeypatch.delitem(sys.modules, module, raising=False)
         for package in ("flash_attn", "flashinfer"):
             monkeypatch.setitem(sys.modules, package, packages.get(package))
@@ -205,7 +209,7 @@ def test_pytorch_s_attention_has_no_soft_cap(flash: Backend, gpu: Gpu) -> None:
 def flashinfer(gpu: Gpu) -> Iterator[Backend]:
     gpu((9, 0), **INSTALLED)
     yield choose_attention("flashinfer", SHAPE)[0]
-    sys.modules.pop("kvops.flashinfer")
+    sys.modules.pop("kvops.attention.flashinfer")
 
 
 def planned(

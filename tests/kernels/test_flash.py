@@ -33,13 +33,13 @@ BATCHES = {**ROWS, "several blocks": SEVERAL_BLOCKS, "long decode": LONG_DECODE}
 def flash() -> Iterator[Backend]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "flash_attn", flash_stand_in)
-        patch.delitem(sys.modules, "kvops.flash_package", raising=False)
+        patch.delitem(sys.modules, "kvops.attention.flash_package", raising=False)
         patch.setattr(torch.version, "cuda", "13.0")
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
         patch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
         yield kvops.backend("flash")
-        sys.modules.pop("kvops.flash_package")
+        sys.modules.pop("kvops.attention.flash_package")
 
 
 def shape_of(geometry: Geometry, *windows: int) -> AttentionShape:
@@ -133,7 +133,7 @@ def test_a_launch_has_no_more_programs_than_the_longest_row_needs(
             asked.append((_name, arguments.get("max_seqlen_q")))
             return torch.zeros(len(rows), 1, 4, 64)
 
-        monkeypatch.setattr(f"kvops.flash_package.{name}", record)
+        monkeypatch.setattr(f"kvops.attention.flash_package.{name}", record)
     batch = paged_batch(GEOMETRIES[0], [(1, 20)] * len(rows), seed=1)
     attend(flash, batch)
     batch.cu_query_lens.copy_(torch.tensor([0, *(new for new, _ in rows)]).cumsum(0))
@@ -152,7 +152,7 @@ def test_a_launch_has_no_more_programs_than_the_longest_row_needs(
 def test_a_decode_step_takes_the_function_that_splits_contexts(
     flash: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr("kvops.flash_package.flash_attn_varlen_func")
+    monkeypatch.delattr("kvops.attention.flash_package.flash_attn_varlen_func")
     attend(flash, paged_batch(GEOMETRIES[0], LONG_DECODE, seed=13))
     with pytest.raises(NameError):
         attend(flash, paged_batch(GEOMETRIES[0], SEVERAL_BLOCKS, seed=13))

@@ -98,7 +98,7 @@ def test_a_backend_is_refused_without_its_package(
     monkeypatch: pytest.MonkeyPatch, name: str, module: str, package: str
 ) -> None:
     """A module that is already imported would hide that the package is missing."""
-    for imported in [n for n in sys.modules if n.startswith(("kvops.triton", "kvops.flash"))]:
+    for imported in [n for n in sys.modules if n.startswith(("kvops.triton", "kvops.attention.flash"))]:
         monkeypatch.delitem(sys.modules, imported)
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(BackendUnavailable, match=f"'{name}' needs the package {package},.*serve"):
@@ -120,7 +120,7 @@ def test_a_package_that_cannot_be_loaded_is_named_with_its_error(
     text = "raise ImportError('undefined symbol: _ZN3c10', name='flash_attn_2_cuda')"
     (tmp_path / "flash_attn.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "kvops.flash_package", raising=False)
+    monkeypatch.delitem(sys.modules, "kvops.attention.flash_package", raising=False)
     with pytest.raises(BackendUnavailable, match=r"import flash_attn_2_cuda, .*undefined symbol"):
         kvops.backend("flash")
 

@@ -75,7 +75,7 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> Backend:
     """flash-attn as on newer GPUs, with Triton's kernels for all other operations."""
     monkeypatch.setitem(sys.modules, "flash_attn", flash_stand_in)
     monkeypatch.setattr(flash_stand_in, "reads_whole_pages", True)
-    from kvops.flash_package import FlashPackageKernels
+    from kvops.attention.flash_package import FlashPackageKernels
 
     return Backend(FlashPackageKernels())
 

@@ -2,8 +2,8 @@
 
 A worker reports which requests it begins. When it dies, each request that it had begun becomes a
 suspect for workers of its role, until one of them has given the request a token. A worker begins
-suspects one at a time (`services.worker.suspect_queue`), so a second crash convicts only one
-request. A request that makes progress never fails, however often workers die.
+suspects one at a time (`services.worker.requests.suspect_queue`), so a second crash convicts only
+one request. A request that makes progress never fails, however often workers die.
 
     free ──its worker dies, having begun it──▶ suspected ──the same again──▶ convicted
       ▲                                            │

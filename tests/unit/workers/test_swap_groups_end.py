@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from services.protocol.messages import Failed, Requeued
-from services.worker.events import EXPIRED
+from services.worker.requests.events import EXPIRED
 
 from .conftest import MakePair, counts_steps
 from .preempting import asked, come_back, evict_all, finish, preempt, right, running, swapped_out

@@ -17,7 +17,7 @@ from services.common.rpc.message_batching import unpack_batch
 from services.common.rpc.transport import RpcServer
 from services.gateway.intake.identity import client_id
 from services.protocol.version import PROTOCOL_VERSION
-from services.worker.suspect_queue import SuspectQueue
+from services.worker.requests.suspect_queue import SuspectQueue
 from tests.secret import guard
 
 HEARD_S = 0.02

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Hashable, Iterator
 from typing import Generic, Protocol, TypeVar
 
-from services.worker.events import Ending, Session
+from services.worker.requests.events import Ending, Session
 
 Key = tuple[int, str, int]
 """(gateway session, request id, attempt)."""

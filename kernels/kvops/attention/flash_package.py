@@ -1,5 +1,5 @@
 """Attention 'flash' by the package flash-attn, where it is installed: it has a kernel for decode
-steps that splits contexts. Its needs are those of PyTorch's (`kvops.flash`)."""
+steps that splits contexts. Its needs are those of PyTorch's (`kvops.attention.flash`)."""
 
 import torch
 from flash_attn import (  # type: ignore[import-not-found]  # installed on GPU machines only
@@ -9,7 +9,7 @@ from flash_attn import (  # type: ignore[import-not-found]  # installed on GPU m
 )
 from torch import Tensor
 
-from kvops.flash import FlashKernels
+from kvops.attention.flash import FlashKernels
 from kvops.step import AttentionCall, AttentionShape
 
 

@@ -7,7 +7,7 @@ decode worker      store claim, decode, swap out
 from typing import TYPE_CHECKING
 
 from services.protocol.ticket import Ticket
-from services.worker.events import Ending
+from services.worker.requests.events import Ending
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span

@@ -7,9 +7,9 @@ from blockstore.errors import StaleHolder
 from blockstore.records import PrefixHash
 from blockstore.store import BlockStore
 from services.protocol.ticket import Ticket
-from services.worker.events import PREEMPTED, Ending, Session, report
-from services.worker.store_writer import StoreWriter
-from services.worker.suspect_queue import SuspectQueue
+from services.worker.requests.events import PREEMPTED, Ending, Session, report
+from services.worker.requests.store_writer import StoreWriter
+from services.worker.requests.suspect_queue import SuspectQueue
 
 _RETURNING_WAITER_S = 1.0
 """How long the store keeps the returning waiter of a preempted request. The request is back a few

@@ -1,0 +1,1 @@
+"""Attention on a GPU by other libraries, and the choice among them and `kvops.triton`."""
