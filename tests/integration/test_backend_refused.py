@@ -23,9 +23,7 @@ Machine = Callable[[pytest.MonkeyPatch], None]
 def without(module: str) -> Machine:
     def machine(patch: pytest.MonkeyPatch) -> None:
         for imported in [
-            n
-            for n in sys.modules
-            if n.startswith(("kvops.triton", "kvops.attention.flash_package"))
+            n for n in sys.modules if n.startswith(("kvops.triton", "kvops.attention.flash"))
         ]:
             patch.delitem(sys.modules, imported)
         patch.setitem(sys.modules, module, None)
