@@ -20,8 +20,8 @@ from advisor.simulation import Outcome, simulate
 from advisor.workload import RecordedRequest
 from bench.serving.scenarios import prompts_of
 from bench.serving.server import gateway_target
-from blockstore.redis.keys import pool_tag
 from blockstore.memory_store import MemoryStore
+from blockstore.redis.keys import pool_tag
 from blockstore.redis_store import RedisStore
 from quire.bench.target import Call, Target
 from quire.supervisor.model_source import EMBEDDED, find_model

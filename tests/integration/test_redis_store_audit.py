@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from blockstore.redis import audit
 from blockstore.records import Growth, PoolSpec
+from blockstore.redis import audit
 from blockstore.redis_store import RedisStore
 from tests.conftest import Valkey
 

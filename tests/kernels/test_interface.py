@@ -98,7 +98,9 @@ def test_a_backend_is_refused_without_its_package(
     monkeypatch: pytest.MonkeyPatch, name: str, module: str, package: str
 ) -> None:
     """A module that is already imported would hide that the package is missing."""
-    for imported in [n for n in sys.modules if n.startswith(("kvops.triton", "kvops.attention.flash"))]:
+    for imported in [
+        n for n in sys.modules if n.startswith(("kvops.triton", "kvops.attention.flash"))
+    ]:
         monkeypatch.delitem(sys.modules, imported)
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(BackendUnavailable, match=f"'{name}' needs the package {package},.*serve"):
