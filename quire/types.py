@@ -162,7 +162,9 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One complete sequence of an answer. `stopped_by`, `logprobs`, `score`: as in `Delta`."""
+    """One complete sequence of an answer. `stopped_by`, `logprobs`, `score`: as in `Delta`.
+    `message`: of `LLM.chat`, the assistant's message in OpenAI's format, with `reasoning_content`
+    and `tool_calls` if the model has written them."""
 
     index: int
     text: str
@@ -171,6 +173,17 @@ class Choice:
     stopped_by: str | int | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     score: float | None = None
+    message: Mapping[str, Any] | None = field(default=None, hash=False)
+
+
+@dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """A LoRA adapter for `LLM`, with vLLM's fields: its name, and its directory. `lora_int_id` has
+    no meaning here."""
+
+    lora_name: str
+    lora_int_id: int = 0
+    lora_path: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,11 +52,10 @@ void Adapters::each_panel(ThreadPool::Lane& lane, size_t layer, Site site, bool 
 }
 
 void Adapters::add(const Kernels& kernels, ThreadPool::Lane& lane, size_t layer, Site site,
-                   LinearCall& call) {
+                   const Activations& x, LinearCall& call) {
   each_panel(lane, layer, site, false, [&](const AdapterRun& run, int64_t begin, int64_t end) {
     if (const Linear* down = run.adapter->layers[layer][site].down)
-      kernels.linear({down, call.x, Epilogue::store_f32, z_, z_stride_}, begin, end, run.begin,
-                     run.end);
+      kernels.linear({down, x, Epilogue::store_f32, z_, z_stride_}, begin, end, run.begin, run.end);
   });
   each_panel(lane, layer, site, true, [&](const AdapterRun& run, int64_t begin, int64_t end) {
     const Linear* up = run.adapter->layers[layer][site].up;

@@ -19,7 +19,7 @@ enum Site : size_t { kQkv, kOutput, kGateUp, kDown, kNumSites };
 
 // The addition to one linear; null: none. `up` is fp32 and has the scale in it.
 struct LowRank {
-  const Linear* down;  // A [rank, K], of the linear's kind
+  const Linear* down;  // A [rank, K], fp32 beside fp32 linears, else bf16
   const Linear* up;    // B [N, rank]
 };
 
@@ -43,9 +43,10 @@ class Adapters {
 
   bool empty() const { return runs_.empty(); }
 
-  // Computes the additions to the linear at `site` of layer `layer`, and has `call` add them.
+  // Computes the additions to the linear at `site` of layer `layer`, and has `call` add them. `x`:
+  // the linear's input, as A reads it.
   void add(const Kernels& kernels, ThreadPool::Lane& lane, size_t layer, Site site,
-           LinearCall& call);
+           const Activations& x, LinearCall& call);
 
  private:
   // Calls body(run, panel) for all panels of the runs' linears, several lanes at a time.

@@ -47,6 +47,8 @@ Decoder::Buffers Decoder::buffers(const Batch& batch, const Arena& arena) {
   b.widest =
       round_up(std::max({shape_.hidden, shape_.attention_size(), shape_.intermediate}), kMostGroup);
   b.inputs = inputs_.get(t * spaced(b.widest, sizeof(float)) * sizeof(float));
+  if (!batch.adapters.empty())
+    b.plain = plain_.get(t * spaced(shape_.hidden, size_of(Dtype::bf16)) * size_of(Dtype::bf16));
   b.scales = static_cast<float*>(scales_.get(t * sizeof(float)));
   b.sums = static_cast<float*>(sums_.get(t * (b.widest / kLeastGroup) * sizeof(float)));
   b.scratch = static_cast<char*>(scratch_.get(scratch * pool_.num_lanes()));
@@ -94,7 +96,7 @@ void Decoder::forward(const Batch& batch, const Arena& arena, float* hidden) {
     embed(lane, batch, b);
     for (size_t i = 0; i < layers_.size(); ++i) {
       const Layer& layer = layers_[i];
-      const Activations x = enter(lane, layer.attention_in, m, *layer.qkv, b);
+      const Inputs x = enter(lane, layer.attention_in, m, *layer.qkv, b);
       linear(lane, i, kQkv, *layer.qkv, x, m, Epilogue::store_f32, b.qkv, b.qkv_stride);
       attend(lane, layer, static_cast<int64_t>(i), batch, arena, b);
       if (i + 1 == layers_.size() && batch.num_wanted < m) {
@@ -174,7 +176,7 @@ void Decoder::keep_wanted(Lane& lane, const Batch& batch, const Buffers& b) {
 
 void Decoder::finish_layer(Lane& lane, size_t index, int64_t m, const Buffers& b) {
   const Layer& layer = layers_[index];
-  Activations x = taken(lane, b.attended, dtype_, b.attention_stride, m, *layer.output, b);
+  Inputs x = taken(lane, b.attended, dtype_, b.attention_stride, m, *layer.output, b);
   add(lane, index, kOutput, *layer.output, x, layer.attention_out, m, b);
   if (layer.experts) {
     const NormCall call{b.residual, b.residual_stride, shape_.hidden, layer.mlp_in, shape_.eps, {}};
@@ -190,19 +192,30 @@ void Decoder::finish_layer(Lane& lane, size_t index, int64_t m, const Buffers& b
   add(lane, index, kDown, *layer.down, x, layer.mlp_out, m, b);
 }
 
-// Returns the residual stream, normed if there is a norm, as the input of the next linear.
-Activations Decoder::enter(Lane& lane, const float* norm, int64_t m, const Linear& next,
-                           const Buffers& b) {
-  if (!norm) return taken(lane, b.residual, Dtype::f32, b.residual_stride, m, next, b);
+// The input of the next linear, which `fill` writes to the rows that it is given.
+template <typename Fill>
+Decoder::Inputs Decoder::filled(const Linear& next, const Buffers& b, const Fill& fill) const {
   const Rows rows = input_rows(next, b);
-  const NormCall call{b.residual, b.residual_stride, shape_.hidden, norm, shape_.eps, rows};
-  lane.loop(m, kTokensAtOnce,
-            [&](int64_t begin, int64_t end) { kernels_.rms_norm(call, begin, end); });
-  return rows.read();
+  fill(rows);
+  if (adapters_.empty() || !is_quantized(next.kind)) return {rows.read(), rows.read()};
+  const Rows plain{WeightKind::bf16, 0, b.plain, spaced(shape_.hidden, size_of(Dtype::bf16))};
+  fill(plain);
+  return {rows.read(), plain.read()};
+}
+
+// Returns the residual stream, normed if there is a norm, as the input of the next linear.
+Decoder::Inputs Decoder::enter(Lane& lane, const float* norm, int64_t m, const Linear& next,
+                               const Buffers& b) {
+  if (!norm) return taken(lane, b.residual, Dtype::f32, b.residual_stride, m, next, b);
+  return filled(next, b, [&](const Rows& rows) {
+    const NormCall call{b.residual, b.residual_stride, shape_.hidden, norm, shape_.eps, rows};
+    lane.loop(m, kTokensAtOnce,
+              [&](int64_t begin, int64_t end) { kernels_.rms_norm(call, begin, end); });
+  });
 }
 
 // Adds a linear's output to the residual stream, after its norm if there is one.
-void Decoder::add(Lane& lane, size_t layer, Site site, const Linear& weights, const Activations& x,
+void Decoder::add(Lane& lane, size_t layer, Site site, const Linear& weights, const Inputs& x,
                   const float* norm, int64_t m, const Buffers& b) {
   if (!norm)
     return linear(lane, layer, site, weights, x, m, Epilogue::add_f32, b.residual,
@@ -214,11 +227,10 @@ void Decoder::add(Lane& lane, size_t layer, Site site, const Linear& weights, co
   });
 }
 
-void Decoder::linear(Lane& lane, size_t layer, Site site, const Linear& weights,
-                     const Activations& x, int64_t m, Epilogue epilogue, void* out,
-                     int64_t out_stride) {
-  LinearCall call{&weights, x, epilogue, out, out_stride};
-  if (!adapters_.empty()) adapters_.add(kernels_, lane, layer, site, call);
+void Decoder::linear(Lane& lane, size_t layer, Site site, const Linear& weights, const Inputs& x,
+                     int64_t m, Epilogue epilogue, void* out, int64_t out_stride) {
+  LinearCall call{&weights, x.x, epilogue, out, out_stride};
+  if (!adapters_.empty()) adapters_.add(kernels_, lane, layer, site, x.plain, call);
   if (epilogue == Epilogue::add_f32) call.factor = shape_.residual_scale;
   const int64_t num_panels = round_up(weights.n, kPanel) / kPanel;
   lane.loop(num_panels, linear_grain(kernels_, weights, m, pool_.num_lanes()),
@@ -227,15 +239,20 @@ void Decoder::linear(Lane& lane, size_t layer, Site site, const Linear& weights,
 
 // Returns x as the input of the next linear: as it is, or rounded or quantized if the linear reads
 // another type.
-Activations Decoder::taken(Lane& lane, const void* x, Dtype dtype, int64_t stride, int64_t m,
-                           const Linear& next, const Buffers& b) {
+Decoder::Inputs Decoder::taken(Lane& lane, const void* x, Dtype dtype, int64_t stride, int64_t m,
+                               const Linear& next, const Buffers& b) {
   const bool is_f32 = dtype == Dtype::f32;
-  if (next.kind == (is_f32 ? WeightKind::f32 : WeightKind::bf16)) return {x, stride};
+  const Activations plain{x, stride};
+  if (next.kind == (is_f32 ? WeightKind::f32 : WeightKind::bf16)) return {plain, plain};
+  const auto fill = [&](const Rows& rows) {
+    lane.loop(m, kTokensAtOnce, [&](int64_t begin, int64_t end) {
+      kernels_.quantize(x, dtype, stride, static_cast<int>(next.k), rows, begin, end);
+    });
+  };
+  if (is_f32) return filled(next, b, fill);
   const Rows rows = input_rows(next, b);
-  lane.loop(m, kTokensAtOnce, [&](int64_t begin, int64_t end) {
-    kernels_.quantize(x, dtype, stride, static_cast<int>(next.k), rows, begin, end);
-  });
-  return rows.read();
+  fill(rows);
+  return {rows.read(), plain};
 }
 
 }  // namespace quire

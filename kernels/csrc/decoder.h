@@ -112,11 +112,17 @@ class Decoder {
     void* attended;   // [T, H * D], fp32 or bf16
     void* gated;      // [T, intermediate], fp32 or bf16
     void* inputs;     // [T, widest]: the input of the next linear, see `input_rows`
+    void* plain;      // [T, hidden], bf16: beside `inputs` that are quantized, for adapters
     int64_t widest;
     float* scales;  // [T]
     float* sums;    // [T, widest / kLeastGroup]
     char* scratch;  // per lane
     size_t scratch_bytes;
+  };
+
+  // The input of a linear, and what adapters read of it: the same, unless it is quantized.
+  struct Inputs {
+    Activations x, plain;
   };
 
   Buffers buffers(const Batch& batch, const Arena& arena);
@@ -127,14 +133,16 @@ class Decoder {
               const Buffers& b);
   void keep_wanted(Lane& lane, const Batch& batch, const Buffers& b);
   void finish_layer(Lane& lane, size_t index, int64_t m, const Buffers& b);
-  Activations enter(Lane& lane, const float* norm, int64_t m, const Linear& next, const Buffers& b);
+  template <typename Fill>
+  Inputs filled(const Linear& next, const Buffers& b, const Fill& fill) const;
+  Inputs enter(Lane& lane, const float* norm, int64_t m, const Linear& next, const Buffers& b);
   // `layer`, `site`: which linear it is, for adapters.
-  void add(Lane& lane, size_t layer, Site site, const Linear& weights, const Activations& x,
+  void add(Lane& lane, size_t layer, Site site, const Linear& weights, const Inputs& x,
            const float* norm, int64_t m, const Buffers& b);
-  void linear(Lane& lane, size_t layer, Site site, const Linear& weights, const Activations& x,
+  void linear(Lane& lane, size_t layer, Site site, const Linear& weights, const Inputs& x,
               int64_t m, Epilogue epilogue, void* out, int64_t out_stride);
-  Activations taken(Lane& lane, const void* x, Dtype dtype, int64_t stride, int64_t m,
-                    const Linear& next, const Buffers& b);
+  Inputs taken(Lane& lane, const void* x, Dtype dtype, int64_t stride, int64_t m,
+               const Linear& next, const Buffers& b);
 
   const Kernels& kernels_;
   ThreadPool& pool_;
@@ -147,7 +155,8 @@ class Decoder {
   AttentionPlan plan_;
   ExpertStep expert_step_;
   Adapters adapters_;
-  Scratch residual_, outputs_, qkv_, q_, attended_, gated_, inputs_, scales_, sums_, scratch_;
+  Scratch residual_, outputs_, qkv_, q_, attended_, gated_, inputs_, plain_, scales_, sums_,
+      scratch_;
 };
 
 }  // namespace quire

@@ -140,9 +140,10 @@ class BoundAdapter {
         const auto& [down, up] = *added[i][site];
         require(bases[site] != nullptr, "an adapter of experts");
         const Linear& base = *bases[site];
-        require(!is_quantized(base.kind), "an adapter of a quantized linear");
-        require(down->get().kind == base.kind && up->get().kind == WeightKind::f32,
-                "an adapter's A is of its linear's kind, its B fp32");
+        const bool is_f32 = base.kind == WeightKind::f32;
+        require(down->get().kind == (is_f32 ? WeightKind::f32 : WeightKind::bf16) &&
+                    up->get().kind == WeightKind::f32,
+                "an adapter's A is fp32 beside fp32 linears and else bf16, its B fp32");
         check_linear(*down, up->get().k, base.k, "A");
         check_linear(*up, base.n, down->get().n, "B");
         sites[site] = {&down->get(), &up->get()};

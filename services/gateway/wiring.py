@@ -124,7 +124,8 @@ async def start_gateway(
     adapters = None
     if options.max_loras:
         adapters = GatewayAdapters(
-            *(registry, directory.configs, options.max_loras, options.max_lora_rank)
+            *(registry, directory.configs, options.max_loras, options.max_lora_rank),
+            directory.num_ranks,
         )
     gateway = Gateway(directory, dispatcher, changes, request_metrics, options, tracer, adapters)
     async with asyncio.TaskGroup() as tasks:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -38,6 +39,7 @@ from services.gateway.wiring import Wiring, start_gateway
 from services.offline.connection import LocalConnection
 from services.prefill.worker import PrefillWorker
 from services.protocol.version import PROTOCOL_VERSION
+from services.worker.adapters import WorkerAdapters
 from services.worker.config import WorkerSettings
 from services.worker.grammars import Grammars
 from services.worker.loading import LoadedModel, load
@@ -143,7 +145,7 @@ async def offline_deployment(settings: WorkerSettings) -> AsyncIterator[Wiring]:
             store,
             registry,
             Secret(os.urandom(32)),
-            _OPTIONS,
+            replace(_OPTIONS, max_loras=settings.max_loras, max_lora_rank=settings.max_lora_rank),
             RequestMetrics(CollectorRegistry()),
             lambda member, sink: LocalConnection(member, workers[member.member_id], sink),
         )
@@ -161,6 +163,11 @@ def _parts(
     limits, metrics = loaded.limits, WorkerMetrics(CollectorRegistry())
     return WorkerParts(
         *(membership.store, membership, TurnTaking(runner, turn), limits, metrics),
+        adapters=(
+            WorkerAdapters(loaded.model, settings.max_loras, settings.max_lora_rank)
+            if settings.max_loras
+            else None
+        ),
         grammars=Grammars(settings.model, limits.vocab_size, limits.eos_token_ids),
     )
 

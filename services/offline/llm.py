@@ -4,7 +4,9 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
+from dataclasses import asdict, replace
+from functools import partial
 from itertools import cycle
 from operator import mul
 from typing import Any, Self, TypeVar, cast
@@ -16,14 +18,22 @@ from quire import messages
 from quire.errors import InvalidRequest, QuireError, ServerError
 from quire.messages import Request
 from quire.supervisor.model_source import find_model
-from quire.types import ChatMessage, Completion, Delta, Embedding, Prompt, Sampling
+from quire.types import ChatMessage, Completion, Embedding, LoRARequest, Prompt, Sampling
 from quire.v1.inference_pb2 import EmbedRequest
 from services.common.errors import Draining
 from services.common.errors import InvalidRequest as InvalidDomainRequest
 from services.common.errors import QuireError as DomainError
 from services.common.runtime.logging import configure_logging
 from services.common.runtime.process import set_up_openmp
-from services.gateway.frontend.service import InferenceService
+from services.gateway.frontend.api import GenerationRequest
+from services.gateway.frontend.http.body import checked
+from services.gateway.frontend.http.formats import CHAT_FORMAT, Transcript
+from services.gateway.frontend.http.schema import ChatBody
+from services.gateway.frontend.service import (
+    InferenceService,
+    request_from_wire,
+    response_to_wire,
+)
 from services.gateway.wiring import Wiring
 
 T = TypeVar("T")
@@ -34,7 +44,7 @@ _AT_ONCE = 4
 when a sequence ends, and a long list of prompts does not lie in the queue as a whole."""
 
 EmbeddedPrompt = str | Sequence[int]
-Conversation = Sequence[ChatMessage] | Sequence[dict[str, str]]
+Conversation = Sequence[ChatMessage] | Sequence[dict[str, Any]]
 
 
 class _Context:
@@ -49,28 +59,34 @@ class LLM:
 
     `model`: a directory, a GGUF file, a Hugging Face id in the local cache, or "embedded".
     `settings`: those of workers, in lower case, such as `dtype`, `quantize`, `kv_dtype`,
-    `pool_memory`, `max_model_len`, `max_num_seqs`, `max_num_batched_tokens`, `threads`, `isa`.
+    `pool_memory`, `max_model_len`, `max_num_seqs`, `max_num_batched_tokens`, `threads`, `isa`,
+    `max_loras`. `enable_lora`: as in vLLM; False takes no adapters.
 
     Results are those of a service with the same settings. Prompts that begin alike share KV, also
     between calls. Use it as a context manager, or call `close`. Raises QuireError.
     """
 
-    def __init__(self, model: str = "embedded", **settings: Any) -> None:
+    def __init__(
+        self, model: str = "embedded", *, enable_lora: bool = True, **settings: Any
+    ) -> None:
         set_up_openmp(None)  # before the next import, which imports PyTorch
         if not structlog.is_configured():
             configure_logging("offline", "warning", "auto")
         from services.offline.deployment import offline_settings
 
         source = find_model(model)
+        if not enable_lora:
+            settings["max_loras"] = 0
         with _domain_errors():
-            checked = offline_settings(model=source.directory, model_name=source.name, **settings)
-        self.num_at_once = _AT_ONCE * checked.max_num_seqs
+            known = offline_settings(model=source.directory, model_name=source.name, **settings)
+        self.num_at_once = _AT_ONCE * known.max_num_seqs
+        self._loaded: set[LoRARequest] = set()
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         self._submitting = threading.Lock()
         self._has_ended = False
         started: Future[Wiring] = Future()
-        self._serving = self._loop.create_task(self._serve(checked, started))
+        self._serving = self._loop.create_task(self._serve(known, started))
         self._thread = threading.Thread(target=self._run_loop, name="quire-offline", daemon=True)
         self._thread.start()
         with _domain_errors():
@@ -86,27 +102,44 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: Sampling | Sequence[Sampling] | None = None,
         *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         use_tqdm: bool = True,
     ) -> list[Completion]:
         """Generate from texts, or from lists of token ids: one or many.
 
-        `sampling_params`: for all prompts, or one for each. The answers are in the order of the
-        prompts. Raises the error of the first request that fails; the others are cancelled.
+        `sampling_params`, `lora_request`: for all prompts, or one for each. The answers are in the
+        order of the prompts. Raises the error of the first request that fails; the others are
+        cancelled.
         """
-        return self._complete(_prompts(prompts), sampling_params, use_tqdm)
+        asked = self._requests(_prompts(prompts), sampling_params, lora_request)
+        return self._answer_all(asked, self._complete, "Generating", use_tqdm)
 
     def chat(
         self,
         conversations: Conversation | Sequence[Conversation],
         sampling_params: Sampling | Sequence[Sampling] | None = None,
         *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        tool_choice: str | dict[str, Any] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         use_tqdm: bool = True,
     ) -> list[Completion]:
-        """`generate` for one conversation or many. A message is a `ChatMessage`, or a dict with
-        `role` and `content`."""
+        """`generate` for one conversation or many. A message is a `ChatMessage`, or a dict as in
+        OpenAI's chats; `tools`, `tool_choice` and `chat_template_kwargs` are as in
+        `/v1/chat/completions`. Each choice has a `message`, which can be the next one of its
+        conversation: its content, reasoning and tool calls."""
         many = conversations if _is_many(conversations) else [conversations]
-        chats = [tuple(map(_message, cast("Conversation", one))) for one in many]
-        return self._complete(chats, sampling_params, use_tqdm)
+        options = {"tools": tools and list(tools), "tool_choice": tool_choice}
+        options["chat_template_kwargs"] = chat_template_kwargs
+        asked = self._requests([""] * len(many), sampling_params, lora_request)
+        with _domain_errors():
+            chats = [_chat(cast("Conversation", one), options) for one in many]
+        asked = [
+            replace(chat, sampling=one.sampling, model=one.model)
+            for chat, one in zip(chats, asked, strict=True)
+        ]
+        return self._answer_all(asked, self._complete, "Generating", use_tqdm)
 
     def embed(
         self,
@@ -201,19 +234,48 @@ class LLM:
         reason = None if self._serving.cancelled() else self._serving.exception()
         raise ServerError(f"the deployment has ended: {reason or 'it was closed'}", "closed")
 
-    def _complete(
+    def _requests(
         self,
         prompts: Sequence[Prompt],
         sampling_params: Sampling | Sequence[Sampling] | None,
-        use_tqdm: bool,
-    ) -> list[Completion]:
-        samplings = _one_each(sampling_params, len(prompts))
-        requests = [Request(*each) for each in zip(prompts, samplings, strict=True)]
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
+    ) -> list[GenerationRequest]:
+        """One request for each prompt. The adapters that they name are loaded."""
+        number = len(prompts)
+        samplings = _one_each("sampling parameters", Sampling, sampling_params, number)
+        loras = _one_each("LoRA requests", LoRARequest, lora_request, number)
+        for lora in {lora for lora in loras if lora is not None} - self._loaded:
+            with _domain_errors():
+                self.run(partial(_load, lora=lora))
+            self._loaded.add(lora)
+        with _domain_errors():
+            return [
+                request_from_wire(
+                    messages.generate_request(
+                        Request(prompt, sampling or Sampling(), lora.lora_name if lora else "")
+                    ),
+                    timeout_s=None,
+                )
+                for prompt, sampling, lora in zip(prompts, samplings, loras, strict=True)
+            ]
 
-        async def complete(request: Request) -> Completion:
-            return messages.completion(await self._deltas(request))
-
-        return self._answer_all(requests, complete, "Generating", use_tqdm)
+    async def _complete(self, request: GenerationRequest) -> Completion:
+        async with aclosing(self._wiring.gateway.generate(request)) as stream:
+            found = [delta async for delta in stream]
+        whole = messages.completion(
+            [one for delta in found for one in messages.deltas(response_to_wire(delta, ""))]
+        )
+        if not request.wants_parts:
+            return whole
+        transcripts = {choice.index: Transcript() for choice in whole.choices}
+        for delta in found:
+            transcripts[delta.index].add(delta)
+        said = {
+            index: CHAT_FORMAT.whole(one.text, one.parts)["message"]
+            for index, one in transcripts.items()
+        }
+        choices = (replace(choice, message=said[choice.index]) for choice in whole.choices)
+        return replace(whole, choices=tuple(choices))
 
     def _answer_all(
         self,
@@ -252,10 +314,11 @@ class LLM:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _deltas(self, request: Request) -> list[Delta]:
-        context = cast("Any", _Context())
-        responses = self._service.Generate(messages.generate_request(request), context)
-        return [delta async for one in responses for delta in messages.deltas(one)]
+
+async def _load(wiring: Wiring, lora: LoRARequest) -> None:
+    if wiring.adapters is None:
+        raise InvalidDomainRequest("this LLM takes no adapters: max_loras is 0")
+    await wiring.adapters.load(lora.lora_name, lora.lora_path)
 
 
 def _is_draining(error: BaseException | None) -> bool:
@@ -282,22 +345,23 @@ def _is_many(conversations: Conversation | Sequence[Conversation]) -> bool:
     return bool(conversations) and not isinstance(conversations[0], (ChatMessage, dict))
 
 
-def _message(message: ChatMessage | dict[str, str]) -> ChatMessage:
-    if isinstance(message, ChatMessage):
-        return message
-    try:
-        return ChatMessage(**message)
-    except TypeError as error:
-        raise InvalidRequest(
-            f"a message has role and content: {error}", "invalid_request"
-        ) from None
+def _chat(conversation: Conversation, options: dict[str, Any]) -> GenerationRequest:
+    said = [
+        {name: value for name, value in asdict(one).items() if name != "name" or value}
+        if isinstance(one, ChatMessage)
+        else one
+        for one in conversation
+    ]
+    (request,) = checked({"messages": said, **options}, ChatBody).requests("")
+    return request
 
 
-def _one_each(given: Sampling | Sequence[Sampling] | None, number: int) -> Sequence[Sampling]:
-    if given is None or isinstance(given, Sampling):
-        return [given or Sampling()] * number
-    if len(given) != number:
-        raise InvalidRequest(
-            f"{len(given)} sampling parameters for {number} prompts", "invalid_request"
-        )
-    return given
+def _one_each(
+    what: str, kind: type[T], given: T | Sequence[T | None] | None, number: int
+) -> Sequence[T | None]:
+    if given is None or isinstance(given, kind):
+        return [given] * number
+    found = cast("Sequence[T | None]", given)
+    if len(found) != number:
+        raise InvalidRequest(f"{len(found)} {what} for {number} prompts", "invalid_request")
+    return found

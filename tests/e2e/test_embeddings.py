@@ -85,7 +85,7 @@ async def test_the_last_state_of_transformers_over_every_api(
 
 def test_the_mean_of_all_states_in_chunks(mean: Path, states: list[torch.Tensor]) -> None:
     """The bits do not depend on the chunks, nor on cached prefixes."""
-    settings = {"pool_memory": str(POOL_MEMORY), "threads": 1}
+    settings: dict[str, Any] = {"pool_memory": str(POOL_MEMORY), "threads": 1}
     with LLM(str(mean), **settings) as llm:
         found = [one.values for one in llm.embed(PROMPTS, use_tqdm=False)]
         assert [one.values for one in llm.embed(PROMPTS[::-1], use_tqdm=False)] == found[::-1]

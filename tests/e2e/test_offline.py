@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 
-from quire import LLM, ChatMessage, Client, InvalidRequest, QuireError, Sampling, ServerError
+from bench.make_checkpoint import make_checkpoint
+from quire import (
+    LLM,
+    ChatMessage,
+    Client,
+    InvalidRequest,
+    LoRARequest,
+    QuireError,
+    Sampling,
+    ServerError,
+)
+from services.gateway.frontend.http.app import create_app
+from services.gateway.wiring import Wiring
+from services.offline.batch import _post
+from tests.adapters import AdapterOracle, make_adapter
 from tests.e2e.conftest import POOL_MEMORY, Oracle
 from tests.e2e.deployment import Deployment
 
@@ -80,9 +97,7 @@ def test_a_number_of_parameters_that_does_not_fit_is_refused(llm: LLM) -> None:
         ({"device": "cuda:0"}, "cuda:0: a pool on a GPU needs a block manager"),
     ],
 )
-def test_a_wrong_setting_is_named(
-    checkpoint: Path, settings: dict[str, object], problem: str
-) -> None:
+def test_a_wrong_setting_is_named(checkpoint: Path, settings: dict[str, Any], problem: str) -> None:
     with pytest.raises(QuireError, match=problem):
         LLM(str(checkpoint), **settings)
 
@@ -101,6 +116,89 @@ def test_a_failed_engine_fails_the_call(checkpoint: Path, monkeypatch: pytest.Mo
             llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)
 
 
+def test_rows_with_adapters_and_without_have_the_tokens_of_peft(
+    checkpoint: Path, tmp_path: Path, llm: LLM
+) -> None:
+    """One batch of the model and two adapters, of which one prompt has none."""
+    poet = LoRARequest("poet", 1, str(make_adapter(tmp_path / "poet", checkpoint, 1)))
+    lawyer = LoRARequest("lawyer", 2, str(make_adapter(tmp_path / "lawyer", checkpoint, 2, r=4)))
+    asked = [poet, None, lawyer]
+    answers = llm.generate([PROMPTS[3]] * 3, GREEDY, lora_request=asked, use_tqdm=False)
+    for lora, answer in zip(asked, answers, strict=True):
+        oracle = AdapterOracle(checkpoint, Path(lora.lora_path) if lora else None)
+        assert list(answer.token_ids) == oracle.greedy(tuple(PROMPTS[3]), 24)[0]
+    (again,) = llm.generate(PROMPTS[3], GREEDY, lora_request=poet, use_tqdm=False)
+    assert again.token_ids == answers[0].token_ids
+    with pytest.raises(InvalidRequest, match="No such file"):
+        llm.generate("x", GREEDY, lora_request=LoRARequest("other", 3, "/nowhere"), use_tqdm=False)
+    with pytest.raises(InvalidRequest, match="2 LoRA requests for 3 prompts"):
+        llm.generate(["x"] * 3, GREEDY, lora_request=[poet, None], use_tqdm=False)
+
+
+def test_an_llm_without_adapters_says_so(checkpoint: Path) -> None:
+    settings: dict[str, Any] = {"pool_memory": str(POOL_MEMORY), "threads": 1}
+    with (
+        LLM(str(checkpoint), enable_lora=False, **settings) as plain,
+        pytest.raises(InvalidRequest, match="max_loras is 0"),
+    ):
+        plain.generate("x", GREEDY, lora_request=LoRARequest("a", 1, "/a"), use_tqdm=False)
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look_up",
+            "parameters": {"type": "object", "properties": {"n": {"enum": [1, 2]}}},
+        },
+    }
+]
+
+
+TEMPLATE = """
+{%- if tools %}{{ tools | tojson }}{% endif %}
+{%- for m in messages %}{{ m.role }}: {{ m.content or "" }}
+{%- for call in m.tool_calls or [] %} calls {{ call.function.arguments.n }}{% endfor %}{% endfor %}
+{#- <think> </think> <tool_call> #}{% if thinks %}<think>\n{% endif %}"""
+
+
+def test_a_chat_with_tools_is_that_of_the_http_api(tmp_path: Path) -> None:
+    """The same template, forced call and parsers. The message is part of the next conversation."""
+    config = make_checkpoint(tmp_path / "model") / "tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": TEMPLATE}))
+    asked: list[dict[str, Any]] = [{"role": "user", "content": "Look it up."}]
+    forced: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required"}
+    greedy = Sampling(temperature=0, max_tokens=80)
+    with LLM(str(config.parent), pool_memory="16MiB", threads=1) as llm:
+
+        def over_http(**fields: Any) -> dict[str, Any]:
+            body = {"messages": asked, "temperature": 0, "max_tokens": 80, **fields}
+
+            async def post(wiring: Wiring) -> tuple[int, Any]:
+                app: Any = create_app(wiring.gateway, CollectorRegistry())
+                return await _post(app, "/v1/chat/completions", json.dumps(body).encode())
+
+            return dict(llm.run(post)[1]["choices"][0]["message"])
+
+        def offline(**options: Any) -> dict[str, Any]:
+            (found,) = llm.chat(asked, greedy, use_tqdm=False, **options)
+            return dict(found.choices[0].message or {})
+
+        said = offline(**forced)
+        (call,) = said["tool_calls"]
+        assert call["function"]["name"] == "look_up"
+        (wanted,) = over_http(**forced)["tool_calls"]
+        assert call["function"] == wanted["function"]
+        thinking = {"chat_template_kwargs": {"thinks": True}}
+        assert offline(**thinking) == over_http(**thinking)
+        assert offline(**thinking)["reasoning_content"]
+        asked += [said, {"role": "tool", "tool_call_id": call["id"], "content": "3"}]
+        assert offline(tools=TOOLS) == over_http(tools=TOOLS)
+        named = {"type": "function", "function": {"name": "no"}}
+        with pytest.raises(InvalidRequest, match="'no' is not one of the tools"):
+            offline(tools=TOOLS, tool_choice=named)
+
+
 def test_conversations_are_messages_or_dicts() -> None:
     with LLM("embedded", pool_memory="16MiB", threads=1) as llm:
         asked = [ChatMessage("user", "What is a block table?")]
@@ -109,5 +207,6 @@ def test_conversations_are_messages_or_dicts() -> None:
         (one,) = llm.chat(asked, greedy, use_tqdm=False)
         (other,) = llm.chat([as_dicts], greedy, use_tqdm=False)
         assert one.text == other.text != ""
-        with pytest.raises(InvalidRequest, match="role and content"):
+        assert one.choices[0].message == {"role": "assistant", "content": one.text}
+        with pytest.raises(InvalidRequest, match=r"messages\[0\].text is not supported"):
             llm.chat([{"role": "user", "text": "?"}], greedy, use_tqdm=False)

@@ -26,6 +26,7 @@ from services.decode.service import DecodeService
 from services.decode.worker import DecodeWorker
 from services.engine.forward import ForwardPass
 from services.engine.sequences.sequence import Sequence as DecodingSequence
+from services.gateway.adapters import GatewayAdapters
 from services.gateway.change_notifier import ChangeNotifier
 from services.gateway.config import GatewayOptions
 from services.gateway.frontend.service import InferenceService
@@ -38,6 +39,7 @@ from services.gateway.workers.directory import WorkerDirectory
 from services.prefill.service import PrefillService
 from services.prefill.worker import PrefillWorker
 from services.protocol.version import PROTOCOL_VERSION
+from services.worker.adapters import WorkerAdapters
 from services.worker.grammars import Grammars
 from services.worker.limits import Limits
 from services.worker.pool_worker import WorkerParts
@@ -52,6 +54,7 @@ from .exactness_model import LIMIT_S, Logits, Models, Watched
 from .exactness_stream import Stream, through_wire
 
 MODEL = "toy"
+ADAPTER = "toy with an adapter"
 MAX_MODEL_LEN = 512
 
 
@@ -60,7 +63,7 @@ class Setting:
     """What a deployment consists of.
 
     `chunk`: how many tokens a prefill worker computes in one step. `speculates`: the decode workers
-    verify drafts, and every second draft is wrong.
+    verify drafts, and every second draft is wrong. `adapts`: requests name a LoRA adapter.
     """
 
     block_size: int = 8
@@ -72,6 +75,11 @@ class Setting:
     num_decoders: int = 2
     device: Device = computes_at_launch
     speculates: bool = False
+    adapts: bool = False
+
+    @property
+    def model(self) -> str:
+        return ADAPTER if self.adapts else MODEL
 
 
 class Store(MemoryStore):
@@ -180,7 +188,12 @@ class ExactnessDeployment:
         for number in range(setting.num_decoders):
             self.decoders.append(await self._add("decode", number))
         await self.directory.refresh()
-        gateway = Gateway(self.directory, self.dispatcher, changes, request_metrics, options)
+        adapters = GatewayAdapters(self.registry, self.directory.configs, 1, 64)
+        if setting.adapts:
+            await adapters.load(ADAPTER, str(self._models.adapter))
+        gateway = Gateway(
+            self.directory, self.dispatcher, changes, request_metrics, options, adapters=adapters
+        )
         self._service = InferenceService(gateway)
         migration = Migration(self.directory, self.dispatcher, changes, options.reserve_timeout_s)
         self._moving = asyncio.create_task(migration.drain_workers())
@@ -239,7 +252,9 @@ class ExactnessDeployment:
         device = setting.device(forward)
         grammars = Grammars(self._models.directory, limits.vocab_size, model.config.eos_token_ids)
         parts = WorkerParts(
-            *(self.store, membership, device, limits, metrics, swap_pool), grammars=grammars
+            *(self.store, membership, device, limits, metrics, swap_pool),
+            adapters=WorkerAdapters(model, 1, 64),
+            grammars=grammars,
         )
         worker: Any = make(parts)
         running = asyncio.create_task(worker.run())

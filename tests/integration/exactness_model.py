@@ -42,8 +42,8 @@ class Seen:
 class Models:
     """A model for each worker, loaded once, with native threads of its own."""
 
-    def __init__(self, checkpoint: Path) -> None:
-        self.directory = checkpoint
+    def __init__(self, checkpoint: Path, adapter: Path) -> None:
+        self.directory, self.adapter = checkpoint, adapter
         self.text = catalog.load_model(str(checkpoint))
         self.of = cache(self._load)
 

@@ -6,15 +6,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from bench.make_checkpoint import CheckpointSpec, make_checkpoint
 from services.common.checkpoint.adapter import CONFIG_FILE, AdapterFiles
+from services.common.checkpoint.quantization import Quantization
 from services.common.errors import InvalidRequest
 from services.common.text.model_config import ModelConfig
 from services.engine.batch import LoadedAdapter, Row
 from tests.adapters import ATTENTION, MLP, AdapterOracle, make_adapter
 
+from .family_checkpoints import CASES, make
 from .models_oracle import NUM_NEW_TOKENS, SPECS, RecordingRunner, Trial, random_prompt
+from .test_models_quantization import dequantized, error
 
 ADAPTERS: dict[str, dict[str, Any]] = {
     "all linears": {},
@@ -89,13 +93,52 @@ def test_greedy_tokens_are_those_of_peft(
     assert differing, "the adapter changes something"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+@pytest.mark.parametrize("model", ["qwen3", "olmo2"])
+def test_adapters_of_a_quantized_model_are_not_rounded(
+    quantize: Quantization, model: str, tmp_path: Path
+) -> None:
+    """Beside the model's weights, only the inputs of its own linears are rounded. OLMo 2 has no
+    norms there."""
+    spec = CheckpointSpec(hidden_size=256, intermediate_size=512, head_dim=32)
+    checkpoint = (
+        make_checkpoint(tmp_path / "model", spec)
+        if model == "qwen3"
+        else make(tmp_path / "model", CASES["olmo2"])
+    )
+    adapter = make_adapter(tmp_path / "adapter", checkpoint, 3)
+    same = checkpoint if quantize == "int8" else dequantized(checkpoint, tmp_path / "same", 64)
+    exact = AdapterRunner(same, 4, 300)
+    rounded = AdapterRunner(checkpoint, 4, 300, dtype=torch.bfloat16, quantize=quantize)
+
+    def first_logits(runner: AdapterRunner, adapter: LoadedAdapter | None) -> list[Tensor]:
+        prompts = [random_prompt(length, 2) for length in range(1, 40, 3)]
+        trials = [runner.with_adapter(prompt, adapter) for prompt in prompts]
+        runner.decode_all(trials, chunk=100)
+        return [trial.logits[0] for trial in trials]
+
+    wanted = first_logits(exact, exact.load(adapter))
+    of_rounding = error(first_logits(rounded, rounded.load(adapter)), wanted)
+    of_no_adapter = error(first_logits(rounded, None), wanted)
+    assert 0.001 < of_rounding < 0.07
+    assert of_no_adapter > 0.5
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quantize"),
+    [
+        (torch.float32, None),
+        (torch.bfloat16, None),
+        (torch.bfloat16, "int8"),
+        (torch.bfloat16, "int4"),
+    ],
+)
 def test_a_row_has_the_same_bits_beside_rows_of_other_adapters(
-    dtype: torch.dtype, tmp_path: Path
+    dtype: torch.dtype, quantize: Quantization | None, tmp_path: Path
 ) -> None:
     """Law 10, for rows with an adapter and for rows without one: alone, in chunks, together."""
     checkpoint = make_checkpoint(tmp_path / "model", CheckpointSpec(num_layers=3))
-    runner = AdapterRunner(checkpoint, 4, 600, dtype=dtype, num_threads=2)
+    runner = AdapterRunner(checkpoint, 4, 600, dtype=dtype, quantize=quantize, num_threads=2)
     kinds: dict[str, dict[str, Any]] = {
         "a": {},
         "b": {"r": 5, "target_modules": ["q_proj", "down_proj"]},
@@ -177,10 +220,3 @@ def test_adapters_that_do_not_fit_are_refused(checkpoint: Path, tmp_path: Path) 
         AdapterFiles.read(tmp_path / "good", config, 64)
     with pytest.raises(InvalidRequest, match="No such file"):
         AdapterFiles.read(tmp_path / "nowhere", config, 64)
-
-
-def test_a_quantized_model_takes_no_adapters(checkpoint: Path, tmp_path: Path) -> None:
-    adapter = make_adapter(tmp_path / "adapter", checkpoint, 1)
-    runner = AdapterRunner(checkpoint, 4, 20, quantize="int8")
-    with pytest.raises(ValueError, match="an adapter of a quantized linear"):
-        runner.load(adapter)

@@ -14,6 +14,7 @@ import pytest
 from bench.make_checkpoint import make_checkpoint
 from quire.messages import Request
 from quire.types import Beam, Sampling
+from tests.adapters import make_adapter
 from tests.exactness import SEED, Answer, is_streamed, strategies, width
 from tests.late_device import LateForward
 
@@ -28,6 +29,8 @@ STRATEGIES["4 beams that end"] = replace(  # one ends after 2 tokens and stays t
 )
 RUN_AHEAD = ("greedy", "temperature", "top_k and top_p", "min_p", "4 samples")
 """The strategies in which nothing on the host needs a token before the next step is launched."""
+ADAPTED = ("greedy", "temperature", "4 samples, adjusted", "structured", "4 beams")
+"""The strategies that are compared with a LoRA adapter too."""
 SPECULATING = [name for name in STRATEGIES if "beams" not in name]
 """The strategies whose drafts can be verified."""
 PROMPT = random_prompt(37, seed=1)
@@ -51,6 +54,7 @@ async def in_a_batch(deployment: ExactnessDeployment, request: Request) -> Answe
     it."""
     (prefill,), (decode,) = deployment.prefills, deployment.decoders
     first, second, *others = companions(BATCH - 1)
+    others[::3] = [replace(other, model=request.model) for other in others[::3]]
     before, after = others[::2], others[1::2]
 
     async def until_begun(num_requests: int) -> None:
@@ -287,7 +291,21 @@ for name in (
     CONDITIONS[f"speculation, {name}"] = replace(
         condition, setting=replace(condition.setting, speculates=True)
     )
-CELLS = [(strategy, condition) for condition in CONDITIONS for strategy in STRATEGIES]
+for name in (
+    *("alone", "batch of 64", "preempted", "preempted, nothing cached", "swapped", "drained"),
+    *("decode worker dies", "decode worker dies, nothing cached", "prefill worker dies"),
+    *("all of it", "prefix of its own", "chunks of 5", "late device, all of it"),
+    "speculation, all of it",
+):
+    condition = CONDITIONS[name]
+    CONDITIONS[f"adapter, {name}"] = replace(
+        condition, setting=replace(condition.setting, adapts=True)
+    )
+CELLS = [
+    (strategy, condition)
+    for condition in CONDITIONS
+    for strategy in (ADAPTED if CONDITIONS[condition].setting.adapts else STRATEGIES)
+]
 
 
 # ── the matrix ───────────────────────────────────────────────────────────────────────────────────
@@ -296,17 +314,16 @@ CELLS = [(strategy, condition) for condition in CONDITIONS for strategy in STRAT
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     """No size is a multiple of a panel or tile, or of another size."""
-    return Models(
-        make_checkpoint(
-            tmp_path_factory.mktemp("tiny"),
-            hidden_size=148,
-            intermediate_size=212,
-            vocab_size=601,
-            num_heads=6,
-            num_kv_heads=2,
-            head_dim=20,
-        )
+    checkpoint = make_checkpoint(
+        tmp_path_factory.mktemp("tiny"),
+        hidden_size=148,
+        intermediate_size=212,
+        vocab_size=601,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=20,
     )
+    return Models(checkpoint, make_adapter(tmp_path_factory.mktemp("adapter"), checkpoint, 1, r=5))
 
 
 @pytest.fixture
@@ -347,7 +364,8 @@ async def run(
         if known is not None:
             choices = known.answer.choices
             deployment.known = {choice.index: choice.token_ids for choice in choices}
-        answer = await condition.run(deployment, Request(PROMPT, sampling))
+        request = Request(PROMPT, sampling, model=condition.setting.model)
+        answer = await condition.run(deployment, request)
         return Result(answer, deployment.logits())
 
 
@@ -355,10 +373,12 @@ async def run(
 async def test_tokens_are_the_same_to_the_bit(
     opened: Open, alone: dict[str, Result], strategy: str, condition: str
 ) -> None:
-    sampling = STRATEGIES[strategy]
-    if strategy not in alone:
-        alone[strategy] = await run(opened, CONDITIONS["alone"], sampling)
-    expected = alone[strategy]
+    sampling, adapts = STRATEGIES[strategy], CONDITIONS[condition].setting.adapts
+    by = "adapter, alone" if adapts else "alone"
+    key = f"{strategy}, {by}" if adapts else strategy
+    if key not in alone:
+        alone[key] = await run(opened, CONDITIONS[by], sampling)
+    expected = alone[key]
     result = await run(opened, CONDITIONS[condition], sampling, expected)
     usage = result.answer.usage
     if CONDITIONS[condition].setting.speculates and strategy in SPECULATING:
@@ -379,6 +399,9 @@ async def test_each_strategy_gives_another_answer(opened: Open, alone: dict[str,
         for strategy in STRATEGIES
         if "logprobs" not in strategy  # logprobs change no token
     }
+    for strategy in ADAPTED:
+        answer = (await run(opened, CONDITIONS["adapter, alone"], STRATEGIES[strategy])).answer
+        tokens[f"{strategy}, adapter"] = tuple(choice.token_ids for choice in answer.choices)
     assert len(set(tokens.values())) == len(tokens)
     assert tokens["temperature"] == tokens["4 samples"][:1]
 

@@ -49,11 +49,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GenerateRequest, context: aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         with self._recorded(request):
-            asked = with_resume_token(_request_from_wire(request, context.time_remaining()))
+            asked = with_resume_token(request_from_wire(request, context.time_remaining()))
         unsent_token = asked.resume_token
         async with aclosing(self._generator.generate(asked)) as deltas:
             async for delta in deltas:
-                yield _response(delta, unsent_token)
+                yield response_to_wire(delta, unsent_token)
                 unsent_token = ""
 
     async def Embed(
@@ -97,7 +97,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             raise
 
 
-def _request_from_wire(
+def request_from_wire(
     message: inference_pb2.GenerateRequest, timeout_s: float | None
 ) -> GenerationRequest:
     return GenerationRequest(
@@ -175,7 +175,7 @@ def _beams(message: sampling_pb2.BeamSearch) -> RequestedBeams:
     )
 
 
-def _response(delta: Delta, resume_token: str) -> inference_pb2.GenerateResponse:
+def response_to_wire(delta: Delta, resume_token: str) -> inference_pb2.GenerateResponse:
     sequence = inference_pb2.SequenceDelta(
         index=delta.index,
         token_ids=delta.token_ids,

@@ -52,6 +52,17 @@ def gateway(registry: MemoryRegistry, config: ModelConfig, max_loras: int = 2) -
     return GatewayAdapters(registry, lambda: {"base": config}, max_loras, 8)
 
 
+async def test_workers_of_several_ranks_take_no_adapters(
+    registry: MemoryRegistry, config: ModelConfig, adapter: Path
+) -> None:
+    several = GatewayAdapters(registry, lambda: {"base": config}, 2, 8, lambda _: 2)
+    with pytest.raises(InvalidRequest, match="workers of base have 2 ranks each"):
+        await several.load("poet", str(adapter))
+    with pytest.raises(StartupError, match=r"--lora poet=.*2 ranks each"):
+        await several.watch([("poet", str(adapter))])
+    assert await registry.adapters() == {}
+
+
 async def test_what_one_gateway_loads_all_serve(
     registry: MemoryRegistry, config: ModelConfig, adapter: Path
 ) -> None:

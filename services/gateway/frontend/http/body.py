@@ -43,7 +43,11 @@ def _validated_within_bounds(content: bytes, model: type[M]) -> M:
 
 
 def _validated(content: bytes, model: type[M]) -> M:
-    fields = _parsed(content)
+    return checked(_parsed(content), model)
+
+
+def checked(fields: dict[str, Any], model: type[M]) -> M:
+    """The fields of a body as `model`. InvalidRequest names the first mistakes."""
     try:
         return model.model_validate(fields)
     except ValidationError as error:
