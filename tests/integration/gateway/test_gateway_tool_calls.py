@@ -271,3 +271,126 @@ async def test_tools_need_a_template_and_a_format(
 
     assert "has no place for tools" in await refusal("{{ messages }}##")
     assert "--tool-call-parser" in await refusal("{{ messages }}{{ tools }}##")
+
+
+# ── /v1/responses ────────────────────────────────────────────────────────────────────────────────
+
+FLAT: Any = [{"type": "function", "strict": False, **tool["function"]} for tool in TOOLS]
+
+
+def asked_for(**more: Any) -> Any:
+    return {"model": "toy", "input": USER, "tools": FLAT, "extra_body": {"stop": "END"}} | more
+
+
+def items_of(output: Sequence[Any]) -> list[tuple[str, ...]]:
+    """Each item: its type, and what it says."""
+    found: list[tuple[str, ...]] = []
+    for item in output:
+        match item.type:
+            case "function_call":
+                found.append((item.type, item.name, item.arguments))
+            case _:
+                found.append((item.type, *(part.text for part in item.content)))
+    return found
+
+
+ITEMS = [
+    ("reasoning", "The user asks."),
+    ("message", "Look:"),
+    ("function_call", "get_weather", '{"city": "Genève"}'),
+    ("function_call", "get_time", "{}"),
+]
+
+
+async def test_a_response_has_an_item_for_each_part(client: openai.AsyncOpenAI) -> None:
+    response = await client.responses.create(**asked_for(parallel_tool_calls=True))
+    assert items_of(response.output) == ITEMS
+    assert response.status == "completed"
+    assert {item.status for item in response.output} == {"completed"}
+    assert len({item.id for item in response.output}) == len(ITEMS)
+    assert [tool.name for tool in response.tools] == ["get_weather", "get_time"]
+    single = await client.responses.create(**asked_for(parallel_tool_calls=False))
+    assert items_of(single.output) == ITEMS[:3]
+
+
+async def test_the_events_of_a_response_follow_its_items(client: openai.AsyncOpenAI) -> None:
+    """OpenAI's own accumulator takes them, and joins the deltas to what the last event has."""
+    async with client.responses.stream(**asked_for()) as stream:
+        events = [event async for event in stream]
+        final = await stream.get_final_response()
+    assert items_of(final.output) == ITEMS
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    added = [e.item for e in events if e.type == "response.output_item.added"]
+    done = [e for e in events if e.type == "response.output_item.done"]
+    assert [item.type for item in added] == [item[0] for item in ITEMS]
+    assert [event.output_index for event in done] == list(range(len(ITEMS)))
+    assert items_of([event.item for event in done]) == ITEMS
+    deltas = [""] * len(ITEMS)
+    said: list[Any] = [event for event in events if event.type.endswith(".delta")]
+    for event in said:
+        deltas[event.output_index] += event.delta
+    assert deltas == [item[-1] for item in ITEMS]
+    ends = [e for e in events if e.type == "response.function_call_arguments.done"]
+    assert [event.arguments for event in ends] == [item[2] for item in ITEMS[2:]]
+    kinds = [e.type for e in events]
+    assert kinds.index("response.reasoning_text.done") < kinds.index("response.output_text.delta")
+
+
+async def test_a_conversation_goes_on_with_calls_and_their_outputs(
+    client: openai.AsyncOpenAI, script: Script, harness: GatewayHarness
+) -> None:
+    """The prompt is that of the same conversation as a chat."""
+    first = await client.responses.create(**asked_for())
+    call = first.output[2]
+    assert call.type == "function_call"
+    script.text = "It is 12 degrees.END"
+    said: Any = [
+        *USER,
+        *(item.model_dump(exclude_none=True) for item in first.output),
+        {"type": "function_call_output", "call_id": call.call_id, "output": "12 degrees"},
+    ]
+    second = await client.responses.create(**asked_for(input=said))
+    assert second.output_text == "It is 12 degrees."
+    chat = await client.chat.completions.create(
+        **fields(
+            messages=[
+                *USER,
+                {
+                    "role": "assistant",
+                    "content": "Look:",
+                    "reasoning_content": "The user asks.",
+                    "tool_calls": [
+                        {
+                            "id": item.call_id,
+                            "type": "function",
+                            "function": {"name": item.name, "arguments": item.arguments},
+                        }
+                        for item in first.output
+                        if item.type == "function_call"
+                    ],
+                },
+                {"role": "tool", "tool_call_id": call.call_id, "content": "12 degrees"},
+            ]
+        )
+    )
+    assert second.usage is not None
+    assert chat.usage is not None
+    assert second.usage.input_tokens == chat.usage.prompt_tokens
+
+
+@pytest.mark.parametrize("choice", [{"type": "function", "name": "get_time"}, "required", "none"])
+async def test_a_response_obeys_the_tool_choice(client: openai.AsyncOpenAI, choice: Any) -> None:
+    response = await client.responses.create(**asked_for(tool_choice=choice))
+    kinds = [item.type for item in response.output]
+    assert ("function_call" in kinds) is (choice != "none")
+    chosen = response.tool_choice
+    assert (chosen if isinstance(chosen, str) else chosen.model_dump()) == choice
+
+
+async def test_a_cut_call_leaves_its_response_incomplete(client: openai.AsyncOpenAI) -> None:
+    end = SAID.index("Gen") + 3
+    response = await client.responses.create(**asked_for(max_output_tokens=end))
+    assert response.status == "incomplete"
+    call = response.output[-1]
+    assert call.type == "function_call"
+    assert (call.status, call.arguments) == ("incomplete", '{"city": "Gen')

@@ -126,12 +126,13 @@ async def test_an_error_before_the_stream_sets_the_status(
         ("store", True, "keeps no responses"),
         ("background", True, "background"),
         ("prompt", {"id": "pmpt_1"}, "stored prompts"),
-        ("tools", [{"type": "web_search"}], "tools are not supported"),
-        ("tool_choice", "required", "tools are not supported"),
+        ("tools[0].type", "web_search", "'function'"),
+        ("tools[0].name", "a b", "pattern"),
+        ("max_tool_calls", 3, "not limited"),
         ("truncation", "auto", "refused, not truncated"),
         ("reasoning.summary", "auto", "summaries"),
         ("include[0]", "reasoning.encrypted_content", "logprobs"),
-        ("input[0].type", "function_call_output", "'function_call_output' are not supported"),
+        ("input[0].type", "web_search_call", "'web_search_call' are not supported"),
         ("input[0].content", [{"type": "input_image", "image_url": "x"}], "'input_image'"),
         ("n", 2, "not supported"),
     ],
@@ -143,6 +144,8 @@ async def test_what_is_not_there_is_refused_with_reason_and_param(
     body: dict[str, Any] = {"input": "Hi"}
     if outer == "input[0]":
         body["input"] = [{"role": "user", "content": "Hi"} | {inner: value}]
+    elif outer == "tools[0]":
+        body["tools"] = [{"type": "function", "name": "f"} | {inner: value}]
     elif outer == "include[0]":
         body["include"] = [value]
     else:
@@ -182,3 +185,16 @@ async def test_a_limit_makes_the_response_incomplete(
     assert response["status"] == "incomplete"
     assert response["incomplete_details"] == {"reason": "max_output_tokens"}
     assert response["output"][0]["status"] == "incomplete"
+
+
+async def test_tools_that_do_not_fit_are_refused(http: httpx.AsyncClient) -> None:
+    tool = {"type": "function", "name": "f"}
+    for body, reason in (
+        ({"tool_choice": "required"}, "tool_choice is for requests with tools"),
+        ({"tools": [tool, tool]}, "'f' is there more than once"),
+        ({"tools": [tool], "tool_choice": {"type": "function", "name": "g"}}, "'g' is not one of"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "needs call_id, arguments"),
+    ):
+        answer = await http.post("/v1/responses", json={"input": "Hi", **body})
+        assert answer.status_code == 400
+        assert reason in answer.json()["error"]["message"]

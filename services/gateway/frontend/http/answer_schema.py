@@ -159,6 +159,28 @@ class OutputMessage(TypedDict):
     content: list[OutputText]
 
 
+class FunctionCall(TypedDict):
+    id: str
+    type: Literal["function_call"]
+    status: Literal["completed", "incomplete"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class ReasoningText(TypedDict):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningOutput(TypedDict):
+    id: str
+    type: Literal["reasoning"]
+    status: Literal["completed", "incomplete"]
+    summary: list[Any]
+    content: list[ReasoningText]
+
+
 class Response(TypedDict):
     """OpenAI's response object; the fields that repeat the request are left out here."""
 
@@ -169,7 +191,7 @@ class Response(TypedDict):
     error: None
     incomplete_details: dict[str, str] | None
     model: str
-    output: list[OutputMessage]
+    output: list[OutputMessage | FunctionCall | ReasoningOutput]
     store: Literal[False]
     usage: dict[str, Any] | None
 

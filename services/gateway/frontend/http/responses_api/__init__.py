@@ -1,1 +1,1 @@
-"""OpenAI's Responses API: `/v1/responses`, without state and without tools."""
+"""OpenAI's Responses API: `/v1/responses`, without state; tools are functions of the client."""

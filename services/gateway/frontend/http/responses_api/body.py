@@ -1,14 +1,13 @@
 """The body of /v1/responses.
 
-A field that asks for something that Quire does not have (stored responses, tools, other formats
-than text) is refused with the reason, unless its value requests nothing.
+A field that asks for something that Quire does not have (stored responses, tools of the server) is
+refused with the reason, unless its value requests nothing.
 """
 
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
-    AfterValidator,
     BeforeValidator,
     Field,
     PlainValidator,
@@ -17,8 +16,14 @@ from pydantic import (
 )
 
 from services.common.structured.structure import Structure
-from services.gateway.frontend.api import ChatMessage, GenerationRequest, RequestedSampling
+from services.gateway.frontend.api import (
+    ChatMessage,
+    GenerationRequest,
+    RequestedSampling,
+    RequestedTools,
+)
 from services.gateway.frontend.http.fields import Body
+from services.gateway.frontend.http.responses_api.items import Item, messages_of
 from services.gateway.frontend.http.schema import (
     ReasoningEffort,
     SampledBody,
@@ -26,6 +31,16 @@ from services.gateway.frontend.http.schema import (
     template_arguments,
 )
 from services.gateway.frontend.http.structured import ResponsesFormat
+from services.gateway.frontend.http.tools import (
+    MAX_TOOLS,
+    Choice,
+    FunctionBody,
+    Name,
+    NamedChoiceBody,
+    NamedFunctionBody,
+    ToolBody,
+    requested_tools,
+)
 from services.gateway.intake.prompts import MAX_MESSAGES, PROMPT
 
 LOGPROBS = "message.output_text.logprobs"
@@ -34,9 +49,6 @@ LOGPROBS = "message.output_text.logprobs"
 Included = Literal["message.output_text.logprobs"]
 
 _STATELESS = "Quire keeps no responses: send the whole conversation as `input`"
-_NO_TOOLS = "tools are not supported"
-
-_PART_TYPES = ("input_text", "output_text", "text")
 
 
 def _only(reason: str, *values: Any) -> tuple[Any, Any]:
@@ -51,57 +63,19 @@ def _only(reason: str, *values: Any) -> tuple[Any, Any]:
     return PlainValidator(check), WithJsonSchema({"enum": [None, *values]})
 
 
-def _content(value: Any) -> str:
-    """The text of an item. The parts of an item are one text, as in the model's output."""
-    match value:
-        case str(text):
-            return text
-        case [*parts]:
-            return "".join(map(_part, parts))
-    raise ValueError("must be text or a list of text parts")
+class FunctionToolBody(FunctionBody):
+    """A tool; the fields of its function are its own."""
+
+    type: Literal["function"]
+
+    def to_tool(self) -> ToolBody:
+        function = FunctionBody(**self.model_dump(exclude={"type"}))
+        return ToolBody(type="function", function=function)
 
 
-def _part(part: Any) -> str:
-    match part:
-        case {"type": "input_text" | "output_text" | "text", "text": str(text)}:
-            return text
-        case {"type": str(kind)} if kind not in _PART_TYPES:
-            raise ValueError(f"content parts of type {kind!r} are not supported, only input_text")
-    raise ValueError('a text part is {"type": "input_text", "text": "..."}')
-
-
-_TEXT_PART = {
-    "type": "object",
-    "properties": {"type": {"enum": list(_PART_TYPES)}, "text": {"type": "string"}},
-    "required": ["type", "text"],
-}
-
-
-def _is_message(kind: str | None) -> str | None:
-    if kind not in (None, "message"):
-        raise ValueError(f"items of type {kind!r} are not supported, only 'message'; {_NO_TOOLS}")
-    return kind
-
-
-class ItemBody(Body):
-    """A message, as a client writes it or as an earlier response had it."""
-
-    type: Annotated[str | None, AfterValidator(_is_message)] = Field(
-        None, json_schema_extra={"enum": [None, "message"]}
-    )
-    role: Literal["user", "assistant", "system", "developer"]
-    content: Annotated[
-        str,
-        PlainValidator(_content),
-        WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}]}),
-    ]
-    id: str | None = None
-    status: Literal["in_progress", "completed", "incomplete"] | None = None
-
-    def to_message(self) -> ChatMessage:
-        # Chat templates know no developer, whose place the system message takes.
-        role = "system" if self.role == "developer" else self.role
-        return ChatMessage(role, self.content)
+class FunctionChoiceBody(Body):
+    type: Literal["function"]
+    name: Name
 
 
 class TextBody(Body):
@@ -123,7 +97,7 @@ def _as_items(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-Items = Annotated[list[ItemBody], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+Items = Annotated[list[Item], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
 
 
 class ResponsesBody(SampledBody):
@@ -145,9 +119,12 @@ class ResponsesBody(SampledBody):
         Any, *_only(f"no response runs in the background. {_STATELESS}", False)
     ] = None
     prompt: Annotated[Any, *_only(f"stored prompts do not exist. {_STATELESS}")] = None
-    tools: Annotated[Any, *_only(_NO_TOOLS, [])] = None
-    tool_choice: Annotated[Any, *_only(_NO_TOOLS, "none", "auto")] = None
-    max_tool_calls: Annotated[Any, *_only(_NO_TOOLS)] = None
+    tools: Annotated[list[FunctionToolBody], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = (
+        None
+    )
+    tool_choice: Literal["auto", "none", "required"] | FunctionChoiceBody | None = None
+    parallel_tool_calls: bool | None = None
+    max_tool_calls: Annotated[Any, *_only("the number of calls is not limited")] = None
     truncation: Annotated[
         Any, *_only("an input that is too long is refused, not truncated", "disabled")
     ] = None
@@ -162,9 +139,25 @@ class ResponsesBody(SampledBody):
         return one_structure("text.format", given, super().structure)
 
     @model_validator(mode="after")
-    def _check_structure(self) -> Self:
-        _ = self.structure
+    def _check(self) -> Self:
+        _ = self.structure, self.requested_tools()
         return self
+
+    @property
+    def chosen_json(self) -> Any:
+        """The field `tool_choice` of the response."""
+        chosen = self.tool_choice
+        return chosen.model_dump() if isinstance(chosen, FunctionChoiceBody) else chosen or "auto"
+
+    def requested_tools(self) -> RequestedTools | None:
+        choice: Choice | None
+        if isinstance(self.tool_choice, FunctionChoiceBody):
+            function = NamedFunctionBody(name=self.tool_choice.name)
+            choice = NamedChoiceBody(type="function", function=function)
+        else:
+            choice = self.tool_choice
+        tools = [tool.to_tool() for tool in self.tools or ()]
+        return requested_tools(tools, choice, self.parallel_tool_calls)
 
     @property
     def num_logprobs(self) -> int | None:
@@ -174,10 +167,17 @@ class ResponsesBody(SampledBody):
         return replace(super().sampling(), max_tokens=self.max_output_tokens)
 
     def requests(self, request_id: str) -> list[GenerationRequest]:
-        messages = [item.to_message() for item in self.input]
+        messages = list(messages_of(self.input))
         if self.instructions is not None:
             messages.insert(0, ChatMessage("system", self.instructions))
         effort = self.reasoning.effort if self.reasoning else None
         arguments = template_arguments(self.chat_template_kwargs, effort)
         request = self.request(tuple(messages), request_id)
-        return [replace(request, template_arguments=arguments)]
+        return [
+            replace(
+                request,
+                template_arguments=arguments,
+                tools=self.requested_tools(),
+                wants_parts=True,
+            )
+        ]
