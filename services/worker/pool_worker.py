@@ -284,8 +284,10 @@ class PoolWorker(ABC):
             raise InvalidRequest(f"this worker takes no adapters, so not {ticket.adapter.name}")
         if self._grammar_of(ticket) is not None and ticket.sampling.beam is not None:
             raise InvalidRequest("a beam search has no structured output")
-        # One more token must fit both max_tokens and the context.
+        # One more token must fit both max_tokens and the context, unless none is drawn.
         longest = min(len(prompt) + ticket.sampling.max_tokens, self.limits.max_model_len) - 1
+        if ticket.sampling.pooling is not None:
+            longest = self.limits.max_model_len
         length = len(prompt) + max(map(len, generated))
         if length > longest:
             raise InvalidRequest(f"{length} tokens leave none to draw: at most {longest}")

@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoModel
 
-from quire import LLM, AsyncClient, Client, InvalidRequest
+from quire import LLM, AsyncClient, Client, InvalidRequest, QuireError
 from tests.e2e.conftest import POOL_MEMORY
 from tests.e2e.deployment import Deployment, serving
 from tests.e2e.quiet import quiet
@@ -96,6 +96,25 @@ def test_the_mean_of_all_states_in_chunks(mean: Path, states: list[torch.Tensor]
     assert near(short, states[11].mean(0)[:16])
     with LLM(str(mean), max_num_batched_tokens=16, max_num_seqs=8, **settings) as chunked:
         assert [one.values for one in chunked.embed(PROMPTS, use_tqdm=False)] == found
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_a_prompt_may_fill_the_context(
+    checkpoint: Path, mean: Path, states: list[torch.Tensor], pooling: str
+) -> None:
+    """In blocks of 16 tokens, which it fills or does not."""
+    directory = checkpoint if pooling == "last" else mean
+    for prompt, of_prompt in zip(PROMPTS[-2:], states[-2:], strict=True):
+        length = len(prompt)
+        settings: dict[str, Any] = {"max_model_len": length, "max_num_batched_tokens": 16}
+        settings |= {"pool_memory": str(POOL_MEMORY), "threads": 1, "max_num_seqs": 8}
+        with LLM(str(directory), **settings) as llm:
+            (found,) = llm.embed(prompt, use_tqdm=False)
+            with pytest.raises(QuireError, match=f"context length is {length} .* {length + 1} tok"):
+                llm.embed([[*prompt, 5]], use_tqdm=False)
+            with pytest.raises(QuireError, match=f"context length is {length} .* {length} tokens"):
+                llm.generate([list(prompt)], use_tqdm=False)
+        assert near(found.values, of_prompt[-1] if pooling == "last" else of_prompt.mean(0))
 
 
 def test_scores_are_cosines(checkpoint: Path) -> None:

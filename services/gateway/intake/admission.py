@@ -131,11 +131,13 @@ async def admit(
         *(request.prompt, served.model, served.max_model_len),
         *(request.template_arguments, request.tools),
     )
-    most = served.model.config.generation.max_new_tokens
+    most, context = served.model.config.generation.max_new_tokens, served.max_model_len
+    if asked.embedding is not None and len(prompt) == context:
+        context += 1  # its one token is never drawn
     max_tokens = resolve_max_tokens(
         len(prompt),
         _at_most(most, asked.max_tokens) if asked.max_tokens else None,
-        *(served.max_model_len, served.specs, asked.width),
+        *(context, served.specs, asked.width),
         default=_at_most(most, asked.default_max_tokens),
     )
     check_logprobs_per_message("prompt_logprobs", len(prompt), asked.prompt_logprobs)

@@ -127,7 +127,7 @@ def _token_ids(
         encode = partial(model.tokenizer.encode_chat, hidden=hidden)
         return _encode(text, model, max_model_len, encode)
     token_ids = cast("tuple[int, ...]", prompt)
-    if len(token_ids) >= max_model_len:
+    if len(token_ids) > max_model_len:  # before each is checked
         raise prompt_too_long(str(len(token_ids)), max_model_len)
     check_token_ids("prompt", token_ids, model.config.vocab_size)
     return token_ids
