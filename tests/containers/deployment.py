@@ -28,17 +28,19 @@ COMMAND_LIMIT_S = 120
 @dataclass
 class Deployment:
     """A deployment in containers. `address`: its gateway, which has TLS. `ca`: the file with the CA
-    of its certificate."""
+    of its certificate. `files`: Compose files, beside those of every test."""
 
     environment: Environment
     address: str
     ca: Path
+    files: tuple[str, ...] = ()
 
     def compose(self, *arguments: str, limit_s: float = COMMAND_LIMIT_S) -> str:
         """Run `docker compose ARGUMENTS` and return its output. AssertionError, with the services'
         logs: it failed."""
         command = ["docker", "compose", "--project-name", PROJECT, "--env-file", os.devnull]
-        files = ["--file", str(ROOT / "docker-compose.yml"), "--file", str(HERE / "compose.yml")]
+        paths = ROOT / "docker-compose.yml", HERE / "compose.yml", *(ROOT / f for f in self.files)
+        files = [f"--file={path}" for path in paths]
         done = subprocess.run(
             [*command, *files, "--progress", "plain", *arguments],
             env=self.environment,

@@ -481,7 +481,7 @@ def test_a_second_model_has_workers_of_its_own(
     assert set(second) == {"prefill-second", "decode-second"}
     for name, service in second.items():
         role = name.removesuffix("-second")
-        assert service["extends"] == {"file": "../docker-compose.yml", "service": role}
+        assert service["extends"] == {"file": "docker-compose.yml", "service": role}
         variables = compose["services"][role]["environment"] | service["environment"]
         assert variables.keys() == compose["services"][role]["environment"].keys()
         for variable, value in variables.items():
