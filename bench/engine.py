@@ -5,13 +5,14 @@
     python -m bench.engine kernels --model DIR --rows 1 8 16 512
     python -m bench.engine sampling --model DIR --streams 16
     python -m bench.engine structured --model DIR --streams 16
+    python -m bench.engine adapters --model DIR --streams 16 --rank 16
 
 Decode: every stream has a prompt of its own in the arena; one step a token for all. Prefill: one
 prompt in chunks of --chunk tokens. Tokens per second are medians of --rounds, with the lowest and
 the highest. Beside them: the bytes that a step of decode or a prompt has to read, and its barriers.
 Kernels: the model's linears, and attention of one layer of all layers' memory.
-Sampling: what choosing tokens costs of a decode step, by what is asked for. Structured: a decode
-step with structured output beside the same without.
+Sampling: what choosing tokens costs of a decode step, by what is asked for. Structured,
+adapters: a decode step with structured output, or with LoRA adapters, beside the same without.
 
 --floor measures after each figure what the machine can do (`bench.floors`), and says what share of
 it was reached; for kernels always. Not for fp32.
@@ -33,6 +34,7 @@ import torch
 
 import kvops
 from bench import floors
+from bench.engine_adapters import adapters
 from bench.engine_kernels import kernels
 from bench.engine_sampling import Rows, sampling
 from bench.engine_structured import StructuredRows, structured
@@ -212,6 +214,10 @@ def parser() -> argparse.ArgumentParser:
     five = commands.add_parser("structured", parents=[common])
     five.add_argument("--streams", type=int, nargs="+", default=[16])
     five.add_argument("--context", type=int, default=256, help="tokens of a row")
+    six = commands.add_parser("adapters", parents=[common])
+    six.add_argument("--streams", type=int, nargs="+", default=[16])
+    six.add_argument("--context", type=int, default=256, help="tokens of a row")
+    six.add_argument("--rank", type=int, default=16)
     return parser
 
 
@@ -261,6 +267,13 @@ def main() -> None:
             rows = Rows(model, bench.runner, bench.table, streams, args.context)
             for figure in sampling(rows, rounds=10 * args.rounds):
                 print(figure, flush=True)
+        return
+    if args.command == "adapters":
+        for streams in args.streams:
+            bench = Bench(model, streams, args.context, args.kv_dtype == "int8")
+            parts = model, bench.runner, bench.table, (streams, args.context)
+            for timing in adapters(*parts, args.rank, 10 * args.rounds):
+                print(timing, flush=True)
         return
     if args.command == "structured":
         for streams in args.streams:
