@@ -1,16 +1,16 @@
 """Times decode steps whose rows have LoRA adapters beside the same without, in turn."""
 
 import json
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
+from bench.engine_pairs import Pairs, in_turn
 from services.common.checkpoint.adapter import CONFIG_FILE, WEIGHTS_FILE, AdapterFiles
 from services.common.checkpoint.layout import weight_shapes
 from services.engine.batch import Draw, LoadedAdapter, Row
@@ -20,23 +20,6 @@ from services.protocol.ticket import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, max_tokens=1)
 NUM_ADAPTERS = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """Medians; `ratio`: of the ratios of pairs."""
-
-    what: str
-    streams: int
-    plain_ms: float
-    adapted_ms: float
-    ratio: float
-
-    def __str__(self) -> str:
-        return (
-            f"{self.what:<28}{self.streams:>4} streams, {self.adapted_ms:.2f} ms a step, "
-            f"{self.plain_ms:.2f} without adapters: {self.ratio - 1:+.1%}"
-        )
 
 
 def random_adapter(model: Model, rank: int, seed: int) -> LoadedAdapter:
@@ -64,7 +47,7 @@ def adapters(
     shape: tuple[int, int],
     rank: int,
     rounds: int,
-) -> Iterator[Result]:
+) -> Iterator[Pairs]:
     """`shape`: streams, and positions of each."""
     streams, context = shape
     loaded = [random_adapter(model, rank, seed) for seed in range(min(NUM_ADAPTERS, streams))]
@@ -77,23 +60,15 @@ def adapters(
     for row in range(streams):
         runner.launch([Row([7 + row] * (context - 1), 0, table(row))]).result()
 
-    def step(of_rows: list[LoadedAdapter | None]) -> float:
+    def step(of_rows: list[LoadedAdapter | None], _: int, adapts: bool) -> float:
         rows = [
             Row([9], context - 1, table(row), draws=(Draw(GREEDY, 0),), adapter=adapter)
-            for row, adapter in enumerate(of_rows)
+            for row, adapter in enumerate(of_rows if adapts else [None] * streams)
         ]
         began = time.perf_counter()
         with torch.inference_mode():
             runner.launch(rows).result()
         return time.perf_counter() - began
 
-    none: list[LoadedAdapter | None] = [None] * streams
     for what, of_rows in kinds.items():
-        pairs = []
-        for number in range(rounds):
-            order = (True, False) if number % 2 else (False, True)
-            seconds = {adapts: step(of_rows if adapts else none) for adapts in order}
-            pairs.append((seconds[False], seconds[True]))
-        plain, adapted = (1000 * statistics.median(column) for column in zip(*pairs, strict=True))
-        ratio = statistics.median(adapted / plain for plain, adapted in pairs)
-        yield Result(what, streams, plain, adapted, ratio)
+        yield in_turn(what, streams, rounds, partial(step, of_rows))

@@ -1,15 +1,14 @@
 """Times decode steps with and without the masks of structured output, in turn."""
 
 import json
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from bench.engine_pairs import Pairs, in_turn
 from services.common.structured.grammar import Compiled, Grammar, compile_structure
 from services.common.structured.structure import Structure, StructureKind
 from services.common.structured.vocabulary import Vocabulary
@@ -39,23 +38,6 @@ SCHEMA = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """Medians; `ratio`: of the ratios of pairs."""
-
-    what: str
-    streams: int
-    plain_ms: float
-    masked_ms: float
-    ratio: float
-
-    def __str__(self) -> str:
-        return (
-            f"{self.what:<14}{self.streams:>4} streams, {self.masked_ms:.2f} ms a step with masks, "
-            f"{self.plain_ms:.2f} without: {self.ratio - 1:+.1%}"
-        )
-
-
 class StructuredRows:
     """Streams that write a text of `SCHEMA` each, as the model draws it, and another when it ends.
     Each token is drawn at the end of the same `context`."""
@@ -82,15 +64,11 @@ class StructuredRows:
         for row in range(streams):
             runner.launch([Row([7 + row] * (context - 1), 0, table(row))]).result()
 
-    def measured(self, what: str, temperature: float, rounds: int) -> Result:
-        pairs = []
-        for number in range(rounds):
-            order = (True, False) if number % 2 else (False, True)
-            seconds = {masks: self._step(temperature, number, masks=masks) for masks in order}
-            pairs.append((seconds[False], seconds[True]))
-        plain, masked = (1000 * statistics.median(column) for column in zip(*pairs, strict=True))
-        ratio = statistics.median(masked / plain for plain, masked in pairs)
-        return Result(what, len(self._texts), plain, masked, ratio)
+    def measured(self, what: str, temperature: float, rounds: int) -> Pairs:
+        def step(number: int, masks: bool) -> float:
+            return self._step(temperature, number, masks=masks)
+
+        return in_turn(what, len(self._texts), rounds, step)
 
     def _step(self, temperature: float, number: int, *, masks: bool) -> float:
         params = SamplingParams(temperature, 0, 1.0, 0.0, seed=number, max_tokens=1)
@@ -110,6 +88,6 @@ class StructuredRows:
         return seconds
 
 
-def structured(rows: StructuredRows, rounds: int) -> Iterator[Result]:
+def structured(rows: StructuredRows, rounds: int) -> Iterator[Pairs]:
     yield rows.measured("greedy", 0.0, rounds)
     yield rows.measured("temperature", 0.8, rounds)
