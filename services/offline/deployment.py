@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -54,14 +53,6 @@ _KINDS: dict[Role, type[PrefillWorker] | type[DecodeWorker]] = {
 }
 _POOL_ROOT = Path("/dev/shm")
 """Shared memory, as for the pools of a service: a pool needs pages that stay."""
-
-_OPTIONS = GatewayOptions(
-    client_priority=True,
-    max_waiting=MAX_WAITING,
-    report_cached_tokens=True,
-    rebalance_s=0.0,
-    max_loras=0,
-)
 
 
 class OfflineSettings(WorkerSettings):
@@ -145,7 +136,7 @@ async def offline_deployment(settings: WorkerSettings) -> AsyncIterator[Wiring]:
             store,
             registry,
             Secret(os.urandom(32)),
-            replace(_OPTIONS, max_loras=settings.max_loras, max_lora_rank=settings.max_lora_rank),
+            _gateway_options(settings),
             RequestMetrics(CollectorRegistry()),
             lambda member, sink: LocalConnection(member, workers[member.member_id], sink),
         )
@@ -153,6 +144,17 @@ async def offline_deployment(settings: WorkerSettings) -> AsyncIterator[Wiring]:
         while not wiring.gateway.ready():
             await wiring.changes.wait(wiring.changes.num_changes)
         yield wiring
+
+
+def _gateway_options(settings: WorkerSettings) -> GatewayOptions:
+    return GatewayOptions(
+        client_priority=True,
+        max_waiting=MAX_WAITING,
+        report_cached_tokens=True,
+        rebalance_s=0.0,
+        max_loras=settings.max_loras,
+        max_lora_rank=settings.max_lora_rank,
+    )
 
 
 def _parts(
