@@ -78,7 +78,7 @@ async def test_bodies_and_answers_fit_the_document(
         ("/v1/completions", {"prompt": "Hi", "suffix": "x"}),
         ("/v1/responses", {"input": "Hi", "store": True}),
         ("/v1/responses", {"input": "Hi", "previous_response_id": "resp_1"}),
-        ("/v1/responses", {"input": [{"type": "reasoning", "role": "user", "content": "x"}]}),
+        ("/v1/responses", {"input": [{"type": "web_search_call", "role": "user", "content": "x"}]}),
         ("/detokenize", {"tokens": ["x"]}),
     ],
 )
