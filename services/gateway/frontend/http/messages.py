@@ -1,12 +1,13 @@
 """The messages of a chat's body."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
 from services.gateway.frontend.api import ChatMessage
 from services.gateway.frontend.http.fields import Body, MessageText
-from services.gateway.frontend.http.tools import ToolCalls
+from services.gateway.frontend.http.tools import ToolCallBody, ToolCalls
 from services.gateway.intake.prompts import MAX_MESSAGES
 
 
@@ -32,15 +33,21 @@ class MessageBody(Body):
         return self
 
     def to_message(self) -> ChatMessage:
-        fields: dict[str, Any] = {}
-        if self.tool_calls:
-            fields["tool_calls"] = [call.to_fields() for call in self.tool_calls]
+        fields = assistant_fields(self.tool_calls or (), self.reasoning_content or "")
         if self.tool_call_id is not None:
             fields["tool_call_id"] = self.tool_call_id
-        if self.reasoning_content:
-            # Qwen's and DeepSeek's templates read the first name, gpt-oss's the second.
-            fields["reasoning_content"] = fields["thinking"] = self.reasoning_content
         return ChatMessage(self.role, self.content, self.name or "", fields)
+
+
+def assistant_fields(calls: Sequence[ToolCallBody], reasoning: str) -> dict[str, Any]:
+    """What an assistant's message has for the chat template, beside its content."""
+    fields: dict[str, Any] = {}
+    if calls:
+        fields["tool_calls"] = [call.to_fields() for call in calls]
+    if reasoning:
+        # Qwen's and DeepSeek's templates read the first name, gpt-oss's the second.
+        fields["reasoning_content"] = fields["thinking"] = reasoning
+    return fields
 
 
 Messages = Annotated[list[MessageBody], Field(fail_fast=True, max_length=MAX_MESSAGES)]

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, PlainValidator, WithJsonSchema, mode
 
 from services.gateway.frontend.api import ChatMessage
 from services.gateway.frontend.http.fields import Body
-from services.gateway.frontend.http.messages import MessageBody
+from services.gateway.frontend.http.messages import assistant_fields
 from services.gateway.frontend.http.tools import CalledFunctionBody, Name, ToolCallBody
 
 _PART_TYPES = ("input_text", "output_text", "text", "reasoning_text")
@@ -94,30 +94,27 @@ class Item(Body):
 def messages_of(items: Iterable[Item]) -> Iterator[ChatMessage]:
     """The messages of a conversation. Reasoning, a text and calls that follow one another are one
     message of the assistant."""
-    reasoning, content, calls = "", "", list[ToolCallBody]()
+    reasoning, content, calls = list[str](), "", list[ToolCallBody]()
 
     def turn() -> Iterator[ChatMessage]:
-        nonlocal reasoning, content, calls
+        nonlocal content
         if reasoning or content or calls:
-            said = MessageBody(
-                role="assistant",
-                content=content,
-                tool_calls=calls or None,
-                reasoning_content=reasoning or None,
-            )
-            yield said.to_message()
-        reasoning, content, calls = "", "", []
+            fields = assistant_fields(calls, "".join(reasoning))
+            yield ChatMessage("assistant", content, fields=fields)
+        content = ""
+        reasoning.clear()
+        calls.clear()
 
     for item in items:
         if item.kind == "function_call":
             function = CalledFunctionBody(name=item.name or "", arguments=item.arguments or "")
-            calls = [*calls, ToolCallBody(id=item.call_id or "", function=function)]
+            calls.append(ToolCallBody(id=item.call_id or "", function=function))
             continue
         is_own = item.kind == "reasoning" or item.role == "assistant"
         if content or calls or not is_own:
             yield from turn()
         if item.kind == "reasoning":
-            reasoning += item.content
+            reasoning.append(item.content)
         elif item.kind == "function_call_output":
             yield ChatMessage("tool", item.output, fields={"tool_call_id": item.call_id})
         elif item.role == "assistant":
