@@ -15,6 +15,8 @@ class OutputItems:
         self.items: list[JSON] = []
         self._response_id = response_id
         self._is_open = False
+        self._texts: list[str] = []
+        """Of the item that is open: what it says so far."""
 
     def add(self, delta: Delta) -> Iterator[tuple[str, JSON]]:
         """The parts of a delta; without parts its text. Logprobs are of all its tokens, and stand
@@ -35,7 +37,7 @@ class OutputItems:
                     yield from self.end("completed")
                     yield from self._begin("function_call", call_id, name)
                 case CallArguments(_, text):
-                    self.items[-1]["arguments"] += text
+                    self._texts.append(text)
                     yield "response.function_call_arguments.delta", {**self._place, "delta": text}
 
     def end(self, status: str) -> Iterator[tuple[str, JSON]]:
@@ -43,14 +45,16 @@ class OutputItems:
         if not self._is_open:
             return
         self._is_open = False
-        item, place = self.items[-1], self._place
+        item, place, text = self.items[-1], self._place, "".join(self._texts)
+        self._texts.clear()
         item["status"] = status
         if item["type"] == "function_call":
-            said = {"arguments": item["arguments"], "name": item["name"]}
+            item["arguments"] = text
+            said = {"arguments": text, "name": item["name"]}
             yield "response.function_call_arguments.done", {**place, **said}
         else:
             (part,) = item["content"]
-            place["content_index"] = 0
+            part["text"], place["content_index"] = text, 0
             said = {name: part[name] for name in ("text", "logprobs") if name in part}
             yield f"response.{part['type']}.done", {**place, **said}
             yield "response.content_part.done", {**place, "part": part}
@@ -91,13 +95,14 @@ class OutputItems:
         place = self._place
         yield "response.output_item.added", {"output_index": place["output_index"], "item": shown}
         if part:
-            yield "response.content_part.added", {**place, "content_index": 0, "part": dict(part)}
+            began = {**part, "logprobs": []} if "logprobs" in part else dict(part)
+            yield "response.content_part.added", {**place, "content_index": 0, "part": began}
 
     def _text(self, text: str, logprobs: list[JSON] | None) -> Iterator[tuple[str, JSON]]:
         (part,) = self.items[-1]["content"]
-        part["text"] += text
+        self._texts.append(text)
         fields: dict[str, Any] = {**self._place, "content_index": 0, "delta": text}
         if logprobs is not None:
-            part["logprobs"] = [*part["logprobs"], *logprobs]
+            part["logprobs"] += logprobs
             fields["logprobs"] = logprobs
         yield f"response.{part['type']}.delta", fields
