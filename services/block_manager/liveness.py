@@ -4,6 +4,7 @@
     mover               lock dropped ─▶ the process has exited
     pool on a GPU       lock dropped ─▶ the process has exited ─▶ the driver lists it no more
                                      └▶ or it lives on, and says that the GPU has done its work
+    ... of several ranks        the same of every rank's process, on its own GPU
     other host          nobody there writes here; the store knows when the lease has ended
 
 A GPU may still run what a killed process launched, after the process has lost its lock: the driver
@@ -17,6 +18,7 @@ See ADR 121 and ADR 162.
 import json
 import os
 import select
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -27,41 +29,57 @@ from services.common.pool.directory import PoolDirectory
 
 @dataclass(frozen=True, slots=True)
 class ProcessRecord:
-    """The process of a worker on a GPU, or of a mover, in the pool's directory: it is known to the
-    next block manager, too. `started`: in the kernel's ticks since boot; a pid alone may be used
-    again. `gpu_uuid`: empty for a mover."""
+    """A process of a worker on GPUs, one for each rank, or of a mover. `started`: in the kernel's
+    ticks since boot; a pid alone may be used again. `gpu_uuid`: empty for a mover.
+
+    The records of a worker are in the pool's directory: the next block manager knows them, too."""
 
     pid: int
     started: int
     gpu_uuid: str
 
-    def write(self, path: Path) -> None:
-        replace_file(path, json.dumps(asdict(self)).encode())
-
     @classmethod
-    def read(cls, path: Path) -> "ProcessRecord":
+    def read(cls, path: Path) -> "tuple[ProcessRecord, ...]":
         """OSError, ValueError or TypeError: there is no readable record."""
-        return cls(**json.loads(path.read_text()))
+        records = tuple(cls(**fields) for fields in json.loads(path.read_text()))
+        if not records:
+            raise ValueError(f"{path} is empty")
+        return records
+
+
+def write_records(path: Path, records: Sequence[ProcessRecord]) -> None:
+    replace_file(path, json.dumps([asdict(record) for record in records]).encode())
 
 
 class WorkerProcesses:
     """The pidfds of the workers on GPU pools, and of movers."""
 
     def __init__(self) -> None:
-        self._pidfds: dict[Path, int] = {}
+        self._pidfds: dict[Path, dict[int, int]] = {}
 
-    def add(self, directory: PoolDirectory, worker_id: str, pidfd: int, gpu_uuid: str) -> None:
-        """Record a worker; the caller keeps `pidfd`. ValueError: it is no pidfd of a process that
-        can be seen from here. OSError: the pool is gone."""
-        pid = _pid_of(pidfd)
+    def add(
+        self,
+        directory: PoolDirectory,
+        worker_id: str,
+        pidfds: Sequence[int],
+        gpu_uuids: Sequence[str],
+    ) -> None:
+        """Record a worker, with a process and a GPU for each rank; the caller keeps `pidfds`.
+        ValueError: one is no pidfd of a process that can be seen from here, or is missing. OSError:
+        the pool is gone."""
+        pids = [_pid_of(pidfd) for pidfd in pidfds]
         path = directory.process_path(worker_id)
-        ProcessRecord(pid, _start_of(pid), gpu_uuid).write(path)
-        if (old := self._pidfds.pop(path, None)) is not None:
-            os.close(old)
-        self._pidfds[path] = os.dup(pidfd)
+        records = [
+            ProcessRecord(pid, _start_of(pid), gpu_uuid)
+            for pid, gpu_uuid in zip(pids, gpu_uuids, strict=True)
+        ]
+        write_records(path, records)
+        close_all(self._pidfds.pop(path, {}).values())
+        self._pidfds[path] = dict(zip(pids, map(os.dup, pidfds), strict=True))
 
     def has_exited(self, path: Path, record: ProcessRecord) -> bool:
-        if path not in self._pidfds:
+        known = self._pidfds.setdefault(path, {})
+        if record.pid not in known:
             try:
                 pidfd = os.pidfd_open(record.pid)
                 started = _start_of(record.pid)
@@ -70,19 +88,18 @@ class WorkerProcesses:
             if started != record.started:  # another process has its pid by now
                 os.close(pidfd)
                 return True
-            self._pidfds[path] = pidfd
-        return bool(select.select([self._pidfds[path]], [], [], 0)[0])
+            known[record.pid] = pidfd
+        return bool(select.select([known[record.pid]], [], [], 0)[0])
 
     def forget(self, path: Path) -> None:
-        """Close the pidfd and delete the record, of a worker that was reaped or has left."""
-        if (pidfd := self._pidfds.pop(path, None)) is not None:
-            os.close(pidfd)
+        """Close the pidfds and delete the records, of a worker that was reaped or has left."""
+        close_all(self._pidfds.pop(path, {}).values())
         path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Close all pidfds; the records stay."""
         while self._pidfds:
-            os.close(self._pidfds.popitem()[1])
+            close_all(self._pidfds.popitem()[1].values())
 
 
 class Liveness:
@@ -100,12 +117,16 @@ class Liveness:
         if directory.is_file_pool and not path.exists():
             return None
         try:
-            record = ProcessRecord.read(path)
+            records = ProcessRecord.read(path)
         except (OSError, ValueError, TypeError) as error:
             return f"no record of its process: {error}"
+        is_lost = directory.gone.exists()
+        return next(filter(None, (self._obstacle(path, one, is_lost) for one in records)), None)
+
+    def _obstacle(self, path: Path, record: ProcessRecord, is_lost: bool) -> str | None:
         if not self._processes.has_exited(path, record):
             return f"process {record.pid} has not exited"
-        if not record.gpu_uuid or directory.gone.exists():
+        if not record.gpu_uuid or is_lost:
             return None  # a lost GPU lists nothing, and its pool's blocks are given to nobody
         try:
             if record.pid in self._listed.pids(record.gpu_uuid):
@@ -118,6 +139,11 @@ class Liveness:
         """Drop what is known of a worker that was reaped."""
         self._processes.forget(directory.process_path(worker_id))
         directory.finished_path(worker_id).unlink(missing_ok=True)
+
+
+def close_all(fds: Iterable[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 def _pid_of(pidfd: int) -> int:

@@ -92,7 +92,7 @@ def find_pool(root: Path, model_name: str) -> PoolDirectory | None:
             continue
         if header.kind != "file":
             raise StartupError(
-                f"pool {header.pool_id} is in the memory of {header.gpu_uuid}: a mover serves "
+                f"pool {header.pool_id} is in the memory of GPUs: a mover serves "
                 "pools in the host's memory only, so far"
             )
         found[header.layout.model] = directory
@@ -110,8 +110,8 @@ async def join_pool(store: RedisStore, directory: PoolDirectory, member_id: str)
         header, recovery = directory.read_header(), PoolRecovery(directory)
         with ExitStack() as undo:
             # First: a member with a lock and without a record may be reaped before it has exited.
-            registration = Registration(header.pool_id, member_id, "")
-            kept = register(directory.path.parent, registration, None, is_live=True)
+            registration = Registration(header.pool_id, member_id)
+            kept = register(directory.path.parent, registration, is_live=True)
             undo.callback(directory.process_path(member_id).unlink, missing_ok=True)
             undo.callback(kept.close)
             lock = WorkerLock.create(directory.lock_path(member_id))

@@ -49,8 +49,8 @@ class WorkerSettings(TracedSettings, PoolServiceSettings):
     )
     device: str = Field(
         "cpu",
-        description="cpu, or a GPU: cuda:0; memfd:0 (for tests) computes on the CPU, and keeps its "
-        "pool as on a GPU",
+        description="cpu, or a GPU: cuda:0; the first GPU of several ranks, or all of them: "
+        "cuda:0,cuda:2; memfd:0 (for tests) computes on the CPU, and keeps its pool as on a GPU",
     )
     gpu_memory_utilization: float = Field(
         0.9,
@@ -180,8 +180,10 @@ class WorkerSettings(TracedSettings, PoolServiceSettings):
     @field_validator("device")
     @classmethod
     def _check_device(cls, text: str) -> str:
-        if not re.fullmatch(r"cpu|(cuda|memfd):\d+", text):
-            raise ValueError(f"{text!r} is neither cpu nor a GPU such as cuda:0")
+        names = text.split(",")
+        is_gpu = re.fullmatch(r"(cuda:\d+,)*cuda:\d+|(memfd:\d+,)*memfd:\d+", text)
+        if text != "cpu" and (is_gpu is None or len(set(names)) < len(names)):
+            raise ValueError(f"{text!r} is neither cpu nor a GPU such as cuda:0, nor several")
         return text
 
     @field_validator("cpus")
@@ -189,6 +191,21 @@ class WorkerSettings(TracedSettings, PoolServiceSettings):
     def _check_cpus(cls, text: str) -> str:
         _parse_cpus(text)
         return text
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Of each rank: the named ones, or from the named one on. StartupError: their number is
+        wrong."""
+        size, names = self.tensor_parallel_size, self.device.split(",")
+        if len(names) == 1:
+            kind, _, first = self.device.partition(":")
+            return tuple(f"{kind}:{int(first) + i}" if first else kind for i in range(size))
+        if len(names) != size:
+            raise StartupError(
+                f"device {self.device} names {len(names)} GPUs, and tensor_parallel_size is "
+                f"{size}: name one for each rank, or the first one only"
+            )
+        return tuple(names)
 
     @property
     def is_on_gpu(self) -> bool:
@@ -262,15 +279,11 @@ class WorkerSettings(TracedSettings, PoolServiceSettings):
     def check_ranks(self, config: ModelConfig) -> None:
         """Raises StartupError if this model cannot be divided among the ranks."""
         check_shards(config, self.tensor_parallel_size)
+        _ = self.devices
         if self.tensor_parallel_size == 1:
             return
         if self.quantize:
             raise refuse_kind(self.tensor_parallel_size, self.quantize)
-        if self.device != "cpu":
-            raise StartupError(
-                f"tensor_parallel_size {self.tensor_parallel_size} on {self.device}: a pool has "
-                "the memory of one GPU so far; use 1, or the device cpu"
-            )
 
 
 def _parse_bytes(name: str, size: str) -> int | None:

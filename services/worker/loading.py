@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -18,7 +19,7 @@ from services.common.runtime.logging import get_logger
 from services.common.text.model_config import ModelConfig
 from services.common.text.tokenizer import tokenizer_file
 from services.engine.device.gpu_memory import CudaMeter, profile
-from services.engine.device.threads import use_device
+from services.engine.device.opening import OpenDevice, open_device
 from services.engine.fingerprint import fingerprint
 from services.engine.models import Model, load_model
 from services.engine.pool import DTYPES
@@ -30,8 +31,8 @@ from services.engine.weights.placement import SharedWeights
 from services.worker.config import WorkerSettings
 from services.worker.cpu.instruction_set import measured_isa
 from services.worker.cpu.place import Place
-from services.worker.device import WorkerDevice, open_device
 from services.worker.limits import Limits
+from services.worker.pool_memory import FileMemory, GpuMemory, PoolMemory
 from services.worker.ranks.processes import Ranks
 
 log = get_logger(__name__)
@@ -45,7 +46,7 @@ class LoadedModel:
     plan: MemoryPlan
     swap_bytes: int | None
     ops: kvops.Backend
-    device: WorkerDevice
+    memory: PoolMemory
     engine: dict[str, str]
     ranks: Ranks | None = None
     weights: SharedWeights | None = None
@@ -57,8 +58,8 @@ def load(settings: WorkerSettings, progress: Progress, place: Place | None = Non
 
     `place`: None if the worker divides no CPUs with others.
     """
-    device = open_device(settings.device)
-    use_device(device.torch)
+    devices = settings.devices
+    device = open_device(devices[0])
     check_format(settings.model)
     config = ModelConfig.from_directory(settings.model).for_context(settings.max_model_len)
     settings.check_ranks(config)
@@ -91,7 +92,7 @@ def load(settings: WorkerSettings, progress: Progress, place: Place | None = Non
     )
     plan = replace(_plan(settings, config, dtype), arena=place.arena if place else None)
     if device.driver is not None:
-        pool_bytes = _pool_bytes_on_gpu(settings, device, model, backend, layout, shared)
+        pool_bytes = _pool_bytes_on_gpu(settings, device, model, backend, layout, shared, ranks)
         plan = replace(plan, pool_bytes=pool_bytes)
     return LoadedModel(
         model,
@@ -100,8 +101,10 @@ def load(settings: WorkerSettings, progress: Progress, place: Place | None = Non
         plan,
         swap_bytes=settings.swap_bytes,
         ops=backend,
-        device=device,
-        engine={**backend.describe(dtype), **kinds, "device": device.name},
+        memory=GpuMemory(device.driver, ",".join(devices), ranks)
+        if device.driver
+        else FileMemory(),
+        engine={**backend.describe(dtype), **kinds, "device": ",".join(dict.fromkeys(devices))},
         ranks=ranks,
         weights=shared,
     )
@@ -109,7 +112,7 @@ def load(settings: WorkerSettings, progress: Progress, place: Place | None = Non
 
 def _load(
     settings: WorkerSettings,
-    device: WorkerDevice,
+    device: OpenDevice,
     backend: kvops.Backend,
     dtype: torch.dtype,
     place: Place | None,
@@ -122,8 +125,11 @@ def _load(
     if size > 1:
         ranks = Ranks(size, settings.log_level, settings.log_format)
         model = ranks.load(
-            *(settings.model.resolve(), dtype, backend, [str(device.torch)] * size),
+            *(settings.model.resolve(), dtype, backend, settings.devices),
             *(num_threads, settings.step_limit_s, settings.max_model_len, progress),
+            shared=shared,
+            keeper=settings.pool_root,
+            measures=_measures(settings, device),
         )
         return model, ranks
     return load_model(
@@ -138,15 +144,19 @@ def _load(
 
 
 def _shared_weights(
-    settings: WorkerSettings, device: WorkerDevice, backend: kvops.Backend, progress: Progress
+    settings: WorkerSettings, device: OpenDevice, backend: kvops.Backend, progress: Progress
 ) -> SharedWeights | None:
-    """None: the weights are in a file of the host, or divided among ranks."""
-    if device.driver is None or backend.native is not None or settings.tensor_parallel_size > 1:
+    """None: the weights are in a file of the host. With several ranks: those of the first one."""
+    if device.driver is None or (backend.native and settings.tensor_parallel_size == 1):
         return None
-    if device.torch.type != "cuda" or settings.pool_bytes is not None:  # nothing is measured
+    if not _measures(settings, device):
         return SharedWeights(device.driver, settings.pool_root, progress)
     measure = CudaMeter(device.torch, device.driver.uuid).other
     return SharedWeights(device.driver, settings.pool_root, progress, measure)
+
+
+def _measures(settings: WorkerSettings, device: OpenDevice) -> bool:
+    return device.torch.type == "cuda" and settings.pool_bytes is None
 
 
 def _num_threads(settings: WorkerSettings, place: Place | None) -> int:
@@ -160,17 +170,20 @@ def _num_threads(settings: WorkerSettings, place: Place | None) -> int:
 
 def _pool_bytes_on_gpu(
     settings: WorkerSettings,
-    device: WorkerDevice,
+    device: OpenDevice,
     model: Model,
     backend: kvops.Backend,
     layout: PoolLayout,
     shared: SharedWeights | None,
+    ranks: Ranks | None,
 ) -> int:
+    """The memory of all ranks. Each has the same blocks, so the smallest one decides."""
     if settings.pool_bytes is not None:
         return settings.pool_bytes
     if device.driver is None or device.torch.type != "cuda":
         raise StartupError(f"set pool_memory: {device.name} has no size of its own")
-    plan = profile(
+    measure = partial(
+        profile,
         CudaMeter(device.torch, device.driver.uuid),
         model,
         backend,
@@ -180,15 +193,17 @@ def _pool_bytes_on_gpu(
         num_workers=settings.num_expected_workers,
         utilization=settings.gpu_memory_utilization,
         shared=shared,
-        graph_rows=settings.max_num_seqs if shared and not settings.enforce_eager else 0,
+        graph_rows=0 if ranks or settings.enforce_eager else settings.max_num_seqs,
     )
-    log.info("gpu_memory_planned", device=device.name, **plan.fields(layout.block_bytes))
-    return plan.pool
+    plans = ranks.measure(layout, settings, measure) if ranks else [measure()]
+    for name, plan in zip(settings.devices, plans, strict=True):
+        log.info("gpu_memory_planned", device=name, **plan.fields(layout.block_bytes))
+    return len(plans) * min(plan.pool for plan in plans)
 
 
 def _backend(
     settings: WorkerSettings,
-    device: WorkerDevice,
+    device: OpenDevice,
     config: ModelConfig,
     dtype: torch.dtype,
     kv_dtype: KVDtype,

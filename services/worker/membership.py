@@ -255,13 +255,10 @@ def _find_usable(
 
 def _check_place(header: PoolHeader, memory: PoolMemory) -> None:
     """StartupError: the pool is not where this worker's device needs it."""
-    if (header.kind, header.gpu_uuid) != (memory.kind, memory.gpu_uuid):
+    if (header.kind, header.gpu_uuids) != (memory.kind, memory.gpu_uuids):
         places = [
-            f"the memory of {uuid}" if kind == "cuda" else "a file of the host's memory"
-            for kind, uuid in (
-                (header.kind, header.gpu_uuid),
-                (memory.kind, memory.gpu_uuid),
-            )
+            f"the memory of {', '.join(uuids)}" if uuids else "a file of the host's memory"
+            for uuids in (header.gpu_uuids, memory.gpu_uuids)
         ]
         raise StartupError(
             f"pool {header.pool_id} is in {places[0]}, and this worker's device has pools in "

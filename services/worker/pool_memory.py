@@ -1,6 +1,8 @@
 """Where the arena of a pool is: in a file of the host's memory, or in the memory of a GPU."""
 
 import os
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -28,13 +30,13 @@ class OpenArena:
 
 
 class PoolMemory(Protocol):
-    """Makes and opens arenas of one kind. `gpu_uuid`: empty for files."""
+    """Makes and opens arenas of one kind. `gpu_uuids`: of the ranks; empty for files."""
 
     @property
     def kind(self) -> ArenaKind: ...
 
     @property
-    def gpu_uuid(self) -> str: ...
+    def gpu_uuids(self) -> tuple[str, ...]: ...
 
     def num_blocks(self, root: Path, layout: PoolLayout, plan: MemoryPlan) -> int:
         """The blocks of a new pool. StartupError: there is too little memory."""
@@ -54,7 +56,7 @@ class FileMemory:
     """The arena is the file `kv` of the pool's directory."""
 
     kind: ArenaKind = "file"
-    gpu_uuid = ""
+    gpu_uuids: tuple[str, ...] = ()
 
     def num_blocks(self, root: Path, layout: PoolLayout, plan: MemoryPlan) -> int:
         arenas = (path for one in pool_directories(root) for path in one.arenas)
@@ -72,43 +74,65 @@ class FileMemory:
         return OpenArena(FileArena(directory.kv, header.arena_bytes))
 
 
+class OtherRanks(Protocol):
+    """The processes of a worker beside rank 0, with a GPU each."""
+
+    @property
+    def pids(self) -> Sequence[int]: ...
+
+    @property
+    def gpu_uuids(self) -> Sequence[str]: ...
+
+    def make_memory(self, num_bytes: int) -> Sequence[int]:
+        """Let each allocate so much on its GPU, zeroed; returns the descriptors. StartupError."""
+        ...
+
+
 class GpuMemory:
-    """The arena is one allocation of a GPU. The first worker makes it; the keeper, in the block
-    manager, gives its descriptor to the others (`services.common.pool.keeper`)."""
+    """The arena of each rank is one allocation of its GPU. The first worker makes them; the keeper,
+    in the block manager, gives their descriptors to the others (`services.common.pool.keeper`).
+    Rank 0 maps its own here; the other ranks map theirs when they get the worker's lock."""
 
     kind: ArenaKind = "cuda"
 
-    def __init__(self, driver: Driver, device: str) -> None:
-        self.gpu_uuid = driver.uuid
+    def __init__(self, driver: Driver, device: str, ranks: OtherRanks | None = None) -> None:
+        self.gpu_uuids = (driver.uuid, *(ranks.gpu_uuids if ranks else ()))
         self._driver = driver
         self._device = device
-        self._made: dict[str, CudaArena] = {}
+        self._ranks = ranks
+        self._made: dict[str, Sequence[int]] = {}
 
     def num_blocks(self, root: Path, layout: PoolLayout, plan: MemoryPlan) -> int:
         release_removed(root)  # a pool that was just removed has its memory until then
         free, _ = self._driver.free_and_total_bytes()
-        return num_blocks_for(plan, layout.block_bytes, free, where=self._device)
+        size = layout.tensor_parallel_size
+        return num_blocks_for(plan, size * layout.block_bytes, size * free, where=self._device)
 
     def make(self, directory: PoolDirectory, header: PoolHeader, plan: MemoryPlan) -> PoolHeader:
         try:
             num_bytes = allocation_bytes(self._driver, header.arena_bytes)
-            self._made[header.pool_id] = CudaArena.create(self._driver, num_bytes)
+            with closing(CudaArena.create(self._driver, num_bytes)) as own:
+                others = self._ranks.make_memory(num_bytes) if self._ranks else ()
+                self._made[header.pool_id] = os.dup(own.fd), *others
         except DriverError as error:
             raise StartupError(f"no memory for a pool on {self._device}: {error}") from error
-        return replace(header, kind=self.kind, gpu_uuid=self.gpu_uuid, memory_bytes=num_bytes)
+        return replace(header, kind=self.kind, gpu_uuids=self.gpu_uuids, memory_bytes=num_bytes)
 
     def open(self, directory: PoolDirectory, header: PoolHeader, worker_id: str) -> OpenArena:
-        made = self._made.pop(header.pool_id, None)
-        registration = Registration(header.pool_id, worker_id, self.gpu_uuid)
-        root, fd = directory.path.parent, made.fd if made else None
+        registration = Registration(header.pool_id, worker_id, self.gpu_uuids)
+        made = self._made.pop(header.pool_id, ())
+        pids = self._ranks.pids if self._ranks else ()
         try:
-            kept = register(root, registration, fd, is_live=directory.is_live())
-        except BaseException:
-            if made is not None:
-                made.close()
-            raise
+            kept = register(
+                *(directory.path.parent, registration, made),
+                is_live=directory.is_live(),
+                pids=pids,
+            )
+        finally:
+            for fd in made:
+                os.close(fd)
         try:
-            arena = made or CudaArena.open(self._driver, os.dup(kept.fd), header.memory_bytes)
+            arena = CudaArena.open(self._driver, os.dup(kept.fd), header.memory_bytes)
             return OpenArena(arena, kept)
         except DeviceLost as error:
             kept.close()

@@ -23,6 +23,7 @@ from services.common.runtime.metrics import WorkerMetrics
 from services.common.runtime.secret import deployment_secret
 from services.common.runtime.ticks import until_tick
 from services.common.tracing.opening import open_tracer
+from services.engine.device.opening import lost_device
 from services.engine.device.threads import use_device
 from services.engine.forward import ForwardPass
 from services.engine.runner import Runner
@@ -30,7 +31,6 @@ from services.worker.adapters import WorkerAdapters
 from services.worker.config import WorkerSettings
 from services.worker.cpu.place import Place, take_place
 from services.worker.cpu.sharing import SharedCpus
-from services.worker.device import lost_device
 from services.worker.grammars import Grammars
 from services.worker.liveness.fence_guard import FenceGuard, GuardedForward
 from services.worker.liveness.registration import Registration
@@ -136,7 +136,7 @@ class WorkerProcess:
         store, worker_id = registration.store, registration.worker_id
         own = await join(
             *(store, store.run_id, self._settings.pool_root, loaded.layout, worker_id, loaded.plan),
-            memory=loaded.device.memory,
+            memory=loaded.memory,
         )
         stack.callback(own.close)
         self._directory, swap = own.directory, None
@@ -217,11 +217,12 @@ def _warm_runner(settings: WorkerSettings, loaded: LoadedModel, own: Membership)
     runner.warm_up(_NUM_WARM_UP_TOKENS)
     use_device(kv.device)
     ops.warm_up(kv[:, 0], model.config.num_heads, max_rows, model.config.attention_cap)
-    # With several ranks steps are eager: the other ranks hear of each step from the first one, and
-    # a graph would replay only what the first one launched.
-    is_eager = settings.enforce_eager or settings.service != "decode" or loaded.ranks is not None
-    if model.device.type == "cuda" and not is_eager:
-        runner.capture_graphs(max_rows)
+    has_graphs = settings.service == "decode" and not settings.enforce_eager
+    if model.device.type == "cuda" and has_graphs:
+        if loaded.ranks is None:
+            runner.capture_graphs(max_rows)
+        else:
+            log.warning("cuda_graphs_off", reason="each of several ranks launches its kernels")
     return runner
 
 

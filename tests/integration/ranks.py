@@ -2,7 +2,7 @@
 `models_oracle.RecordingRunner`."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from services.common.pool.locks import WorkerLock
 from services.engine.pool import DTYPES, FileArena, KVPool
 from services.engine.ranks.lead import LeadRunner
 from services.engine.runner import Runner
+from services.engine.weights.placement import SharedWeights
 from services.worker.membership import Membership
 from services.worker.ranks.processes import Ranks
 
@@ -54,12 +55,19 @@ class RankedRunner(RecordingRunner):
         dtype: torch.dtype = torch.float32,
         *,
         kv_dtype: KVDtype | None = None,
+        devices: Sequence[str] | None = None,
+        shared: SharedWeights | None = None,
+        join: Callable[[PoolLayout], Membership] | None = None,
     ) -> None:
+        """`join`: joins the worker's pool, for other memory than files."""
         self.ops = kvops.backend("cpu")
         assert self.ops.native is not None
         self.ops.native.assign([Lane()])
-        cpus = ["cpu"] * ranks.size
-        model = ranks.load(checkpoint, dtype, self.ops, cpus, 1, LIMIT_S)
+        model = ranks.load(
+            *(checkpoint, dtype, self.ops, devices or ["cpu"] * ranks.size, 1, LIMIT_S),
+            shared=shared,
+            keeper=directory,
+        )
         config = model.config
         names: dict[torch.dtype, KVDtype] = {dtype: name for name, dtype in DTYPES.items()}
         self.layout = PoolLayout(
@@ -72,8 +80,12 @@ class RankedRunner(RecordingRunner):
             block_size=block_size,
             tensor_parallel_size=ranks.size,
         )
-        self.membership = pool_of(directory / "pool", self.layout, num_blocks, "worker")
-        self.colder = pool_of(directory / "colder", self.layout, num_blocks, "worker")
+        if join is None:
+            self.membership = pool_of(directory / "pool", self.layout, num_blocks, "worker")
+        else:
+            self.membership = join(self.layout)
+        name = "worker" if join is None else self.membership.worker_id
+        self.colder = pool_of(directory / ".colder", self.layout, num_blocks, name)
         ranks.join([self.membership, self.colder], max_num_seqs=8)
         self.arena = self.membership.pool.kv
         self.block_size = block_size

@@ -18,7 +18,12 @@ from services.block_manager.gpu.processes import (
     NvmlProcesses,
     ProcessListError,
 )
-from services.block_manager.liveness import Liveness, ProcessRecord, WorkerProcesses
+from services.block_manager.liveness import (
+    Liveness,
+    ProcessRecord,
+    WorkerProcesses,
+    write_records,
+)
 from services.block_manager.watcher import Watcher
 from services.common.pool.directory import PoolDirectory
 from services.common.pool.locks import WorkerLock
@@ -52,7 +57,7 @@ class FakeNvml:
 def pool(tmp_path: Path) -> PoolDirectory:
     directory = PoolDirectory(tmp_path / "tiny-1")
     directory.workers.mkdir(parents=True)
-    ProcessRecord(PID, 99, GPU).write(directory.process_path("decode-1"))
+    write_records(directory.process_path("decode-1"), [ProcessRecord(PID, 99, GPU)])
     return directory
 
 
@@ -111,13 +116,46 @@ def test_a_pool_in_a_file_needs_the_lock_only(pool: PoolDirectory) -> None:
 def test_a_mover_is_quiet_when_its_process_has_exited(pool: PoolDirectory) -> None:
     """A network adapter may write until then; no GPU is involved."""
     pool.kv.touch()
-    ProcessRecord(PID, 99, "").write(pool.process_path("mover-1"))
+    write_records(pool.process_path("mover-1"), [ProcessRecord(PID, 99, "")])
     processes, nvml = FakeProcesses(), FakeNvml()
     nvml.listed = "NVML: the driver is not loaded"
     liveness = Liveness(processes, nvml)
     assert liveness.obstacle(pool, "mover-1") == "process 4711 has not exited"
     processes.exited = True
     assert liveness.obstacle(pool, "mover-1") is None
+
+
+def test_a_worker_of_several_ranks_is_quiet_when_each_is_on_its_own_gpu(
+    pool: PoolDirectory,
+) -> None:
+    """Every rank writes into the arena of its GPU, so the last one counts."""
+    exited, listed = set[int](), {"GPU-0": {11, 12}, "GPU-1": {12, 11}}
+
+    class Processes(WorkerProcesses):
+        def has_exited(self, path: Path, record: ProcessRecord) -> bool:
+            return record.pid in exited
+
+    class Nvml:
+        def pids(self, gpu_uuid: str) -> frozenset[int]:
+            return frozenset(listed[gpu_uuid])
+
+    liveness = Liveness(Processes(), Nvml())
+    ranks = [ProcessRecord(11, 99, "GPU-0"), ProcessRecord(12, 99, "GPU-1")]
+    write_records(pool.process_path("decode-1"), ranks)
+
+    def obstacle() -> str | None:
+        return liveness.obstacle(pool, "decode-1")
+
+    exited.add(11)
+    listed["GPU-0"].remove(11)
+    assert obstacle() == "process 12 has not exited"
+    exited.add(12)
+    listed["GPU-0"].remove(12)
+    assert obstacle() == "the driver still lists process 12 on GPU-1"
+    listed["GPU-1"].remove(12)
+    assert obstacle() is None, "what else runs on that GPU does not matter"
+    write_records(pool.process_path("decode-1"), [])
+    assert "is empty" in (obstacle() or "")
 
 
 async def test_no_reap_while_a_condition_is_unmet(
@@ -173,8 +211,8 @@ def test_a_process_is_known_by_its_pidfd_or_its_record(tmp_path: Path) -> None:
         os._exit(0)
     pidfd = os.pidfd_open(child)
     first, second = WorkerProcesses(), WorkerProcesses()
-    first.add(directory, "decode-1", pidfd, GPU)
-    record = ProcessRecord.read(path)
+    first.add(directory, "decode-1", [pidfd], [GPU])
+    (record,) = ProcessRecord.read(path)
     assert (record.pid, record.gpu_uuid) == (child, GPU)
     assert not first.has_exited(path, record)
     assert not second.has_exited(path, record)

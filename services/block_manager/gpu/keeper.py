@@ -14,9 +14,10 @@ from typing import NoReturn
 
 from services.block_manager.gpu.processes import GpuProcesses, ProcessListError
 from services.block_manager.gpu.weight_keeper import WeightKeeper, until_readable
-from services.block_manager.liveness import WorkerProcesses
+from services.block_manager.liveness import WorkerProcesses, close_all
 from services.common.pool.keeper import (
     MAX_BYTES,
+    MAX_FDS,
     KeeperRefusal,
     Registration,
     pool_of,
@@ -27,15 +28,13 @@ from services.common.runtime.logging import get_logger
 
 log = get_logger(__name__)
 
-_MAX_FDS = 2
-
 
 class Keeper:
     def __init__(self, root: Path, processes: WorkerProcesses, listed: GpuProcesses) -> None:
         self._root = root
         self._processes = processes
         self._listed = listed
-        self._memory: dict[str, int] = {}
+        self._memory: dict[str, tuple[int, ...]] = {}
         self._weights = WeightKeeper()
         self._registering = asyncio.Lock()
 
@@ -58,12 +57,12 @@ class Keeper:
 
     def _release_removed(self) -> None:
         for pool_id in [p for p in self._memory if not (self._root / p).exists()]:
-            os.close(self._memory.pop(pool_id))
+            close_all(self._memory.pop(pool_id))
             log.info("pool_memory_released", pool_id=pool_id)
 
     def _close(self) -> None:
-        for fd in self._memory.values():
-            os.close(fd)
+        for fds in self._memory.values():
+            close_all(fds)
         self._memory.clear()
         self._weights.close()
         self._processes.close()
@@ -77,7 +76,7 @@ class Keeper:
             await until_readable(connection)
             try:
                 data, fds, _, _ = socket.recv_fds(
-                    connection, MAX_BYTES, _MAX_FDS, socket.MSG_CMSG_CLOEXEC
+                    connection, MAX_BYTES, MAX_FDS, socket.MSG_CMSG_CLOEXEC
                 )
                 if (key := _weights_key(data)) is not None:
                     await self._weights.serve(connection, key, fds)
@@ -98,36 +97,38 @@ class Keeper:
             if path is not None and not path.exists():
                 self._processes.forget(path)  # the worker has left
 
-    def _register(self, data: bytes, fds: list[int]) -> tuple[Path | None, list[int]]:
+    def _register(self, data: bytes, fds: list[int]) -> tuple[Path | None, tuple[int, ...]]:
         """Take over a registration and its descriptors. Returns the path of the worker's record,
         and the pool's memory."""
         with ExitStack() as closing:
-            for fd in fds:
-                closing.callback(os.close, fd)
+            closing.callback(close_all, fds)
             self._release_removed()
             try:
                 registration = Registration.decode(data)
                 if registration == Registration():
-                    return None, []
+                    return None, ()
                 directory = pool_of(self._root, registration)
-                pidfd, *memory = fds
-                if not registration.gpu_uuid:
-                    self._processes.add(directory, registration.worker_id, pidfd, "")
-                    return directory.process_path(registration.worker_id), []
+                pool_id, worker_id = registration.pool_id, registration.worker_id
+                gpus = registration.gpu_uuids
+                if not gpus:
+                    self._processes.add(directory, worker_id, fds, [""])
+                    return directory.process_path(worker_id), ()
+                pidfds, memory = fds[: len(gpus)], fds[len(gpus) :]
+                if len(pidfds) != len(gpus) or len(memory) not in (0, len(gpus)):
+                    raise ValueError(f"{len(fds)} descriptors for {len(gpus)} ranks")
                 # A list that cannot be read now could not be read at the worker's death either.
-                self._listed.pids(registration.gpu_uuid)
-                pool_id = registration.pool_id
+                for gpu_uuid in gpus:
+                    self._listed.pids(gpu_uuid)
                 if pool_id not in self._memory and not memory:
                     raise KeeperRefusal(f"no worker has brought the memory of {pool_id}", False)
-                self._processes.add(directory, registration.worker_id, pidfd, registration.gpu_uuid)
+                self._processes.add(directory, worker_id, pidfds, gpus)
             except (ValueError, ProcessListError) as error:
                 raise KeeperRefusal(str(error), True) from error
             except OSError as error:  # the pool is gone
                 raise KeeperRefusal(str(error), False) from error
             if pool_id not in self._memory:
-                self._memory[pool_id] = os.dup(memory[0])
-            path = directory.process_path(registration.worker_id)
-            return path, [self._memory[pool_id]]
+                self._memory[pool_id] = tuple(map(os.dup, memory))
+            return directory.process_path(worker_id), self._memory[pool_id]
 
 
 def _listen(root: Path) -> socket.socket:

@@ -25,9 +25,9 @@ class PoolHeader:
 
     `run_id`: of the Redis server that has the pool's ledger; a server with another one has lost the
     ledger. `ledger_epoch`: 1 + the number of times that the ledger was lost. `colder_of`: set if
-    this is a swap pool: the pool whose blocks are swapped to it. `gpu_uuid`: the GPU that has the
-    arena; empty for a file. `memory_bytes`: the size of the arena's allocation, which may be
-    more than its blocks take.
+    this is a swap pool: the pool whose blocks are swapped to it. `gpu_uuids`: the GPU that has the
+    arena of each rank; empty for files. `memory_bytes`: the size of an arena's allocation, which
+    may be more than its blocks take.
     """
 
     pool_id: str
@@ -38,7 +38,7 @@ class PoolHeader:
     colder_of: str | None = None
     ledger_epoch: int = 1
     kind: ArenaKind = "file"
-    gpu_uuid: str = ""
+    gpu_uuids: tuple[str, ...] = ()
     memory_bytes: int = 0
 
     @property

@@ -1,8 +1,9 @@
 """A worker's side of the keeper, which holds the memory of pools on GPUs (in the block manager).
 
     worker                                   keeper
-    pool, worker, GPU + pidfd (+ memory) ──▶ records the process, keeps the descriptors
-                            memory       ◀── the pool's memory, as its first worker brought it
+    pool, worker, GPUs                   ──▶ records the processes, keeps the descriptors
+      + pidfds (+ memory), one a rank
+                               memory    ◀── the pool's memory, as its first worker brought it
     (waits for the connection to end)        (ends when the block manager dies)
 
 One message each way, over a Unix socket in the directory of the pools. Descriptors travel with the
@@ -30,6 +31,7 @@ from services.common.runtime.logging import get_logger
 log = get_logger(__name__)
 
 MAX_BYTES = 4096
+MAX_FDS = 16  # of a worker of 8 ranks: a pidfd and the memory of each
 _SOCKET = "keeper.sock"
 _ANSWER_S = 5.0
 PATIENCE_S = 15.0
@@ -48,12 +50,13 @@ class KeeperRefusal(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """The message of a worker. Without a GPU it is a mover, whose process alone is recorded. With
-    all fields empty it asks the keeper to give up the memory of pools that were removed."""
+    """The message of a worker, with the GPU of each rank. Without a GPU it is a mover, of which the
+    process alone is recorded. With all fields empty it asks the keeper to give up the memory of
+    pools that were removed."""
 
     pool_id: str = ""
     worker_id: str = ""
-    gpu_uuid: str = ""
+    gpu_uuids: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -66,9 +69,10 @@ class Registration:
     def decode(cls, data: bytes) -> "Registration":
         """ValueError: it is not a registration."""
         fields = json.loads(data)
-        if not isinstance(fields, dict) or set(fields) != {"pool_id", "worker_id", "gpu_uuid"}:
+        if not isinstance(fields, dict) or set(fields) != {"pool_id", "worker_id", "gpu_uuids"}:
             raise ValueError(f"not a registration: {data[:100]!r}")
-        return cls(**{name: str(value) for name, value in fields.items()})
+        uuids = tuple(map(str, fields["gpu_uuids"]))
+        return cls(str(fields["pool_id"]), str(fields["worker_id"]), uuids)
 
 
 @contextmanager
@@ -92,13 +96,19 @@ class Message(Protocol):
 
 
 class KeptMemory:
-    """A worker's registration at the keeper, and the descriptor (`fd`) that it brings again; a
-    mover has none."""
+    """A worker's registration at the keeper, and the descriptors that it brings again: `fds`, of
+    each rank's memory; a mover has none. `pids`: of the other ranks."""
 
     def __init__(
-        self, root: Path, registration: Message, fd: int | None, connection: socket.socket
+        self,
+        root: Path,
+        registration: Message,
+        fds: Sequence[int],
+        connection: socket.socket,
+        pids: Sequence[int] = (),
     ) -> None:
-        self._fd = fd
+        self.fds = fds
+        self._pids = pids
         self._root = root
         self._registration = registration
         self._connection = connection
@@ -107,8 +117,7 @@ class KeptMemory:
 
     @property
     def fd(self) -> int:
-        assert self._fd is not None, "a mover brings no memory"
-        return self._fd
+        return self.fds[0]
 
     async def keep(self) -> NoReturn:
         """Register again whenever the keeper was gone, until cancelled."""
@@ -133,31 +142,35 @@ class KeptMemory:
             self._connection.close()
             if not self._is_closed:
                 self._is_closed = True
-                if self._fd is not None:
-                    os.close(self._fd)
+                _close(self.fds)
 
     def _register_again(self) -> bool:
         with self._closing:
             if self._is_closed:
                 return True
             try:
-                self._connection, fd = _ask(self._root, self._registration, self._fd)
+                self._connection, fds = _ask(self._root, self._registration, self.fds, self._pids)
             except (OSError, KeeperRefusal) as error:
                 if not isinstance(error, ConnectionRefusedError | FileNotFoundError):
                     log.warning("keeper_refuses", reason=str(error))
                 return False
-            if fd is not None:
-                os.close(fd)
+            _close(fds)
             return True
 
 
 def register(
-    root: Path, registration: Registration, memory_fd: int | None, *, is_live: bool
+    root: Path,
+    registration: Registration,
+    memory: Sequence[int] = (),
+    *,
+    is_live: bool,
+    pids: Sequence[int] = (),
 ) -> KeptMemory:
-    """Register this process as a worker on a pool in a GPU's memory, or as a pool's mover. Blocks.
+    """Register this process as a worker on a pool in the memory of GPUs, or as a pool's mover.
+    Blocks.
 
-    `memory_fd`: the memory, if this worker made it; the caller keeps that descriptor. `is_live`:
-    whether another worker may bring the memory.
+    `memory`: of all ranks, if this worker made it; the caller keeps these descriptors. `is_live`:
+    whether another worker may bring the memory. `pids`: of the worker's other ranks.
 
     StartupError: the block manager refuses, or does not answer in time. PoolGone: the pool has no
     other worker, and the keeper does not have its memory.
@@ -165,8 +178,8 @@ def register(
     deadline = time.monotonic() + PATIENCE_S
     while True:
         try:
-            connection, fd = _ask(root, registration, memory_fd)
-            return KeptMemory(root, registration, fd, connection)
+            connection, fds = _ask(root, registration, memory, pids)
+            return KeptMemory(root, registration, fds, connection, pids)
         except KeeperRefusal as refusal:
             error: Exception = refusal
             if not refusal.is_final and not is_live:
@@ -178,7 +191,7 @@ def register(
             raise StartupError(
                 f"the block manager, at {root / _SOCKET}, does not register "
                 f"{registration.worker_id}"
-                + f" on {registration.gpu_uuid}" * bool(registration.gpu_uuid)
+                + f" on {', '.join(registration.gpu_uuids)}" * bool(registration.gpu_uuids)
                 + f": {error}"
             ) from error
         time.sleep(_RETRY_S)
@@ -192,17 +205,17 @@ def release_removed(root: Path) -> None:
 
 
 def _ask(
-    root: Path, registration: Message, memory_fd: int | None
-) -> tuple[socket.socket, int | None]:
-    """Register once. Returns the connection and the pool's memory, if it is on a GPU. OSError,
+    root: Path, registration: Message, memory: Sequence[int], pids: Sequence[int]
+) -> tuple[socket.socket, list[int]]:
+    """Register once. Returns the connection and the pool's memory, if it is on GPUs. OSError,
     KeeperRefusal."""
-    pidfd = os.pidfd_open(os.getpid())
+    pidfds: list[int] = []
     try:
-        fds = [pidfd] if memory_fd is None else [pidfd, memory_fd]
-        connection, received = _exchange(root, registration, fds)
+        for pid in (os.getpid(), *pids):
+            pidfds.append(os.pidfd_open(pid))
+        return _exchange(root, registration, [*pidfds, *memory])
     finally:
-        os.close(pidfd)
-    return connection, next(iter(received), None)
+        _close(pidfds)
 
 
 def _exchange(
@@ -214,7 +227,9 @@ def _exchange(
         with socket_address(root) as address:
             connection.connect(address)
         socket.send_fds(connection, [registration.encode()], fds)
-        data, received, _, _ = socket.recv_fds(connection, MAX_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+        data, received, _, _ = socket.recv_fds(
+            connection, MAX_BYTES, MAX_FDS, socket.MSG_CMSG_CLOEXEC
+        )
         if not data:
             raise ConnectionResetError("the block manager closed the connection")
         answer = json.loads(data)
@@ -234,3 +249,8 @@ def pool_of(root: Path, registration: Registration) -> PoolDirectory:
         if not name or name.startswith(".") or "/" in name:
             raise ValueError(f"{name!r} is not a name")
     return PoolDirectory(root / registration.pool_id)
+
+
+def _close(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)

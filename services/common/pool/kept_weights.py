@@ -95,7 +95,7 @@ class WeightsClaim:
 
     def _kept(self, fd: int) -> KeptMemory:
         self._connection.setblocking(False)
-        return KeptMemory(self._root, self._key, fd, self._connection)
+        return KeptMemory(self._root, self._key, [fd], self._connection)
 
     def _connect(self) -> socket.socket:
         deadline = time.monotonic() + PATIENCE_S

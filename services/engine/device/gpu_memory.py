@@ -11,7 +11,7 @@ takes beyond PyTorch's tensors: its CUDA context, kernels and workspaces.
 
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -143,6 +143,30 @@ class CudaMeter:
         return int(own)
 
 
+class Measurement:
+    """Measures what a process takes on its GPU: its weights at the start, and the peak of the steps
+    until `plan`. `pool`: their arena of one block, into which they write nothing."""
+
+    def __init__(self, meter: MemoryMeter, device: torch.device, layout: PoolLayout) -> None:
+        use_device(device)
+        self._meter = meter
+        self._weights = meter.tensors()
+        self.pool = KVPool.private(layout, 1, str(device))
+        self._before = meter.tensors()
+        meter.reset_peak()
+
+    def plan(
+        self, num_workers: int, utilization: float, shared: "SharedWeights | None"
+    ) -> GpuMemoryPlan:
+        activations = self._meter.peak() - self._before
+        other = self._meter.other() - (shared.counted if shared else 0)
+        return GpuMemoryPlan(
+            *(self._meter.total(), utilization, num_workers, self._weights, activations),
+            other=max(0, other),
+            shared_weights=shared.num_bytes if shared else 0,
+        )
+
+
 def profile(
     meter: MemoryMeter,
     model: Model,
@@ -159,24 +183,14 @@ def profile(
 ) -> GpuMemoryPlan:
     """Measure a worker's memory by the forward pass of its largest step, `num_tokens` new tokens of
     `num_rows` sequences, and by recording the graphs of decode steps of up to `graph_rows` rows.
-    The steps have an arena of one block, and write nothing into it."""
-    use_device(model.device)
-    weights = meter.tensors()
-    kv = KVPool.private(layout, 1, str(model.device)).kv
-    runner = Runner(model, kv, layout.block_size, ops)
-    before = meter.tensors()
-    meter.reset_peak()
+    With several ranks this is the first one's plan; the steps run on all of them."""
+    measured = Measurement(meter, model.device, layout)
+    runner = Runner(model, measured.pool.kv, layout.block_size, ops)
     runner.run_largest_step(num_tokens, num_rows)
-    activations = meter.peak() - before
-    other, graphs = meter.other(), 0
+    plan = measured.plan(num_workers, utilization, shared)
     if graph_rows:
         # Their temporaries are in memory of their own, which the peak above does not show.
         before = meter.used()
         runner.capture_graphs(graph_rows, new_graph)
-        graphs = max(0, meter.used() - before)
-    return GpuMemoryPlan(
-        *(meter.total(), utilization, num_workers, weights, activations),
-        other=max(0, other - (shared.counted if shared else 0)),
-        graphs=graphs,
-        shared_weights=shared.num_bytes if shared else 0,
-    )
+        plan = replace(plan, graphs=max(0, meter.used() - before))
+    return plan

@@ -1,6 +1,6 @@
 """Loads a model from a checkpoint directory."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,10 +69,7 @@ def load_model(
     def load(place: Placement) -> ComposedModel:
         return _composed(directory, config, weights, digest, backend, place)
 
-    if shared is None:
-        return load(private(device, dtype))
-    name = xxhash.xxh3_128_hexdigest(f"{digest} {config}".encode())
-    return shared.load(name, dtype, load)
+    return _placed(load, f"{digest} {config}", dtype, device, shared)
 
 
 def load_shard(
@@ -84,14 +81,31 @@ def load_shard(
     size: int,
     context: int | None = None,
     progress: Progress = lambda: None,
+    shared: SharedWeights | None = None,
 ) -> ComposedModel:
     """Load the part of rank `rank` of `size`; see `load_model`. The caller sets `collectives`."""
     config = ModelConfig.from_directory(directory).for_context(context)
     shard = shards(config, size)[rank]
     weights = ShardedWeights(load_weights(directory, config), shard)
-    digest = weights_digest(directory, progress) if rank == 0 else ""
-    place = private(device, dtype)
-    return _composed(directory, shard.own_config, weights, digest, backend, place)
+    digest = weights_digest(directory, progress) if shared or rank == 0 else ""
+
+    def load(place: Placement) -> ComposedModel:
+        return _composed(directory, shard.own_config, weights, digest, backend, place)
+
+    return _placed(load, f"{digest} {config} {rank}/{size}", dtype, device, shared)
+
+
+def _placed(
+    load: Callable[[Placement], ComposedModel],
+    content: str,
+    dtype: torch.dtype,
+    device: str,
+    shared: SharedWeights | None,
+) -> ComposedModel:
+    """`content`: what the weights depend on, besides `dtype`."""
+    if shared is None:
+        return load(private(device, dtype))
+    return shared.load(xxhash.xxh3_128_hexdigest(content.encode()), dtype, load)
 
 
 def _composed(

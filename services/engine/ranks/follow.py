@@ -1,36 +1,55 @@
 """The part of every other rank: it does what rank 0 tells it, and stamps and reports nothing."""
 
+import asyncio
+import threading
 from collections.abc import Callable
+from contextlib import closing
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import recv_handle
+from multiprocessing.reduction import recv_handle, send_handle
 from os import close
+from pathlib import Path
+from typing import Any
 
 import torch
 
 import kvops
+from kvops.cuda.vmm import DriverError
 from kvops.native import Lane
 from services.common.checkpoint.shards import Shard
 from services.common.errors import StartupError
+from services.common.pool.layout import PoolLayout
 from services.common.text.model_config import ModelConfig
+from services.engine.device.gpu_memory import CudaMeter, GpuMemoryPlan, Measurement
+from services.engine.device.opening import OpenDevice, lost_device, open_device
 from services.engine.models.decoder import ComposedModel
 from services.engine.models.load import load_shard
-from services.engine.pool import FileArena, KVPool
+from services.engine.pool import Arena, CudaArena, FileArena, KVPool
 from services.engine.ranks.collectives import Collectives, connect
 from services.engine.ranks.messages import (
-    ArenaFile,
+    BeginMeasuring,
     Connect,
     CopyBlocks,
     Done,
+    EndMeasuring,
     Forward,
     Join,
     Leave,
     Load,
     Logits,
+    MakeMemory,
+    RankArena,
     SwapBlocks,
     num_octets,
     send,
     unpacked,
 )
+from services.engine.weights.placement import SharedWeights
+
+_FAILURES = (
+    *(StartupError, kvops.BackendUnavailable, DriverError),
+    *(RuntimeError, OSError, ValueError),
+)
+"""Errors that are rank 0's, which names the rank; any other one ends this process."""
 
 
 def follow(connection: Connection) -> None:
@@ -43,12 +62,11 @@ def follow(connection: Connection) -> None:
                 message = connection.recv()
             except EOFError:
                 return
-            follower.do(message)
-
-
-def _pool(one: ArenaFile) -> KVPool:
-    arena = FileArena(one.path, one.num_blocks * one.layout.block_bytes)
-    return KVPool(arena, one.layout, one.num_blocks)
+            try:
+                follower.do(message)
+            except Exception as error:
+                follower.note_loss(error)
+                raise
 
 
 class _Follower:
@@ -57,8 +75,11 @@ class _Follower:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self._device = OpenDevice("cpu")
+        self._shared: SharedWeights | None = None
         self._pools: list[KVPool] = []
         self._locks: list[int] = []
+        self._gone: list[Path] = []
 
     def do(self, message: object) -> None:
         match message:
@@ -70,9 +91,11 @@ class _Follower:
                 batch, wanted = unpacked(message, octets)
                 self._hidden = self._model.forward(batch, self._pools[0].kv, wanted)
             case Logits():
-                states = message.states
-                hidden = self._hidden if states is None else self._hidden[list(states)]
-                self._model.logits(hidden)
+                states = self._hidden
+                if message.num_states is not None:
+                    states = states.new_empty(message.num_states, states.shape[1])
+                    self._collectives.broadcast(states.view(torch.uint8))
+                self._model.logits(states)
             case CopyBlocks():
                 pairs = torch.tensor(message.pairs, device=self._model.device).view(-1, 2)
                 self._ops.copy_blocks(self._pools[0].kv, pairs)
@@ -86,23 +109,57 @@ class _Follower:
                 self._try(lambda: self._load(message))
             case Connect():
                 self._try(self._connect)
+            case BeginMeasuring():
+                self._try(lambda: self._begin_measuring(message.layout))
+            case EndMeasuring():
+                self._try(lambda: self._end_measuring(message))
+            case MakeMemory():
+                self._make_memory(message.num_bytes)
             case Join():
-                locks = [recv_handle(self._connection) for _ in message.arenas]
-                self._try(lambda: self._join(message, locks))
+                found = [
+                    (recv_handle(self._connection), self._memory_of(a)) for a in message.arenas
+                ]
+                self._try(lambda: self._join(message, found))
             case Leave():
                 self._leave()
                 self._answer()
 
-    def _load(self, message: Load) -> None:
+    def note_loss(self, error: Exception) -> None:
+        """Mark the pool as gone if the error shows that the GPU has lost it."""
+        if lost_device(error) is not None:
+            for path in self._gone:
+                path.touch(0o600)
+
+    def _load(self, message: Load) -> str:
         self._loaded = message
+        self._device = open_device(message.device)
         self._ops = kvops.backend(message.backend, message.isa)
         if self._ops.native is not None:
             self._ops.native.assign([Lane()] * message.num_threads)
         torch.set_num_threads(message.num_threads)
+        self._shared = self._sharing(message)
         self._model: ComposedModel = load_shard(
-            *(message.model, message.dtype, self._ops, message.device),
+            *(message.model, message.dtype, self._ops, str(self._device.torch)),
             *(message.rank, message.size, message.context),
+            shared=self._shared,
         )
+        if self._shared and self._shared.kept:
+            # In a thread, since this rank has no event loop.
+            keep = self._shared.kept.keep()
+            threading.Thread(target=asyncio.run, args=(keep,), daemon=True).start()
+        return "" if self._device.driver is None else self._device.driver.uuid
+
+    def _sharing(self, message: Load) -> SharedWeights | None:
+        driver = self._device.driver
+        if driver is None or message.keeper is None:
+            return None
+        measure = self._meter.other if message.measures else lambda: 0
+        return SharedWeights(driver, message.keeper, lambda: None, measure)
+
+    @property
+    def _meter(self) -> CudaMeter:
+        assert self._device.driver is not None
+        return CudaMeter(self._device.torch, self._device.driver.uuid)
 
     def _connect(self) -> None:
         message = self._loaded
@@ -112,36 +169,65 @@ class _Follower:
         self._collectives: Collectives = connect(message.meeting, shard, device, message.timeout_s)
         self._model.collectives = self._collectives
 
-    def _join(self, message: Join, locks: list[int]) -> None:
+    def _begin_measuring(self, layout: PoolLayout) -> None:
+        self._measured = Measurement(self._meter, self._device.torch, layout)
+        self._pools = [self._measured.pool]
+
+    def _end_measuring(self, message: EndMeasuring) -> GpuMemoryPlan:
+        self._pools = []
+        return self._measured.plan(message.num_workers, message.utilization, self._shared)
+
+    def _make_memory(self, num_bytes: int) -> None:
+        assert self._device.driver is not None
+        try:
+            made = CudaArena.create(self._device.driver, num_bytes)
+        except DriverError as error:
+            self._answer(f"no memory for a pool on {self._device.name}: {error}")
+            return
+        with closing(made):
+            send(self._connection, Done(has_descriptor=True))
+            send_handle(self._connection, made.fd, None)
+
+    def _memory_of(self, arena: RankArena) -> int | None:
+        return recv_handle(self._connection) if arena.path is None else None
+
+    def _join(self, message: Join, found: list[tuple[int, int | None]]) -> None:
         self._leave()
-        self._locks = locks
-        self._pools = [_pool(one) for one in message.arenas]
+        self._locks = [lock for lock, _ in found]
+        self._gone = [one.gone for one in message.arenas if one.path is None]
+        for one, (_, memory) in zip(message.arenas, found, strict=True):
+            self._pools.append(KVPool(self._open(one, memory), one.layout, one.num_blocks))
         config = self._model.config
         kv_layer = self._pools[0].kv[:, 0]
         self._ops.warm_up(kv_layer, config.num_heads, message.max_num_seqs, config.attention_cap)
 
+    def _open(self, one: RankArena, memory: int | None) -> Arena:
+        if one.path is not None:
+            return FileArena(one.path, one.num_bytes)
+        assert memory is not None
+        assert self._device.driver is not None
+        return CudaArena.open(self._device.driver, memory, one.num_bytes)
+
     def _leave(self) -> None:
         """In this order: a rank without the locks writes no block."""
         for pool in self._pools:
+            pool.wait_until_idle()
             pool.close()
         self._pools = []
         for lock in self._locks:
             close(lock)
         self._locks = []
 
-    def _try(self, work: Callable[[], None]) -> None:
+    def _try(self, work: Callable[[], Any]) -> None:
         try:
-            work()
-        except (StartupError, kvops.BackendUnavailable, RuntimeError, OSError, ValueError) as error:
+            value = work()
+        except _FAILURES as error:
+            self.note_loss(error)
             self._answer(str(error) or type(error).__name__)
         else:
-            self._answer()
+            self._answer(value=value)
 
-    def _answer(self, failure: str = "") -> None:
-        if self._device_is_gpu:
-            torch.cuda.synchronize(self._model.device)
-        send(self._connection, Done(failure))
-
-    @property
-    def _device_is_gpu(self) -> bool:
-        return torch.device(self._loaded.device).type == "cuda"
+    def _answer(self, failure: str = "", value: Any = None) -> None:
+        if self._device.torch.type == "cuda":
+            torch.cuda.synchronize(self._device.torch)
+        send(self._connection, Done(failure, value))

@@ -6,8 +6,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import send_handle
-from typing import NoReturn
+from multiprocessing.reduction import recv_handle, send_handle
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -57,13 +57,13 @@ class Followers:
             for connection in self._connections:
                 connection.send_bytes(octets)
 
-    def ask(self, message: Message, meanwhile: Callable[[], None] = lambda: None) -> None:
+    def ask(self, message: Message, meanwhile: Callable[[], None] = lambda: None) -> list[Any]:
         """Send a message, call `meanwhile`, and wait until all ranks have done what it says.
-        StartupError: a rank could not."""
+        Returns their answers. StartupError: a rank could not."""
         with self._asking:
             self.tell(message)
             meanwhile()
-            self._take_answers()
+            return self._take_answers()
 
     def ask_within(self, message: Message, limit_s: float) -> bool:
         """As `ask`, for `limit_s` only. Returns whether all ranks have done it."""
@@ -86,18 +86,20 @@ class Followers:
         self,
         messages: Sequence[Message],
         meanwhile: Callable[[], None] = lambda: None,
-        descriptors: Sequence[int] = (),
-    ) -> None:
+        descriptors: Sequence[Sequence[int]] | None = None,
+    ) -> list[Any]:
         """Send each rank a message of its own, and duplicates of open descriptors; otherwise as
         `ask`."""
         with self._asking:
             with self._telling:
-                for connection, message in zip(self._connections, messages, strict=True):
+                for number, (connection, message) in enumerate(
+                    zip(self._connections, messages, strict=True)
+                ):
                     send(connection, message)
-                    for descriptor in descriptors:
+                    for descriptor in descriptors[number] if descriptors else ():
                         send_handle(connection, descriptor, None)
             meanwhile()
-            self._take_answers()
+            return self._take_answers()
 
     def wait(self, progress: Callable[[], None]) -> None:
         """Call `progress` several times a second until all ranks have answered."""
@@ -113,13 +115,22 @@ class Followers:
                 ours.shutdown(socket.SHUT_RDWR)
             connection.close()
 
-    def _take_answers(self) -> None:
-        answers: list[Done] = [connection.recv() for connection in self._connections]
-        failures = [
-            f"rank {i}: {done.failure}" for i, done in enumerate(answers, 1) if done.failure
-        ]
+    def _take_answers(self) -> list[Any]:
+        values, failures, descriptors = [], [], []
+        for number, connection in enumerate(self._connections, 1):
+            done: Done = connection.recv()
+            value = done.value
+            if done.has_descriptor:
+                value = recv_handle(connection)
+                descriptors.append(value)
+            if done.failure:
+                failures.append(f"rank {number}: {done.failure}")
+            values.append(value)
         if failures:
+            for descriptor in descriptors:
+                os.close(descriptor)
             raise StartupError("; ".join(failures))
+        return values
 
 
 class LeadModel:
@@ -130,6 +141,7 @@ class LeadModel:
         self._collectives = collectives
         self._ranks = ranks
         self.weights_digest = shard.weights_digest
+        self._hidden: Tensor | None = None
 
     @property
     def config(self) -> ModelConfig:
@@ -151,19 +163,24 @@ class LeadModel:
         message, octets = packed(batch, wanted)
         self._ranks.tell(message)
         self._collectives.broadcast(octets)
-        return self._shard.forward(batch, kv, wanted)
+        self._hidden = self._shard.forward(batch, kv, wanted)
+        return self._hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`hidden`: what the last `forward` has returned."""
-        self._ranks.tell(Logits())
+        """Other ranks have the states of the last `forward`; others, such as some of them, are sent
+        to them."""
+        if hidden is self._hidden:
+            self._ranks.tell(Logits())
+        else:
+            self._ranks.tell(Logits(len(hidden)))
+            self._collectives.broadcast(hidden.contiguous().view(torch.uint8))
         return self._shard.logits(hidden)
 
     def answer(self, hidden: Tensor, queries: Sequence[Query]) -> list[Answer | Fault]:
-        def logits(states: list[int]) -> Tensor:
-            self._ranks.tell(Logits(tuple(states)))
-            return self._shard.logits(hidden[states])
-
-        return answer_in_parts(logits, queries)
+        everything = list(range(len(hidden)))
+        return answer_in_parts(
+            lambda states: self.logits(hidden if states == everything else hidden[states]), queries
+        )
 
 
 class LeadRunner(Runner):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,8 +28,10 @@ _DTYPES = (torch.int64,) * 4 + (torch.int32,) * 3
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Load the shard of rank `rank`. `meeting`: see `collectives.connect`. `isa`: of the CPU's
-    kernels, None with another backend. `context`: see `ModelConfig.for_context`."""
+    """Load the shard of rank `rank`; the answer is its GPU's UUID. `device`: as in the settings.
+    `meeting`: see `collectives.connect`. `isa`: of the CPU's kernels, None with another backend.
+    `context`: see `ModelConfig.for_context`. `keeper`: the directory of the keeper of shared
+    weights; None: they are not shared. `measures`: whether their memory is measured."""
 
     model: Path
     dtype: torch.dtype
@@ -41,6 +44,8 @@ class Load:
     meeting: Path
     timeout_s: float
     context: int | None
+    keeper: Path | None = None
+    measures: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,20 +54,45 @@ class Connect:
 
 
 @dataclass(frozen=True, slots=True)
-class ArenaFile:
-    """A rank's arena of one pool."""
+class BeginMeasuring:
+    """Measure the memory of the steps that follow, which write nothing. `layout`: of the pool."""
 
-    path: Path
+    layout: PoolLayout
+
+
+@dataclass(frozen=True, slots=True)
+class EndMeasuring:
+    """Answer with the `GpuMemoryPlan` of this rank's GPU."""
+
+    num_workers: int
+    utilization: float
+
+
+@dataclass(frozen=True, slots=True)
+class MakeMemory:
+    """Allocate memory on the rank's GPU; its descriptor follows the answer."""
+
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankArena:
+    """A rank's arena of one pool. `path`: its file; None: it is on the rank's GPU, and its
+    descriptor follows. `gone`: a file that the rank makes if its GPU is lost."""
+
+    path: Path | None
+    num_bytes: int
     layout: PoolLayout
     num_blocks: int
+    gone: Path
 
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """Map the arenas: of the worker's own pool first, then of its swap pool if it has one. The
-    descriptor of the worker's lock on each of these pools follows this message."""
+    """Map the arenas: of the worker's own pool first, then of its swap pool if it has one. For each
+    pool the descriptor of the worker's lock follows, and that of memory on a GPU."""
 
-    arenas: tuple[ArenaFile, ...]
+    arenas: tuple[RankArena, ...]
     max_num_seqs: int
 
 
@@ -82,9 +112,10 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Logits:
-    """Compute logits: of all final states of the last step, or of some."""
+    """Compute logits: of the last step's final states, or of `num_states` others, which follow as
+    one broadcast."""
 
-    states: tuple[int, ...] | None = None
+    num_states: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +135,16 @@ class SwapBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The answer to a message that is asked. `failure`: why the rank could not; empty: it did."""
+    """The answer to a message that is asked. `failure`: why the rank could not; empty: it did.
+    `has_descriptor`: whether one follows."""
 
     failure: str = ""
+    value: Any = None
+    has_descriptor: bool = False
 
 
-Message = Load | Connect | Join | Leave | Forward | Logits | CopyBlocks | SwapBlocks
+Setting = Load | Connect | BeginMeasuring | EndMeasuring | MakeMemory | Join | Leave
+Message = Setting | Forward | Logits | CopyBlocks | SwapBlocks
 
 
 def encoded(message: Message) -> bytes:

@@ -17,17 +17,31 @@ from torch import Tensor
 
 from kvops import Backend
 from services.common.checkpoint.shards import Shard, check_shards
+from services.common.pool.layout import PoolLayout
 from services.common.runtime.logging import get_logger
 from services.common.runtime.process import EXIT_FAULT
 from services.common.text.model_config import ModelConfig
+from services.engine.device.gpu_memory import GpuMemoryPlan
+from services.engine.device.opening import OpenDevice
 from services.engine.models.decoder import ComposedModel
 from services.engine.models.load import load_shard
 from services.engine.models.model import Model
 from services.engine.ranks.collectives import connect
 from services.engine.ranks.lead import Followers, LeadModel, LeadRunner, swapping
-from services.engine.ranks.messages import ArenaFile, Connect, Join, Leave, Load
+from services.engine.ranks.messages import (
+    BeginMeasuring,
+    Connect,
+    EndMeasuring,
+    Join,
+    Leave,
+    Load,
+    MakeMemory,
+    RankArena,
+)
 from services.engine.runner import Runner
 from services.engine.weights.packed_file import Progress
+from services.engine.weights.placement import SharedWeights
+from services.worker.config import WorkerSettings
 from services.worker.liveness.step_watch import end_process
 from services.worker.membership import Membership
 
@@ -61,6 +75,7 @@ class Ranks:
         on_end: Callable[[int, int], None] = end_worker,
     ) -> None:
         self.size = size
+        self.gpu_uuids: Sequence[str] = ()
         self._on_end = on_end
         self._closed = False
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -94,10 +109,17 @@ class Ranks:
         timeout_s: float,
         context: int | None = None,
         progress: Progress = lambda: None,
+        *,
+        shared: SharedWeights | None = None,
+        keeper: Path | None = None,
+        measures: bool = False,
     ) -> LeadModel:
         """Load the model's shards, each rank its own, and connect the ranks.
 
-        `timeout_s`: an exchange that a rank does not join for so long fails; that ends the worker.
+        `devices`: of all ranks, as in the settings. `shared`: this rank's weights, if the keeper in
+        the directory `keeper` has those of each GPU; see `load_model`. `measures`: whether the
+        memory of GPUs is to be measured. `timeout_s`: an exchange that a rank does not join for so
+        long fails; that ends the worker.
         `progress` may raise to stop. StartupError: the model cannot be divided or loaded.
         """
         config = ModelConfig.from_directory(directory)
@@ -108,13 +130,17 @@ class Ranks:
             Load(
                 *(directory, dtype, backend.name, isa, devices[rank], num_threads),
                 *(rank, self.size, meeting / "store", timeout_s, context),
+                *(keeper if shared else None, measures),
             )
             for rank in range(1, self.size)
         ]
         shards: list[ComposedModel] = []
 
         def load_own() -> None:
-            own = load_shard(directory, dtype, backend, devices[0], 0, self.size, context, progress)
+            device = str(OpenDevice(devices[0]).torch)
+            own = load_shard(
+                *(directory, dtype, backend, device, 0, self.size, context, progress, shared)
+            )
             shards.append(own)
             self._followers.wait(progress)
 
@@ -124,7 +150,7 @@ class Ranks:
             own.collectives = connect(meeting / "store", shard, own.device, timeout_s)
 
         try:
-            self._followers.ask_each(messages, load_own)
+            self.gpu_uuids = self._followers.ask_each(messages, load_own)
             self._followers.ask(Connect(), meanwhile=connect_own)
         finally:
             rmtree(meeting)
@@ -132,20 +158,34 @@ class Ranks:
         assert own.collectives is not None
         return LeadModel(own, own.collectives, self._followers)
 
+    @property
+    def pids(self) -> Sequence[int]:
+        return [process.pid for process in self._processes]
+
+    def measure(
+        self, layout: PoolLayout, settings: WorkerSettings, own: Callable[[], GpuMemoryPlan]
+    ) -> list[GpuMemoryPlan]:
+        """The plans of all ranks' GPUs. `own`: measures rank 0, by steps of all ranks."""
+        self._followers.ask(BeginMeasuring(layout))
+        plan = own()
+        shares = settings.num_expected_workers, settings.gpu_memory_utilization
+        return [plan, *self._followers.ask(EndMeasuring(*shares))]
+
+    def make_memory(self, num_bytes: int) -> Sequence[int]:
+        return self._followers.ask(MakeMemory(num_bytes))
+
     def join(self, memberships: Sequence[Membership], max_num_seqs: int) -> None:
         """Let the other ranks map their arenas of these pools, the worker's own first, and share
         its locks: the kernel drops a lock when the last rank has ended (law 5)."""
-        messages = [
-            Join(
-                tuple(
-                    ArenaFile(one.directory.arena(rank), one.header.layout, one.header.num_blocks)
-                    for one in memberships
-                ),
-                max_num_seqs,
-            )
-            for rank in range(1, self.size)
-        ]
-        self._followers.ask_each(messages, descriptors=[one.lock.fileno() for one in memberships])
+        messages, descriptors = [], []
+        for rank in range(1, self.size):
+            arenas = tuple(_arena(one, rank) for one in memberships)
+            messages.append(Join(arenas, max_num_seqs))
+            fds: list[int] = []
+            for one in memberships:
+                fds += [one.lock.fileno(), *([one.kept.fds[rank]] if one.kept else [])]
+            descriptors.append(fds)
+        self._followers.ask_each(messages, descriptors=descriptors)
 
     def leave(self) -> None:
         """Let the other ranks unmap their arenas and close the locks; no step may be in flight. If
@@ -185,3 +225,10 @@ class Ranks:
         status = self._processes[rank - 1].wait()
         if not self._closed:
             self._on_end(rank, status)
+
+
+def _arena(one: Membership, rank: int) -> RankArena:
+    directory, header = one.directory, one.header
+    path = directory.arena(rank) if header.kind == "file" else None
+    num_bytes = header.arena_bytes if path else header.memory_bytes
+    return RankArena(path, num_bytes, header.layout, header.num_blocks, directory.gone)

@@ -29,7 +29,9 @@ root, pool_id, worker_id, creates = sys.argv[1:]
 made = os.memfd_create("quire-MEMFD-0") if creates == "yes" else None
 if made is not None:
     os.ftruncate(made, 2 << 20)
-kept = register(Path(root), Registration(pool_id, worker_id, "MEMFD-0"), made, is_live=True)
+brought = [] if made is None else [made]
+registration = Registration(pool_id, worker_id, ("MEMFD-0",))
+kept = register(Path(root), registration, brought, is_live=True)
 memory = mmap.mmap(kept.fd, 2 << 20)
 lock = WorkerLock.create(PoolDirectory(Path(root) / pool_id).lock_path(worker_id))
 print(memory[0], flush=True)
@@ -94,7 +96,14 @@ def workers(host: PoolHost) -> Iterator[GpuWorkers]:
 
 async def make_pool(host: PoolHost) -> PoolDirectory:
     header = PoolHeader(
-        "tiny-1", "run", LAYOUT, NUM_BLOCKS, 0, kind="cuda", gpu_uuid="MEMFD-0", memory_bytes=SIZE
+        "tiny-1",
+        "run",
+        LAYOUT,
+        NUM_BLOCKS,
+        0,
+        kind="cuda",
+        gpu_uuids=("MEMFD-0",),
+        memory_bytes=SIZE,
     )
     with new_directory(host.root, "tiny-1") as directory:
         directory.stamps.write_bytes(bytes(NUM_BLOCKS * record_bytes(LAYOUT.block_size)))

@@ -2,7 +2,8 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+import subprocess
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,17 +14,17 @@ import torch
 from blockstore.errors import PoolGone
 from blockstore.memory_store import MemoryStore
 from kvops.cuda.memfd import MemfdDriver
-from kvops.cuda.vmm import DeviceLost, DriverError
+from kvops.cuda.vmm import DeviceLost, DriverError, SharedMemory
 from services.block_manager.gpu.keeper import Keeper
 from services.block_manager.gpu.processes import AllProcesses, GpuProcesses, ProcessListError
-from services.block_manager.liveness import WorkerProcesses
+from services.block_manager.liveness import ProcessRecord, WorkerProcesses
 from services.common.errors import StartupError
 from services.common.pool import keeper as client
 from services.common.pool.header import PoolHeader
 from services.common.pool.recovery import PoolRecovery
 from services.common.pool.sizing import MemoryPlan
 from services.worker.membership import Membership, join, join_swap_pool
-from services.worker.pool_memory import FileMemory, GpuMemory, PoolMemory
+from services.worker.pool_memory import FileMemory, GpuMemory, OtherRanks, PoolMemory
 
 from .conftest import LAYOUT, NUM_BLOCKS, RUN_ID, die, names
 
@@ -66,8 +67,8 @@ async def joined(store: MemoryStore, tmp_path: Path) -> AsyncIterator[Join]:
         member.close()
 
 
-def on_gpu(number: int = 0) -> GpuMemory:
-    return GpuMemory(MemfdDriver(number), f"memfd:{number}")
+def on_gpu(number: int = 0, ranks: OtherRanks | None = None) -> GpuMemory:
+    return GpuMemory(MemfdDriver(number), f"memfd:{number}", ranks)
 
 
 @pytest.mark.usefixtures("keeper")
@@ -78,7 +79,7 @@ async def test_workers_map_the_memory_that_the_first_one_made(joined: Join) -> N
     assert second.pool.kv.shape == (11, 2, 2, 4, 3, 5)
     assert not second.pool.kv[:10].any()
     header = PoolHeader.read(first.directory.header)
-    assert (header.kind, header.gpu_uuid, header.memory_bytes) == ("cuda", "MEMFD-0", 2 << 20)
+    assert (header.kind, header.gpu_uuids, header.memory_bytes) == ("cuda", ("MEMFD-0",), 2 << 20)
     assert header.layout == LAYOUT
     assert not first.directory.kv.exists()
     for path in (first.directory.process_path("prefill-1"), first.directory.header):
@@ -113,6 +114,87 @@ async def test_workers_register_again_at_a_new_keeper(joined: Join, tmp_path: Pa
         assert list(keeper._memory) == [first.spec.pool_id]
     watching.cancel()
     await asyncio.wait([watching])
+
+
+class FakeRanks:
+    """Rank 1, which another process is."""
+
+    error: Exception | None = None
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+        self.pids = (self.process.pid,)
+        self.gpu_uuids = ("MEMFD-1",)
+
+    def make_memory(self, num_bytes: int) -> Sequence[int]:
+        if self.error is not None:
+            raise self.error
+        memory = SharedMemory.create(MemfdDriver(1), num_bytes)
+        fd = os.dup(memory.fd)
+        memory.close()
+        return [fd]
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def ranks() -> Iterator[FakeRanks]:
+    ranks = FakeRanks()
+    yield ranks
+    ranks.end()
+
+
+def inodes(fds: Iterable[int]) -> list[int]:
+    return [os.fstat(fd).st_ino for fd in fds]
+
+
+async def test_the_keeper_has_the_memory_and_the_process_of_each_rank(
+    joined: Join, tmp_path: Path, ranks: FakeRanks
+) -> None:
+    """The same after its death; a later worker gets the memory of each rank, in their order."""
+    async with keeping(tmp_path):
+        first = await joined("prefill-1", on_gpu(ranks=ranks))
+        assert first.header.gpu_uuids == ("MEMFD-0", "MEMFD-1")
+        watching = asyncio.create_task(first.watch_memory())
+        first.pool.kv[2] = 1.5
+    first.directory.process_path("prefill-1").unlink()
+    async with keeping(tmp_path) as keeper, asyncio.timeout(LIMIT_S):
+        second = await joined("decode-1", on_gpu(ranks=ranks))
+        assert first.kept is not None
+        assert second.kept is not None
+        wanted = inodes(first.kept.fds)
+        assert len(set(wanted)) == 2
+        assert inodes(second.kept.fds) == inodes(keeper._memory[first.spec.pool_id]) == wanted
+        assert torch.all(second.pool.kv[2] == 1.5)
+        for worker_id in ("prefill-1", "decode-1"):
+            records = ProcessRecord.read(first.directory.process_path(worker_id))
+            assert [(one.pid, one.gpu_uuid) for one in records] == [
+                (os.getpid(), "MEMFD-0"),
+                (ranks.process.pid, "MEMFD-1"),
+            ]
+    watching.cancel()
+    await asyncio.wait([watching])
+
+
+@pytest.mark.usefixtures("keeper")
+async def test_ranks_on_other_gpus_are_refused(joined: Join, ranks: FakeRanks) -> None:
+    await joined("prefill-1", on_gpu(ranks=ranks))
+    with pytest.raises(StartupError, match=r"of MEMFD-0, MEMFD-1, .* of MEMFD-0:"):
+        await joined("decode-1")
+
+
+@pytest.mark.usefixtures("keeper")
+async def test_a_rank_without_memory_is_a_start_that_fails(
+    joined: Join, tmp_path: Path, ranks: FakeRanks
+) -> None:
+    ranks.error = StartupError("rank 1: no memory for a pool on cuda:1")
+    open_before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(StartupError, match="rank 1: no memory"):
+        await joined("decode-1", on_gpu(ranks=ranks))
+    assert names(tmp_path) == ["host.lock", "keeper.sock"]
+    assert len(os.listdir("/proc/self/fd")) == open_before
 
 
 @pytest.mark.usefixtures("keeper")
@@ -234,11 +316,12 @@ async def test_hostile_messages_harm_nobody(joined: Join, keeper: Keeper, tmp_pa
     open_before = len(os.listdir("/proc/self/fd"))
     pidfd, other = os.pidfd_open(os.getpid()), os.memfd_create("other")
     for registration, fds, reason in (
-        (client.Registration("../tiny", "w", "MEMFD-0"), [pidfd], "is not a name"),
-        (client.Registration(pool_id, ".hidden", "MEMFD-0"), [pidfd], "is not a name"),
-        (client.Registration(pool_id, "w", "MEMFD-0"), [], "values to unpack"),
-        (client.Registration(pool_id, "w", "MEMFD-0"), [other], "does not see the worker's"),
-        (client.Registration("absent-1", "w", "MEMFD-0"), [pidfd], "no worker has brought"),
+        (client.Registration("../tiny", "w", ("MEMFD-0",)), [pidfd], "is not a name"),
+        (client.Registration(pool_id, ".hidden", ("MEMFD-0",)), [pidfd], "is not a name"),
+        (client.Registration(pool_id, "w", ("MEMFD-0",)), [], "0 descriptors for 1 ranks"),
+        (client.Registration(pool_id, "w", ("MEMFD-0",)), [other], "does not see the worker's"),
+        (client.Registration(pool_id, "w", ("MEMFD-0", "MEMFD-1")), [pidfd] * 3, "3 descriptors"),
+        (client.Registration("absent-1", "w", ("MEMFD-0",)), [pidfd], "no worker has brought"),
     ):
         assert reason in await asyncio.to_thread(ask, registration, *fds)
     os.close(pidfd)

@@ -1,4 +1,4 @@
-"""The device that a worker computes on, and where its pool is."""
+"""The device that a rank of a worker computes on."""
 
 from dataclasses import dataclass
 
@@ -7,13 +7,13 @@ import torch
 import kvops.cuda
 from kvops.cuda.vmm import LOST_CODES, DeviceLost, Driver, DriverError
 from services.common.errors import StartupError
-from services.worker.pool_memory import FileMemory, GpuMemory, PoolMemory
+from services.engine.device.threads import use_device
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerDevice:
-    """`name`: the setting: cpu, cuda:N, or memfd:N, which computes as cpu does and keeps its pool
-    as a GPU's. `driver`: of the memory of pools; None: they are files."""
+class OpenDevice:
+    """`name`: cpu, cuda:N, or memfd:N, which computes as cpu does and keeps its pool as a GPU's.
+    `driver`: of the memory of pools; None: they are files."""
 
     name: str
     driver: Driver | None = None
@@ -22,19 +22,17 @@ class WorkerDevice:
     def torch(self) -> torch.device:
         return torch.device(self.name if self.name.startswith("cuda") else "cpu")
 
-    @property
-    def memory(self) -> PoolMemory:
-        return FileMemory() if self.driver is None else GpuMemory(self.driver, self.name)
 
-
-def open_device(name: str) -> WorkerDevice:
-    """Open the device. StartupError: it is not there, or PyTorch cannot use it."""
+def open_device(name: str) -> OpenDevice:
+    """Open the device, for this thread. StartupError: it is not there, or PyTorch cannot use it."""
     if name == "cpu":
-        return WorkerDevice(name)
+        return OpenDevice(name)
     if name.startswith("cuda"):
         _need_gpu(name)
     try:
-        return WorkerDevice(name, kvops.cuda.driver(name))
+        device = OpenDevice(name, kvops.cuda.driver(name))
+        use_device(device.torch)
+        return device
     except (kvops.BackendUnavailable, DriverError) as error:
         raise StartupError(str(error)) from error
 

@@ -1,0 +1,185 @@
+"""Ranks whose arenas and weights are on a GPU each, which is memory of the host here
+(`kvops.cuda.memfd`), with gloo in the place of NCCL."""
+
+import asyncio
+import os
+from multiprocessing import Pipe
+from pathlib import Path
+
+import pytest
+
+from bench.make_checkpoint import make_checkpoint
+from blockstore.memory_store import MemoryStore
+from kvops.cuda.memfd import MemfdDriver
+from kvops.cuda.vmm import DeviceLost, DriverError
+from services.common.pool.layout import PoolLayout
+from services.common.pool.sizing import MemoryPlan
+from services.engine.device.gpu_memory import GpuMemoryPlan
+from services.engine.device.opening import OpenDevice
+from services.engine.ranks import follow
+from services.engine.ranks.messages import (
+    BeginMeasuring,
+    Done,
+    EndMeasuring,
+    Join,
+    MakeMemory,
+    RankArena,
+)
+from services.engine.weights.placement import SharedWeights
+from services.worker.membership import Membership, join
+from services.worker.pool_memory import GpuMemory
+from services.worker.ranks.processes import Ranks
+
+from .models_oracle import SPECS, Oracle, random_prompt
+from .pool.test_gpu_pool import keeping
+from .ranks import RankedRunner
+
+NUM_BLOCKS = 40
+GPUS = ["memfd:0", "memfd:1"]
+LAYOUT = PoolLayout("tiny", "f", 2, 2, 16, "float32", 4, tensor_parallel_size=2)
+
+
+class GpuWorker:
+    """A worker of two ranks, which joins the pool in `root`."""
+
+    def __init__(self, root: Path, store: MemoryStore, worker_id: str) -> None:
+        self._root, self._store, self._id = root, store, worker_id
+        self._loop = asyncio.get_running_loop()
+        self.ranks = Ranks(2)
+        self.shared = SharedWeights(MemfdDriver(0), root, lambda: None)
+
+    def _join(self, layout: PoolLayout) -> Membership:
+        plan = MemoryPlan(pool_bytes=2 * NUM_BLOCKS * layout.block_bytes)
+        memory = GpuMemory(MemfdDriver(0), "memfd:0,memfd:1", self.ranks)
+        joining = join(self._store, "run", self._root, layout, self._id, plan, memory=memory)
+        return asyncio.run_coroutine_threadsafe(joining, self._loop).result()
+
+    async def start(self, checkpoint: Path) -> RankedRunner:
+        def start() -> RankedRunner:
+            return RankedRunner(
+                *(checkpoint, self._root, self.ranks, 4, NUM_BLOCKS),
+                devices=GPUS,
+                shared=self.shared,
+                join=self._join,
+            )
+
+        return await asyncio.to_thread(start)
+
+
+def written(fd: int, block_bytes: int) -> set[int]:
+    """The blocks of an arena in which there is something else than the test has put there."""
+    blocks = (os.pread(fd, block_bytes, block_bytes * n) for n in range(NUM_BLOCKS))
+    return {number for number, block in enumerate(blocks) if block.strip(b"\xff")}
+
+
+async def test_two_workers_of_two_ranks_hand_over_block_ids(tmp_path: Path) -> None:
+    """Tokens are those of one rank, which are transformers'. A sequence that one worker has begun
+    goes on at the other, which got a block table only. Every rank writes the same blocks of the
+    arena on its own GPU, and none else; it has its part of the weights there once."""
+    checkpoint = make_checkpoint(tmp_path / "model", SPECS["llama-gqa"])
+    store, root = MemoryStore(), tmp_path / "pools"
+    root.mkdir()
+    async with keeping(root) as keeper:
+        workers = [GpuWorker(root, store, name) for name in ("prefill-1", "decode-1")]
+        first, second = [await worker.start(checkpoint) for worker in workers]
+        assert first.membership.header.gpu_uuids == ("MEMFD-0", "MEMFD-1")
+        weights = keeper._weights._sealed
+        assert sorted(gpu for _, gpu in weights) == ["MEMFD-0", "MEMFD-1"]
+        assert len({name for name, _ in weights}) == 2
+        arenas = keeper._memory[first.membership.spec.pool_id]
+        for fd in arenas:
+            os.pwrite(fd, b"\xff" * os.fstat(fd).st_size, 0)
+        trial = first.place(random_prompt(30, 1))
+        await asyncio.to_thread(first._step, [trial], 100)
+        await asyncio.to_thread(second.decode_all, [trial], 100)
+        assert trial.new_tokens == Oracle(checkpoint).answer(trial.prompt).token_ids
+        block_bytes = first.layout.block_bytes
+        used = set(trial.block_table[: -(-(30 + len(trial.new_tokens) - 1) // 4)])
+        assert [written(fd, block_bytes) for fd in arenas] == [used, used]
+        contents = [os.pread(fd, block_bytes, block_bytes * min(used)) for fd in arenas]
+        assert contents[0] != contents[1], "the ranks have other heads"
+        for worker, runner in zip(workers, (first, second), strict=True):
+            worker.ranks.close()
+            assert worker.shared.kept is not None
+            worker.shared.kept.close()
+            runner.membership.close()
+
+
+class Told:
+    """A rank in this process."""
+
+    def __init__(self, driver: MemfdDriver) -> None:
+        self.ours, theirs = Pipe()
+        self.rank = follow._Follower(theirs)
+        self.rank._device = OpenDevice("memfd:1", driver)
+
+    def does(self, message: object) -> Done:
+        self.rank.do(message)
+        answer: Done = self.ours.recv()
+        return answer
+
+
+class Broken(MemfdDriver):
+    error: Exception
+
+    def map(self, handle: int, num_bytes: int, writable: bool) -> int:
+        raise self.error
+
+
+def test_a_rank_says_why_it_has_no_memory() -> None:
+    driver = Broken(1)
+    driver.error = DriverError("cuMemMap on cuda:1: CUDA_ERROR_OUT_OF_MEMORY (2)")
+    answer = Told(driver).does(MakeMemory(2 << 20))
+    assert answer.failure.startswith("no memory for a pool on memfd:1: cuMemMap on cuda:1: CUDA")
+
+
+def test_a_rank_that_loses_its_gpu_marks_the_pool(tmp_path: Path) -> None:
+    """When it maps the arena, and in any later step; the swap pool is in a file, and stays."""
+    driver, gone = Broken(1), tmp_path / "gone"
+    told = Told(driver)
+    memory = os.memfd_create("arena")
+    own = RankArena(None, 2 << 20, LAYOUT, 8, gone)
+    (tmp_path / "kv.1").write_bytes(bytes(8 * LAYOUT.block_bytes))
+    swap = RankArena(tmp_path / "kv.1", 8 * LAYOUT.block_bytes, LAYOUT, 8, tmp_path / "swap-gone")
+    driver.error = DriverError("cuMemMap on cuda:1: CUDA_ERROR_INVALID_VALUE (1)")
+    with pytest.raises(DriverError):
+        told.rank._join(Join((own, swap), 8), [(os.dup(memory), os.dup(memory)), (memory, None)])
+    told.rank.note_loss(driver.error)
+    assert not gone.exists()
+    told.rank.note_loss(DeviceLost("a step on cuda:1: CUDA_ERROR_ECC_UNCORRECTABLE (214)"))
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["gone", "kv.1"]
+
+
+class Meter:
+    """A GPU of 1000 bytes. `tensors`: weights, then with the arena."""
+
+    def __init__(self, *_: object) -> None:
+        self._tensors = iter([100, 110])
+        self.was_reset = False
+
+    def total(self) -> int:
+        return 1000
+
+    def tensors(self) -> int:
+        return next(self._tensors)
+
+    def reset_peak(self) -> None:
+        self.was_reset = True
+
+    def peak(self) -> int:
+        assert self.was_reset
+        return 160
+
+    def other(self) -> int:
+        return 7
+
+
+def test_each_rank_measures_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps between the two messages have an arena of one block, of the rank's heads."""
+    monkeypatch.setattr(follow, "CudaMeter", Meter)
+    told = Told(MemfdDriver(1))
+    assert told.does(BeginMeasuring(LAYOUT)) == Done()
+    assert told.rank._pools[0].kv.shape == (1, *LAYOUT.block_shape)
+    answer = told.does(EndMeasuring(num_workers=2, utilization=0.9))
+    assert answer.value == GpuMemoryPlan(1000, 0.9, 2, weights=100, activations=50, other=7)
+    assert not told.rank._pools
