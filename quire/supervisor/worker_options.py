@@ -82,7 +82,10 @@ class WorkerOptions(SharedOptions):
     ] = None
     device: Annotated[
         str | None,
-        engine(metavar="DEVICE", help="cpu, or a GPU such as cuda:0; default: cpu"),
+        engine(
+            metavar="DEVICE",
+            help="cpu, or a GPU: cuda:0, the first one of several ranks; default: cpu",
+        ),
     ] = None
     gpu_memory_utilization: Annotated[
         float | None,

@@ -1,0 +1,53 @@
+"""The setting `device`: which device each rank of a worker has."""
+
+from collections.abc import Callable
+
+import pytest
+
+from services.common.errors import StartupError
+from services.common.runtime.config import load_settings
+from services.decode.config import DecodeSettings
+
+Settings = Callable[[str, int], DecodeSettings]
+
+
+@pytest.fixture
+def settings(monkeypatch: pytest.MonkeyPatch) -> Settings:
+    def settings(device: str, size: int) -> DecodeSettings:
+        values = {"MODEL": "/m", "DEVICE": device, "TENSOR_PARALLEL_SIZE": str(size)}
+        for name, value in values.items():
+            monkeypatch.setenv(f"QUIRE_DECODE_{name}", value)
+        return load_settings(DecodeSettings)
+
+    return settings
+
+
+@pytest.mark.parametrize(
+    ("device", "size", "devices"),
+    [
+        ("cpu", 1, ["cpu"]),
+        ("cpu", 2, ["cpu", "cpu"]),
+        ("cuda:3", 1, ["cuda:3"]),
+        ("cuda:2", 4, ["cuda:2", "cuda:3", "cuda:4", "cuda:5"]),
+        ("cuda:3,cuda:0", 2, ["cuda:3", "cuda:0"]),
+        ("memfd:0", 2, ["memfd:0", "memfd:1"]),
+    ],
+)
+def test_ranks_have_the_named_gpus_or_those_from_the_first_on(
+    settings: Settings, device: str, size: int, devices: list[str]
+) -> None:
+    assert list(settings(device, size).devices) == devices
+
+
+@pytest.mark.parametrize(("device", "size"), [("cuda:0,cuda:1", 1), ("cuda:0,cuda:1", 4)])
+def test_a_wrong_number_of_gpus_is_refused(settings: Settings, device: str, size: int) -> None:
+    with pytest.raises(StartupError, match=f"names 2 GPUs, and tensor_parallel_size is {size}"):
+        _ = settings(device, size).devices
+
+
+@pytest.mark.parametrize(
+    "device", ["cuda", "cuda:0,", "cuda:0,cuda:0", "cuda:0,memfd:1", "cpu,cuda:0", "", "tpu:0"]
+)
+def test_what_is_no_device_is_refused(settings: Settings, device: str) -> None:
+    with pytest.raises(StartupError, match="QUIRE_DECODE_DEVICE"):
+        settings(device, 2)
