@@ -24,10 +24,10 @@ RANKS = "services.worker.ranks"
 def deployment(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     """Two workers of each kind, of two ranks each, with an arena for each rank as on a GPU."""
     options = ("--prefill", "2", "--decode", "2", "--tensor-parallel-size", "2")
-    options += ("--device", "memfd:0,memfd:2")
+    device = ("--device", "memfd:0,memfd:2")
     memory = ("--pool-memory", str(2 * POOL_MEMORY))
     folder = tmp_path_factory.mktemp("run")
-    with serving(checkpoint, folder, *options, *memory) as running:
+    with serving(checkpoint, folder, *options, *device, *memory) as running:
         yield running
     assert not [line for line in running.log.read_text().splitlines() if "kv_corrupt" in line]
 
