@@ -189,8 +189,8 @@ def test_copied_and_swapped_blocks_are_copied_at_all_ranks(
 def test_logprobs_of_a_prompt_come_in_parts(
     at_launch: bool, crews: dict[int, Ranks], tmp_path: Path
 ) -> None:
-    """There are more states than are computed at once: the ranks compute the same parts. Also where tokens
-    are drawn and scored on the device, as on a GPU."""
+    """There are more states than are computed at once: the ranks compute the same parts, also where
+    tokens are drawn and scored on the device, as on a GPU."""
     checkpoint = make_checkpoint(tmp_path / "model", SPECS["llama-gqa"])
     runner = RankedRunner(checkpoint, tmp_path, crews[2])
     runner.computes_at_launch = at_launch
