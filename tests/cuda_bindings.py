@@ -34,6 +34,8 @@ class CudaWithoutGpu:
         self.mapped: dict[int, int] = {}
         self.accessible: set[int] = set()
         self.read_only: set[int] = set()
+        self.queued: list[tuple[int, int, int]] = []
+        self.events = 0
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(real, name)
@@ -59,6 +61,42 @@ class CudaWithoutGpu:
 
     def _cuDeviceGet(self, number: int) -> Any:
         return (real.CUdevice(number),) if number < 2 else real.CUresult(101)
+
+    def _cuDeviceGetCount(self) -> tuple[int]:
+        return (2,)
+
+    def _cuStreamCreate(self, flags: int) -> tuple[int]:
+        assert flags == int(real.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        return (7,)
+
+    def _cuMemcpyDtoDAsync(self, target: int, source: int, size: int, stream: int) -> tuple[()]:
+        assert target in self.accessible - self.read_only
+        assert source in self.accessible
+        self.queued.append((target, source, size))
+        return ()
+
+    def _cuEventCreate(self, flags: int) -> tuple[int]:
+        self.events += 1
+        return (self.events,)
+
+    def _cuEventRecord(self, event: int, stream: int) -> tuple[()]:
+        return ()
+
+    def _cuEventQuery(self, event: int) -> Any:
+        return real.CUresult(600) if self.queued else ()
+
+    def _cuEventSynchronize(self, event: int) -> tuple[()]:
+        return ()
+
+    def _cuEventDestroy(self, event: int) -> tuple[()]:
+        self.events -= 1
+        return ()
+
+    def copy_queued(self) -> None:
+        """What the stream does."""
+        for target, source, size in self.queued:
+            os.pwrite(self.mapped[target], os.pread(self.mapped[source], size, 0), 0)
+        self.queued.clear()
 
     def _cuDevicePrimaryCtxRetain(self, device: Any) -> tuple[Any]:
         return (real.CUcontext(0),)

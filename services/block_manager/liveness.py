@@ -75,7 +75,10 @@ class WorkerProcesses:
         ]
         write_records(path, records)
         close_all(self._pidfds.pop(path, {}).values())
-        self._pidfds[path] = dict(zip(pids, map(os.dup, pidfds), strict=True))
+        known = self._pidfds[path] = {}
+        for pid, pidfd in zip(pids, pidfds, strict=True):
+            if pid not in known:  # a mover is one process on several GPUs
+                known[pid] = os.dup(pidfd)
 
     def has_exited(self, path: Path, record: ProcessRecord) -> bool:
         known = self._pidfds.setdefault(path, {})

@@ -7,6 +7,7 @@ read and seldom otherwise: each read announces itself by a notification.
 """
 
 import json
+import mmap
 import threading
 import time
 from base64 import b64decode, b64encode
@@ -69,7 +70,6 @@ class NixlTransport:
         threading.Thread(target=self._progress, name="nixl", daemon=True).start()
 
     def close(self) -> None:
-        """Answer no reads any more. No read of this side is RUNNING."""
         self._closed.set()
 
     def share(self, blocks: Region, stamps: Region) -> bytes:
@@ -78,6 +78,10 @@ class NixlTransport:
         areas = {Area.BLOCKS.value: _described(blocks), Area.STAMPS.value: _described(stamps)}
         metadata = b64encode(self._agent.get_agent_metadata()).decode()
         return json.dumps({"agent": metadata, "areas": areas}).encode()
+
+    def allocate(self, num_parts: int, item_bytes: int, num_items: int) -> Region:
+        memories = [mmap.mmap(-1, num_items * item_bytes) for _ in range(num_parts)]
+        return Region.of(memories, item_bytes, num_items)
 
     def prepare(self, region: Region) -> _Prepared:
         registration = self._register(region)

@@ -5,6 +5,7 @@ writes. It also tells the block manager its process, because a network adapter m
 has exited.
 """
 
+import asyncio
 import mmap
 import os
 from collections.abc import Sequence
@@ -23,8 +24,8 @@ from services.common.pool.keeper import KeptMemory, Registration, register
 from services.common.pool.leaving import leave_pool
 from services.common.pool.locks import WorkerLock, host_lock
 from services.common.pool.recovery import PoolRecovery
-from services.common.pool.stamps import Stamps, record_bytes
-from services.mover.transport import Region
+from services.common.pool.stamps import Stamps
+from services.mover.transport import Region, stamps_region
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +39,11 @@ class OwnPool:
     lock: WorkerLock
     kept: KeptMemory
     stamps: Stamps
-    arenas: tuple[mmap.mmap, ...]
+    blocks_region: Region
 
     @property
     def spec(self) -> PoolSpec:
         return self.header.spec
-
-    @property
-    def blocks_region(self) -> Region:
-        return Region.of(self.arenas, self.header.layout.block_bytes, self.header.num_blocks)
 
     @property
     def stamps_region(self) -> Region:
@@ -72,15 +69,10 @@ class OwnPool:
         await leave_pool(self.store, self.directory, self.member_id, self.lock)
 
 
-def stamps_region(stamps: Stamps, header: PoolHeader) -> Region:
-    size = record_bytes(header.layout.block_size)
-    return Region.of([stamps.memory], size, header.num_blocks)
-
-
 def find_pool(root: Path, model_name: str) -> PoolDirectory | None:
     """The live pool of a model; None: there is none yet. `model_name`: empty for the only pool.
 
-    StartupError: there are several, or it is in the memory of a GPU."""
+    StartupError: there are several."""
     found: dict[str, PoolDirectory] = {}
     for directory in pool_directories(root):
         try:
@@ -90,11 +82,6 @@ def find_pool(root: Path, model_name: str) -> PoolDirectory | None:
         is_wanted = header.colder_of is None and model_name in ("", header.layout.model)
         if not is_wanted or not directory.is_live():
             continue
-        if header.kind != "file":
-            raise StartupError(
-                f"pool {header.pool_id} is in the memory of GPUs: a mover serves "
-                "pools in the host's memory only, so far"
-            )
         found[header.layout.model] = directory
     if len(found) > 1:
         raise StartupError(
@@ -110,8 +97,10 @@ async def join_pool(store: RedisStore, directory: PoolDirectory, member_id: str)
         header, recovery = directory.read_header(), PoolRecovery(directory)
         with ExitStack() as undo:
             # First: a member with a lock and without a record may be reaped before it has exited.
-            registration = Registration(header.pool_id, member_id)
-            kept = register(directory.path.parent, registration, is_live=True)
+            # With several ranks this process writes on the GPU of each.
+            registration = Registration(header.pool_id, member_id, header.gpu_uuids)
+            pids = [os.getpid()] * (len(header.gpu_uuids) - 1)
+            kept = register(directory.path.parent, registration, is_live=True, pids=pids)
             undo.callback(directory.process_path(member_id).unlink, missing_ok=True)
             undo.callback(kept.close)
             lock = WorkerLock.create(directory.lock_path(member_id))
@@ -119,7 +108,7 @@ async def join_pool(store: RedisStore, directory: PoolDirectory, member_id: str)
             undo.callback(lock.unlink)
             block_size = header.layout.block_size
             stamps = Stamps(directory.stamps, header.num_blocks, block_size)
-            arenas = tuple(_map(path, header.arena_bytes) for path in directory.arenas)
+            blocks = await asyncio.to_thread(_blocks, directory, header, kept)
             try:
                 await recovery.begin(store, store.run_id)
                 own = partial(_stamp_owner, stamps, lock)
@@ -127,7 +116,17 @@ async def join_pool(store: RedisStore, directory: PoolDirectory, member_id: str)
             except (GeometryMismatch, FingerprintMismatch) as error:
                 raise StartupError(f"pool {header.pool_id} refuses {member_id}: {error}") from error
             undo.pop_all()
-    return OwnPool(store, directory, header, member_id, lock, kept, stamps, arenas)
+    return OwnPool(store, directory, header, member_id, lock, kept, stamps, blocks)
+
+
+def _blocks(directory: PoolDirectory, header: PoolHeader, kept: KeptMemory) -> Region:
+    """The mapped arenas of the pool. StartupError: a GPU's memory cannot be mapped."""
+    if header.kind == "file":
+        arenas = [_map(path, header.arena_bytes) for path in directory.arenas]
+        return Region.of(arenas, header.layout.block_bytes, header.num_blocks)
+    from services.mover.peer_transport import map_own  # imports torch
+
+    return map_own(header, [os.dup(fd) for fd in kept.fds])
 
 
 def _map(path: Path, num_bytes: int) -> mmap.mmap:

@@ -33,6 +33,7 @@ from services.mover.nixl_transport import NixlTransport
 from services.mover.own_pool import OwnPool, find_pool, join_pool
 from services.mover.pull import Target
 from services.mover.service import SERVICE_NAME, MoverService
+from services.mover.transport import Transport
 from services.protocol.version import PROTOCOL_VERSION
 
 log = get_logger(__name__)
@@ -59,7 +60,7 @@ async def _serve_one(settings: MoverSettings, metrics: MoverMetrics, stop: async
         if own is None:
             return
         stack.callback(own.close)
-        transport = NixlTransport(own.member_id)
+        transport = _transport(own)
         stack.callback(transport.close)
         memory = transport.share(own.blocks_region, own.stamps_region)
         target = Target(
@@ -77,6 +78,14 @@ async def _serve_one(settings: MoverSettings, metrics: MoverMetrics, stop: async
             await mover.close()
         with suppress(BlockStoreError):
             await own.leave()
+
+
+def _transport(own: OwnPool) -> Transport:
+    if own.header.kind == "file":
+        return NixlTransport(own.member_id)
+    from services.mover.peer_transport import PeerTransport  # imports torch
+
+    return PeerTransport(own.directory, own.header, _end_process)
 
 
 async def _joined(
@@ -142,6 +151,6 @@ async def _run(
 def _end_process(reason: str) -> NoReturn:
     """End the process at once: what may still land can end in no other way, and the block manager
     gives its blocks to others only after the process has exited."""
-    log.critical("read_without_end", reason=reason)
+    log.critical("read_broken", reason=reason)
     faulthandler.dump_traceback()
     os._exit(EXIT_FAULT)

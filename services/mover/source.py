@@ -2,7 +2,6 @@
 under a lease, and knows how fast it can be read."""
 
 import asyncio
-import mmap
 from itertools import chain
 
 from blockstore.errors import BlockStoreError
@@ -21,9 +20,8 @@ from services.common.runtime import redis
 from services.common.runtime.logging import get_logger
 from services.common.runtime.secret import deployment_secret
 from services.mover.config import MoverSettings
-from services.mover.own_pool import stamps_region
 from services.mover.pull import Copies, Source, Stamping
-from services.mover.transport import Area, Region, State, Transport, TransportError
+from services.mover.transport import Area, State, Transport, TransportError, stamps_region
 from services.protocol.version import PROTOCOL_VERSION
 
 log = get_logger(__name__)
@@ -158,8 +156,7 @@ async def _probe(peer: Peer, header: PoolHeader, transport: Transport, num_bytes
     block_bytes = header.layout.block_bytes
     num_blocks = max(1, min(header.num_blocks, num_bytes // block_bytes))
     parts = header.layout.tensor_parallel_size
-    memories = [mmap.mmap(-1, num_blocks * block_bytes) for _ in range(parts)]
-    scratch = transport.prepare(Region.of(memories, block_bytes, num_blocks))
+    scratch = transport.prepare(transport.allocate(parts, block_bytes, num_blocks))
     for number in (1, num_blocks):
         blocks = range(number)
         began = asyncio.get_running_loop().time()

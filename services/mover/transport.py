@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar, Protocol
 
+from services.common.pool.header import PoolHeader
+from services.common.pool.stamps import Stamps, record_bytes
+
 
 class TransportError(Exception):
     """The transport cannot do it: the other side is gone, or its memory is not readable."""
@@ -42,7 +45,7 @@ class Region:
     parts: tuple[int, ...]
     item_bytes: int
     num_items: int
-    memories: tuple[mmap.mmap, ...] = ()
+    memories: tuple[object, ...] = ()
 
     @classmethod
     def of(cls, memories: Sequence[mmap.mmap], item_bytes: int, num_items: int) -> "Region":
@@ -70,6 +73,10 @@ class Transport(Protocol):
 
     def share(self, blocks: Region, stamps: Region) -> bytes: ...
 
+    def allocate(self, num_parts: int, item_bytes: int, num_items: int) -> Region:
+        """New memory of the kind that blocks are in."""
+        ...
+
     def prepare(self, region: Region) -> Any: ...
 
     def forget(self, prepared: Any) -> None:
@@ -85,6 +92,14 @@ class Transport(Protocol):
 
     def disconnect(self, source: Any) -> None:
         """Forget a source from which no read is RUNNING."""
+
+    def close(self) -> None:
+        """Answer no reads any more. No read of this side is RUNNING."""
+
+
+def stamps_region(stamps: Stamps, header: PoolHeader) -> Region:
+    size = record_bytes(header.layout.block_size)
+    return Region.of([stamps.memory], size, header.num_blocks)
 
 
 def _address(memory: mmap.mmap) -> int:

@@ -28,16 +28,21 @@ from .test_serving import greedy, prompt
 
 @contextmanager
 def two_hosts(
-    valkey: Any, checkpoint: Path, folder: Path, pool_memory: int, **settings: str
+    valkey: Any,
+    checkpoint: Path,
+    folder: Path,
+    pool_memory: int,
+    devices: tuple[str, str] = ("cpu", "cpu"),
+    **settings: str,
 ) -> Iterator[tuple[Host, Host]]:
     """Host a has only a prefill worker, host b only a decode worker; the gateway is on a.
     `settings`: of the workers."""
     valkey.command("FLUSHALL")
     a, b = (Host(name, folder, checkpoint, valkey.url, pool_memory) for name in ("a", "b"))
     try:
-        for host, role in ((a, "prefill"), (b, "decode")):
+        for host, role, device in ((a, "prefill", devices[0]), (b, "decode", devices[1])):
             host.start("block_manager")
-            host.start(role, **settings)
+            host.start(role, DEVICE=device, **settings)
             host.wait_for(role, "worker_ready")
             host.start("mover")
         for host in (a, b):

@@ -3,19 +3,27 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from .conftest import POOL_MEMORY, Oracle
 from .quiet import quiet
 from .test_hosts import connected, two_hosts
 from .test_serving import greedy, prompt
 
 
-async def test_a_prompt_computed_by_two_ranks_decodes_on_another_host(
-    valkey_server: Any, checkpoint: Path, tmp_path: Path, oracle: Oracle
+@pytest.mark.parametrize(
+    "devices",
+    [("cpu", "cpu"), ("memfd:0,memfd:1", "memfd:2,memfd:3")],
+    ids=["hosts", "GPUs of one host"],
+)
+async def test_a_prompt_computed_by_two_ranks_decodes_in_another_pool(
+    valkey_server: Any, checkpoint: Path, tmp_path: Path, oracle: Oracle, devices: tuple[str, str]
 ) -> None:
     """The last block of a prompt is full, or begun. All ranks need their parts: each has half of
-    the heads."""
+    the heads. Between hosts NIXL copies, and between GPUs (which are memory of the host here) the
+    GPUs do."""
     ranks = {"TENSOR_PARALLEL_SIZE": "2"}
-    with two_hosts(valkey_server, checkpoint, tmp_path, 2 * POOL_MEMORY, **ranks) as hosts:
+    with two_hosts(valkey_server, checkpoint, tmp_path, 2 * POOL_MEMORY, devices, **ranks) as hosts:
         async with connected(hosts[0]) as client:
             workers = await client.workers()
             sizes = [w.engine["tensor_parallel_size"] for w in workers if w.role != "mover"]
@@ -25,4 +33,5 @@ async def test_a_prompt_computed_by_two_ranks_decodes_on_another_host(
                 completion = await client.complete(tokens, greedy(24), timeout_s=60)
                 assert list(completion.token_ids) == oracle.greedy(tokens, 24)
             await quiet(client)
+            assert sum(pool.num_blocks > 0 for pool in await client.pools()) == 2
         assert not hosts[1].events("mover", "pull_failed")

@@ -159,7 +159,7 @@ async def test_a_wire_that_is_cut_one_way_while_blocks_land(
         await until(lambda: cluster.steps(cluster.b, "stamps_read") > before)
         cluster.network.blocked = {("a", "b")}
         await until(lambda: cluster.b.processes[mover].poll() is not None)
-        assert cluster.b.events(mover, "read_without_end")
+        assert cluster.b.events(mover, "read_broken")
         cluster.network.heal()
         await assert_right(oracle, all_of, asked)
 

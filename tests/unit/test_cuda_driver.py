@@ -4,11 +4,11 @@ over memory of the host (tests/cuda_bindings.py). It has not run on a GPU."""
 import gc
 import os
 from types import ModuleType
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
-from kvops.cuda.cuda_driver import CudaDriver
+from kvops.cuda.cuda_driver import CudaDriver, number_of
 from kvops.cuda.vmm import LOST_CODES, DeviceLost, DriverError, SharedMemory, allocation_bytes
 from tests.cuda_bindings import NAME, CudaWithoutGpu
 
@@ -138,3 +138,35 @@ def test_a_device_that_is_not_there_or_too_old_is_refused() -> None:
         driver_of(CudaWithoutGpu(), 2)
     with pytest.raises(DriverError, match="no virtual memory management"):
         driver_of(CudaWithoutGpu(VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED=0))
+
+
+def test_copies_are_done_when_their_event_has_passed() -> None:
+    """Copies from memory that is mapped read only, as another GPU is; errors are named."""
+    cuda = CudaWithoutGpu()
+    driver = driver_of(cuda)
+    own = SharedMemory.create(driver, SIZE)
+    other = SharedMemory.create(driver, SIZE)
+    os.pwrite(other.fd, b"KV", 0)
+    theirs = SharedMemory.open(driver, os.dup(other.fd), SIZE, writable=False)
+    queue = driver.copies()
+    queue.copy(own.pointer, theirs.pointer, SIZE)
+    is_done = queue.mark()
+    assert not is_done()
+    assert os.pread(own.fd, 2, 0) == bytes(2)
+    cuda.copy_queued()
+    assert is_done()
+    assert os.pread(own.fd, 2, 0) == b"KV"
+    assert cuda.events == 0
+    cuda.fails["cuEventSynchronize"] = 719
+    with pytest.raises(DriverError, match=r"cuEventSynchronize on cuda:1: CUDA_ERROR_LAUNCH"):
+        queue.mark()()
+    for memory in (own, other, theirs):
+        memory.close()
+
+
+def test_a_device_is_found_by_its_uuid() -> None:
+    cuda = CudaWithoutGpu()
+    assert number_of(NAME, cast(Any, cuda)) == 0
+    with pytest.raises(DriverError, match="GPU-1 is none of the 2 GPUs that this process sees"):
+        number_of("GPU-1", cast(Any, cuda))
+    assert not cuda.calls["cuDevicePrimaryCtxRetain"]

@@ -228,6 +228,19 @@ def test_a_process_is_known_by_its_pidfd_or_its_record(tmp_path: Path) -> None:
     os.close(pidfd)
 
 
+def test_a_mover_is_one_process_on_several_gpus(tmp_path: Path) -> None:
+    directory = PoolDirectory(tmp_path / "tiny-1")
+    directory.workers.mkdir(parents=True)
+    path, processes = directory.process_path("mover-1"), WorkerProcesses()
+    pidfd = os.pidfd_open(os.getpid())
+    num_open = len(os.listdir("/proc/self/fd"))
+    processes.add(directory, "mover-1", [pidfd, pidfd], ["GPU-0", "GPU-1"])
+    assert [record.gpu_uuid for record in ProcessRecord.read(path)] == ["GPU-0", "GPU-1"]
+    processes.forget(path)
+    assert len(os.listdir("/proc/self/fd")) == num_open
+    os.close(pidfd)
+
+
 def nvml_with(monkeypatch: pytest.MonkeyPatch, *processes: int, mps: tuple[int, ...] = ()) -> None:
     found: dict[str, Callable[..., Any]] = {
         "nvmlInit": lambda: None,

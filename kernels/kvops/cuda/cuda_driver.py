@@ -1,5 +1,6 @@
 """The `Driver` of a CUDA GPU, by cuda-bindings. It has run on no GPU yet."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
@@ -13,6 +14,51 @@ from kvops.cuda.vmm import LOST_CODES, DeviceLost, DriverError
 _REFUSES_FABRIC = frozenset({800, 801})
 """CUDA_ERROR_NOT_PERMITTED, CUDA_ERROR_NOT_SUPPORTED: the device has fabric handles, and this
 process may not make them (no IMEX channel)."""
+
+
+_NOT_READY = 600
+"""CUDA_ERROR_NOT_READY: the event has not passed."""
+
+
+def number_of(uuid: str, bindings: ModuleType) -> int:
+    """The number of a device among those that this process sees; makes no context. DriverError:
+    it is not there."""
+    (error,) = bindings.cuInit(0)
+    count = 0 if int(error) else int(bindings.cuDeviceGetCount()[1])
+    for number in range(count):
+        _, device = bindings.cuDeviceGet(number)
+        if _name(bindings.cuDeviceGetUuid(device)[1]) == uuid:
+            return number
+    raise DriverError(f"{uuid} is none of the {count} GPUs that this process sees")
+
+
+def _name(uuid: Any) -> str:
+    return f"GPU-{UUID(bytes=bytes(uuid.bytes))}"
+
+
+class _CudaCopies:
+    """A stream of its own. `call`: calls the driver in the device's context."""
+
+    def __init__(self, cuda: Any, call: Callable[..., Any]) -> None:
+        self._cuda, self._call = cuda, call
+        self._stream = call("cuStreamCreate", int(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING))
+
+    def copy(self, target: int, source: int, num_bytes: int) -> None:
+        self._call("cuMemcpyDtoDAsync", target, source, num_bytes, self._stream)
+
+    def mark(self) -> Callable[[], bool]:
+        flags = int(self._cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+        event = self._call("cuEventCreate", flags)
+        self._call("cuEventRecord", event, self._stream)
+
+        def is_done() -> bool:
+            if int(self._cuda.cuEventQuery(event)[0]) == _NOT_READY:
+                return False
+            self._call("cuEventSynchronize", event)  # raises the error, if there is one
+            self._call("cuEventDestroy", event)
+            return True
+
+        return is_done
 
 
 class CudaDriver:
@@ -31,7 +77,7 @@ class CudaDriver:
 
     @property
     def uuid(self) -> str:
-        return f"GPU-{UUID(bytes=bytes(self._call('cuDeviceGetUuid', self._device).bytes))}"
+        return _name(self._call("cuDeviceGetUuid", self._device))
 
     def free_and_total_bytes(self) -> tuple[int, int]:
         free, total = self._in_context("cuMemGetInfo")
@@ -84,6 +130,9 @@ class CudaDriver:
 
     def tensor(self, pointer: int, num_bytes: int, owner: object) -> Tensor:
         return torch.as_tensor(owner, device=f"cuda:{self._number}")
+
+    def copies(self) -> "_CudaCopies":
+        return _CudaCopies(self._cuda, self._in_context)
 
     @property
     def _fd_type(self) -> Any:

@@ -4,6 +4,7 @@ all that is around a pool on a GPU; a worker uses it only if its device is set t
 import ctypes
 import mmap
 import os
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -53,6 +54,15 @@ class MemfdDriver:
 
     def release(self, handle: int) -> None:
         os.close(handle)
+
+    def copies(self) -> "MemfdDriver":
+        return self
+
+    def copy(self, target: int, source: int, num_bytes: int) -> None:
+        ctypes.memmove(target, source, num_bytes)
+
+    def mark(self) -> Callable[[], bool]:
+        return lambda: True
 
     def tensor(self, pointer: int, num_bytes: int, owner: object) -> Tensor:
         mapping = self._mappings[pointer]

@@ -10,6 +10,7 @@ the process that created it. (An allocation that is shared by cudaIpc ends with 
 
 import os
 import weakref
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, Protocol
 
@@ -27,6 +28,20 @@ class DeviceLost(DriverError):
 LOST_CODES = frozenset({46, 214, 220, 226})
 """CUDA's errors after which the memory's content is lost: device unavailable, uncorrectable ECC
 error, uncorrectable NVLink error, contained error. Driver and runtime use the same numbers."""
+
+
+class CopyQueue(Protocol):
+    """Copies that a device executes in order, beside its kernels. Any thread may call it, one at a
+    time. Methods raise DriverError."""
+
+    def copy(self, target: int, source: int, num_bytes: int) -> None:
+        """Queue a copy between mapped memory; the source may be another device's."""
+        ...
+
+    def mark(self) -> Callable[[], bool]:
+        """Returns a function that says whether all copies queued so far are done, and raises
+        DriverError if one has failed. It is called until it says so."""
+        ...
 
 
 class Driver(Protocol):
@@ -55,7 +70,8 @@ class Driver(Protocol):
         ...
 
     def map(self, handle: Any, num_bytes: int, writable: bool) -> int:
-        """Map all of the memory, to read or also to write; returns the pointer."""
+        """Map all of the memory for this device, to read or also to write; returns the pointer. It
+        may be another device's memory, if this one can reach it."""
         ...
 
     def zero(self, pointer: int, num_bytes: int) -> None:
@@ -71,6 +87,8 @@ class Driver(Protocol):
     def tensor(self, pointer: int, num_bytes: int, owner: object) -> Tensor:
         """The mapped memory as uint8. While the tensor or a view of it exists, so does `owner`."""
         ...
+
+    def copies(self) -> CopyQueue: ...
 
 
 class SharedMemory:
@@ -110,11 +128,16 @@ class SharedMemory:
             undo.pop_all()
         return cls(driver, fd, num_bytes, pointer)
 
-    def tensor(self) -> Tensor:
-        """The memory, [num_bytes] uint8. RuntimeError after `close`."""
+    @property
+    def pointer(self) -> int:
+        """RuntimeError after `close`."""
         if self._mapping is None:
             raise RuntimeError("the memory is closed")
-        return self._driver.tensor(self._mapping.pointer, self.num_bytes, self._mapping)
+        return self._mapping.pointer
+
+    def tensor(self) -> Tensor:
+        """The memory, [num_bytes] uint8. RuntimeError after `close`."""
+        return self._driver.tensor(self.pointer, self.num_bytes, self._mapping)
 
     def close(self) -> None:
         """Close the descriptor and give up the mapping. May be called again."""

@@ -107,6 +107,8 @@ class Keeper:
                 registration = Registration.decode(data)
                 if registration == Registration():
                     return None, ()
+                if not registration.worker_id and registration.pool_id in self._memory:
+                    return None, self._memory[registration.pool_id]
                 directory = pool_of(self._root, registration)
                 pool_id, worker_id = registration.pool_id, registration.worker_id
                 gpus = registration.gpu_uuids

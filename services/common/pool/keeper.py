@@ -52,7 +52,7 @@ class KeeperRefusal(Exception):
 class Registration:
     """The message of a worker, with the GPU of each rank. Without a GPU it is a mover, of which the
     process alone is recorded. With all fields empty it asks the keeper to give up the memory of
-    pools that were removed."""
+    pools that were removed; with the pool alone, for the memory, to read it."""
 
     pool_id: str = ""
     worker_id: str = ""
@@ -195,6 +195,14 @@ def register(
                 + f": {error}"
             ) from error
         time.sleep(_RETRY_S)
+
+
+def borrow(root: Path, pool_id: str) -> list[int]:
+    """Descriptors of the memory of a pool's ranks, for a process that only reads it and is not
+    recorded. OSError, KeeperRefusal."""
+    connection, fds = _exchange(root, Registration(pool_id), [])
+    connection.close()
+    return fds
 
 
 def release_removed(root: Path) -> None:

@@ -126,6 +126,8 @@ class LateTransport:
     def share(self, blocks: Any, stamps: Any) -> bytes:
         return b""
 
+    def allocate(self, num_parts: int, item_bytes: int, num_items: int) -> Any: ...
+
     def prepare(self, region: Any) -> Any:
         return region
 
@@ -134,6 +136,8 @@ class LateTransport:
     def connect(self, memory: bytes) -> Any: ...
 
     def disconnect(self, source: Any) -> None: ...
+
+    def close(self) -> None: ...
 
 
 def _copy_record(source: Stamps, item: int, target: Stamps, place: int) -> None:

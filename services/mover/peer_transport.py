@@ -1,0 +1,200 @@
+"""The transport between GPUs of one host: a GPU reads the memory of another one, which it has
+mapped read only. Stamps are files of the host, and are copied by the CPU.
+
+    keeper of the other pool ──descriptors──▶ this mover ──maps for its own GPUs──▶ copies
+
+A copy is executed by the GPU that it writes to, on a stream of its own. So the driver's list of
+that GPU shows when a mover that was killed writes no more, as it does for workers.
+
+See ADR 174.
+"""
+
+import ctypes
+import json
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from kvops.backend import BackendUnavailable
+from kvops.cuda import Driver, driver_of
+from kvops.cuda.vmm import CopyQueue, DriverError, SharedMemory, allocation_bytes
+from services.common.errors import StartupError
+from services.common.pool.directory import PoolDirectory
+from services.common.pool.header import BadHeader, PoolHeader
+from services.common.pool.keeper import KeeperRefusal, borrow
+from services.common.pool.stamps import Stamps
+from services.mover.transport import Area, Region, State, TransportError, stamps_region
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+Copy = tuple[int, int, int]
+"""Target, source, bytes."""
+
+
+def map_own(header: PoolHeader, fds: Sequence[int]) -> Region:
+    """Map the arenas of the mover's pool, each for the GPU that has it. Takes over `fds`.
+    StartupError: a GPU is not there, or has no driver here."""
+    try:
+        return _mapped([driver_of(uuid) for uuid in header.gpu_uuids], header, fds, writable=True)
+    except (DriverError, BackendUnavailable) as error:
+        raise StartupError(f"cannot map the pool {header.pool_id}: {error}") from error
+
+
+def _mapped(
+    drivers: Sequence[Driver], header: PoolHeader, fds: Sequence[int], *, writable: bool
+) -> Region:
+    """Takes over `fds`. DriverError."""
+    memories: list[SharedMemory] = []
+    left = list(fds)
+    try:
+        for driver in drivers:
+            opened = SharedMemory.open(driver, left.pop(0), header.memory_bytes, writable)
+            memories.append(opened)
+    except BaseException:
+        for memory in memories:
+            memory.close()
+        for fd in left:
+            os.close(fd)
+        raise
+    parts = tuple(memory.pointer for memory in memories)
+    return Region(parts, header.layout.block_bytes, header.num_blocks, tuple(memories))
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    areas: dict[Area, Region]
+    stamps: Stamps
+
+
+class PeerTransport:
+    """Between pools on GPUs of one host. `on_failure`: called with an error of a GPU, after which
+    this process's contexts may be unusable."""
+
+    name: ClassVar[str] = "peer"
+
+    def __init__(
+        self, directory: PoolDirectory, header: PoolHeader, on_failure: Callable[[str], None]
+    ) -> None:
+        self._drivers = [driver_of(uuid) for uuid in header.gpu_uuids]
+        self._queues = [driver.copies() for driver in self._drivers]
+        self._queueing = threading.Lock()
+        self._directory = directory
+        self._own: Region | None = None
+        self._on_failure = on_failure
+
+    def close(self) -> None:
+        """Unmap the own pool: its memory goes with it. No read of this side is RUNNING."""
+        if self._own is not None:
+            self.forget(self._own)
+
+    def share(self, blocks: Region, stamps: Region) -> bytes:
+        self._own = blocks
+        where = {"host": _BOOT_ID.read_text().strip(), "pool": str(self._directory.path.resolve())}
+        return json.dumps(where).encode()
+
+    def allocate(self, num_parts: int, item_bytes: int, num_items: int) -> Region:
+        try:
+            memories = tuple(
+                SharedMemory.create(driver, allocation_bytes(driver, item_bytes * num_items))
+                for driver in self._drivers[:num_parts]
+            )
+        except DriverError as error:
+            raise TransportError(str(error)) from error
+        parts = tuple(memory.pointer for memory in memories)
+        return Region(parts, item_bytes, num_items, memories)
+
+    def prepare(self, region: Region) -> Region:
+        return region
+
+    def forget(self, prepared: Region) -> None:
+        for memory in prepared.memories:
+            if isinstance(memory, SharedMemory):
+                memory.close()
+
+    def connect(self, memory: bytes) -> _Source:
+        try:
+            where = json.loads(memory)
+            directory = PoolDirectory(Path(where["pool"]))
+            if where["host"] != _BOOT_ID.read_text().strip():
+                raise TransportError(f"pool {directory.pool_id} is on GPUs of another host")
+            header = directory.read_header()
+            fds = borrow(directory.path.parent, directory.pool_id)
+            blocks = _mapped(self._drivers, header, fds, writable=False)
+        except (KeyError, TypeError, ValueError, OSError, BadHeader, KeeperRefusal) as error:
+            raise TransportError(f"no access to the memory of a pool: {error}") from error
+        except DriverError as error:
+            raise TransportError(f"a GPU cannot read the pool's memory: {error}") from error
+        stamps = Stamps(directory.stamps, header.num_blocks, header.layout.block_size)
+        areas = {Area.BLOCKS: blocks, Area.STAMPS: stamps_region(stamps, header)}
+        return _Source(areas, stamps)
+
+    def disconnect(self, source: _Source) -> None:
+        self.forget(source.areas[Area.BLOCKS])
+        source.stamps.close()
+
+    def read(
+        self,
+        source: _Source,
+        area: Area,
+        items: Sequence[int],
+        target: Region,
+        places: Sequence[int],
+    ) -> "_Reads":
+        remote = source.areas[area]
+        by_part = [
+            _copies(remote.item_bytes, to, begin, items, places)
+            for to, begin in zip(target.parts, remote.parts, strict=True)
+        ]
+        if area is Area.STAMPS:
+            for copy in by_part[0]:
+                ctypes.memmove(*copy)
+            return _Reads([], self._on_failure)
+        try:
+            with self._queueing:
+                marks = list(map(_queued, self._queues, by_part))
+        except DriverError as error:
+            self._on_failure(str(error))
+            raise TransportError(str(error)) from error
+        return _Reads(marks, self._on_failure)
+
+
+def _copies(
+    size: int, target: int, source: int, items: Sequence[int], places: Sequence[int]
+) -> list[Copy]:
+    """Of one part; items that are neighbours in both memories are one copy."""
+    found: list[Copy] = []
+    for item, place in zip(items, places, strict=True):
+        to, begin = target + place * size, source + item * size
+        if found and (to, begin) == (found[-1][0] + found[-1][2], found[-1][1] + found[-1][2]):
+            found[-1] = *found[-1][:2], found[-1][2] + size
+        else:
+            found.append((to, begin, size))
+    return found
+
+
+def _queued(queue: CopyQueue, copies: Sequence[Copy]) -> Callable[[], bool]:
+    for copy in copies:
+        queue.copy(*copy)
+    return queue.mark()
+
+
+class _Reads:
+    """The copies of one read, on each GPU."""
+
+    def __init__(self, marks: list[Callable[[], bool]], on_failure: Callable[[str], None]) -> None:
+        self._marks = marks
+        self._on_failure = on_failure
+
+    def poll(self) -> State:
+        try:
+            self._marks = [mark for mark in self._marks if not mark()]
+        except DriverError as error:
+            self._on_failure(str(error))
+            return State.FAILED
+        return State.RUNNING if self._marks else State.DONE
+
+    def release(self) -> None:
+        """Nothing is kept."""
