@@ -24,6 +24,7 @@ GROUPS = {
     "operations": 100,
     "arena": 100,
     "sharing": 150,
+    "peers": 60,
     "sampling": 120,
     "model": 150,
     "ranks": 120,

@@ -28,14 +28,13 @@ def _check_part(options: ServeOptions, why: str) -> None:
         raise ServeError(f"{why} it needs --redis-url, by which other hosts join it")
     if options.service_host is None:
         raise ServeError(f"{why} it needs --service-host, at which other hosts reach it")
-    if options.is_on_gpu:
-        raise ServeError(f"{why} it needs a mover, which serves pools on a CPU only, so far")
     if not options.has_movers:
-        raise ServeError(f"{why} it needs a mover: leave out --no-mover")
+        cure = "add --mover" if options.mover is None else "leave out --no-mover"
+        raise ServeError(f"{why} it needs a mover: {cure}")
 
 
 def _check_movers(options: ServeOptions) -> None:
-    if find_spec("nixl_cu12") is None:
+    if not options.is_on_gpu and find_spec("nixl_cu12") is None:
         raise ServeError(
             "movers need NIXL: pip install 'quire-serve[mover]'; with --no-mover each host "
             "computes and decodes its requests by itself"

@@ -26,7 +26,14 @@ from services.common.pool.directory import PoolDirectory
 from services.common.pool.header import BadHeader, PoolHeader
 from services.common.pool.keeper import KeeperRefusal, borrow
 from services.common.pool.stamps import Stamps
-from services.mover.transport import Area, Region, State, TransportError, stamps_region
+from services.mover.transport import (
+    Area,
+    OutOfReach,
+    Region,
+    State,
+    TransportError,
+    stamps_region,
+)
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -119,14 +126,14 @@ class PeerTransport:
             where = json.loads(memory)
             directory = PoolDirectory(Path(where["pool"]))
             if where["host"] != _BOOT_ID.read_text().strip():
-                raise TransportError(f"pool {directory.pool_id} is on GPUs of another host")
+                raise OutOfReach("it is on GPUs of another host")
             header = directory.read_header()
             fds = borrow(directory.path.parent, directory.pool_id)
             blocks = _mapped(self._drivers, header, fds, writable=False)
         except (KeyError, TypeError, ValueError, OSError, BadHeader, KeeperRefusal) as error:
             raise TransportError(f"no access to the memory of a pool: {error}") from error
         except DriverError as error:
-            raise TransportError(f"a GPU cannot read the pool's memory: {error}") from error
+            raise OutOfReach(f"a GPU cannot map it: {error}") from error
         stamps = Stamps(directory.stamps, header.num_blocks, header.layout.block_size)
         areas = {Area.BLOCKS: blocks, Area.STAMPS: stamps_region(stamps, header)}
         return _Source(areas, stamps)

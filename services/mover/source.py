@@ -21,7 +21,14 @@ from services.common.runtime.logging import get_logger
 from services.common.runtime.secret import deployment_secret
 from services.mover.config import MoverSettings
 from services.mover.pull import Copies, Source, Stamping
-from services.mover.transport import Area, State, Transport, TransportError, stamps_region
+from services.mover.transport import (
+    Area,
+    OutOfReach,
+    State,
+    Transport,
+    TransportError,
+    stamps_region,
+)
 from services.protocol.version import PROTOCOL_VERSION
 
 log = get_logger(__name__)
@@ -107,14 +114,18 @@ class Peer:
 async def open_peer(
     member: Member, header: PoolHeader, transport: Transport, settings: MoverSettings
 ) -> Peer | None:
-    """Join the pool of another mover. None: that pool has other weights or another layout. Raises
-    QuireError, BlockStoreError or TransportError."""
+    """Join the pool of another mover. None: that pool has other weights or another layout, or is
+    out of reach. Raises QuireError, BlockStoreError or TransportError."""
     described = await _describe(member, settings)
     theirs = PoolHeader.parse(described.header)
     if theirs.layout != header.layout or described.transport != transport.name:
         log.info("source_differs", pool_id=theirs.pool_id, transport=described.transport)
         return None
-    memory = await asyncio.to_thread(transport.connect, described.memory)
+    try:
+        memory = await asyncio.to_thread(transport.connect, described.memory)
+    except OutOfReach as error:
+        log.warning("source_out_of_reach", pool_id=theirs.pool_id, reason=str(error))
+        return None
     store = await RedisStore.connect(redis.connection_url(settings), retry_for_s=_STORE_S)
     source = Source(store, theirs.spec, new_worker_id(REMOTE_ROLE), memory)
     for _ in range(NUM_PULLS):

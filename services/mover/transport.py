@@ -21,6 +21,10 @@ class TransportError(Exception):
     """The transport cannot do it: the other side is gone, or its memory is not readable."""
 
 
+class OutOfReach(TransportError):
+    """This side can never read that memory, whatever it tries."""
+
+
 class Area(Enum):
     """The memory of a pool that other movers read."""
 

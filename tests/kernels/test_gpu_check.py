@@ -14,8 +14,9 @@ import pytest
 from torch import Tensor
 
 from bench.gpu import __main__ as program
-from bench.gpu import attention, groups, operations, sharing
+from bench.gpu import attention, groups, operations, peers, sharing
 from bench.gpu.check import Check, Failed, Machine, Passed, Skipped
+from kvops.cuda.memfd import MemfdDriver
 from kvops.ops import Backend
 from kvops.reference import ReferenceKernels
 from kvops.step import AttentionCall
@@ -80,6 +81,13 @@ def test_all_checks_pass_tiny_with_nothing_but_pytorch_and_triton(tmp_path: Path
         for r in reasons
     )
     assert len(ran.stdout.splitlines()) == len(results) + 1
+
+
+def test_blocks_that_the_other_gpu_does_not_copy_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MemfdDriver, "copy", lambda self, target, source, num_bytes: None)
+    ((_, check),) = peers.checks(Machine(dry_run=True))
+    with pytest.raises(Failed, match="3 of 4 blocks have other bytes"):
+        check()
 
 
 def test_without_a_gpu_it_says_so_and_runs_nothing(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from services.common.pool.sizing import MemoryPlan
 from services.common.pool.stamps import Stamps
 from services.mover import peer_transport
 from services.mover.peer_transport import PeerTransport, map_own
-from services.mover.transport import Area, State, TransportError, stamps_region
+from services.mover.transport import Area, OutOfReach, State, TransportError, stamps_region
 from services.worker.membership import Membership, join
 
 from .conftest import LAYOUT, NUM_BLOCKS, RUN_ID
@@ -145,14 +145,14 @@ async def test_a_pool_out_of_reach_is_refused_with_the_reason(
 ) -> None:
     described = json.loads(gpus.memory())
 
-    async def refused(reason: str, **changes: str) -> None:
-        with pytest.raises(TransportError, match=reason):
+    async def refused(kind: type[TransportError], reason: str, **changes: str) -> None:
+        with pytest.raises(kind, match=reason):
             await asyncio.to_thread(
                 gpus.transport.connect, json.dumps(described | changes).encode()
             )
 
-    await refused("is on GPUs of another host", host="another")
-    await refused("no access to the memory of a pool: .*No such file", pool="/nowhere/tiny-1")
+    await refused(OutOfReach, "it is on GPUs of another host", host="another")
+    await refused(TransportError, "no access .*No such file", pool="/nowhere/tiny")
     with pytest.raises(TransportError, match="no access to the memory of a pool"):
         gpus.transport.connect(b"{")
 
@@ -160,7 +160,7 @@ async def test_a_pool_out_of_reach_is_refused_with_the_reason(
         raise DriverError("cuMemSetAccess on cuda:1: CUDA_ERROR_INVALID_DEVICE (101)")
 
     monkeypatch.setattr(MemfdDriver, "map", no_peer_access)
-    await refused("a GPU cannot read the pool's memory: cuMemSetAccess on cuda:1")
+    await refused(OutOfReach, "a GPU cannot map it: cuMemSetAccess on cuda:1")
 
 
 async def test_only_a_pool_that_the_keeper_has_can_be_read(gpus: Gpus) -> None:

@@ -78,7 +78,7 @@ PART = ("--decode", "0", *STORE, "--service-host", "10.0.0.1")
             "no prefill workers on this host, so it needs",
         ),
         (["--decode", "0", *STORE], "no decode workers on this host, so it needs --service-host"),
-        ([*PART, "--device", "cuda:0"], "needs a mover, which serves pools on a CPU only"),
+        ([*PART, "--device", "cuda:0"], "it needs a mover: add --mover"),
         ([*PART, "--no-mover"], "it needs a mover: leave out --no-mover"),
         ([*PART], "the hosts of a deployment share a secret"),
         (["--mover"], "the hosts of a deployment share a secret"),
