@@ -73,17 +73,6 @@ class Machine:
             best = min(best, begin.elapsed_time(end) / 1e3)
         return best
 
-    def wall_seconds(self, call: Callable[[], object]) -> float:
-        """The best of some runs by the host's clock, each to the end of what it launched."""
-        call()
-        best = float("inf")
-        for _ in range(self.pick(5, 1)):
-            began = time.perf_counter()
-            call()
-            self.synchronize()
-            best = min(best, time.perf_counter() - began)
-        return best
-
     def host_seconds(self, call: Callable[[], object]) -> float:
         """How long the host needs to launch the call, the mean of some runs."""
         call()

@@ -18,13 +18,14 @@ See ADR 121 and ADR 162.
 import json
 import os
 import select
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from quire.files import replace_file
 from services.block_manager.gpu.processes import GpuProcesses, ProcessListError
 from services.common.pool.directory import PoolDirectory
+from services.common.pool.keeper import close_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +143,6 @@ class Liveness:
         """Drop what is known of a worker that was reaped."""
         self._processes.forget(directory.process_path(worker_id))
         directory.finished_path(worker_id).unlink(missing_ok=True)
-
-
-def close_all(fds: Iterable[int]) -> None:
-    for fd in fds:
-        os.close(fd)
 
 
 def _pid_of(pidfd: int) -> int:

@@ -25,7 +25,7 @@ from services.common.pool.leaving import leave_pool
 from services.common.pool.locks import WorkerLock, host_lock
 from services.common.pool.recovery import PoolRecovery
 from services.common.pool.stamps import Stamps
-from services.mover.transport import Region, stamps_region
+from services.mover.transport import Region
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +44,6 @@ class OwnPool:
     @property
     def spec(self) -> PoolSpec:
         return self.header.spec
-
-    @property
-    def stamps_region(self) -> Region:
-        return stamps_region(self.stamps, self.header)
 
     @property
     def has_workers(self) -> bool:

@@ -11,10 +11,8 @@ See ADR 174.
 
 import ctypes
 import json
-import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -24,7 +22,7 @@ from kvops.cuda.vmm import CopyQueue, DriverError, SharedMemory, allocation_byte
 from services.common.errors import StartupError
 from services.common.pool.directory import PoolDirectory
 from services.common.pool.header import BadHeader, PoolHeader
-from services.common.pool.keeper import KeeperRefusal, borrow
+from services.common.pool.keeper import KeeperRefusal, borrow, close_all
 from services.common.pool.stamps import Stamps
 from services.mover.transport import (
     Area,
@@ -63,17 +61,13 @@ def _mapped(
     except BaseException:
         for memory in memories:
             memory.close()
-        for fd in left:
-            os.close(fd)
+        close_all(left)
         raise
     parts = tuple(memory.pointer for memory in memories)
     return Region(parts, header.layout.block_bytes, header.num_blocks, tuple(memories))
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    areas: dict[Area, Region]
-    stamps: Stamps
+Source = dict[Area, Region]
 
 
 class PeerTransport:
@@ -121,7 +115,7 @@ class PeerTransport:
             if isinstance(memory, SharedMemory):
                 memory.close()
 
-    def connect(self, memory: bytes) -> _Source:
+    def connect(self, memory: bytes) -> Source:
         try:
             where = json.loads(memory)
             directory = PoolDirectory(Path(where["pool"]))
@@ -135,22 +129,20 @@ class PeerTransport:
         except DriverError as error:
             raise OutOfReach(f"a GPU cannot map it: {error}") from error
         stamps = Stamps(directory.stamps, header.num_blocks, header.layout.block_size)
-        areas = {Area.BLOCKS: blocks, Area.STAMPS: stamps_region(stamps, header)}
-        return _Source(areas, stamps)
+        return {Area.BLOCKS: blocks, Area.STAMPS: stamps_region(stamps, header)}
 
-    def disconnect(self, source: _Source) -> None:
-        self.forget(source.areas[Area.BLOCKS])
-        source.stamps.close()
+    def disconnect(self, source: Source) -> None:
+        self.forget(source[Area.BLOCKS])
 
     def read(
         self,
-        source: _Source,
+        source: Source,
         area: Area,
         items: Sequence[int],
         target: Region,
         places: Sequence[int],
     ) -> "_Reads":
-        remote = source.areas[area]
+        remote = source[area]
         by_part = [
             _copies(remote.item_bytes, to, begin, items, places)
             for to, begin in zip(target.parts, remote.parts, strict=True)

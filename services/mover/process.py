@@ -33,7 +33,7 @@ from services.mover.nixl_transport import NixlTransport
 from services.mover.own_pool import OwnPool, find_pool, join_pool
 from services.mover.pull import Target
 from services.mover.service import SERVICE_NAME, MoverService
-from services.mover.transport import Transport
+from services.mover.transport import Transport, stamps_region
 from services.protocol.version import PROTOCOL_VERSION
 
 log = get_logger(__name__)
@@ -62,7 +62,7 @@ async def _serve_one(settings: MoverSettings, metrics: MoverMetrics, stop: async
         stack.callback(own.close)
         transport = _transport(own)
         stack.callback(transport.close)
-        memory = transport.share(own.blocks_region, own.stamps_region)
+        memory = transport.share(own.blocks_region, stamps_region(own.stamps, own.header))
         target = Target(
             *(store, own.spec, own.member_id, own.stamps, transport.prepare(own.blocks_region)),
             may_write=lambda: not own.lock.is_revoked,

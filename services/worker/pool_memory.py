@@ -13,7 +13,13 @@ from services.common.errors import StartupError
 from services.common.pool.arena import make_file, missing_bytes
 from services.common.pool.directory import PoolDirectory, pool_directories
 from services.common.pool.header import ArenaKind, PoolHeader
-from services.common.pool.keeper import KeptMemory, Registration, register, release_removed
+from services.common.pool.keeper import (
+    KeptMemory,
+    Registration,
+    close_all,
+    register,
+    release_removed,
+)
 from services.common.pool.layout import PoolLayout
 from services.common.pool.memory import available_bytes
 from services.common.pool.sizing import MemoryPlan, num_blocks_for
@@ -129,8 +135,7 @@ class GpuMemory:
                 pids=pids,
             )
         finally:
-            for fd in made:
-                os.close(fd)
+            close_all(made)
         try:
             arena = CudaArena.open(self._driver, os.dup(kept.fd), header.memory_bytes)
             return OpenArena(arena, kept)

@@ -14,12 +14,13 @@ from typing import NoReturn
 
 from services.block_manager.gpu.processes import GpuProcesses, ProcessListError
 from services.block_manager.gpu.weight_keeper import WeightKeeper, until_readable
-from services.block_manager.liveness import WorkerProcesses, close_all
+from services.block_manager.liveness import WorkerProcesses
 from services.common.pool.keeper import (
     MAX_BYTES,
     MAX_FDS,
     KeeperRefusal,
     Registration,
+    close_all,
     pool_of,
     socket_address,
 )

@@ -17,7 +17,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -142,7 +142,7 @@ class KeptMemory:
             self._connection.close()
             if not self._is_closed:
                 self._is_closed = True
-                _close(self.fds)
+                close_all(self.fds)
 
     def _register_again(self) -> bool:
         with self._closing:
@@ -154,7 +154,7 @@ class KeptMemory:
                 if not isinstance(error, ConnectionRefusedError | FileNotFoundError):
                     log.warning("keeper_refuses", reason=str(error))
                 return False
-            _close(fds)
+            close_all(fds)
             return True
 
 
@@ -223,7 +223,7 @@ def _ask(
             pidfds.append(os.pidfd_open(pid))
         return _exchange(root, registration, [*pidfds, *memory])
     finally:
-        _close(pidfds)
+        close_all(pidfds)
 
 
 def _exchange(
@@ -259,6 +259,6 @@ def pool_of(root: Path, registration: Registration) -> PoolDirectory:
     return PoolDirectory(root / registration.pool_id)
 
 
-def _close(fds: Sequence[int]) -> None:
+def close_all(fds: Iterable[int]) -> None:
     for fd in fds:
         os.close(fd)

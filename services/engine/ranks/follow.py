@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import closing
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
-from os import close
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from kvops.cuda.vmm import DriverError
 from kvops.native import Lane
 from services.common.checkpoint.shards import Shard
 from services.common.errors import StartupError
+from services.common.pool.keeper import close_all
 from services.common.pool.layout import PoolLayout
 from services.common.text.model_config import ModelConfig
 from services.engine.device.gpu_memory import CudaMeter, GpuMemoryPlan, Measurement
@@ -214,8 +214,7 @@ class _Follower:
             pool.wait_until_idle()
             pool.close()
         self._pools = []
-        for lock in self._locks:
-            close(lock)
+        close_all(self._locks)
         self._locks = []
 
     def _try(self, work: Callable[[], Any]) -> None:

@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any, NoReturn
@@ -15,6 +16,7 @@ from torch import Tensor
 from kvops import Backend
 from services.common.checkpoint.adapter import AdapterFiles
 from services.common.errors import StartupError
+from services.common.pool.keeper import close_all
 from services.common.text.model_config import ModelConfig
 from services.engine.batch import Answer, Fault, Query
 from services.engine.models.decoder import ComposedModel
@@ -86,17 +88,17 @@ class Followers:
         self,
         messages: Sequence[Message],
         meanwhile: Callable[[], None] = lambda: None,
-        descriptors: Sequence[Sequence[int]] | None = None,
+        descriptors: Sequence[Sequence[int]] = (),
     ) -> list[Any]:
         """Send each rank a message of its own, and duplicates of open descriptors; otherwise as
         `ask`."""
         with self._asking:
             with self._telling:
-                for number, (connection, message) in enumerate(
-                    zip(self._connections, messages, strict=True)
+                for connection, message, own in zip(
+                    self._connections, messages, descriptors or repeat(()), strict=False
                 ):
                     send(connection, message)
-                    for descriptor in descriptors[number] if descriptors else ():
+                    for descriptor in own:
                         send_handle(connection, descriptor, None)
             meanwhile()
             return self._take_answers()
@@ -127,8 +129,7 @@ class Followers:
                 failures.append(f"rank {number}: {done.failure}")
             values.append(value)
         if failures:
-            for descriptor in descriptors:
-                os.close(descriptor)
+            close_all(descriptors)
             raise StartupError("; ".join(failures))
         return values
 

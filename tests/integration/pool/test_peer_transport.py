@@ -34,7 +34,12 @@ class LateGpu(MemfdDriver):
     """A GPU that copies when the test says so, or fails."""
 
     pending: ClassVar[list[Callable[[], None]]] = []
+    maps_writable: ClassVar[list[bool]] = []
     error: ClassVar[DriverError | None] = None
+
+    def map(self, handle: int, num_bytes: int, writable: bool) -> int:
+        LateGpu.maps_writable.append(writable)
+        return super().map(handle, num_bytes, writable)
 
     def copy(self, target: int, source: int, num_bytes: int) -> None:
         self.pending.append(partial(super().copy, target, source, num_bytes))
@@ -70,7 +75,7 @@ class Gpus:
 
 @pytest.fixture
 async def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Gpus]:
-    LateGpu.pending, LateGpu.error = [], None
+    LateGpu.pending, LateGpu.maps_writable, LateGpu.error = [], [], None
     monkeypatch.setattr(
         peer_transport, "driver_of", lambda uuid: LateGpu(int(uuid.removeprefix("MEMFD-")))
     )
@@ -91,10 +96,12 @@ async def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
 
 
 async def test_the_gpu_copies_blocks_beside_the_mover(gpus: Gpus) -> None:
-    """Nothing is there before the copy is done. Blocks that are neighbours are one copy."""
+    """Nothing is there before the copy is done. Blocks that are neighbours are one copy. The other
+    pool is mapped to be read only."""
     assert gpus.b.kept is not None
     source = await asyncio.to_thread(gpus.transport.connect, gpus.memory())
     target = map_own(gpus.b.header, [os.dup(fd) for fd in gpus.b.kept.fds])
+    assert LateGpu.maps_writable == [False, True]
     for block in range(NUM_BLOCKS):
         gpus.a.pool.kv[block] = float(block + 1)
     read = gpus.transport.read(source, Area.BLOCKS, [4, 5, 6, 9], target, [1, 2, 3, 0])
