@@ -206,7 +206,8 @@ def test_ids_and_salts_are_scoped() -> None:
     assert len({EVERYONE.salt("x"), acme.salt("x"), other.salt("e/x"), acme.salt("")}) == 4
 
 
-def test_without_a_bound_caller_nobody_is_an_operator() -> None:
+async def test_without_a_bound_caller_nobody_is_an_operator() -> None:
+    """A coroutine: the callers that it binds are bound in no other test."""
     with pytest.raises(Unauthenticated):
         require_operator()
     bind_caller(Caller(key="alice"))

@@ -66,10 +66,11 @@ class Listing:
         ({"big"}, ["big"], "big"),
     ],
 )
-def test_a_key_for_a_model_may_use_its_aliases_too(
+async def test_a_key_for_a_model_may_use_its_aliases_too(
     allowed: set[str], seen: list[str], meant: str
 ) -> None:
-    """A key for an alias may use only the alias."""
+    """A key for an alias may use only the alias. A coroutine: the caller that it binds is bound
+    in no other test."""
     nothing: Any = None
     listing: Any = Listing()
     control = AccessControl(listing, nothing)

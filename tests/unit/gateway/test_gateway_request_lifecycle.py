@@ -184,7 +184,7 @@ async def test_a_workers_error_is_the_clients() -> None:
 
 
 async def test_the_deadline_ends_it_wherever_it_is() -> None:
-    walk = Walk(deadline=asyncio.get_running_loop().time() + 0.01)
+    walk = Walk(deadline=asyncio.get_running_loop().time() + 0.2)
     await walk.until_decoding()
     with pytest.raises(DeadlineExceeded):
         await walk.tokens()
