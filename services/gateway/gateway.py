@@ -250,24 +250,13 @@ class Gateway:
     def _output(
         self, asked: GenerationRequest, request: AdmittedRequest, served: ModelPools
     ) -> Output:
-        tokenizer, sampling = served.model.tokenizer, request.sampling
+        with_logprobs = asked.sampling.logprobs is not None
         sequences = tuple(
-            Sequence(
-                index,
-                Text(
-                    _detokenizer(request, served.model),
-                    StopMatcher(request.stop, included=request.include_stop_str),
-                    min_tokens=sampling.min_tokens,
-                    includes_end=request.include_stop_str,
-                ),
-                frozenset(sampling.stop_token_ids),
-                None if asked.sampling.logprobs is None else tokenizer,
-                _parser(request, index),
-            )
+            _sequence(index, request, served.model, with_logprobs=with_logprobs)
             for index in range(request.num_sequences)
         )
         reports_prompt = asked.echo or request.prompt_logprobs is not None
-        reporter = PromptReporter(asked.prompt, request.prompt_token_ids, tokenizer)
+        reporter = PromptReporter(asked.prompt, request.prompt_token_ids, served.model.tokenizer)
         num_best = request.num_best
         kind: Callable[..., Output] = (
             Output if num_best is None else partial(BestOf, num_best=num_best)
@@ -291,6 +280,24 @@ class Gateway:
         output.running_usage = asked.running_usage
         output.replay(request.received or ())
         return output
+
+
+def _sequence(
+    index: int, request: AdmittedRequest, model: Model, *, with_logprobs: bool
+) -> Sequence:
+    text = Text(
+        _detokenizer(request, model),
+        StopMatcher(request.stop, included=request.include_stop_str),
+        min_tokens=request.sampling.min_tokens,
+        includes_end=request.include_stop_str,
+    )
+    return Sequence(
+        index,
+        text,
+        frozenset(request.sampling.stop_token_ids),
+        model.tokenizer if with_logprobs else None,
+        _parser(request, index),
+    )
 
 
 def _parser(request: AdmittedRequest, index: int) -> MessageParser | None:

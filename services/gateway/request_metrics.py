@@ -93,28 +93,14 @@ class RequestMetrics:
     def record_end(self, lifecycle: RequestLifecycle, error: Exception | None) -> None:
         """Count a request that has ended, and write its one log line."""
         request, stats = lifecycle.client.request, lifecycle.client.output.stats
-        now = asyncio.get_running_loop().time()
         outcome = outcome_of(lifecycle, error)
-        metrics, model = self._metrics, request.model
-        metrics.e2e_request_latency_s.labels(model).observe(now - request.arrived_at)
-        metrics.prompt_tokens.labels(model).inc(stats.num_prompt_tokens)
-        metrics.prompt_tokens_cached.labels(model).inc(stats.num_cached_tokens)
-        metrics.num_preemptions.labels(model).inc(stats.num_preemptions)
-        metrics.num_moves.labels(model).inc(stats.num_moves)
-        if lifecycle.started_at is not None:
-            queued_s = lifecycle.started_at - request.arrived_at
-            metrics.request_queue_time_s.labels(model).observe(queued_s)
-        if lifecycle.client.output.finish_reason is not None:
-            metrics.requests_finished.labels(model, outcome).inc()
-        else:
-            metrics.requests_failed.labels(model, outcome).inc()
-        if request.caller.tenant:
-            self._record_tenant(self._label(request.caller.tenant), outcome, stats)
+        duration_s = asyncio.get_running_loop().time() - request.arrived_at
+        self._count_end(lifecycle, outcome, duration_s)
         log.info(
             "request_ended",
             **_caller_keys(request.caller),
             request_id=client_id(request.request_id),
-            model=model,
+            model=request.model,
             outcome=outcome,
             reason=None if error is None else str(error),
             num_prompt_tokens=stats.num_prompt_tokens,
@@ -127,11 +113,29 @@ class RequestMetrics:
             num_moves=stats.num_moves,
             num_attempts=lifecycle.num_attempts,
             time_to_first_token_ms=round(stats.time_to_first_token_s * 1000, 1),
-            duration_ms=round((now - request.arrived_at) * 1000, 1),
+            duration_ms=round(duration_s * 1000, 1),
             **({} if lifecycle.trace is None else {"trace_id": lifecycle.trace.trace_id}),
         )
 
-    def _record_tenant(self, tenant: str, outcome: str, stats: RequestStats) -> None:
+    def _count_end(self, lifecycle: RequestLifecycle, outcome: str, duration_s: float) -> None:
+        request, output = lifecycle.client.request, lifecycle.client.output
+        metrics, model, stats = self._metrics, request.model, output.stats
+        metrics.e2e_request_latency_s.labels(model).observe(duration_s)
+        metrics.prompt_tokens.labels(model).inc(stats.num_prompt_tokens)
+        metrics.prompt_tokens_cached.labels(model).inc(stats.num_cached_tokens)
+        metrics.num_preemptions.labels(model).inc(stats.num_preemptions)
+        metrics.num_moves.labels(model).inc(stats.num_moves)
+        if lifecycle.started_at is not None:
+            queued_s = lifecycle.started_at - request.arrived_at
+            metrics.request_queue_time_s.labels(model).observe(queued_s)
+        if output.finish_reason is not None:
+            metrics.requests_finished.labels(model, outcome).inc()
+        else:
+            metrics.requests_failed.labels(model, outcome).inc()
+        if request.caller.tenant:
+            self._count_tenant(self._label(request.caller.tenant), outcome, stats)
+
+    def _count_tenant(self, tenant: str, outcome: str, stats: RequestStats) -> None:
         metrics = self._tenants
         metrics.requests.labels(tenant, outcome).inc()
         metrics.prompt_tokens.labels(tenant).inc(stats.num_prompt_tokens)

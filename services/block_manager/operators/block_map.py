@@ -66,15 +66,19 @@ class BlockMap:
         self._next_holder = 0
         self._seen: set[str] = set()
         self._next_block = 0
-        num_used = min(stats.num_accounted, num_blocks)
-        self._num_unread = num_used
-        self._states[:num_used] = bytes([BlockState.UNREAD]) * num_used
+        self._num_unread = min(stats.num_accounted, num_blocks)
+        self._count_unread()
+
+    def _count_unread(self) -> None:
+        """At the start the first blocks are unread, and the others free."""
+        num_unread = self._num_unread
+        self._states[:num_unread] = bytes([BlockState.UNREAD]) * num_unread
         for cell in range(self.num_cells):
             blocks, at = self.blocks_of(cell), cell * len(BlockState)
-            num_unread = min(max(0, num_used - blocks.start), len(blocks))
-            self._counts[at + BlockState.FREE] = len(blocks) - num_unread
-            self._counts[at + BlockState.UNREAD] = num_unread
-            self._cell_ticks[cell] = self.tick if num_unread else 0
+            num_in_cell = min(max(0, num_unread - blocks.start), len(blocks))
+            self._counts[at + BlockState.FREE] = len(blocks) - num_in_cell
+            self._counts[at + BlockState.UNREAD] = num_in_cell
+            self._cell_ticks[cell] = self.tick if num_in_cell else 0
 
     @property
     def age_s(self) -> int:

@@ -93,13 +93,7 @@ class BlockMaps:
             "holders": {str(each.slot): self._holder(each.holder) for each in block_map.holders},
         }
         if block_map.HasField("last_audit"):
-            audit = block_map.last_audit
-            view["audit"] = {
-                "age_s": block_map.last_audit_age_s,
-                "checked": audit.ledger_checked,
-                "references": audit.num_references,
-                "violations": list(audit.violations[:20]),
-            }
+            view["audit"] = _audit(block_map.last_audit, block_map.last_audit_age_s)
         return view
 
     def _holder(self, holder: pb.Holder) -> dict[str, Any]:
@@ -109,6 +103,15 @@ class BlockMaps:
             "worker": holder.worker_id,
             "blocks": holder.num_blocks,
         }
+
+
+def _audit(audit: pb.PoolAudit, age_s: float) -> dict[str, Any]:
+    return {
+        "age_s": age_s,
+        "checked": audit.ledger_checked,
+        "references": audit.num_references,
+        "violations": list(audit.violations[:20]),
+    }
 
 
 def _counts(cell: pb.BlockCell) -> list[int]:
