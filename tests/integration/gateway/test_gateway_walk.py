@@ -206,6 +206,26 @@ async def test_many_requests_of_one_client_delay_another_by_few_of_them(make_har
     assert orders == sorted(orders)
 
 
+async def test_a_request_that_ends_in_the_queue_lets_the_next_of_its_client_in(
+    make_harness: Any,
+) -> None:
+    decode = FakeDecode(num_slots=1)
+    harness = await make_harness(FakePrefill(), decode)
+    decode.pause_after = 2
+    calls = [Call(harness.gateway, asked("running"))]
+    await until(lambda: "running" in decode.running)
+    many = range(2 * PER_PREFILL_WORKER)
+    calls += [Call(harness.gateway, asked(f"r{number}")) for number in many]
+    dispatcher = harness.assembly.dispatcher
+    await until(lambda: dispatcher.num_admitting == PER_PREFILL_WORKER)  # they wait outside
+    for call in calls[1 : 1 + PER_PREFILL_WORKER]:
+        await call.cancel()
+    await until(lambda: dispatcher.num_admitting == 0)
+    decode.go_on(pause_after=8)
+    for call in (calls[0], *calls[1 + PER_PREFILL_WORKER :]):
+        await call.result()
+
+
 async def test_a_refused_reservation_goes_to_the_next_worker(make_harness: Any) -> None:
     """The worker that reports free slots has none; the request does not wait for it."""
     full, free = FakeDecode("decode-1", num_slots=8), FakeDecode("decode-2", num_slots=4)
