@@ -1,8 +1,8 @@
 """What the client of one request sees."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 
@@ -72,6 +72,15 @@ class Record:
             "e2e_ms": round(1000 * self.e2e_s, 3),
             "gaps_ms": [round(1000 * gap, 3) for gap in self.gaps_s],
         }
+
+
+def running(records: Iterable[Record]) -> list[tuple[float, int]]:
+    """The number of running requests after each time at which it changes."""
+    changes = sorted(
+        change for record in records for change in ((record.sent, 1), (record.ended, -1))
+    )
+    numbers = accumulate(change for _, change in changes)
+    return [(at, number) for (at, _), number in zip(changes, numbers, strict=True)]
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:

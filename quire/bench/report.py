@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from quire.bench.charts import Line, chart, cumulative, thinned
-from quire.bench.record import Record
+from quire.bench.record import Record, running
 from quire.bench.summary import warnings
 
 LATENCIES = {
@@ -147,7 +147,12 @@ def _charts(records: Sequence[Record], duration_s: float) -> list[str]:
             [Line("TTFT", thinned(ttfts), 1, as_dots=True)],
         ),
         chart("Chunks", "seconds", "a second", [Line("chunks", _rate(whole, duration_s), 3)]),
-        chart("Running requests", "seconds", "", [Line("running", _running(records), 2)]),
+        chart(
+            "Running requests",
+            "seconds",
+            "",
+            [Line("running", thinned([(0.0, 0), *running(records)]), 2)],
+        ),
     ]
 
 
@@ -156,14 +161,3 @@ def _rate(records: Sequence[Record], duration_s: float) -> list[tuple[float, flo
     width = max(duration_s, 1e-9) / 60
     numbers = Counter(min(59, int(at / width)) for record in records for at in record.arrivals)
     return [((index + 0.5) * width, numbers[index] / width) for index in range(60)]
-
-
-def _running(records: Sequence[Record]) -> Sequence[tuple[float, float]]:
-    changes = sorted(
-        change for record in records for change in ((record.sent, 1), (record.ended, -1))
-    )
-    running, points = 0, [(0.0, 0.0)]
-    for at, change in changes:
-        running += change
-        points.append((at, float(running)))
-    return thinned(points)

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from quire.bench.record import Record, percentile
+from quire.bench.record import Record, percentile, running
 
 SLOS = ("ttft", "tpot", "e2e")
 """What `--goodput` can limit."""
@@ -31,7 +31,7 @@ def summarize(
         "request_throughput": len(whole) / duration_s,
         "output_token_throughput": num_output / duration_s,
         "total_token_throughput": (num_prompt + num_output) / duration_s,
-        "max_concurrency": _max_concurrency(records),
+        "max_concurrency": max((number for _, number in running(records)), default=0),
         "ttft_ms": distribution(record.ttft_s for record in whole),
         "tpot_ms": distribution(tpots),
         "itl_ms": distribution(gap for record in whole for gap in record.gaps_s),
@@ -75,14 +75,3 @@ def warnings(summary: Mapping[str, Any]) -> list[str]:
 def _messages(records: Sequence[Record]) -> dict[str, str]:
     """The first message of each kind of error."""
     return {record.error: record.message for record in reversed(records) if record.error}
-
-
-def _max_concurrency(records: Sequence[Record]) -> int:
-    changes = sorted(
-        change for record in records for change in ((record.sent, 1), (record.ended, -1))
-    )
-    running = most = 0
-    for _, change in changes:
-        running += change
-        most = max(most, running)
-    return most
