@@ -183,7 +183,9 @@ class WorkerSettings(TracedSettings, PoolServiceSettings):
         names = text.split(",")
         is_gpu = re.fullmatch(r"(cuda:\d+,)*cuda:\d+|(memfd:\d+,)*memfd:\d+", text)
         if text != "cpu" and (is_gpu is None or len(set(names)) < len(names)):
-            raise ValueError(f"{text!r} is neither cpu nor a GPU such as cuda:0, nor several")
+            raise ValueError(
+                f"{text!r} is neither cpu nor a GPU such as cuda:0, nor several different ones"
+            )
         return text
 
     @field_validator("cpus")
