@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from blockstore.errors import WorkerFenced
 from blockstore.registry import Load
 from blockstore.store import BlockStore
 from services.common.errors import InvalidRequest
 from services.common.runtime.logging import get_logger
 from services.common.runtime.metrics import WorkerMetrics
-from services.common.runtime.ticks import until_tick
 from services.common.structured.grammar import Grammar
 from services.engine.batch import Fault
 from services.engine.engine import Engine
@@ -27,6 +25,7 @@ from services.protocol.ticket import Adapter, Ticket
 from services.worker.adapters import AdapterSource
 from services.worker.grammars import Grammars
 from services.worker.limits import Limits
+from services.worker.liveness.heartbeats import Heartbeats
 from services.worker.membership import Membership
 from services.worker.requests.events import DRAINED, PREEMPTED, Ending, Session
 from services.worker.requests.holder_writes import HolderWrites
@@ -40,12 +39,7 @@ from services.worker.swap.pool import SwapPool
 if TYPE_CHECKING:
     from services.common.tracing.tracer import Tracer
 
-_HEARTBEAT_S = 0.1
-_IDLE_HEARTBEAT_S = 1.0
 _DRAIN_INTERVAL_S = 0.05
-
-_STALLED_S = 1.0
-"""How overdue a heartbeat's answer must be: a reachable store answers far sooner."""
 
 log = get_logger(__name__)
 
@@ -79,8 +73,6 @@ class PoolWorker(ABC):
         self.adapters, self.grammars = parts.adapters, parts.grammars
         self.spec, self.stamps = parts.membership.spec, parts.membership.stamps
         self.worker_id, self.pool_id = parts.membership.worker_id, self.spec.pool_id
-        swap_pools = [self.swap_pool.spec] if self.swap_pool else []
-        self._pool_ids = [spec.pool_id for spec in (self.spec, *swap_pools)]
         self.draining = False
         self.drain_asked = asyncio.Event()
         self.sessions: set[Session] = set()
@@ -91,7 +83,7 @@ class PoolWorker(ABC):
         self._failure: asyncio.Future[None] = loop.create_future()
         self.writer = StoreWriter(self._fail)
         self.holders = HolderWrites(self.store, self.pool_id, self.writer, self.suspects)
-        self._answer_due_at = loop.time()
+        self._heartbeats = Heartbeats(self)
         self._loads: set[asyncio.Task[None]] = set()
         engine = Engine(
             parts.forward,
@@ -106,7 +98,7 @@ class PoolWorker(ABC):
     async def run(self) -> None:
         """Work until cancelled. Raises the first error of engine, store or a loop: it is fatal."""
         self.engine.start()
-        loops = [self.writer.run(), self._send_heartbeats(), *self._loops()]
+        loops = [self.writer.run(), self._heartbeats.run(), *self._loops()]
         tasks = [asyncio.create_task(self._run_loop(loop)) for loop in loops]
         try:
             await self._failure
@@ -127,48 +119,20 @@ class PoolWorker(ABC):
         if not self._failure.done():
             self._failure.set_exception(error)
 
-    async def _send_heartbeats(self) -> None:
-        """Send heartbeats, preempt the holders that the store demands, and export the load. Raises
-        WorkerFenced, and the errors of the store.
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has no request, and no request is expected back."""
+        return not self._jobs and not self.holders.num_returning_waiters
 
-        Also to the swap pool, which the worker may not use for long: if its ledger is lost, others
-        wait for what each worker holds.
-        """
-        while True:
-            self.metrics.observe_load(self.load())
-            sent = (self.store.heartbeat(pool_id, self.worker_id) for pool_id in self._pool_ids)
-            for heartbeat in await asyncio.gather(*sent):  # a pool that recovers delays no other
-                if heartbeat.fenced:
-                    raise WorkerFenced(f"{self.worker_id} was fenced")
-                self.preempt(heartbeat.demands)
-            self._answer_due_at = asyncio.get_running_loop().time()
-            if self._jobs or self.holders.num_returning_waiters or await self._wait_idle():
-                await asyncio.sleep(_HEARTBEAT_S)
-
-    async def _wait_idle(self) -> bool:
-        """Wait while the worker is idle, at most until the next idle tick; True: woken before it.
-
-        A new request wakes the worker. So does the store's free-block notifier: blocks were freed,
-        or the ledger was lost and this worker has to report that it holds nothing.
-        """
-        loop, pause_s = asyncio.get_running_loop(), until_tick(_IDLE_HEARTBEAT_S)
-        self._answer_due_at = over_at = loop.time() + pause_s
-        self._jobs.added.clear()
-        rooms = (self.store.wait_for_room(pool_id, pause_s) for pool_id in self._pool_ids)
-        waiting = [asyncio.create_task(wait) for wait in (*rooms, self._jobs.added.wait())]
-        try:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        finally:
-            for task in waiting:
-                task.cancel()
-        return loop.time() < over_at
+    @property
+    def job_added(self) -> asyncio.Event:
+        """Set when a request comes."""
+        return self._jobs.added
 
     @property
     def stalled(self) -> bool:
         """Whether this worker begins no request because the store does not answer."""
-        return asyncio.get_running_loop().time() - self._answer_due_at > _STALLED_S
+        return self._heartbeats.overdue
 
     def _after_step(self, outcome: StepOutcome) -> None:
         if outcome.num_tokens:
@@ -334,7 +298,7 @@ class PoolWorker(ABC):
             self._end(job, DRAINED)
 
     async def _holds_anything(self) -> bool:
-        for pool_id in self._pool_ids:
+        for pool_id in self._heartbeats.pool_ids:
             holders = await self.store.holders(pool_id)
             if any(holder.worker_id == self.worker_id for holder in holders):
                 return True

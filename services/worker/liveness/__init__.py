@@ -1,1 +1,1 @@
-"""Checks whether this worker may still write: registration, fencing, rejoining, stuck steps."""
+"""Whether this worker may still write: registration, heartbeats, fences, rejoining, stuck steps."""

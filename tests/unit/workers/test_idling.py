@@ -6,7 +6,7 @@ import pytest
 
 from blockstore.memory_store import MemoryStore
 from blockstore.records import Heartbeat
-from services.worker import pool_worker
+from services.worker.liveness import heartbeats
 
 from .conftest import MakePair
 from .fakes import ticket
@@ -35,8 +35,8 @@ class Calls:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """A busy worker's heartbeats are fast; an idle worker sends none within the test."""
-    monkeypatch.setattr(pool_worker, "_HEARTBEAT_S", 0.001)
-    monkeypatch.setattr(pool_worker, "_IDLE_HEARTBEAT_S", 1000.0)
+    monkeypatch.setattr(heartbeats, "_HEARTBEAT_S", 0.001)
+    monkeypatch.setattr(heartbeats, "_IDLE_HEARTBEAT_S", 1000.0)
     return Calls(monkeypatch)
 
 
