@@ -163,23 +163,21 @@ async def join(
     too little memory for a new pool. PoolGone: the pool's GPU has lost it. Also raises the store's
     errors. A join that fails leaves nothing behind.
     """
+    wanted = _WantedPool(root, layout, plan, watermark, colder_of, memory or FileMemory())
     async with host_lock(root):
-        memory = memory or FileMemory()
         await _remove_dead(store, root)
-        found = _find_usable(root, layout, colder_of, memory)
+        found = wanted.find()
         if found is not None:
             try:
-                return await _enter(store, run_id, found, worker_id, memory)
+                return await _enter(store, run_id, found, worker_id, wanted.memory)
             except PoolGone:
                 if found.is_live():
                     raise
                 await _remove(store, found)
-        made = await asyncio.to_thread(
-            _make, root, layout, run_id, plan, watermark, colder_of, memory
-        )
+        made = await asyncio.to_thread(wanted.make, run_id)
         try:
             await store.register_pool(made.read_header().spec)
-            return await _enter(store, run_id, made, worker_id, memory)
+            return await _enter(store, run_id, made, worker_id, wanted.memory)
         except BaseException:
             await asyncio.to_thread(made.remove)
             with suppress(BlockStoreError):
@@ -224,79 +222,79 @@ async def _remove(store: BlockStore, directory: PoolDirectory) -> None:
     await asyncio.to_thread(directory.remove)
 
 
-def _find_usable(
-    root: Path, layout: PoolLayout, colder_of: str | None, memory: PoolMemory
-) -> PoolDirectory | None:
-    """The pool of these weights that can be joined, if there is one. StartupError: it has another
-    geometry, or is in other memory."""
-    wanted = layout.fingerprint, colder_of
-    for directory in pool_directories(root):
-        try:
-            header = directory.read_header()
-        except BadHeader:
-            continue  # a live pool of another version of Quire
-        if (header.layout.fingerprint, header.colder_of) == wanted and not directory.gone.exists():
-            _check_place(header, memory)
-            if header.layout != layout:
-                raise StartupError(
-                    f"pool {header.pool_id} has the same weights but another geometry: "
-                    f"{header.layout}, this worker: {layout}"
-                )
-            return directory
-        if header.colder_of is None and _differ_in_ranks(header.layout, layout):
+@dataclass(frozen=True, slots=True)
+class _WantedPool:
+    """The pool that a worker joins or makes; see `join`."""
+
+    root: Path
+    layout: PoolLayout
+    plan: MemoryPlan
+    watermark: float
+    colder_of: str | None
+    memory: PoolMemory
+
+    def find(self) -> PoolDirectory | None:
+        """The pool of these weights that can be joined, if there is one. StartupError: it has
+        another geometry, or is in other memory."""
+        wanted = self.layout.fingerprint, self.colder_of
+        for directory in pool_directories(self.root):
+            try:
+                header = directory.read_header()
+            except BadHeader:
+                continue  # a live pool of another version of Quire
+            found = header.layout.fingerprint, header.colder_of
+            if found == wanted and not directory.gone.exists():
+                self._check(header)
+                return directory
+            if header.colder_of is None:
+                self._check_ranks(header)
+        return None
+
+    def _check(self, header: PoolHeader) -> None:
+        """StartupError: the pool of these weights is not what this worker's device needs."""
+        if (header.kind, header.gpu_uuids) != (self.memory.kind, self.memory.gpu_uuids):
             raise StartupError(
-                f"pool {header.pool_id} of model {layout.model!r} has workers of "
-                f"{header.layout.tensor_parallel_size} ranks, and this worker has "
-                f"tensor_parallel_size {layout.tensor_parallel_size}: all workers of a pool need "
-                "the same"
+                f"pool {header.pool_id} is in {_place(header)}, and this worker's device has pools "
+                f"in {_place(self.memory)}: give all workers of a pool the same device"
             )
-    return None
+        if header.layout != self.layout:
+            raise StartupError(
+                f"pool {header.pool_id} has the same weights but another geometry: "
+                f"{header.layout}, this worker: {self.layout}"
+            )
 
+    def _check_ranks(self, header: PoolHeader) -> None:
+        """StartupError: a pool of the model is for workers of another number of ranks."""
+        size, own_size = header.layout.tensor_parallel_size, self.layout.tensor_parallel_size
+        if header.layout.model == self.layout.model and size != own_size:
+            raise StartupError(
+                f"pool {header.pool_id} of model {self.layout.model!r} has workers of {size} "
+                f"ranks, and this worker has tensor_parallel_size {own_size}: all workers of a "
+                "pool need the same"
+            )
 
-def _check_place(header: PoolHeader, memory: PoolMemory) -> None:
-    """StartupError: the pool is not where this worker's device needs it."""
-    if (header.kind, header.gpu_uuids) != (memory.kind, memory.gpu_uuids):
-        places = [
-            f"the memory of {', '.join(uuids)}" if uuids else "a file of the host's memory"
-            for uuids in (header.gpu_uuids, memory.gpu_uuids)
-        ]
-        raise StartupError(
-            f"pool {header.pool_id} is in {places[0]}, and this worker's device has pools in "
-            f"{places[1]}: give all workers of a pool the same device"
+    def make(self, run_id: str) -> PoolDirectory:
+        """Make a pool under a new id. Only the first part of its files is allocated;
+        `Membership.complete_memory` allocates the rest."""
+        num_blocks = self.memory.num_blocks(self.root, self.layout, self.plan)
+        header = PoolHeader(
+            pool_id=new_pool_id(self.layout.model),
+            run_id=run_id,
+            layout=self.layout,
+            num_blocks=num_blocks,
+            watermark_blocks=int(self.watermark * num_blocks),
+            colder_of=self.colder_of,
         )
+        with new_directory(self.root, header.pool_id) as directory:
+            header = self.memory.make(directory, header, self.plan)
+            make_file(directory.stamps, num_blocks * record_bytes(self.layout.block_size))
+            header.write(directory.header)
+        return PoolDirectory(self.root / header.pool_id)
 
 
-def _differ_in_ranks(one: PoolLayout, other: PoolLayout) -> bool:
-    """Whether two layouts of one model are for workers of different numbers of ranks."""
-    sizes = one.tensor_parallel_size, other.tensor_parallel_size
-    return one.model == other.model and sizes[0] != sizes[1]
-
-
-def _make(
-    root: Path,
-    layout: PoolLayout,
-    run_id: str,
-    plan: MemoryPlan,
-    watermark: float,
-    colder_of: str | None,
-    memory: PoolMemory,
-) -> PoolDirectory:
-    """Make a pool under a new id. Only the first part of its files is allocated;
-    `Membership.complete_memory` allocates the rest."""
-    num_blocks = memory.num_blocks(root, layout, plan)
-    header = PoolHeader(
-        pool_id=new_pool_id(layout.model),
-        run_id=run_id,
-        layout=layout,
-        num_blocks=num_blocks,
-        watermark_blocks=int(watermark * num_blocks),
-        colder_of=colder_of,
-    )
-    with new_directory(root, header.pool_id) as directory:
-        header = memory.make(directory, header, plan)
-        make_file(directory.stamps, num_blocks * record_bytes(layout.block_size))
-        header.write(directory.header)
-    return PoolDirectory(root / header.pool_id)
+def _place(pool: PoolHeader | PoolMemory) -> str:
+    uuids = ", ".join(pool.gpu_uuids)
+    return f"the memory of {uuids}" if uuids else "a file of the host's memory"
 
 
 async def _enter(
