@@ -35,35 +35,20 @@ _INDEX_DTYPES = (torch.int32, torch.int64)
 
 class Backend:
     """The operations on one kind of device. The docstring of an operation that writes into an
-    argument begins with "Writes"."""
+    argument begins with "Writes".
+
+    `device`: the kind of device that has all tensors, "cpu" or "cuda". `native`: the native
+    kernels, which compute whole steps in C++; None: the engine composes steps of these operations.
+    `has_int8_kv`: an arena may be in int8. `has_sampler`: `sample` draws tokens where the logits
+    are. `needs_plan`: `plan` has to be called before each step.
+    """
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
-
-    @property
-    def name(self) -> str:
-        return self._kernels.name
-
-    @property
-    def device(self) -> str:
-        """The kind of device that has the tensors of all operations: "cpu" or "cuda"."""
-        return self._kernels.device
-
-    @property
-    def native(self) -> NativeCpu | None:
-        """The native kernels, which compute whole steps in C++; None for a backend on which the
-        engine composes steps of these operations."""
-        return self._kernels.native
-
-    @property
-    def has_int8_kv(self) -> bool:
-        """Whether an arena may be in int8."""
-        return self._kernels.has_int8_kv
-
-    @property
-    def has_sampler(self) -> bool:
-        """Whether `sample` draws tokens where the logits are."""
-        return self._kernels.has_sampler
+        self.name, self.device = kernels.name, kernels.device
+        self.native: NativeCpu | None = kernels.native
+        self.has_int8_kv, self.has_sampler = kernels.has_int8_kv, kernels.has_sampler
+        self.needs_plan = kernels.needs_plan
 
     def describe(self, dtype: torch.dtype) -> dict[str, str]:
         """Return a description of the computation for logs and the registry."""
@@ -86,11 +71,6 @@ class Backend:
         if shape.kv_dtype == torch.int8 and not self.has_int8_kv:
             raise ValueError(f"backend {self.name!r} has no KV in int8; 'cpu' has")
         self._kernels.check_attention(shape)
-
-    @property
-    def needs_plan(self) -> bool:
-        """Whether `plan` has to be called before each step."""
-        return self._kernels.needs_plan
 
     def plan(self, step: AttentionStep) -> None:
         """Plan the attention of the step that is launched next. In a CUDA graph, a plan changes
