@@ -72,6 +72,7 @@ class ComposedModel:
         weights_digest: str,
     ) -> None:
         self.config = config
+        self.dtype, self.device = embedding.dtype, embedding.device
         self.ops = ops
         self._embedding = embedding
         self._layers = layers
@@ -87,14 +88,6 @@ class ComposedModel:
             rope: tuple(table.to(embedding.device) for table in tables)
             for rope, tables in rope_tables(config).items()
         }
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._embedding.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._embedding.device
 
     def load_adapter(self, files: AdapterFiles) -> LowRanks:
         if self.collectives is not None:

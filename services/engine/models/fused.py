@@ -76,7 +76,7 @@ class FusedModel:
         """`packed`: the linears by section name. `weights`: the checkpoint's tensors, for embedding
         and norms, which are not packed. `digest`: the digest of the weight files."""
         self.config = config
-        self.dtype = dtype
+        self.dtype, self.device = dtype, torch.device("cpu")
         self.weights_digest = digest
         tables = rope_tables(config)
         layers = [
@@ -90,10 +90,6 @@ class FusedModel:
             weights[FINAL_NORM].float(),
         )
         self._head = cpu.head(packed[HEAD_SECTION], config.logit_scale, config.logit_cap or 0.0)
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cpu")
 
     def load_adapter(self, files: AdapterFiles) -> Adapter:
         added: list[list[tuple[PackedLinear, PackedLinear] | None]] = [
