@@ -21,17 +21,14 @@ class CpuKernels(Kernels):
     name = "cpu"
     has_int8_kv = True
     has_sinks = True
+    native: NativeCpu
 
     def __init__(self, isa: str | None = None) -> None:
         """ValueError: this CPU does not have the instruction set."""
-        self._native = NativeCpu(isa=isa)
-
-    @property
-    def native(self) -> NativeCpu:
-        return self._native
+        self.native = NativeCpu(isa=isa)
 
     def numerics(self) -> dict[str, str]:
-        return {"isa": self._native.isa, "kernels": NUMERICS}
+        return {"isa": self.native.isa, "kernels": NUMERICS}
 
     def store_kv(self, kv_layer: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
         block_size = kv_layer.shape[2]

@@ -18,11 +18,10 @@ if TYPE_CHECKING:  # the C++ module is absent where Quire is not compiled
 
 
 class Kernels(ABC):
-    """`device`: where its tensors are, "cpu" or "cuda". `reads_whole_blocks`: attention also reads
-    slots of a row's blocks that the row does not see, and multiplies them by 0. `has_int8_kv`:
-    whether an arena may be in int8. `has_sampler`: whether `sample` is there. `has_sinks`: whether
-    attention has sinks. `needs_plan`: whether
-    each step is planned on the host. `max_blocks`: the longest block table of a CUDA graph."""
+    """`device`, `native`, `has_int8_kv`, `has_sampler`, `needs_plan`: see `ops.Backend`.
+    `reads_whole_blocks`: attention also reads slots of a row's blocks that the row does not see,
+    and multiplies them by 0. `has_sinks`: attention has sinks. `max_blocks`: the longest block
+    table of a CUDA graph."""
 
     name: str
     device = "cpu"
@@ -32,10 +31,7 @@ class Kernels(ABC):
     has_sinks = False
     needs_plan = False
     max_blocks = 0
-
-    @property
-    def native(self) -> NativeCpu | None:
-        return None
+    native: NativeCpu | None = None
 
     @abstractmethod
     def numerics(self) -> dict[str, str]:
