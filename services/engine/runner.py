@@ -12,7 +12,7 @@ from kvops.step import AttentionStep, page_facts
 from services.common.text.model_config import ModelConfig
 from services.engine.batch import Draw, Row, Wait
 from services.engine.device.drawing import DeviceDrawing
-from services.engine.device.flights import CopyFlight, DrawnFlight
+from services.engine.device.flights import DrawnFlight
 from services.engine.device.graphs import CudaGraph, DecodeGraphs, Graph, padded
 from services.engine.device.inputs import Indices, StepInputs
 from services.engine.device.threads import use_device
@@ -108,7 +108,8 @@ class Runner:
         if copies:
             self.copy_blocks(copies)
             if not rows:
-                return CopyFlight(self._kv.device)
+                none = torch.empty(0, dtype=torch.int64, device=self._kv.device)
+                return DrawnFlight((), (), none)
         asked = queries(rows)
         has_states = any(row.num_states for row in rows)
         masks = self._masks.begin(asked)

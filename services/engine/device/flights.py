@@ -82,18 +82,3 @@ class DrawnFlight:
             scores = scores_of(ids, logprobs.float(), self._host[ends[1] : begin])
             found |= zip(indices, scores, strict=True)
         return [found[index] for index in sorted(found)]
-
-
-class CopyFlight:
-    """The flight of copies without rows."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._event = record_event(device)
-
-    @property
-    def is_complete(self) -> bool:
-        return self._event.query()
-
-    def result(self) -> Sequence[RowResult]:
-        self._event.synchronize()
-        return ()
