@@ -15,8 +15,8 @@ from services.common.runtime.metrics import WorkerMetrics
 from services.decode.worker import DecodeWorker
 from services.protocol.messages import Step, WorkerEvent
 from services.protocol.ticket import TicketSequence
-from services.worker import pool_worker
 from services.worker.limits import Limits
+from services.worker.liveness import heartbeats
 from services.worker.pool_worker import WorkerParts
 
 from .conftest import WorkerPair
@@ -59,7 +59,7 @@ async def test_an_error_after_a_step_ends_the_worker(tmp_path: Path) -> None:
 async def test_a_worker_whose_store_does_not_answer_says_so(
     pair: WorkerPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool_worker, "_STALLED_S", 0.3)
+    monkeypatch.setattr(heartbeats, "_STALLED_S", 0.3)
     await pair.until(lambda: not pair.decode.stalled)
     silence: asyncio.Future[Heartbeat] = asyncio.get_running_loop().create_future()
     with monkeypatch.context() as cut:
