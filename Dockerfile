@@ -1,6 +1,6 @@
-# Two images from one file: `control` (gateway, block manager), and `worker` with PyTorch and the
-# native kernels; and for workers on a GPU `control-gpu` and `worker-cuda`, which have never run on
-# hardware. Dependencies, kernels and package are built in stages of their own and copied as
+# Images from one file: `control` (gateway, block manager), `worker` with PyTorch and the native
+# kernels, and `mover` with NIXL, for several hosts; and for workers on a GPU `control-gpu` and
+# `worker-cuda`, which have never run on hardware. Dependencies, kernels and package are built in stages of their own and copied as
 # layers of their own, so that an edit builds and copies only what it concerns.
 #
 #   docker build --target worker .
@@ -21,7 +21,7 @@ FROM base AS requirements
 WORKDIR /src
 COPY pyproject.toml ./
 COPY deploy/requirements.py deploy/
-RUN for list in build project tracing worker nvml cuda flashinfer; do \
+RUN for list in build project tracing worker mover nvml cuda flashinfer; do \
       python deploy/requirements.py $list >/requirements-$list.txt || exit 1; \
     done
 
@@ -36,6 +36,10 @@ COPY deploy/constraints-cpu.txt deploy/no-cpu-torch.txt deploy/install.sh deploy
 COPY --from=requirements /requirements-worker.txt /
 ARG PIP_EXTRA_INDEX_URL=""
 RUN PIP_NO_CACHE_DIR=1 deploy/install.sh --requirement /requirements-worker.txt
+
+FROM dependencies-control AS dependencies-mover
+COPY --from=requirements /requirements-mover.txt /
+RUN pip install --no-cache-dir --requirement /requirements-mover.txt
 
 FROM dependencies-control AS dependencies-control-gpu
 COPY --from=requirements /requirements-nvml.txt /
@@ -107,6 +111,10 @@ COPY --from=package /package /
 FROM runtime AS worker
 COPY --from=dependencies-worker /opt/quire /opt/quire
 COPY --from=kernels /native /opt/quire
+COPY --from=package /package /
+
+FROM runtime AS mover
+COPY --from=dependencies-mover /opt/quire /opt/quire
 COPY --from=package /package /
 
 FROM runtime AS control-gpu

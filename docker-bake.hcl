@@ -4,7 +4,7 @@ variable "VERSION" { default = "0.1.0" }
 variable "IMAGE" { default = "quire" }
 variable "PIP_EXTRA_INDEX_URL" { default = "" }
 
-group "default" { targets = ["control", "worker"] }
+group "default" { targets = ["control", "worker", "mover"] }
 
 target "common" {
   context    = "."
@@ -21,6 +21,12 @@ target "control" {
   inherits = ["common"]
   target   = "control"
   tags     = ["${IMAGE}-control:${VERSION}", "${IMAGE}-control:latest"]
+}
+
+target "mover" {
+  inherits = ["common"]
+  target   = "mover"
+  tags     = ["${IMAGE}-mover:${VERSION}", "${IMAGE}-mover:latest"]
 }
 
 target "worker" {

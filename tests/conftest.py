@@ -18,7 +18,7 @@ from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
 
 START_LIMIT_S = 10.0
 OF_DEPLOYMENTS = (
-    *("tests/e2e/", "tests/browser/", "tests/chaos/test_chaos.py"),
+    *("tests/e2e/", "tests/browser/", "tests/chaos/test_chaos.py", "tests/chaos/test_hosts.py"),
     "tests/fuzz/test_hostile_clients.py",
 )
 

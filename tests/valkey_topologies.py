@@ -12,6 +12,7 @@ import redis
 from redis.crc import key_slot
 
 from tests.conftest import Valkey
+from tests.tls_front import Fronts
 
 LIMIT_S = 20.0
 NUM_SLOTS = 16384
@@ -31,7 +32,8 @@ def free_ports(number: int) -> list[int]:
 
 
 class TcpValkey(Valkey):
-    """A server on a TCP port. Its password, if any, is also that of its primary."""
+    """A server on a TCP port. Its password, if any, is also that of its primary. `announced`: the
+    port at which others reach it, that of its front if it has one."""
 
     def __init__(self, directory: Path, port: int, *options: str) -> None:
         directory.mkdir(exist_ok=True)
@@ -39,7 +41,7 @@ class TcpValkey(Valkey):
             directory, "--port", str(port), "--bind", "127.0.0.1", "--repl-diskless-sync-delay",
             *("0", *options),
         )  # fmt: skip
-        self.port = port
+        self.port = self.announced = port
         self.url = f"redis://127.0.0.1:{port}"
 
     def info(self) -> dict[str, str]:
@@ -48,7 +50,7 @@ class TcpValkey(Valkey):
 
     def follow(self, primary: "TcpValkey") -> None:
         """Replicate `primary`; returns when the data has arrived."""
-        self.command("REPLICAOF", "127.0.0.1", primary.port)
+        self.command("REPLICAOF", "localhost", primary.announced)
         wait_until(self.is_replicating)
 
     def is_replicating(self) -> bool:
@@ -56,12 +58,16 @@ class TcpValkey(Valkey):
 
 
 @contextmanager
-def replicated(directory: Path, number: int = 2) -> Iterator[list[TcpValkey]]:
+def replicated(
+    directory: Path, number: int = 2, fronts: Fronts | None = None
+) -> Iterator[list[TcpValkey]]:
     """A primary with its replicas."""
-    servers = [
-        TcpValkey(directory / f"server-{index}", port)
-        for index, port in enumerate(free_ports(number))
-    ]
+    servers = []
+    for index, port in enumerate(free_ports(number)):
+        announced = fronts.before(port) if fronts else port
+        options = ("--replica-announce-ip", "localhost", "--replica-announce-port", str(announced))
+        servers.append(TcpValkey(directory / f"server-{index}", port, *(options if fronts else ())))
+        servers[-1].announced = announced
     with ExitStack() as stack:
         for server in servers:
             stack.callback(server.kill)
@@ -72,14 +78,15 @@ def replicated(directory: Path, number: int = 2) -> Iterator[list[TcpValkey]]:
 
 
 @contextmanager
-def sentinel(directory: Path, primary: TcpValkey) -> Iterator[str]:
+def sentinel(directory: Path, primary: TcpValkey, fronts: Fronts | None = None) -> Iterator[str]:
     """A Sentinel that replaces the primary after half a second of silence; yields the URL of its
     service."""
     (port,) = free_ports(1)
     directory.mkdir()
     config = directory / "sentinel.conf"
     config.write_text(
-        f"sentinel monitor ledger 127.0.0.1 {primary.port} 1\n"
+        "sentinel resolve-hostnames yes\nsentinel announce-hostnames yes\n"
+        f"sentinel monitor ledger localhost {primary.announced} 1\n"
         "sentinel down-after-milliseconds ledger 500\n"
         "sentinel failover-timeout ledger 3000\n"
     )
@@ -89,7 +96,11 @@ def sentinel(directory: Path, primary: TcpValkey) -> Iterator[str]:
     try:
         server.start()
         wait_until(lambda: _num_replicas(server) == 1)
-        yield f"sentinel://127.0.0.1:{port}/ledger/0"
+        yield (
+            f"sentinels://localhost:{fronts.before(port)}/ledger/0?ssl_ca_certs={fronts.ca}"
+            if fronts
+            else f"sentinel://127.0.0.1:{port}/ledger/0"
+        )
     finally:
         server.kill()
 
@@ -102,22 +113,43 @@ def _num_replicas(server: Valkey) -> int:
 class Cluster:
     """`nodes` with equal shares of the slots, followed by one replica for each."""
 
-    def __init__(self, directory: Path, num_primaries: int, with_replicas: bool) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        num_primaries: int,
+        with_replicas: bool,
+        fronts: Fronts | None = None,
+    ) -> None:
         ports = free_ports(2 * num_primaries * (1 + with_replicas))
+        self._fronts = fronts
         self.nodes = [
-            TcpValkey(
-                directory / f"node-{port}", port,
-                *("--cluster-enabled", "yes", "--cluster-port", str(bus)),
-                *("--cluster-node-timeout", "1000", "--cluster-replica-validity-factor", "0"),
-            )
+            self._node(directory / f"node-{port}", port, bus)
             for port, bus in zip(ports[::2], ports[1::2], strict=True)
-        ]  # fmt: skip
+        ]
         self._buses = ports[1::2]
         self.primaries = self.nodes[:num_primaries]
 
+    def _node(self, directory: Path, port: int, bus: int) -> TcpValkey:
+        options = [
+            *("--cluster-enabled", "yes", "--cluster-port", str(bus)),
+            *("--cluster-node-timeout", "1000", "--cluster-replica-validity-factor", "0"),
+        ]
+        announced = port
+        if self._fronts:
+            announced = self._fronts.before(port)
+            options += ["--cluster-announce-port", str(announced)]
+            options += ["--cluster-announce-hostname", "localhost"]
+            options += ["--cluster-preferred-endpoint-type", "hostname"]
+        node = TcpValkey(directory, port, *options)
+        node.announced = announced
+        return node
+
     @property
     def url(self) -> str:
-        return "redis://" + ",".join(f"127.0.0.1:{node.port}" for node in self.nodes[:2])
+        hosts = ",".join(f"localhost:{node.announced}" for node in self.nodes[:2])
+        if self._fronts:
+            return f"rediss://{hosts}?ssl_ca_certs={self._fronts.ca}"
+        return f"redis://{hosts}"
 
     def form(self) -> None:
         """Form the cluster; returns when every node knows that it is complete."""
@@ -143,7 +175,7 @@ class Cluster:
         slot = key_slot(key.encode())
         for first, last, primary, *_ in node.command("CLUSTER", "SLOTS"):
             if first <= slot <= last:
-                return next(node for node in self.nodes if node.port == primary[1])
+                return next(node for node in self.nodes if node.announced == primary[1])
         raise AssertionError(f"nobody has slot {slot}")
 
     def move(self, tag: str, target: TcpValkey) -> Callable[[], None]:
@@ -172,9 +204,12 @@ class Cluster:
 
 @contextmanager
 def cluster(
-    directory: Path, num_primaries: int = 3, with_replicas: bool = False
+    directory: Path,
+    num_primaries: int = 3,
+    with_replicas: bool = False,
+    fronts: Fronts | None = None,
 ) -> Iterator[Cluster]:
-    made = Cluster(directory, num_primaries, with_replicas)
+    made = Cluster(directory, num_primaries, with_replicas, fronts)
     with ExitStack() as stack:
         for node in made.nodes:
             stack.callback(node.kill)

@@ -157,11 +157,11 @@ def _relays(
     settings: GatewaySettings, wiring: Wiring, secret: Secret, stack: AsyncExitStack
 ) -> tuple[Relay, ...]:
     """Relays of all operations."""
-    supervisor = Target(settings.supervisor) if settings.supervisor else None
+    supervisors = [Target(settings.supervisor)] if settings.supervisor else []
     key, tls = secret.rpc_key, service_tls(settings)
     relays = (
-        Relay(BLOCK_MANAGER, lambda: _target(wiring.directory.block_manager), key, tls),
-        Relay(SUPERVISOR, lambda: supervisor, tls=tls),
+        Relay(BLOCK_MANAGER, lambda: _targets(wiring.directory.block_managers), key, tls),
+        Relay(SUPERVISOR, lambda: supervisors, tls=tls),
     )
     for relay in relays:
         stack.push_async_callback(relay.close)
@@ -246,8 +246,8 @@ class _Listeners:
         return await stack.enter_async_context(serving)
 
 
-def _target(member: Member | None) -> Target | None:
-    return Target(member.address, member.member_id) if member else None
+def _targets(members: Sequence[Member]) -> list[Target]:
+    return [Target(member.address, member.member_id) for member in members]
 
 
 def _max_connections(settings: GatewaySettings) -> int:

@@ -5,11 +5,11 @@ may be held.
 """
 
 import asyncio
-import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, closing
 from pathlib import Path
+from typing import Any, Protocol
 
 from quire.async_client import AsyncClient
 from tests.chaos.cases import cases, undisturbed
@@ -34,8 +34,17 @@ MAX_UNPROVEN = 4
 """How many events may wait for an audit that begins after them."""
 
 
-class System:
-    """The processes and the Redis that events disturb."""
+class System(Protocol):
+    """What events disturb."""
+
+    async def suffer(self, event: Event) -> str: ...
+
+    async def settle(self) -> None:
+        """Wait until all processes are well, every event has had its audit, and nothing is held."""
+
+
+class OneHost:
+    """A `quire serve` and its Redis."""
 
     def __init__(self, processes: Processes, redis: RedisServer, operator: Operator) -> None:
         self._processes = processes
@@ -51,7 +60,6 @@ class System:
         return await self._redis.suffer(event)
 
     async def settle(self) -> None:
-        """Wait until all processes are well, every event has had its audit, and nothing is held."""
         await self._redis.back()
         await self._operator.all_proven_but(0)
         await self._processes.until_well()
@@ -130,7 +138,7 @@ async def unleash(
 ) -> Report:
     """Start a deployment, record the undisturbed answers, then disturb it for `duration_s`.
     `device`: cpu, or memfd:0, whose pool is kept like a GPU's."""
-    report, calm = Report(seed), asyncio.Event()
+    report = Report(seed)
     workers = ("--prefill", str(NUM_PREFILL), "--decode", str(NUM_DECODE))
     async with AsyncExitStack() as stack:
         redis = stack.enter_context(closing(RedisServer(directory)))
@@ -138,30 +146,48 @@ async def unleash(
         deployment = stack.enter_context(
             serving("embedded", directory, *args, num_gateways=NUM_GATEWAYS)
         )
+        operator = Operator(deployment.operations)
+        stack.push_async_callback(operator.close)
+        processes = stack.enter_context(
+            closing(Processes(deployment, operator, prefill=NUM_PREFILL, decode=NUM_DECODE))
+        )
+        system = OneHost(processes, redis, operator)
+        events = schedule(seed, kinds)
+        await torment(report, deployment.address, operator, system, events, duration_s)
+        report.read_log(deployment.log)
+    return report
+
+
+async def torment(
+    report: Report,
+    addresses: str,
+    operator: Operator,
+    system: System,
+    events: Iterator[Event],
+    duration_s: float,
+    num_cases: int | None = None,
+) -> None:
+    """Record a system's undisturbed answers, then disturb it for `duration_s`. `addresses`: of all
+    gateways, with commas between them. `num_cases`: how many of the requests; None: all of them."""
+    calm = asyncio.Event()
+    async with AsyncExitStack() as stack:
         clients = [
-            await stack.enter_async_context(AsyncClient(_from(number, deployment.address)))
+            await stack.enter_async_context(AsyncClient(_from(number, addresses)))
             for number in range(NUM_USERS + NUM_SLOW_USERS)
         ]
-        known = await undisturbed(clients[0], cases(seed))
+        known = await undisturbed(clients[0], cases(report.seed)[:num_cases])
         users = [
             User(
-                f"{seed} {number}",
+                f"{report.seed} {number}",
                 client,
                 [case for case in known if case.is_long is (number >= NUM_USERS)],
                 calm,
                 slow=number >= NUM_USERS,
             )
             for number, client in enumerate(clients)
+            if number < NUM_USERS or num_cases is None
         ]
-        operator = Operator(deployment.operations)
-        stack.push_async_callback(operator.close)
-        processes = stack.enter_context(
-            closing(Processes(deployment, operator, prefill=NUM_PREFILL, decode=NUM_DECODE))
-        )
-        chaos = Chaos(System(processes, redis, operator), operator, report, calm)
-        await chaos.run(users, schedule(seed, kinds), duration_s)
-        report.read_log(deployment.log)
-    return report
+        await Chaos(system, operator, report, calm).run(users, events, duration_s)
 
 
 def _from(number: int, addresses: str) -> str:
@@ -172,11 +198,13 @@ def _from(number: int, addresses: str) -> str:
 
 
 def in_a_temporary_directory(
-    seed: int, duration_s: float, kinds: Sequence[str], keep_log: Path | None, device: str
+    unleashed: Callable[[Path], Coroutine[Any, Any, Report]], keep_log: Path | None
 ) -> Report:
-    """Run in a temporary directory. `keep_log`: where the services' log is copied at the end."""
+    """Run in a temporary directory. `keep_log`: where the services' logs are copied at the end."""
     with tempfile.TemporaryDirectory() as folder:
-        report = asyncio.run(unleash(Path(folder), seed, duration_s, kinds, device))
-        if keep_log is not None:
-            shutil.copy(Path(folder) / "serve.log", keep_log)
-    return report
+        try:
+            return asyncio.run(unleashed(Path(folder)))
+        finally:
+            if keep_log is not None:
+                logs = [log.read_bytes() for log in sorted(Path(folder).glob("*.log"))]
+                keep_log.write_bytes(b"".join(logs))

@@ -80,14 +80,16 @@ class Operator:
         assert not any(audit.ledger_checked for audit in wrong), wrong
         return bool(audits) and not wrong and all(audit.ledger_checked for audit in audits)
 
-    async def until_empty(self) -> None:
-        """Wait until nothing is held. TimeoutError, with the pools: something still is."""
+    async def until_empty(self, num_pools: int = 1) -> None:
+        """Wait until nothing is held in at least `num_pools` pools. TimeoutError, with the pools:
+        something still is."""
         pools = None
         try:
             async with asyncio.timeout(EMPTY_S):
                 while True:
                     pools = await self.ask(AsyncClient.pools)
-                    if pools and not any(pool.num_held for pool in pools):
+                    pools = pools or ()
+                    if len(pools) >= num_pools and not any(pool.num_held for pool in pools):
                         return
                     await asyncio.sleep(0.1)
         except TimeoutError as error:

@@ -112,7 +112,7 @@ class Processes:
         if workers is not None:
             ids = {worker.worker_id for worker in workers if worker.state == "serving"}
             pids = [pid for role in WORKERS for pid in self._alive(role)]
-            found = {pid: _worker_ids(pid) & ids for pid in pids}
+            found = {pid: worker_ids(pid) & ids for pid in pids}
             self._serving = {
                 pid: worker_ids.pop() for pid, worker_ids in found.items() if worker_ids
             }
@@ -149,7 +149,7 @@ async def _answers(pid: int) -> bool:
     return False
 
 
-def _worker_ids(pid: int) -> set[str]:
+def worker_ids(pid: int) -> set[str]:
     """Worker ids, by the lock files that the process has open, which may have been renamed
     since."""
     ids = set()

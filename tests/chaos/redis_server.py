@@ -9,8 +9,8 @@ from tests.conftest import Valkey
 
 
 class RedisServer:
-    def __init__(self, directory: Path) -> None:
-        self._valkey = Valkey(directory)
+    def __init__(self, directory: Path, *options: str) -> None:
+        self._valkey = Valkey(directory, *options)
         self._dump = directory / "dump.rdb"
         self._copies: list[bytes] = []
         self._outage: asyncio.Task[None] | None = None

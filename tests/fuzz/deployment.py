@@ -227,8 +227,8 @@ class Deployment:
         self.stack.push_async_callback(server.stop, None)
         found = Target(manager, "block_manager-1")
         return (
-            Relay(BLOCK_MANAGER, lambda: found, SECRET.rpc_key),
-            Relay(SUPERVISOR, lambda: Target(f"127.0.0.1:{port}")),
+            Relay(BLOCK_MANAGER, lambda: [found], SECRET.rpc_key),
+            Relay(SUPERVISOR, lambda: [Target(f"127.0.0.1:{port}")]),
         )
 
     async def _open_doors(self, relays: tuple[Relay, ...]) -> None:

@@ -3,6 +3,7 @@ services."""
 
 import json
 import re
+import subprocess
 from base64 import b64decode
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from services.block_manager.config import BlockManagerSettings
 from services.common.runtime.config import ServiceSettings, load_settings
 from services.decode.config import DecodeSettings
 from services.gateway.config import GatewaySettings
+from services.mover.config import MoverSettings
 from services.prefill.config import PrefillSettings
 
 ROOT = Path(__file__).parents[2]
@@ -30,6 +32,7 @@ SETTINGS: dict[str, type[ServiceSettings]] = {
     "services.prefill": PrefillSettings,
     "services.decode": DecodeSettings,
     "services.gateway": GatewaySettings,
+    "services.mover": MoverSettings,
 }
 MODEL = Chart.load(CHART).values["models"][0]
 TWO_MODELS = [
@@ -39,9 +42,24 @@ TWO_MODELS = [
     MODEL | {"name": "large", "gpu": {"enabled": True, "deviceClass": "gpu.nvidia.com",
                                       "memoryUtilization": 0.8}, "poolMemory": ""},
 ]  # fmt: skip
+ONE_ROLE_EACH = [
+    MODEL | {"name": "prefill", "servedName": "m", "prefill": 2, "decode": 0},
+    MODEL | {"name": "decode", "servedName": "m", "prefill": 0, "decode": 3, "pods": 4,
+             "autoscaling": {"enabled": True}},
+]  # fmt: skip
 VALUES: dict[str, dict[str, Any]] = {
     "default": {},
     "everything": {"models": TWO_MODELS, "monitoring": {"serviceMonitor": True}},
+    "hosts": {
+        "models": ONE_ROLE_EACH,
+        "mover": {
+            "enabled": True,
+            "settings": {"LEASE_S": 20},
+            "env": {"UCX_NET_DEVICES": "eth0"},
+            "resources": {"requests": {"cpu": "500m"}},
+        },
+        "monitoring": {"serviceMonitor": True},
+    },
     "own": {
         "redis": {"url": "sentinel://quire@a:26379,b:26379/ledger/0"},
         "existingSecrets": {"credentials": "c", "tls": "t", "keys": "k"},
@@ -158,6 +176,38 @@ def test_scaling_asks_for_a_metric_that_is_exported() -> None:
         assert f'"{name}"' in exported
 
 
+def test_pods_with_movers_may_have_one_role_and_scale_by_it() -> None:
+    pods = {
+        each["metadata"]["name"]: each["spec"]["template"]["spec"]
+        for each in of_kind("Deployment", VALUES["hosts"])
+    }
+    for name, workers in (("prefill", 2), ("decode", 3)):
+        found = [each["name"] for each in pods[f"rel-{name}"]["containers"]]
+        assert found == ["block-manager", "mover", *(f"{name}-{n}" for n in range(workers))]
+        assert pods[f"rel-{name}"]["shareProcessNamespace"]  # else no mover is registered
+        mover = pods[f"rel-{name}"]["containers"][1]
+        assert {"name": "pools", "mountPath": "/pools"} in mover["volumeMounts"]
+        assert {"name": "UCX_NET_DEVICES", "value": "eth0"} in mover["env"]
+        assert mover["image"] == "quire-mover:latest"
+    (scaled,) = of_kind("ScaledObject", VALUES["hosts"])
+    (trigger,) = scaled["spec"]["triggers"]
+    assert 'role="decode",model_name="m"' in trigger["metadata"]["query"]
+
+
+def test_a_mover_waits_for_the_workers_of_its_pod(tmp_path: Path) -> None:
+    (mover, *_) = (each for each in containers(VALUES["hosts"]) if each["name"] == "mover")
+    wait = mover["lifecycle"]["preStop"]["exec"]["command"][-1].replace("/pools", str(tmp_path))
+    locks = [tmp_path / "p" / "workers" / f"{role}-1.lock" for role in ("mover", "prefill")]
+    locks[0].parent.mkdir(parents=True)
+    for lock in locks:
+        lock.touch()
+    waiting = subprocess.Popen(["sh", "-c", wait])
+    with pytest.raises(subprocess.TimeoutExpired):
+        waiting.wait(0.2)
+    locks[1].unlink()
+    assert waiting.wait(10) == 0
+
+
 def test_monitors_name_ports_of_their_services() -> None:
     documents = rendered(VALUES["everything"])
     services = [each for each in documents if each["kind"] == "Service"]
@@ -200,7 +250,9 @@ def test_secrets_are_usable(tmp_path: Path) -> None:
     ("values", "text"),
     [
         ({"model": []}, "model"),
-        ({"models": [MODEL | {"decode": 0}]}, "decode"),
+        ({"models": [MODEL | {"decode": 0}]}, "workers of one role, so its pods need movers"),
+        ({"models": [MODEL | {"decode": 0, "prefill": 0}]}, "has no workers"),
+        ({"mover": {"enable": True}}, "mover"),
         ({"models": [MODEL | {"autoscaling": {"enabled": True}}]}, "servedName"),
         ({"redis": {"url": "http://h"}}, "redis"),
     ],

@@ -1,13 +1,16 @@
-"""Relays operators' calls, unchanged, to the service that answers them: the block manager in the
-registry, or the supervisor of this run. Operations have their own listener (ADR 99); the public one
-serves them to operators' API keys only (ADR 131). Each call leaves a line in the log, the audit log
-of operations: `operation_performed`, with the operator, the method, the target and the outcome.
+"""Relays operators' calls, unchanged, to the service that answers them: a block manager in the
+registry, or the supervisor of this run. Each host has a block manager; one that does not answer is
+not asked while another one does.
+
+Operations have their own listener (ADR 99); the public one serves them to operators' API keys only
+(ADR 131). Each call leaves a line in the log, the audit log of operations: `operation_performed`,
+with the operator, the method, the target and the outcome.
 
 The relay checks that a request parses as its message, then forwards the received bytes. It takes
 the operations from the service's descriptor, so new operations and new fields need no change here.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -74,12 +77,12 @@ class Target:
 
 
 class Relay:
-    """Relays one service. `find` returns the process that serves it now, or None."""
+    """Relays one service. `find` returns the processes of which any one serves it now."""
 
     def __init__(
         self,
         relayed: Relayed,
-        find: Callable[[], Target | None],
+        find: Callable[[], Sequence[Target]],
         rpc_key: bytes = b"",
         tls: TlsFiles | None = None,
     ) -> None:
@@ -89,6 +92,7 @@ class Relay:
         self._find = find
         self._tls = tls
         self._kept: KeptChannel | None = None
+        self._silent: set[Target] = set()
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """One handler for each operation; requests and responses are bytes."""
@@ -125,9 +129,7 @@ class Relay:
     ) -> bytes:
         """Call an operation and return its answer. Raises the service's error, `absent()` or
         `silent()`."""
-        target = self._find()
-        if target is None:
-            raise self._relayed.absent()
+        target = self._chosen()
         name = f"/{self._relayed.name}/{method}"
         relayed: Any = self._channel(target.address).unary_unary(name)
         proof = Proof(self._rpc_key, name, target.member_id) if target.member_id else None
@@ -136,10 +138,21 @@ class Relay:
         try:
             answer: bytes = await running
         except aio.AioRpcError as error:
-            raise self._translate_error(error) from error
+            raise self._translate_error(target, error) from error
         if proof is not None:
             proof.check(await running.initial_metadata())
         return answer
+
+    def _chosen(self) -> Target:
+        """The first process that has not been silent, if there is one."""
+        found = self._find()
+        self._silent.intersection_update(found)
+        speaking = [target for target in found if target not in self._silent]
+        if not found:
+            raise self._relayed.absent()
+        if not speaking:
+            self._silent.clear()
+        return (speaking or found)[0]
 
     def _channel(self, address: str) -> aio.Channel:
         if self._kept is None or self._kept.address != address:
@@ -148,10 +161,11 @@ class Relay:
             self._kept = KeptChannel(address, self._tls)
         return self._kept.get()
 
-    def _translate_error(self, error: aio.AioRpcError) -> QuireError:
+    def _translate_error(self, target: Target, error: aio.AioRpcError) -> QuireError:
         """The service's own error if it sent one; `silent()` if gRPC itself reports UNAVAILABLE."""
         said_by_it = any(key == CODE_TRAILER for key, _ in error.trailing_metadata() or ())
         if error.code() is grpc.StatusCode.UNAVAILABLE and not said_by_it:
+            self._silent.add(target)
             return self._relayed.silent()
         return from_rpc_error(error)
 

@@ -95,7 +95,7 @@ class WorkerDirectory:
         self._unusable: set[str] = set()
         self._absent = GraceTimer[str](_ABSENT_S, clock)
         self._starting = False
-        self.block_manager: Member | None = None
+        self.block_managers: tuple[Member, ...] = ()
 
     # ── queries ──────────────────────────────────────────────────────────────────────────────────
 
@@ -226,8 +226,7 @@ class WorkerDirectory:
         members = await self._registry.members()
         if self._movers.follow(members):
             self._on_change()
-        managers = [member for member in members if member.role == "block_manager"]
-        self.block_manager = managers[0] if managers else None
+        self.block_managers = tuple(m for m in members if m.role == "block_manager")
         self.another_gateway_serves = any(
             (member.role, member.state) == ("gateway", "serving")
             and member.member_id != self._gateway_id

@@ -1,5 +1,6 @@
 """Operations that the gateway relays to the block manager and to the supervisor."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -37,12 +38,12 @@ class OneOperation(block_manager_pb2_grpc.BlockManagerServicer):
         return block_manager_pb2.DrainWorkerResponse(num_running=3)
 
 
-def target_of(member: Member | None) -> Target | None:
-    return Target(member.address, member.member_id) if member else None
+def targets(members: Sequence[Member]) -> list[Target]:
+    return [Target(member.address, member.member_id) for member in members]
 
 
 async def test_without_a_supervisor_scaling_says_who_else_may_do_it(harness: Any) -> None:
-    relay, front = Relay(SUPERVISOR, lambda: None), RpcServer(SUPERVISOR.name)
+    relay, front = Relay(SUPERVISOR, lambda: []), RpcServer(SUPERVISOR.name)
     front.aio.add_generic_rpc_handlers((relay.handlers(),))
     channel = open_channel(f"127.0.0.1:{await front.start('127.0.0.1', 0)}")
     for close in (relay.close, front.stop, channel.close):
@@ -57,7 +58,7 @@ async def test_operations_are_relayed_to_the_block_manager(harness: Any) -> None
     relay, front = (
         Relay(
             BLOCK_MANAGER,
-            lambda: target_of(harness.assembly.directory.block_manager),
+            lambda: targets(harness.assembly.directory.block_managers),
             SECRET.rpc_key,
         ),
         RpcServer(BLOCK_MANAGER.name),
@@ -79,7 +80,12 @@ async def test_operations_are_relayed_to_the_block_manager(harness: Any) -> None
     address = f"127.0.0.1:{port}"
     entry = Member("bm", "block_manager", address, "serving", 1, PROTOCOL_VERSION)
     await harness.registry.announce(entry, ttl_s=1e6)
-    await until(lambda: harness.assembly.directory.block_manager is not None)
+    dead = Member("a", "block_manager", "127.0.0.1:1", "serving", 1, PROTOCOL_VERSION)
+    await harness.registry.announce(dead, ttl_s=1e6)
+    await until(lambda: len(harness.assembly.directory.block_managers) == 2)
+    with pytest.raises(aio.AioRpcError) as error:  # of another host, which cannot be reached
+        await stub.DrainWorker(request, timeout=5)
+    assert error.value.details() == "the block manager does not answer; try again"
     assert (await stub.DrainWorker(request, timeout=5)).num_running == 3
     assert 0 < manager.seconds_left < 6
     with pytest.raises(aio.AioRpcError) as error:

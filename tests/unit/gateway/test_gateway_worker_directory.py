@@ -189,12 +189,11 @@ async def test_a_pool_that_the_store_does_not_know_yet_is_tried_again(harbour: H
 
 async def test_the_block_manager_is_known_while_it_is_there(harbour: Harbour) -> None:
     await harbour.announce(member("bm", "block_manager"), member("g", "gateway"))
-    assert harbour.directory.block_manager is not None
-    assert harbour.directory.block_manager.member_id == "bm"
+    assert [each.member_id for each in harbour.directory.block_managers] == ["bm"]
     assert not harbour.connections
     await harbour.registry.withdraw("bm")
     await harbour.directory.refresh()
-    assert harbour.directory.block_manager is None
+    assert not harbour.directory.block_managers
 
 
 async def test_a_silent_registry_changes_nothing_and_a_lost_one_ends_the_watch(
