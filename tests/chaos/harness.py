@@ -153,12 +153,12 @@ async def unleash(
         )
         system = OneHost(processes, redis, operator)
         events = schedule(seed, kinds)
-        await torment(report, deployment.address, operator, system, events, duration_s)
+        await disturb(report, deployment.address, operator, system, events, duration_s)
         report.read_log(deployment.log)
     return report
 
 
-async def torment(
+async def disturb(
     report: Report,
     addresses: str,
     operator: Operator,

@@ -20,7 +20,7 @@ from pathlib import Path
 from quire.async_client import AsyncClient
 from quire.sockets import living_sockets
 from quire.supervisor.model_source import EMBEDDED, find_model
-from tests.chaos.harness import torment
+from tests.chaos.harness import disturb
 from tests.chaos.limits import BACK_S
 from tests.chaos.operator import Operator
 from tests.chaos.processes import worker_ids
@@ -182,7 +182,7 @@ class Hosts:
 
 
 class SeveralHosts:
-    """The system that events happen to."""
+    """The system that events disturb."""
 
     def __init__(
         self, hosts: Hosts, network: Network, redis: RedisServer, operator: Operator
@@ -285,11 +285,11 @@ async def unleash(
     kinds: Sequence[str] = KINDS,
     num_cases: int | None = None,
 ) -> Report:
-    """Start the hosts, see what they say undisturbed, then torment them for so long."""
+    """Start the hosts, record their undisturbed answers, then disturb them for `duration_s`."""
     report = Report(seed)
     async with deployed(folder, seed) as (hosts, system):
         events = schedule(seed, kinds)
-        await torment(
+        await disturb(
             *(report, hosts.sockets, system.operator, system, events, duration_s), num_cases
         )
         for host in hosts.pools.values():
