@@ -59,7 +59,9 @@ class Movers:
         """Take over the movers of the registry's entries. Returns whether other pools than before
         can be copied, or to others."""
         before = self._pairs()
-        serving = {m.pool_id: m for m in members if (m.role, m.state) == ("mover", "serving")}
+        # A mover that was killed stays registered for seconds, beside the one in its place.
+        by_age = sorted(members, key=lambda member: member.started_unix_ms)
+        serving = {m.pool_id: m for m in by_age if (m.role, m.state) == ("mover", "serving")}
         for pool_id, (worker, channel) in tuple(self._movers.items()):
             member = serving.get(pool_id)
             if member is not None and member.member_id == worker.id:

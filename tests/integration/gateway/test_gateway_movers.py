@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -78,4 +79,21 @@ async def test_calls_go_on_while_the_registry_does_not_list_the_mover(
         assert not silent.ended.is_set()
         pulling.cancel()
         await silent.ended.wait()
+    await movers.close()
+
+
+@pytest.mark.parametrize("name", ["mover-0", "mover-2"])
+async def test_the_newest_mover_of_a_pool_is_called(
+    mover: tuple[SilentMover, Member], name: str
+) -> None:
+    """The registry lists the dead one, too, before or after it."""
+    silent, member = mover
+    dead = replace(member, member_id=name, address="127.0.0.1:1", started_unix_ms=0)
+    movers = Movers(b"key")
+    movers.follow(sorted([dead, member], key=lambda each: each.member_id))
+    pulling = asyncio.create_task(movers.pull(TICKET, "a", "b"))
+    async with asyncio.timeout(10):
+        await silent.called.wait()
+    pulling.cancel()
+    await asyncio.gather(pulling, return_exceptions=True)
     await movers.close()
