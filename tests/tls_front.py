@@ -34,12 +34,11 @@ class Fronts:
         self._thread = threading.Thread(target=self._loop.run_forever, name="fronts", daemon=True)
         self._thread.start()
 
-    def before(self, port: int) -> int:
-        """Returns the port of a new front of the server on `port` of 127.0.0.1."""
-        listener = socket.create_server(("127.0.0.1", 0))
+    def before(self, port: int, front_port: int) -> None:
+        """Put a front on `front_port` before the server on `port`, both of 127.0.0.1."""
+        listener = socket.create_server(("127.0.0.1", front_port))
         listener.setblocking(False)
         asyncio.run_coroutine_threadsafe(self._accept(listener, port), self._loop)
-        return int(listener.getsockname()[1])
 
     def close(self) -> None:
         async def end() -> None:
@@ -47,6 +46,8 @@ class Fronts:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            for _ in range(10):  # transports whose handshake was cancelled close in later turns
+                await asyncio.sleep(0)
 
         asyncio.run_coroutine_threadsafe(end(), self._loop).result(10)
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -62,12 +62,13 @@ def replicated(
     directory: Path, number: int = 2, fronts: Fronts | None = None
 ) -> Iterator[list[TcpValkey]]:
     """A primary with its replicas."""
-    servers = []
-    for index, port in enumerate(free_ports(number)):
-        announced = fronts.before(port) if fronts else port
+    servers, ports = [], free_ports(2 * number)
+    for index, (port, announced) in enumerate(zip(ports[::2], ports[1::2], strict=True)):
+        if fronts:
+            fronts.before(port, announced)
         options = ("--replica-announce-ip", "localhost", "--replica-announce-port", str(announced))
         servers.append(TcpValkey(directory / f"server-{index}", port, *(options if fronts else ())))
-        servers[-1].announced = announced
+        servers[-1].announced = announced if fronts else port
     with ExitStack() as stack:
         for server in servers:
             stack.callback(server.kill)
@@ -81,7 +82,9 @@ def replicated(
 def sentinel(directory: Path, primary: TcpValkey, fronts: Fronts | None = None) -> Iterator[str]:
     """A Sentinel that replaces the primary after half a second of silence; yields the URL of its
     service."""
-    (port,) = free_ports(1)
+    port, front_port = free_ports(2)
+    if fronts:
+        fronts.before(port, front_port)
     directory.mkdir()
     config = directory / "sentinel.conf"
     config.write_text(
@@ -97,7 +100,7 @@ def sentinel(directory: Path, primary: TcpValkey, fronts: Fronts | None = None) 
         server.start()
         wait_until(lambda: _num_replicas(server) == 1)
         yield (
-            f"sentinels://localhost:{fronts.before(port)}/ledger/0?ssl_ca_certs={fronts.ca}"
+            f"sentinels://localhost:{front_port}/ledger/0?ssl_ca_certs={fronts.ca}"
             if fronts
             else f"sentinel://127.0.0.1:{port}/ledger/0"
         )
@@ -120,28 +123,27 @@ class Cluster:
         with_replicas: bool,
         fronts: Fronts | None = None,
     ) -> None:
-        ports = free_ports(2 * num_primaries * (1 + with_replicas))
+        ports = free_ports(3 * num_primaries * (1 + with_replicas))
         self._fronts = fronts
         self.nodes = [
-            self._node(directory / f"node-{port}", port, bus)
-            for port, bus in zip(ports[::2], ports[1::2], strict=True)
+            self._node(directory / f"node-{port}", port, bus, front_port)
+            for port, bus, front_port in zip(ports[::3], ports[1::3], ports[2::3], strict=True)
         ]
-        self._buses = ports[1::2]
+        self._buses = ports[1::3]
         self.primaries = self.nodes[:num_primaries]
 
-    def _node(self, directory: Path, port: int, bus: int) -> TcpValkey:
+    def _node(self, directory: Path, port: int, bus: int, front_port: int) -> TcpValkey:
         options = [
             *("--cluster-enabled", "yes", "--cluster-port", str(bus)),
             *("--cluster-node-timeout", "1000", "--cluster-replica-validity-factor", "0"),
         ]
-        announced = port
         if self._fronts:
-            announced = self._fronts.before(port)
-            options += ["--cluster-announce-port", str(announced)]
+            self._fronts.before(port, front_port)
+            options += ["--cluster-announce-port", str(front_port)]
             options += ["--cluster-announce-hostname", "localhost"]
             options += ["--cluster-preferred-endpoint-type", "hostname"]
         node = TcpValkey(directory, port, *options)
-        node.announced = announced
+        node.announced = front_port if self._fronts else port
         return node
 
     @property

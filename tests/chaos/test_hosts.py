@@ -17,7 +17,7 @@ from tests.e2e.quiet import quiet
 WHY_NOT = why_not()
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "it may")
 
-SEED, DURATION_S = 3, 12.0
+SEED, DURATION_S = 3, 8.0
 DEADLINE_AND_LEASE_S = 30.0
 """PULL_TIMEOUT_S and LEASE_S by default."""
 
