@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from blockstore import keys
 from blockstore.errors import StoreUnavailable
+from blockstore.redis import keys
 from blockstore.redis_registry import RedisRegistry
 from blockstore.redis_store import RedisStore
 from tests.integration.ledger_workers import assert_whole, joined, make_directory
