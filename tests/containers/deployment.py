@@ -28,18 +28,17 @@ COMMAND_LIMIT_S = 120
 @dataclass
 class Deployment:
     """A deployment in containers. `address`: its gateway, which has TLS. `ca`: the file with the CA
-    of its certificate. `files`: Compose files, beside those of every test."""
+    of its certificate."""
 
     environment: Environment
     address: str
     ca: Path
-    files: tuple[str, ...] = ()
 
     def compose(self, *arguments: str, limit_s: float = COMMAND_LIMIT_S) -> str:
         """Run `docker compose ARGUMENTS` and return its output. AssertionError, with the services'
         logs: it failed."""
         command = ["docker", "compose", "--project-name", PROJECT, "--env-file", os.devnull]
-        paths = ROOT / "docker-compose.yml", HERE / "compose.yml", *(ROOT / f for f in self.files)
+        paths = ROOT / "docker-compose.yml", HERE / "compose.yml"
         files = [f"--file={path}" for path in paths]
         done = subprocess.run(
             [*command, *files, "--progress", "plain", *arguments],

@@ -3,14 +3,12 @@ are scaled, killed and restarted, and the audit is clean afterwards."""
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import pytest
 
 from quire.client import Client
 from quire.connections import Tls
 from quire.errors import Unreachable
-from quire.types import Sampling
 from tests.chaos.cases import Case
 
 from .deployment import Deployment
@@ -92,26 +90,6 @@ def test_a_killed_container_of_several(running: Deployment, users: Users) -> Non
     running.up("--scale", "decode=2")
     running.compose("kill", "--signal", "SIGKILL", "decode")
     running.up("--scale", "decode=1")
-
-
-def test_a_second_model_has_workers_beside_those_of_the_first(
-    running: Deployment, client: Client
-) -> None:
-    """The weights of the first model under another name: the same text, from another pool."""
-    model = {"QUIRE_SECOND_MODEL": "/models/quire-embedded", "QUIRE_SECOND_MODEL_NAME": "second"}
-    environment = {**running.environment, **model, "QUIRE_SECOND_POOL_MEMORY": "32MiB"}
-    both = replace(running, environment=environment, files=("deploy/second-model.yml",))
-    both.up()
-    try:
-        wait_for(lambda: len(client.models()) == 2, "two models")
-        names = {one.id for one in client.models()}
-        assert "second" in names
-        greedy = Sampling(temperature=0.0, max_tokens=20)
-        texts = {client.complete("What is a block?", greedy, model=one).text for one in names}
-        assert len(texts) == 1
-        assert len(both.audits()) == 2
-    finally:
-        both.compose("rm", "--stop", "--force", "prefill-second", "decode-second")
 
 
 @pytest.mark.parametrize("service", ["redis", "gateway"])

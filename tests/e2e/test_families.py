@@ -13,7 +13,7 @@ from quire.types import Sampling
 from tests.integration.family_checkpoints import make_served
 
 from .conftest import Oracle
-from .decoders import busiest, pid_of, until_two_serve
+from .decoders import until_two_serve
 from .deployment import serving
 from .quiet import quiet
 
@@ -33,9 +33,19 @@ async def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path
         client = AsyncClient(deployment.address, operations=deployment.operations)
         async with asyncio.timeout(LIMIT_S):
             await until_two_serve(client)
-            streams = [asyncio.create_task(client.complete(p, sampling)) for p in prompts]
-            os.kill(pid_of(deployment, await busiest(client)), signal.SIGKILL)
-            answers = [list((await stream).token_ids) for stream in streams]
+            answers: list[list[int]] = [[] for _ in prompts]
+
+            async def read(prompt: list[int], answer: list[int]) -> None:
+                async for delta in client.generate(prompt, sampling):
+                    answer += delta.token_ids
+
+            reading = [
+                asyncio.create_task(read(p, a)) for p, a in zip(prompts, answers, strict=True)
+            ]
+            while not all(answers):
+                await asyncio.sleep(0.001)
+            os.kill(deployment.running("services.decode")[0], signal.SIGKILL)
+            await asyncio.gather(*reading)
         await quiet(client)
         await client.close()
     for prompt, answer in zip(prompts, answers, strict=True):
