@@ -1,4 +1,4 @@
-"""What the processes of a deployment have counted, read where Prometheus would."""
+"""Reads the counters of a deployment's processes from their metrics endpoints."""
 
 from collections import defaultdict
 from collections.abc import Mapping

@@ -242,8 +242,8 @@ def _chosen_backend(
 
 
 def _attention(settings: WorkerSettings) -> str:
-    """Who computes attention beside the backend triton. ValueError: it does not serve graphs, or
-    several ranks, of which only the first plans steps."""
+    """The library that computes attention beside the backend triton. ValueError: it does not serve
+    graphs, or several ranks, of which only the first plans steps."""
     attention = settings.attention
     if attention == "reference" and not settings.enforce_eager:
         raise ValueError(

@@ -46,7 +46,7 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WorkerParts:
-    """What a worker is made of. Without `tracer` it reports no spans, without `adapters` it takes
+    """The parts of a worker. Without `tracer` it reports no spans, without `adapters` it takes
     no requests for adapters, without `grammars` none for structured output."""
 
     store: BlockStore

@@ -1,2 +1,2 @@
-"""What prefill and decode workers have in common about requests: time limits, early ends, events,
-traces, and the ordered writes about their holders."""
+"""The common part of prefill and decode workers that handles requests: time limits, early ends,
+events, traces, and the ordered writes about their holders."""

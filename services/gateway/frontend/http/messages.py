@@ -40,7 +40,7 @@ class MessageBody(Body):
 
 
 def assistant_fields(calls: Sequence[ToolCallBody], reasoning: str) -> dict[str, Any]:
-    """What an assistant's message has for the chat template, beside its content."""
+    """The fields of an assistant's message for the chat template, beside its content."""
     fields: dict[str, Any] = {}
     if calls:
         fields["tool_calls"] = [call.to_fields() for call in calls]
