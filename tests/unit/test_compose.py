@@ -1,13 +1,7 @@
-"""docker-compose.yml and Dockerfile are valid, and meet the pools' requirements."""
+"""docker-compose.yml is valid, and meets the requirements of services and pools."""
 
 import os
 import re
-import shutil
-import subprocess
-import sys
-import sysconfig
-import tomllib
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -29,9 +23,8 @@ from services.decode.config import DecodeSettings
 from services.gateway.config import GatewaySettings
 from services.prefill.config import PrefillSettings
 from services.worker.config import WorkerSettings
+from tests.programs import BIN, DOCKERFILE, ROOT, run
 
-ROOT = Path(__file__).parents[2]
-BIN = Path(sys.executable).parent
 CLASSES: dict[str, type[ServiceSettings]] = {
     "block-manager": BlockManagerSettings,
     "prefill": PrefillSettings,
@@ -88,7 +81,7 @@ def settings(compose: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, Service
 )
 def test_the_compose_files_follow_the_specification(file: str) -> None:
     command = ["check-jsonschema", "--builtin-schema", "vendor.compose-spec", file]
-    _run(BIN / command[0], *command[1:])
+    run(BIN / command[0], *command[1:])
 
 
 def test_valkey_with_tls_is_the_same_valkey_and_all_services_use_it(compose: Any) -> None:
@@ -100,15 +93,6 @@ def test_valkey_with_tls_is_the_same_valkey_and_all_services_use_it(compose: Any
         ((variable, url),) = file[name]["environment"].items()
         assert compose["services"][name]["environment"][variable] == "redis://quire@redis:6379/0"
         assert url.startswith("rediss://quire@redis:6379/0?")
-
-
-def test_the_dockerfile_has_no_faults() -> None:
-    _run(BIN / "hadolint", "Dockerfile")
-
-
-def _run(*command: str | Path) -> None:
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_store_keeps_nothing_and_evicts_nothing(compose: Any) -> None:
@@ -185,7 +169,7 @@ def test_workers_keep_packed_weights_in_a_volume_of_the_images_user(
         assert isinstance(loaded, WorkerSettings)
         assert str(loaded.weights_cache) == "/weights"
         assert "weights:/weights" in compose["services"][name]["volumes"]
-    assert "/run/quire /pools /weights" in _dockerfile()
+    assert "/run/quire /pools /weights" in DOCKERFILE.read_text()
 
 
 def test_the_pool_directory_is_a_private_tmpfs_of_the_images_user(compose: Any) -> None:
@@ -193,7 +177,7 @@ def test_the_pool_directory_is_a_private_tmpfs_of_the_images_user(compose: Any) 
     assert (options["type"], options["device"]) == ("tmpfs", "tmpfs")
     wanted = dict(item.split("=") for item in options["o"].split(","))
     assert wanted == {"size": "100%", "uid": "10001", "gid": "10001", "mode": "0700"}
-    assert "USER 10001:10001" in _dockerfile()
+    assert "USER 10001:10001" in DOCKERFILE.read_text()
 
 
 def test_the_volumes_do_not_depend_on_settings() -> None:
@@ -315,7 +299,7 @@ def test_the_health_check_probes_the_port_of_the_service(
     command = compose["services"][name]["healthcheck"]["test"]
     tls = str(settings[name].run_dir / TLS_DIR)
     assert command == ["CMD", "quire-probe", str(settings[name].port), tls]
-    assert "quire/probe.py /package/usr/local/bin/quire-probe" in _dockerfile()
+    assert "quire/probe.py /package/usr/local/bin/quire-probe" in DOCKERFILE.read_text()
 
 
 def test_only_the_file_for_newer_engines_has_a_start_interval() -> None:
@@ -343,132 +327,6 @@ def test_the_example_environment_names_every_variable_with_its_default() -> None
     documented = dict(re.findall(r"^#(\w+)=(.*)$", example, re.MULTILINE))
     assert documented.keys() == used.keys()
     assert documented | {"QUIRE_MODELS_DIR": "models"} == used
-
-
-@pytest.fixture
-def sources(tmp_path: Path) -> Path:
-    """Only the files that the Dockerfile copies and .dockerignore lets through."""
-    let_through = re.findall(r"^!(.+)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
-    directory = tmp_path / "sources"
-    for path in _copied():
-        assert any(path == kept or path.startswith(kept + "/") for kept in let_through), path
-        (directory / path).parent.mkdir(parents=True, exist_ok=True)
-        if (ROOT / path).is_dir():
-            shutil.copytree(ROOT / path, directory / path)
-        else:
-            shutil.copy(ROOT / path, directory / path)
-    return directory
-
-
-def test_the_control_image_has_a_complete_wheel_and_needs_no_compiler(sources: Path) -> None:
-    wheel = _wheel(sources, QUIRE_NATIVE="OFF", CXX="/nonexistent")
-    names = zipfile.ZipFile(wheel).namelist()
-    for needed in (
-        "quire/cli/__main__.py",
-        "quire/v1/inference_pb2.py",
-        "quire/embedded/model.safetensors",
-        "kvops/__init__.py",
-        "services/gateway/__main__.py",
-    ):
-        assert needed in names
-    functions = {path.name for path in (ROOT / "blockstore" / "functions").glob("*.lua")}
-    assert {Path(name).name for name in names if name.endswith(".lua")} == functions
-    assert wheel.name.endswith("-py3-none-any.whl")
-    assert not any(name.endswith(".so") for name in names)
-
-
-@pytest.mark.full
-def test_the_native_kernels_are_built_without_python_sources(tmp_path: Path) -> None:
-    """From the files that their stage copies, built as there, with flags for no particular
-    machine."""
-    stage = _stages()["kernels"][1]
-    for path, target in re.findall(r"^COPY kernels/(\S+) (\S+)$", stage, re.MULTILINE):
-        source, place = ROOT / "kernels" / path, tmp_path / target
-        shutil.copytree(source, place) if source.is_dir() else shutil.copy(source, place)
-    built, installed = tmp_path / "built", tmp_path / "installed"
-    nanobind = subprocess.check_output([sys.executable, "-m", "nanobind", "--cmake_dir"], text=True)
-    choices = (f"-DPython_EXECUTABLE={sys.executable}", f"-Dnanobind_ROOT={nanobind.strip()}")
-    commands = "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON"
-    _run(BIN / "cmake", "-S", tmp_path, "-B", built, *choices, commands)
-    _run(BIN / "cmake", "--build", built, "--parallel", "2")
-    _run(BIN / "cmake", "--install", built, "--prefix", installed)
-    assert (installed / f"kvops/_native{sysconfig.get_config_var('EXT_SUFFIX')}").is_file()
-    assert "-march=native" not in (built / "compile_commands.json").read_text()
-
-
-def _wheel(sources: Path, **environment: str) -> Path:
-    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
-    wheels = sources.parent / "wheels"
-    done = subprocess.run(
-        [*build, "--wheel-dir", wheels, sources],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    (wheel,) = wheels.glob("*.whl")
-    return wheel
-
-
-def _copied() -> list[str]:
-    """The files of the build context that the Dockerfile copies."""
-    stage = _dockerfile().partition("AS sources")[2].partition("FROM")[0]
-    lines = re.findall(r"^COPY (.+) \S+$", stage, re.MULTILINE)
-    return [path for line in lines for path in line.split()]
-
-
-@pytest.mark.parametrize("image", ["control", "control-gpu", "worker"])
-def test_no_image_carries_a_compiler(image: str) -> None:
-    """Its stages, down to the base, install nothing; only files that it copies were compiled."""
-    stages = _stages()
-    stage = image
-    while stage in stages:
-        parent, body = stages[stage]
-        assert "apt-get" not in body, stage
-        stage = parent
-    assert stage == "python:3.11-slim-bookworm"
-    assert "apt-get" in stages["kernels"][1]
-
-
-@pytest.mark.parametrize(
-    "stage", ["dependencies-control", "dependencies-worker", "kernels", "build"]
-)
-def test_an_edit_of_python_sources_builds_neither_dependencies_nor_kernels(stage: str) -> None:
-    """No stage below these copies Python sources, or pyproject.toml as a whole."""
-    stages = _stages()
-    copied = []
-    while stage in stages:
-        stage, body = stages[stage]
-        copied += re.findall(r"^COPY (.+) \S+$", body, re.MULTILINE)
-    for line in copied:
-        for path in line.removeprefix("--from=requirements ").split():
-            assert path.startswith(("/requirements-", "deploy/", "kernels/C", "kernels/csrc")), path
-
-
-def test_the_lists_of_requirements_are_those_of_the_project() -> None:
-    def listed(what: str) -> list[str]:
-        script = str(ROOT / "deploy" / "requirements.py")
-        out: str = subprocess.check_output([sys.executable, script, what], text=True)
-        return out.splitlines()
-
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert listed("build") == project["build-system"]["requires"]
-    assert listed("project") == project["project"]["dependencies"]
-    extras = project["project"]["optional-dependencies"]
-    assert listed("worker") == extras["worker"]
-    assert listed("cuda") == [*extras["worker"], *extras["nvml"], *extras["cuda"][1:]]
-
-
-def _stages() -> dict[str, tuple[str, str]]:
-    """The stages of the Dockerfile by name, each with its base and its lines."""
-    pattern = r"^FROM (\S+) AS (\S+)\n(.*?)(?=^FROM|\Z)"
-    found = re.findall(pattern, _dockerfile(), re.MULTILINE | re.DOTALL)
-    return {name: (parent, body) for parent, name, body in found}
-
-
-def _dockerfile() -> str:
-    return (ROOT / "Dockerfile").read_text()
 
 
 def test_a_second_model_has_workers_of_its_own(
