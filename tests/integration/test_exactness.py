@@ -2,10 +2,9 @@
 and all logits that its tokens were drawn from, are equal bit by bit to those of the request alone.
 Each condition also asserts that it occurred."""
 
-import math
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
@@ -13,302 +12,23 @@ import pytest
 
 from bench.make_checkpoint import make_checkpoint
 from quire.messages import Request
-from quire.types import Beam, Sampling
+from quire.types import Sampling
 from tests.adapters import make_adapter
-from tests.exactness import SEED, Answer, is_streamed, strategies, width
-from tests.late_device import LateForward
+from tests.exactness import Answer
 
-from .exactness_deployment import DeployedWorker, ExactnessDeployment, Setting
-from .exactness_model import Logits, Models
-from .models_oracle import random_prompt
-
-NUM_TOKENS = 24
-STRATEGIES = strategies(NUM_TOKENS)
-STRATEGIES["4 beams that end"] = replace(  # one ends after 2 tokens and stays the best
-    STRATEGIES["4 beams"], beam=Beam(4, early_stopping="never"), stop_token_ids=(61, 201)
+from .exactness_conditions import (
+    ADAPTED,
+    CELLS,
+    CONDITIONS,
+    PROMPT,
+    SPECULATING,
+    STRATEGIES,
+    Condition,
 )
-RUN_AHEAD = ("greedy", "temperature", "top_k and top_p", "min_p", "4 samples")
-"""The strategies in which nothing on the host needs a token before the next step is launched."""
-ADAPTED = ("greedy", "temperature", "4 samples, adjusted", "structured", "4 beams")
-"""The strategies that are compared with a LoRA adapter too."""
-SPECULATING = [name for name in STRATEGIES if "beams" not in name]
-"""The strategies whose drafts can be verified."""
-PROMPT = random_prompt(37, seed=1)
-PAUSE_EVERY = 4
-NUM_SWAP_BLOCKS = 400
-BATCH = 64
+from .exactness_deployment import ExactnessDeployment, Setting
+from .exactness_model import Logits, Models
 
 Open = Callable[[Setting], AbstractAsyncContextManager[ExactnessDeployment]]
-Disturbance = Callable[[ExactnessDeployment, DeployedWorker], Awaitable[None]]
-
-
-# ── the conditions ───────────────────────────────────────────────────────────────────────────────
-
-
-async def undisturbed(deployment: ExactnessDeployment, request: Request) -> Answer:
-    return await deployment.ask(request)
-
-
-async def in_a_batch(deployment: ExactnessDeployment, request: Request) -> Answer:
-    """The request runs in the middle of a batch, with requests of all strategies that outlast
-    it."""
-    (prefill,), (decode,) = deployment.prefills, deployment.decoders
-    first, second, *others = companions(BATCH - 1)
-    others[::3] = [replace(other, model=request.model) for other in others[::3]]
-    before, after = others[::2], others[1::2]
-
-    async def until_begun(num_requests: int) -> None:
-        await deployment.until(lambda: deployment.stream(decode).num_begun == num_requests)
-
-    decode.forward.gate.clear()
-    deployment.call(first)  # its step stops the decode engine until all requests are there
-    await deployment.until_paused([decode])
-    for other in before:
-        deployment.call(other)
-    await until_begun(1 + len(before))
-    prefill.forward.gate.clear()
-    deployment.call(second)  # its step stops the prefill engine until the next requests are there
-    await deployment.until_paused([prefill])
-    call = deployment.call(request)
-    for other in after:
-        deployment.call(other)
-    await deployment.until(lambda: prefill.worker.num_busy > 2)
-    prefill.forward.go_on()
-    await until_begun(3 + len(others))
-    decode.forward.go_on()
-    answer = await call.answer()
-    # On a late device, rows that need their last token on the host are in every second step.
-    least = BATCH // 4 if deployment.late_decoders else BATCH
-    assert min(row.num_rows for row in decode.forward.seen) >= least
-    assert prefill.forward.seen[0].num_rows > 1
-    await deployment.cancel_all()
-    return answer
-
-
-def companions(num_sequences: int) -> list[Request]:
-    requests: list[Request] = []
-    for seed in count(SEED + 1):
-        for sampling in strategies(3 * NUM_TOKENS, seed).values():
-            prompt = random_prompt(1 + len(requests) * 7 % 50, seed=seed + len(requests))
-            requests.append(Request(prompt, sampling))
-            num_sequences -= width(sampling)
-            if num_sequences <= 0:
-                return requests
-    raise AssertionError
-
-
-async def disturbed(
-    deployment: ExactnessDeployment, request: Request, *disturbances: Disturbance
-) -> Answer:
-    """The answer to a request that is disturbed every few tokens, and has not ended by then."""
-    every = PAUSE_EVERY // 2 if deployment.setting.speculates else PAUSE_EVERY
-    deployment.pause(deployment.decoders, every)
-    call = deployment.call(request)
-    for disturbance in disturbances:
-        paused = await deployment.until_paused(deployment.decoders)
-        await deployment.until(lambda: bool(call.deltas) == is_streamed(request.sampling))
-        assert not call.reading.done()
-        if disturbance is disturbances[-1]:
-            deployment.pause(deployment.decoders, every=0)
-        await disturbance(deployment, paused)
-    return await call.answer()
-
-
-async def preemption(deployment: ExactnessDeployment, request: Request) -> Answer:
-    """The prefix cache still has the blocks of the preempted request."""
-    answer = await disturbed(deployment, request, ExactnessDeployment.preempt)
-    assert answer.usage.num_preemptions == 1
-    assert len(PROMPT) < deployment.prefills[0].num_seen < 2 * len(PROMPT)
-    return answer
-
-
-async def preemption_without_cache(deployment: ExactnessDeployment, request: Request) -> Answer:
-    deployment.store.finds_nothing = True
-    answer = await disturbed(deployment, request, ExactnessDeployment.preempt)
-    assert answer.usage.num_preemptions == 1
-    assert deployment.prefills[0].num_seen > 2 * len(PROMPT)
-    return answer
-
-
-async def swapping(deployment: ExactnessDeployment, request: Request) -> Answer:
-    """Every block is copied to the swap pool and back: one token of each sequence is computed."""
-    deployment.store.finds_nothing = True
-    answer = await disturbed(deployment, request, ExactnessDeployment.preempt)
-    assert answer.usage.num_preemptions == 1
-    num_out = sum(decode.figure("swapped_out_blocks") for decode in deployment.decoders)
-    assert deployment.prefills[0].figure("swapped_in_blocks") == num_out > 4
-    assert deployment.prefills[0].num_seen == len(PROMPT) + width(request.sampling)
-    return answer
-
-
-async def drain(deployment: ExactnessDeployment, request: Request) -> Answer:
-    """The request moves with its blocks, and nothing is computed again."""
-    answer = await disturbed(deployment, request, ExactnessDeployment.drain)
-    assert deployment.num_moves == 1
-    assert all(decode.forward.seen for decode in deployment.decoders)
-    assert deployment.prefills[0].num_seen == len(PROMPT)
-    return answer
-
-
-async def crash(deployment: ExactnessDeployment, request: Request) -> Answer:
-    """The prefix cache still has the blocks that the dead worker had finished."""
-    answer = await disturbed(deployment, request, ExactnessDeployment.kill)
-    assert [decode.running.done() for decode in deployment.decoders].count(True) == 1
-    assert all(decode.forward.seen for decode in deployment.decoders)
-    assert len(PROMPT) < deployment.prefills[0].num_seen < 2 * len(PROMPT)
-    return answer
-
-
-async def crash_without_cache(deployment: ExactnessDeployment, request: Request) -> Answer:
-    deployment.store.finds_nothing = True
-    answer = await disturbed(deployment, request, ExactnessDeployment.kill)
-    assert all(decode.forward.seen for decode in deployment.decoders)
-    assert deployment.prefills[0].num_seen >= 2 * len(PROMPT)
-    return answer
-
-
-async def crash_in_its_prompt(deployment: ExactnessDeployment, request: Request) -> Answer:
-    deployment.pause(deployment.prefills, every=1)
-    call = deployment.call(request)
-    paused = await deployment.until_paused(deployment.prefills)
-    deployment.pause(deployment.prefills, every=0)
-    await deployment.kill(paused)
-    answer = await call.answer()
-    assert 0 < paused.num_seen < len(PROMPT)
-    assert all(prefill.forward.seen for prefill in deployment.prefills)
-    return answer
-
-
-async def all_disturbances(deployment: ExactnessDeployment, request: Request) -> Answer:
-    answer = await disturbed(
-        deployment,
-        request,
-        ExactnessDeployment.preempt,
-        ExactnessDeployment.drain,
-        ExactnessDeployment.kill,
-    )
-    assert (answer.usage.num_preemptions, deployment.num_moves) == (1, 1)
-    assert all(decode.forward.seen for decode in deployment.decoders)
-    return answer
-
-
-async def prefix_of_another(deployment: ExactnessDeployment, request: Request) -> Answer:
-    """Another request has the same first two and a half blocks."""
-    sampling = Sampling(seed=SEED + 1, max_tokens=20, ignore_eos=True)
-    await deployment.ask(Request((*PROMPT[:20], *random_prompt(9, seed=4)), sampling))
-    answer = await deployment.ask(request)
-    assert {row.num_adopted for row in deployment.prefills[0].forward.seen} == {16}
-    return answer
-
-
-async def prefix_of_its_own(deployment: ExactnessDeployment, request: Request) -> Answer:
-    cold, answer = await deployment.ask(request), await deployment.ask(request)
-    assert cold == answer
-    assert {row.num_adopted for row in deployment.prefills[0].forward.seen} == {0, 32}
-    return answer
-
-
-async def chunks(deployment: ExactnessDeployment, request: Request) -> Answer:
-    answer = await deployment.ask(request)
-    num_chunks = math.ceil(len(PROMPT) / deployment.setting.chunk)
-    assert len(deployment.prefills[0].forward.seen) == num_chunks > 1
-    return answer
-
-
-async def threads(deployment: ExactnessDeployment, request: Request) -> Answer:
-    answer = await deployment.ask(request)
-    lanes = {worker.forward.num_lanes for worker in (*deployment.prefills, *deployment.decoders)}
-    assert lanes == {deployment.setting.num_threads}
-    return answer
-
-
-async def lateness(deployment: ExactnessDeployment, request: Request) -> Answer:
-    """A step is launched before the tokens of the last one are known, unless the request's
-    parameters need these tokens on the host."""
-    answer = await deployment.ask(request)
-    num_ahead = sum(device.num_ahead for device in deployment.late_decoders)
-    runs_ahead = request.sampling in [STRATEGIES[name] for name in RUN_AHEAD]
-    assert bool(num_ahead) is runs_ahead
-    return answer
-
-
-async def blocks(deployment: ExactnessDeployment, request: Request) -> Answer:
-    answer = await deployment.ask(request)
-    num_blocks = math.ceil((len(PROMPT) + 1) / deployment.setting.block_size)
-    assert {row.num_blocks for row in deployment.prefills[0].forward.seen} == {num_blocks}
-    return answer
-
-
-@dataclass(frozen=True, slots=True)
-class Condition:
-    run: Callable[[ExactnessDeployment, Request], Awaitable[Answer]]
-    setting: Setting = field(default=Setting())
-
-
-CONDITIONS = {
-    "alone": Condition(undisturbed),
-    "batch of 64": Condition(in_a_batch, Setting(num_decoders=1)),
-    "preempted": Condition(preemption),
-    "preempted, nothing cached": Condition(preemption_without_cache),
-    "swapped": Condition(swapping, Setting(num_swap_blocks=NUM_SWAP_BLOCKS)),
-    "drained": Condition(drain),
-    "decode worker dies": Condition(crash),
-    "decode worker dies, nothing cached": Condition(crash_without_cache),
-    "prefill worker dies": Condition(crash_in_its_prompt, Setting(chunk=5, num_prefills=2)),
-    "all of it": Condition(
-        all_disturbances,
-        Setting(
-            block_size=5,
-            num_swap_blocks=NUM_SWAP_BLOCKS,
-            chunk=7,
-            num_threads=2,
-            num_decoders=3,
-        ),
-    ),
-    "prefix of another": Condition(prefix_of_another),
-    "prefix of its own": Condition(prefix_of_its_own),
-    "chunks of 1": Condition(chunks, Setting(chunk=1)),
-    "chunks of 5": Condition(chunks, Setting(chunk=5)),
-    "chunks of 16": Condition(chunks, Setting(chunk=16)),
-    "2 threads": Condition(threads, Setting(num_threads=2)),
-    "blocks of 1": Condition(blocks, Setting(block_size=1)),
-    "blocks of 5": Condition(blocks, Setting(block_size=5)),
-    "blocks of 64": Condition(blocks, Setting(block_size=64)),
-    "late device": Condition(lateness, Setting(device=LateForward)),
-    "late device, batch of 64": Condition(in_a_batch, Setting(num_decoders=1, device=LateForward)),
-    "late device, drained": Condition(drain, Setting(device=LateForward)),
-    "late device, decode worker dies": Condition(crash, Setting(device=LateForward)),
-    "late device, all of it": Condition(
-        all_disturbances,
-        Setting(5, num_swap_blocks=NUM_SWAP_BLOCKS, num_decoders=3, device=LateForward),
-    ),
-}
-for name in (
-    *("batch of 64", "preempted, nothing cached", "swapped", "drained", "decode worker dies"),
-    *("all of it", "late device, all of it"),
-):
-    condition = CONDITIONS[name]
-    CONDITIONS[f"speculation, {name}"] = replace(
-        condition, setting=replace(condition.setting, speculates=True)
-    )
-for name in (
-    *("alone", "batch of 64", "preempted", "preempted, nothing cached", "swapped", "drained"),
-    *("decode worker dies", "decode worker dies, nothing cached", "prefill worker dies"),
-    *("all of it", "prefix of its own", "chunks of 5", "late device, all of it"),
-    "speculation, all of it",
-):
-    condition = CONDITIONS[name]
-    CONDITIONS[f"adapter, {name}"] = replace(
-        condition, setting=replace(condition.setting, adapts=True)
-    )
-CELLS = [
-    (strategy, condition)
-    for condition in CONDITIONS
-    for strategy in (ADAPTED if CONDITIONS[condition].setting.adapts else STRATEGIES)
-]
-
-
-# ── the matrix ───────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture(scope="module")
