@@ -1,6 +1,6 @@
 // The table of kernels, which are compiled once for each instruction set. A call computes a slice
 // of the work, given by its begin and end arguments. The kernels do not allocate, start threads or
-// throw; their callers split the work (thread_pool.h) and check the arguments.
+// throw; their callers split the work (threads/thread_pool.h) and check the arguments.
 //
 // Law: a row's result never depends on how the work was split, nor on the other rows. One thread
 // accumulates an output element, in one order.
@@ -198,7 +198,7 @@ struct AttentionPiece {
 
 // The most (query, head) pairs that are computed with one tile of one head's keys and values:
 // enough that reading and reordering the tile is a small part of the work, few enough that their
-// queries and sums stay in L2. A multiple of every register block (attention_product.h).
+// queries and sums stay in L2. A multiple of every register block (attention/product.h).
 inline constexpr int kAttentionRows = 192;
 // The most (query, head) pairs of a call, over all its heads, whose sums over the shared positions
 // are kept until each row continues alone.

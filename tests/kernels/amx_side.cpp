@@ -1,7 +1,7 @@
 // The kernels that use tiles, in the namespace QUIRE_ISA: compiled twice for amx_model.cpp, with
 // the modelled instructions and with the emulation.
-#include "attention.h"
-#include "linear_tiles.h"
+#include "attention/attention.h"
+#include "linear/linear_tiles.h"
 
 namespace quire::QUIRE_ISA {
 

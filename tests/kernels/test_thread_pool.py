@@ -14,7 +14,7 @@ def races(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build = [
         *("c++", "-std=c++17", "-O2", "-g", "-fsanitize=thread", f"-I{SOURCES}", "-pthread"),
         str(Path(__file__).with_name("thread_pool_races.cpp")),
-        *(str(SOURCES / name) for name in ("thread_pool.cpp", "signal.cpp")),
+        *(str(SOURCES / "threads" / name) for name in ("thread_pool.cpp", "signal.cpp")),
         *("-o", str(program)),
     ]
     subprocess.run(build, check=True)

@@ -4,7 +4,7 @@
 // it, and with 3 where a lane took no part in a step.
 #include <cstdlib>
 
-#include "thread_pool.h"
+#include "threads/thread_pool.h"
 
 using quire::Backlog;
 using quire::LaneSpec;

@@ -1,2 +1,2 @@
 #define QUIRE_ISA amx
-#include "table.h"
+#include "isa/table.h"

@@ -1,3 +1,3 @@
 #define QUIRE_ISA amx_emulated
 #define QUIRE_EMULATES_AMX
-#include "table.h"
+#include "isa/table.h"

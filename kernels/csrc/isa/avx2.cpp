@@ -1,2 +1,2 @@
 #define QUIRE_ISA avx2
-#include "table.h"
+#include "isa/table.h"

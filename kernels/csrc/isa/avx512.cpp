@@ -1,2 +1,2 @@
 #define QUIRE_ISA avx512
-#include "table.h"
+#include "isa/table.h"

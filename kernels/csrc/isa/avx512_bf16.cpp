@@ -1,2 +1,2 @@
 #define QUIRE_ISA avx512_bf16
-#include "table.h"
+#include "isa/table.h"

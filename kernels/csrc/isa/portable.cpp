@@ -1,2 +1,2 @@
 #define QUIRE_ISA portable
-#include "table.h"
+#include "isa/table.h"

@@ -1,12 +1,12 @@
 // The table of one instruction set: included once by each of the files beside it, which are
 // compiled with that instruction set's flags.
-#include "../attention.h"
-#include "../kernels.h"
-#include "../linear.h"
-#include "../pack.h"
-#include "../philox.h"
-#include "../rows.h"
-#include "../softmax.h"
+#include "attention/attention.h"
+#include "decoder/rows.h"
+#include "kernels.h"
+#include "linear/linear.h"
+#include "linear/pack.h"
+#include "sampling/philox.h"
+#include "sampling/softmax.h"
 
 #define QUIRE_PASTE(a, b) a##b
 #define QUIRE_TABLE(isa) QUIRE_PASTE(isa, _kernels)

@@ -1,8 +1,8 @@
 """The arithmetic of draws, written out: the same bits on every device.
 
-`kernels/csrc/draws.h` and `kernels/kvops/triton/draw_arithmetic.py` compute the same, operation for
-operation. Each operation is rounded by itself, in fp32: no fused multiply-add, no function of a
-library. Probabilities are whole numbers, whose sums are exact: they have no order.
+`kernels/csrc/sampling/softmax.h` and `kernels/kvops/triton/draw_arithmetic.py` compute the same,
+operation for operation. Each operation is rounded by itself, in fp32: no fused multiply-add, no
+function of a library. Probabilities are whole numbers, whose sums are exact: they have no order.
 
 See ADR 124.
 """

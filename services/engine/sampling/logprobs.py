@@ -1,7 +1,7 @@
 """Logprobs: the logprob and rank of a given token, and the likeliest tokens of its position.
 
-This module is the definition. `kernels/csrc/scorer.cpp` computes the same for CPUs; there the order
-of a row's operations depends on nothing but the size of the vocabulary (law 10).
+This module is the definition. `kernels/csrc/sampling/scorer.cpp` computes the same for CPUs; there
+the order of a row's operations depends on nothing but the size of the vocabulary (law 10).
 
 See ADR 75.
 """

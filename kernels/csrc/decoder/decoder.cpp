@@ -1,0 +1,258 @@
+#include "decoder/decoder.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "linear/split.h"
+
+namespace quire {
+namespace {
+
+constexpr int64_t kTokensAtOnce = 8;  // grain of loops over tokens
+
+float widened(const void* from, Dtype dtype, int64_t i) {
+  if (dtype == Dtype::f32) return static_cast<const float*>(from)[i];
+  const uint32_t bits = static_cast<uint32_t>(static_cast<const bf16*>(from)[i]) << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+}  // namespace
+
+Decoder::Buffers Decoder::buffers(const Batch& batch, const Arena& arena) {
+  const int64_t t = batch.num_tokens;
+  AttentionCall call{};
+  call.dtype = dtype_;
+  call.num_heads = shape_.num_heads;
+  call.num_kv_heads = shape_.num_kv_heads;
+  call.head_dim = shape_.head_dim;
+  call.block_size = arena.block_size;
+  const size_t scratch =
+      static_cast<size_t>(round_up(static_cast<int64_t>(kernels_.attention_scratch(call)), 64));
+  Buffers b{};
+  b.num_tokens = t;
+  b.residual_stride = spaced(shape_.hidden, sizeof(float));
+  b.residual = static_cast<float*>(residual_.get(t * b.residual_stride * sizeof(float)));
+  const auto has_outputs = [](const Layer& layer) { return layer.attention_out || layer.mlp_out; };
+  if (std::any_of(layers_.begin(), layers_.end(), has_outputs))
+    b.outputs = static_cast<float*>(outputs_.get(t * b.residual_stride * sizeof(float)));
+  b.qkv_stride = spaced(shape_.qkv_size(), sizeof(float));
+  b.qkv = static_cast<float*>(qkv_.get(t * b.qkv_stride * sizeof(float)));
+  b.attention_stride = spaced(shape_.attention_size(), size_of(dtype_));
+  b.q = q_.get(t * b.attention_stride * size_of(dtype_));
+  b.attended = attended_.get(t * b.attention_stride * size_of(dtype_));
+  b.gated_stride = spaced(shape_.intermediate, size_of(dtype_));
+  b.gated = gated_.get(t * b.gated_stride * size_of(dtype_));
+  b.widest =
+      round_up(std::max({shape_.hidden, shape_.attention_size(), shape_.intermediate}), kMostGroup);
+  b.inputs = inputs_.get(t * spaced(b.widest, sizeof(float)) * sizeof(float));
+  if (!batch.adapters.empty())
+    b.plain = plain_.get(t * spaced(shape_.hidden, size_of(Dtype::bf16)) * size_of(Dtype::bf16));
+  b.scales = static_cast<float*>(scales_.get(t * sizeof(float)));
+  b.sums = static_cast<float*>(sums_.get(t * (b.widest / kLeastGroup) * sizeof(float)));
+  b.scratch = static_cast<char*>(scratch_.get(scratch * pool_.num_lanes()));
+  b.scratch_bytes = scratch;
+  return b;
+}
+
+Rows Decoder::input_rows(const Linear& next, const Buffers& b) const {
+  const int64_t stride = spaced(b.widest, static_cast<size_t>(input_bytes(next.kind)));
+  return {next.kind, next.group, b.inputs, stride, b.scales, b.sums, b.widest / kLeastGroup};
+}
+
+// The call for every layer, without the fields that differ between layers: `attend` sets those.
+AttentionCall Decoder::attention_call(const Batch& batch, const Arena& arena,
+                                      const Buffers& b) const {
+  AttentionCall call{};
+  call.dtype = dtype_;
+  call.num_heads = shape_.num_heads;
+  call.num_kv_heads = shape_.num_kv_heads;
+  call.head_dim = shape_.head_dim;
+  call.block_size = arena.block_size;
+  call.scale = shape_.attention_scale;
+  call.cap = shape_.attention_cap;
+  call.q = b.q;
+  call.q_stride = b.attention_stride;
+  call.block_tables = batch.block_tables;
+  call.table_stride = batch.table_stride;
+  call.cu_query_lens = batch.cu_query_lens;
+  call.context_lens = batch.context_lens;
+  call.out = b.attended;
+  call.out_stride = b.attention_stride;
+  return call;
+}
+
+void Decoder::forward(const Batch& batch, const Arena& arena, float* hidden) {
+  const Buffers b = buffers(batch, arena);
+  for (const Layer& layer : layers_)
+    if (layer.experts) expert_step_.prepare(*layer.experts, batch.num_tokens);
+  plan_.make(attention_call(batch, arena, b), static_cast<int>(batch.num_rows), pool_.num_lanes());
+  adapters_.begin(batch.adapters, batch.num_tokens,
+                  std::max({shape_.qkv_size(), shape_.hidden,
+                            2 * static_cast<int>(round_up(shape_.intermediate, kPanel / 2))}));
+  pool_.run([&](Lane& lane) {
+    int64_t m = batch.num_tokens;
+    embed(lane, batch, b);
+    for (size_t i = 0; i < layers_.size(); ++i) {
+      const Layer& layer = layers_[i];
+      const Inputs x = enter(lane, layer.attention_in, m, *layer.qkv, b);
+      linear(lane, i, kQkv, *layer.qkv, x, m, Epilogue::store_f32, b.qkv, b.qkv_stride);
+      attend(lane, layer, static_cast<int64_t>(i), batch, arena, b);
+      if (i + 1 == layers_.size() && batch.num_wanted < m) {
+        // All KV is stored, so only the wanted tokens are needed from here on.
+        keep_wanted(lane, batch, b);
+        m = batch.num_wanted;
+      }
+      finish_layer(lane, i, m, b);
+    }
+    lane.loop(m, kTokensAtOnce, [&](int64_t begin, int64_t end) {
+      const NormCall call{b.residual,    b.residual_stride,
+                          shape_.hidden, final_norm_,
+                          shape_.eps,    {WeightKind::f32, 0, hidden, shape_.hidden}};
+      kernels_.rms_norm(call, begin, end);
+    });
+  });
+}
+
+void Decoder::embed(Lane& lane, const Batch& batch, const Buffers& b) {
+  const int64_t width = shape_.hidden;
+  lane.loop(batch.num_tokens, kTokensAtOnce, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t)
+      for (int64_t i = 0; i < width; ++i)
+        b.residual[t * b.residual_stride + i] =
+            widened(embedding_, embedding_dtype_, batch.token_ids[t] * width + i) *
+            shape_.embedding_scale;
+  });
+}
+
+void Decoder::attend(Lane& lane, const Layer& layer, int64_t index, const Batch& batch,
+                     const Arena& arena, const Buffers& b) {
+  const QkvCall store{dtype_,
+                      shape_.num_heads,
+                      shape_.num_kv_heads,
+                      shape_.head_dim,
+                      arena.block_size,
+                      b.qkv,
+                      b.qkv_stride,
+                      layer.query_norm,
+                      layer.key_norm,
+                      shape_.eps,
+                      shape_.norms_all_heads,
+                      layer.rotated,
+                      layer.cos,
+                      layer.sin,
+                      batch.positions,
+                      batch.slot_mapping,
+                      b.q,
+                      b.attention_stride,
+                      arena.layer(index)};
+  lane.loop(batch.num_tokens, kTokensAtOnce,
+            [&](int64_t begin, int64_t end) { kernels_.qkv(store, begin, end); });
+  AttentionCall call = attention_call(batch, arena, b);
+  call.window = layer.window;
+  call.sinks = layer.sinks;
+  call.kv = arena.layer(index);
+  lane.loop(plan_.num_tasks(), 1, [&](int64_t task, int64_t) {
+    plan_.attend(kernels_, call, task, b.scratch + b.scratch_bytes * lane.index);
+  });
+}
+
+// Moves the wanted rows of the residual stream and of the attention's output to the front.
+void Decoder::keep_wanted(Lane& lane, const Batch& batch, const Buffers& b) {
+  lane.loop(1, 1, [&](int64_t, int64_t) {
+    const size_t stream = shape_.hidden * sizeof(float);
+    const int64_t row = b.attention_stride * static_cast<int64_t>(size_of(dtype_));
+    char* attended = static_cast<char*>(b.attended);
+    for (int64_t i = 0; i < batch.num_wanted; ++i) {
+      const int64_t from = batch.wanted[i];
+      std::memmove(b.residual + i * b.residual_stride, b.residual + from * b.residual_stride,
+                   stream);
+      std::memmove(attended + i * row, attended + from * row, row);
+    }
+    adapters_.keep(batch.wanted, batch.num_wanted);
+  });
+}
+
+void Decoder::finish_layer(Lane& lane, size_t index, int64_t m, const Buffers& b) {
+  const Layer& layer = layers_[index];
+  Inputs x = taken(lane, b.attended, dtype_, b.attention_stride, m, *layer.output, b);
+  add(lane, index, kOutput, *layer.output, x, layer.attention_out, m, b);
+  if (layer.experts) {
+    const NormCall call{b.residual, b.residual_stride, shape_.hidden, layer.mlp_in, shape_.eps, {}};
+    return expert_step_.add(lane, *layer.experts, call, m, b.residual, b.residual_stride);
+  }
+  x = enter(lane, layer.mlp_in, m, *layer.gate_up, b);
+  const bool is_f32 = dtype_ == Dtype::f32;
+  const Epilogue silu = is_f32 ? Epilogue::silu_mul_f32 : Epilogue::silu_mul_bf16;
+  const Epilogue gelu = is_f32 ? Epilogue::gelu_mul_f32 : Epilogue::gelu_mul_bf16;
+  linear(lane, index, kGateUp, *layer.gate_up, x, m, shape_.uses_gelu ? gelu : silu, b.gated,
+         b.gated_stride);
+  x = taken(lane, b.gated, dtype_, b.gated_stride, m, *layer.down, b);
+  add(lane, index, kDown, *layer.down, x, layer.mlp_out, m, b);
+}
+
+// The input of the next linear, which `fill` writes to the rows that it is given.
+template <typename Fill>
+Decoder::Inputs Decoder::filled(const Linear& next, const Buffers& b, const Fill& fill) const {
+  const Rows rows = input_rows(next, b);
+  fill(rows);
+  if (adapters_.empty() || !is_quantized(next.kind)) return {rows.read(), rows.read()};
+  const Rows plain{WeightKind::bf16, 0, b.plain, spaced(shape_.hidden, size_of(Dtype::bf16))};
+  fill(plain);
+  return {rows.read(), plain.read()};
+}
+
+// Returns the residual stream, normed if there is a norm, as the input of the next linear.
+Decoder::Inputs Decoder::enter(Lane& lane, const float* norm, int64_t m, const Linear& next,
+                               const Buffers& b) {
+  if (!norm) return taken(lane, b.residual, Dtype::f32, b.residual_stride, m, next, b);
+  return filled(next, b, [&](const Rows& rows) {
+    const NormCall call{b.residual, b.residual_stride, shape_.hidden, norm, shape_.eps, rows};
+    lane.loop(m, kTokensAtOnce,
+              [&](int64_t begin, int64_t end) { kernels_.rms_norm(call, begin, end); });
+  });
+}
+
+// Adds a linear's output to the residual stream, after its norm if there is one.
+void Decoder::add(Lane& lane, size_t layer, Site site, const Linear& weights, const Inputs& x,
+                  const float* norm, int64_t m, const Buffers& b) {
+  if (!norm)
+    return linear(lane, layer, site, weights, x, m, Epilogue::add_f32, b.residual,
+                  b.residual_stride);
+  linear(lane, layer, site, weights, x, m, Epilogue::store_f32, b.outputs, b.residual_stride);
+  const NormCall call{b.outputs, b.residual_stride, shape_.hidden, norm, shape_.eps, {}};
+  lane.loop(m, kTokensAtOnce, [&](int64_t begin, int64_t end) {
+    kernels_.add_normed(call, b.residual, b.residual_stride, begin, end);
+  });
+}
+
+void Decoder::linear(Lane& lane, size_t layer, Site site, const Linear& weights, const Inputs& x,
+                     int64_t m, Epilogue epilogue, void* out, int64_t out_stride) {
+  LinearCall call{&weights, x.x, epilogue, out, out_stride};
+  if (!adapters_.empty()) adapters_.add(kernels_, lane, layer, site, x.plain, call);
+  if (epilogue == Epilogue::add_f32) call.factor = shape_.residual_scale;
+  const int64_t num_panels = round_up(weights.n, kPanel) / kPanel;
+  lane.loop(num_panels, linear_grain(kernels_, weights, m, pool_.num_lanes()),
+            [&](int64_t begin, int64_t end) { kernels_.linear(call, begin, end, 0, m); });
+}
+
+// Returns x as the input of the next linear: as it is, or rounded or quantized if the linear reads
+// another type.
+Decoder::Inputs Decoder::taken(Lane& lane, const void* x, Dtype dtype, int64_t stride, int64_t m,
+                               const Linear& next, const Buffers& b) {
+  const bool is_f32 = dtype == Dtype::f32;
+  const Activations plain{x, stride};
+  if (next.kind == (is_f32 ? WeightKind::f32 : WeightKind::bf16)) return {plain, plain};
+  const auto fill = [&](const Rows& rows) {
+    lane.loop(m, kTokensAtOnce, [&](int64_t begin, int64_t end) {
+      kernels_.quantize(x, dtype, stride, static_cast<int>(next.k), rows, begin, end);
+    });
+  };
+  if (is_f32) return filled(next, b, fill);
+  const Rows rows = input_rows(next, b);
+  fill(rows);
+  return {rows.read(), plain};
+}
+
+}  // namespace quire

@@ -1,0 +1,277 @@
+// What happens to rows between linears and attention: norms, rotation, quantization.
+//
+// A row's sums run over lanes and vectors in an order that only its width decides. What is not
+// finite stays so: a row of bytes that held an infinity or a NaN has a scale that is not finite,
+// and every byte is 0 there, so that all products with it are NaN.
+#pragma once
+
+#include "isa/simd.h"
+#include "kernels.h"
+
+namespace quire::QUIRE_ISA {
+
+typedef uint8_t u8x16 __attribute__((vector_size(16)));
+
+// 1 / sqrt(mean(x^2) + eps)
+inline float rms_factor(const float* x, int width, float eps) {
+  f32x16 sums[4] = {};
+  for (int i = 0; i < width; i += 4 * kLanes)
+    for (int j = 0; j < 4 && i + j * kLanes < width; ++j) {
+      const f32x16 values = load_some(x + i + j * kLanes, width - i - j * kLanes);
+      sums[j] = fma(values, values, sums[j]);
+    }
+  const float sum = reduce_add((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  return 1.0f / __builtin_sqrtf(sum / static_cast<float>(width) + eps);
+}
+
+// Rows as the functions below read them: `at(i)` is elements i to i + 15, behind the last one 0.
+template <typename T>
+struct PlainRow {
+  const T* x;
+  int width;
+
+  f32x16 at(int i) const { return load_some(x + i, width - i); }
+};
+
+struct NormedRow {
+  const float* x;
+  const float* weight;
+  float factor;
+  int width;
+
+  f32x16 at(int i) const {
+    return load_some(x + i, width - i) * factor * load_some(weight + i, width - i);
+  }
+};
+
+inline int64_t padded(int width, int multiple) {
+  return (static_cast<int64_t>(width) + multiple - 1) / multiple * multiple;
+}
+
+template <typename T, typename Row>
+inline void write_floats(const Row& row, int64_t width, T* out) {
+  for (int64_t i = 0; i < width; i += kLanes)
+    store_some(out + i, row.at(static_cast<int>(i)), width - i);
+}
+
+// The largest magnitude, compared as an integer, in which NaN is above infinity.
+template <typename Row>
+inline float largest_magnitude(const Row& row) {
+  i32x16 largest = {};
+  for (int i = 0; i < row.width; i += kLanes) {
+    const i32x16 bits = (i32x16)row.at(i) & 0x7fffffff;
+    largest = bits > largest ? bits : largest;
+  }
+  int32_t lanes[kLanes];
+  store(lanes, largest);
+  for (int i = 1; i < kLanes; ++i) lanes[0] = lanes[i] > lanes[0] ? lanes[i] : lanes[0];
+  float value;
+  std::memcpy(&value, lanes, sizeof value);
+  return value;
+}
+
+// A row too small for a scale that has a reciprocal (below 1.5e-36) is a row of zeros. `offset`: of
+// the bytes.
+template <typename Row>
+inline float write_bytes(const Row& row, int64_t width, uint32_t offset, uint8_t* out) {
+  const float scale = largest_magnitude(row) / 127.0f;
+  const bool is_zero = scale < 1.17549435e-38f;
+  const bool is_finite = scale < __builtin_inff();
+  const float factor = is_zero || !is_finite ? 0.0f : 1.0f / scale;
+  const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  for (int64_t i = 0; i < width; i += kLanes) {
+    const f32x16 rounded = row.at(static_cast<int>(i)) * factor + magic;
+    const u32x16 bytes = (u32x16)rounded - (0x4b400000u - offset);
+    const u8x16 values = __builtin_convertvector(bytes, u8x16);
+    if (width - i >= kLanes)
+      store(out + i, values);
+    else
+      std::memcpy(out + i, &values, width - i);
+  }
+  return is_zero ? 0.0f : scale;
+}
+
+// The sums of a row's signed bytes over each group; padding is 0.
+inline void write_sums(const int8_t* bytes, int64_t width, int group, float* sums) {
+  for (int64_t begin = 0; begin < width; begin += group) {
+    int32_t sum = 0;
+    for (int i = 0; i < group; ++i) sum += bytes[begin + i];
+    *sums++ = static_cast<float>(sum);
+  }
+}
+
+template <typename Row>
+inline void write_row(const Row& row, const Rows& out, int64_t index) {
+  const int64_t at = index * out.stride;
+  auto* bytes = static_cast<uint8_t*>(out.data) + at;
+  switch (out.kind) {
+    case WeightKind::f32:
+      return write_floats(row, row.width, static_cast<float*>(out.data) + at);
+    case WeightKind::bf16:
+      return write_floats(row, padded(row.width, 2), static_cast<bf16*>(out.data) + at);
+    case WeightKind::int8:
+      out.scales[index] = write_bytes(row, padded(row.width, 4), 128, bytes);
+      return;
+    case WeightKind::int4: {
+      const int64_t width = padded(row.width, out.group);
+      out.scales[index] = write_bytes(row, width, 0, bytes);
+      write_sums(reinterpret_cast<int8_t*>(bytes), width, out.group,
+                 out.sums + index * out.sums_stride);
+    }
+  }
+}
+
+inline void rms_norm(const NormCall& call, int64_t row_begin, int64_t row_end) {
+  for (int64_t row = row_begin; row < row_end; ++row) {
+    const float* x = call.x + row * call.stride;
+    const float factor = rms_factor(x, call.width, call.eps);
+    write_row(NormedRow{x, call.weight, factor, call.width}, call.out, row);
+  }
+}
+
+inline void add_normed(const NormCall& call, float* sums, int64_t stride, int64_t row_begin,
+                       int64_t row_end) {
+  for (int64_t row = row_begin; row < row_end; ++row) {
+    const float* x = call.x + row * call.stride;
+    const NormedRow normed = {x, call.weight, rms_factor(x, call.width, call.eps), call.width};
+    float* to = sums + row * stride;
+    for (int i = 0; i < call.width; i += kLanes)
+      store_some(to + i, load_some(to + i, call.width - i) + normed.at(i), call.width - i);
+  }
+}
+
+inline void quantize(const void* x, Dtype dtype, int64_t stride, int width, const Rows& out,
+                     int64_t row_begin, int64_t row_end) {
+  for (int64_t row = row_begin; row < row_end; ++row) {
+    if (dtype == Dtype::f32)
+      write_row(PlainRow<float>{static_cast<const float*>(x) + row * stride, width}, out, row);
+    else
+      write_row(PlainRow<bf16>{static_cast<const bf16*>(x) + row * stride, width}, out, row);
+  }
+}
+
+// ---- queries, keys and values ------------------------------------------------------------------
+
+// A head's rotation: the pairs (x[i], x[i + half]) by the angles of a position (Su et al., 2021).
+struct Rotation {
+  const float* cos;  // [half]
+  const float* sin;
+  int half;  // 0: none
+};
+
+// A head's norm: x * factor * weight; no weight: x.
+struct HeadNorm {
+  const float* weight;
+  float factor;
+};
+
+// A row whose halves are rotated; of either, `at(i)` is a vector of the row before that.
+template <typename Row, typename T>
+inline void write_rotated(const Row& first, const Row& second, const Rotation& rotation, T* out) {
+  for (int i = 0; i < rotation.half; i += kLanes) {
+    const int count = rotation.half - i;
+    const f32x16 a = first.at(i), b = second.at(i);
+    const f32x16 cos = load_some(rotation.cos + i, count);
+    const f32x16 sin = load_some(rotation.sin + i, count);
+    store_some(out + i, fma(-b, sin, a * cos), count);
+    store_some(out + rotation.half + i, fma(a, sin, b * cos), count);
+  }
+}
+
+template <typename T>
+inline void write_head(const float* x, int head_dim, const HeadNorm& norm, const Rotation& rotation,
+                       T* out) {
+  const int half = rotation.half, rest = head_dim - 2 * half;
+  if (norm.weight == nullptr) {
+    write_rotated(PlainRow<float>{x, half}, PlainRow<float>{x + half, half}, rotation, out);
+    if (rest > 0) write_floats(PlainRow<float>{x + 2 * half, rest}, rest, out + 2 * half);
+    return;
+  }
+  const auto from = [&](int i, int width) {
+    return NormedRow{x + i, norm.weight + i, norm.factor, width};
+  };
+  write_rotated(from(0, half), from(half, half), rotation, out);
+  if (rest > 0) write_floats(from(2 * half, rest), rest, out + 2 * half);
+}
+
+// Calls write(head, x of the head, its norm) for each of a token's heads.
+template <typename Write>
+inline void each_head(const QkvCall& call, const float* x, int num_heads, const float* weight,
+                      const Write& write) {
+  const int width = call.head_dim;
+  HeadNorm norm = {weight, 0.0f};
+  if (weight && call.norms_all_heads) norm.factor = rms_factor(x, num_heads * width, call.eps);
+  for (int head = 0; head < num_heads; ++head, x += width) {
+    if (weight && !call.norms_all_heads) norm.factor = rms_factor(x, width, call.eps);
+    write(head, x, norm);
+    if (weight && call.norms_all_heads) norm.weight += width;
+  }
+}
+
+// Writes a head of fp32 values as signed bytes and a scale.
+inline void write_int8_head(const float* x, int head_dim, char* out) {
+  const float scale =
+      write_bytes(PlainRow<float>{x, head_dim}, head_dim, 0, reinterpret_cast<uint8_t*>(out));
+  std::memcpy(out + head_dim, &scale, sizeof scale);
+}
+
+// Stores a token's keys and values, of which it has the values before rotation at `x`.
+template <typename T>
+inline void store_token(const QkvCall& call, const Rotation& rotation, const float* x, char* keys) {
+  const int width = call.num_kv_heads * call.head_dim;
+  auto* out = reinterpret_cast<T*>(keys);
+  each_head(call, x, call.num_kv_heads, call.key_norm,
+            [&](int head, const float* from, const HeadNorm& norm) {
+              write_head(from, call.head_dim, norm, rotation, out + head * call.head_dim);
+            });
+  write_floats(PlainRow<float>{x + width, width}, width,
+               reinterpret_cast<T*>(keys + call.kv.value_bytes));
+}
+
+inline void store_int8_token(const QkvCall& call, const Rotation& rotation, const float* x,
+                             char* keys) {
+  const float* values = x + call.num_kv_heads * call.head_dim;
+  float rotated[kMostHeadDim];
+  each_head(call, x, call.num_kv_heads, call.key_norm,
+            [&](int, const float* from, const HeadNorm& norm) {
+              write_head(from, call.head_dim, norm, rotation, rotated);
+              write_int8_head(rotated, call.head_dim, keys);
+              write_int8_head(values, call.head_dim, keys + call.kv.value_bytes);
+              values += call.head_dim;
+              keys += call.head_dim + kScaleBytes;
+            });
+}
+
+template <typename T>
+inline void qkv_token(const QkvCall& call, int64_t token) {
+  const int head_dim = call.head_dim, half = call.rotated / 2;
+  const float* x = call.qkv + token * call.qkv_stride;
+  const int64_t angles = call.positions[token] * half;
+  const Rotation rotation = {call.cos + angles, call.sin + angles, half};
+  T* q = static_cast<T*>(call.q) + token * call.q_stride;
+  each_head(call, x, call.num_heads, call.query_norm,
+            [&](int head, const float* from, const HeadNorm& norm) {
+              write_head(from, head_dim, norm, rotation, q + head * head_dim);
+            });
+  x += call.num_heads * head_dim;
+  const int64_t slot = call.slot_mapping[token];
+  if (slot == -1) return;
+  const int64_t head_bytes = kv_head_bytes(call.kv.is_int8, call.dtype, head_dim);
+  char* keys = call.kv.data + slot / call.block_size * call.kv.block_bytes +
+               slot % call.block_size * call.num_kv_heads * head_bytes;
+  if (call.kv.is_int8)
+    store_int8_token(call, rotation, x, keys);
+  else
+    store_token<T>(call, rotation, x, keys);
+}
+
+inline void qkv(const QkvCall& call, int64_t token_begin, int64_t token_end) {
+  for (int64_t token = token_begin; token < token_end; ++token) {
+    if (call.dtype == Dtype::f32)
+      qkv_token<float>(call, token);
+    else
+      qkv_token<bf16>(call, token);
+  }
+}
+
+}  // namespace quire::QUIRE_ISA

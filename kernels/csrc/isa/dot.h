@@ -1,0 +1,157 @@
+// The K step of each kind of weights, on vectors as wide as a register: a tile of a linear fills
+// the register file, which leaves no room for vectors that the compiler has to cut.
+#pragma once
+
+#include "isa/simd.h"
+#include "kernels.h"
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+namespace quire::QUIRE_ISA {
+
+#if defined(__AVX512F__)
+inline constexpr int kWide = 16;  // lanes of 4 bytes
+#elif defined(__AVX2__)
+inline constexpr int kWide = 8;
+#else
+inline constexpr int kWide = 4;
+#endif
+
+typedef float vf32 __attribute__((vector_size(4 * kWide)));
+typedef int32_t vi32 __attribute__((vector_size(4 * kWide)));
+typedef uint32_t vu32 __attribute__((vector_size(4 * kWide)));
+typedef int16_t vi16 __attribute__((vector_size(4 * kWide)));
+
+inline vf32 multiply_add(vf32 a, vf32 b, vf32 c) {
+#if defined(__AVX512F__)
+  return (vf32)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  return (vf32)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_NEON)
+  return (vf32)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
+
+// Lanes of two 16-bit numbers: their dot product, exact.
+inline vi32 multiply_pairs(vi16 a, vi16 b) {
+#if defined(__AVX512BW__)
+  return (vi32)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+  return (vi32)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif defined(__SSE2__)
+  return (vi32)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#else
+  const vi32 x = (vi32)a, y = (vi32)b;
+  return (x << 16 >> 16) * (y << 16 >> 16) + (x >> 16) * (y >> 16);
+#endif
+}
+
+// Adds to `sum` the products of a step's activations, the same 4 bytes in every lane, and weights.
+template <WeightKind>
+struct Dot;
+
+template <>
+struct Dot<WeightKind::f32> {
+  using Sum = vf32;
+  using Lanes = f32x16;
+  static Sum step(Sum sum, vu32 x, vu32 weights) {
+    return multiply_add((vf32)x, (vf32)weights, sum);
+  }
+};
+
+template <>
+struct Dot<WeightKind::bf16> {
+  using Sum = vf32;
+  using Lanes = f32x16;
+  static Sum step(Sum sum, vu32 x, vu32 weights) {
+#if defined(__AVX512BF16__)
+    return (vf32)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)weights);
+#else
+    const vu32 high = 0xffff0000u - vu32{};
+    sum = multiply_add((vf32)(x << 16), (vf32)(weights << 16), sum);
+    return multiply_add((vf32)(x & high), (vf32)(weights & high), sum);
+#endif
+  }
+};
+
+template <>
+struct Dot<WeightKind::int8> {
+  using Sum = vi32;
+  using Lanes = i32x16;
+  static Sum step(Sum sum, vu32 x, vu32 weights) {  // bytes: x unsigned, weights signed
+#if defined(__AVX512VNNI__)
+    return (vi32)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)x, (__m512i)weights);
+#else
+    const vu32 even = 0x00ff00ffu - vu32{};
+    const vi16 w = (vi16)weights;
+    return sum + multiply_pairs((vi16)(x & even), w << 8 >> 8) +
+           multiply_pairs((vi16)(x >> 8 & even), w >> 8);
+#endif
+  }
+};
+
+template <>
+struct Dot<WeightKind::int4> {  // see accumulate_int4
+  using Sum = vf32;
+  using Lanes = f32x16;
+};
+
+// Lanes of four bytes: sums of codes of at most 15 times signed bytes. A sum takes `kNibbleSteps`
+// steps of eight products; then it has to be widened.
+#if defined(__AVX2__) && !defined(__AVX512VNNI__)
+inline constexpr int kNibbleSteps = 4;
+#else
+inline constexpr int kNibbleSteps = kMostGroup / 8;
+#endif
+
+struct NibbleDot {
+#if defined(__AVX512VNNI__)
+  using Sum = vi32;
+  static Sum step(Sum sum, vu32 codes, vu32 x) {
+    return (vi32)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)x);
+  }
+  static vi32 widened(Sum sum) { return sum; }
+#elif defined(__AVX2__)
+  // 16 bits hold the pairs of eight products: 8 * 2 * 15 * 127 = 30,480.
+  using Sum = vi16;
+  static Sum step(Sum sum, vu32 codes, vu32 x) {
+#if defined(__AVX512BW__)
+    return sum + (vi16)_mm512_maddubs_epi16((__m512i)codes, (__m512i)x);
+#else
+    return sum + (vi16)_mm256_maddubs_epi16((__m256i)codes, (__m256i)x);
+#endif
+  }
+  static vi32 widened(Sum sum) { return multiply_pairs(sum, 1 - vi16{}); }
+#else
+  using Sum = vi32;
+  static Sum step(Sum sum, vu32 codes, vu32 x) {
+    const vu32 even = 0x00ff00ffu - vu32{};
+    const vi16 signed_x = (vi16)x;
+    return sum + multiply_pairs((vi16)(codes & even), signed_x << 8 >> 8) +
+           multiply_pairs((vi16)(codes >> 8 & even), signed_x >> 8);
+  }
+  static vi32 widened(Sum sum) { return sum; }
+#endif
+};
+
+// One vector of fp16 numbers.
+inline vf32 load_half(const uint16_t* from) {
+#if defined(__AVX512F__)
+  return (vf32)_mm512_cvtph_ps(load<__m256i>(from));
+#elif defined(__F16C__)
+  return (vf32)_mm256_cvtph_ps(load<__m128i>(from));
+#else
+  typedef uint16_t halves __attribute__((vector_size(2 * kWide)));
+  const vu32 bits = __builtin_convertvector(load<halves>(from), vu32);
+  const vu32 sign = (bits & 0x8000u) << 16, size = (bits & 0x7fffu) << 13;
+  const vf32 scaled = (vf32)size * 0x1p112f;  // the exponent's bias is 127, not 15
+  const vu32 is_special = (vu32)(size >= 0x0f800000u);
+  return (vf32)(sign | (is_special & (size | 0x7f800000u)) | (~is_special & (vu32)scaled));
+#endif
+}
+
+}  // namespace quire::QUIRE_ISA

@@ -1,0 +1,213 @@
+// Matrix products by tiles: up to 32 rows of sums times 32 columns, 64 bytes of K at a time.
+//
+// `Tiles` has two implementations with equal results: AMX (table `amx`), and AVX2, which computes
+// the same operations one after another (table `amx_emulated`, for tests on CPUs without AMX).
+//
+// The order of the sums of a product of bf16 pairs, as AMX defines it: for the 32 values of K, the
+// products of even k and those of odd k are two chains of 16 fused multiply-adds from 0, in order
+// of k; then sum += even + odd. Each operation reads denormals as 0 and writes 0 for a denormal
+// (DAZ and FTZ). Products of bytes are exact.
+//
+// See ADR 108.
+#pragma once
+
+#include <immintrin.h>
+
+#include "isa/dot.h"
+#include "isa/simd.h"
+#include "kernels.h"
+
+namespace quire::QUIRE_ISA {
+
+inline constexpr int kTileRows = 32;      // of sums
+inline constexpr int kTileColumns = 32;   // of sums
+inline constexpr int kTileBytes = 64;     // of K in a product
+inline constexpr int kTileSteps = 16;     // words of 4 bytes in them
+inline constexpr int kRegisterRows = 16;  // of one tile register
+inline constexpr int kRegisterBytes = 64;
+
+#if defined(QUIRE_EMULATES_AMX)
+
+class Tiles {
+ public:
+  // Sets the number of rows, 1 to 32; loses the sums.
+  void shape(int num_rows) { num_rows_ = num_rows; }
+  void clear() { std::memset(sums_, 0, sizeof sums_); }
+  // `stride`: bytes from row to row, here and below.
+  void load(const void* sums, int64_t stride) {
+    for (int row = 0; row < num_rows_; ++row)
+      std::memcpy(sums_[row], static_cast<const char*>(sums) + row * stride, sizeof sums_[row]);
+  }
+  void store(void* sums, int64_t stride) const {
+    for (int row = 0; row < num_rows_; ++row)
+      std::memcpy(static_cast<char*>(sums) + row * stride, sums_[row], sizeof sums_[row]);
+  }
+
+  // Adds the products of a [rows, 64 bytes] and b [16, 32 words].
+  template <WeightKind kind>
+  void multiply(const void* a, int64_t a_stride, const void* b, int64_t b_stride) {
+    constexpr unsigned kFlushDenormals = 0x9fc0;  // round to nearest, no exceptions, DAZ and FTZ
+    const unsigned before = _mm_getcsr();
+    _mm_setcsr(kFlushDenormals);
+    add_products<kind>(static_cast<const char*>(a), a_stride, static_cast<const char*>(b),
+                       b_stride);
+    _mm_setcsr(before);
+  }
+
+ private:
+  static constexpr int kVectors = kTileColumns / kWide;
+
+  // Not inlined: the compiler would move arithmetic across the changes of the control register.
+  template <WeightKind kind>
+  [[gnu::noinline]] void add_products(const char* a, int64_t a_stride, const char* b,
+                                      int64_t b_stride) {
+    for (int row = 0; row < num_rows_; ++row, a += a_stride)
+      for (int i = 0; i < kVectors; ++i) {
+        uint32_t* sum = sums_[row] + i * kWide;
+        if constexpr (kind == WeightKind::bf16)
+          add_pairs(a, b + i * sizeof(vu32), b_stride, sum);
+        else
+          add_bytes(a, b + i * sizeof(vu32), b_stride, sum);
+      }
+  }
+
+  static void add_pairs(const char* a, const char* b, int64_t b_stride, uint32_t* sum) {
+    const vu32 high = 0xffff0000u - vu32{};
+    vf32 even = {}, odd = {};
+    for (int step = 0; step < kTileSteps; ++step) {
+      const vu32 x = load_word(a, step), w = load_words(b + step * b_stride);
+      even = multiply_add((vf32)(x << 16), (vf32)(w << 16), even);
+      odd = multiply_add((vf32)(x & high), (vf32)(w & high), odd);
+    }
+    QUIRE_ISA::store(sum, QUIRE_ISA::load<vf32>(sum) + (even + odd));
+  }
+
+  static void add_bytes(const char* a, const char* b, int64_t b_stride, uint32_t* sum) {
+    vi32 sums = QUIRE_ISA::load<vi32>(sum);
+    for (int step = 0; step < kTileSteps; ++step)
+      sums = Dot<WeightKind::int8>::step(sums, load_word(a, step), load_words(b + step * b_stride));
+    QUIRE_ISA::store(sum, sums);
+  }
+
+  static vu32 load_word(const char* a, int step) {
+    return QUIRE_ISA::load<uint32_t>(a + 4 * step) - vu32{};
+  }
+  static vu32 load_words(const char* b) { return QUIRE_ISA::load<vu32>(b); }
+
+  int num_rows_ = 0;
+  alignas(64) uint32_t sums_[kTileRows][kTileColumns];
+};
+
+#else
+
+// Registers 0 and 1 are the sums of the first 16 rows, 2 and 3 those of the others; 4 and 5 are
+// rows of `a`, 6 and 7 columns of `b`.
+//
+// A kernel configures the registers when it first needs them and releases them when it ends:
+// between calls, the operating system has no tiles to save for this thread, and a CPU core that
+// holds no tiles can sleep.
+class Tiles {
+ public:
+  Tiles() = default;
+  Tiles(const Tiles&) = delete;
+  Tiles& operator=(const Tiles&) = delete;
+  ~Tiles() {
+    if (num_rows_ > 0) _tile_release();
+  }
+
+  void shape(int num_rows) {
+    if (num_rows == num_rows_) return;
+    num_rows_ = num_rows;
+    const int first = num_rows < kRegisterRows ? num_rows : kRegisterRows;
+    const int second = num_rows - first;
+    const int rows[8] = {first, first, second, second, first, second, kTileSteps, kTileSteps};
+    Config config = {};
+    config.palette = 1;
+    for (int tile = 0; tile < 8; ++tile) {
+      config.row_bytes[tile] = rows[tile] > 0 ? kRegisterBytes : 0;
+      config.rows[tile] = static_cast<uint8_t>(rows[tile]);
+    }
+    barrier();
+    _tile_loadconfig(&config);
+    barrier();
+  }
+
+  void clear() {
+    _tile_zero(0);
+    _tile_zero(1);
+    if (!has_second()) return;
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+
+  void load(const void* sums, int64_t stride) {
+    const char* from = static_cast<const char*>(sums);
+    barrier();
+    _tile_loadd(0, from, stride);
+    _tile_loadd(1, from + kRegisterBytes, stride);
+    if (has_second()) {
+      _tile_loadd(2, from + kRegisterRows * stride, stride);
+      _tile_loadd(3, from + kRegisterRows * stride + kRegisterBytes, stride);
+    }
+    barrier();
+  }
+
+  void store(void* sums, int64_t stride) const {
+    char* to = static_cast<char*>(sums);
+    _tile_stored(0, to, stride);
+    _tile_stored(1, to + kRegisterBytes, stride);
+    if (!has_second()) return;
+    _tile_stored(2, to + kRegisterRows * stride, stride);
+    _tile_stored(3, to + kRegisterRows * stride + kRegisterBytes, stride);
+  }
+
+  template <WeightKind kind>
+  void multiply(const void* a, int64_t a_stride, const void* b, int64_t b_stride) {
+    const char *rows = static_cast<const char*>(a), *columns = static_cast<const char*>(b);
+    barrier();
+    _tile_loadd(4, rows, a_stride);
+    _tile_loadd(6, columns, b_stride);
+    _tile_loadd(7, columns + kRegisterBytes, b_stride);
+    if constexpr (kind == WeightKind::bf16) {
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(1, 4, 7);
+    } else {
+      _tile_dpbusd(0, 4, 6);
+      _tile_dpbusd(1, 4, 7);
+    }
+    if (has_second()) multiply_second<kind>(rows + kRegisterRows * a_stride, a_stride);
+    barrier();
+  }
+
+ private:
+  // The memory operand of LDTILECFG.
+  struct alignas(64) Config {
+    uint8_t palette, first_row, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+  };
+  static_assert(sizeof(Config) == 64);
+
+  template <WeightKind kind>
+  static void multiply_second(const char* rows, int64_t a_stride) {
+    _tile_loadd(5, rows, a_stride);
+    if constexpr (kind == WeightKind::bf16) {
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    } else {
+      _tile_dpbusd(2, 5, 6);
+      _tile_dpbusd(3, 5, 7);
+    }
+  }
+
+  // GCC's intrinsics do not say that they read memory: it must not move writes across them.
+  static void barrier() { asm volatile("" : : : "memory"); }
+
+  bool has_second() const { return num_rows_ > kRegisterRows; }
+
+  int num_rows_ = 0;
+};
+
+#endif
+
+}  // namespace quire::QUIRE_ISA

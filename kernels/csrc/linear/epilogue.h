@@ -1,0 +1,209 @@
+// What becomes of the finished sums of some rows of a panel.
+#pragma once
+
+#include "isa/simd.h"
+#include "kernels.h"
+
+namespace quire::QUIRE_ISA {
+
+struct Columns {  // of a panel
+  f32x16 low, high;
+};
+
+// From sums to y = x W^T + bias, for the columns of one panel.
+struct Scaling {
+  Columns bias, scales;
+  i32x16 offsets[2];
+
+  Scaling(const Linear& w, int64_t column) : bias{}, scales{}, offsets{} {
+    if (w.bias) bias = {load_f32(w.bias + column), load_f32(w.bias + column + kLanes)};
+    if (!is_quantized(w.kind)) return;
+    scales = {load_f32(w.scales + column), load_f32(w.scales + column + kLanes)};
+    if (w.kind != WeightKind::int8) return;
+    // Activations have an offset of 128: sum((q - 128) * w) = sum(q * w) - 128 * sum(w).
+    for (int i = 0; i < 2; ++i) offsets[i] = load<i32x16>(w.sums + column + i * kLanes) << 7;
+  }
+
+  template <WeightKind kind>
+  Columns apply(const LinearCall& call, int64_t row, const f32x16 (&sums)[2]) const {
+    if constexpr (kind != WeightKind::int4) return {sums[0] + bias.low, sums[1] + bias.high};
+    return scaled(call, row, sums[0], sums[1]);
+  }
+
+  template <WeightKind kind>
+  Columns apply(const LinearCall& call, int64_t row, const i32x16 (&sums)[2]) const {
+    return scaled(call, row, __builtin_convertvector(sums[0] - offsets[0], f32x16),
+                  __builtin_convertvector(sums[1] - offsets[1], f32x16));
+  }
+
+ private:
+  Columns scaled(const LinearCall& call, int64_t row, f32x16 low, f32x16 high) const {
+    const f32x16 scale = splat(call.x.scales[row]);
+    return {low * (scale * scales.low) + bias.low, high * (scale * scales.high) + bias.high};
+  }
+};
+
+// 1 / (1 + e^-x), from e^-|x|, which does not overflow.
+inline f32x16 logistic(f32x16 x) {
+  const f32x16 one = splat(1.0f);
+  const f32x16 power = exp_nonpositive(x > 0.0f ? -x : x);
+  return (x > 0.0f ? one : power) / (one + power);
+}
+
+inline f32x16 silu(f32x16 x) { return x * logistic(x); }
+
+// x / 2 * (1 + tanh(y)) = x * logistic(2 y), with y = sqrt(2 / pi) * (x + 0.044715 x^3).
+inline f32x16 gelu(f32x16 x) {
+  return x * logistic(x * (1.5957691216057308f + 0.0713548162726009f * (x * x)));
+}
+
+inline f32x16 swiglu(f32x16 gate, f32x16 up, float alpha, float limit) {
+  const f32x16 most = splat(limit);
+  const f32x16 g = gate > most ? most : gate;
+  const f32x16 above = up > most ? most : up;
+  const f32x16 u = above < -most ? -most : above;
+  return g * logistic(g * alpha) * (u + 1.0f);
+}
+
+// The soft cap of a call's results.
+inline Columns capped(const Columns& y, float cap) {
+  return {tanh_of(y.low / cap) * cap, tanh_of(y.high / cap) * cap};
+}
+
+// The first `count` of 32 values: the last panel may reach behind the last column.
+template <typename T>
+inline void store_columns(T* to, const Columns& y, int64_t count) {
+  store_some(to, y.low, count);
+  store_some(to + kLanes, y.high, count - kLanes);
+}
+
+inline void add_columns(float* to, const Columns& y, int64_t count) {
+  store_some(to, load_some(to, count) + y.low, count);
+  store_some(to + kLanes, load_some(to + kLanes, count - kLanes) + y.high, count - kLanes);
+}
+
+inline bool all(i32x16 condition) {
+#if defined(__AVX512DQ__)
+  return _mm512_movepi32_mask((__m512i)condition) == 0xffff;
+#else
+  uint64_t words[8];
+  store(words, condition);
+  uint64_t every = words[0];
+  for (int i = 1; i < 8; ++i) every &= words[i];
+  return every == ~uint64_t{0};
+#endif
+}
+
+// Before the first panel of a call: whatever comes is larger, but for -inf, and if there is nothing
+// else, the first column is the answer.
+inline void forget_best(const LinearCall& call, int64_t panel_begin, int64_t row_begin,
+                        int64_t row_end) {
+  for (int64_t row = row_begin; row < row_end && row < call.num_best; ++row)
+    call.best[row] = {-__builtin_inff(), static_cast<int32_t>(panel_begin * kPanel)};
+}
+
+inline void keep_best(Best& best, const Columns& y, int64_t column, int64_t count) {
+  const f32x16 limit = splat(best.value);
+  if (all((i32x16)(y.low <= limit) & (i32x16)(y.high <= limit))) return;
+  float values[kPanel];
+  store_columns(values, y, kPanel);
+  for (int64_t i = 0; i < count; ++i) {
+    const bool is_first_nan = values[i] != values[i] && best.value == best.value;
+    if (values[i] > best.value || is_first_nan)
+      best = {values[i], static_cast<int32_t>(column + i)};
+  }
+}
+
+// Outputs of many rows lie in no near cache, a whole number of pages apart, where no CPU expects
+// the next: asked for before the sums are computed, they are there when these are finished.
+// (To GCC a function that only prefetches has no effect, and its calls go: hence the `asm`.)
+[[gnu::noinline]] inline void fetch_outputs(const LinearCall& call, int64_t row, int64_t num_rows,
+                                            int64_t panel) {
+  asm volatile("");
+  const Epilogue e = call.epilogue;
+  if (e == Epilogue::best_or_f32) return;
+  const int64_t size = is_bf16(e) ? 2 : 4;
+  const int64_t num_bytes = (is_gated(e) ? kLanes : kPanel) * size;
+  const int64_t stride = call.out_stride * size;
+  const char* out = static_cast<const char*>(call.out) + row * stride + panel * num_bytes;
+  for (int64_t i = 0; i < num_rows; ++i, out += stride) {
+    __builtin_prefetch(out, 1);
+    __builtin_prefetch(out + num_bytes - 1, 1);
+  }
+}
+
+inline Columns with_added(const LinearCall& call, int64_t row, int64_t column, const Columns& y) {
+  if (!call.added || row < call.added_from) return y;
+  const float* added = call.added + row * call.added_stride + column;
+  return {y.low + load_f32(added), y.high + load_f32(added + kLanes)};
+}
+
+// Sums: f32x16, or i32x16 of int8.
+template <WeightKind kind, typename Sums>
+inline void finish(const LinearCall& call, int64_t row, int64_t num_rows, int64_t panel,
+                   const Sums (*sums)[2]) {
+  const int64_t column = panel * kPanel;
+  const int64_t rest = call.weights->n - column;
+  const int64_t count = rest < kPanel ? rest : kPanel;
+  const Scaling scaling(*call.weights, column);
+  const auto each_row = [&](auto body) {
+    for (int64_t i = 0; i < num_rows; ++i)
+      body(row + i, with_added(call, row + i, column, scaling.apply<kind>(call, row + i, sums[i])));
+  };
+  auto* f32 = static_cast<float*>(call.out);
+  auto* bf16 = static_cast<uint16_t*>(call.out);
+  const int64_t stride = call.out_stride, gated = panel * kLanes;
+  const float factor = call.factor, cap = call.cap;
+  const auto scaled = [=](const Columns& y) {
+    const Columns product = {y.low * factor, y.high * factor};
+    return cap > 0.0f ? capped(product, cap) : product;
+  };
+  switch (call.epilogue) {
+    case Epilogue::store_f32:
+      return each_row([=](int64_t m, const Columns& y) {
+        store_columns(f32 + m * stride + column, scaled(y), count);
+      });
+    case Epilogue::store_bf16:
+      return each_row([=](int64_t m, const Columns& y) {
+        store_columns(bf16 + m * stride + column, y, count);
+      });
+    case Epilogue::add_f32:
+      return each_row([=](int64_t m, const Columns& y) {
+        add_columns(f32 + m * stride + column, {y.low * factor, y.high * factor}, count);
+      });
+    case Epilogue::silu_mul_f32:
+      return each_row([=](int64_t m, const Columns& y) {
+        store_f32(f32 + m * stride + gated, silu(y.low) * y.high);
+      });
+    case Epilogue::silu_mul_bf16:
+      return each_row([=](int64_t m, const Columns& y) {
+        store_f32(bf16 + m * stride + gated, silu(y.low) * y.high);
+      });
+    case Epilogue::gelu_mul_f32:
+      return each_row([=](int64_t m, const Columns& y) {
+        store_f32(f32 + m * stride + gated, gelu(y.low) * y.high);
+      });
+    case Epilogue::gelu_mul_bf16:
+      return each_row([=](int64_t m, const Columns& y) {
+        store_f32(bf16 + m * stride + gated, gelu(y.low) * y.high);
+      });
+    case Epilogue::swiglu_f32:
+      return each_row([&](int64_t m, const Columns& y) {
+        store_f32(f32 + m * stride + gated, swiglu(y.low, y.high, call.alpha, call.limit));
+      });
+    case Epilogue::swiglu_bf16:
+      return each_row([&](int64_t m, const Columns& y) {
+        store_f32(bf16 + m * stride + gated, swiglu(y.low, y.high, call.alpha, call.limit));
+      });
+    case Epilogue::best_or_f32:
+      return each_row([&](int64_t m, const Columns& sums) {
+        const Columns y = scaled(sums);
+        if (m < call.num_best)
+          keep_best(call.best[m], y, column, count);
+        else
+          store_columns(f32 + (m - call.num_best) * stride + column, y, count);
+      });
+  }
+}
+
+}  // namespace quire::QUIRE_ISA

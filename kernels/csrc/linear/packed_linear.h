@@ -1,0 +1,66 @@
+// A linear whose packed weights are in memory of another owner (a mapped file).
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "bindings/arrays.h"
+#include "kernels.h"
+
+namespace quire {
+
+inline int64_t round_up(int64_t n, int64_t multiple) {
+  return (n + multiple - 1) / multiple * multiple;
+}
+
+// A kind of weights by its name; int4 has its group behind it: "int4-64".
+struct NamedKind {
+  WeightKind kind;
+  int group = 0;
+};
+NamedKind kind_called(const std::string& name);
+
+// The size of `PackedLinear`'s memory: the panels, then the scales of int8 and int4, then the sums
+// of int8.
+size_t packed_bytes(NamedKind kind, int64_t n, int64_t k);
+
+// The number of elements of an input row, padded as `Activations` requires.
+inline int64_t input_width(const Linear& linear) {
+  return round_up(linear.k, input_multiple(linear));
+}
+
+// The number of groups of an input row; 0 unless the weights are int4.
+inline int64_t num_groups(const Linear& linear) {
+  return linear.kind == WeightKind::int4 ? round_up(linear.k, linear.group) / linear.group : 0;
+}
+
+class PackedLinear {
+ public:
+  // memory: uint8, packed_bytes long, 64-byte aligned. bias: fp32 [N], or none.
+  // std::invalid_argument: they are not as described.
+  PackedLinear(const std::string& kind, int64_t n, int64_t k, Array memory,
+               std::optional<Array> bias);
+
+  const Linear& get() const { return linear_; }
+  int64_t num_panels() const { return round_up(linear_.n, kPanel) / kPanel; }
+
+ private:
+  Linear linear_{};
+  Array memory_;
+  std::vector<float> bias_;
+};
+
+// The outputs of a linear that is made of several weights [n_i, K]: the address of each output's
+// row. Outputs alternate between the weights, `turn` rows at a time, null behind the end of a
+// weight; 0: the weights follow one another whole. std::invalid_argument: the weights differ in K
+// or dtype.
+struct Outputs {
+  Outputs(const std::vector<Array>& weights, int64_t turn);
+
+  std::vector<const void*> rows;
+  Dtype dtype;
+  int64_t k;
+};
+
+}  // namespace quire
