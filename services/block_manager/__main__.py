@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from prometheus_client import CollectorRegistry
 
-from blockstore.errors import BlockStoreError, StoreUnavailable
+from blockstore.errors import BlockStoreError
 from blockstore.redis_store import RedisStore
 from blockstore.registry import Member
 from quire.v1 import block_manager_pb2_grpc
@@ -62,7 +62,7 @@ async def serve(settings: BlockManagerSettings, stop: asyncio.Event) -> None:
 
 async def connect(settings: BlockManagerSettings, metrics: PoolMetrics) -> Connection:
     """Connect to the store and the registry of one server. StoreUnavailable: the server does not
-    answer, or restarted between the two connections; StoreUnsuitable."""
+    answer; StoreUnsuitable."""
     store = await RedisStore.connect(redis.connection_url(settings))
     try:
         registry = await redis.open_registry(
@@ -71,11 +71,7 @@ async def connect(settings: BlockManagerSettings, metrics: PoolMetrics) -> Conne
     except BaseException:
         await store.close()
         raise
-    connection = Connection(store, registry)
-    if store.run_id != registry.run_id:
-        await connection.close()
-        raise StoreUnavailable("the server was restarted in between")
-    return connection
+    return Connection(store, registry)
 
 
 async def _serve(

@@ -46,6 +46,29 @@ async def test_a_server_that_was_restarted_has_lost_the_store(own_valkey: Valkey
     await anew.close()
 
 
+async def test_a_store_without_pools_follows_a_restart_as_the_registry_does(
+    own_valkey: Valkey,
+) -> None:
+    """A gateway and a block manager join no pool. So it makes no difference to them on which side
+    of a restart each of their two connections was opened."""
+    store = await RedisStore.connect(own_valkey.url)
+    with pytest.raises(UnknownPool):
+        await store.stats("pool")
+    own_valkey.kill()
+    own_valkey.start()
+    registry = await RedisRegistry.connect(own_valkey.url, SECRET.registry_key)
+    assert store.run_id != registry.run_id
+    worker = await RedisStore.connect(own_valkey.url)
+    await worker.register_pool(POOL)
+    assert await store.pool_ids() == ("pool",)
+    assert (await store.stats("pool")).num_free == POOL.num_blocks
+    assert await store.match("pool", [b"h" * 16]) == 0
+    assert store.run_id == registry.run_id
+    assert await registry.next_arrival()
+    for each in (store, registry, worker):
+        await each.close()
+
+
 async def test_calls_under_way_learn_that_the_store_is_lost(own_valkey: Valkey) -> None:
     """Also calls that were submitted while the server was away, and waiting ones."""
     store = await RedisStore.connect(own_valkey.url)
