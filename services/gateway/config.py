@@ -13,7 +13,10 @@ from services.common.runtime.metrics import KeyringMetrics
 from services.common.tracing.opening import TracedSettings, check_tracing
 from services.gateway.access.keyring import Keyring
 from services.gateway.dashboard.access import DashboardSetting
-from services.gateway.frontend.http.body_limits import DEFAULT_BODY_MEMORY_BYTES, MAX_BODY_BYTES
+from services.gateway.frontend.http.middleware.body_limits import (
+    DEFAULT_BODY_MEMORY_BYTES,
+    MAX_BODY_BYTES,
+)
 from services.gateway.intake.generation_config import AUTO
 from services.gateway.intake.model_names import parse_aliases
 from services.gateway.parsing.choice import CallParserName, ReasoningParserName

@@ -40,8 +40,8 @@ from services.gateway.frontend.adapters import AdaptersService
 from services.gateway.frontend.api import Generator
 from services.gateway.frontend.http.adapters import adapter_routes
 from services.gateway.frontend.http.app import create_app
-from services.gateway.frontend.http.connections import ConnectionLimits
-from services.gateway.frontend.http.server import http_server
+from services.gateway.frontend.http.transport.open_connections import ConnectionLimits
+from services.gateway.frontend.http.transport.server import http_server
 from services.gateway.frontend.relay import BLOCK_MANAGER, SUPERVISOR, Relay, Target
 from services.gateway.frontend.service import InferenceService
 from services.gateway.request_metrics import RequestMetrics

@@ -26,9 +26,9 @@ from services.common.errors import QuireError as DomainError
 from services.common.runtime.logging import configure_logging
 from services.common.runtime.process import set_up_openmp
 from services.gateway.frontend.api import GenerationRequest
-from services.gateway.frontend.http.body import checked
-from services.gateway.frontend.http.formats import CHAT_FORMAT, Transcript
-from services.gateway.frontend.http.schema import ChatBody
+from services.gateway.frontend.http.answering.formats import CHAT_FORMAT, Transcript
+from services.gateway.frontend.http.bodies.reading import checked
+from services.gateway.frontend.http.bodies.schema import ChatBody
 from services.gateway.frontend.service import (
     InferenceService,
     request_from_wire,

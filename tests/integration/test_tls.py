@@ -25,8 +25,8 @@ from quire.errors import BadTls, Unreachable
 from services.common.errors import StartupError
 from services.common.rpc.tls import TlsFiles
 from services.common.rpc.transport import RpcServer, open_channel
-from services.gateway.frontend.http.connections import ConnectionLimits
-from services.gateway.frontend.http.server import http_server
+from services.gateway.frontend.http.transport.open_connections import ConnectionLimits
+from services.gateway.frontend.http.transport.server import http_server
 
 LIMIT_S = 10
 

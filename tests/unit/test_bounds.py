@@ -14,16 +14,16 @@ from quire.v1 import inference_pb2, sampling_pb2
 from services.common.errors import InvalidRequest
 from services.common.rpc.message_bounds import MAX_FIELDS, MAX_PACKED_VALUES
 from services.common.rpc.message_bounds import check_counts as check_message
-from services.gateway.frontend.http.body import read_body
-from services.gateway.frontend.http.body_limits import MAX_BODY_BYTES
-from services.gateway.frontend.http.bounds import (
+from services.gateway.frontend.http.bodies.bounds import (
     MAX_CONTAINERS,
     MAX_STRINGS,
     MAX_VALUES,
     check_counts,
 )
-from services.gateway.frontend.http.fields import MAX_FIELDS as MAX_FIELDS_OF_OBJECT
-from services.gateway.frontend.http.schema import ChatBody, CompletionBody
+from services.gateway.frontend.http.bodies.fields import MAX_FIELDS as MAX_FIELDS_OF_OBJECT
+from services.gateway.frontend.http.bodies.reading import read_body
+from services.gateway.frontend.http.bodies.schema import ChatBody, CompletionBody
+from services.gateway.frontend.http.middleware.body_limits import MAX_BODY_BYTES
 from services.gateway.intake.prompts import MAX_MESSAGES
 
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from services.common.errors import InvalidRequest
-from services.gateway.frontend.http.merge import merged
+from services.gateway.frontend.http.answering.merge import merged
 
 
 class Counting:

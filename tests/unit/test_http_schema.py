@@ -17,8 +17,8 @@ from services.gateway.frontend.api import (
     RequestedTools,
     ToolChoice,
 )
-from services.gateway.frontend.http.body import read_body
-from services.gateway.frontend.http.schema import ChatBody, CompletionBody
+from services.gateway.frontend.http.bodies.reading import read_body
+from services.gateway.frontend.http.bodies.schema import ChatBody, CompletionBody
 from services.protocol.ticket import FinishReason
 
 USER = [{"role": "user", "content": "Hi"}]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from services.common.structured.structure import Structure, StructureKind
-from services.gateway.frontend.http.schema import ChatBody
+from services.gateway.frontend.http.bodies.schema import ChatBody
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 _FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}

@@ -11,7 +11,7 @@ from typing import Literal
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from services.gateway.frontend.http.hosts import without_port
+from services.gateway.frontend.http.middleware.hosts import without_port
 
 DashboardSetting = Literal["auto", "on", "off"]
 

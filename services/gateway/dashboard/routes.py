@@ -17,7 +17,7 @@ from services.gateway.dashboard.access import DashboardSetting, check_local
 from services.gateway.dashboard.block_maps import BlockMaps
 from services.gateway.dashboard.document import DashboardDocument
 from services.gateway.dashboard.feed import Feed
-from services.gateway.frontend.http.responses import Json, unless_disconnected
+from services.gateway.frontend.http.answering.sending import Json, unless_disconnected
 from services.gateway.frontend.relay import Relay
 from services.gateway.intake.identity import client_id
 from services.gateway.wiring import Wiring

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from services.gateway.frontend.api import ChatMessage, Delta, Received, RequestedTools
 from services.gateway.frontend.http.app import create_app
-from services.gateway.frontend.http.server import http_server
+from services.gateway.frontend.http.transport.server import http_server
 from services.gateway.parsing.parts import Part, joined
 
 from . import fakes

@@ -14,8 +14,8 @@ from starlette.routing import Route
 from services.gateway.access.control import AccessControl
 from services.gateway.dashboard.routes import PAGE
 from services.gateway.frontend.http.app import create_app
-from services.gateway.frontend.http.authentication import OPEN_PATHS, OPERATOR_PATHS
-from services.gateway.frontend.http.server import http_server
+from services.gateway.frontend.http.middleware.authentication import OPEN_PATHS, OPERATOR_PATHS
+from services.gateway.frontend.http.transport.server import http_server
 from tests.api_keys import ALICE, BOB, OPERATOR, keyring
 
 from .conftest import HI, LIMIT_S, FakeGenerator

@@ -12,11 +12,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
-from services.gateway.frontend.http import connections
 from services.gateway.frontend.http.app import create_app
-from services.gateway.frontend.http.body_limits import MAX_BODY_BYTES
-from services.gateway.frontend.http.connections import ConnectionLimits
-from services.gateway.frontend.http.server import http_server
+from services.gateway.frontend.http.middleware.body_limits import MAX_BODY_BYTES
+from services.gateway.frontend.http.transport import open_connections
+from services.gateway.frontend.http.transport.open_connections import ConnectionLimits
+from services.gateway.frontend.http.transport.server import http_server
 
 from .conftest import FakeGenerator, soon
 from .raw import HEALTH, Connection, connected, post
@@ -244,7 +244,7 @@ async def test_too_many_busy_connections_are_refused(
 ) -> None:
     """The refusal is clear, and the log has one line for all. When one of the others has its
     answer, there is room again."""
-    monkeypatch.setattr(connections, "_LOG_EVERY_S", 0.1)
+    monkeypatch.setattr(open_connections, "_LOG_EVERY_S", 0.1)
     generator.pause_at = 1
     with capture_logs() as logs:
         async with serving(generator, max_connections=2) as port:

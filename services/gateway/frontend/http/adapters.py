@@ -9,8 +9,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from services.gateway.adapters import GatewayAdapters
-from services.gateway.frontend.http.body import read_body
-from services.gateway.frontend.http.responses import Json
+from services.gateway.frontend.http.answering.sending import Json
+from services.gateway.frontend.http.bodies.reading import read_body
 
 
 class LoadBody(BaseModel):

@@ -24,10 +24,22 @@ from services.common.tracing.context import TRACEPARENT
 from services.gateway.access.keyring import Keyring
 from services.gateway.frontend.api import GenerationRequest, Generator, ServedModel
 from services.gateway.frontend.embedding import embed_all
-from services.gateway.frontend.http.answers import Answer, AnswerOptions
-from services.gateway.frontend.http.authentication import Authentication
-from services.gateway.frontend.http.body import read_body
-from services.gateway.frontend.http.body_limits import DEFAULT_BODY_MEMORY_BYTES, BodyLimits
+from services.gateway.frontend.http.answering.answer import Answer, AnswerOptions
+from services.gateway.frontend.http.answering.formats import (
+    CHAT_FORMAT,
+    COMPLETION_FORMAT,
+    AnswerFormat,
+)
+from services.gateway.frontend.http.answering.logprobs import JSON
+from services.gateway.frontend.http.answering.merge import merged
+from services.gateway.frontend.http.answering.sending import (
+    CLIENT_GONE,
+    EventStream,
+    Json,
+    unless_disconnected,
+)
+from services.gateway.frontend.http.bodies.reading import read_body
+from services.gateway.frontend.http.bodies.schema import ChatBody, CompletionBody
 from services.gateway.frontend.http.embeddings import EmbeddingBody
 from services.gateway.frontend.http.failures import (
     PARAM_NAMES,
@@ -37,24 +49,15 @@ from services.gateway.frontend.http.failures import (
     error_body,
     refusal_of,
 )
-from services.gateway.frontend.http.formats import (
-    CHAT_FORMAT,
-    COMPLETION_FORMAT,
-    AnswerFormat,
+from services.gateway.frontend.http.middleware.authentication import Authentication
+from services.gateway.frontend.http.middleware.body_limits import (
+    DEFAULT_BODY_MEMORY_BYTES,
+    BodyLimits,
 )
-from services.gateway.frontend.http.hosts import AllowedHosts
-from services.gateway.frontend.http.logprobs import JSON
-from services.gateway.frontend.http.merge import merged
+from services.gateway.frontend.http.middleware.hosts import AllowedHosts
 from services.gateway.frontend.http.openapi import openapi_document
-from services.gateway.frontend.http.responses import (
-    CLIENT_GONE,
-    EventStream,
-    Json,
-    unless_disconnected,
-)
 from services.gateway.frontend.http.responses_api.answer import ResponseAnswer
 from services.gateway.frontend.http.responses_api.body import ResponsesBody
-from services.gateway.frontend.http.schema import ChatBody, CompletionBody
 from services.gateway.frontend.http.tokens import TokenEndpoints
 from services.gateway.intake.identity import with_resume_token
 

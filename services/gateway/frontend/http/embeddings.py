@@ -9,7 +9,7 @@ from pydantic import Field
 
 from services.gateway.frontend.api import GenerationRequest
 from services.gateway.frontend.embedding import Embedding, embedding_request
-from services.gateway.frontend.http.fields import Body, Inputs
+from services.gateway.frontend.http.bodies.fields import Body, Inputs
 from services.gateway.intake.prompts import PROMPT
 
 

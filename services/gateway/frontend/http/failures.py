@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.common.errors import InvalidRequest
 from services.common.rpc.error_table import Failure, failure_of
 from services.common.tracing.context import TRACEPARENT, bind_traceparent
-from services.gateway.frontend.http.responses import Json
+from services.gateway.frontend.http.answering.sending import Json
 
 REQUEST_ID_HEADER = "X-Request-Id"
 PARAM_NAMES = "param_names"

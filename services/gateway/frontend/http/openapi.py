@@ -1,5 +1,5 @@
 """The document of /openapi.json: bodies from the models that check them, answers from
-`answer_schema`."""
+`answering.answer_schema`."""
 
 from functools import cache
 from typing import Any
@@ -7,10 +7,10 @@ from typing import Any
 from pydantic import BaseModel, TypeAdapter
 from pydantic.json_schema import models_json_schema
 
-from services.gateway.frontend.http import answer_schema
+from services.gateway.frontend.http.answering import answer_schema
+from services.gateway.frontend.http.bodies.schema import ChatBody, CompletionBody
 from services.gateway.frontend.http.embeddings import EmbeddingBody
 from services.gateway.frontend.http.responses_api.body import ResponsesBody
-from services.gateway.frontend.http.schema import ChatBody, CompletionBody
 from services.gateway.frontend.http.tokens import DetokenizeBody, TokenizeBody
 
 _REFERENCES = "#/components/schemas/{model}"

@@ -7,12 +7,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from services.gateway.frontend.api import Generator, TokenizeRequest
-from services.gateway.frontend.http.body import read_body
+from services.gateway.frontend.http.answering.sending import Json
+from services.gateway.frontend.http.bodies.fields import Body, Integers
+from services.gateway.frontend.http.bodies.messages import Messages
+from services.gateway.frontend.http.bodies.reading import read_body
+from services.gateway.frontend.http.bodies.tools import Tools, requested_tools
 from services.gateway.frontend.http.failures import PARAM_NAMES
-from services.gateway.frontend.http.fields import Body, Integers
-from services.gateway.frontend.http.messages import Messages
-from services.gateway.frontend.http.responses import Json
-from services.gateway.frontend.http.tools import Tools, requested_tools
 from services.gateway.intake.prompts import PROMPT
 
 

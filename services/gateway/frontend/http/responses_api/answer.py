@@ -6,9 +6,9 @@ from contextlib import aclosing
 
 from quire.types import Usage
 from services.gateway.frontend.api import Delta
-from services.gateway.frontend.http.answers import Deltas
+from services.gateway.frontend.http.answering.answer import Deltas
+from services.gateway.frontend.http.answering.logprobs import JSON
 from services.gateway.frontend.http.failures import error_body
-from services.gateway.frontend.http.logprobs import JSON
 from services.gateway.frontend.http.responses_api.body import ResponsesBody
 from services.gateway.frontend.http.responses_api.output import OutputItems
 from services.protocol.ticket import FinishReason

@@ -22,16 +22,15 @@ from services.gateway.frontend.api import (
     RequestedSampling,
     RequestedTools,
 )
-from services.gateway.frontend.http.fields import Body
-from services.gateway.frontend.http.responses_api.items import Item, messages_of
-from services.gateway.frontend.http.schema import (
+from services.gateway.frontend.http.bodies.fields import Body
+from services.gateway.frontend.http.bodies.schema import (
     ReasoningEffort,
     SampledBody,
     one_structure,
     template_arguments,
 )
-from services.gateway.frontend.http.structured import ResponsesFormat
-from services.gateway.frontend.http.tools import (
+from services.gateway.frontend.http.bodies.structured import ResponsesFormat
+from services.gateway.frontend.http.bodies.tools import (
     MAX_TOOLS,
     Choice,
     FunctionBody,
@@ -41,6 +40,7 @@ from services.gateway.frontend.http.tools import (
     ToolBody,
     requested_tools,
 )
+from services.gateway.frontend.http.responses_api.items import Item, messages_of
 from services.gateway.intake.prompts import MAX_MESSAGES, PROMPT
 
 LOGPROBS = "message.output_text.logprobs"

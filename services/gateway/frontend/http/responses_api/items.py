@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, PlainValidator, WithJsonSchema, model_validator
 
 from services.gateway.frontend.api import ChatMessage
-from services.gateway.frontend.http.fields import Body
-from services.gateway.frontend.http.messages import assistant_fields
-from services.gateway.frontend.http.tools import CalledFunctionBody, Name, ToolCallBody
+from services.gateway.frontend.http.bodies.fields import Body
+from services.gateway.frontend.http.bodies.messages import assistant_fields
+from services.gateway.frontend.http.bodies.tools import CalledFunctionBody, Name, ToolCallBody
 
 _PART_TYPES = ("input_text", "output_text", "text", "reasoning_text")
 

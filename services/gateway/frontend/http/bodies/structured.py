@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from services.common.structured.json_schemas import OPTIONS
 from services.common.structured.structure import Structure, StructureKind
-from services.gateway.frontend.http.fields import Body
+from services.gateway.frontend.http.bodies.fields import Body
 
 _ANY_OBJECT = Structure(StructureKind.JSON, "")
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from quire.types import Usage
 from services.gateway.frontend.api import Delta, PromptReport, TokenLogprobs
-from services.gateway.frontend.http.logprobs import JSON, chat_logprobs, text_logprobs
-from services.gateway.frontend.http.tools import delta_fields, message_fields
+from services.gateway.frontend.http.answering.logprobs import JSON, chat_logprobs, text_logprobs
+from services.gateway.frontend.http.answering.messages import delta_fields, message_fields
 from services.gateway.parsing.parts import Part
 
 

@@ -22,7 +22,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from services.gateway.frontend.api import Received
-from services.gateway.frontend.http.ignored_fields import NO_EFFECT_VALUES, without_ignored
+from services.gateway.frontend.http.bodies.ignored_fields import NO_EFFECT_VALUES, without_ignored
 from services.protocol.ticket import FinishReason
 
 MAX_FIELDS = 128

@@ -1,6 +1,6 @@
 """Reads a request's body: parses strict JSON, and checks the number of its values and all fields.
 
-`services.gateway.frontend.http.body_limits` bounds the size of bodies.
+`services.gateway.frontend.http.middleware.body_limits` bounds the size of bodies.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from pydantic_core import from_json
 from starlette.requests import Request
 
 from services.common.errors import InvalidRequest
-from services.gateway.frontend.http.bounds import check_counts
+from services.gateway.frontend.http.bodies.bounds import check_counts
 
 _MAX_PROBLEMS = 5
 

@@ -1,4 +1,4 @@
-"""Tool calls in the bodies and the answers of chats, in OpenAI's format."""
+"""Tools and their earlier calls in the bodies of chats, in OpenAI's format."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -7,9 +7,7 @@ from pydantic import Field
 from pydantic_core import from_json
 
 from services.gateway.frontend.api import RequestedTools, ToolChoice
-from services.gateway.frontend.http.fields import Body
-from services.gateway.frontend.http.logprobs import JSON
-from services.gateway.parsing.parts import CallArguments, CallStart, Content, Part, Reasoning
+from services.gateway.frontend.http.bodies.fields import Body
 
 MAX_TOOLS = 1024
 MAX_CALLS = 1024
@@ -97,43 +95,3 @@ class ToolCallBody(Body):
 
 
 ToolCalls = Annotated[list[ToolCallBody], Field(fail_fast=True, max_length=MAX_CALLS)]
-
-
-def delta_fields(part: Part) -> JSON:
-    """The field `delta` of a choice, for one part of its message."""
-    match part:
-        case Content(text):
-            return {"content": text}
-        case Reasoning(text):
-            return {"reasoning_content": text}
-        case CallStart(index, call_id, name):
-            return {"tool_calls": [{"index": index, **_call(call_id, name, "")}]}
-        case CallArguments(index, text):
-            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
-
-
-def message_fields(parts: Sequence[Part]) -> JSON:
-    """The field `message` of a choice. Its content is null if it has none but calls."""
-    content, reasoning = "", ""
-    calls: list[JSON] = []
-    for part in parts:
-        match part:
-            case Content(text):
-                content += text
-            case Reasoning(text):
-                reasoning += text
-            case CallStart(_, call_id, name):
-                calls.append(_call(call_id, name, ""))
-            case CallArguments(index, text):
-                calls[index]["function"]["arguments"] += text
-    return {
-        "role": "assistant",
-        "content": content or (None if calls else ""),
-        **({"reasoning_content": reasoning} if reasoning else {}),
-        **({"tool_calls": calls} if calls else {}),
-    }
-
-
-def _call(call_id: str, name: str, arguments: str) -> JSON:
-    function = {"name": name, "arguments": arguments}
-    return {"id": call_id, "type": "function", "function": function}

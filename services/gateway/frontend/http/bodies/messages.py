@@ -6,8 +6,8 @@ from typing import Annotated, Any, Self
 from pydantic import Field, model_validator
 
 from services.gateway.frontend.api import ChatMessage
-from services.gateway.frontend.http.fields import Body, MessageText
-from services.gateway.frontend.http.tools import ToolCallBody, ToolCalls
+from services.gateway.frontend.http.bodies.fields import Body, MessageText
+from services.gateway.frontend.http.bodies.tools import ToolCallBody, ToolCalls
 from services.gateway.intake.prompts import MAX_MESSAGES
 
 

@@ -17,8 +17,11 @@ from services.common.errors import StartupError
 from services.common.rpc.tls import Newest, TlsFiles
 from services.common.runtime.config import join_host_port
 from services.common.runtime.ticks import until_tick
-from services.gateway.frontend.http.connection import Connection
-from services.gateway.frontend.http.connections import ConnectionLimits, Connections
+from services.gateway.frontend.http.transport.connection import Connection
+from services.gateway.frontend.http.transport.open_connections import (
+    ConnectionLimits,
+    Connections,
+)
 
 _BACKLOG = 2048
 """Connections that wait in the kernel to be accepted."""

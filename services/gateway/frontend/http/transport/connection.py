@@ -24,9 +24,9 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
-from services.gateway.frontend.http.connections import Connections
 from services.gateway.frontend.http.failures import http_error
-from services.gateway.frontend.http.flow import ClosingTransport, Flow
+from services.gateway.frontend.http.transport.flow import ClosingTransport, Flow
+from services.gateway.frontend.http.transport.open_connections import Connections
 
 _MAX_HEAD_BYTES = 64 * 1024
 """Limit for the bytes of a request that are not its body: line, headers, chunk sizes, trailers.

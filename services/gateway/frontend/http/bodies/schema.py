@@ -17,7 +17,7 @@ from services.gateway.frontend.api import (
     RequestedSampling,
     RequestedTools,
 )
-from services.gateway.frontend.http.fields import (
+from services.gateway.frontend.http.bodies.fields import (
     Biases,
     Body,
     Integers,
@@ -28,13 +28,13 @@ from services.gateway.frontend.http.fields import (
     Strings,
     Texts,
 )
-from services.gateway.frontend.http.messages import Messages
-from services.gateway.frontend.http.structured import (
+from services.gateway.frontend.http.bodies.messages import Messages
+from services.gateway.frontend.http.bodies.structured import (
     ResponseFormat,
     ResponsesFormat,
     StructuredOutputsBody,
 )
-from services.gateway.frontend.http.tools import Choice, Tools, requested_tools
+from services.gateway.frontend.http.bodies.tools import Choice, Tools, requested_tools
 from services.gateway.intake.prompts import PROMPT
 from services.protocol.ticket import EarlyStopping
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 from quire.types import Usage
 from services.gateway.frontend.api import Delta, PromptReport, TokenLogprobs
-from services.gateway.frontend.http.formats import (
+from services.gateway.frontend.http.answering.formats import (
     AnswerFormat,
     Transcript,
     choice_json,
     usage_json,
 )
-from services.gateway.frontend.http.logprobs import (
+from services.gateway.frontend.http.answering.logprobs import (
     JSON,
     concatenate,
     echoed_logprobs,

@@ -1,0 +1,1 @@
+"""The answers in OpenAI's formats, as a whole and as streams."""
