@@ -18,10 +18,15 @@ from cuda.bindings import driver as real
 UUID = bytes(range(16))
 NAME = "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
 
+_NO_VALUE = ("cuInit", "cuMemMap", "cuMemSetAccess", "cuMemsetD8", "cuEventSynchronize")
+"""Functions whose answer is the error alone."""
+
 
 class CudaWithoutGpu:
     """`fails`: the error number that a call gives. `attributes`: attributes of the device; 1 if not
-    named. `calls`: how often each function was called."""
+    named; also `IMEX`, whether fabric handles may be made, the `IMEX_ERROR` otherwise, and
+    `PROTECTS`, whether memory may be mapped to read only. `calls`: how often each function was
+    called."""
 
     def __init__(self, **attributes: int) -> None:
         self.fails: dict[str, int] = {}
@@ -48,10 +53,10 @@ class CudaWithoutGpu:
             assert len(arguments) == num_arguments, f"{name} takes {found.__doc__}"
             self.calls[name] += 1
             if code := self.fails.get(name):
-                return (real.CUresult(code), None)
+                return (real.CUresult(code),) if name in _NO_VALUE else (real.CUresult(code), None)
             values = do(self, *arguments)
             if isinstance(values, real.CUresult):
-                return (values, None)
+                return (values,) if name in _NO_VALUE else (values, None)
             return (real.CUresult.CUDA_SUCCESS, *values)
 
         return call
@@ -112,7 +117,7 @@ class CudaWithoutGpu:
         known = {
             int(getattr(names, f"CU_DEVICE_ATTRIBUTE_{name}")): value
             for name, value in self.attributes.items()
-            if name != "IMEX"
+            if name not in ("IMEX", "IMEX_ERROR", "PROTECTS")
         }
         return (known.get(int(attribute), 1),)
 
@@ -130,7 +135,7 @@ class CudaWithoutGpu:
         # The getter refuses a number that is no member of the enumeration.
         requested = int(re.search(r"not valid|^(\d+)", _requested(properties)).group(1))  # type: ignore[union-attr]
         if requested & 8 and not self.attributes.get("IMEX", 1):
-            return real.CUresult(800)
+            return real.CUresult(self.attributes.get("IMEX_ERROR", 800))
         self.requested.append(requested)
         self.properties.append(properties)
         fd = os.memfd_create("gpu")
@@ -162,9 +167,11 @@ class CudaWithoutGpu:
         self.mapped[int(pointer)] = os.dup(handle)
         return ()
 
-    def _cuMemSetAccess(self, pointer: Any, size: int, access: Any, count: int) -> tuple[()]:
+    def _cuMemSetAccess(self, pointer: Any, size: int, access: Any, count: int) -> Any:
         (flags,) = (one.flags.name.removeprefix("CU_MEM_ACCESS_FLAGS_PROT_") for one in access)
         assert flags in ("READ", "READWRITE")
+        if flags == "READ" and not self.attributes.get("PROTECTS", 1):
+            return real.CUresult(801)
         if flags == "READ":
             self.read_only.add(int(pointer))
         assert count == 1

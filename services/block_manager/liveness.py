@@ -31,13 +31,15 @@ from services.common.pool.keeper import close_all
 @dataclass(frozen=True, slots=True)
 class ProcessRecord:
     """A process of a worker on GPUs, one for each rank, or of a mover. `started`: in the kernel's
-    ticks since boot; a pid alone may be used again. `gpu_uuid`: empty for a mover.
+    ticks since boot; a pid alone may be used again. `gpu_uuid`: empty for a mover. `is_listed`:
+    whether the driver listed the process when it registered. If not, its list shows no end either.
 
     The records of a worker are in the pool's directory: the next block manager knows them, too."""
 
     pid: int
     started: int
     gpu_uuid: str
+    is_listed: bool = True
 
     @classmethod
     def read(cls, path: Path) -> "tuple[ProcessRecord, ...]":
@@ -64,15 +66,17 @@ class WorkerProcesses:
         worker_id: str,
         pidfds: Sequence[int],
         gpu_uuids: Sequence[str],
-    ) -> None:
+        listed: GpuProcesses,
+    ) -> Sequence[ProcessRecord]:
         """Record a worker, with a process and a GPU for each rank; the caller keeps `pidfds`.
         ValueError: one is no pidfd of a process that can be seen from here, or is missing. OSError:
-        the pool is gone."""
+        the pool is gone. ProcessListError: a list that cannot be read now could not be read at the
+        worker's death either."""
         pids = [_pid_of(pidfd) for pidfd in pidfds]
         path = directory.process_path(worker_id)
         records = [
-            ProcessRecord(pid, _start_of(pid), gpu_uuid)
-            for pid, gpu_uuid in zip(pids, gpu_uuids, strict=True)
+            ProcessRecord(pid, _start_of(pid), uuid, not uuid or pid in listed.pids(uuid))
+            for pid, uuid in zip(pids, gpu_uuids, strict=True)
         ]
         write_records(path, records)
         close_all(self._pidfds.pop(path, {}).values())
@@ -80,6 +84,7 @@ class WorkerProcesses:
         for pid, pidfd in zip(pids, pidfds, strict=True):
             if pid not in known:  # a mover is one process on several GPUs
                 known[pid] = os.dup(pidfd)
+        return records
 
     def has_exited(self, path: Path, record: ProcessRecord) -> bool:
         known = self._pidfds.setdefault(path, {})
@@ -132,6 +137,8 @@ class Liveness:
             return f"process {record.pid} has not exited"
         if not record.gpu_uuid or is_lost:
             return None  # a lost GPU lists nothing, and its pool's blocks are given to nobody
+        if not record.is_listed:
+            return f"the driver has never listed process {record.pid} on {record.gpu_uuid}"
         try:
             if record.pid in self._listed.pids(record.gpu_uuid):
                 return f"the driver still lists process {record.pid} on {record.gpu_uuid}"

@@ -13,8 +13,8 @@ from services.common.text.model_config import ModelConfig
 from services.engine.batch import Draw, Row, Wait
 from services.engine.device.drawing import DeviceDrawing
 from services.engine.device.flights import DrawnFlight
-from services.engine.device.graphs import CudaGraph, DecodeGraphs, Graph, padded
-from services.engine.device.inputs import Indices, StepInputs
+from services.engine.device.graphs import DecodeGraphs, Graph, cuda_graphs, padded
+from services.engine.device.inputs import Indices, StepInputs, block_pairs
 from services.engine.device.threads import use_device
 from services.engine.forward import CompleteFlight, Flight
 from services.engine.models import Batch, Model
@@ -126,8 +126,7 @@ class Runner:
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks, (source, target) each; all sources are read before any target is written."""
-        places = torch.tensor(pairs, dtype=torch.int64, device=self._kv.device).view(-1, 2)
-        self._ops.copy_blocks(self._kv, places)
+        self._ops.copy_blocks(self._kv, block_pairs(pairs, self._kv.device))
 
     def yield_device(self, wait: Wait) -> None:
         """Do nothing: the operating system divides the CPUs."""
@@ -170,9 +169,10 @@ class Runner:
         self.logits([Row([0] * n, 0, [0] * -(-n // self._block_size), n, draws) for n in lens])
 
     @torch.inference_mode()
-    def capture_graphs(self, max_rows: int, new_graph: Callable[[], Graph] = CudaGraph) -> None:
+    def capture_graphs(self, max_rows: int, new_graph: Callable[[], Graph] | None = None) -> None:
         """Record decode steps of up to `max_rows` rows as graphs, which later steps replay. They
-        write nothing. Tensors that a graph reads stay where they are."""
+        write nothing. Tensors that a graph reads stay where they are. `new_graph`: None: those of
+        CUDA."""
         use_device(self._kv.device)
         context, device = self._model.config.max_position_embeddings, self._kv.device
         max_blocks = -(-context // self._block_size)
@@ -191,7 +191,8 @@ class Runner:
                 }
                 self._plan(arrays, page_ids[:size], in_graph=True)
 
-        graphs = DecodeGraphs(forward, max_rows, max_blocks, self._block_size, device, new_graph)
+        make = new_graph or cuda_graphs()
+        graphs = DecodeGraphs(forward, max_rows, max_blocks, self._block_size, device, make)
         graphs.capture(before)
         self._graphs = graphs
 

@@ -92,6 +92,8 @@ async def join_pool(store: RedisStore, directory: PoolDirectory, member_id: str)
     async with host_lock(directory.path.parent):
         header, recovery = directory.read_header(), PoolRecovery(directory)
         with ExitStack() as undo:
+            if header.kind != "file":
+                await asyncio.to_thread(_open_gpus, header)
             # First: a member with a lock and without a record may be reaped before it has exited.
             # With several ranks this process writes on the GPU of each.
             registration = Registration(header.pool_id, member_id, header.gpu_uuids)
@@ -113,6 +115,13 @@ async def join_pool(store: RedisStore, directory: PoolDirectory, member_id: str)
                 raise StartupError(f"pool {header.pool_id} refuses {member_id}: {error}") from error
             undo.pop_all()
     return OwnPool(store, directory, header, member_id, lock, kept, stamps, blocks)
+
+
+def _open_gpus(header: PoolHeader) -> None:
+    """The keeper asks whether their drivers list this process. StartupError: one is not here."""
+    from services.mover.peer_transport import drivers_of  # imports torch
+
+    drivers_of(header)
 
 
 def _blocks(directory: PoolDirectory, header: PoolHeader, kept: KeptMemory) -> Region:

@@ -43,7 +43,15 @@ def map_own(header: PoolHeader, fds: Sequence[int]) -> Region:
     """Map the arenas of the mover's pool, each for the GPU that has it. Takes over `fds`.
     StartupError: a GPU is not there, or has no driver here."""
     try:
-        return _mapped([driver_of(uuid) for uuid in header.gpu_uuids], header, fds, writable=True)
+        return _mapped(drivers_of(header), header, fds, writable=True)
+    except DriverError as error:
+        raise StartupError(f"cannot map the pool {header.pool_id}: {error}") from error
+
+
+def drivers_of(header: PoolHeader) -> list[Driver]:
+    """Of the GPUs that have the pool. StartupError: as `map_own`."""
+    try:
+        return [driver_of(uuid) for uuid in header.gpu_uuids]
     except (DriverError, BackendUnavailable) as error:
         raise StartupError(f"cannot map the pool {header.pool_id}: {error}") from error
 
@@ -79,7 +87,7 @@ class PeerTransport:
     def __init__(
         self, directory: PoolDirectory, header: PoolHeader, on_failure: Callable[[str], None]
     ) -> None:
-        self._drivers = [driver_of(uuid) for uuid in header.gpu_uuids]
+        self._drivers = drivers_of(header)
         self._queues = [driver.copies() for driver in self._drivers]
         self._queueing = threading.Lock()
         self._directory = directory

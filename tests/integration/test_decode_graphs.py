@@ -3,6 +3,7 @@ The graphs are those of `tests.graph_stand_in`."""
 
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +16,7 @@ from bench.make_checkpoint import make_checkpoint
 from kvops import Backend
 from kvops.reference import ReferenceKernels
 from services.engine.batch import Draw, Row, RowResult
-from services.engine.device.graphs import ladder
+from services.engine.device.graphs import cuda_graphs, ladder
 from services.engine.models import load_model
 from services.engine.models.decoder import ComposedModel
 from services.engine.runner import Runner
@@ -230,6 +231,29 @@ def test_plans_reach_the_graphs_that_were_captured(checkpoint: Path, planned: Ba
     assert all(
         wrapper.backend == "fa2" for (kind, *_), wrapper in wrappers.items() if kind != "prefill"
     )
+
+
+def test_graphs_of_a_runner_share_memory_that_is_no_other_runner_s(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """PyTorch refuses a pool whose graphs are all gone, as those that were recorded to measure."""
+    used: list[Any] = []
+    handles = iter(range(9))
+
+    @contextmanager
+    def graph(found: object, *, pool: object, capture_error_mode: str) -> Iterator[None]:
+        assert capture_error_mode == "thread_local"
+        used.append(pool)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
+    for _ in range(2):
+        new_graph = cuda_graphs()
+        for _ in range(3):
+            new_graph().capture(lambda: torch.zeros(1))
+    assert used == [0, 0, 0, 1, 1, 1]
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """The pool's size on a GPU: the usable share minus the workers' needs. The step runs on the CPU
 here, and the test's meter gives its memory."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -162,6 +164,22 @@ def test_graphs_and_shared_weights_are_counted_once(tmp_path: Path) -> None:
     assert len(graphs) == len(ladder(4))
     assert plan == GpuMemoryPlan(1000, 0.8, 2, 107, 50, other=5, graphs=30, shared_weights=200)
     assert plan.pool == 800 - 200 - 2 * 192
+
+
+def test_memory_of_freed_tensors_is_not_a_process_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The capture of a graph gives it back, so it would hide the memory of the first graphs."""
+    import pynvml
+
+    process = SimpleNamespace(pid=os.getpid(), usedGpuMemory=900)
+
+    def empty_cache() -> None:
+        process.usedGpuMemory = 500
+
+    for name in ("nvmlInit", "nvmlDeviceGetHandleByUUID"):
+        monkeypatch.setattr(pynvml, name, lambda *_: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetComputeRunningProcesses", lambda device: [process])
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+    assert CudaMeter(torch.device("cuda:0"), "GPU-1").used() == 500
 
 
 def test_what_nvml_does_not_tell_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,6 +48,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
             paged_kv_last_page_len_buf,
         ]
         self.in_graph, self.backend, self.plans = use_cuda_graph, backend, 0
+        self._workspace_bytes = len(float_workspace_buffer)
         self.buffers = [buffer for buffer in buffers if buffer is not None]
         assert len(self.buffers) == (4 if use_cuda_graph else 0)
         assert all(buffer.dtype == torch.int32 for buffer in self.buffers)
@@ -115,14 +116,32 @@ class BatchPrefillWithPagedKVCacheWrapper:
             for buffer, values in zip(self.buffers, plan, strict=True):
                 buffer[: len(values)].copy_(values)
         else:
-            assert fixed_split_size is not None
-            assert fixed_split_size > 0
+            assert (fixed_split_size is None) == disable_split_kv
+            if fixed_split_size is not None:
+                assert fixed_split_size > 0
+                lens = qo_indptr.diff() * (num_qo_heads // num_kv_heads)
+                splits = -(-paged_kv_indptr.diff() // fixed_split_size)
+                self._check_workspace(lens, splits, num_qo_heads, num_kv_heads, head_dim_qk)
             self.buffers = [values.clone() for values in plan]
         self._shape = num_qo_heads, num_kv_heads, head_dim_qk, page_size
         self._dtype, self._scale, self._window = q_data_type, sm_scale, window_left
         self._cap = logits_soft_cap
         self._num_tokens = int(qo_indptr[-1])
         self.plans += 1
+
+    def _check_workspace(
+        self, lens: Tensor, splits: Tensor, num_heads: int, num_kv_heads: int, head_dim: int
+    ) -> None:
+        """As fa2's planner: each program of a split row leaves partial results in fp32 for all the
+        lines of its tile. `lens`: tokens times the query heads of a KV head."""
+        if int(splits.max()) > 1:
+            mean = int(lens.sum()) // len(lens)
+            tile = 128 if mean > 64 else 64 if mean > 16 else 16
+            num_tiles = int((-(-lens // tile) * splits).sum())
+            num_rows = -(-num_tiles * tile // (num_heads // num_kv_heads))
+            needed = 4 * num_heads * num_rows * (head_dim + 1)
+            if needed > self._workspace_bytes:
+                raise RuntimeError(f"Buffer overflow: {needed} of {self._workspace_bytes} bytes")
 
     def run(
         self,

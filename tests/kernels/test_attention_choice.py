@@ -1,6 +1,7 @@
 """The choice of the attention backend on a GPU, the refusals of each, and the calls of PyTorch's
 and FlashInfer's functions. Stand-ins with the packages' signatures take their places."""
 
+import importlib
 import inspect
 import re
 import sys
@@ -44,6 +45,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
             monkeypatch.delitem(sys.modules, module, raising=False)
         for package in ("flash_attn", "flashinfer"):
             monkeypatch.setitem(sys.modules, package, packages.get(package))
+        if "flashinfer" in packages:  # its buffers are on this machine
+            module = importlib.import_module("kvops.attention.flashinfer")
+            monkeypatch.setattr(module.FlashInferKernels, "device", "cpu")
 
     return machine
 
@@ -302,8 +306,40 @@ def test_the_kernels_of_flashinfer_follow_the_step(flashinfer: Backend) -> None:
     kernels: Any = flashinfer._kernels
     for rows in ([(1, 20), (1, 3)], [(2, 20), (0, 4), (1, 3)], [(1, 20), (9, 9)]):
         planned(flashinfer, paged_batch(PAGES[0], rows, seed=1), PAGES[0])
-    used = {kind: (w.backend, w.plans) for (kind, *_), w in kernels._wrappers.items()}
-    assert used == {"decode": ("fa2", 1), "prefill": ("auto", 2)}
+    used = {
+        kind: (wrapper.backend, wrapper.plans)
+        for (kind, window, _), wrapper in kernels._wrappers.items()
+        if window is None
+    }
+    assert used == {"decode": ("fa2", 2), "prefill": ("auto", 3)}  # the choice has planned, too
+
+
+def test_long_prompts_fit_the_workspace_of_flashinfer(flashinfer: Backend) -> None:
+    """A prefill of 8,192 tokens, 16k positions: partial results of splits would take 1 GiB. A
+    decode step of 256 rows has splits, of which all partial results fit."""
+    shape = replace(SHAPE, windows=(None,))
+    for num_rows, new, num_pages in ((1, 8192, 1024), (256, 1, 1024)):
+        begins = np.arange(num_rows + 1, dtype=np.int32)
+        ids = torch.zeros(num_rows * num_pages, dtype=torch.int32)
+        last = np.full(num_rows, 16, np.int32)
+        flashinfer.plan(AttentionStep(shape, begins * new, begins * num_pages, last, ids))
+
+
+def test_flashinfer_without_kernels_is_refused_at_start(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It compiles kernels when a step is planned. Without a compiler, auto takes another one."""
+
+    def plan(*_args: Any, **_kwargs: Any) -> None:
+        raise RuntimeError("Could not find nvcc and default cuda_home='/usr/local/cuda'")
+
+    gpu((9, 0), **INSTALLED)
+    monkeypatch.setattr(flashinfer_stand_in.BatchPrefillWithPagedKVCacheWrapper, "plan", plan)
+    wanted = r"install flashinfer-jit-cache 0\.7\.2\.post1, or nvcc: Could not find nvcc"
+    with pytest.raises(ValueError, match=wanted):
+        choose_attention("flashinfer", SHAPE)
+    ops, why = choose_attention("auto", SHAPE)
+    assert (ops.name, "Could not find nvcc" in why) == ("triton", True)
 
 
 def test_results_name_the_package(flashinfer: Backend) -> None:

@@ -57,11 +57,28 @@ def test_memory_may_be_mapped_to_read_only() -> None:
     shared.close()
 
 
+def test_memory_that_the_driver_cannot_protect_is_mapped_all_the_same() -> None:
+    cuda = CudaWithoutGpu(PROTECTS=0)
+    driver = driver_of(cuda)
+    memory = SharedMemory.create(driver, SIZE)
+    shared = SharedMemory.open(driver, os.dup(memory.fd), SIZE, writable=False)
+    assert cuda.accessible == set(cuda.mapped)
+    assert not cuda.read_only
+    memory.close()
+    shared.close()
+
+
 def test_fabric_handles_are_asked_for_where_the_device_has_them() -> None:
     cuda = CudaWithoutGpu()
     SharedMemory.create(driver_of(cuda), SIZE).close()
     assert cuda.requested == [1 | 8]
-    without_imex = CudaWithoutGpu(IMEX=0)
+
+
+@pytest.mark.parametrize("error", [1, 800, 801])
+def test_fabric_handles_that_are_refused_are_no_error(error: int) -> None:
+    """The device has them, and this process may not make them, as without an IMEX channel. Drivers
+    say so with several errors."""
+    without_imex = CudaWithoutGpu(IMEX=0, IMEX_ERROR=error)
     SharedMemory.create(driver_of(without_imex), SIZE).close()
     assert without_imex.requested == [1]
 

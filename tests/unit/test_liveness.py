@@ -53,6 +53,11 @@ class FakeNvml:
         return self.listed
 
 
+class AnyGpu:
+    def pids(self, gpu_uuid: str) -> frozenset[int]:
+        return frozenset()
+
+
 @pytest.fixture
 def pool(tmp_path: Path) -> PoolDirectory:
     directory = PoolDirectory(tmp_path / "tiny-1")
@@ -77,6 +82,16 @@ def test_what_stands_in_the_way_of_the_reaper(pool: PoolDirectory) -> None:
     assert obstacle() == nvml.listed, "an error is not an answer"
     nvml.listed = frozenset({1})
     assert obstacle() is None
+
+
+def test_a_list_that_never_had_a_process_does_not_show_its_end(pool: PoolDirectory) -> None:
+    """In a container without the host's PID namespace, the driver lists other numbers or none."""
+    record = ProcessRecord(PID, 99, GPU, is_listed=False)
+    write_records(pool.process_path("decode-1"), [record])
+    processes, nvml = FakeProcesses(), FakeNvml()
+    processes.exited, nvml.listed = True, frozenset()
+    found = Liveness(processes, nvml).obstacle(pool, "decode-1")
+    assert found == "the driver has never listed process 4711 on GPU-0001"
 
 
 def test_a_worker_may_finish_while_its_process_goes_on(pool: PoolDirectory) -> None:
@@ -211,9 +226,14 @@ def test_a_process_is_known_by_its_pidfd_or_its_record(tmp_path: Path) -> None:
         os._exit(0)
     pidfd = os.pidfd_open(child)
     first, second = WorkerProcesses(), WorkerProcesses()
-    first.add(directory, "decode-1", [pidfd], [GPU])
+    first.add(directory, "decode-1", [pidfd], [GPU], FakeNvml())
     (record,) = ProcessRecord.read(path)
-    assert (record.pid, record.gpu_uuid) == (child, GPU)
+    assert (record.pid, record.gpu_uuid, record.is_listed) == (child, GPU, False)
+    nvml = FakeNvml()
+    nvml.listed = frozenset({child})
+    (record,) = first.add(directory, "decode-1", [pidfd], [GPU], nvml)
+    assert (record,) == ProcessRecord.read(path)
+    assert record.is_listed
     assert not first.has_exited(path, record)
     assert not second.has_exited(path, record)
     reused = ProcessRecord(child, record.started + 1, GPU)
@@ -234,7 +254,7 @@ def test_a_mover_is_one_process_on_several_gpus(tmp_path: Path) -> None:
     path, processes = directory.process_path("mover-1"), WorkerProcesses()
     pidfd = os.pidfd_open(os.getpid())
     num_open = len(os.listdir("/proc/self/fd"))
-    processes.add(directory, "mover-1", [pidfd, pidfd], ["GPU-0", "GPU-1"])
+    processes.add(directory, "mover-1", [pidfd, pidfd], ["GPU-0", "GPU-1"], AnyGpu())
     assert [record.gpu_uuid for record in ProcessRecord.read(path)] == ["GPU-0", "GPU-1"]
     processes.forget(path)
     assert len(os.listdir("/proc/self/fd")) == num_open
@@ -262,6 +282,15 @@ def test_nvml_lists_processes_of_mps_too(monkeypatch: pytest.MonkeyPatch) -> Non
     assert NvmlProcesses().pids(GPU) == {3, 5, 7}
 
 
+def test_nvml_without_mps_lists_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(device: object) -> None:
+        raise pynvml.NVMLError_NotSupported
+
+    nvml_with(monkeypatch, 3)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMPSComputeRunningProcesses", refuse)
+    assert NvmlProcesses().pids(GPU) == {3}
+
+
 def test_nvml_without_a_driver_is_an_error() -> None:
     """As on this machine, where the real package finds no driver."""
     with pytest.raises(ProcessListError, match="NVML cannot list the processes of GPU-0001"):
@@ -274,12 +303,17 @@ def test_nvml_that_is_not_installed_is_an_error(monkeypatch: pytest.MonkeyPatch)
         NvmlProcesses().pids(GPU)
 
 
-def test_processes_that_map_a_memfd_use_it() -> None:
+def test_processes_with_a_driver_of_a_memfd_use_it() -> None:
+    """As with a GPU: from the first call of its driver on, and as long as they map its memory."""
     from kvops.cuda.memfd import MemfdDriver
     from kvops.cuda.vmm import SharedMemory
 
     assert os.getpid() not in MappedProcesses().pids("MEMFD-77")
-    memory = SharedMemory.create(MemfdDriver(77), 2 << 20)
+    driver = MemfdDriver(77)
     assert os.getpid() in AllProcesses().pids("MEMFD-77")
+    memory = SharedMemory.create(driver, 2 << 20)
+    del driver
+    assert os.getpid() in MappedProcesses().pids("MEMFD-77")
     memory.close()
+    del memory
     assert os.getpid() not in MappedProcesses().pids("MEMFD-77")

@@ -4,9 +4,10 @@ FlashInfer takes one layer of the arena as it is, `[num_blocks, 2, page, K, D]` 
 stride, and pages of any size. Its kernels are told on the host how to divide the work, once a step
 (`plan`): from lengths that the host knows, so that nothing waits for the device.
 
-An eager step divides a row's context into splits of a fixed size, so that a row's bits do not
-depend on the other rows. A CUDA graph has a fixed number of programs: there FlashInfer chooses the
-size of the splits, and bits depend on the batch.
+An eager decode step divides a row's context into splits of a fixed size, so that a row's bits do
+not depend on the other rows. A CUDA graph has a fixed number of programs: there FlashInfer chooses
+the size of the splits, and bits depend on the batch. Other steps have programs enough without
+splits, whose partial results would need gigabytes.
 
 It has run on no GPU yet.
 """
@@ -63,6 +64,20 @@ class FlashInferKernels(TritonKernels):
             raise ValueError(
                 f"attention 'flashinfer' computes in bf16 and fp16, not in {shape.dtype}"
             )
+        try:
+            self._load(shape)
+        except (RuntimeError, OSError) as error:
+            raise ValueError(
+                "attention 'flashinfer' has no compiled kernels, and cannot compile them here: "
+                f"install flashinfer-jit-cache {flashinfer.__version__}, or nvcc: {error}"
+            ) from error
+
+    def _load(self, shape: AttentionShape) -> None:
+        """Load, or compile, the kernels of all steps: plan a decode step, and one of two tokens."""
+        for num_tokens in (1, 2):
+            begins = np.array([0, num_tokens], np.int32)
+            page_ids = torch.zeros(num_tokens, dtype=torch.int32, device=self.device)
+            self.plan(AttentionStep(shape, begins, begins, np.ones(1, np.int32), page_ids))
 
     def warm_up(self, kv_layer: Tensor, num_heads: int, max_rows: int, cap: float | None) -> None:
         """Nothing: the runner's first steps load the kernels."""
@@ -108,7 +123,8 @@ class FlashInferKernels(TritonKernels):
             window_left=-1 if window is None else window - 1,
             q_data_type=shape.dtype,
             kv_data_type=shape.kv_dtype,
-            fixed_split_size=None if graph_rows else max(1, _SPLIT // shape.block_size),
+            fixed_split_size=max(1, _SPLIT // shape.block_size) if kind == "decode" else None,
+            disable_split_kv=kind == "prefill",
             uniform_q_len=1 if graph_rows else None,
         )
         return wrapper

@@ -1,6 +1,7 @@
 """Device memory that several processes share. `driver` opens a device by its name, `driver_of` by
 its UUID; a driver that cannot run here is an error, never replaced by another one."""
 
+from functools import cache
 from importlib import import_module
 from types import ModuleType
 
@@ -10,9 +11,11 @@ from kvops.cuda.vmm import Driver
 __all__ = ["Driver", "driver", "driver_of"]
 
 
+@cache
 def driver(device: str) -> Driver:
     """The driver of "cuda:N", or of "memfd:N": memory of the host in the place of a GPU's, for
-    tests. BackendUnavailable: cuda-bindings is missing. DriverError: there is no such GPU."""
+    tests. From the first call on, this process is on the device's list of processes.
+    BackendUnavailable: cuda-bindings is missing. DriverError: there is no such GPU."""
     kind, _, number = device.partition(":")
     if kind == "memfd":
         from kvops.cuda.memfd import MemfdDriver

@@ -1,7 +1,7 @@
 """The `Driver` of a CUDA GPU, by cuda-bindings. It has run on no GPU yet."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from types import ModuleType
 from typing import Any
 from uuid import UUID
@@ -11,13 +11,11 @@ from torch import Tensor
 
 from kvops.cuda.vmm import LOST_CODES, DeviceLost, DriverError
 
-_REFUSES_FABRIC = frozenset({800, 801})
-"""CUDA_ERROR_NOT_PERMITTED, CUDA_ERROR_NOT_SUPPORTED: the device has fabric handles, and this
-process may not make them (no IMEX channel)."""
-
-
 _NOT_READY = 600
 """CUDA_ERROR_NOT_READY: the event has not passed."""
+
+_CANNOT_PROTECT = frozenset({1, 801})
+"""CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_NOT_SUPPORTED: of a mapping to read only."""
 
 
 def number_of(uuid: str, bindings: ModuleType) -> int:
@@ -89,11 +87,11 @@ class CudaDriver:
         return int(self._in_context("cuMemGetAllocationGranularity", self._properties(), wanted))
 
     def create(self, num_bytes: int) -> Any:
+        """With a fabric handle where this process may make one: it may not without an IMEX channel,
+        whatever the device says."""
         if self._has("HANDLE_TYPE_FABRIC"):
-            error, handle = self._cuda.cuMemCreate(num_bytes, self._properties(fabric=True), 0)
-            if int(error) not in _REFUSES_FABRIC:
-                self._check("cuMemCreate", error)
-                return handle
+            with suppress(DriverError):
+                return self._in_context("cuMemCreate", num_bytes, self._properties(fabric=True), 0)
         return self._in_context("cuMemCreate", num_bytes, self._properties(), 0)
 
     def export_fd(self, handle: Any) -> int:
@@ -103,19 +101,28 @@ class CudaDriver:
         return self._in_context("cuMemImportFromShareableHandle", fd, self._fd_type)
 
     def map(self, handle: Any, num_bytes: int, writable: bool) -> int:
-        access = self._cuda.CUmemAccessDesc()
-        access.location = self._properties().location
-        kind = "READWRITE" if writable else "READ"
-        flags = self._cuda.CUmemAccess_flags
-        access.flags = getattr(flags, f"CU_MEM_ACCESS_FLAGS_PROT_{kind}")
         with ExitStack() as undo:
             pointer = self._in_context("cuMemAddressReserve", num_bytes, 0, 0, 0)
             undo.callback(self._call, "cuMemAddressFree", pointer, num_bytes)
             self._call("cuMemMap", pointer, num_bytes, 0, handle, 0)
             undo.callback(self._call, "cuMemUnmap", pointer, num_bytes)
-            self._call("cuMemSetAccess", pointer, num_bytes, [access], 1)
+            self._give_access(pointer, num_bytes, writable)
             undo.pop_all()
         return int(pointer)
+
+    def _give_access(self, pointer: Any, num_bytes: int, writable: bool) -> None:
+        """Memory that the driver cannot protect is writable: nobody here writes it anyway."""
+        flags = self._cuda.CUmemAccess_flags
+        access, properties = self._cuda.CUmemAccessDesc(), self._properties()
+        access.location = properties.location  # of an object that lives on: it is a view
+        if not writable:
+            access.flags = flags.CU_MEM_ACCESS_FLAGS_PROT_READ
+            (error,) = self._cuda.cuMemSetAccess(pointer, num_bytes, [access], 1)
+            if int(error) not in _CANNOT_PROTECT:
+                self._check("cuMemSetAccess", error)
+                return
+        access.flags = flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        self._call("cuMemSetAccess", pointer, num_bytes, [access], 1)
 
     def zero(self, pointer: int, num_bytes: int) -> None:
         self._in_context("cuMemsetD8", pointer, 0, num_bytes)

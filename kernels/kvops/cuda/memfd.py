@@ -15,11 +15,15 @@ _TOTAL_BYTES = 1 << 40
 
 class MemfdDriver:
     """A device without a GPU. A handle is a descriptor of a memfd, whose name shows in the maps of
-    every process that maps it."""
+    every process that maps it. A page of another one shows that a process uses the device, as a
+    CUDA context does."""
 
     def __init__(self, number: int) -> None:
         self.uuid = f"MEMFD-{number}"
         self._mappings: dict[int, mmap.mmap] = {}
+        page = self.create(mmap.PAGESIZE)
+        self._context = mmap.mmap(page, mmap.PAGESIZE)
+        os.close(page)
 
     def free_and_total_bytes(self) -> tuple[int, int]:
         return _TOTAL_BYTES, _TOTAL_BYTES

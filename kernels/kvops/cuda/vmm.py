@@ -71,7 +71,8 @@ class Driver(Protocol):
 
     def map(self, handle: Any, num_bytes: int, writable: bool) -> int:
         """Map all of the memory for this device, to read or also to write; returns the pointer. It
-        may be another device's memory, if this one can reach it."""
+        may be another device's memory, if this one can reach it. A driver that cannot protect
+        memory from writes maps it to write, too."""
         ...
 
     def zero(self, pointer: int, num_bytes: int) -> None:

@@ -114,17 +114,23 @@ class Keeper:
                 pool_id, worker_id = registration.pool_id, registration.worker_id
                 gpus = registration.gpu_uuids
                 if not gpus:
-                    self._processes.add(directory, worker_id, fds, [""])
+                    self._processes.add(directory, worker_id, fds, [""], self._listed)
                     return directory.process_path(worker_id), ()
                 pidfds, memory = fds[: len(gpus)], fds[len(gpus) :]
                 if len(pidfds) != len(gpus) or len(memory) not in (0, len(gpus)):
                     raise ValueError(f"{len(fds)} descriptors for {len(gpus)} ranks")
-                # A list that cannot be read now could not be read at the worker's death either.
-                for gpu_uuid in gpus:
-                    self._listed.pids(gpu_uuid)
                 if pool_id not in self._memory and not memory:
                     raise KeeperRefusal(f"no worker has brought the memory of {pool_id}", False)
-                self._processes.add(directory, worker_id, pidfds, gpus)
+                records = self._processes.add(directory, worker_id, pidfds, gpus, self._listed)
+                for one in (record for record in records if not record.is_listed):
+                    log.warning(
+                        "worker_not_listed",
+                        worker_id=worker_id,
+                        gpu_uuid=one.gpu_uuid,
+                        reason=f"the driver does not list process {one.pid}: containers need the "
+                        "host's PID namespace (pid: host). Blocks of a worker that dies stay "
+                        "unused until the pool ends",
+                    )
             except (ValueError, ProcessListError) as error:
                 raise KeeperRefusal(str(error), True) from error
             except OSError as error:  # the pool is gone

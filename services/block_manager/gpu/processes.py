@@ -1,5 +1,6 @@
 """Lists the processes that use a GPU: by NVML, or for the devices of tests by /proc."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -32,10 +33,9 @@ class NvmlProcesses:
                 pynvml.nvmlInit()
                 self._is_initialized = True
             device = pynvml.nvmlDeviceGetHandleByUUID(gpu_uuid)
-            processes = [
-                *pynvml.nvmlDeviceGetComputeRunningProcesses(device),
-                *pynvml.nvmlDeviceGetMPSComputeRunningProcesses(device),
-            ]
+            processes = list(pynvml.nvmlDeviceGetComputeRunningProcesses(device))
+            with suppress(pynvml.NVMLError_NotSupported):
+                processes += pynvml.nvmlDeviceGetMPSComputeRunningProcesses(device)
         except pynvml.NVMLError as error:
             raise ProcessListError(
                 f"NVML cannot list the processes of {gpu_uuid}: {error}"

@@ -20,7 +20,7 @@ from kvops import Backend
 from services.common.errors import StartupError
 from services.common.pool.layout import PoolLayout
 from services.common.pool.sizing import format_size
-from services.engine.device.graphs import CudaGraph, Graph
+from services.engine.device.graphs import Graph
 from services.engine.device.threads import use_device
 from services.engine.models import Model
 from services.engine.pool import KVPool
@@ -83,7 +83,7 @@ class MemoryMeter(Protocol):
         ...
 
     def used(self) -> int:
-        """All that this process has."""
+        """All that this process has, but for memory of freed tensors that PyTorch keeps."""
         ...
 
     def other(self) -> int:
@@ -118,6 +118,7 @@ class CudaMeter:
     def used(self) -> int:
         """StartupError: NVML does not tell. Other workers load at the same time, so the change of
         the GPU's free memory does not tell either."""
+        torch.cuda.empty_cache()  # as the capture of a graph does
         try:
             import pynvml
 
@@ -179,7 +180,7 @@ def profile(
     utilization: float,
     shared: "SharedWeights | None" = None,
     graph_rows: int = 0,
-    new_graph: Callable[[], Graph] = CudaGraph,
+    new_graph: Callable[[], Graph] | None = None,
 ) -> GpuMemoryPlan:
     """Measure a worker's memory by the forward pass of its largest step, `num_tokens` new tokens of
     `num_rows` sequences, and by recording the graphs of decode steps of up to `graph_rows` rows.

@@ -36,23 +36,28 @@ class Graph(Protocol):
 
 
 class CudaGraph:
-    """All graphs share the memory of their temporary tensors: only one runs at a time. It has run
-    on no GPU yet."""
+    """`pool`: the memory of temporary tensors, of `torch.cuda.graph_pool_handle`. It has run on no
+    GPU yet."""
 
-    _pool: Any = None
-
-    def __init__(self) -> None:
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
         self._graph = torch.cuda.CUDAGraph()
 
     def capture(self, launch: Callable[[], Tensor]) -> Tensor:
-        if CudaGraph._pool is None:
-            CudaGraph._pool = torch.cuda.graph_pool_handle()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(self._graph, pool=CudaGraph._pool):
+        # What other threads do meanwhile, such as a copy, is no error of the capture.
+        mode = "thread_local"
+        with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode=mode):
             return launch()
 
     def replay(self) -> None:
         self._graph.replay()
+
+
+def cuda_graphs() -> Callable[[], Graph]:
+    """Makes the graphs of one runner. They share the memory of their temporary tensors, since only
+    one runs at a time. No other runner may share it: PyTorch refuses a pool whose graphs are gone.
+    """
+    return partial(CudaGraph, torch.cuda.graph_pool_handle())
 
 
 def ladder(max_rows: int) -> list[int]:
@@ -77,7 +82,7 @@ class DecodeGraphs:
         max_blocks: int,
         block_size: int,
         device: torch.device,
-        new_graph: Callable[[], Graph] = CudaGraph,
+        new_graph: Callable[[], Graph],
     ) -> None:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)

@@ -11,7 +11,7 @@ See ADR 115.
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,15 @@ from services.engine.device.event import DeviceEvent, PassedEvent, record_event
 Indices = np.ndarray[Any, np.dtype[Any]]
 
 _ALIGNMENT = 16
+
+
+def block_pairs(pairs: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
+    """Pairs of block ids as [any, 2] int64 on the device. The host does not wait for the steps
+    before, as it would for a copy from memory that is not pinned."""
+    places = torch.tensor(pairs, dtype=torch.int64).view(-1, 2)
+    if device.type == "cuda":
+        places = places.pin_memory()
+    return places.to(device, non_blocking=True)
 
 
 @dataclass(slots=True)

@@ -20,6 +20,7 @@ from services.common.pool.keeper import close_all
 from services.common.pool.layout import PoolLayout
 from services.common.text.model_config import ModelConfig
 from services.engine.device.gpu_memory import CudaMeter, GpuMemoryPlan, Measurement
+from services.engine.device.inputs import block_pairs
 from services.engine.device.opening import OpenDevice, lost_device, open_device
 from services.engine.models.decoder import ComposedModel
 from services.engine.models.load import load_shard
@@ -97,7 +98,7 @@ class _Follower:
                     self._collectives.broadcast(states.view(torch.uint8))
                 self._model.logits(states)
             case CopyBlocks():
-                pairs = torch.tensor(message.pairs, device=self._model.device).view(-1, 2)
+                pairs = block_pairs(message.pairs, self._model.device)
                 self._ops.copy_blocks(self._pools[0].kv, pairs)
                 self._answer()
             case SwapBlocks():

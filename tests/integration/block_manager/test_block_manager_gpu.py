@@ -29,6 +29,11 @@ root, pool_id, worker_id, creates = sys.argv[1:]
 made = os.memfd_create("quire-MEMFD-0") if creates == "yes" else None
 if made is not None:
     os.ftruncate(made, 2 << 20)
+if creates != "unlisted":
+    page = os.memfd_create("quire-MEMFD-0")
+    os.ftruncate(page, 4096)
+    context = mmap.mmap(page, 4096)
+    os.close(page)
 brought = [] if made is None else [made]
 registration = Registration(pool_id, worker_id, ("MEMFD-0",))
 kept = register(Path(root), registration, brought, is_live=True)

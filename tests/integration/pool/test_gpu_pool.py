@@ -190,9 +190,10 @@ async def test_a_rank_without_memory_is_a_start_that_fails(
     joined: Join, tmp_path: Path, ranks: FakeRanks
 ) -> None:
     ranks.error = StartupError("rank 1: no memory for a pool on cuda:1")
+    memory = on_gpu(ranks=ranks)
     open_before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(StartupError, match="rank 1: no memory"):
-        await joined("decode-1", on_gpu(ranks=ranks))
+        await joined("decode-1", memory)
     assert names(tmp_path) == ["host.lock", "keeper.sock"]
     assert len(os.listdir("/proc/self/fd")) == open_before
 
