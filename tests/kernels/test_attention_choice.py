@@ -46,8 +46,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         for package in ("flash_attn", "flashinfer"):
             monkeypatch.setitem(sys.modules, package, packages.get(package))
         if "flashinfer" in packages:  # its buffers are on this machine
-            module = importlib.import_module("kvops.attention.flashinfer")
-            monkeypatch.setattr(module.FlashInferKernels, "device", "cpu")
+            ours = importlib.import_module("kvops.attention.flashinfer")
+            monkeypatch.setattr(ours.FlashInferKernels, "device", "cpu")
 
     return machine
 
