@@ -1,4 +1,4 @@
-"""Requests with their undisturbed answers."""
+"""Requests with their undisturbed outputs."""
 
 import random
 from collections.abc import Sequence
@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 from quire.async_client import AsyncClient
 from quire.messages import Request
 from quire.types import Beam, Delta, FinishReason, Prompt, Sampling, TokenLogprobs
-from tests.chaos.limits import ALONE_S
+from tests.chaos.limits import UNDISTURBED_S
 
-_SHARED = "The following is a long story about a small town by the sea. " * 6
+_SHARED_PREFIX = "The following is a long story about a small town by the sea. " * 6
 _TOPICS = ("the harbour", "a storm", "two sisters", "the lighthouse", "an old dog", "the winter")
-_NUM_OF_A_KIND = 2
+_NUM_PER_KIND = 2
 _LONG = 3000
 """In tokens: more than fits unread between a worker and a client that does not read."""
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class Output:
     """The whole output of one sequence."""
 
     tokens: tuple[int, ...]
@@ -29,7 +29,7 @@ class Said:
     score: float | None
 
     @classmethod
-    def of(cls, deltas: Sequence[Delta]) -> "Said":
+    def of(cls, deltas: Sequence[Delta]) -> "Output":
         last = deltas[-1]
         return cls(
             tuple(token for delta in deltas for token in delta.token_ids),
@@ -43,12 +43,12 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A request with its undisturbed answer. `said`: the output of each sequence, by index."""
+    """A request with its undisturbed outputs: one for each sequence, by index."""
 
     kind: str
     prompt: Prompt
     sampling: Sampling
-    said: tuple[Said, ...] = ()
+    outputs: tuple[Output, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
     @property
@@ -56,25 +56,25 @@ class Case:
         return self.sampling.max_tokens == _LONG
 
     @property
-    def is_told_at_the_end(self) -> bool:
-        """Whether the whole answer comes at the end."""
+    def is_delivered_whole(self) -> bool:
+        """Whether the whole output comes at the end."""
         return self.sampling.beam is not None
 
     @property
     def num_tokens(self) -> int:
         """The number of tokens of all sequences."""
-        return sum(len(one.tokens) for one in self.said)
+        return sum(len(one.tokens) for one in self.outputs)
 
 
-def cases(seed: int) -> list[Case]:
-    """Cases of every kind, with and without a prompt prefix that several cases share."""
+def cases_of(seed: int) -> list[Case]:
+    """Cases of every kind, still without outputs. Some share a prompt prefix."""
     chance = random.Random(seed)
     made = []
-    for number in range(_NUM_OF_A_KIND):
+    for number in range(_NUM_PER_KIND):
         for kind, sampling in _samplings(chance).items():
             topic = f"{chance.choice(_TOPICS)}, number {chance.randrange(1000)}: "
             alone = topic * chance.randrange(1, 8)
-            made.append(Case(kind, alone if number else _SHARED + topic, sampling))
+            made.append(Case(kind, alone if number else _SHARED_PREFIX + topic, sampling))
     for kind, sampling in list(_samplings(chance).items())[:2]:
         made.append(Case(f"long {kind}", alone, replace(sampling, max_tokens=_LONG)))
     return made
@@ -94,7 +94,7 @@ def _samplings(chance: random.Random) -> dict[str, Sampling]:
         min_tokens=10,
         logprobs=2,
     )
-    # Each of them meets its stop string somewhere else, if at all: it ends, the others go on.
+    # Each sample reaches its stop string at another place, if at all; the others continue.
     stop = ("e" + chance.choice("drn"), "zz")
     search = Sampling(max_tokens=chance.randrange(20, 100), n=2, beam=Beam(4))
     early = Beam(3, length_penalty=chance.choice((0.0, 0.6, 2.0)), early_stopping="never")
@@ -113,16 +113,16 @@ def _samplings(chance: random.Random) -> dict[str, Sampling]:
     }
 
 
-async def undisturbed(client: AsyncClient, asked: Sequence[Case]) -> list[Case]:
-    """The cases with their answers, each computed alone before the first event."""
-    return [await _alone(client, case) for case in asked]
+async def with_outputs(client: AsyncClient, cases: Sequence[Case]) -> list[Case]:
+    """The cases with their outputs, each computed alone before the first fault."""
+    return [await _with_outputs(client, case) for case in cases]
 
 
-async def _alone(client: AsyncClient, case: Case) -> Case:
-    stream = client.send(Request(case.prompt, case.sampling), ALONE_S)
+async def _with_outputs(client: AsyncClient, case: Case) -> Case:
+    stream = client.send(Request(case.prompt, case.sampling), UNDISTURBED_S)
     async with aclosing(stream):
         deltas = [delta async for delta in stream]
     indices = range(1 + max(delta.index for delta in deltas))
-    said = tuple(Said.of([d for d in deltas if d.index == index]) for index in indices)
-    assert all(one.finish_reason for one in said), f"{case.kind} did not end: {said}"
-    return replace(case, said=said, prompt_logprobs=deltas[0].prompt_logprobs)
+    outputs = tuple(Output.of([d for d in deltas if d.index == index]) for index in indices)
+    assert all(one.finish_reason for one in outputs), f"{case.kind} did not end: {outputs}"
+    return replace(case, outputs=outputs, prompt_logprobs=deltas[0].prompt_logprobs)

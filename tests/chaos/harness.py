@@ -1,6 +1,6 @@
-"""Chaos: events disturb a deployment under load, and clients may see nothing but delays.
+"""Chaos: inject faults into a deployment under load. Clients may see nothing but delays.
 
-Audits run beside the events. From time to time the load pauses, all processes return, and nothing
+Audits run beside the faults. From time to time the load pauses, all processes return, and no block
 may be held.
 """
 
@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from quire.async_client import AsyncClient
-from tests.chaos.cases import cases, undisturbed
-from tests.chaos.limits import END_S
+from tests.chaos.cases import cases_of, with_outputs
+from tests.chaos.limits import LAST_STREAMS_S
 from tests.chaos.load import User
 from tests.chaos.operator import Operator
 from tests.chaos.processes import Processes
 from tests.chaos.redis_server import RedisServer
 from tests.chaos.report import Report
-from tests.chaos.schedule import KINDS, Event, schedule
+from tests.chaos.schedule import FAULT_KINDS, Fault, schedule
 from tests.e2e.deployment import serving
 
 NUM_USERS, NUM_SLOW_USERS = 8, 2
@@ -27,20 +27,22 @@ NUM_GATEWAYS, NUM_PREFILL, NUM_DECODE = 2, 4, 5
 MEMORY = ("--pool-memory", "16MiB", "--swap-memory", "8MiB")
 """About 330 blocks. The users' requests need more than that at once, so some are preempted."""
 
-CALM_EVERY = 40
-"""How many events there are between two pauses of the load."""
+FAULTS_BETWEEN_PAUSES = 40
+"""How many faults there are between two pauses of the load."""
 
-MAX_UNPROVEN = 4
-"""How many events may wait for an audit that begins after them."""
+MAX_UNAUDITED = 4
+"""How many faults may wait for an audit that begins after them."""
 
 
 class System(Protocol):
-    """What events disturb."""
+    """A deployment into which faults are injected."""
 
-    async def suffer(self, event: Event) -> str: ...
+    async def inject(self, fault: Fault) -> str:
+        """Inject a fault; returns what it hit."""
 
-    async def settle(self) -> None:
-        """Wait until all processes are well, every event has had its audit, and nothing is held."""
+    async def until_recovered(self) -> None:
+        """Wait until all processes are healthy, an audit followed every fault, and no block is
+        held."""
 
 
 class OneHost:
@@ -51,92 +53,93 @@ class OneHost:
         self._redis = redis
         self._operator = operator
 
-    async def suffer(self, event: Event) -> str:
-        if event.role != "redis":
-            return await self._processes.suffer(event)
-        # One loss after another: what Redis lost is told again before it loses anything else.
-        await self._redis.back()
-        await self._operator.all_proven_but(0)
-        return await self._redis.suffer(event)
+    async def inject(self, fault: Fault) -> str:
+        if fault.role != "redis":
+            return await self._processes.inject(fault)
+        # One loss after another: the workers have told Redis again what it lost last time.
+        await self._redis.until_running()
+        await self._operator.until_audited(0)
+        return await self._redis.inject(fault)
 
-    async def settle(self) -> None:
-        await self._redis.back()
-        await self._operator.all_proven_but(0)
-        await self._processes.until_well()
-        await self._operator.until_empty()
-        await self._operator.happened()
-        await self._operator.all_proven_but(0)
+    async def until_recovered(self) -> None:
+        await self._redis.until_running()
+        await self._operator.until_audited(0)
+        await self._processes.until_healthy()
+        await self._operator.until_nothing_held()
+        await self._operator.note_fault()
+        await self._operator.until_audited(0)
 
 
 class Chaos:
-    """A run. `calm`: while it is set, the users send nothing."""
+    """A run. `paused`: while it is set, the users send no new requests."""
 
     def __init__(
-        self, system: System, operator: Operator, report: Report, calm: asyncio.Event
+        self, system: System, operator: Operator, report: Report, paused: asyncio.Event
     ) -> None:
         self._system = system
         self._operator = operator
         self._report = report
-        self._calm = calm
-        self._over = asyncio.Event()
+        self._paused = paused
+        self._ended = asyncio.Event()
 
-    async def run(self, users: Sequence[User], events: Iterator[Event], duration_s: float) -> None:
-        """Run users and events. The first fault, which goes into the report, ends the run."""
+    async def run(self, users: Sequence[User], faults: Iterator[Fault], duration_s: float) -> None:
+        """Run users and inject faults. The first violation, which goes into the report, ends the
+        run."""
         tally = self._report.tally
-        asking = [asyncio.create_task(user.run(self._over, tally)) for user in users]
-        auditing = asyncio.create_task(self._operator.watch())
-        torment = asyncio.create_task(self._torment(asking, events, duration_s))
+        sending = [asyncio.create_task(user.run(self._ended, tally)) for user in users]
+        auditing = asyncio.create_task(self._operator.audit_forever())
+        injecting = asyncio.create_task(self._inject_faults(sending, faults, duration_s))
         try:
-            await asyncio.wait({torment, auditing}, return_when=asyncio.FIRST_COMPLETED)
-            for task in (torment, auditing):
+            await asyncio.wait({injecting, auditing}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (injecting, auditing):
                 if task.done():
                     task.result()
         except (AssertionError, TimeoutError) as error:
-            tally.faults.append(f"{type(error).__name__}: {error}")
+            tally.violations.append(f"{type(error).__name__}: {error}")
         finally:
-            for task in (torment, auditing, *asking):
+            for task in (injecting, auditing, *sending):
                 task.cancel()
-            await asyncio.gather(torment, auditing, *asking, return_exceptions=True)
+            await asyncio.gather(injecting, auditing, *sending, return_exceptions=True)
 
-    async def _torment(
-        self, asking: Sequence["asyncio.Task[None]"], events: Iterator[Event], duration_s: float
+    async def _inject_faults(
+        self, sending: Sequence["asyncio.Task[None]"], faults: Iterator[Fault], duration_s: float
     ) -> None:
         loop, report = asyncio.get_running_loop(), self._report
         began = loop.time()
-        for event in events:
-            with report.spending("pauses"):
-                await asyncio.sleep(event.pause_s)
-            if report.tally.faults:
+        for fault in faults:
+            with report.timing("pauses between faults"):
+                await asyncio.sleep(fault.pause_s)
+            if report.tally.violations:
                 return
             if loop.time() - began > duration_s:
                 break
-            with report.spending(f"waiting to hit {event.role}"):
-                whom = await self._system.suffer(event)
-            report.happened(event, whom, loop.time() - began)
-            with report.spending("audits"):
-                await self._operator.happened()
-                await self._operator.all_proven_but(MAX_UNPROVEN)
-            if report.kinds.total() % CALM_EVERY == 0:
-                with report.spending("calm"):
-                    self._calm.set()
-                    await self._system.settle()
-                    self._calm.clear()
-        self._over.set()
-        self._calm.set()
-        async with asyncio.timeout(END_S):
-            await asyncio.gather(*asking)
-        await self._system.settle()
-        report.lasted_s = loop.time() - began
+            with report.timing(f"injecting into {fault.role}"):
+                target = await self._system.inject(fault)
+            report.record(fault, target, loop.time() - began)
+            with report.timing("audits"):
+                await self._operator.note_fault()
+                await self._operator.until_audited(MAX_UNAUDITED)
+            if report.kinds.total() % FAULTS_BETWEEN_PAUSES == 0:
+                with report.timing("pauses of the load"):
+                    self._paused.set()
+                    await self._system.until_recovered()
+                    self._paused.clear()
+        self._ended.set()
+        self._paused.set()
+        async with asyncio.timeout(LAST_STREAMS_S):
+            await asyncio.gather(*sending)
+        await self._system.until_recovered()
+        report.duration_s = loop.time() - began
 
 
-async def unleash(
+async def run_chaos(
     directory: Path,
     seed: int,
     duration_s: float,
-    kinds: Sequence[str] = KINDS,
+    kinds: Sequence[str] = FAULT_KINDS,
     device: str = "cpu",
 ) -> Report:
-    """Start a deployment, record the undisturbed answers, then disturb it for `duration_s`.
+    """Start a deployment, record the undisturbed outputs, then inject faults for `duration_s`.
     `device`: cpu, or memfd:0, whose pool is kept like a GPU's."""
     report = Report(seed)
     workers = ("--prefill", str(NUM_PREFILL), "--decode", str(NUM_DECODE))
@@ -152,45 +155,45 @@ async def unleash(
             closing(Processes(deployment, operator, prefill=NUM_PREFILL, decode=NUM_DECODE))
         )
         system = OneHost(processes, redis, operator)
-        events = schedule(seed, kinds)
-        await disturb(report, deployment.address, operator, system, events, duration_s)
+        faults = schedule(seed, kinds)
+        await inject_faults(report, deployment.address, operator, system, faults, duration_s)
         report.read_log(deployment.log)
     return report
 
 
-async def disturb(
+async def inject_faults(
     report: Report,
     addresses: str,
     operator: Operator,
     system: System,
-    events: Iterator[Event],
+    faults: Iterator[Fault],
     duration_s: float,
     num_cases: int | None = None,
 ) -> None:
-    """Record a system's undisturbed answers, then disturb it for `duration_s`. `addresses`: of all
-    gateways, with commas between them. `num_cases`: how many of the requests; None: all of them."""
-    calm = asyncio.Event()
+    """Record a system's undisturbed outputs, then inject faults for `duration_s`. `addresses`: of
+    all gateways, with commas between them. `num_cases`: how many of the requests; None: all."""
+    paused = asyncio.Event()
     async with AsyncExitStack() as stack:
         clients = [
-            await stack.enter_async_context(AsyncClient(_from(number, addresses)))
+            await stack.enter_async_context(AsyncClient(_rotated(number, addresses)))
             for number in range(NUM_USERS + NUM_SLOW_USERS)
         ]
-        known = await undisturbed(clients[0], cases(report.seed)[:num_cases])
+        cases = await with_outputs(clients[0], cases_of(report.seed)[:num_cases])
         users = [
             User(
                 f"{report.seed} {number}",
                 client,
-                [case for case in known if case.is_long is (number >= NUM_USERS)],
-                calm,
+                [case for case in cases if case.is_long is (number >= NUM_USERS)],
+                paused,
                 slow=number >= NUM_USERS,
             )
             for number, client in enumerate(clients)
             if number < NUM_USERS or num_cases is None
         ]
-        await Chaos(system, operator, report, calm).run(users, events, duration_s)
+        await Chaos(system, operator, report, paused).run(users, faults, duration_s)
 
 
-def _from(number: int, addresses: str) -> str:
+def _rotated(number: int, addresses: str) -> str:
     """The addresses of all gateways, beginning with another one for each user."""
     every = addresses.split(",")
     first = number % len(every)
@@ -198,12 +201,12 @@ def _from(number: int, addresses: str) -> str:
 
 
 def in_a_temporary_directory(
-    unleashed: Callable[[Path], Coroutine[Any, Any, Report]], keep_log: Path | None
+    run: Callable[[Path], Coroutine[Any, Any, Report]], keep_log: Path | None
 ) -> Report:
     """Run in a temporary directory. `keep_log`: where the services' logs are copied at the end."""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            return asyncio.run(unleashed(Path(folder)))
+            return asyncio.run(run(Path(folder)))
         finally:
             if keep_log is not None:
                 logs = [log.read_bytes() for log in sorted(Path(folder).glob("*.log"))]

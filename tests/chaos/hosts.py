@@ -1,13 +1,13 @@
-"""Two hosts with two pools each, on a wire that loses, delays and cuts packets.
+"""Two hosts with two pools each, on a network that loses, delays and drops packets.
 
     host a: pool a1, 2 prefill ─┐                ┌─ pool b1, decode :host b
-            pool a2, decode    ─┴───── wire ─────┴─ pool b2, decode
+            pool a2, decode    ─┴─── network ────┴─ pool b2, decode
                                         │
                                 Redis, of no host
 
-So each request is pulled from a1: to a2 while that has slots, else across the wire. Every pool has
-a block manager and a mover, every host a gateway, which its users reach without the wire. A process
-that ends is started again.
+Each request's KV is pulled from a1: to a2 while that has slots, else across the network. Every pool
+has a block manager and a mover. Every host has a gateway, which its users reach by a Unix socket.
+A process that ends is started again.
 """
 
 import asyncio
@@ -20,13 +20,13 @@ from pathlib import Path
 from quire.async_client import AsyncClient
 from quire.sockets import living_sockets
 from quire.supervisor.model_source import EMBEDDED, find_model
-from tests.chaos.harness import disturb
-from tests.chaos.limits import BACK_S
+from tests.chaos.harness import inject_faults
+from tests.chaos.limits import RECOVERY_S
 from tests.chaos.operator import Operator
 from tests.chaos.processes import worker_ids
 from tests.chaos.redis_server import RedisServer
 from tests.chaos.report import Report
-from tests.chaos.schedule import Event, schedule
+from tests.chaos.schedule import Fault, schedule
 from tests.e2e.hosts import Host
 from tests.e2e.network import ADDRESSES, Network
 
@@ -51,47 +51,48 @@ REGISTERED = ("prefill", "decode", "mover")
 _ROLES = {
     "kill": (*REGISTERED, "gateway", "block_manager", "redis"),
     "stop": (*REGISTERED, "block_manager", "redis"),
-    "strike": ("mover",),
-    "disturb": ("wire",),
-    "throttle": ("wire",),
-    "cut": ("wire", "redis"),
-    "part": ("wire",),
-    "hide": ("wire",),
+    "kill_in_pull": ("mover",),
+    "degrade": ("network",),
+    "throttle": ("network",),
+    "cut": ("network",),
+    "disconnect": ("redis",),
+    "partition": ("network",),
+    "partition_redis": ("network",),
     "flush": ("redis",),
 }
-KINDS = tuple(f"{verb} {role}" for verb, roles in _ROLES.items() for role in roles)
-"""A mover is struck (killed) at a step of a pull. The wire between the hosts loses and delays
-packets (disturb), is slow (throttle), drops all packets one way (cut) or both ways (part); one
-host does not reach Redis (hide)."""
+FAULT_KINDS = tuple(f"{verb} {role}" for verb, roles in _ROLES.items() for role in roles)
+"""A mover is killed at a step of a pull (kill_in_pull). The network between the hosts loses and
+delays packets (degrade), is slow (throttle), drops all packets one way (cut) or both ways
+(partition); or one host does not reach Redis (partition_redis)."""
 
 
-class Wire:
-    """One trouble at a time."""
+class NetworkFaults:
+    """Faults of the network between the hosts, one at a time."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
-        self._trouble: asyncio.Task[None] | None = None
+        self._ongoing: asyncio.Task[None] | None = None
 
-    async def suffer(self, event: Event) -> str:
-        await self.healed()
-        network, hosts = self._network, ("a", "b") if event.which < 0.5 else ("b", "a")
-        match event.verb:
-            case "disturb":
-                network.loss, network.delay_s = 0.05 * event.which, 0.05 * event.which
+    async def inject(self, fault: Fault) -> str:
+        await self.until_healed()
+        network, hosts = self._network, ("a", "b") if fault.which < 0.5 else ("b", "a")
+        match fault.verb:
+            case "degrade":
+                network.loss, network.delay_s = 0.05 * fault.which, 0.05 * fault.which
             case "throttle":
-                network.bytes_per_s = 50_000 + 2e6 * event.which
+                network.bytes_per_s = 50_000 + 2e6 * fault.which
             case "cut":
                 network.blocked = {hosts}
-            case "part":
+            case "partition":
                 network.blocked = {hosts, hosts[::-1]}
-            case "hide":
+            case "partition_redis":
                 network.blocked = {(hosts[0], "here"), ("here", hosts[0])}
-        self._trouble = asyncio.create_task(self._heal(event.length_s))
-        return f"{hosts[0]} for {event.length_s:g} s"
+        self._ongoing = asyncio.create_task(self._heal(fault.length_s))
+        return f"{hosts[0]} for {fault.length_s:g} s"
 
-    async def healed(self) -> None:
-        if self._trouble is not None:
-            await self._trouble
+    async def until_healed(self) -> None:
+        if self._ongoing is not None:
+            await self._ongoing
 
     async def _heal(self, after_s: float) -> None:
         await asyncio.sleep(after_s)
@@ -112,7 +113,7 @@ class Hosts:
             for name in POOLS
         }
         self._stopped: dict[int, asyncio.TimerHandle] = {}
-        self._keeping: asyncio.Task[None] | None = None
+        self._restarting: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Return when the gateways listen."""
@@ -123,13 +124,13 @@ class Hosts:
             self._start(name, "gateway")
         for name in GATEWAYS:
             await asyncio.to_thread(self.pools[name].wait_for, "gateway", "gateway_listening")
-        self._keeping = asyncio.create_task(self._keep())
+        self._restarting = asyncio.create_task(self._restart_ended())
 
     def _start(self, pool: str, name: str) -> None:
         service = name.partition("-")[0]
         self.pools[pool].start(service, name, **SETTINGS.get(service, {}))
 
-    async def _keep(self) -> None:
+    async def _restart_ended(self) -> None:
         while True:
             for name, host in self.pools.items():
                 for service, process in tuple(host.processes.items()):
@@ -138,22 +139,22 @@ class Hosts:
             await asyncio.sleep(0.05)
 
     def close(self) -> None:
-        if self._keeping is not None:
-            self._keeping.cancel()
+        if self._restarting is not None:
+            self._restarting.cancel()
         for pid, timer in tuple(self._stopped.items()):
             timer.cancel()
-            self._wake(pid)
+            self._resume(pid)
         for host in self.pools.values():
             host.stop()
 
     @property
     def sockets(self) -> str:
-        """Those of the gateways, with commas between them."""
+        """The gateways' sockets, with commas between them."""
         paths = [path for name in GATEWAYS for path in living_sockets(self.pools[name].run_dir)]
         return ",".join(f"unix:{path}" for path in paths)
 
     def pids(self, role: str) -> list[int]:
-        """Those that live and do not stand still."""
+        """The pids of its processes that run and are not stopped."""
         return [
             process.pid
             for host in self.pools.values()
@@ -164,54 +165,54 @@ class Hosts:
         ]
 
     def number(self, role: str) -> int:
-        """How many there are when all are well."""
+        """The number of its processes when all run."""
         names = [name for host in self.pools.values() for name in host.processes]
         return sum(name.partition("-")[0] == role for name in names)
 
-    def hit(self, event: Event, pid: int) -> None:
+    def inject(self, fault: Fault, pid: int) -> None:
         with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGSTOP if event.verb == "stop" else signal.SIGKILL)
-        if event.verb == "stop":
+            os.kill(pid, signal.SIGSTOP if fault.verb == "stop" else signal.SIGKILL)
+        if fault.verb == "stop":
             loop = asyncio.get_running_loop()
-            self._stopped[pid] = loop.call_later(event.length_s, self._wake, pid)
+            self._stopped[pid] = loop.call_later(fault.length_s, self._resume, pid)
 
-    def _wake(self, pid: int) -> None:
+    def _resume(self, pid: int) -> None:
         del self._stopped[pid]
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
 
 
 class SeveralHosts:
-    """The system that events disturb."""
+    """The deployment on two hosts, into which faults are injected."""
 
     def __init__(
         self, hosts: Hosts, network: Network, redis: RedisServer, operator: Operator
     ) -> None:
         self._hosts = hosts
-        self._wire = Wire(network)
+        self._network_faults = NetworkFaults(network)
         self.network = network
         self._redis = redis
         self.operator = operator
 
-    async def suffer(self, event: Event) -> str:
-        if event.role == "wire":
-            return await self._wire.suffer(event)
-        if event.role == "redis":
-            await self._redis.back()
-            await self.operator.all_proven_but(0)
-            return await self._redis.suffer(event)
-        await self._until_well(event.role)
-        if event.verb == "strike":
-            return await self._strike(event)
-        pids = self._hosts.pids(event.role)
-        pid = pids[int(event.which * len(pids))]
-        self._hosts.hit(event, pid)
+    async def inject(self, fault: Fault) -> str:
+        if fault.role == "network":
+            return await self._network_faults.inject(fault)
+        if fault.role == "redis":
+            await self._redis.until_running()
+            await self.operator.until_audited(0)
+            return await self._redis.inject(fault)
+        await self._until_healthy(fault.role)
+        if fault.verb == "kill_in_pull":
+            return await self._kill_in_pull(fault)
+        pids = self._hosts.pids(fault.role)
+        pid = pids[int(fault.which * len(pids))]
+        self._hosts.inject(fault, pid)
         return str(pid)
 
-    async def _strike(self, event: Event) -> str:
-        """Kill the mover that reaches a step first, or the one from whose pool it reads; any one
+    async def _kill_in_pull(self, fault: Fault) -> str:
+        """Kill the mover that reaches a step first, or the one from whose pool it reads; any mover
         after a second without pulls."""
-        step = STEPS[int(event.which * len(STEPS))]
+        step = STEPS[int(fault.which * len(STEPS))]
         logs = {name: host.log("mover") for name, host in self._hosts.pools.items()}
         seen = {name: log.stat().st_size for name, log in logs.items()}
         text, until = f'"{step}"'.encode(), asyncio.get_running_loop().time() + 1.0
@@ -224,46 +225,46 @@ class SeveralHosts:
                         return f"mover of {name} at {step}"
             await asyncio.sleep(0.002)
         pids = self._hosts.pids("mover")
-        self._hosts.hit(event, pids[int(event.which * len(pids))])
+        self._hosts.inject(fault, pids[int(fault.which * len(pids))])
         return "a mover without pulls"
 
-    async def settle(self) -> None:
-        """Wait until the wire is whole, all processes are well, every event is proven harmless, and
-        nothing is held in any of the pools."""
-        await self._wire.healed()
-        await self._redis.back()
-        await self.operator.all_proven_but(0)
-        await self.until_well()
-        await self.operator.until_empty(len(POOLS))
-        await self.operator.happened()
-        await self.operator.all_proven_but(0)
+    async def until_recovered(self) -> None:
+        """Wait until the network is healed, all processes are healthy, an audit followed every
+        fault, and no block is held in any of the pools."""
+        await self._network_faults.until_healed()
+        await self._redis.until_running()
+        await self.operator.until_audited(0)
+        await self.until_healthy()
+        await self.operator.until_nothing_held(len(POOLS))
+        await self.operator.note_fault()
+        await self.operator.until_audited(0)
 
-    async def until_well(self) -> None:
+    async def until_healthy(self) -> None:
         for role in ("block_manager", "gateway", *REGISTERED):
-            await self._until_well(role)
+            await self._until_healthy(role)
 
-    async def _until_well(self, role: str) -> None:
+    async def _until_healthy(self, role: str) -> None:
         try:
-            async with asyncio.timeout(BACK_S):
-                while not await self._are_well(role):
+            async with asyncio.timeout(RECOVERY_S):
+                while not await self._are_healthy(role):
                     await asyncio.sleep(0.1)
         except TimeoutError as error:
-            raise TimeoutError(f"not every {role} came back") from error
+            raise TimeoutError(f"not every {role} is healthy") from error
 
-    async def _are_well(self, role: str) -> bool:
+    async def _are_healthy(self, role: str) -> bool:
         pids = self._hosts.pids(role)
         if len(pids) < self._hosts.number(role):
             return False
         if role not in REGISTERED:
             return True
-        workers = await self.operator.ask(AsyncClient.workers)
+        workers = await self.operator.call(AsyncClient.workers)
         ids = {worker.worker_id for worker in workers or () if worker.state == "serving"}
         return all(worker_ids(pid) & ids for pid in pids)
 
 
 @asynccontextmanager
 async def deployed(folder: Path, seed: int = 0) -> AsyncIterator[tuple[Hosts, SeveralHosts]]:
-    """The hosts, when all their processes are well. `folder`: for their logs."""
+    """The hosts, when all their processes are healthy. `folder`: for their logs."""
     options = ("--port", str(REDIS_PORT), "--bind", ADDRESSES["here"], "--protected-mode", "no")
     async with AsyncExitStack() as stack:
         network = stack.enter_context(closing(Network(seed)))
@@ -274,23 +275,23 @@ async def deployed(folder: Path, seed: int = 0) -> AsyncIterator[tuple[Hosts, Se
         operator = Operator(hosts.sockets)
         stack.push_async_callback(operator.close)
         system = SeveralHosts(hosts, network, redis, operator)
-        await system.until_well()
+        await system.until_healthy()
         yield hosts, system
 
 
-async def unleash(
+async def run_chaos(
     folder: Path,
     seed: int,
     duration_s: float,
-    kinds: Sequence[str] = KINDS,
+    kinds: Sequence[str] = FAULT_KINDS,
     num_cases: int | None = None,
 ) -> Report:
-    """Start the hosts, record their undisturbed answers, then disturb them for `duration_s`."""
+    """Start the hosts, record their undisturbed outputs, then inject faults for `duration_s`."""
     report = Report(seed)
     async with deployed(folder, seed) as (hosts, system):
-        events = schedule(seed, kinds)
-        await disturb(
-            *(report, hosts.sockets, system.operator, system, events, duration_s), num_cases
+        faults = schedule(seed, kinds)
+        await inject_faults(
+            *(report, hosts.sockets, system.operator, system, faults, duration_s), num_cases
         )
         for host in hosts.pools.values():
             for name in host.processes:

@@ -1,25 +1,26 @@
-"""The longest times that anything may take under chaos. Anything slower is a fault."""
+"""The longest times that anything may take under chaos. Anything slower is a violation."""
 
-ALONE_S = 60.0
-"""A request before the first event."""
+UNDISTURBED_S = 60.0
+"""A request before the first fault."""
 
 SILENCE_S = 60.0
 """The time between two messages of a stream."""
 
-BACK_S = 60.0
-"""The time until a process has returned and is well."""
+RECOVERY_S = 60.0
+"""The time until a process has returned and is healthy."""
 
 AUDIT_S = 60.0
 """The time until an audit of the whole ledger is answered and clean."""
 
-EMPTY_S = 60.0
+RELEASE_S = 60.0
 """The time until all blocks are released once no request runs."""
 
-END_S = 120.0
-"""The time for the running streams once the events have ended."""
+LAST_STREAMS_S = 120.0
+"""The time for the running streams once the faults have ended."""
 
-TOLD = (
-    f"a stream is silent for {SILENCE_S:g} s at most, a process is back within {BACK_S:g} s, an "
-    f"audit clean within {AUDIT_S:g} s of its event, nothing held {EMPTY_S:g} s after the last "
-    "stream"
+DESCRIPTION = (
+    f"a stream is silent for {SILENCE_S:g} s at most, "
+    f"a process is healthy within {RECOVERY_S:g} s of a fault, "
+    f"an audit is clean within {AUDIT_S:g} s of it, "
+    f"no block is held {RELEASE_S:g} s after the last stream"
 )

@@ -7,10 +7,10 @@ from typing import TypeVar
 
 from quire.async_client import AsyncClient
 from quire.errors import QuireError
-from tests.chaos.limits import AUDIT_S, EMPTY_S
+from tests.chaos.limits import AUDIT_S, RELEASE_S
 
 ANSWER_LIMIT_S = 3.0
-"""After this time the next gateway is asked, since a gateway may be stopped."""
+"""After this time the next gateway is called, since a gateway may be stopped."""
 
 T = TypeVar("T")
 
@@ -21,16 +21,16 @@ class Operator:
 
     def __init__(self, addresses: str) -> None:
         self._clients = [AsyncClient(address) for address in addresses.split(",")]
-        self._num_happened = 0
-        self._num_proven = 0
-        self._news = asyncio.Condition()
+        self._num_faults = 0
+        self._num_audited = 0
+        self._changed = asyncio.Condition()
 
-    async def ask(self, question: Callable[[AsyncClient], Awaitable[T]]) -> T | None:
-        """The first answer of a gateway; None: none answers now."""
+    async def call(self, method: Callable[[AsyncClient], Awaitable[T]]) -> T | None:
+        """The first answer of a gateway; None: no gateway answers now."""
         for client in tuple(self._clients):
             with suppress(QuireError, TimeoutError):
                 async with asyncio.timeout(ANSWER_LIMIT_S):
-                    return await question(client)
+                    return await method(client)
             self._clients.remove(client)
             self._clients.append(client)
         return None
@@ -39,30 +39,32 @@ class Operator:
         for client in self._clients:
             await client.close()
 
-    # ── audits, beside what happens ──────────────────────────────────────────────────────────────
+    # ── audits, beside the faults ────────────────────────────────────────────────────────────────
 
-    async def happened(self) -> None:
-        """Note an event. An audit that begins after it proves that it did no harm."""
-        async with self._news:
-            self._num_happened += 1
-            self._news.notify_all()
+    async def note_fault(self) -> None:
+        """Count a fault. An audit that begins later covers it."""
+        async with self._changed:
+            self._num_faults += 1
+            self._changed.notify_all()
 
-    async def all_proven_but(self, number: int) -> None:
-        """Wait until at most `number` events still need an audit."""
-        async with self._news:
-            await self._news.wait_for(lambda: self._num_happened - self._num_proven <= number)
+    async def until_audited(self, max_pending: int) -> None:
+        """Wait until at most `max_pending` faults still need an audit."""
+        async with self._changed:
+            await self._changed.wait_for(
+                lambda: self._num_faults - self._num_audited <= max_pending
+            )
 
-    async def watch(self) -> None:
-        """Audit without end. AssertionError: a law is broken. TimeoutError: an event got no audit
+    async def audit_forever(self) -> None:
+        """Audit without end. AssertionError: a law is broken. TimeoutError: a fault got no audit
         in time."""
         while True:
-            async with self._news:
-                await self._news.wait_for(lambda: self._num_happened > self._num_proven)
-            number = self._num_happened
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._num_faults > self._num_audited)
+            number = self._num_faults
             await self._until_clean()
-            async with self._news:
-                self._num_proven = number
-                self._news.notify_all()
+            async with self._changed:
+                self._num_audited = number
+                self._changed.notify_all()
 
     async def _until_clean(self) -> None:
         """Audit until no pool recovers: in a recovery, blocks have no state yet, and the audit does
@@ -72,25 +74,25 @@ class Operator:
                 while not await self._is_clean():
                     await asyncio.sleep(0.1)
         except TimeoutError as error:
-            raise TimeoutError("no audit came out clean") from error
+            raise TimeoutError(f"no audit was clean within {AUDIT_S:g} s") from error
 
     async def _is_clean(self) -> bool:
-        audits = await self.ask(AsyncClient.audit) or ()
+        audits = await self.call(AsyncClient.audit) or ()
         wrong = [audit for audit in audits if audit.violations]
         assert not any(audit.ledger_checked for audit in wrong), wrong
         return bool(audits) and not wrong and all(audit.ledger_checked for audit in audits)
 
-    async def until_empty(self, num_pools: int = 1) -> None:
-        """Wait until nothing is held in at least `num_pools` pools. TimeoutError, with the pools:
-        something still is."""
+    async def until_nothing_held(self, num_pools: int = 1) -> None:
+        """Wait until at least `num_pools` pools exist and none holds a block. TimeoutError, with
+        the pools: blocks are still held."""
         pools = None
         try:
-            async with asyncio.timeout(EMPTY_S):
+            async with asyncio.timeout(RELEASE_S):
                 while True:
-                    pools = await self.ask(AsyncClient.pools)
+                    pools = await self.call(AsyncClient.pools)
                     pools = pools or ()
                     if len(pools) >= num_pools and not any(pool.num_held for pool in pools):
                         return
                     await asyncio.sleep(0.1)
         except TimeoutError as error:
-            raise TimeoutError(f"blocks are held, and nobody asks for anything: {pools}") from error
+            raise TimeoutError(f"blocks are held although no request runs: {pools}") from error

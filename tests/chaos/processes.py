@@ -1,5 +1,4 @@
-"""The processes of a deployment: which ones are alive and well, and the events that disturb
-them."""
+"""The processes of a deployment: which of them are healthy, and the faults that hit them."""
 
 import asyncio
 import os
@@ -10,138 +9,142 @@ from pathlib import Path
 
 from quire.async_client import AsyncClient
 from quire.errors import QuireError
-from tests.chaos.limits import BACK_S
+from tests.chaos.limits import RECOVERY_S
 from tests.chaos.operator import Operator
-from tests.chaos.schedule import PROCESSES, WORKERS, Event
+from tests.chaos.schedule import PROCESSES, WORKERS, Fault
 from tests.e2e.deployment import Deployment
 
 FEWEST, MOST = {"prefill": 3, "decode": 4}, {"prefill": 4, "decode": 6}
-"""(fewest, most) workers to which a run is scaled. With two that are well, an event may hit one."""
+"""(fewest, most) workers to which a run is scaled. A fault may hit one of two healthy ones."""
 
 
 class Processes:
-    """`wanted`: how many workers the run has when all are well."""
+    """`wanted`: how many workers the run has when all are healthy."""
 
     def __init__(self, deployment: Deployment, operator: Operator, **wanted: int) -> None:
         self._deployment = deployment
         self._operator = operator
         self._wanted = wanted
         self._stopped: dict[int, asyncio.TimerHandle] = {}
-        self._leaving: set[int] = set()
+        self._terminating: set[int] = set()
         self._serving: dict[int, str] = {}
         self._num_gateways = len(deployment.address.split(","))
 
-    async def suffer(self, event: Event) -> str:
-        """Apply an event as soon as another process of the kind is well; returns what it hit.
-        TimeoutError: none is well in time."""
+    async def inject(self, fault: Fault) -> str:
+        """Inject a fault as soon as another process of the role is healthy; returns what it hit.
+        TimeoutError: no other process is healthy in time."""
         try:
-            async with asyncio.timeout(BACK_S):
-                if event.verb == "scale":
-                    return await self._scale(event)
-                pid = await self._victim(event)
-                await self._hit(event, pid)
+            async with asyncio.timeout(RECOVERY_S):
+                if fault.verb == "scale":
+                    return await self._scale(fault)
+                pid = await self._choose_process(fault)
+                await self._inject(fault, pid)
                 return str(pid)
         except TimeoutError as error:
-            raise TimeoutError(f"nobody came back to {event.kind}") from error
+            raise TimeoutError(
+                f"no healthy process for {fault.kind} within {RECOVERY_S:g} s"
+            ) from error
 
-    async def until_well(self) -> None:
+    async def until_healthy(self) -> None:
         """Wait until all processes run, serve and are not stopped. TimeoutError, with the
         numbers."""
         number = {"gateway": self._num_gateways, "block_manager": 1, **self._wanted}
         try:
-            async with asyncio.timeout(BACK_S):
+            async with asyncio.timeout(RECOVERY_S):
                 for role in PROCESSES:
-                    while self._stopped or len(await self._well(role)) != number[role]:
+                    while self._stopped or len(await self._healthy(role)) != number[role]:
                         await asyncio.sleep(0.1)
         except TimeoutError as error:
-            there = {role: (len(await self._well(role)), number[role]) for role in PROCESSES}
-            raise TimeoutError(f"not all came back, of so many: {there}") from error
+            numbers = {role: (len(await self._healthy(role)), number[role]) for role in PROCESSES}
+            raise TimeoutError(f"(healthy, wanted) processes: {numbers}") from error
 
     def close(self) -> None:
         for pid, timer in tuple(self._stopped.items()):
             timer.cancel()
-            self._wake(pid)
+            self._resume(pid)
 
-    # ── who is there ─────────────────────────────────────────────────────────────────────────────
+    # ── which processes there are ────────────────────────────────────────────────────────────────
 
-    async def _victim(self, event: Event) -> int:
-        """The pid to hit. A process that already leaves may be killed or stopped, but not told to
-        leave again."""
-        spare = 0 if event.role == "block_manager" else 1
-        while len(victims := await self._well(event.role)) <= spare:
+    async def _choose_process(self, fault: Fault) -> int:
+        """The pid to hit. A process that is already ending may be killed or stopped, but is not
+        told to end again."""
+        spare = 0 if fault.role == "block_manager" else 1
+        while len(pids := await self._healthy(fault.role)) <= spare:
             await asyncio.sleep(0.1)
-        if event.verb in ("kill", "stop"):
-            there = self._alive(event.role)
-            victims += [pid for pid in there if pid in self._leaving and pid not in self._stopped]
-        return victims[int(event.which * len(victims))]
+        if fault.verb in ("kill", "stop"):
+            running = self._running(fault.role)
+            pids += [
+                pid for pid in running if pid in self._terminating and pid not in self._stopped
+            ]
+        return pids[int(fault.which * len(pids))]
 
-    async def _hit(self, event: Event, pid: int) -> None:
-        match event.verb:
+    async def _inject(self, fault: Fault, pid: int) -> None:
+        match fault.verb:
             case "kill":
                 os.kill(pid, signal.SIGKILL)
             case "stop":
                 os.kill(pid, signal.SIGSTOP)
                 loop = asyncio.get_running_loop()
-                self._stopped[pid] = loop.call_later(event.length_s, self._wake, pid)
+                self._stopped[pid] = loop.call_later(fault.length_s, self._resume, pid)
             case "terminate":
-                self._leaving.add(pid)
+                self._terminating.add(pid)
                 os.kill(pid, signal.SIGTERM)
             case "drain":
-                self._leaving.add(pid)
+                self._terminating.add(pid)
                 worker_id = self._serving[pid]
-                while await self._operator.ask(lambda client: client.drain(worker_id)) is None:
+                while await self._operator.call(lambda client: client.drain(worker_id)) is None:
                     await asyncio.sleep(0.1)
 
-    async def _well(self, role: str) -> list[int]:
-        """Pids, in order, without those that leave or are stopped. A worker is well if the registry
-        listed it as serving when it was last read; a gateway if it says so."""
-        there = self._alive(role)
-        pids = [pid for pid in there if pid not in self._stopped and pid not in self._leaving]
+    async def _healthy(self, role: str) -> list[int]:
+        """Pids, in order, without those that are ending or stopped. A worker is healthy if the
+        registry listed it as serving when it was last read; a gateway if it says so."""
+        running = self._running(role)
+        pids = [pid for pid in running if pid not in self._stopped and pid not in self._terminating]
         if role == "gateway":
-            return [pid for pid in pids if await _answers(pid)]
+            return [pid for pid in pids if await _is_ready(pid)]
         if role in WORKERS:
-            await self._muster()
+            await self._restore_workers()
             return [pid for pid in pids if pid in self._serving]
         return pids
 
-    async def _muster(self) -> None:
-        """Update which workers serve, and ask for the wanted number of workers again."""
+    async def _restore_workers(self) -> None:
+        """Update which workers serve, and scale to the wanted numbers again."""
         decode, prefill = self._wanted["decode"], self._wanted["prefill"]
-        await self._operator.ask(lambda run: run.scale(num_prefill=prefill, num_decode=decode))
-        workers = await self._operator.ask(AsyncClient.workers)
+        await self._operator.call(lambda run: run.scale(num_prefill=prefill, num_decode=decode))
+        workers = await self._operator.call(AsyncClient.workers)
         if workers is not None:
             ids = {worker.worker_id for worker in workers if worker.state == "serving"}
-            pids = [pid for role in WORKERS for pid in self._alive(role)]
+            pids = [pid for role in WORKERS for pid in self._running(role)]
             found = {pid: worker_ids(pid) & ids for pid in pids}
             self._serving = {
                 pid: worker_ids.pop() for pid, worker_ids in found.items() if worker_ids
             }
 
-    def _alive(self, role: str) -> list[int]:
+    def _running(self, role: str) -> list[int]:
         return sorted(self._deployment.children(f"services.{role}"))
 
-    def _wake(self, pid: int) -> None:
+    def _resume(self, pid: int) -> None:
         del self._stopped[pid]
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
 
     # ── how many there are ───────────────────────────────────────────────────────────────────────
 
-    async def _scale(self, event: Event) -> str:
-        """Scale to another number; to a smaller one only when all are well, since the remaining
+    async def _scale(self, fault: Fault) -> str:
+        """Scale to another number; to a smaller one only when all are healthy, since the remaining
         workers take over at once."""
-        role, now = event.role, self._wanted[event.role]
+        role, now = fault.role, self._wanted[fault.role]
         numbers = [n for n in range(FEWEST[role], MOST[role] + 1) if n != now]
-        number = numbers[int(event.which * len(numbers))]
-        while number < now and len(await self._well(role)) < now:
+        number = numbers[int(fault.which * len(numbers))]
+        while number < now and len(await self._healthy(role)) < now:
             await asyncio.sleep(0.1)
         self._wanted[role] = number
-        while len(await self._well(role)) > number:
+        while len(await self._healthy(role)) > number:
             await asyncio.sleep(0.1)
         return f"from {now} to {number}"
 
 
-async def _answers(pid: int) -> bool:
+async def _is_ready(pid: int) -> bool:
     with suppress(QuireError, OSError, TimeoutError):
         port = _environment(pid)["QUIRE_GATEWAY_PORT"]
         async with AsyncClient(f"127.0.0.1:{port}") as client, asyncio.timeout(3.0):

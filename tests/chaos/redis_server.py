@@ -1,10 +1,10 @@
-"""The deployment's Redis and the events that disturb it. The harness starts it, not the supervisor:
+"""The deployment's Redis and the faults that disturb it. The harness starts it, not the supervisor:
 so it can be away for any time, and return with any data."""
 
 import asyncio
 from pathlib import Path
 
-from tests.chaos.schedule import Event
+from tests.chaos.schedule import Fault
 from tests.conftest import Valkey
 
 
@@ -24,33 +24,33 @@ class RedisServer:
     def is_away(self) -> bool:
         return self._outage is not None and not self._outage.done()
 
-    async def suffer(self, event: Event) -> str:
-        """Apply an event once Redis runs; returns a description."""
+    async def inject(self, fault: Fault) -> str:
+        """Inject a fault while Redis runs; returns a description."""
         self._copies.append(self._copy())
-        match event.verb:
+        match fault.verb:
             case "stop":
                 self._valkey.stop()
-                self._outage = asyncio.create_task(self._resume(event.length_s))
+                self._outage = asyncio.create_task(self._resume(fault.length_s))
             case "kill":
                 self._valkey.kill()
-                self._outage = asyncio.create_task(self._restart(event.length_s))
-            case "age":
-                number = int(event.which * len(self._copies))
+                self._outage = asyncio.create_task(self._restart(fault.length_s))
+            case "restore_old":
+                number = int(fault.which * len(self._copies))
                 self._valkey.kill()
                 self._dump.write_bytes(self._copies[number])
-                self._outage = asyncio.create_task(self._restart(event.length_s))
+                self._outage = asyncio.create_task(self._restart(fault.length_s))
                 return f"copy {number + 1} of {len(self._copies)}"
             case "flush":
                 self._valkey.command("FLUSHALL")
-            case "wipe":
+            case "flush_functions":
                 self._valkey.command("FLUSHALL")
                 self._valkey.command("FUNCTION", "FLUSH")
-            case "cut":
+            case "disconnect":
                 num_cut = self._valkey.command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
                 return f"{num_cut} connections"
-        return "it"
+        return "redis"
 
-    async def back(self) -> None:
+    async def until_running(self) -> None:
         """Wait until Redis runs."""
         if self._outage is not None:
             await self._outage

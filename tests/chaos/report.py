@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos import limits
-from tests.chaos.schedule import Event
+from tests.chaos.schedule import Fault
 
-ENDS = ("finished", "stalled", "cancelled", "late")
+ENDS = ("finished", "stalled", "cancelled", "past_deadline")
 """How a request may end: read to its end; the same, with a stall of the client; cancelled by the
 client; past its deadline. All that was received is right in each case."""
 
@@ -22,14 +22,14 @@ _COMPARED = ENDS[:2]
 
 @dataclass
 class Tally:
-    """What users saw. `ended`: requests by kind and end; `num_tokens`, of streams that were read to
-    the end; `pauses_s`: the longest time between two tokens of each stream without a stall that did
-    not come whole; `faults`: all that must not occur."""
+    """What users saw. `ended`: requests by kind and end. `num_tokens`: of streams that were read to
+    the end. `pauses_s`: for each stream of several messages that its client did not stall, the
+    longest time between two of them. `violations`: all that must not occur."""
 
     ended: Counter[tuple[str, str]] = field(default_factory=Counter)
     num_tokens: int = 0
     pauses_s: list[float] = field(default_factory=list)
-    faults: list[str] = field(default_factory=list)
+    violations: list[str] = field(default_factory=list)
 
     @property
     def num_finished(self) -> int:
@@ -49,28 +49,29 @@ class Tally:
 
 @dataclass
 class Report:
-    """A whole run. `events`: the events, in words. `inside`: the services' reactions, from their
-    logs. `spent_s`: the seconds spent, by purpose."""
+    """A whole run. `faults`: the injected ones, in words. `log_counts`: moves, preemptions and
+    attempts of requests, and warnings and errors of services, counted in the logs. `spent_s`: the
+    time between faults, by purpose."""
 
     seed: int
     tally: Tally = field(default_factory=Tally)
-    events: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
     kinds: Counter[str] = field(default_factory=Counter)
-    inside: Counter[str] = field(default_factory=Counter)
+    log_counts: Counter[str] = field(default_factory=Counter)
     spent_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    lasted_s: float = 0.0
+    duration_s: float = 0.0
 
     @contextmanager
-    def spending(self, on: str) -> Iterator[None]:
-        """Count the time of a block, between two events, as spent `on` a purpose."""
+    def timing(self, purpose: str) -> Iterator[None]:
+        """Count the time of a `with` block, between two faults, as spent on a purpose."""
         began = time.monotonic()
         yield
-        self.spent_s[on] += time.monotonic() - began
+        self.spent_s[purpose] += time.monotonic() - began
 
-    def happened(self, event: Event, whom: str, at_s: float) -> None:
-        self.events.append(f"{at_s:7.1f} s  {event} hit {whom}")
-        self.kinds[event.kind] += 1
-        self.lasted_s = at_s
+    def record(self, fault: Fault, target: str, at_s: float) -> None:
+        self.faults.append(f"{at_s:7.1f} s  {fault} hit {target}")
+        self.kinds[fault.kind] += 1
+        self.duration_s = at_s
 
     def read_log(self, log: Path) -> None:
         """Count the gateways' lines about requests, and the warnings and errors of all services."""
@@ -78,34 +79,34 @@ class Report:
             event, level = str(entry.get("event")), entry.get("level")
             if event == "request_ended":
                 for figure in ("num_moves", "num_preemptions"):
-                    self.inside[figure] += int(entry[figure])
-                self.inside["num_attempts"] += int(entry["num_attempts"]) - 1
+                    self.log_counts[figure] += int(entry[figure])
+                self.log_counts["num_attempts"] += int(entry["num_attempts"]) - 1
             elif level in ("warning", "error", "critical"):
-                self.inside[f"{level} {event.splitlines()[0]}"] += 1
+                self.log_counts[f"{level} {event.splitlines()[0]}"] += 1
 
     @property
-    def events_a_minute(self) -> float:
-        return 60 * self.kinds.total() / max(self.lasted_s, 1.0)
+    def faults_per_minute(self) -> float:
+        return 60 * self.kinds.total() / max(self.duration_s, 1.0)
 
     def __str__(self) -> str:
         tally = self.tally
         pauses = sorted(tally.pauses_s) or [0.0]
         p99 = pauses[min(len(pauses) - 1, int(0.99 * len(pauses)))]
         lines = [
-            f"seed {self.seed}, {self.lasted_s:.0f} s: {self.kinds.total()} events, "
-            f"{self.events_a_minute:.1f} a minute ({_listed(self.kinds)})",
+            f"seed {self.seed}, {self.duration_s:.0f} s: {self.kinds.total()} faults, "
+            f"{self.faults_per_minute:.1f} a minute ({_listed(self.kinds)})",
             "spent on " + ", ".join(f"{what} {s:.0f} s" for what, s in self.spent_s.items()),
             *tally.table(),
             f"compared: {tally.num_finished} whole streams, {tally.num_tokens} tokens",
             f"longest pause of a stream: p50 {1000 * statistics.median(pauses):.0f} ms, "
             f"p99 {1000 * p99:.0f} ms, max {1000 * pauses[-1]:.0f} ms",
-            f"inside: {_listed(self.inside)}",
-            f"limits: {limits.TOLD}",
-            f"faults: {len(tally.faults)}",
-            *tally.faults[:20],
+            f"in the services' logs: {_listed(self.log_counts)}",
+            f"limits: {limits.DESCRIPTION}",
+            f"violations: {len(tally.violations)}",
+            *tally.violations[:20],
         ]
-        if tally.faults:
-            lines += ["what happened:", *self.events]
+        if tally.violations:
+            lines += ["injected faults:", *self.faults]
         return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""The events of a run and their times, which depend on the seed alone."""
+"""The faults of a run and their times, which depend on the seed alone."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -13,23 +13,23 @@ _ROLES = {
     "drain": WORKERS,
     "scale": WORKERS,
     "flush": ("redis",),
-    "wipe": ("redis",),
-    "age": ("redis",),
-    "cut": ("redis",),
+    "flush_functions": ("redis",),
+    "restore_old": ("redis",),
+    "disconnect": ("redis",),
 }
-KINDS = tuple(f"{verb} {role}" for verb, roles in _ROLES.items() for role in roles)
-"""Events of which clients may see only a delay. Redis is killed and returns empty, or with an old
-copy of its data (age); loses its data, or its functions too (wipe); or loses all its connections
-(cut)."""
+FAULT_KINDS = tuple(f"{verb} {role}" for verb, roles in _ROLES.items() for role in roles)
+"""Faults of which clients may see only a delay. Redis is killed and returns empty, or with an old
+copy of its data (restore_old); it loses its data, or its functions too (flush_functions), or all
+its connections (disconnect)."""
 
 MEAN_PAUSE_S = 0.2
 LENGTHS_S = (0.3, 0.3, 1.0, 1.0, 3.0, 10.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
-    """`pause_s`: the time since the event before. `which`, in [0, 1): chooses the process.
-    `length_s`: how long the process is stopped, or away."""
+class Fault:
+    """`pause_s`: the time since the fault before. `which`, in [0, 1): chooses the process.
+    `length_s`: how long the process is stopped, or dead."""
 
     pause_s: float
     kind: str
@@ -45,16 +45,16 @@ class Event:
         return self.kind.split()[1]
 
     def __str__(self) -> str:
-        lasts = self.verb == "stop" or self.kind in ("kill redis", "age redis")
+        lasts = self.verb == "stop" or self.kind in ("kill redis", "restore_old redis")
         length = f" for {self.length_s:.1f} s" if lasts else ""
         return f"+{self.pause_s:.1f} s {self.kind}{length} ({self.which:.3f})"
 
 
-def schedule(seed: int, kinds: Sequence[str] = KINDS) -> Iterator[Event]:
-    """Events without end."""
+def schedule(seed: int, kinds: Sequence[str] = FAULT_KINDS) -> Iterator[Fault]:
+    """Endless faults."""
     chance = random.Random(seed)
     while True:
-        yield Event(
+        yield Fault(
             pause_s=min(chance.expovariate(1 / MEAN_PAUSE_S), 4 * MEAN_PAUSE_S),
             kind=chance.choice(kinds),
             which=chance.random(),

@@ -1,5 +1,5 @@
 """Two hosts and four pools: a short run of what `python -m tests.chaos --hosts` does, and how long
-requests take that were being copied when the wire was cut."""
+requests take that were being copied when the network was cut."""
 
 import asyncio
 import time
@@ -9,7 +9,7 @@ import pytest
 
 from quire.async_client import AsyncClient
 from quire.types import Sampling
-from tests.chaos.hosts import Hosts, deployed, unleash
+from tests.chaos.hosts import Hosts, deployed, run_chaos
 from tests.e2e.hosts import Host
 from tests.e2e.network import why_not
 from tests.e2e.quiet import quiet
@@ -32,16 +32,16 @@ DEADLINE_AND_LEASE_S = 30.0
 async def test_clients_of_two_hosts_notice_no_fault(
     tmp_path: Path, seed: int, duration_s: float, num_cases: int | None
 ) -> None:
-    report = await unleash(tmp_path, seed, duration_s, num_cases=num_cases)
-    assert not report.tally.faults, str(report)
+    report = await run_chaos(tmp_path, seed, duration_s, num_cases=num_cases)
+    assert not report.tally.violations, str(report)
     assert report.tally.num_finished > 5, str(report)
     assert report.kinds.total() >= 3, str(report)
 
 
 @pytest.mark.full
 async def test_requests_are_computed_again_after_a_cut(tmp_path: Path) -> None:
-    """The wire stays cut. The requests that were being copied across it decode on their own host,
-    within the deadline of a pull and a lease."""
+    """The network stays cut. The requests that were being copied across it decode on their own
+    host, within the deadline of a pull and a lease."""
     fill = Sampling(temperature=0.0, max_tokens=2000, ignore_eos=True)
     short = Sampling(temperature=0.0, max_tokens=16, ignore_eos=True)
     prompts = [f"Request {number} of this test: " * 20 for number in range(4)]

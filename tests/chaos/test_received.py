@@ -1,4 +1,4 @@
-"""The comparison of a stream with the expected answer accepts it whole, and finds each
+"""The comparison of a stream with the expected output accepts it whole, and finds each
 difference."""
 
 from dataclasses import replace
@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 
 from quire.types import Beam, Candidate, Delta, Sampling, TokenLogprobs
-from tests.chaos.cases import Case, Said, cases
-from tests.chaos.received import Fault, Heard
+from tests.chaos.cases import Case, Output, cases_of
+from tests.chaos.received import ReceivedStream, Violation
 
 
-def told(token_id: int) -> TokenLogprobs:
+def logprobs_of(token_id: int) -> TokenLogprobs:
     return TokenLogprobs(Candidate(token_id, -0.5, 1, b"x"), ())
 
 
@@ -19,23 +19,32 @@ CASE = Case(
     "prompt",
     Sampling(n=2),
     (
-        Said((1, 2, 3), "abc", "stop", "c", (told(1), told(2), told(3)), -1.5),
-        Said((4,), "d", "length", None, (told(4),), None),
+        Output(
+            (1, 2, 3), "abc", "stop", "c", (logprobs_of(1), logprobs_of(2), logprobs_of(3)), -1.5
+        ),
+        Output((4,), "d", "length", None, (logprobs_of(4),), None),
     ),
-    prompt_logprobs=(told(9),),
+    prompt_logprobs=(logprobs_of(9),),
 )
-FIRST = Delta("r1", 0, (1, 2), "ab", logprobs=(told(1), told(2)), prompt_logprobs=(told(9),))
-OTHER = Delta("r1", 1, (4,), "d", "length", logprobs=(told(4),))
-LAST = Delta("r1", 0, (3,), "c", "stop", "c", logprobs=(told(3),), score=-1.5)
+FIRST = Delta(
+    "r1",
+    0,
+    (1, 2),
+    "ab",
+    logprobs=(logprobs_of(1), logprobs_of(2)),
+    prompt_logprobs=(logprobs_of(9),),
+)
+OTHER = Delta("r1", 1, (4,), "d", "length", logprobs=(logprobs_of(4),))
+LAST = Delta("r1", 0, (3,), "c", "stop", "c", logprobs=(logprobs_of(3),), score=-1.5)
 
 
 def test_tokens_of_an_undisturbed_run_are_accepted() -> None:
-    heard = Heard(CASE)
+    received = ReceivedStream(CASE)
     for delta in (FIRST, OTHER, LAST):
-        heard.take(delta)
-    heard.check_end()
-    assert heard.num_tokens == 4
-    assert heard.num_messages == 3
+        received.add(delta)
+    received.check_end()
+    assert received.num_tokens == 4
+    assert received.num_messages == 3
 
 
 @pytest.mark.parametrize(
@@ -46,37 +55,37 @@ def test_tokens_of_an_undisturbed_run_are_accepted() -> None:
         replace(LAST, token_ids=()),
         replace(LAST, text="d"),
         replace(LAST, text=""),
-        replace(LAST, logprobs=(told(4),)),
+        replace(LAST, logprobs=(logprobs_of(4),)),
         replace(LAST, logprobs=()),
         replace(LAST, finish_reason="length"),
         replace(LAST, stopped_by=None),
         replace(LAST, score=-1.4),
         replace(LAST, index=1),
         replace(LAST, index=2),
-        replace(LAST, prompt_logprobs=(told(9),)),
+        replace(LAST, prompt_logprobs=(logprobs_of(9),)),
         OTHER,
     ],
 )
-def test_anything_else_is_a_fault(wrong: Delta) -> None:
-    heard = Heard(CASE)
-    heard.take(FIRST)
-    heard.take(OTHER)
-    with pytest.raises(Fault):
-        heard.take(wrong)
+def test_anything_else_is_a_violation(wrong: Delta) -> None:
+    received = ReceivedStream(CASE)
+    received.add(FIRST)
+    received.add(OTHER)
+    with pytest.raises(Violation):
+        received.add(wrong)
 
 
-def test_an_end_before_the_end_is_a_fault() -> None:
-    heard = Heard(CASE)
-    heard.take(FIRST)
-    heard.take(OTHER)
-    with pytest.raises(Fault, match="2 of 3 and 1 of 1 tokens, and then the end"):
-        heard.check_end()
+def test_an_early_end_is_a_violation() -> None:
+    received = ReceivedStream(CASE)
+    received.add(FIRST)
+    received.add(OTHER)
+    with pytest.raises(Violation, match="2 of 3 and 1 of 1 tokens, and then the end"):
+        received.check_end()
 
 
 def test_a_seed_gives_requests_of_every_kind() -> None:
     """A seed always gives the same requests, with groups and beam searches, and long ones for slow
     users."""
-    first, again, other = (cases(seed) for seed in (1, 1, 2))
+    first, again, other = (cases_of(seed) for seed in (1, 1, 2))
     assert first == again != other
     assert any(case.sampling.n > 1 and case.sampling.beam is None for case in first)
     assert {case.sampling.beam for case in first} > {None, Beam(4), Beam(1)}

@@ -13,7 +13,7 @@ from tests.chaos.cases import Case
 
 from .deployment import Deployment, deployment
 from .engine import NoEngine, some_engine
-from .users import cases
+from .users import cases_of
 
 RESUME_WINDOW_S = 60.0
 
@@ -49,6 +49,6 @@ def client(running: Deployment) -> Iterator[Client]:
 
 
 @pytest.fixture(scope="session")
-def known(running: Deployment) -> list[Case]:
+def cases(running: Deployment) -> list[Case]:
     with Client(running.address, tls=Tls(running.ca)) as undisturbed:
-        return cases(undisturbed)
+        return cases_of(undisturbed)

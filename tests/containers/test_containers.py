@@ -28,14 +28,14 @@ def wait_for(condition: Callable[[], bool], what: str, limit_s: float = BACK_S) 
 
 
 @pytest.fixture
-def users(running: Deployment, client: Client, known: list[Case]) -> Iterator[Users]:
+def users(running: Deployment, client: Client, cases: list[Case]) -> Iterator[Users]:
     """At the end each user has had a new answer, no stream was wrong or broken, the audit is clean
     and nothing is held."""
-    with Users(client, known) as users:
+    with Users(client, cases) as users:
         users.wait_until_streaming()
         yield users
         users.wait_until_served()
-    assert not users.faults, running.logs()
+    assert not users.violations, running.logs()
     wait_for(lambda: _nothing_is_held(running), "a clean audit with nothing held")
 
 
@@ -98,10 +98,10 @@ def test_a_restart(running: Deployment, users: Users, service: str) -> None:
     running.compose("restart", service)
 
 
-def test_down_under_load_and_up_again(running: Deployment, known: list[Case]) -> None:
+def test_down_under_load_and_up_again(running: Deployment, cases: list[Case]) -> None:
     """Until it ends, every stream is right; afterwards no container remains."""
     with Client(running.address, tls=Tls(running.ca), resume_window_s=1.0) as client:
-        with Users(client, known) as users:
+        with Users(client, cases) as users:
             users.wait_until_streaming()
             running.compose("down", limit_s=DOWN_S)
         assert not users.wrong
@@ -109,7 +109,7 @@ def test_down_under_load_and_up_again(running: Deployment, known: list[Case]) ->
     running.up()
     with (
         Client(running.address, tls=Tls(running.ca)) as client,
-        Users(client, known) as users,
+        Users(client, cases) as users,
     ):
         users.wait_until_served()
-    assert not users.faults
+    assert not users.violations

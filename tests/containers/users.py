@@ -1,4 +1,4 @@
-"""Users that send one request after another and know every token of the answer."""
+"""Users that send one request after another and know every expected token."""
 
 import threading
 import time
@@ -11,31 +11,31 @@ from quire.client import Client
 from quire.errors import QuireError, Unavailable, Unreachable
 from quire.messages import Request
 from quire.types import Sampling
-from tests.chaos.cases import Case, Said
-from tests.chaos.received import Fault, Heard
+from tests.chaos.cases import Case, Output
+from tests.chaos.received import ReceivedStream, Violation
 
 REQUEST_LIMIT_S = 90.0
 _RETRY_S = 0.2
 _FAILED_S = 10.0
 
 
-def cases(client: Client) -> list[Case]:
-    """Greedy and sampled requests with their undisturbed answers."""
+def cases_of(client: Client) -> list[Case]:
+    """Greedy and sampled requests with their undisturbed outputs."""
     greedy = Sampling(temperature=0.0, max_tokens=300, ignore_eos=True)
-    asked = [
+    cases = [
         Case("greedy", "The following is a story about a town by the sea.", greedy),
         Case("sampled", "A block table is", replace(greedy, temperature=0.9, seed=11)),
         Case("greedy", "Paged attention reads the cache " * 20, greedy),
         Case("sampled", "Prefill and decode " * 12, replace(greedy, temperature=0.7, seed=5)),
     ]
-    return [replace(case, said=(_said(client, case),)) for case in asked]
+    return [replace(case, outputs=(_output(client, case),)) for case in cases]
 
 
-def _said(client: Client, case: Case) -> Said:
+def _output(client: Client, case: Case) -> Output:
     with client.send(Request(case.prompt, case.sampling), REQUEST_LIMIT_S) as stream:
-        said = Said.of(list(stream))
-    assert len(said.tokens) == case.sampling.max_tokens
-    return said
+        output = Output.of(list(stream))
+    assert len(output.tokens) == case.sampling.max_tokens
+    return output
 
 
 class Users:
@@ -43,49 +43,49 @@ class Users:
     that an error ended after their first token. `num_refused`: requests that were refused before it
     and sent again."""
 
-    def __init__(self, client: Client, known: Sequence[Case]) -> None:
+    def __init__(self, client: Client, cases: Sequence[Case]) -> None:
         self.wrong: list[str] = []
         self.broken: list[str] = []
         self.num_refused = 0
         self._client = client
-        self._known = known
+        self._cases = cases
         self._stop = threading.Event()
-        self._last_begun = [0.0] * len(known)
-        self._has_token = [False] * len(known)
+        self._last_begun = [0.0] * len(cases)
+        self._has_token = [False] * len(cases)
         self._threads = [
             threading.Thread(target=self._run, args=(number,), daemon=True)
-            for number in range(len(known))
+            for number in range(len(cases))
         ]
 
     def _run(self, number: int) -> None:
         turn = number
         while not self._stop.is_set():
-            self._send(number, self._known[turn % len(self._known)])
+            self._send(number, self._cases[turn % len(self._cases)])
             turn += 1
 
     def _send(self, number: int, case: Case) -> None:
-        begun, heard = time.monotonic(), Heard(case)
+        begun, received = time.monotonic(), ReceivedStream(case)
         try:
             request = Request(case.prompt, case.sampling)
             with self._client.send(request, REQUEST_LIMIT_S) as stream:
                 for delta in stream:
-                    heard.take(delta)
+                    received.add(delta)
                     self._has_token[number] = True
-            heard.check_end()
+            received.check_end()
             self._last_begun[number] = begun
-        except Fault as fault:
-            self.wrong.append(f"{case.kind}: {fault}")
+        except Violation as violation:
+            self.wrong.append(f"{case.kind}: {violation}")
         except QuireError as error:
-            if not heard.num_messages and isinstance(error, Unavailable | Unreachable):
+            if not received.num_messages and isinstance(error, Unavailable | Unreachable):
                 self.num_refused += 1
                 self._stop.wait(_RETRY_S)
             else:
-                self.broken.append(f"{case.kind}, {heard}: {type(error).__name__}: {error}")
+                self.broken.append(f"{case.kind}, {received}: {type(error).__name__}: {error}")
         finally:
             self._has_token[number] = False
 
     @property
-    def faults(self) -> list[str]:
+    def violations(self) -> list[str]:
         return self.wrong + self.broken
 
     def wait_until_streaming(self, limit_s: float = REQUEST_LIMIT_S) -> None:
@@ -100,7 +100,7 @@ class Users:
     def _wait(self, condition: Callable[[], bool], limit_s: float) -> None:
         deadline = time.monotonic() + limit_s
         while not condition():
-            assert not self.faults, self.faults
+            assert not self.violations, self.violations
             assert time.monotonic() < deadline, f"{self.num_refused} requests were refused"
             time.sleep(0.02)
 

@@ -65,7 +65,7 @@ class Users:
         return tokens
 
 
-async def torment(deployment: Deployment, victims: tuple[str, ...], until: float) -> None:
+async def inject_faults(deployment: Deployment, victims: tuple[str, ...], until: float) -> None:
     """Kill or stop a process every few seconds."""
     chance, loop = random.Random(9), asyncio.get_running_loop()
     while loop.time() < until:
@@ -78,10 +78,10 @@ async def torment(deployment: Deployment, victims: tuple[str, ...], until: float
             os.kill(pid, signal.SIGKILL)
         else:
             os.kill(pid, signal.SIGSTOP)
-            loop.call_later(chance.uniform(0.5, 12), _wake, pid)
+            loop.call_later(chance.uniform(0.5, 12), _resume, pid)
 
 
-def _wake(pid: int) -> None:
+def _resume(pid: int) -> None:
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGCONT)
 
@@ -99,7 +99,7 @@ async def test_no_wrong_token_and_nothing_lost(
         users = Users(client, oracle)
         end = asyncio.get_running_loop().time() + SOAK_S
         async with asyncio.timeout(SOAK_S + 90), asyncio.TaskGroup() as tasks:
-            tasks.create_task(torment(deployment, victims, end - QUIET_S))
+            tasks.create_task(inject_faults(deployment, victims, end - QUIET_S))
             for number in range(NUM_USERS):
                 tasks.create_task(users.one(number, end))
         assert users.num_finished > 100
