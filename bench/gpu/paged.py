@@ -81,7 +81,7 @@ def stored(heads: Tensor, in_int8: bool) -> Tensor:
     return int8_kv.quantize(heads) if in_int8 else heads
 
 
-def spoil(batch: PagedBatch, block: Tensor, offset: int) -> None:
+def corrupt(batch: PagedBatch, block: Tensor, offset: int) -> None:
     """Makes the keys and values of a slot NaN."""
     slot = batch.kv_layer[block, :, offset]
     in_int8 = batch.kv_layer.dtype == torch.int8

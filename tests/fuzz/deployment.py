@@ -127,7 +127,7 @@ class Deployment:
                 RequestMetrics(CollectorRegistry()),
             )
         )
-        await self._open_doors(await self._start_operations())
+        await self._start_servers(await self._start_operations())
         await self.until(self.assembly.gateway.ready)
 
     async def until(self, holds: Callable[[], bool]) -> None:
@@ -231,7 +231,7 @@ class Deployment:
             Relay(SUPERVISOR, lambda: [Target(f"127.0.0.1:{port}")]),
         )
 
-    async def _open_doors(self, relays: tuple[Relay, ...]) -> None:
+    async def _start_servers(self, relays: tuple[Relay, ...]) -> None:
         server = RpcServer()
         gateway = self.assembly.gateway
         inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(gateway), server.aio)

@@ -33,15 +33,15 @@ VOCAB = 300
 
 
 class Wire(Session):
-    """A worker's end of its stream. `spoil` replaces a message by the messages to send."""
+    """A worker's end of its stream. `corrupt` replaces a message by the messages to send."""
 
     def __init__(self, response: Callable[..., Any], arrive: Callable[[Any], None]) -> None:
         super().__init__(response)
         self._arrive = arrive
-        self.spoil: Callable[[Any], Iterator[Any]] = lambda message: iter([message])
+        self.corrupt: Callable[[Any], Iterator[Any]] = lambda message: iter([message])
 
     def send(self, **event: Any) -> None:
-        for message in self.spoil(self._response(**event)):
+        for message in self.corrupt(self._response(**event)):
             self.say(message)
 
     def say(self, message: Any) -> None:
@@ -105,10 +105,10 @@ class Line:
                     case _:
                         self.sink.on_event(self.worker, event)
         except MalformedMessage:
-            spoil = self.session.spoil
+            corrupt = self.session.corrupt
             self.lose()
             self.open(self.sink)
-            self.session.spoil = spoil
+            self.session.corrupt = corrupt
         self.sink.on_change()
 
 

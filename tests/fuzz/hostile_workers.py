@@ -18,7 +18,7 @@ _RESPONSES = prefill_pb2.PrefillConnectResponse, decode_pb2.DecodeConnectRespons
 
 
 @dataclass(frozen=True)
-class Spoilt:
+class Corruption:
     """A changed message: `how` it is sent, and the change of its fields if it is of `kind`."""
 
     how: str
@@ -41,20 +41,22 @@ class Spoilt:
             kept.clear()
 
 
-SPOILT = st.one_of(
-    st.builds(Spoilt, st.sampled_from(["", "", "dropped", "twice", "kept", "with what was kept"])),
+CORRUPTIONS = st.one_of(
+    st.builds(
+        Corruption, st.sampled_from(["", "", "dropped", "twice", "kept", "with what was kept"])
+    ),
     *(
-        st.builds(Spoilt, st.just("changed"), st.just(kind), CHANGES[kind])
+        st.builds(Corruption, st.just("changed"), st.just(kind), CHANGES[kind])
         for kind in ("prefilled", "step", "requeue", "reserved")
     ),
 )
 
 
-# Unasked
+# Unsolicited
 
 
 @dataclass(frozen=True)
-class Unasked:
+class Unsolicited:
     """An added message. `at`: after so many messages. `ticket_of`: the request whose last ticket,
     with its blocks, it contains."""
 
@@ -101,12 +103,12 @@ def _known(seen: Sequence[Any], request_id: str) -> ticket_pb2.Ticket:
     return next((t for t in reversed(tickets) if t.request_id == request_id), ticket_pb2.Ticket())
 
 
-def _unasked(to: int) -> st.SearchStrategy[Unasked]:
+def _unsolicited(to: int) -> st.SearchStrategy[Unsolicited]:
     kinds = [kind for kind in FIELDS if to in _ROLES.get(kind, (0, 1))]
     return st.one_of(
         *(
             st.builds(
-                Unasked,
+                Unsolicited,
                 st.just(to),
                 st.integers(0, 12),
                 st.just(kind),
@@ -120,28 +122,28 @@ def _unasked(to: int) -> st.SearchStrategy[Unasked]:
 
 
 @dataclass
-class Mischief:
+class Attack:
     """All that one hostile worker does beside its work."""
 
-    spoilt: list[Spoilt]
-    unasked: list[Unasked]
+    corrupted: list[Corruption]
+    unsolicited: list[Unsolicited]
     kept: list[Any] = field(default_factory=list)
     num_sent: int = 0
 
-    def spoil(self, message: Any, seen: Sequence[Any]) -> Iterator[Any]:
-        for saying in self.unasked:
+    def corrupt(self, message: Any, seen: Sequence[Any]) -> Iterator[Any]:
+        for saying in self.unsolicited:
             if saying.at == self.num_sent:
                 yield saying.message(seen)
         self.num_sent += 1
-        if not self.spoilt:
+        if not self.corrupted:
             yield message
         else:
-            yield from self.spoilt.pop(0).of(message, self.kept)
+            yield from self.corrupted.pop(0).of(message, self.kept)
 
 
-MISCHIEFS = st.tuples(
+ATTACKS = st.tuples(
     *[
-        st.builds(Mischief, st.lists(SPOILT, max_size=8), st.lists(_unasked(to), max_size=5))
+        st.builds(Attack, st.lists(CORRUPTIONS, max_size=8), st.lists(_unsolicited(to), max_size=5))
         for to in (0, 1)
     ]
 )

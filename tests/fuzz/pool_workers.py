@@ -51,13 +51,13 @@ HELLO = worker_pb2.Hello(
 
 class GuardedForward(FakeForward):
     """Each row may read only blocks of its group's holder; other reads are recorded. A slot that
-    was never written reads as token 0: a client that claims its KV was computed spoils only its own
-    request."""
+    was never written reads as token 0: a client that claims its KV was computed corrupts only its
+    own request."""
 
     def __init__(self, arena: Arena, ledger: Ledger) -> None:
         super().__init__(arena)
         self._ledger = ledger
-        self.crimes: list[str] = []
+        self.violations: list[str] = []
         self.groups: Callable[[], Sequence[Group]] = list
         """The groups in the engine."""
 
@@ -78,7 +78,7 @@ class GuardedForward(FakeForward):
         holder = self._ledger.holders.get(holder_id)
         if holder is None or not read <= holder.held:
             held = None if holder is None else sorted(holder.held)
-            self.crimes.append(f"{holder_id} holds {held}, and reads {sorted(read)}")
+            self.violations.append(f"{holder_id} holds {held}, and reads {sorted(read)}")
 
     def _row(self, row: Row) -> RowResult:
         size = self.arena.block_size
@@ -188,7 +188,7 @@ class Workers:
             ledger = self.store.ledger(pool_id)
             await self.until(lambda ledger=ledger: not ledger.holders and not ledger.waiters)  # type: ignore[misc]
             assert (await self.store.audit(pool_id)).violations == ()
-        assert [model.crimes for model in self.models] == [[], []]
+        assert [model.violations for model in self.models] == [[], []]
 
     async def close(self) -> None:
         for model in self.models:

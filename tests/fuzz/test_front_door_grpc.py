@@ -239,7 +239,7 @@ def method_of(message: Any) -> str:
 
 
 @st.composite
-def spoiled(draw: st.DrawFn) -> bytes:
+def corrupted(draw: st.DrawFn) -> bytes:
     """A message with bytes cut out, put in, or replaced."""
     message = bytearray(draw(GENERATES))[:2000]
     for _ in range(draw(st.integers(1, 3))):
@@ -250,7 +250,9 @@ def spoiled(draw: st.DrawFn) -> bytes:
 
 NESTED = b"\x0b" * 10_000  # groups in groups
 RAW = st.one_of(
-    st.builds(Call, st.sampled_from(METHODS), st.binary(max_size=60) | spoiled() | st.just(NESTED)),
+    st.builds(
+        Call, st.sampled_from(METHODS), st.binary(max_size=60) | corrupted() | st.just(NESTED)
+    ),
     st.builds(lambda message: Call(method_of(message), message.SerializeToString()), OPERATIONS),
 )
 

@@ -18,7 +18,7 @@ from quire.v1 import decode_pb2, prefill_pb2, ticket_pb2
 from services.common.errors import QuireError
 from services.gateway.frontend.api import Delta, RequestedBeams
 from tests.fuzz.fuzzed_gateway import VOCAB, FuzzedGateway, Wire
-from tests.fuzz.hostile_workers import MISCHIEFS, Mischief
+from tests.fuzz.hostile_workers import ATTACKS, Attack
 from tests.fuzz.nonsense import IDS
 from tests.fuzz.searching_workers import SearchingDecode, SearchingPrefill, score_of
 from tests.integration.gateway.conftest import PROMPT, Call, asked, write_model
@@ -123,7 +123,7 @@ def check_beams(ticket: ticket_pb2.Ticket) -> None:
     assert all(map(math.isfinite, ticket.beams.scores))
 
 
-async def live(directory: Path, mischiefs: Sequence[Mischief], at_once: bool) -> None:
+async def live(directory: Path, attacks: Sequence[Attack], at_once: bool) -> None:
     honest = SearchingPrefill("prefill-1"), SearchingDecode("decode-1")
     hostile: tuple[SearchingPrefill | SearchingDecode, ...] = (
         SearchingPrefill("prefill-2"),
@@ -131,9 +131,9 @@ async def live(directory: Path, mischiefs: Sequence[Mischief], at_once: bool) ->
     )
     fuzzed = FuzzedGateway(directory)
     await fuzzed.open(*honest, *hostile)
-    for fake, mischief in zip(hostile, mischiefs, strict=True):
+    for fake, attack in zip(hostile, attacks, strict=True):
         wire: Wire = fuzzed.line(fake).session
-        wire.spoil = lambda message, m=mischief, seen=fake.seen: m.spoil(message, seen)  # type: ignore[misc]
+        wire.corrupt = lambda message, m=attack, seen=fake.seen: m.corrupt(message, seen)  # type: ignore[misc]
     clients = []
     for request_id in IDS:
         prompt = (*PROMPT, *request_id.encode())
@@ -177,17 +177,17 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@given(mischiefs=MISCHIEFS, at_once=st.booleans())
+@given(attacks=ATTACKS, at_once=st.booleans())
 @settings(
     max_examples=200,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 def test_no_worker_harms_a_client(
-    model_dir: Path, mischiefs: tuple[Mischief, ...], at_once: bool
+    model_dir: Path, attacks: tuple[Attack, ...], at_once: bool
 ) -> None:
     with contextlib.closing(VirtualLoop()) as loop:
-        loop.run_until_complete(live(model_dir, mischiefs, at_once))
+        loop.run_until_complete(live(model_dir, attacks, at_once))
         assert loop.faults == []
 
 

@@ -56,8 +56,8 @@ class Guest:
 
 @contextmanager
 def guest(cpu_board: Path, role: str, worker_id: str) -> Iterator[Guest]:
-    sitting = Guest(cpu_board, role, worker_id)
+    member = Guest(cpu_board, role, worker_id)
     try:
-        yield sitting
+        yield member
     finally:
-        sitting.kill()
+        member.kill()

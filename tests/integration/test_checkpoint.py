@@ -23,7 +23,7 @@ from services.worker.loading import load
 
 FIRST, LAST = "model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors"
 
-Spoil = Callable[[Path], object]
+Corrupt = Callable[[Path], object]
 
 
 @pytest.fixture
@@ -41,11 +41,11 @@ def edit_json(path: Path, **fields: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
-def edit_config(**fields: object) -> Spoil:
+def edit_config(**fields: object) -> Corrupt:
     return lambda directory: edit_json(directory / "config.json", **fields)
 
 
-def edit_norm(norm: torch.Tensor | None) -> Spoil:
+def edit_norm(norm: torch.Tensor | None) -> Corrupt:
     """None: without the field."""
 
     def edit(directory: Path) -> None:
@@ -55,7 +55,7 @@ def edit_norm(norm: torch.Tensor | None) -> Spoil:
     return edit
 
 
-def remove(*names: str) -> Spoil:
+def remove(*names: str) -> Corrupt:
     def edit(directory: Path) -> None:
         for name in names:
             (directory / name).unlink()
@@ -63,15 +63,15 @@ def remove(*names: str) -> Spoil:
     return edit
 
 
-def rename(name: str, new: str) -> Spoil:
+def rename(name: str, new: str) -> Corrupt:
     return lambda directory: (directory / name).rename(directory / new)
 
 
-def write(name: str, text: str) -> Spoil:
+def write(name: str, text: str) -> Corrupt:
     return lambda directory: (directory / name).write_text(text)
 
 
-def cut(name: str, num_bytes: int) -> Spoil:
+def cut(name: str, num_bytes: int) -> Corrupt:
     return lambda directory: os.truncate(directory / name, num_bytes)
 
 
@@ -92,7 +92,7 @@ def test_a_good_checkpoint_is_accepted(tmp_path: Path, shards: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("corrupt", "message"),
     [
         (remove("config.json"), "DIR/config.json: No such file or directory"),
         (write("config.json", "{"), "DIR/config.json: not JSON: "),
@@ -126,8 +126,8 @@ def test_a_good_checkpoint_is_accepted(tmp_path: Path, shards: int) -> None:
         (only_bin, "DIR: pytorch_model.bin is in PyTorch's own format; "),
     ],
 )
-def test_a_broken_checkpoint_is_named(checkpoint: Path, spoil: Spoil, message: str) -> None:
-    spoil(checkpoint)
+def test_a_broken_checkpoint_is_named(checkpoint: Path, corrupt: Corrupt, message: str) -> None:
+    corrupt(checkpoint)
     assert message in refused(checkpoint)
 
 
@@ -161,17 +161,17 @@ def test_the_embedded_model_needs_no_check(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("corrupt", "message"),
     [(remove("tokenizer.json"), "no tokenizer: "), (only_gguf, "not a readable GGUF file")],
 )
 def test_a_worker_refuses_by_itself_what_cannot_be_served(
     checkpoint: Path,
     monkeypatch: pytest.MonkeyPatch,
-    spoil: Spoil,
+    corrupt: Corrupt,
     message: str,
 ) -> None:
     """In containers no supervisor checks it, and the gateway would never use the worker."""
-    spoil(checkpoint)
+    corrupt(checkpoint)
     monkeypatch.setenv("QUIRE_PREFILL_MODEL", str(checkpoint))
     settings = load_settings(PrefillSettings)
     with pytest.raises(StartupError, match=message):

@@ -24,7 +24,7 @@ from services.worker.stream import StreamSession, WorkerStream
 LIMIT_S = 30.0
 
 
-class Mortal:
+class CrashingWorker:
     """A worker that is killed as soon as it begins to compute."""
 
     worker_id, pool_id = "worker", "pool"
@@ -55,7 +55,7 @@ class Service(prefill_pb2_grpc.PrefillServicer):
 
 async def serve() -> None:
     server = RpcServer("quire.v1.Prefill")
-    prefill_pb2_grpc.add_PrefillServicer_to_server(Service(Mortal()), server.aio)
+    prefill_pb2_grpc.add_PrefillServicer_to_server(Service(CrashingWorker()), server.aio)
     print(await server.start("127.0.0.1", 0), flush=True)
     await asyncio.Event().wait()
 

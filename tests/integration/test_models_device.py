@@ -116,11 +116,11 @@ def test_a_layer_has_four_linears(checkpoint: Path) -> None:
     assert layer.gate_up.weight.shape == (2 * c.intermediate_size, c.hidden_size)
 
 
-# What a step is told
+# What a step is recording
 
 
 @dataclass
-class Told:
+class RecordingModel:
     """A model that records its batches."""
 
     model: ComposedModel
@@ -135,14 +135,14 @@ class Told:
 
 
 def test_a_batch_says_on_the_host_how_long_its_rows_are(checkpoint: Path) -> None:
-    told = Told(composed(checkpoint, "cpu"), [])
-    model: Any = told
-    runner = Runner(model, arena(told.model, 8, "cpu"), SIZE, told.model.ops)
+    recording = RecordingModel(composed(checkpoint, "cpu"), [])
+    model: Any = recording
+    runner = Runner(model, arena(recording.model, 8, "cpu"), SIZE, recording.model.ops)
     runner.launch([Row(range(5), 0, (0, 1)), Row((7,), 3, (2,))])
     runner.launch([Row((8,), 4, (2, 3)), Row((1,), 5, (0, 1))])
-    facts = [(b.is_decode, b.max_query_len, b.max_context_len) for b in told.batches]
+    facts = [(b.is_decode, b.max_query_len, b.max_context_len) for b in recording.batches]
     assert facts == [(False, 5, 5), (True, 1, 6)]
-    assert [b.context_lens.tolist() for b in told.batches] == [[5, 4], [5, 6]]
+    assert [b.context_lens.tolist() for b in recording.batches] == [[5, 4], [5, 6]]
 
 
 ARRAYS: dict[str, Indices] = {

@@ -20,7 +20,7 @@ FACTS = {"made_of": "rice"}
 LIMIT_S = 30.0
 
 
-class Kitchen:
+class CountingFile:
     """Opens a file, and counts how often it was made."""
 
     def __init__(self, path: Path) -> None:
@@ -58,68 +58,68 @@ def contents(name: str) -> Tensor:
 
 
 @pytest.fixture
-def kitchen(tmp_path: Path) -> Kitchen:
-    return Kitchen(tmp_path / "cache" / "qwen3-0.6b")
+def counting_file(tmp_path: Path) -> CountingFile:
+    return CountingFile(tmp_path / "cache" / "qwen3-0.6b")
 
 
-def test_a_file_holds_what_was_written(kitchen: Kitchen) -> None:
-    found = kitchen.open()
+def test_a_file_holds_what_was_written(counting_file: CountingFile) -> None:
+    found = counting_file.open()
     assert found.facts == FACTS
     assert found.sections.keys() == SIZES.keys()
     assert all(torch.equal(found.sections[name], contents(name)) for name in SIZES)
     assert found.sections["first"].data_ptr() % 4096 == found.sections["second"].data_ptr() % 4096
     assert found.sections["first"].data_ptr() % 4096 == 0
-    assert kitchen.files == ["qwen3-0.6b", "qwen3-0.6b.lock"]
-    assert kitchen.path.stat().st_size == 4 * 4096  # the header, 5000 bytes on two pages, 64
-    assert kitchen.path.parent.stat().st_mode & 0o777 == 0o700
+    assert counting_file.files == ["qwen3-0.6b", "qwen3-0.6b.lock"]
+    assert counting_file.path.stat().st_size == 4 * 4096  # the header, 5000 bytes on two pages, 64
+    assert counting_file.path.parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_file_is_made_once(kitchen: Kitchen) -> None:
-    first = kitchen.open()
-    before = kitchen.path.stat()
-    second = kitchen.open()
-    assert kitchen.num_made == 1
-    assert kitchen.path.stat().st_mtime_ns == before.st_mtime_ns
+def test_a_file_is_made_once(counting_file: CountingFile) -> None:
+    first = counting_file.open()
+    before = counting_file.path.stat()
+    second = counting_file.open()
+    assert counting_file.num_made == 1
+    assert counting_file.path.stat().st_mtime_ns == before.st_mtime_ns
     assert all(torch.equal(first.sections[name], second.sections[name]) for name in SIZES)
 
 
-def test_a_file_of_something_else_is_made_again(kitchen: Kitchen) -> None:
+def test_a_file_of_something_else_is_made_again(counting_file: CountingFile) -> None:
     """A process that has mapped the old file keeps it."""
-    old = kitchen.open()
-    assert kitchen.open({"made_of": "wheat"}).facts == {"made_of": "wheat"}
-    assert kitchen.num_made == 2
+    old = counting_file.open()
+    assert counting_file.open({"made_of": "wheat"}).facts == {"made_of": "wheat"}
+    assert counting_file.num_made == 2
     assert torch.equal(old.sections["first"], contents("first"))
 
 
-def test_a_file_that_was_deleted_is_made_again(kitchen: Kitchen) -> None:
-    kitchen.open()
-    kitchen.path.unlink()
-    kitchen.open()
-    assert kitchen.num_made == 2
+def test_a_file_that_was_deleted_is_made_again(counting_file: CountingFile) -> None:
+    counting_file.open()
+    counting_file.path.unlink()
+    counting_file.open()
+    assert counting_file.num_made == 2
 
 
 @pytest.mark.parametrize("size", [0, 7, 8, 16, 23, 24, 100, 4096, 12_288, -1])
-def test_a_truncated_file_is_made_again(kitchen: Kitchen, size: int) -> None:
-    kitchen.open()
-    whole = kitchen.path.read_bytes()
-    kitchen.path.write_bytes(whole[:size])
-    kitchen.open()
-    assert kitchen.num_made == 2
-    assert kitchen.path.read_bytes() == whole
+def test_a_truncated_file_is_made_again(counting_file: CountingFile, size: int) -> None:
+    counting_file.open()
+    whole = counting_file.path.read_bytes()
+    counting_file.path.write_bytes(whole[:size])
+    counting_file.open()
+    assert counting_file.num_made == 2
+    assert counting_file.path.read_bytes() == whole
 
 
-def test_a_file_with_any_byte_flipped_is_made_again(kitchen: Kitchen) -> None:
+def test_a_file_with_any_byte_flipped_is_made_again(counting_file: CountingFile) -> None:
     """All bytes of magic, digest, length and header, and some of the padding and the sections."""
-    kitchen.open()
-    whole = kitchen.path.read_bytes()
+    counting_file.open()
+    whole = counting_file.path.read_bytes()
     places = [*range(160), 4095, 4096, 4097, 9095, 9096, 12_288, 12_351, len(whole) - 1]
     for place in places:
         flipped = bytearray(whole)
         flipped[place] ^= 1
-        kitchen.path.write_bytes(flipped)
-        assert torch.equal(kitchen.open().sections["first"], contents("first"))
-    assert kitchen.num_made == 1 + len(places)
-    assert kitchen.path.read_bytes() == whole
+        counting_file.path.write_bytes(flipped)
+        assert torch.equal(counting_file.open().sections["first"], contents("first"))
+    assert counting_file.num_made == 1 + len(places)
+    assert counting_file.path.read_bytes() == whole
 
 
 @pytest.mark.parametrize(
@@ -133,26 +133,26 @@ def test_a_file_with_any_byte_flipped_is_made_again(kitchen: Kitchen) -> None:
     ],
     ids=["json", "no header", "a header without end", "no magic", "zeros"],
 )
-def test_garbage_is_made_again(kitchen: Kitchen, garbage: bytes) -> None:
-    kitchen.path.parent.mkdir()
-    kitchen.path.write_bytes(garbage)
-    kitchen.open()
-    assert kitchen.num_made == 1
+def test_garbage_is_made_again(counting_file: CountingFile, garbage: bytes) -> None:
+    counting_file.path.parent.mkdir()
+    counting_file.path.write_bytes(garbage)
+    counting_file.open()
+    assert counting_file.num_made == 1
 
 
-def test_facts_may_be_longer_than_a_page(kitchen: Kitchen) -> None:
+def test_facts_may_be_longer_than_a_page(counting_file: CountingFile) -> None:
     facts = {"made_of": "rice" * 5000}
-    assert kitchen.open(facts).facts == facts
-    assert torch.equal(kitchen.open(facts).sections["first"], contents("first"))
-    assert kitchen.num_made == 1
+    assert counting_file.open(facts).facts == facts
+    assert torch.equal(counting_file.open(facts).sections["first"], contents("first"))
+    assert counting_file.num_made == 1
 
 
-def test_two_files_of_one_stem_are_two(kitchen: Kitchen) -> None:
+def test_two_files_of_one_stem_are_two(counting_file: CountingFile) -> None:
     """Names of models have dots in them, which are no suffixes."""
-    kitchen.open()
-    other = Kitchen(kitchen.path.with_name("qwen3-0.7b"))
+    counting_file.open()
+    other = CountingFile(counting_file.path.with_name("qwen3-0.7b"))
     other.open()
-    assert kitchen.files == ["qwen3-0.6b", "qwen3-0.6b.lock", "qwen3-0.7b", "qwen3-0.7b.lock"]
+    assert counting_file.files == ["qwen3-0.6b", "qwen3-0.6b.lock", "qwen3-0.7b", "qwen3-0.7b.lock"]
 
 
 @contextmanager
@@ -165,31 +165,31 @@ def file_size_limit(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_without_room_nothing_is_left(kitchen: Kitchen) -> None:
+def test_without_room_nothing_is_left(counting_file: CountingFile) -> None:
     with file_size_limit(8192), pytest.raises(StartupError) as error:
-        kitchen.open()
-    assert str(error.value) == f"packed weights {kitchen.path}: File too large"
-    assert kitchen.files == ["qwen3-0.6b.lock"]
+        counting_file.open()
+    assert str(error.value) == f"packed weights {counting_file.path}: File too large"
+    assert counting_file.files == ["qwen3-0.6b.lock"]
 
 
-def test_without_room_the_old_file_stays(kitchen: Kitchen) -> None:
-    kitchen.open()
+def test_without_room_the_old_file_stays(counting_file: CountingFile) -> None:
+    counting_file.open()
     with file_size_limit(8192), pytest.raises(StartupError):
-        kitchen.open({"made_of": "wheat"})
-    kitchen.open()
-    assert kitchen.num_made == 2
-    assert kitchen.files == ["qwen3-0.6b", "qwen3-0.6b.lock"]
+        counting_file.open({"made_of": "wheat"})
+    counting_file.open()
+    assert counting_file.num_made == 2
+    assert counting_file.files == ["qwen3-0.6b", "qwen3-0.6b.lock"]
 
 
 def test_without_the_right_to_write_it_says_where() -> None:
     """In a place where not even root can make directories."""
-    kitchen = Kitchen(Path("/sys/quire/qwen3-0.6b"))
+    counting_file = CountingFile(Path("/sys/quire/qwen3-0.6b"))
     with pytest.raises(StartupError, match=r"^packed weights /sys/quire/qwen3-0\.6b: \w+"):
-        kitchen.open()
-    assert kitchen.num_made == 0
+        counting_file.open()
+    assert counting_file.num_made == 0
 
 
-def burn(name: str) -> Iterator[Tensor]:
+def fail(name: str) -> Iterator[Tensor]:
     yield contents(name)[:1]
     raise ZeroDivisionError
 
@@ -200,14 +200,18 @@ def spill(name: str) -> Iterator[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("cooking", "error"), [(burn, ZeroDivisionError), (spill, ValueError)], ids=["burnt", "spilt"]
+    ("filling", "error"),
+    [(fail, ZeroDivisionError), (spill, ValueError)],
+    ids=["fails", "too long"],
 )
 def test_a_failure_to_fill_leaves_nothing(
-    kitchen: Kitchen, cooking: Contents, error: type[Exception]
+    counting_file: CountingFile, filling: Contents, error: type[Exception]
 ) -> None:
     with pytest.raises(error):
-        packed_file(kitchen.path, lambda facts: True, lambda: (FACTS, SIZES, cooking), proceed)
-    assert kitchen.files == ["qwen3-0.6b.lock"]
+        packed_file(
+            counting_file.path, lambda facts: True, lambda: (FACTS, SIZES, filling), proceed
+        )
+    assert counting_file.files == ["qwen3-0.6b.lock"]
 
 
 class Stop(Exception):
@@ -218,16 +222,16 @@ def stop() -> None:
     raise Stop
 
 
-def test_a_stopping_process_reads_no_further(kitchen: Kitchen) -> None:
-    kitchen.open()
+def test_a_stopping_process_reads_no_further(counting_file: CountingFile) -> None:
+    counting_file.open()
     with pytest.raises(Stop):
-        packed_file(kitchen.path, lambda facts: True, lambda: (FACTS, SIZES, pieces), stop)
-    assert kitchen.files == ["qwen3-0.6b", "qwen3-0.6b.lock"]
+        packed_file(counting_file.path, lambda facts: True, lambda: (FACTS, SIZES, pieces), stop)
+    assert counting_file.files == ["qwen3-0.6b", "qwen3-0.6b.lock"]
 
 
 def test_a_stopping_process_does_not_wait_for_another(tmp_path: Path) -> None:
     path = tmp_path / "packed"
-    with cook(path) as first:
+    with start_writer(path) as first:
         assert first.stdout is not None
         assert first.stdout.readline() == "filling\n"
         with pytest.raises(Stop):
@@ -235,7 +239,7 @@ def test_a_stopping_process_does_not_wait_for_another(tmp_path: Path) -> None:
         assert first.communicate("go\n", LIMIT_S)[0] == "700\n"
 
 
-COOK = """
+WRITER = """
 import sys
 from pathlib import Path
 import torch
@@ -253,18 +257,18 @@ print(sum(found.sections["only"].tolist()), flush=True)
 """
 
 
-def cook(path: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", COOK, str(path)]
+def start_writer(path: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", WRITER, str(path)]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
 
 def test_of_two_processes_one_makes_it_and_the_other_waits(tmp_path: Path) -> None:
     path = tmp_path / "packed"
-    with cook(path) as first:
+    with start_writer(path) as first:
         assert first.stdout is not None
         assert first.stdout.readline() == "filling\n"
-        with cook(path) as second:
+        with start_writer(path) as second:
             assert second.stderr is not None
             assert second.stderr.readline() == "waiting\n"
             assert not path.exists()
@@ -273,12 +277,12 @@ def test_of_two_processes_one_makes_it_and_the_other_waits(tmp_path: Path) -> No
 
 
 def test_a_process_killed_while_packing_blocks_no_other(tmp_path: Path) -> None:
-    kitchen = Kitchen(tmp_path / "packed")
-    with cook(kitchen.path) as first:
+    counting_file = CountingFile(tmp_path / "packed")
+    with start_writer(counting_file.path) as first:
         assert first.stdout is not None
         assert first.stdout.readline() == "filling\n"
         first.kill()
-    assert kitchen.files == ["packed.lock", "packed.part"]
-    kitchen.open()
-    assert kitchen.num_made == 1
-    assert kitchen.files == ["packed", "packed.lock"]
+    assert counting_file.files == ["packed.lock", "packed.part"]
+    counting_file.open()
+    assert counting_file.num_made == 1
+    assert counting_file.files == ["packed", "packed.lock"]

@@ -144,7 +144,7 @@ def test_a_packed_file_is_reused(plain: Path, tmp_path: Path) -> None:
     assert file.name.startswith("quantized-int4-32-")
 
 
-def spoiled(
+def corrupted(
     plain: Path, tmp_path: Path, scheme: Scheme, change: Callable[[dict[str, Tensor]], object]
 ) -> Path:
     write_quantized(plain, tmp_path / "quantized", scheme)
@@ -190,7 +190,7 @@ def test_a_wrong_tensor_is_named_before_anything_starts(
             tensors[f"{DOWN}.{name}"] = tensor
 
     with pytest.raises(ModelUnusable) as error:
-        check_model(spoiled(plain, tmp_path, scheme, change))
+        check_model(corrupted(plain, tmp_path, scheme, change))
     assert message in str(error.value)
 
 
@@ -204,7 +204,7 @@ def test_inputs_in_another_order_are_refused(plain: Path, tmp_path: Path) -> Non
     def change(tensors: dict[str, Tensor]) -> None:
         tensors[f"{DOWN}.g_idx"] = tensors[f"{DOWN}.g_idx"].flip(0)
 
-    error = load_error(spoiled(plain, tmp_path, gptq(32, symmetric=True), change))
+    error = load_error(corrupted(plain, tmp_path, gptq(32, symmetric=True), change))
     assert error == f"{DOWN}.g_idx: groups of inputs that are not neighbours (desc_act)"
 
 
@@ -215,7 +215,7 @@ def test_a_bias_that_the_model_lacks_must_be_zero(
     def change(tensors: dict[str, Tensor]) -> None:
         tensors[f"{DOWN}.bias"] = torch.full((256,), value)
 
-    directory = spoiled(plain, tmp_path, gptq(32, symmetric=True), change)
+    directory = corrupted(plain, tmp_path, gptq(32, symmetric=True), change)
     if value:
         assert "a bias that the config does not have" in load_error(directory)
     else:

@@ -105,7 +105,7 @@ async def test_two_workers_of_two_ranks_hand_over_block_ids(tmp_path: Path) -> N
             runner.membership.close()
 
 
-class Told:
+class LocalRank:
     """A rank in this process."""
 
     def __init__(self, driver: MemfdDriver) -> None:
@@ -113,7 +113,7 @@ class Told:
         self.rank = follow._Follower(theirs)
         self.rank._device = OpenDevice("memfd:1", driver)
 
-    def does(self, message: object) -> Done:
+    def answer_to(self, message: object) -> Done:
         self.rank.do(message)
         answer: Done = self.ours.recv()
         return answer
@@ -129,24 +129,26 @@ class Broken(MemfdDriver):
 def test_a_rank_says_why_it_has_no_memory() -> None:
     driver = Broken(1)
     driver.error = DriverError("cuMemMap on cuda:1: CUDA_ERROR_OUT_OF_MEMORY (2)")
-    answer = Told(driver).does(MakeMemory(2 << 20))
+    answer = LocalRank(driver).answer_to(MakeMemory(2 << 20))
     assert answer.failure.startswith("no memory for a pool on memfd:1: cuMemMap on cuda:1: CUDA")
 
 
 def test_a_rank_that_loses_its_gpu_marks_the_pool(tmp_path: Path) -> None:
     """When it maps the arena, and in any later step; the swap pool is in a file, and stays."""
     driver, gone = Broken(1), tmp_path / "gone"
-    told = Told(driver)
+    local_rank = LocalRank(driver)
     memory = os.memfd_create("arena")
     own = RankArena(None, 2 << 20, LAYOUT, 8, gone)
     (tmp_path / "kv.1").write_bytes(bytes(8 * LAYOUT.block_bytes))
     swap = RankArena(tmp_path / "kv.1", 8 * LAYOUT.block_bytes, LAYOUT, 8, tmp_path / "swap-gone")
     driver.error = DriverError("cuMemMap on cuda:1: CUDA_ERROR_INVALID_VALUE (1)")
     with pytest.raises(DriverError):
-        told.rank._join(Join((own, swap), 8), [(os.dup(memory), os.dup(memory)), (memory, None)])
-    told.rank.note_loss(driver.error)
+        local_rank.rank._join(
+            Join((own, swap), 8), [(os.dup(memory), os.dup(memory)), (memory, None)]
+        )
+    local_rank.rank.note_loss(driver.error)
     assert not gone.exists()
-    told.rank.note_loss(DeviceLost("a step on cuda:1: CUDA_ERROR_ECC_UNCORRECTABLE (214)"))
+    local_rank.rank.note_loss(DeviceLost("a step on cuda:1: CUDA_ERROR_ECC_UNCORRECTABLE (214)"))
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["gone", "kv.1"]
 
 
@@ -177,9 +179,9 @@ class Meter:
 def test_each_rank_measures_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps between the two messages have an arena of one block, of the rank's heads."""
     monkeypatch.setattr(follow, "CudaMeter", Meter)
-    told = Told(MemfdDriver(1))
-    assert told.does(BeginMeasuring(LAYOUT)) == Done()
-    assert told.rank._pools[0].kv.shape == (1, *LAYOUT.block_shape)
-    answer = told.does(EndMeasuring(num_workers=2, utilization=0.9))
+    local_rank = LocalRank(MemfdDriver(1))
+    assert local_rank.answer_to(BeginMeasuring(LAYOUT)) == Done()
+    assert local_rank.rank._pools[0].kv.shape == (1, *LAYOUT.block_shape)
+    answer = local_rank.answer_to(EndMeasuring(num_workers=2, utilization=0.9))
     assert answer.value == GpuMemoryPlan(1000, 0.9, 2, weights=100, activations=50, other=7)
-    assert not told.rank._pools
+    assert not local_rank.rank._pools

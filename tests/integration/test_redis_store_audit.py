@@ -89,7 +89,7 @@ async def test_the_audit_finds_every_damage(
 async def test_an_audit_in_pages_says_so_when_the_pool_keeps_changing(
     audited: RedisStore,
 ) -> None:
-    """There are four attempts, each spoilt by a change between its pages; the counters are still
+    """There are four attempts, each corrupted by a change between its pages; the counters are still
     checked."""
     num_reads = 0
 

@@ -106,13 +106,13 @@ async def test_calls_wait_for_the_server_and_for_each_other(
         grown = asyncio.create_task(v.grow("a", 1, 3, 4))
         epoch = asyncio.create_task(v.store.detach("pool", "a", 1))
         b = asyncio.create_task(v.allocate("b", 2, 2))
-        pulse = asyncio.create_task(v.store.heartbeat("pool", "v"))
+        heartbeat = asyncio.create_task(v.store.heartbeat("pool", "v"))
         c = asyncio.create_task(w.allocate("c", 3, 2))
         room = asyncio.create_task(w.store.wait_for_room("pool", 0.01))
-        done, _ = await asyncio.wait([grown, epoch, b, pulse, c, room], timeout=0.2)
+        done, _ = await asyncio.wait([grown, epoch, b, heartbeat, c, room], timeout=0.2)
         assert done == set()
         own_valkey.start()
-        await asyncio.gather(grown, epoch, b, pulse, c, room)
+        await asyncio.gather(grown, epoch, b, heartbeat, c, room)
         assert epoch.result() == 2
         assert len({0, 1, 2, *grown.result(), *b.result(), *c.result()}) == 8
         await assert_whole([v, w])
@@ -219,19 +219,19 @@ async def test_a_pool_whose_directory_is_gone_is_lost(
 async def test_a_report_to_a_server_that_is_lost_meanwhile_is_given_up(own_valkey: Valkey) -> None:
     """A store is for one server. If that loses its functions too, it is another server, which ends
     the store, but not the event loop."""
-    telling = RedisStore._single_use(own_valkey.url, LIMIT_S)
-    await telling.drop_pool("pool")
+    single_use = RedisStore._single_use(own_valkey.url, LIMIT_S)
+    await single_use.drop_pool("pool")
     flush_all_there_is(own_valkey)
-    asked = asyncio.create_task(telling.drop_pool("pool"))
+    asked = asyncio.create_task(single_use.drop_pool("pool"))
     async with asyncio.timeout(LIMIT_S):
-        while not telling._link("pool").server.in_doubt:
+        while not single_use._link("pool").server.in_doubt:
             await asyncio.sleep(0.001)
         await asyncio.to_thread(restart, own_valkey)
         with pytest.raises(StoreLost, match="restarted"):
             await asked
         with pytest.raises(StoreLost):
-            await telling.drop_pool("pool")
-        await telling.close()
+            await single_use.drop_pool("pool")
+        await single_use.close()
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -171,7 +171,7 @@ def _no_ca(directory: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "problem"),
+    ("corrupt", "problem"),
     [
         (_expired, r"the certificate .*gateway.crt expired at 20"),
         (_without_key, r"cannot read the key .*gateway.key: No such file"),
@@ -181,10 +181,10 @@ def _no_ca(directory: Path) -> None:
     ],
 )
 def test_unusable_files_are_named_at_the_start(
-    tmp_path: Path, spoil: Callable[[Path], None], problem: str
+    tmp_path: Path, corrupt: Callable[[Path], None], problem: str
 ) -> None:
     write_certificates(tmp_path)
-    spoil(tmp_path)
+    corrupt(tmp_path)
     with pytest.raises(StartupError, match=problem):
         files(tmp_path, "gateway", ca=tmp_path / "ca.crt").check()
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import kvops
-from bench.gpu.paged import Geometry, PagedBatch, paged_batch, spoil
+from bench.gpu.paged import Geometry, PagedBatch, corrupt, paged_batch
 from kvops import Backend
 from kvops.native import NativeCpu, emulated_kernels, usable_kernels
 
@@ -226,10 +226,10 @@ def test_later_positions_do_not_matter_even_if_nan(
     whole = attend(cpu, batch)
     for position in range(101, 200):
         block = batch.block_tables[0, position // 16]
-        spoil(batch, block, position % 16)
-    spoilt = attend(cpu, batch)
-    assert torch.equal(spoilt[:101], whole[:101])
-    assert spoilt[101:].isnan().all()
+        corrupt(batch, block, position % 16)
+    corrupted = attend(cpu, batch)
+    assert torch.equal(corrupted[:101], whole[:101])
+    assert corrupted[101:].isnan().all()
     assert torch.equal(attend(cpu, chunk(batch, 100, 101)), whole[100:101])  # a decode
 
 
@@ -240,24 +240,24 @@ def test_positions_before_the_window_do_not_matter_even_if_nan(
     """Position 70 is NaN: through a window of 25, queries 70 to 94 read it, and no others."""
     batch = paged_batch(Geometry(16, 4, 2, 32, dtype, in_int8), [(200, 200)], seed=5)
     whole = attend(cpu, batch, 25)
-    spoil(batch, batch.block_tables[0, 70 // 16], 70 % 16)
-    spoilt = attend(cpu, batch, 25)
-    assert torch.equal(spoilt[:70], whole[:70])
-    assert spoilt[70:95].isnan().all()
-    assert torch.equal(spoilt[95:], whole[95:])
+    corrupt(batch, batch.block_tables[0, 70 // 16], 70 % 16)
+    corrupted = attend(cpu, batch, 25)
+    assert torch.equal(corrupted[:70], whole[:70])
+    assert corrupted[70:95].isnan().all()
+    assert torch.equal(corrupted[95:], whole[95:])
     assert torch.equal(attend(cpu, chunk(batch, 95, 96), 25), whole[95:96])  # a decode
 
 
-@pytest.mark.parametrize("spoilt", ["key", "value", "query"])
+@pytest.mark.parametrize("corrupted", ["key", "value", "query"])
 @pytest.mark.parametrize("poison", [NAN, float("inf"), float("-inf")])
-def test_non_finite_values_stay_visible(cpu: NativeCpu, spoilt: str, poison: float) -> None:
+def test_non_finite_values_stay_visible(cpu: NativeCpu, corrupted: str, poison: float) -> None:
     batch = paged_batch(Geometry(16, 1, 1, 32), [(1, 100)], seed=6)
-    if spoilt == "query":
+    if corrupted == "query":
         batch.q[0, 0, 3] = poison
     else:
-        batch.kv_layer[batch.block_tables[0, 2], int(spoilt == "value"), 1, 0, 3] = poison
+        batch.kv_layer[batch.block_tables[0, 2], int(corrupted == "value"), 1, 0, 3] = poison
     finite = attend(cpu, batch).isfinite()
-    if spoilt == "key":
+    if corrupted == "key":
         # An infinite score is a weight of 1 or 0 in the limit: NaN, or that position left out.
         score = batch.q[0, 0, 3].item() * poison
         assert finite.all() == (score == float("-inf"))
@@ -363,10 +363,10 @@ def test_a_row_s_bits_do_not_depend_on_who_shares_its_blocks(
 def test_non_finite_values_behind_shared_blocks_stay_in_their_row(cpu: NativeCpu) -> None:
     batch = sharing_batch(Geometry(16, 4, 2, 32, BF16), [(100, 0, 0), (100, 0, 96), (100, 0, 96)])
     whole = attend(cpu, batch)
-    spoil(batch, batch.block_tables[1, 6], 2)
-    spoilt = attend(cpu, batch)
-    assert spoilt[1].isnan().all()
-    assert torch.equal(spoilt[[0, 2]], whole[[0, 2]])
+    corrupt(batch, batch.block_tables[1, 6], 2)
+    corrupted = attend(cpu, batch)
+    assert corrupted[1].isnan().all()
+    assert torch.equal(corrupted[[0, 2]], whole[[0, 2]])
 
 
 @pytest.mark.parametrize("head_dim", [7, 258])

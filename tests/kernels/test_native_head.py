@@ -51,7 +51,7 @@ def draw(**changes: Any) -> Draw:
     return Draw(params, 0, PenaltyState(params, [3, 4, 3], 2, [7]).adjustment())
 
 
-WISHES: list[tuple[Draw | int, int | None]] = [
+QUERIES: list[tuple[Draw | int, int | None]] = [
     (draw(), None),
     (draw(temperature=1.0), None),
     (draw(), 3),
@@ -66,8 +66,8 @@ tokens."""
 
 
 def mixed(num_states: int) -> list[Query]:
-    wishes = islice(cycle(WISHES), num_states)
-    return [Query(state, token, state, top) for state, (token, top) in enumerate(wishes)]
+    queries = islice(cycle(QUERIES), num_states)
+    return [Query(state, token, state, top) for state, (token, top) in enumerate(queries)]
 
 
 def assert_same(found: Sequence[Answer | Fault], expected: Sequence[Answer | Fault]) -> None:

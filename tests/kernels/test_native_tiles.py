@@ -98,12 +98,12 @@ def test_blocks_of_rows_panels_and_k_change_no_bit(cpu: NativeCpu, kind: Kind, k
 def test_a_row_does_not_know_a_row_of_nan(cpu: NativeCpu, count: int) -> None:
     x, weight = randn(count + 1, 96).to(BF16), randn(70, 96, seed=1).to(BF16)
     together = linear(cpu, "bfloat16", x, weight)
-    for spoilt in {0, count // 2, count}:
+    for corrupted in {0, count // 2, count}:
         beside = x.clone()
-        beside[spoilt] = float("nan")
+        beside[corrupted] = float("nan")
         actual = linear(cpu, "bfloat16", beside, weight)
-        assert actual[spoilt].isnan().all()
-        actual[spoilt] = together[spoilt]
+        assert actual[corrupted].isnan().all()
+        actual[corrupted] = together[corrupted]
         assert same_bits(actual, together)
 
 

@@ -32,7 +32,7 @@ PAGE = 4
 RUNS_A = Asserted("a", 1, 1, 0, (0, 1))
 ISSUED_T = Asserted("t", 2, 2, 0, (2, 3))
 RUNS_T = Asserted("t", 3, 2, 0, (2, 3, 4))
-SAYS = {"v": (RUNS_A, ISSUED_T), "w": (RUNS_T,), "u": ()}
+REASSERTED = {"v": (RUNS_A, ISSUED_T), "w": (RUNS_T,), "u": ()}
 MakeRecovering = Callable[[PoolSpec, Callable[[], float], int, tuple[str, ...]], Ledger]
 """Makes a ledger in recovery, its epoch, and the workers that have not reported."""
 
@@ -80,7 +80,7 @@ class RecoveryScenario:
     def finished(self, state: Around) -> bool:
         """All workers are done, and nothing is left."""
         ledger = self.ledgers[state.ledger]
-        gone = all(state.mode(worker) == "gone" for worker in SAYS)
+        gone = all(state.mode(worker) == "gone" for worker in REASSERTED)
         return gone and ledger.rebuilding.is_over and not ledger.holders
 
     def served(self, state: Around) -> bool:
@@ -88,7 +88,7 @@ class RecoveryScenario:
         return state.faults_left == self._num_faults
 
     def steps(self, state: Around) -> Iterator[Step]:
-        for worker in SAYS:
+        for worker in REASSERTED:
             yield from self._worker(state, worker)
         for first in range(0, len(STAMPS), PAGE):
             page = STAMPS[first : first + PAGE]
@@ -126,7 +126,9 @@ class RecoveryScenario:
     def _worker(self, state: Around, worker: str) -> Iterator[Step]:
         match state.mode(worker):
             case "missing":
-                yield self._do(state, "reassert", worker, SAYS[worker], (), to=(worker, "heard"))
+                yield self._do(
+                    state, "reassert", worker, REASSERTED[worker], (), to=(worker, "heard")
+                )
                 if state.faults_left:
                     stuck = self._do(state, "fence", worker, to=(worker, "stuck"))
                     yield self._fault(stuck)
@@ -146,7 +148,7 @@ class RecoveryScenario:
         """One block more; u gets its first two. A worker that is refused asks again."""
         if worker == "u":
             return self._do(state, "allocate", "n", "u", 3, (A,), 2, to=("u", "grown"))
-        asserted = SAYS[worker][0]
+        asserted = REASSERTED[worker][0]
         num_blocks = len(asserted.block_ids)
         growth = Growth(asserted.holder_id, asserted.epoch, num_blocks, num_blocks + 1)
         return self._do(state, "extend", worker, (growth,), to=(worker, "grown"))
@@ -154,7 +156,9 @@ class RecoveryScenario:
     def _let_go(self, state: Around, worker: str) -> Iterator[Step]:
         """A worker releases all that it knows; the issuer of a ticket takes it back, unless it was
         claimed."""
-        holders = [("n", 1)] if worker == "u" else [(h.holder_id, h.epoch) for h in SAYS[worker]]
+        holders = (
+            [("n", 1)] if worker == "u" else [(h.holder_id, h.epoch) for h in REASSERTED[worker]]
+        )
         number, label = state.ledger, list[object]([worker])
         for holder_id, epoch in holders:
             number, answer = self.ledgers.after(number, ("release", (holder_id, epoch)))

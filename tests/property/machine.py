@@ -358,7 +358,7 @@ class StoresAgree(RuleBasedStateMachine):
         self.send(lambda store: store.recover_pool(spec, epoch, workers), lost)
         for worker_id in data.draw(st.permutations(workers), "order"):
             how = data.draw(st.sampled_from(["reassert", "reassert", "fence", "reap"]), worker_id)
-            self.be_heard(old, worker_id, how, lost)
+            self.reassert_holders(old, worker_id, how, lost)
         contents = [content_of(old, block_id, private) for block_id in range(spec.num_blocks)]
         cut = data.draw(st.integers(0, spec.num_blocks), "cut")
         self.send(lambda store: store.restore("pool", 0, contents[:cut]), lost)
@@ -367,7 +367,7 @@ class StoresAgree(RuleBasedStateMachine):
         self.send(lambda store: store.restore("pool", cut, contents[cut:]), lost)
         self.send(lambda store: store.reopen("pool"), lost)
 
-    def be_heard(self, old: Ledger, worker_id: str, how: str, lost: bool) -> None:
+    def reassert_holders(self, old: Ledger, worker_id: str, how: str, lost: bool) -> None:
         said = asserted_by(old, worker_id)
         if how == "reassert":
             self.send(lambda store: store.reassert(self.spec, *said), lost)

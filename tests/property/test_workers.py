@@ -171,7 +171,7 @@ class Corrupt:
             arena.wipe(block_id)
 
 
-class Deed(Protocol):
+class Action(Protocol):
     def do(self, pair: Pair) -> None: ...
 
 
@@ -201,7 +201,7 @@ HAND_OVERS = st.builds(HandOver, GATEWAYS, st.integers(0, 7))
 DEMANDS = st.builds(Demand)
 OTHERS = st.one_of(st.builds(Reconnect, GATEWAYS), st.builds(Corrupt, st.booleans()))
 PAUSES_S = st.sampled_from([0, 0, 0.001, 0.02, 0.1])
-DEEDS = st.lists(
+ACTIONS = st.lists(
     st.tuples(st.one_of(ASKS, ASKS, ASKS, DEMANDS, HAND_OVERS, ABORTS, OTHERS), PAUSES_S),
     min_size=8,
     max_size=24,
@@ -211,7 +211,7 @@ DEEDS = st.lists(
 @pytest.mark.parametrize("device", DEVICES)
 @given(
     shape=SHAPES,
-    deeds=DEEDS,
+    actions=ACTIONS,
     drained_amid=st.booleans(),
     chance=st.builds(random.Random, st.integers(0, 999)),
 )
@@ -224,7 +224,7 @@ DEEDS = st.lists(
 def test_every_request_ends_rightly_and_leaves_nothing(
     tmp_path: Path,
     shape: Shape,
-    deeds: Sequence[tuple[Deed, float]],
+    actions: Sequence[tuple[Action, float]],
     drained_amid: bool,
     chance: random.Random,
     device: str,
@@ -232,14 +232,16 @@ def test_every_request_ends_rightly_and_leaves_nothing(
     """Tokens are those of the model, on any worker and after any number of recomputes. Each request
     ends, and then nothing is held or owed. The ledger's laws hold after every operation."""
     with contextlib.closing(VirtualLoop()) as loop, LateEngine.instead(chance):
-        loop.run_until_complete(live(tmp_path, shape, deeds, drained_amid, chance, DEVICES[device]))
+        loop.run_until_complete(
+            live(tmp_path, shape, actions, drained_amid, chance, DEVICES[device])
+        )
         assert loop.faults == []
 
 
 async def live(
     directory: Path,
     shape: Shape,
-    deeds: Sequence[tuple[Deed, float]],
+    actions: Sequence[tuple[Action, float]],
     drained_amid: bool,
     chance: random.Random,
     device: Device,
@@ -248,8 +250,8 @@ async def live(
     shaped = shape.num_blocks, shape.block_size, shape.limits, shape.num_swap_blocks
     await pair.open(directory, *shaped)
     try:
-        for deed, pause_s in deeds:
-            deed.do(pair)
+        for action, pause_s in actions:
+            action.do(pair)
             await asyncio.sleep(pause_s)
         if drained_amid:
             await pair.drain()

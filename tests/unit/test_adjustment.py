@@ -14,7 +14,7 @@ from services.engine.sampling.adjustment import Adjustment
 from services.engine.sequences.penalty_state import PenaltyState
 from services.protocol.ticket import SamplingParams
 
-unhurried = settings(deadline=None, max_examples=200)  # how fast the machine is, is no property
+no_deadline = settings(deadline=None, max_examples=200)  # how fast the machine is, is no property
 
 VOCAB_SIZE = 8
 NONE = -math.inf
@@ -87,7 +87,7 @@ samplings = st.builds(
 )
 
 
-@unhurried
+@no_deadline
 @given(
     st.lists(st.floats(-30, 30, width=16), min_size=VOCAB_SIZE, max_size=VOCAB_SIZE),
     samplings,
@@ -102,7 +102,7 @@ def test_all_together_do_what_a_plain_reference_does(
     assert adjusted(logits, p, prompt, output, ends) == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
-@unhurried
+@no_deadline
 @given(samplings, some_tokens, some_tokens, st.lists(tokens, max_size=3))
 def test_adjustment_is_a_function_of_the_tokens_alone(
     p: SamplingParams, prompt: list[int], output: list[int], ends: list[int]

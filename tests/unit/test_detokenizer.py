@@ -15,7 +15,7 @@ from services.common.errors import StartupError
 from services.common.text.detokenizer import Detokenizer
 from services.common.text.pieces import Pieces, pieces_of, special_token_ids
 
-unhurried = settings(deadline=None)  # how fast the machine is, is no property
+no_deadline = settings(deadline=None)  # how fast the machine is, is no property
 
 CORPUS = ["the block table of a sequence", " naïve 日本語 🙂 café  two  spaces", "a\nb\tc"]
 MARK = "▁"  # SentencePiece's
@@ -116,7 +116,7 @@ def fallback_ids(data: bytes) -> list[int]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("skips", [True, False], ids=["skips special tokens", "shows all"])
-@unhurried
+@no_deadline
 @given(st.data())
 def test_deltas_add_up_to_the_whole_text(kind: Kind, skips: bool, data: st.DataObject) -> None:
     """Any tokens of any kind of tokenizer, one by one or many at once."""
@@ -130,7 +130,7 @@ def test_deltas_add_up_to_the_whole_text(kind: Kind, skips: bool, data: st.DataO
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@unhurried
+@no_deadline
 @given(st.data())
 def test_a_generation_goes_on_where_the_prompt_ended(kind: Kind, data: st.DataObject) -> None:
     """The prompt's text and the deltas are the text of both together: a leading space is kept."""
@@ -141,7 +141,7 @@ def test_a_generation_goes_on_where_the_prompt_ended(kind: Kind, data: st.DataOb
     assert tokenizer.decode(prompt) + "".join(deltas) == tokenizer.decode(prompt + token_ids)
 
 
-@unhurried
+@no_deadline
 @given(st.text(max_size=12))
 def test_characters_are_never_split(text: str) -> None:
     """No delta of a valid text contains a replacement character of its own."""
@@ -161,7 +161,7 @@ def test_incomplete_characters_are_replaced_at_the_end() -> None:
     assert stream(detokenizer, fallback_ids(b"\xf0\x9f")) == ["", "", "\ufffd"]
 
 
-@unhurried
+@no_deadline
 @given(st.binary(max_size=12))
 def test_wrong_bytes_do_not_take_right_ones_with_them(data: bytes) -> None:
     """Text that the client has is never changed: only bytes that are not UTF-8 are replaced."""

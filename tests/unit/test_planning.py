@@ -82,7 +82,7 @@ def test_a_total_is_divided_in_the_ratio_of_the_needs(
 
 def test_a_plan_over_a_window_is_the_mean_of_its_samples() -> None:
     """One full second out of four does not start a worker."""
-    busy, calm = plan([prefill(1.0)], [FULL], TARGETS), plan([prefill()], [IDLE_DECODE], TARGETS)
-    found = mean([busy, calm, calm, replace(calm)])
+    busy, idle = plan([prefill(1.0)], [FULL], TARGETS), plan([prefill()], [IDLE_DECODE], TARGETS)
+    found = mean([busy, idle, idle, replace(idle)])
     assert found.decode.needed == pytest.approx(1.25 / 4)
     assert found.prefill.recommended == found.decode.recommended == 1

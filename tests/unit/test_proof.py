@@ -102,8 +102,8 @@ def test_a_server_that_cannot_answer_is_found_out() -> None:
     """The process listens at a dead worker's address; a recorded proof of another call does not
     help it."""
     first, second = (Proof(KEY, METHOD, "decode-1") for _ in range(2))
-    overheard = Guard(KEY, "decode-1").answer(METHOD, first.metadata)
-    for metadata in (None, (), ((METADATA, overheard),), second.metadata):
+    replayed = Guard(KEY, "decode-1").answer(METHOD, first.metadata)
+    for metadata in (None, (), ((METADATA, replayed),), second.metadata):
         with pytest.raises(Unauthenticated, match="decode-1 does not prove"):
             second.check(metadata)
 
@@ -125,16 +125,16 @@ async def test_a_host_that_knocks_on_and_on_is_logged_once_a_minute() -> None:
     clock = Clock()
     guard = Guard(KEY, "decode-1", clock)
 
-    async def knock(host: str, times: int) -> None:
+    async def fail_from(host: str, times: int) -> None:
         for port in range(times):
             with pytest.raises(Unauthenticated):
                 await guard.admit(METHOD, Call(f"ipv4:{host}:{40000 + port}"))  # type: ignore[arg-type]
 
     with capture_logs() as lines:
-        await knock("10.0.0.1", 100)
-        await knock("10.0.0.2", 1)
+        await fail_from("10.0.0.1", 100)
+        await fail_from("10.0.0.2", 1)
         clock.now += 61
-        await knock("10.0.0.1", 2)
+        await fail_from("10.0.0.1", 2)
     told = [(line["peer"], line["num_refused"]) for line in lines]
     assert told == [
         ("ipv4:10.0.0.1:40000", 1),

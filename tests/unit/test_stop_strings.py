@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from services.common.errors import InvalidRequest
 from services.common.text.stop_strings import Scanned, StopMatcher
 
-unhurried = settings(deadline=None)  # how fast the machine is, is no property
+no_deadline = settings(deadline=None)  # how fast the machine is, is no property
 
 
 def reference(text: str, stops: list[str]) -> tuple[str, str | None]:
@@ -32,14 +32,14 @@ def run(pieces: list[str], stops: list[str]) -> tuple[str, str | None]:
 words = st.text("ab", min_size=1, max_size=5)
 
 
-@unhurried
+@no_deadline
 @given(st.lists(st.text("ab", max_size=6), max_size=8), st.lists(words, max_size=3))
 def test_stop_strings_equal_the_reference(pieces: list[str], stops: list[str]) -> None:
     """In any pieces of the text."""
     assert run(pieces, stops) == reference("".join(pieces), stops)
 
 
-@unhurried
+@no_deadline
 @given(st.text("ab", max_size=20), st.lists(words, min_size=1, max_size=3))
 def test_shown_text_is_never_taken_back(text: str, stops: list[str]) -> None:
     """After every character, the sent text is a prefix of the final text, and no text is held back
@@ -56,7 +56,7 @@ def test_shown_text_is_never_taken_back(text: str, stops: list[str]) -> None:
         assert held == "" or any(stop.startswith(held) for stop in stops)
 
 
-@unhurried
+@no_deadline
 @given(st.text("ab", max_size=20), st.lists(words, min_size=1, max_size=3), st.integers(0, 20))
 def test_a_stop_string_that_may_not_end_the_text_is_passed_over(
     text: str, stops: list[str], num_free: int

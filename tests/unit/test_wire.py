@@ -44,7 +44,7 @@ from services.protocol.ticket import (
     TicketSequence,
 )
 
-unhurried = settings(deadline=None)  # how fast the machine is, is no property
+no_deadline = settings(deadline=None)  # how fast the machine is, is no property
 
 u32 = st.integers(0, 2**32 - 1)
 u64 = st.integers(0, 2**64 - 1)
@@ -158,7 +158,7 @@ TICKET = Ticket(
 )
 
 
-@unhurried
+@no_deadline
 @given(tickets() | swapped_tickets() | searching_tickets())
 def test_a_ticket_comes_back_as_it_went(ticket: Ticket) -> None:
     """Through the bytes, not only through the message."""
@@ -167,7 +167,7 @@ def test_a_ticket_comes_back_as_it_went(ticket: Ticket) -> None:
     )
 
 
-@unhurried
+@no_deadline
 @given(real(0, 1e6))
 def test_a_float_is_rounded_once(temperature: float) -> None:
     """A client's double becomes 32 bits on the first hop and stays so on the others."""
@@ -176,7 +176,7 @@ def test_a_float_is_rounded_once(temperature: float) -> None:
     assert ticket_from_wire(ticket_to_wire(once)) == once
 
 
-def spoil(change: Callable[[Message], object]) -> Message:
+def corrupt(change: Callable[[Message], object]) -> Message:
     message = ticket_to_wire(TICKET)
     change(message)
     return message
@@ -230,7 +230,7 @@ def test_a_ticket_that_makes_no_sense_is_refused(
     change: Callable[[Message], object], problem: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=problem):
-        ticket_from_wire(spoil(change))
+        ticket_from_wire(corrupt(change))
 
 
 SWAPPED = replace(
@@ -329,7 +329,7 @@ def test_a_finish_reason_of_a_later_version_is_refused() -> None:
         finish_reason_from_wire(99)  # type: ignore[arg-type]
 
 
-@unhurried
+@no_deadline
 @given(st.builds(Load, u32, u32, u32, u64, u32, u32, u32), st.booleans(), st.booleans())
 def test_loads_come_back(load: Load, draining: bool, stalled: bool) -> None:
     message = WorkerLoad.FromString(
@@ -347,7 +347,7 @@ def logprobs(draw: st.DrawFn) -> Logprobs:
     return Logprobs(draw(value), draw(st.integers(1, 2**32 - 1)), tuple(token_ids), tuple(top))
 
 
-@unhurried
+@no_deadline
 @given(logprobs())
 def test_logprobs_come_back(told: Logprobs) -> None:
     message = LogprobsMessage.FromString(logprobs_to_wire(told).SerializeToString())

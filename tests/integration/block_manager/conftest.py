@@ -175,7 +175,7 @@ def gone(
     return condition
 
 
-async def assert_lawful(
+async def assert_laws_hold(
     host: PoolHost, pool: PoolDirectory, *, free: int, cached: int, held: int
 ) -> None:
     report = await host.store.audit(pool.pool_id)

@@ -2,7 +2,7 @@
 
 import signal
 
-from .conftest import PoolHost, assert_lawful, equals, gone, managed, until
+from .conftest import PoolHost, assert_laws_hold, equals, gone, managed, until
 
 
 async def test_a_stopped_worker_is_fenced_and_its_blocks_are_quarantined_until_it_dies(
@@ -20,11 +20,11 @@ async def test_a_stopped_worker_is_fenced_and_its_blocks_are_quarantined_until_i
         worker.send_signal(signal.SIGSTOP)
         await until(fenced)
         assert (await host.store.stats(pool.pool_id)).worker_ids == ("decode-1",)
-        await assert_lawful(host, pool, free=8, cached=0, held=3)
+        await assert_laws_hold(host, pool, free=8, cached=0, held=3)
         assert host.count("workers_fenced") == 1
         worker.kill()
         await until(gone(host, pool))
-        await assert_lawful(host, pool, free=11, cached=0, held=0)
+        await assert_laws_hold(host, pool, free=11, cached=0, held=0)
 
 
 async def test_a_stuck_worker_is_fenced_on_all_its_pools(host: PoolHost) -> None:

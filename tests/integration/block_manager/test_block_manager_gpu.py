@@ -15,7 +15,7 @@ from services.common.pool.directory import PoolDirectory, new_directory
 from services.common.pool.header import PoolHeader
 from services.common.pool.stamps import record_bytes
 
-from .conftest import LAYOUT, NUM_BLOCKS, PoolHost, assert_lawful, equals, gone, managed, until
+from .conftest import LAYOUT, NUM_BLOCKS, PoolHost, assert_laws_hold, equals, gone, managed, until
 
 SIZE = 2 << 20
 WORKER = """
@@ -133,7 +133,7 @@ async def test_a_killed_worker_is_reaped_when_the_gpu_is_done_with_it(
             assert (await host.store.stats(pool.pool_id)).num_held == 3
         gpu.busy.clear()
         await until(gone(host, pool))
-    await assert_lawful(host, pool, free=11, cached=0, held=0)
+    await assert_laws_hold(host, pool, free=11, cached=0, held=0)
     assert host.metrics.get_sample_value("quire:worker_quiet_seconds_count") == 1
     assert (host.metrics.get_sample_value("quire:worker_quiet_seconds_sum") or 0) > 0.05
 

@@ -21,7 +21,7 @@ from .conftest import (
     ROOT,
     TOKENS,
     PoolHost,
-    assert_lawful,
+    assert_laws_hold,
     gone,
     managed,
     observed,
@@ -42,7 +42,7 @@ async def test_a_killed_workers_blocks_are_back_at_once(host: PoolHost) -> None:
         await until(gone(host, pool))
         # Tens of milliseconds, on a machine that has time for us.
         assert asyncio.get_running_loop().time() - killed_at < 1.0
-    await assert_lawful(host, pool, free=9, cached=0, held=2)
+    await assert_laws_hold(host, pool, free=9, cached=0, held=2)
     assert [holder.holder_id for holder in await host.store.holders(pool.pool_id)] == ["h2"]
     assert host.count("workers_reaped") == 1
     assert other.poll() is None
@@ -55,14 +55,14 @@ async def test_a_lock_file_keeps_its_name_until_its_worker_is_reaped(host: PoolH
     await host.store.allocate(pool.pool_id, "h", "decode-1", 1, [], 3)
     names = []
 
-    async def bury(directory: PoolDirectory, worker_id: str) -> None:
+    async def reap_and_note(directory: PoolDirectory, worker_id: str) -> None:
         names.append(directory.worker_ids())
         assert await reap(host.connection, directory, worker_id)
-        await assert_lawful(host, pool, free=11, cached=0, held=0)
+        await assert_laws_hold(host, pool, free=11, cached=0, held=0)
         names.append(directory.worker_ids())
 
     liveness = Liveness(WorkerProcesses(), AllProcesses())
-    watcher = Watcher(host.root, bury, liveness, lambda quiet_s: None)
+    watcher = Watcher(host.root, reap_and_note, liveness, lambda quiet_s: None)
     watching = asyncio.create_task(watcher.run(lambda: 0.02))
     worker.kill()
     async with asyncio.timeout(LIMIT_S):
@@ -90,7 +90,7 @@ async def test_finished_blocks_of_a_dead_worker_are_published(host: PoolHost) ->
         worker.kill()
         await until(gone(host, pool))
     assert await host.store.match(pool.pool_id, [H0, H1, H2]) == 2
-    await assert_lawful(host, pool, free=9, cached=2, held=0)
+    await assert_laws_hold(host, pool, free=9, cached=2, held=0)
     again = await host.start_worker(pool, "decode-2")
     assert again.poll() is None
     adopted = await host.store.allocate(pool.pool_id, "h2", "decode-2", 2, [H0, H1], 3)
@@ -112,7 +112,7 @@ async def test_a_finished_block_that_was_given_back_is_not_published(host: PoolH
         await until(gone(host, pool))
     assert await host.store.match(pool.pool_id, [H0]) == 0
     assert await host.store.match(pool.pool_id, [H1]) == 1
-    await assert_lawful(host, pool, free=10, cached=1, held=0)
+    await assert_laws_hold(host, pool, free=10, cached=1, held=0)
 
 
 async def test_unreadable_stamps_do_not_keep_a_worker_from_being_reaped(host: PoolHost) -> None:
@@ -123,7 +123,7 @@ async def test_unreadable_stamps_do_not_keep_a_worker_from_being_reaped(host: Po
     async with managed(host):
         worker.kill()
         await until(gone(host, pool))
-    await assert_lawful(host, pool, free=11, cached=0, held=0)
+    await assert_laws_hold(host, pool, free=11, cached=0, held=0)
 
 
 async def test_a_ticket_that_was_claimed_outlives_its_issuer(host: PoolHost) -> None:
@@ -136,7 +136,7 @@ async def test_a_ticket_that_was_claimed_outlives_its_issuer(host: PoolHost) -> 
     async with managed(host):
         worker.kill()
         await until(gone(host, pool, "prefill-1"))
-    await assert_lawful(host, pool, free=9, cached=0, held=2)
+    await assert_laws_hold(host, pool, free=9, cached=0, held=2)
 
 
 async def test_a_worker_that_dies_while_the_store_is_away_is_reaped_when_it_is_back(

@@ -10,7 +10,7 @@ from services.block_manager.rounds import Connection
 from services.common.pool.directory import pool_directories
 from services.common.pool.locks import host_lock
 
-from .conftest import PoolHost, Store, assert_lawful, equals, gone, managed, observed, until
+from .conftest import PoolHost, Store, assert_laws_hold, equals, gone, managed, observed, until
 
 
 async def test_a_pool_without_workers_goes_after_a_grace(host: PoolHost) -> None:
@@ -65,7 +65,7 @@ async def test_a_worker_of_the_store_without_a_lock_file_is_reaped(host: PoolHos
     await host.store.allocate(pool.pool_id, "h", "decode-9", 1, [], 2)
     async with managed(host):
         await until(gone(host, pool, "decode-9"))
-    await assert_lawful(host, pool, free=11, cached=0, held=0)
+    await assert_laws_hold(host, pool, free=11, cached=0, held=0)
 
 
 async def test_after_the_store_was_lost_the_manager_serves_the_new_one(host: PoolHost) -> None:

@@ -140,7 +140,7 @@ class GatewayHarness:
         await self.registry.announce(member(worker, address, str(self.model_dir)), ttl_s=1e6)
         return server
 
-    async def lose_sight(self) -> None:
+    async def lose_workers(self) -> None:
         """Lose the streams of all workers, which then consider this gateway dead."""
         for one in await self.registry.members():
             await self.registry.withdraw(one.member_id)

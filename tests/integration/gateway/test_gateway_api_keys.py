@@ -72,7 +72,7 @@ async def test_another_key_neither_gets_a_request_nor_learns_of_it(
     await until(lambda: len(tokens) == 5)
     if is_parked:
         second = await first.another()
-        await first.lose_sight()
+        await first.lose_workers()
         await until(lambda: bool(decode.parked))
         mine.cancel()
         stub = await keyed(second)

@@ -202,7 +202,7 @@ async def test_a_client_goes_on_at_another_gateway(
         completing = asyncio.create_task(client.complete(list(PROMPT), sampling, timeout_s=20))
         await until(lambda: any(r.num_generated == 4 for r in decode.running.values()))
         if parks:
-            await harness.lose_sight()
+            await harness.lose_workers()
             await until(lambda: bool(decode.parked))
         await proxied[0].close()
         decode.go_on(pause_after=NUM_TOKENS)

@@ -104,7 +104,7 @@ async def test_a_worker_that_leaves_the_registry_loses_its_requests(make_harness
 
 
 @pytest.mark.parametrize(
-    "spoil",
+    "corrupt",
     [
         pytest.param(lambda t: t.sequences[0].token_ids.insert(0, 5), id="a token too many"),
         pytest.param(lambda t: t.sequences[0].token_ids.pop(), id="no new token"),
@@ -117,15 +117,17 @@ async def test_a_worker_that_leaves_the_registry_loses_its_requests(make_harness
         pytest.param(lambda t: t.sequences[0].ClearField("block_ids"), id="no blocks"),
     ],
 )
-async def test_a_wrong_ticket_is_refused_and_computed_again(make_harness: Any, spoil: Any) -> None:
+async def test_a_wrong_ticket_is_refused_and_computed_again(
+    make_harness: Any, corrupt: Any
+) -> None:
     prefill, decode = FakePrefill(), FakeDecode()
     harness = await make_harness(prefill, decode)
 
     def once(ticket: Any) -> None:
-        prefill.spoil = lambda ticket: None
-        spoil(ticket)
+        prefill.corrupt = lambda ticket: None
+        corrupt(ticket)
 
-    prefill.spoil = once
+    prefill.corrupt = once
     call = Call(harness.gateway, asked())
     await call.result()
     assert call.tokens == expected(PROMPT, 8)

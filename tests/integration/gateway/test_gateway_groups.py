@@ -243,7 +243,7 @@ async def test_a_client_goes_on_with_a_group_at_another_gateway(proxied: Any, pa
     reading = asyncio.create_task(read())
     await until(lambda: [len(each) for each in tokens.values()] == [5, 5, 4] or reading.done())
     if parks:
-        await first.lose_sight()
+        await first.lose_workers()
         await until(lambda: bool(decode.parked))
     await proxies[0].close()
     decode.go_on(pause_after=8)

@@ -155,7 +155,7 @@ async def test_a_client_that_moves_gets_the_rest_once(make_harness: Any, workers
     async with AsyncClient(await second.listen()) as client:
         lost = Call(first.gateway, _greedy("r1"))
         await until(lambda: len(lost.tokens) == 5)
-        await first.lose_sight()
+        await first.lose_workers()
         await until(lambda: bool(decode.parked))
         await lost.cancel()
         decode.go_on(pause_after=8)

@@ -25,13 +25,13 @@ async def finish(*calls: Call) -> None:
         assert call.tokens == expected(PROMPT, 8)
 
 
-@pytest.mark.parametrize("told_by", ["worker", "registry"])
-async def test_requests_of_a_draining_worker_move(make_harness: Any, told_by: str) -> None:
+@pytest.mark.parametrize("reported_by", ["worker", "registry"])
+async def test_requests_of_a_draining_worker_move(make_harness: Any, reported_by: str) -> None:
     prefill, leaving, other = FakePrefill(), FakeDecode("leaving"), FakeDecode("other")
     harness = await make_harness(prefill, leaving)
     calls = await running_at(harness, leaving, "r1", "r2", "r3")
     await harness.add(other)
-    if told_by == "worker":
+    if reported_by == "worker":
         leaving.report(leaving.load, draining=True)
     else:
         await harness.say_draining("leaving")

@@ -282,12 +282,12 @@ async def test_a_request_id_of_another_client_is_no_obstacle(
     prefill.names, decode.names = Verbatim(), Verbatim()
     harness = await make_harness(prefill, decode)
     decode.pause_after = 2
-    squatter = Call(harness.gateway, asked("same", resume_token=others_token))
+    others = Call(harness.gateway, asked("same", resume_token=others_token))
     await until(lambda: len(decode.running) == 1)
     mine = Call(harness.gateway, asked("same"))
     await until(lambda: len(decode.running) == 2)
     decode.go_on(pause_after=8)
-    for call in (squatter, mine):
+    for call in (others, mine):
         assert (await call.result()).request_id == "same"
         assert call.tokens == expected(PROMPT, 8)
 

@@ -121,7 +121,7 @@ async def test_a_parked_sequence_goes_on_where_it_was(
     two.proxies[0].hold()
     decode.go_on(pause_after=5)
     await until(lambda: all(r.num_generated == 5 for r in decode.running.values()))
-    await two.first.lose_sight()
+    await two.first.lose_workers()
     await until(lambda: bool(decode.parked))
     await two.proxies[0].close()
     decode.go_on(pause_after=8)
@@ -146,7 +146,7 @@ async def test_a_gateway_that_stops_leaves_its_sequences(
     await two.first.registry.announce(other, ttl_s=1e6)
     await until(lambda: two.first.assembly.directory.another_gateway_serves)
     await two.first.assembly.dispatcher.close()
-    await two.first.lose_sight()
+    await two.first.lose_workers()
     decode.go_on(pause_after=8)
     await reader.end()
     assert (reader.tokens, reader.text) == (expected(PROMPT, 8), TEXT)
@@ -236,11 +236,11 @@ async def test_a_call_goes_on_with_what_another_one_runs(make_harness: Any, work
     decode.pause_after = 5
     lost = stub.Generate(message(None))
     received: list[int] = []
-    in_vain = asyncio.create_task(tokens_of(lost, received))
+    refused = asyncio.create_task(tokens_of(lost, received))
     await until(lambda: len(received) == 5)
     going_on = stub.Generate(message(3))
     with pytest.raises(grpc.RpcError) as told:
-        await in_vain
+        await refused
     assert told.value.code() is grpc.StatusCode.ALREADY_EXISTS
     decode.go_on(pause_after=8)
     assert await tokens_of(going_on) == expected(PROMPT, 8)[3:]
@@ -254,7 +254,7 @@ async def test_a_greedy_request_is_found_without_its_seed(two: Two, workers: Any
     stub = await two.first.serve()
     lost = asyncio.create_task(tokens_of(stub.Generate(message(None))))
     await until(lambda: bool(decode.running) and decode.running["r1"].num_generated == 3)
-    await two.first.lose_sight()
+    await two.first.lose_workers()
     await until(lambda: bool(decode.parked))
     decode.go_on(pause_after=8)
     stub = await two.second.serve()
@@ -300,7 +300,7 @@ async def test_another_client_neither_gets_a_request_nor_learns_of_it(
     mine = asyncio.create_task(tokens_of(stub.Generate(message(None)), tokens))
     await until(lambda: len(tokens) == 5)
     if is_parked:
-        await two.first.lose_sight()
+        await two.first.lose_workers()
         await until(lambda: bool(decode.parked))
         mine.cancel()
         stub = await two.second.serve()

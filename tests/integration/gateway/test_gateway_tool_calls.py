@@ -42,7 +42,7 @@ TOOLS: Any = [
     }
     for name in ("get_weather", "get_time")
 ]
-SAID = (
+TEXT = (
     "<think>\nThe user asks.\n</think>\n\nLook:\n"
     '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Genève"}}\n</tool_call>\n'
     '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>END'
@@ -54,7 +54,7 @@ class Script:
     """The text of every worker: `text` after a prompt, which ends with ##."""
 
     def __init__(self, model_dir: Path) -> None:
-        self.text = SAID
+        self.text = TEXT
         self.tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
 
     def next_token(self, tokens: Sequence[int], index: int = 0) -> int:
@@ -162,7 +162,7 @@ async def test_tools_and_earlier_calls_are_in_the_prompt(
     answer = await client.chat.completions.create(**fields())
     message = answer.choices[0].message
     assert (message.content, message.tool_calls) == ("It is warm.", None)
-    script.text = SAID
+    script.text = TEXT
     first = (await client.chat.completions.create(**fields())).choices[0].message
     assert first.tool_calls is not None
     said: Any = [
@@ -188,7 +188,7 @@ async def test_calls_are_text_if_none_may_be_made(client: openai.AsyncOpenAI) ->
         choice = answer.choices[0]
         assert choice.finish_reason == "stop"
         assert choice.message.tool_calls is None
-        assert choice.message.content == SAID[SAID.index("Look") :].removesuffix("END")
+        assert choice.message.content == TEXT[TEXT.index("Look") :].removesuffix("END")
 
 
 async def test_reasoning_can_be_left_out_or_begun_by_the_prompt(
@@ -205,7 +205,7 @@ async def test_reasoning_can_be_left_out_or_begun_by_the_prompt(
 
 
 async def test_a_cut_call_ends_with_length(client: openai.AsyncOpenAI, script: Script) -> None:
-    end = SAID.index("Gen") + 3
+    end = TEXT.index("Gen") + 3
     answer = await client.chat.completions.create(**fields(max_tokens=end))
     choice = answer.choices[0]
     assert choice.finish_reason == "length"
@@ -220,7 +220,7 @@ async def test_a_continued_stream_has_the_same_parts(
     request = asked(
         prompt=(ChatMessage("user", "Hi"),),
         wants_parts=True,
-        max_tokens=len(SAID.encode()),
+        max_tokens=len(TEXT.encode()),
         tools=RequestedTools(tuple(TOOLS)),
     )
     whole = Call(harness.gateway, request)
@@ -388,7 +388,7 @@ async def test_a_response_obeys_the_tool_choice(client: openai.AsyncOpenAI, choi
 
 
 async def test_a_cut_call_leaves_its_response_incomplete(client: openai.AsyncOpenAI) -> None:
-    end = SAID.index("Gen") + 3
+    end = TEXT.index("Gen") + 3
     response = await client.responses.create(**asked_for(max_output_tokens=end))
     assert response.status == "incomplete"
     call = response.output[-1]

@@ -134,7 +134,7 @@ async def test_workers_that_start_together_fill_once(
 
 
 async def test_weights_cannot_be_written(keeper: Keeper, tmp_path: Path, checkpoint: Path) -> None:
-    """A worker that tries it ends, and spoils no other worker's weights."""
+    """A worker that tries it ends, and corrupts no other worker's weights."""
     code = """
 import sys
 from pathlib import Path

@@ -41,7 +41,7 @@ def finish(walk: Walk, *indices: int) -> None:
         step(walk, index, MAX_TOKENS - len(walk.output.sequences[index].tokens))
 
 
-async def best_told(walk: Walk) -> dict[int, list[int]]:
+async def best_outputs(walk: Walk) -> dict[int, list[int]]:
     return {index: list(delta.token_ids) for index, (delta,) in (await deltas_of(walk)).items()}
 
 
@@ -77,7 +77,7 @@ async def test_a_sequence_is_as_likely_as_its_tokens_are_on_average() -> None:
     assert walk.decode.sent[-1] == Abort("r1", 1, 1)
     finish(walk, 0, 2, 3)
     best = best_of([ALL[0], stopped, ALL[2], ALL[3]], 2)
-    assert await best_told(walk) == dict(enumerate(best))
+    assert await best_outputs(walk) == dict(enumerate(best))
 
 
 async def test_of_equals_the_first_one_is_the_best() -> None:
@@ -122,7 +122,7 @@ async def test_after_a_loss_nothing_is_counted_or_scored_twice() -> None:
     finish(walk, 0, 2, 3)
     usage = walk.output.stats.usage()
     assert usage.num_generated_tokens == NUM * MAX_TOKENS
-    assert await best_told(walk) == dict(enumerate(BEST))
+    assert await best_outputs(walk) == dict(enumerate(BEST))
 
 
 async def test_a_detached_ticket_keeps_its_scores() -> None:
@@ -136,7 +136,7 @@ async def test_a_detached_ticket_keeps_its_scores() -> None:
     walk.lifecycle.admit()
     finish(walk, 0, 1, 3)
     assert len(walk.prefill.sent) == 2  # a submit, and the word that its ticket was claimed
-    assert await best_told(walk) == dict(enumerate(BEST))
+    assert await best_outputs(walk) == dict(enumerate(BEST))
 
 
 async def test_a_resumed_call_goes_on_with_all_sequences() -> None:

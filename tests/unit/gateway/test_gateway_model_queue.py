@@ -13,23 +13,23 @@ from tests.clock import Clock
 
 
 @dataclass(frozen=True, eq=False)
-class Somebody:
+class QueuedRequest:
     position: QueuePosition
     num_sequences: int = 1
 
 
-def somebody(arrival: int, priority: int = 0) -> Somebody:
-    return Somebody(QueuePosition(priority, arrival))
+def queued(arrival: int, priority: int = 0) -> QueuedRequest:
+    return QueuedRequest(QueuePosition(priority, arrival))
 
 
-def line_of(*waiting: Somebody) -> RequestQueue[Somebody]:
-    line = RequestQueue[Somebody]()
+def line_of(*waiting: QueuedRequest) -> RequestQueue[QueuedRequest]:
+    line = RequestQueue[QueuedRequest]()
     for one in waiting:
         line.add(one, now=one.position.arrival / 1000)
     return line
 
 
-def drained(line: RequestQueue[Somebody]) -> list[int]:
+def drained(line: RequestQueue[QueuedRequest]) -> list[int]:
     """Arrivals in the order of service."""
     served = []
     while (first := line.first()) is not None:
@@ -39,21 +39,21 @@ def drained(line: RequestQueue[Somebody]) -> list[int]:
 
 
 def test_lower_priority_first_then_arrival() -> None:
-    people = ((1, 0), (2, 5), (3, -5), (4, 0), (5, -5))
-    assert drained(line_of(*(somebody(*one) for one in people))) == [3, 5, 1, 4, 2]
+    positions = ((1, 0), (2, 5), (3, -5), (4, 0), (5, -5))
+    assert drained(line_of(*(queued(*one) for one in positions))) == [3, 5, 1, 4, 2]
 
 
 def test_a_request_that_comes_back_stands_where_it_stood() -> None:
-    line = RequestQueue[Somebody]()
-    early, late = somebody(1), somebody(2)
+    line = RequestQueue[QueuedRequest]()
+    early, late = queued(1), queued(2)
     line.add(late, now=0)
     line.add(early, now=10)
     assert line.first() is early
 
 
 def test_a_request_that_left_is_never_first_and_may_come_again() -> None:
-    line = RequestQueue[Somebody]()
-    one, two = somebody(1), somebody(2)
+    line = RequestQueue[QueuedRequest]()
+    one, two = queued(1), queued(2)
     line.add(one, now=0)
     line.add(two, now=0)
     line.remove(one)
@@ -71,9 +71,9 @@ def test_a_request_that_left_is_never_first_and_may_come_again() -> None:
 def test_a_priority_is_a_head_start(priority: int, before: int, head_start_s: float) -> None:
     """An urgent request goes first if it arrives at most so much later."""
     head_start = round(1000 * head_start_s)
-    patient = somebody(1_000_000, before)
-    in_time = somebody(1_000_000 + head_start, priority)
-    late = somebody(1_000_000 + head_start + 1, priority)
+    patient = queued(1_000_000, before)
+    in_time = queued(1_000_000 + head_start, priority)
+    late = queued(1_000_000 + head_start + 1, priority)
     assert line_of(patient, late, in_time).first() is in_time
     assert line_of(patient, late).first() is patient
 
@@ -103,10 +103,10 @@ async def test_urgent_requests_without_end_delay_a_default_one_by_less_than_a_mi
     """1,152 requests of priority -128 wait before five of priority 0, and one more comes for each
     that is served: ten a second. First come, first served, the five would wait for 115.2 s."""
     clock = Clock()
-    registry, line = MemoryRegistry(clock), RequestQueue[Somebody]()
+    registry, line = MemoryRegistry(clock), RequestQueue[QueuedRequest]()
 
     async def comes(priority: int) -> None:
-        line.add(somebody(await registry.next_arrival(), priority), clock.now_s)
+        line.add(queued(await registry.next_arrival(), priority), clock.now_s)
 
     for priority in [-128] * 1152 + [0] * 5:
         clock.now_s += 0.001
@@ -127,14 +127,14 @@ async def test_urgent_requests_without_end_delay_a_default_one_by_less_than_a_mi
 def test_the_sequences_that_go_first_are_counted() -> None:
     """Four wait, of priorities 0, 0, 3 and 5; 50 s later all go before a new one of priority 0, but
     only the default ones before one of priority -1."""
-    people = [somebody(arrival, priority) for arrival, priority in enumerate((0, 0, 3, 5))]
-    line = line_of(*people)
+    positions = [queued(arrival, priority) for arrival, priority in enumerate((0, 0, 3, 5))]
+    line = line_of(*positions)
     assert [line.num_ahead(priority, 0.004) for priority in (-1, 0, 4, 5)] == [0, 2, 3, 4]
     assert [line.num_ahead(priority, 50.004) for priority in (-1, 0)] == [2, 4]
-    line.remove(people[0])
-    line.remove(people[0])
+    line.remove(positions[0])
+    line.remove(positions[0])
     assert line.num_ahead(4, 0.004) == 2
-    assert RequestQueue[Somebody]().num_ahead(0, 0.0) == 0
+    assert RequestQueue[QueuedRequest]().num_ahead(0, 0.0) == 0
 
 
 @pytest.mark.parametrize(("interval_s", "delay_s"), [(0.5, 5.0), (1e-6, 0.1), (60, 30.0)])

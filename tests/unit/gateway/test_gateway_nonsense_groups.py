@@ -57,13 +57,13 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("spoil", WRONG.values(), ids=WRONG.keys())
-async def test_a_wrong_answer_to_a_group_is_nobodys(spoil: object) -> None:
+@pytest.mark.parametrize("corrupt", WRONG.values(), ids=WRONG.keys())
+async def test_a_wrong_answer_to_a_group_is_nobodys(corrupt: object) -> None:
     walk = Walk(num_sequences=2)
     assert await walk.reserve()
     event = walk.prefilled(walk.start())
-    assert callable(spoil)
-    walk.on_event(walk.prefill, spoil(event))
+    assert callable(corrupt)
+    walk.on_event(walk.prefill, corrupt(event))
     assert walk.lifecycle.status is RequestStatus.QUEUED
     assert all(not sequence.tokens for sequence in walk.output.sequences)
     assert Abort("r1", 1) in walk.prefill.sent

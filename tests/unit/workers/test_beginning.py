@@ -84,11 +84,11 @@ async def test_no_sequence_is_decoded_before_its_gateway_knows(pair: WorkerPair)
 async def test_a_sequence_waiting_for_a_lost_store_has_not_begun(pair: WorkerPair) -> None:
     """Neither has one that finds no blocks."""
     session = FakeSession()
-    hog = await pair.store.allocate("pool", "hog", pair.prefill.worker_id, 1, (), 30)
+    filler = await pair.store.allocate("pool", "filler", pair.prefill.worker_id, 1, (), 30)
     pair.prefill.submit(session, ticket("r2", PROMPT))
     await pair.until(lambda: bool(pair.store.ledger("pool").stats().num_waiters))
     assert not session.began
-    await pair.store.release("pool", "hog", hog.epoch)
+    await pair.store.release("pool", "filler", filler.epoch)
     await pair.until(lambda: session.began == ["r2"])
 
 

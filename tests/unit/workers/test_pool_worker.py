@@ -23,7 +23,7 @@ from .conftest import WorkerPair
 from .fakes import Arena, FakeForward, FakeSession, join, make_pool, make_stamps, ticket
 
 
-class DeafSession(FakeSession):
+class UnresponsiveSession(FakeSession):
     def send(self, event: WorkerEvent, then: Callable[[], None] | None = None) -> None:
         if isinstance(event, Step):
             raise ValueError("cannot be sent")
@@ -49,7 +49,7 @@ async def test_an_error_after_a_step_ends_the_worker(tmp_path: Path) -> None:
     detached = TicketSequence(0, token_ids=(7,), block_ids=blocks, num_computed_tokens=10)
 
     working = asyncio.create_task(worker.run())
-    session = DeafSession()
+    session = UnresponsiveSession()
     worker.reserve(session, "r1", 1, 1)
     worker.admit(session, ticket("r1", range(10), holder_epoch=2, sequences=(detached,)))
     with pytest.raises(ValueError, match="cannot be sent"):

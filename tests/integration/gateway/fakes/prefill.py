@@ -25,7 +25,7 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
         self.held: list[tuple[Session, ticket_pb2.Ticket]] = []
         self.prompt_logprobs: dict[str, int] = {}
         self.num_cached = 0
-        self.spoil: Callable[[ticket_pb2.Ticket], None] = lambda ticket: None
+        self.corrupt: Callable[[ticket_pb2.Ticket], None] = lambda ticket: None
 
     @property
     def submitted(self) -> list[ticket_pb2.Ticket]:
@@ -63,7 +63,7 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
         ticket.holder_epoch = 2
         del ticket.sequences[:]
         outputs = [self._first_token(ticket, sequence) for sequence in submitted.sequences]
-        self.spoil(ticket)
+        self.corrupt(ticket)
         prompt, of_prompt = ticket.prompt_token_ids, []
         num_top = self.prompt_logprobs.get(ticket.request_id)
         if num_top is not None:

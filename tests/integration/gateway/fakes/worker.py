@@ -20,7 +20,7 @@ from services.protocol.version import PROTOCOL_VERSION
 from services.worker.requests.suspect_queue import SuspectQueue
 from tests.secret import guard
 
-HEARD_S = 0.02
+DELIVERY_S = 0.02
 """How long a fake lives after its last message. gRPC may drop messages that a client has not read
 when a status follows at once; the end of a real process does not do that."""
 
@@ -87,7 +87,7 @@ class Session:
     async def responses(self) -> AsyncIterator[Any]:
         while (response := await self._outgoing.get()) is not None:
             if isinstance(response, Unavailable):
-                await asyncio.sleep(HEARD_S)
+                await asyncio.sleep(DELIVERY_S)
                 raise response
             yield response
 
