@@ -49,11 +49,14 @@ FROM dependencies-control AS dependencies-worker-cuda
 COPY --from=requirements /requirements-cuda.txt /requirements-flashinfer.txt /
 RUN pip install --no-cache-dir --requirement /requirements-cuda.txt
 # FlashInfer with compiled kernels, which are not on PyPI: its index for this CUDA, such as
-# https://flashinfer.ai/whl/cu130. Without it `--attention auto` takes another one (ADR 171).
+# https://flashinfer.ai/whl/cu130. Without it `--attention auto` takes another one (ADR 171). FlashInfer
+# ignores kernels of another version than its own.
 ARG FLASHINFER_INDEX=""
 RUN if [ -n "$FLASHINFER_INDEX" ]; then \
       pip install --no-cache-dir --requirement /requirements-flashinfer.txt \
-        flashinfer-jit-cache --extra-index-url "$FLASHINFER_INDEX"; \
+        --extra-index-url "$FLASHINFER_INDEX" \
+      && pip install --no-cache-dir --extra-index-url "$FLASHINFER_INDEX" \
+        "flashinfer-jit-cache==$(python -c 'import importlib.metadata as m; print(m.version("flashinfer-python"))')"; \
     fi
 
 

@@ -28,11 +28,11 @@ def checks(machine: Machine) -> Iterator[Check]:
     yield "swapping beside a step", lambda: _swap_speed(machine, ops)
 
 
-def _arena(machine: Machine, num_blocks: int) -> Tensor:
+def _arena(machine: Machine, num_blocks: int, num_layers: int = NUM_LAYERS) -> Tensor:
     layout = PoolLayout(
         model="check",
         fingerprint="",
-        num_layers=NUM_LAYERS,
+        num_layers=num_layers,
         num_kv_heads=NUM_KV_HEADS,
         head_dim=HEAD_DIM,
         dtype="float32" if machine.dry_run else "bfloat16",
@@ -140,8 +140,10 @@ def _swaps(machine: Machine, ops: Backend) -> Passed:
 
 
 def _swap_speed(machine: Machine, ops: Backend) -> Passed:
-    """Bytes per second of copies, while the GPU multiplies matrices for longer than they take."""
-    arena, size = _arena(machine, machine.pick(8192, 8)), machine.pick(8192, 8)
+    """Bytes per second of copies, while the GPU multiplies matrices for longer than they take.
+    Blocks of a megabyte, as of a model of billions: the host handles each by itself."""
+    arena = _arena(machine, *machine.pick((512, 64), (8, NUM_LAYERS)))
+    size = machine.pick(8192, 8)
     host = torch.zeros(arena.shape, dtype=arena.dtype)
     pairs = torch.arange(len(arena)).repeat(2, 1).T
     matrix = torch.zeros(size, size, dtype=machine.half, device=machine.device)

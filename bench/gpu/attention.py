@@ -135,9 +135,11 @@ def _without_context(machine: Machine, ops: Backend, reference: Backend) -> Pass
 
 
 def _flashinfer(machine: Machine, reference: Backend) -> Passed:
+    shape = AttentionShape(16, 4, 128, FLASHINFER.block_size, BF16, BF16)
     try:
         ops = kvops.backend("flashinfer")
-    except kvops.BackendUnavailable as error:
+        ops.check_attention(shape)
+    except (kvops.BackendUnavailable, ValueError) as error:
         raise Skipped(str(error)) from error
     shares = []
     for rows in ROWS:
@@ -147,7 +149,6 @@ def _flashinfer(machine: Machine, reference: Backend) -> Passed:
         tables = batch.block_tables.numpy()
         ids = torch.from_numpy(tables[np.arange(tables.shape[1]) < num_pages[:, None]])
         begins = np.concatenate([[0], num_pages.cumsum()]).astype(np.int32)
-        shape = AttentionShape(16, 4, 128, FLASHINFER.block_size, BF16, BF16)
         there = machine.moved(batch)
         there.kv_layer.nan_to_num_(1.0)
         ops.plan(

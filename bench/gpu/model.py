@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from services.common.text.model_config import GenerationDefaults, ModelConfig
 from services.common.text.rope_config import RopeConfig
 from services.engine.batch import Draw, Row
 from services.engine.models.decoder import ComposedModel, Layer, Linear
+from services.engine.models.model import Model
 from services.engine.runner import Runner
 from services.protocol.ticket import SamplingParams
 
@@ -28,21 +31,32 @@ DRAWS = (
 
 BLOCK_SIZE = 16
 
+_EMBEDDED = Path("quire/embedded")  # of the repository, in which this runs
+
 
 def checks(machine: Machine) -> Iterator[Check]:
     for name, window in (("all positions", None), ("a window", 50)):
         yield f"tokens in fp32 are the CPU's, {name}", partial(_tokens, machine, window)
         yield f"logits near the CPU's, {name}", partial(_logits, machine, window)
-    yield "weights loaded onto the GPU", _loader
+    yield "weights loaded from a checkpoint", lambda: _loader(machine)
 
 
 class Steps:
     """A model with random weights and an arena of its own, on one device."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, backend: str, device: str) -> None:
-        self.ops = kvops.backend(backend)
-        self._model = make_model(config, self.ops, dtype, device)
-        self._config, self._device, self._dtype = config, device, dtype
+        ops = kvops.backend(backend)
+        self._take(make_model(config, ops, dtype, device), ops)
+
+    @classmethod
+    def of(cls, model: Model, ops: Backend) -> Self:
+        steps = cls.__new__(cls)
+        steps._take(model, ops)
+        return steps
+
+    def _take(self, model: Model, ops: Backend) -> None:
+        self.ops, self._model, self._config = ops, model, model.config
+        self._device, self._dtype = model.device, model.dtype
 
     def begin(self, num_sequences: int, longest: int, content: float = float("nan")) -> None:
         """Each sequence gets blocks for `longest` positions, which hold `content`."""
@@ -201,5 +215,18 @@ def _token(result: object) -> int:
     return int(result[0])
 
 
-def _loader() -> Passed:
-    raise Skipped("workers load weights into the host's memory only (`services/worker/loading.py`)")
+def _loader(machine: Machine) -> Passed:
+    """The embedded model, loaded as a worker does, on the CPU and on the device."""
+    try:
+        from services.engine.models.load import load_model
+    except ModuleNotFoundError as error:
+        raise Skipped(f"runs only with all packages of a worker: {error}") from error
+    texts = machine.pick(prompts(machine), [[5, 6, 7]])
+    found = []
+    for backend, device in (("reference", "cpu"), ("triton", machine.device)):
+        ops = kvops.backend(backend)
+        model = load_model(_EMBEDDED, torch.float32, ops, device=device)
+        found.append(Steps.of(model, ops).generate(texts, machine.pick(24, 2), chunk=1000))
+    if differing := sum(a != b for a, b in zip(*found, strict=True)):
+        raise Failed(f"{differing} of {len(texts)} sequences differ")
+    return Passed(f"{len(texts)} prompts, the tokens of the CPU")

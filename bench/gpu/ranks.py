@@ -68,11 +68,10 @@ class _ShardSteps(Steps):
         if there.type == "cuda":
             torch.cuda.set_device(there)
         shard = Shard(_config(), rank, size)
-        self.ops = kvops.backend("triton")
-        whole = make_model(shard.config, self.ops, torch.float32, "cpu")
-        self._model = cut(whole, shard, there)
-        self._model.collectives = connect(folder / "store", shard, there, LIMIT_S)
-        self._config, self._device, self._dtype = shard.own_config, str(there), torch.float32
+        ops = kvops.backend("triton")
+        model = cut(make_model(shard.config, ops, torch.float32, "cpu"), shard, there)
+        model.collectives = connect(folder / "store", shard, there, LIMIT_S)
+        self._take(model, ops)
 
 
 def cut(whole: ComposedModel, shard: Shard, device: torch.device) -> ComposedModel:

@@ -252,7 +252,10 @@ def _killed(memory: SharedMemory, process: BaseProcess, lock: str, machine: Mach
     assert pid is not None
     uuid = kvops.cuda.driver(_device(machine)).uuid
     try:
-        if pid not in listed.pids(uuid):
+        pids = listed.pids(uuid)
+        if os.getpid() not in pids:
+            raise Skipped(f"runs only where NVML lists this process on {uuid} (pid: host)")
+        if pid not in pids:
             raise Failed(f"the driver does not list process {pid}, which uses {uuid}")
     except ProcessListError as error:
         raise Skipped(f"runs only where NVML lists processes: {error}") from error

@@ -33,15 +33,17 @@ def checks(machine: Machine) -> Iterator[Check]:
     yield "host time of a launch, triton", lambda: _launch(machine)
 
 
-def _backend(name: str) -> Backend:
+def _backend(machine: Machine, name: str) -> Backend:
     try:
-        return kvops.backend(name)
-    except kvops.BackendUnavailable as error:
+        ops = kvops.backend(name)
+        ops.check_attention(_shape(machine, ops))
+    except (kvops.BackendUnavailable, ValueError) as error:
         raise Skipped(str(error)) from error
+    return ops
 
 
 def _decode(machine: Machine, name: str) -> Passed:
-    ops, copied = _backend(name), _copy_rate(machine)
+    ops, copied = _backend(machine, name), _copy_rate(machine)
     figures: dict[str, float | str] = {"copy_bytes_per_s": copied}
     slow = []
     for rows, context in machine.pick((*SMALL_DECODE, *DECODE), ((2, 300),)):
@@ -58,7 +60,7 @@ def _decode(machine: Machine, name: str) -> Passed:
 
 
 def _prefill(machine: Machine, name: str) -> Passed:
-    ops, limit = _backend(name), _matmul_rate(machine)
+    ops, limit = _backend(machine, name), _matmul_rate(machine)
     figures: dict[str, float | str] = {"matmul_flop_per_s": limit}
     for length in machine.pick(PREFILL, (40,)):
         seconds = machine.seconds(_attention(machine, ops, 1, length, length))

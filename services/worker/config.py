@@ -17,7 +17,7 @@ from services.common.text.model_config import ModelConfig
 from services.common.tracing.opening import TracedSettings, check_tracing
 from services.worker.speculative_config import SpeculativeConfig
 
-_BATCHED_TOKENS = 512
+_BATCHED_TOKENS, _BATCHED_TOKENS_ON_GPU = 512, 8192
 
 
 class WorkerSettings(TracedSettings, PoolServiceSettings):
@@ -130,7 +130,7 @@ class WorkerSettings(TracedSettings, PoolServiceSettings):
         None,
         ge=1,
         description=f"tokens computed in one step, at least max_num_seqs; none: {_BATCHED_TOKENS}, "
-        "or max_num_seqs where that is more",
+        f"on a GPU {_BATCHED_TOKENS_ON_GPU}, or max_num_seqs where that is more",
     )
     speculative_config: SpeculativeConfig | None = Field(
         None,
@@ -238,7 +238,8 @@ class WorkerSettings(TracedSettings, PoolServiceSettings):
     @property
     def num_batched_tokens(self) -> int:
         """The most tokens that one step computes."""
-        return self.max_num_batched_tokens or max(_BATCHED_TOKENS, self.max_num_seqs)
+        default = _BATCHED_TOKENS_ON_GPU if self.is_on_gpu else _BATCHED_TOKENS
+        return self.max_num_batched_tokens or max(default, self.max_num_seqs)
 
     @property
     def served_name(self) -> str:

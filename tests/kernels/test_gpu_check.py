@@ -5,9 +5,11 @@ import json
 import multiprocessing
 import os
 import re
+import select
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -102,6 +104,48 @@ def test_without_a_gpu_it_says_so_and_runs_nothing(tmp_path: Path) -> None:
     assert ran.returncode == 2
     assert "'triton' needs a CUDA device" in ran.stdout
     assert len(json.loads((tmp_path / "out.json").read_text())["results"]) == 1
+
+
+def test_a_run_that_is_stopped_writes_what_it_has(tmp_path: Path) -> None:
+    """Whoever runs it may have a limit of time. Nothing of it goes on, not even a group's own
+    processes."""
+    report = tmp_path / "gpu_check.json"
+    with subprocess.Popen(
+        ["bench/gpu_check.sh", "--dry-run"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHON": sys.executable, "OUT": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as run:
+        assert run.stdout is not None
+        first = run.stdout.readline()
+        written = json.loads(report.read_text())
+        assert (len(written["results"]), written["exit_status"]) == (1, None)
+        children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+        run.terminate()
+        rest = run.stdout.read()
+        assert run.wait() == 1, rest
+    results = json.loads(report.read_text())["results"]
+    assert first.startswith("ok")
+    assert results[0]["group"] == "environment"
+    assert results[-1]["detail"] == "stopped by SIGTERM"
+    assert not any(Path(f"/proc/{child}").exists() for child in children)
+
+
+def test_processes_of_a_group_end_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A process that outlives its group has the group's output, and would be waited for."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nsleep 600 &\necho $! >" + f"{tmp_path}/pid\nkill -9 $$\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    (failed,) = program._group("environment", dry_run=True, limit_s=1.0)
+    assert failed["detail"] == "stopped after its limit of 1 s"
+    left = int((tmp_path / "pid").read_text())
+    with suppress(ProcessLookupError):
+        pidfd = os.pidfd_open(left)
+        ended, _, _ = select.select([pidfd], [], [], 10.0)
+        os.close(pidfd)
+        assert ended
 
 
 class BrokenKernels(ReferenceKernels):

@@ -155,6 +155,23 @@ def test_steps_of_every_batch_size_run_what_warm_up_compiled(tmp_path: Path) -> 
     assert set(map(id, compiled)) == warm
 
 
+def test_partial_results_of_few_heads_take_the_same_kernels(tmp_path: Path) -> None:
+    """With 2 heads, 3 splits and an odd number of rows, sums do not begin at a multiple of 16."""
+    arena = torch.zeros(4, 2, 2, 16, 2, 64, dtype=torch.bfloat16)
+    with compiling(90, tmp_path) as compiled:
+        for num_rows in (1, 2, 3, 4):
+            OPS.paged_attention(
+                torch.zeros(num_rows, 2, 64, dtype=torch.bfloat16),
+                arena[:, 1],
+                torch.zeros(num_rows, 41, dtype=torch.int32),
+                torch.arange(num_rows + 1, dtype=torch.int32),
+                torch.ones(num_rows, dtype=torch.int32),
+                1.0,
+                max_query_len=1,
+            )
+    assert len(set(map(id, compiled))) == 2
+
+
 def test_other_kernels_do_not_depend_on_the_number_of_tokens(tmp_path: Path) -> None:
     weight, kv = torch.zeros(96).bfloat16(), torch.zeros(9, 2, 2, 16, 6, 16).bfloat16()
     names: dict[int, str] = {}
@@ -162,7 +179,7 @@ def test_other_kernels_do_not_depend_on_the_number_of_tokens(tmp_path: Path) -> 
         for num_tokens in range(1, 257):
             x, angles = torch.zeros(num_tokens, 96).bfloat16(), torch.zeros(num_tokens, 8)
             q, k = x.view(-1, 6, 16).clone(), x.view(-1, 6, 16).clone()
-            slots = torch.arange(num_tokens)
+            slots = torch.arange(-1, num_tokens)[1:]  # a part of a larger buffer
             clear_begun_blocks(kv, slots)
             OPS.store_kv(kv[:, 0], q, k, slots)
             OPS.add_rms_norm(x, x.clone(), weight, 1e-6)

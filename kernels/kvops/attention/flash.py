@@ -68,7 +68,7 @@ class FlashKernels(TritonKernels):
             call.max_query_len,
             longest,
             scale=call.scale,
-            window_size=(-1 if call.window is None else call.window - 1, 0),
+            window_size=_reach(call),
             enable_gqa=q.shape[1] != keys.shape[2],
             seqused_k=call.context_lens.int(),
             block_table=call.block_tables.int().contiguous(),
@@ -84,3 +84,12 @@ class FlashKernels(TritonKernels):
             begins = torch.arange(num_rows + 1, dtype=torch.int64, device=device) * longest
             self._capacities[key] = begins.clamp(max=2**31 - 1).int()
         return self._capacities[key]
+
+
+def _reach(call: AttentionCall) -> tuple[int, int]:
+    """How many positions a query sees on either side, -1: all. The one query of a row in a decode
+    step sees all positions there are; only if no side is limited, the kernels split its context and
+    take the heads of a group together."""
+    if call.window is None:
+        return (-1, -1) if call.is_decode else (-1, 0)
+    return call.window - 1, 0

@@ -176,7 +176,7 @@ def _tile(
 
 @triton.jit(
     do_not_specialize=["table_stride", "entry_stride", "num_rows", "window"],
-    do_not_specialize_on_alignment=["tables", "cu_query_lens", "context_lens"],
+    do_not_specialize_on_alignment=["tables", "cu_query_lens", "context_lens", "maxima", "sums"],
 )
 def _attend(
     q,
@@ -306,7 +306,7 @@ def _attend(
     )
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["maxima", "sums"])
 def _combine(
     parts,
     maxima,

@@ -33,7 +33,7 @@ def store_kv(kv_layer: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> No
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def _store_kv(
     kv,
     kv_strides,
@@ -84,7 +84,7 @@ def clear_begun_blocks(kv: Tensor, slot_mapping: Tensor) -> None:
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def _clear_begun_blocks(
     kv,
     block_stride,

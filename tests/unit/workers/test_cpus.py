@@ -214,6 +214,7 @@ def test_invalid_cpu_lists_are_refused(text: str, message: str) -> None:
 
 def test_a_step_has_a_token_for_every_sequence() -> None:
     assert settings().num_batched_tokens == 512
+    assert settings(device="cuda:0").num_batched_tokens == 8192
     assert settings(max_num_seqs=1000).num_batched_tokens == 1000
     assert settings(max_num_batched_tokens=64).num_batched_tokens == 64
     with pytest.raises(ValidationError, match="10 is less than max_num_seqs, 64"):
