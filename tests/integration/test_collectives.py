@@ -3,13 +3,17 @@ batch."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from shutil import rmtree
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from bench.make_checkpoint import make_checkpoint
-from services.common.checkpoint.shards import shards
+from services.common.checkpoint.shards import Shard, shards
 from services.common.text.model_config import ModelConfig
 from services.engine.ranks.collectives import Collectives, connect
 
@@ -37,6 +41,44 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Collectives
 def sums(group: list[Collectives], terms: list[Tensor]) -> list[Tensor]:
     with ThreadPoolExecutor(SIZE) as threads:
         return list(threads.map(Collectives.sum, group, terms))
+
+
+class GroupThatConnectsLate:
+    """As NCCL's: it meets the other ranks, by its store, at the first exchange."""
+
+    _Options = dist.ProcessGroupGloo._Options
+    create_device = dist.ProcessGroupGloo.create_device
+
+    def __init__(self, *arguments: Any) -> None:
+        self._arguments = arguments
+        self._group: Any = None
+        self.rank, self.size = lambda: arguments[1], lambda: arguments[2]
+
+    def __getattr__(self, name: str) -> Any:
+        self._group = self._group or REAL_GROUP(*self._arguments)
+        return getattr(self._group, name)
+
+
+REAL_GROUP = dist.ProcessGroupGloo
+
+
+def test_ranks_have_met_when_they_are_connected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 removes the place where they meet."""
+    config = ModelConfig.from_directory(make_checkpoint(tmp_path / "model", SPECS["llama-gqa"]))
+    monkeypatch.setattr(dist, "ProcessGroupGloo", GroupThatConnectsLate)
+    meeting = tmp_path / "meeting"
+    meeting.mkdir()
+
+    def joined(shard: Shard) -> Collectives:
+        return connect(meeting / "store", shard, torch.device("cpu"), 2.0)
+
+    with ThreadPoolExecutor(2) as threads:
+        group = list(threads.map(joined, shards(config, 2)))
+        rmtree(meeting)
+        terms = [torch.ones(1), torch.full((1,), 2.0)]
+        assert list(threads.map(Collectives.sum, group, terms)) == [3.0, 3.0]
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 5, 64, 700])

@@ -77,8 +77,8 @@ class Collectives:
 
 def connect(meeting: Path, shard: Shard, device: torch.device, timeout_s: float) -> Collectives:
     """Connect this rank with the others: NCCL on GPUs, gloo on CPUs. All ranks call it with the
-    same `meeting`, a new file in a private directory. RuntimeError: one has not come in
-    `timeout_s`."""
+    same `meeting`, a new file in a private directory, which may be removed when all have returned.
+    RuntimeError: one has not come in `timeout_s`."""
     timeout = timedelta(seconds=timeout_s)
     store = dist.FileStore(str(meeting), shard.size)  # type: ignore[attr-defined]
     store.set_timeout(timeout)
@@ -94,7 +94,9 @@ def connect(meeting: Path, shard: Shard, device: torch.device, timeout_s: float)
         options._devices = [gloo.create_device(hostname=LOOPBACK)]
         group = gloo(store, shard.rank, shard.size, options)
     vocabularies = [Shard(shard.config, rank, shard.size).vocabulary for rank in range(shard.size)]
-    return Collectives(group, vocabularies)
+    found = Collectives(group, vocabularies)
+    found.broadcast(torch.zeros(1, dtype=torch.uint8, device=device))  # NCCL connects only now
+    return found
 
 
 def _octets(tensor: Tensor) -> Tensor:
