@@ -43,11 +43,14 @@ def sums(group: list[Collectives], terms: list[Tensor]) -> list[Tensor]:
         return list(threads.map(Collectives.sum, group, terms))
 
 
+REAL_GROUP: Any = dist.ProcessGroupGloo
+
+
 class GroupThatConnectsLate:
     """As NCCL's: it meets the other ranks, by its store, at the first exchange."""
 
-    _Options = dist.ProcessGroupGloo._Options
-    create_device = dist.ProcessGroupGloo.create_device
+    _Options = REAL_GROUP._Options
+    create_device = REAL_GROUP.create_device
 
     def __init__(self, *arguments: Any) -> None:
         self._arguments = arguments
@@ -57,9 +60,6 @@ class GroupThatConnectsLate:
     def __getattr__(self, name: str) -> Any:
         self._group = self._group or REAL_GROUP(*self._arguments)
         return getattr(self._group, name)
-
-
-REAL_GROUP = dist.ProcessGroupGloo
 
 
 def test_ranks_have_met_when_they_are_connected(
