@@ -62,9 +62,9 @@ def main() -> int:
 
     def add(group: str, result: Result) -> None:
         results.append({"group": group, **result})
+        _write(results, args.json, args.dry_run, time.monotonic() - began)
         status, name, detail = result["status"], result["name"], result["detail"]
         print(f"{status:7} {result['seconds']:6.1f} s  {group}: {name}: {detail}", flush=True)
-        _write(results, args.json, args.dry_run, time.monotonic() - began)
 
     group = ""
     try:

@@ -120,7 +120,8 @@ def test_a_run_that_is_stopped_writes_what_it_has(tmp_path: Path) -> None:
         assert run.stdout is not None
         first = run.stdout.readline()
         written = json.loads(report.read_text())
-        assert (len(written["results"]), written["exit_status"]) == (1, None)
+        assert written["results"]
+        assert written["exit_status"] is None
         children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
         run.terminate()
         rest = run.stdout.read()
