@@ -84,14 +84,14 @@ def check(completion: Completion, ranked: list[Choice]) -> None:
     assert completion.usage.num_generated_tokens == num_drawn
 
 
-async def test_the_best_are_the_likeliest_of_all_that_are_drawn(client: AsyncClient) -> None:
+async def test_best_of_returns_the_likeliest_samples(client: AsyncClient) -> None:
     ranked = await undisturbed(client, 1, 60)
     assert [each.index for each in ranked[:NUM_BEST]] != list(range(NUM_BEST))
     check(await choosing(client, 1, 60), ranked)
 
 
 @pytest.mark.parametrize("way", ["killed", "drained"])
-async def test_a_decode_worker_that_goes_changes_nothing(
+async def test_best_of_does_not_change_when_a_decode_worker_leaves(
     deployment: Deployment, client: AsyncClient, way: str
 ) -> None:
     ranked = await undisturbed(client, 2, NUM_TOKENS)
@@ -105,7 +105,7 @@ async def test_a_decode_worker_that_goes_changes_nothing(
     check(await completing, ranked)
 
 
-async def test_a_gateway_that_is_killed_changes_nothing(
+async def test_best_of_does_not_change_when_a_gateway_is_killed(
     deployment: Deployment, client: AsyncClient
 ) -> None:
     """The client has received nothing, so the other gateway draws all samples again."""
@@ -138,7 +138,7 @@ async def test_over_http(deployment: Deployment, client: AsyncClient) -> None:
     assert answer["usage"]["completion_tokens"] == NUM * 40
 
 
-def test_the_command_shows_the_best(deployment: Deployment) -> None:
+def test_the_command_shows_the_best_samples(deployment: Deployment) -> None:
     flags = "--raw --n 2 --best-of 4 --max-tokens 20 --seed 1 --temperature 1 --ignore-eos"
     command = [sys.executable, "-m", "quire.cli", "generate", "Once upon", *flags.split()]
     shown = subprocess.run(

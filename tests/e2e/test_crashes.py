@@ -78,7 +78,7 @@ def streams(seed: int) -> list[Stream]:
     ]
 
 
-async def amid(
+async def streams_while(
     condition: Callable[[], Awaitable[object]], client: AsyncClient, seed: int
 ) -> asyncio.Future[list[list[int]]]:
     """Streams that run when `condition` was just true. Streams that ended before that are run
@@ -112,21 +112,21 @@ async def is_whole(client: AsyncClient, prefill: int, decode: int) -> bool:
     return await is_quiet(client)
 
 
-@pytest.mark.parametrize("amid", [1, 60], ids=["amid prompts", "amid tokens"])
+@pytest.mark.parametrize("num_tokens", [1, 60], ids=["in prompts", "in decoding"])
 @pytest.mark.parametrize(
     "victim", ["services.decode", "services.prefill", "services.block_manager"]
 )
-async def test_a_killed_process_is_a_pause_and_no_more(
-    deployment: Deployment, client: AsyncClient, victim: str, amid: int
+async def test_a_killed_process_only_delays_streams(
+    deployment: Deployment, client: AsyncClient, victim: str, num_tokens: int
 ) -> None:
     """No stream gets an error, and every token, greedy or sampled, is that of the undisturbed
     run."""
     await all_serve(client)
-    seed = amid
+    seed = num_tokens
     undisturbed = [await stream.run(client) for stream in streams(seed)]
     disturbed = streams(seed)
     running = [asyncio.create_task(stream.run(client)) for stream in disturbed]
-    await disturbed[0].reaches(amid)
+    await disturbed[0].reaches(num_tokens)
     os.kill(deployment.running(victim)[0], signal.SIGKILL)
     async with asyncio.timeout(LIMIT_S):
         assert await asyncio.gather(*running) == undisturbed
@@ -134,7 +134,7 @@ async def test_a_killed_process_is_a_pause_and_no_more(
 
 
 @dataclass
-class Inside:
+class PoolView:
     """The deployment's pool and ledger, as its own workers access them."""
 
     directory: PoolDirectory
@@ -196,39 +196,41 @@ def arena_of(deployment: Deployment, directory: PoolDirectory) -> Path:
 
 
 @pytest.fixture
-async def inside(deployment: Deployment) -> AsyncIterator[Inside]:
+async def pool_view(deployment: Deployment) -> AsyncIterator[PoolView]:
     (run,) = (path for path in deployment.run_root.iterdir() if (path / "pools").is_dir())
     directory = next(d for d in pool_directories(run / "pools") if d.worker_ids())
     store = await RedisStore.connect(f"unix://{run / 'redis.sock'}")
-    yield Inside(directory, store, arena_of(deployment, directory))
+    yield PoolView(directory, store, arena_of(deployment, directory))
     await store.close()
 
 
-async def test_writes_of_a_stopped_worker_reach_no_reader(
-    deployment: Deployment, client: AsyncClient, inside: Inside
+async def test_other_workers_never_read_writes_of_a_stopped_worker(
+    deployment: Deployment, client: AsyncClient, pool_view: PoolView
 ) -> None:
     """A worker is stopped in a step and fenced, and its requests continue elsewhere. Other requests
     fill the rest of the pool, without the quarantined blocks. When the worker wakes, the KV of the
     others does not change, its blocks become free, and a new worker serves in its place."""
     await all_serve(client)
     undisturbed = [await stream.run(client) for stream in streams(3)]
-    running = await amid(inside.both_decode, client, seed=3)
+    running = await streams_while(pool_view.both_decode, client, seed=3)
     stopped = deployment.running("services.decode")[0]
     os.kill(stopped, signal.SIGSTOP)
     try:
         async with asyncio.timeout(LIMIT_S):
             assert await running == undisturbed
-        (worker_id,) = (await inside.until(lambda s: bool(s.fenced_worker_ids))).fenced_worker_ids
-        quarantined = await inside.held_by(worker_id)
+        (worker_id,) = (
+            await pool_view.until(lambda s: bool(s.fenced_worker_ids))
+        ).fenced_worker_ids
+        quarantined = await pool_view.held_by(worker_id)
         assert quarantined
         for seed in range(4, 8):  # each needs more than half of what there is
             await asyncio.gather(*(stream.run(client) for stream in streams(seed)))
-        stats = await inside.until(lambda s: s.num_held == len(quarantined))
+        stats = await pool_view.until(lambda s: s.num_held == len(quarantined))
         assert stats.num_free <= NUM_STREAMS  # the last, half-filled block of each
-        before = inside.content(without=quarantined)
+        before = pool_view.content(without=quarantined)
     finally:
         os.kill(stopped, signal.SIGCONT)
-    await inside.until(lambda s: worker_id not in s.worker_ids)
-    assert inside.content(without=quarantined) == before
+    await pool_view.until(lambda s: worker_id not in s.worker_ids)
+    assert pool_view.content(without=quarantined) == before
     await all_serve(client)
-    assert (await inside.stats()).num_held == 0
+    assert (await pool_view.stats()).num_held == 0

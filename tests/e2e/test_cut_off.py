@@ -19,9 +19,9 @@ from tests.proxy import Proxy
 
 from .conftest import POOL_MEMORY
 from .deployment import Deployment, serving
-from .test_crashes import Inside, amid, inside, is_whole, streams
+from .test_crashes import PoolView, is_whole, pool_view, streams, streams_while
 
-__all__ = ["inside"]
+__all__ = ["pool_view"]
 
 LIMIT_S = 60.0
 
@@ -34,7 +34,7 @@ def deployment(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> It
         yield running
 
 
-class Guest:
+class ProxiedWorker:
     """`python -m services.ROLE` behind a proxy to Redis, configured as the deployment's own
     workers."""
 
@@ -71,12 +71,12 @@ class Guest:
 
 
 @asynccontextmanager
-async def guest(
+async def proxied_worker(
     deployment: Deployment, client: AsyncClient, role: str, log: Path
-) -> AsyncIterator[Guest]:
+) -> AsyncIterator[ProxiedWorker]:
     (socket,) = deployment.run_root.glob("*/redis.sock")
     async with Proxy(str(socket)) as proxy:
-        found = Guest(deployment, role, proxy, log)
+        found = ProxiedWorker(deployment, role, proxy, log)
         try:
             await until(lambda: both_serve(client, found))
             yield found
@@ -85,17 +85,17 @@ async def guest(
             found.kill()
 
 
-async def both_serve(client: AsyncClient, guest: Guest) -> bool:
-    """Whether the guest and the deployment's own workers serve, and nothing is held."""
+async def both_serve(client: AsyncClient, proxied_worker: ProxiedWorker) -> bool:
+    """Whether the added worker and the deployment's own workers serve, and nothing is held."""
     num_of_its_role = {"prefill": 1, "decode": 1}
-    names = guest.names()
+    names = proxied_worker.names()
     if names:
         num_of_its_role[names[-1].partition("-")[0]] = 2
     return bool(names) and await is_whole(client, **num_of_its_role)
 
 
-async def has_another_name(guest: Guest) -> bool:
-    return len(guest.names()) == 2
+async def has_rejoined(proxied_worker: ProxiedWorker) -> bool:
+    return len(proxied_worker.names()) == 2
 
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
@@ -136,10 +136,10 @@ async def half_open(proxy: Proxy) -> AsyncIterator[None]:
         pytest.param(half_open, "prefill", marks=pytest.mark.full),
     ],
 )
-async def test_a_worker_cut_off_from_redis_costs_time_and_no_more(
+async def test_a_worker_cut_off_from_redis_only_delays_streams(
     deployment: Deployment,
     client: AsyncClient,
-    inside: Inside,
+    pool_view: PoolView,
     tmp_path: Path,
     role: str,
     fault: Callable[[Proxy], AbstractAsyncContextManager[None]],
@@ -147,17 +147,17 @@ async def test_a_worker_cut_off_from_redis_costs_time_and_no_more(
     """No stream gets an error, every token is that of the undisturbed run, and nothing is held in
     the end. After a short cut the worker goes on; after a long one it was given up, and has
     returned under another id."""
-    async with guest(deployment, client, role, tmp_path / "guest.log") as worker:
+    async with proxied_worker(deployment, client, role, tmp_path / "worker.log") as worker:
         for seed, length_s in enumerate((1.0, 3.0, 10.0)):
             undisturbed = [await stream.run(client) for stream in streams(seed)]
             name = worker.names()[-1]
-            running = await amid(partial(inside.held_by, name), client, seed)
+            running = await streams_while(partial(pool_view.held_by, name), client, seed)
             async with fault(worker.proxy):
                 await asyncio.sleep(length_s)  # the outage itself
             async with asyncio.timeout(LIMIT_S):
                 assert await running == undisturbed
             if length_s == 10.0 and fault in (cut, half_open):
-                await until(lambda: has_another_name(worker))
+                await until(lambda: has_rejoined(worker))
             else:
                 assert len(worker.names()) == 1
             await until(lambda: both_serve(client, worker))
@@ -167,20 +167,20 @@ async def test_a_worker_cut_off_from_redis_costs_time_and_no_more(
 
 
 async def test_a_fenced_worker_writes_nothing_that_others_read(
-    deployment: Deployment, client: AsyncClient, inside: Inside, tmp_path: Path
+    deployment: Deployment, client: AsyncClient, pool_view: PoolView, tmp_path: Path
 ) -> None:
     """Other requests fill the pool while the worker is cut off. When it returns, their KV has not
     changed."""
-    async with guest(deployment, client, "decode", tmp_path / "guest.log") as worker:
+    async with proxied_worker(deployment, client, "decode", tmp_path / "worker.log") as worker:
         (name,) = worker.names()
-        running = await amid(partial(inside.held_by, name), client, seed=3)
+        running = await streams_while(partial(pool_view.held_by, name), client, seed=3)
         await worker.proxy.close()
         await running
-        await inside.until(lambda stats: name not in stats.worker_ids)
+        await pool_view.until(lambda stats: name not in stats.worker_ids)
         for seed in range(4, 8):  # each needs more than half of what there is
             await asyncio.gather(*(stream.run(client) for stream in streams(seed)))
-        before = inside.content(without=set())
+        before = pool_view.content(without=set())
         await worker.proxy.open()
         await until(lambda: both_serve(client, worker))
         assert len(worker.names()) == 2
-        assert inside.content(without=set()) == before
+        assert pool_view.content(without=set()) == before

@@ -141,7 +141,7 @@ def filler(num_tokens: int, n: int = 1) -> Sampling:
     return Sampling(n=n, seed=SEED + 1, max_tokens=num_tokens, ignore_eos=True)
 
 
-async def test_with_cached_prompts(client: AsyncClient, alone: Answers) -> None:
+async def test_tokens_are_exact_with_cached_prompts(client: AsyncClient, alone: Answers) -> None:
     async with asyncio.timeout(LIMIT_S):
         await Run(client, "cold", salt="cached").check(alone)
         before = await prefix_hits(client)
@@ -194,7 +194,7 @@ async def idle_one(client: AsyncClient) -> Worker:
         await asyncio.sleep(0.02)
 
 
-async def test_when_their_worker_is_drained(
+async def test_tokens_are_exact_when_the_worker_is_drained(
     deployment: Deployment, client: AsyncClient, alone: Answers
 ) -> None:
     async def happens(leaving: Worker) -> None:
@@ -206,7 +206,7 @@ async def test_when_their_worker_is_drained(
     await until_all(deployment, client, alone, "drained", happens, came_about)
 
 
-async def test_when_their_worker_is_killed(
+async def test_tokens_are_exact_when_the_worker_is_killed(
     deployment: Deployment, client: AsyncClient, alone: Answers
 ) -> None:
     async def happens(dying: Worker) -> None:

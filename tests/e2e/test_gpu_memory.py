@@ -17,9 +17,9 @@ from services.common.pool.directory import PoolDirectory
 
 from .conftest import POOL_MEMORY
 from .deployment import Deployment, serving
-from .test_crashes import LIMIT_S, Inside, all_serve, arena_of, inside, streams
+from .test_crashes import LIMIT_S, PoolView, all_serve, arena_of, pool_view, streams
 
-__all__ = ["inside"]
+__all__ = ["pool_view"]
 ARGS = ("--device", "memfd:0", "--pool-memory", str(2 * POOL_MEMORY))
 
 
@@ -30,13 +30,13 @@ def deployment(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> It
         yield running
 
 
-async def test_the_pool_outlives_all_who_made_it(
-    deployment: Deployment, client: AsyncClient, inside: Inside
+async def test_the_pool_outlives_the_processes_that_made_it(
+    deployment: Deployment, client: AsyncClient, pool_view: PoolView
 ) -> None:
     """Every worker, also the one that made the memory, and the block manager are killed one after
     another while streams run: no token changes, the laws hold, and the pool stays the same."""
     await all_serve(client)
-    memory = arena_of(deployment, inside.directory).stat().st_ino
+    memory = arena_of(deployment, pool_view.directory).stat().st_ino
     undisturbed = [await stream.run(client) for stream in streams(5)]
     victims = [
         *((name, pid) for name in ("decode", "prefill") for pid in pids(deployment, name)),
@@ -51,12 +51,12 @@ async def test_the_pool_outlives_all_who_made_it(
             assert await asyncio.gather(*running) == undisturbed, name
         await replaced(client, before, 0 if name == "block_manager" else 1)
     assert no_pid_of(victims, deployment)
-    assert arena_of(deployment, inside.directory).stat().st_ino == memory
+    assert arena_of(deployment, pool_view.directory).stat().st_ino == memory
     assert deployment.log.read_text().count('"event": "worker_reaped"') == 4
 
 
 async def test_a_pool_without_workers_waits_for_them(
-    deployment: Deployment, client: AsyncClient, inside: Inside
+    deployment: Deployment, client: AsyncClient, pool_view: PoolView
 ) -> None:
     """A fault that ends all workers at once, as under MPS, costs no finished block."""
     await all_serve(client)
@@ -66,7 +66,7 @@ async def test_a_pool_without_workers_waits_for_them(
         for pid in pids(deployment, name):
             os.kill(pid, signal.SIGKILL)
     async with asyncio.timeout(LIMIT_S):
-        while not is_reaped(inside.directory):
+        while not is_reaped(pool_view.directory):
             await asyncio.sleep(0.02)
     await replaced(client, before, 4)
     assert await streams_of(client, prompt) == (first[0], 96)

@@ -8,15 +8,15 @@ import pytest
 from . import test_swap
 from .deployment import Deployment, serving
 from .test_crashes import (
-    inside,
-    test_a_killed_process_is_a_pause_and_no_more,
-    test_writes_of_a_stopped_worker_reach_no_reader,
+    pool_view,
+    test_a_killed_process_only_delays_streams,
+    test_other_workers_never_read_writes_of_a_stopped_worker,
 )
 from .test_gpu_memory import ARGS
 from .test_redis_lost import (
     expected,
-    test_a_stuck_worker_holds_nobody_up_for_long,
-    test_an_old_copy_is_not_believed,
+    test_a_stuck_worker_delays_others_only_until_it_is_fenced,
+    test_an_old_copy_of_redis_is_not_used,
     test_streams_go_on_when_redis_loses_everything,
 )
 from .test_swap import test_a_preempted_request_is_swapped_out_and_goes_on
@@ -24,13 +24,13 @@ from .test_swap import test_a_preempted_request_is_swapped_out_and_goes_on
 pytestmark = pytest.mark.full
 __all__ = [
     "expected",
-    "inside",
-    "test_a_killed_process_is_a_pause_and_no_more",
+    "pool_view",
+    "test_a_killed_process_only_delays_streams",
     "test_a_preempted_request_is_swapped_out_and_goes_on",
-    "test_a_stuck_worker_holds_nobody_up_for_long",
-    "test_an_old_copy_is_not_believed",
+    "test_a_stuck_worker_delays_others_only_until_it_is_fenced",
+    "test_an_old_copy_of_redis_is_not_used",
+    "test_other_workers_never_read_writes_of_a_stopped_worker",
     "test_streams_go_on_when_redis_loses_everything",
-    "test_writes_of_a_stopped_worker_reach_no_reader",
 ]
 
 

@@ -75,7 +75,9 @@ async def test_logprobs_equal_transformers(
     await quiet(client)
 
 
-async def test_in_company_they_are_the_same(client: AsyncClient, oracle: Oracle) -> None:
+async def test_logprobs_do_not_depend_on_other_requests(
+    client: AsyncClient, oracle: Oracle
+) -> None:
     """Logprobs are taken before temperature and filters. Other requests of the batch ask for all,
     some or no logprobs."""
     tokens = prompt(950, 40)
@@ -108,7 +110,9 @@ async def test_logprobs_are_of_raw_logits(client: AsyncClient, oracle: Oracle) -
     await quiet(client)
 
 
-async def test_of_several_sequences(client: AsyncClient, oracle: Oracle) -> None:
+async def test_logprobs_of_several_sequences_of_one_request(
+    client: AsyncClient, oracle: Oracle
+) -> None:
     """Each sequence has its own logprobs; those of the first token come from the same logits. The
     prompt's come once."""
     tokens = prompt(975, 37)
@@ -131,7 +135,7 @@ async def test_of_several_sequences(client: AsyncClient, oracle: Oracle) -> None
     await quiet(client)
 
 
-async def test_preempted_requests_lose_none(client: AsyncClient, oracle: Oracle) -> None:
+async def test_preempted_requests_lose_no_logprobs(client: AsyncClient, oracle: Oracle) -> None:
     """40 streams of 32 blocks on 128 blocks are preempted again and again; each logprob is sent
     once."""
     prompts = [prompt(1000 + n, 30 + n) for n in range(40)]

@@ -146,7 +146,7 @@ async def test_running_streams_go_on_while_redis_is_away(
     assert pids(deployment) == before
 
 
-async def test_an_old_copy_is_not_believed(
+async def test_an_old_copy_of_redis_is_not_used(
     deployment: Deployment, client: AsyncClient, expected: list[list[int]]
 ) -> None:
     """Redis returns with a copy that it had saved while other streams were running."""
@@ -165,7 +165,7 @@ async def test_an_old_copy_is_not_believed(
     assert "law_broken" not in deployment.log.read_text()
 
 
-async def test_a_stuck_worker_holds_nobody_up_for_long(
+async def test_a_stuck_worker_delays_others_only_until_it_is_fenced(
     deployment: Deployment, client: AsyncClient, expected: list[list[int]]
 ) -> None:
     """Redis is lost while a decode worker is stopped: its streams continue elsewhere, and the

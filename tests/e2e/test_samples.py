@@ -98,7 +98,7 @@ async def two_groups(client: AsyncClient, first: int) -> tuple[list[Group], list
     return groups, undisturbed
 
 
-async def test_a_killed_decode_worker_is_a_pause_for_a_group(
+async def test_a_killed_decode_worker_only_delays_a_group(
     deployment: Deployment, client: AsyncClient, two_decoders: None
 ) -> None:
     async with asyncio.timeout(LIMIT_S):

@@ -35,7 +35,7 @@ if "services.decode" in sys.orig_argv:
 '''
 
 
-async def test_an_engine_that_hangs_is_a_pause_and_no_more(
+async def test_an_engine_that_hangs_only_delays_streams(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hang = tmp_path / "hang"

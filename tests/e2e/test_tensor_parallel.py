@@ -59,7 +59,7 @@ async def test_greedy_tokens_are_those_of_transformers(
         pytest.param("services.prefill", marks=pytest.mark.full),
     ],
 )
-async def test_a_killed_rank_is_a_pause_and_no_more(
+async def test_a_killed_rank_only_delays_streams(
     deployment: Deployment, client: AsyncClient, victim: str
 ) -> None:
     """Every token is that of the undisturbed run. No other rank of the worker is left. The block

@@ -35,7 +35,7 @@ TABLES = ["none", "twice", "first", "reversed", "tables crossed", "one table for
 """Changes of the block tables in a swap pool."""
 
 
-def changes(honest_prompt: Sequence[int]) -> st.SearchStrategy[tuple[str, Any]]:
+def changes(correct_prompt: Sequence[int]) -> st.SearchStrategy[tuple[str, Any]]:
     def to(path: str, values: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[str, Any]]:
         return st.tuples(st.just(path), values)
 
@@ -57,7 +57,7 @@ def changes(honest_prompt: Sequence[int]) -> st.SearchStrategy[tuple[str, Any]]:
         to("timeout_ms", LARGE),
         to("num_cached_tokens", NUMBERS),
         to("prompt_token_ids", st.lists(NUMBERS, max_size=70)),
-        to("prompt_token_ids", st.just(honest_prompt)),
+        to("prompt_token_ids", st.just(correct_prompt)),
         to("sequences", st.sampled_from(sorted(WHOLE))),
         *(
             of_one.flatmap(lambda where, n=name: to(f"{where}.{n}", fields[n]))  # type: ignore[misc]

@@ -32,7 +32,7 @@ MODEL = "toy"
 VOCAB = 300
 
 
-class Wire(Session):
+class WorkerSession(Session):
     """A worker's end of its stream. `corrupt` replaces a message by the messages to send."""
 
     def __init__(self, response: Callable[..., Any], arrive: Callable[[Any], None]) -> None:
@@ -42,16 +42,16 @@ class Wire(Session):
 
     def send(self, **event: Any) -> None:
         for message in self.corrupt(self._response(**event)):
-            self.say(message)
+            self.send_unchanged(message)
 
-    def say(self, message: Any) -> None:
+    def send_unchanged(self, message: Any) -> None:
         """Send the message unchanged; it arrives one iteration of the loop later."""
         data = message.SerializeToString()
         arrived = type(message).FromString(data)
         asyncio.get_running_loop().call_soon(self._arrive, arrived)
 
 
-class Line:
+class FakeConnection:
     """A connection without gRPC, in the place of `services.gateway.workers.connection.Peer`. A
     malformed message ends the stream, which is opened again at once."""
 
@@ -64,11 +64,11 @@ class Line:
     def open(self, sink: Any) -> None:
         self.sink = sink
         responses = prefill_pb2.PrefillConnectResponse, decode_pb2.DecodeConnectResponse
-        self.session = Wire(responses[self.fake.role == "decode"], self._arrive)
+        self.session = WorkerSession(responses[self.fake.role == "decode"], self._arrive)
         self.fake.sessions.append(self.session)
         self.worker.connected = True
 
-    def lose(self) -> None:
+    def break_stream(self) -> None:
         """Break the stream."""
         self.fake.sessions.remove(self.session)
         self.fake.on_closed(self.session)
@@ -84,9 +84,9 @@ class Line:
         self.fake.names.shorten(request)
         kind = request.WhichOneof("command")
         self.fake.seen.append(getattr(request, kind))
-        asyncio.get_running_loop().call_soon(self._obey, self.session, request, kind)
+        asyncio.get_running_loop().call_soon(self._execute, self.session, request, kind)
 
-    def _obey(self, session: Wire, request: Any, kind: str) -> None:
+    def _execute(self, session: WorkerSession, request: Any, kind: str) -> None:
         if session in self.fake.sessions:
             getattr(self.fake, f"on_{kind}")(session, getattr(request, kind))
 
@@ -106,23 +106,27 @@ class Line:
                         self.sink.on_event(self.worker, event)
         except MalformedMessage:
             corrupt = self.session.corrupt
-            self.lose()
+            self.break_stream()
             self.open(self.sink)
             self.session.corrupt = corrupt
         self.sink.on_change()
 
 
 @dataclass
-class Fleet:
+class FakeDirectory:
     """All workers are on one pool and stay in the registry."""
 
-    lines: list[Line]
+    connections: list[FakeConnection]
     served_model: Any
     another_gateway_serves: bool = False
 
     @property
+    def _workers(self) -> list[Worker]:
+        return [connection.worker for connection in self.connections]
+
+    @property
     def pool(self) -> Pool:
-        usable = [line.worker for line in self.lines if line.worker.usable]
+        usable = [worker for worker in self._workers if worker.usable]
         roles = [
             tuple(w for w in usable if w.member.role == role) for role in ("prefill", "decode")
         ]
@@ -141,15 +145,15 @@ class Fleet:
         return (self.pool,) if self.pool.prefill else ()
 
     def parked_lookup_workers(self, name: str) -> tuple[tuple[Worker, PoolSpec], ...]:
-        return tuple((w, SPEC) for line in self.lines if (w := line.worker).member.role == "decode")
+        return tuple((w, SPEC) for w in self._workers if w.member.role == "decode")
 
     def decode_workers(self) -> dict[str, tuple[Worker, ...]]:
-        workers = [line.worker for line in self.lines if line.worker.connected]
-        return {SPEC.pool_id: tuple(w for w in workers if w.member.role == "decode")}
+        decode = (w for w in self._workers if w.member.role == "decode" and w.connected)
+        return {SPEC.pool_id: tuple(decode)}
 
     def forget_refusals(self) -> None:
-        for line in self.lines:
-            line.worker.forget_refusals()
+        for worker in self._workers:
+            worker.forget_refusals()
 
 
 @dataclass
@@ -157,15 +161,15 @@ class FuzzedGateway:
     """`directory`: of the toy model."""
 
     directory: Path
-    lines: list[Line] = field(default_factory=list)
+    connections: list[FakeConnection] = field(default_factory=list)
     gateway: Gateway = field(init=False)
     dispatcher: Dispatcher = field(init=False)
 
     async def open(self, *fakes: FakePrefill | FakeDecode) -> None:
         store, registry, changes = MemoryStore(), MemoryRegistry(), ChangeNotifier()
         await store.register_pool(SPEC)
-        self.lines = [Line(fake, str(self.directory)) for fake in fakes]
-        directory: Any = Fleet(self.lines, load_model(str(self.directory)))
+        self.connections = [FakeConnection(fake, str(self.directory)) for fake in fakes]
+        directory: Any = FakeDirectory(self.connections, load_model(str(self.directory)))
         request_metrics = RequestMetrics(CollectorRegistry())
         options = GatewayOptions(reserve_timeout_s=0.5)
         self.dispatcher = Dispatcher(
@@ -176,14 +180,14 @@ class FuzzedGateway:
             changes,
             request_metrics.record_end,
         )
-        for line in self.lines:
-            line.open(self.dispatcher)
+        for connection in self.connections:
+            connection.open(self.dispatcher)
         self.gateway = Gateway(directory, self.dispatcher, changes, request_metrics, options)
         migration = Migration(directory, self.dispatcher, changes, options.reserve_timeout_s)
         self._moving = asyncio.create_task(migration.drain_workers())
 
-    def line(self, fake: FakePrefill | FakeDecode) -> Line:
-        return next(line for line in self.lines if line.fake is fake)
+    def connection(self, fake: FakePrefill | FakeDecode) -> FakeConnection:
+        return next(connection for connection in self.connections if connection.fake is fake)
 
     async def close(self) -> None:
         self._moving.cancel()

@@ -12,8 +12,8 @@ from tests.fuzz.forging import NUMBERS, REQUESTS, Changes, changes, forge
 from tests.fuzz.pool_workers import HELLO, Stream
 from tests.unit.workers.fakes import GREEDY, SAMPLED, ticket
 
-HONEST_PROMPT = tuple(range(30_000, 30_014))
-MINE = {
+CORRECT_PROMPT = tuple(range(30_000, 30_014))
+OWN_TICKETS = {
     "fresh": ticket("r2", range(10), max_tokens=12),
     "group": ticket(
         "r4",
@@ -25,8 +25,8 @@ MINE = {
         "r5", range(60, 70), sampling=replace(GREEDY, max_tokens=12, beam=BeamParams(3, 2))
     ),
 }
-"""Its first requests, sent as by an honest gateway."""
-SWAPPED = ticket(
+"""Its first requests, sent as by a correct gateway."""
+SWAPPED_TICKET = ticket(
     "r3",
     range(20, 30),
     sampling=replace(SAMPLED, max_tokens=12),
@@ -36,13 +36,13 @@ SWAPPED = ticket(
 
 
 @dataclass(frozen=True)
-class Say:
+class ForgedCommand:
     """A command. `to`: 0 prefill, 1 decode. `base`: the ticket that is forged, if any; "issued ..."
-    are its own with blocks, `honest` belongs to another gateway, and all of it is known except its
+    are its own with blocks, `correct` belongs to another gateway, and all of it is known except its
     secrets. `number`: of slots; None: as many as the ticket needs."""
 
     to: int
-    command: str
+    kind: str
     request_id: str = "r2"
     attempt: int = 1
     number: int | None = None
@@ -52,11 +52,11 @@ class Say:
     pause: bool = False
 
 
-SAYINGS = st.lists(
+FORGED_COMMANDS = st.lists(
     st.builds(
-        Say,
+        ForgedCommand,
         to=st.integers(0, 1),
-        command=st.sampled_from(
+        kind=st.sampled_from(
             ["ticket"] * 6
             + ["reserve", "resume", "hand_over", "abort"] * 2
             + ["hello", "nothing", "wrong"]
@@ -66,9 +66,15 @@ SAYINGS = st.lists(
         number=st.none() | st.sampled_from([0, 1, 2, 9, 2**31, 2**32 - 1]),
         index=st.none() | NUMBERS,
         base=st.sampled_from(
-            [*MINE, *(f"issued {name}" for name in MINE), "swapped", "honest", "honest"]
+            [
+                *OWN_TICKETS,
+                *(f"issued {name}" for name in OWN_TICKETS),
+                "swapped",
+                "correct",
+                "correct",
+            ]
         ),
-        changes=st.lists(changes(HONEST_PROMPT), max_size=2).map(tuple),
+        changes=st.lists(changes(CORRECT_PROMPT), max_size=2).map(tuple),
         pause=st.booleans(),
     ),
     min_size=1,
@@ -76,9 +82,9 @@ SAYINGS = st.lists(
 )
 
 
-def without_secrets(honest: ticket_pb2.Ticket) -> ticket_pb2.Ticket:
+def without_secrets(ticket: ticket_pb2.Ticket) -> ticket_pb2.Ticket:
     """All of a ticket except the epochs, which prove its possession, and the root hash."""
-    known = forge(honest, [("holder_epoch", 3), ("root_hash", b"o" * 16)])
+    known = forge(ticket, [("holder_epoch", 3), ("root_hash", b"o" * 16)])
     if known.HasField("swapped"):
         known.swapped.holder_epoch = 3
     return known
@@ -87,43 +93,45 @@ def without_secrets(honest: ticket_pb2.Ticket) -> ticket_pb2.Ticket:
 _SECRETS = ("holder_epoch", "root_hash", "swapped.holder_epoch")
 
 
-def _forged(saying: Say, tickets: dict[str, Any]) -> ticket_pb2.Ticket:
-    of_somebody_else = saying.base == "honest"
-    changes = [c for c in saying.changes if not (of_somebody_else and c[0] in _SECRETS)]
-    return forge(tickets.get(saying.base, tickets["fresh"]), changes)
+def _forged(forgery: ForgedCommand, tickets: dict[str, Any]) -> ticket_pb2.Ticket:
+    belongs_to_other = forgery.base == "correct"
+    changes = [c for c in forgery.changes if not (belongs_to_other and c[0] in _SECRETS)]
+    return forge(tickets.get(forgery.base, tickets["fresh"]), changes)
 
 
-def utter(saying: Say, streams: tuple[Stream, Stream], tickets: dict[str, Any]) -> None:
-    stream = streams[saying.to]
-    key: dict[str, Any] = {"request_id": saying.request_id, "attempt": saying.attempt}
-    match saying.command, saying.to:
+def send_forged(
+    forgery: ForgedCommand, streams: tuple[Stream, Stream], tickets: dict[str, Any]
+) -> None:
+    stream = streams[forgery.to]
+    key: dict[str, Any] = {"request_id": forgery.request_id, "attempt": forgery.attempt}
+    match forgery.kind, forgery.to:
         case "ticket", 0:
-            forged = _forged(saying, tickets)
-            stream.say(submit=prefill_pb2.PrefillSubmit(ticket=forged))
+            forged = _forged(forgery, tickets)
+            stream.send(submit=prefill_pb2.PrefillSubmit(ticket=forged))
         case "ticket", _:
-            forged = _forged(saying, tickets)
+            forged = _forged(forgery, tickets)
             own: dict[str, Any] = {"request_id": forged.request_id, "attempt": forged.attempt}
-            number = slots_of(forged) if saying.number is None else saying.number
-            stream.say(reserve=decode_pb2.Reserve(num_sequences=number, **own))
-            stream.say(admit=decode_pb2.Admit(ticket=forged))
+            number = slots_of(forged) if forgery.number is None else forgery.number
+            stream.send(reserve=decode_pb2.Reserve(num_sequences=number, **own))
+            stream.send(admit=decode_pb2.Admit(ticket=forged))
         case "reserve", 1:
-            stream.say(reserve=decode_pb2.Reserve(num_sequences=saying.number, **key))
+            stream.send(reserve=decode_pb2.Reserve(num_sequences=forgery.number, **key))
         case "hand_over", 1:
-            stream.say(hand_over=decode_pb2.HandOver(**key))
+            stream.send(hand_over=decode_pb2.HandOver(**key))
         case "resume", 1:
-            stream.say(resume=decode_pb2.Resume(ticket=_forged(saying, tickets)))
+            stream.send(resume=decode_pb2.Resume(ticket=_forged(forgery, tickets)))
         case "hello", _:
-            stream.say(hello=HELLO)
+            stream.send(hello=HELLO)
         case "wrong", _:
-            stream.say(hello=worker_pb2.Hello(peer_id="x" * 100_000, protocol_version=99))
+            stream.send(hello=worker_pb2.Hello(peer_id="x" * 100_000, protocol_version=99))
         case "nothing", _:
-            stream.say()
+            stream.send()
         case _:
-            stream.say(abort=worker_pb2.Abort(index=saying.index, **key))
+            stream.send(abort=worker_pb2.Abort(index=forgery.index, **key))
 
 
 def slots_of(forged: ticket_pb2.Ticket) -> int:
-    """As many slots as an honest gateway reserves."""
+    """As many slots as a correct gateway reserves."""
     is_search = forged.sampling.HasField("beam")
     number = forged.sampling.beam.width if is_search else len(forged.sequences)
     return min(number, MAX_BEAM_WIDTH)

@@ -7,14 +7,14 @@ from typing import Any
 from hypothesis import strategies as st
 
 from quire.v1 import decode_pb2, prefill_pb2, ticket_pb2
+from tests.fuzz.field_changes import CHANGES, FIELDS, IDS
 from tests.fuzz.forging import Changes, change
-from tests.fuzz.nonsense import CHANGES, FIELDS, IDS
 
 _ROLES = {"prefilled": (0,), "step": (1,), "reserved": (1,)}
 _RESPONSES = prefill_pb2.PrefillConnectResponse, decode_pb2.DecodeConnectResponse
 
 
-# Of what they would say anyway
+# Changes of the messages that they would send anyway
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ CORRUPTIONS = st.one_of(
 )
 
 
-# Unsolicited
+# Messages that they add
 
 
 @dataclass(frozen=True)
@@ -131,9 +131,9 @@ class Attack:
     num_sent: int = 0
 
     def corrupt(self, message: Any, seen: Sequence[Any]) -> Iterator[Any]:
-        for saying in self.unsolicited:
-            if saying.at == self.num_sent:
-                yield saying.message(seen)
+        for added in self.unsolicited:
+            if added.at == self.num_sent:
+                yield added.message(seen)
         self.num_sent += 1
         if not self.corrupted:
             yield message

@@ -97,24 +97,24 @@ class Stream:
 
     def __post_init__(self) -> None:
         self._outgoing: asyncio.Queue[Any] = asyncio.Queue()
-        self.heard: list[Any] = []
+        self.events: list[Any] = []
         self.task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
         with contextlib.suppress(InvalidRequest, VersionMismatch):
             async for message in self.serve(self._requests()):
-                self.heard += unpack_batch(message)
+                self.events += unpack_batch(message)
 
     async def _requests(self) -> AsyncIterator[Any]:
         while (message := await self._outgoing.get()) is not None:
             yield message
 
-    def say(self, **command: Any) -> None:
+    def send(self, **command: Any) -> None:
         message = self.request(**command)
         self._outgoing.put_nowait(type(message).FromString(message.SerializeToString()))
 
-    def hear(self, kind: str) -> list[Any]:
-        return [getattr(one, kind) for one in self.heard if one.WhichOneof("event") == kind]
+    def events_of(self, kind: str) -> list[Any]:
+        return [getattr(one, kind) for one in self.events if one.WhichOneof("event") == kind]
 
     async def end(self) -> None:
         self._outgoing.put_nowait(None)

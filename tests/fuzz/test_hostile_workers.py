@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from quire.v1 import decode_pb2, prefill_pb2, ticket_pb2
 from services.common.errors import QuireError
 from services.gateway.frontend.api import Delta, RequestedBeams
-from tests.fuzz.fuzzed_gateway import VOCAB, FuzzedGateway, Wire
+from tests.fuzz.field_changes import IDS
+from tests.fuzz.fuzzed_gateway import VOCAB, FuzzedGateway, WorkerSession
 from tests.fuzz.hostile_workers import ATTACKS, Attack
-from tests.fuzz.nonsense import IDS
 from tests.fuzz.searching_workers import SearchingDecode, SearchingPrefill, score_of
 from tests.integration.gateway.conftest import PROMPT, Call, asked, write_model
 from tests.integration.gateway.fakes import expected
@@ -69,18 +69,18 @@ class Client(Call):
     def check_logprobs(self) -> None:
         """As many logprobs as asked for, of the right tokens; those of the prompt come once."""
         asked, vocabulary = self.request.sampling, range(VOCAB)
-        told = [each for delta in self.deltas for each in delta.logprobs]
+        received = [each for delta in self.deltas for each in delta.logprobs]
         if asked.logprobs is None:
-            assert told == []
+            assert received == []
         else:
-            assert [each.chosen.token_id for each in told] == self.tokens
-            assert all(len(each.top) == asked.logprobs for each in told)
+            assert [each.chosen.token_id for each in received] == self.tokens
+            assert all(len(each.top) == asked.logprobs for each in received)
         prompts = [delta.prompt for delta in self.deltas if delta.prompt is not None]
         assert len(prompts) == (asked.prompt_logprobs is not None and bool(self.tokens))
         for prompt in prompts:
             assert len(prompt.logprobs) == len(prompt.token_ids) - 1
-            told += prompt.logprobs
-        for each in told:
+            received += prompt.logprobs
+        for each in received:
             for candidate in (each.chosen, *each.top):
                 assert candidate.logprob <= 0  # and a number
                 assert candidate.token_id in vocabulary
@@ -123,17 +123,17 @@ def check_beams(ticket: ticket_pb2.Ticket) -> None:
     assert all(map(math.isfinite, ticket.beams.scores))
 
 
-async def live(directory: Path, attacks: Sequence[Attack], at_once: bool) -> None:
-    honest = SearchingPrefill("prefill-1"), SearchingDecode("decode-1")
+async def run_attacks(directory: Path, attacks: Sequence[Attack], at_once: bool) -> None:
+    correct = SearchingPrefill("prefill-1"), SearchingDecode("decode-1")
     hostile: tuple[SearchingPrefill | SearchingDecode, ...] = (
         SearchingPrefill("prefill-2"),
         SearchingDecode("decode-2"),
     )
     fuzzed = FuzzedGateway(directory)
-    await fuzzed.open(*honest, *hostile)
+    await fuzzed.open(*correct, *hostile)
     for fake, attack in zip(hostile, attacks, strict=True):
-        wire: Wire = fuzzed.line(fake).session
-        wire.corrupt = lambda message, m=attack, seen=fake.seen: m.corrupt(message, seen)  # type: ignore[misc]
+        session: WorkerSession = fuzzed.connection(fake).session
+        session.corrupt = lambda message, m=attack, seen=fake.seen: m.corrupt(message, seen)  # type: ignore[misc]
     clients = []
     for request_id in IDS:
         prompt = (*PROMPT, *request_id.encode())
@@ -142,28 +142,28 @@ async def live(directory: Path, attacks: Sequence[Attack], at_once: bool) -> Non
         if not at_once:
             await asyncio.sleep(0)
     await asyncio.sleep(1.0)
-    for fake in hostile:  # it is found out, or dies
-        fuzzed.line(fake).lose()
+    for fake in hostile:  # its stream breaks, or it dies
+        fuzzed.connection(fake).break_stream()
     async with asyncio.timeout(HANG_S):
         await asyncio.wait([client.task for client in clients])
     for client in clients:
         client.check()
-        for fake in (*honest, *hostile):
+        for fake in (*correct, *hostile):
             client.check_tickets(fake.seen)
-    check_nothing_left(fuzzed, honest)
+    check_nothing_left(fuzzed, correct)
     await fuzzed.close()
 
 
 def check_nothing_left(
-    fuzzed: FuzzedGateway, honest: tuple[SearchingPrefill, SearchingDecode]
+    fuzzed: FuzzedGateway, correct: tuple[SearchingPrefill, SearchingDecode]
 ) -> None:
     dispatcher = fuzzed.dispatcher
     assert (dispatcher.num_waiting, dispatcher.num_running) == (0, 0)
     assert not dispatcher._lifecycles
-    for line in fuzzed.lines:
-        assert line.worker.num_taken_slots == 0, line.worker
-        assert not line.worker.prefill_loads, line.worker
-    prefill, decode = honest
+    for connection in fuzzed.connections:
+        assert connection.worker.num_taken_slots == 0, connection.worker
+        assert not connection.worker.prefill_loads, connection.worker
+    prefill, decode = correct
     assert not prefill.held
     assert not decode.running
     assert not decode.searches
@@ -183,15 +183,15 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-def test_no_worker_harms_a_client(
+def test_hostile_workers_change_no_answer(
     model_dir: Path, attacks: tuple[Attack, ...], at_once: bool
 ) -> None:
     with contextlib.closing(VirtualLoop()) as loop:
-        loop.run_until_complete(live(model_dir, attacks, at_once))
+        loop.run_until_complete(run_attacks(model_dir, attacks, at_once))
         assert loop.faults == []
 
 
-def test_without_mischief_all_is_well(model_dir: Path) -> None:
+def test_workers_that_corrupt_nothing_are_served(model_dir: Path) -> None:
     """Without hostile workers, the tokens are those of an undisturbed run."""
 
     async def run() -> None:

@@ -15,15 +15,22 @@ from blockstore.memory_store import MemoryStore
 from quire.v1 import prefill_pb2
 from services.protocol.codec import ticket_to_wire
 from services.protocol.ticket import Ticket
-from tests.fuzz.honest_gateway import HONEST, NUM_TOKENS, Answer, Gateway, expected_of
-from tests.fuzz.hostile_gateway import MINE, SAYINGS, SWAPPED, Say, utter, without_secrets
+from tests.fuzz.correct_gateway import CORRECT_REQUESTS, NUM_TOKENS, Answer, Gateway, expected_of
+from tests.fuzz.hostile_gateway import (
+    FORGED_COMMANDS,
+    OWN_TICKETS,
+    SWAPPED_TICKET,
+    ForgedCommand,
+    send_forged,
+    without_secrets,
+)
 from tests.fuzz.pool_workers import HELLO, Workers
 from tests.unit.workers.fakes import next_token
 
 MOVES = st.lists(st.sampled_from(["handed over", "swapped out", "parked"]), max_size=2)
 
 
-async def honest(
+async def run_correct_gateway(
     workers: Workers,
     asked: Ticket,
     moves: Sequence[str],
@@ -61,37 +68,41 @@ async def swapped_out(gateway: Gateway, workers: Workers, asked: Ticket) -> Tick
     return back
 
 
-async def live(
-    directory: Path, asked: Ticket, moves: Sequence[str], before: Sequence[Say], amid: Sequence[Say]
+async def run_attack(
+    directory: Path,
+    asked: Ticket,
+    moves: Sequence[str],
+    before: Sequence[ForgedCommand],
+    during: Sequence[ForgedCommand],
 ) -> None:
     workers = Workers(MemoryStore())
     await workers.open(directory)
     streams = workers.connect()
-    gateway = Gateway(workers, SWAPPED)
-    tickets = {name: ticket_to_wire(one) for name, one in MINE.items()}
+    gateway = Gateway(workers, SWAPPED_TICKET)
+    tickets = {name: ticket_to_wire(one) for name, one in OWN_TICKETS.items()}
     try:
         for stream in streams:
-            stream.say(hello=HELLO)
-        tickets["swapped"] = ticket_to_wire(await swapped_out(gateway, workers, SWAPPED))
-        for name in MINE:
-            streams[0].say(submit=prefill_pb2.PrefillSubmit(ticket=tickets[name]))
-        await workers.until(lambda: len(streams[0].hear("prefilled")) == len(MINE))
-        of = {one.request_id: name for name, one in MINE.items()}
-        for prefilled in streams[0].hear("prefilled"):
+            stream.send(hello=HELLO)
+        tickets["swapped"] = ticket_to_wire(await swapped_out(gateway, workers, SWAPPED_TICKET))
+        for name in OWN_TICKETS:
+            streams[0].send(submit=prefill_pb2.PrefillSubmit(ticket=tickets[name]))
+        await workers.until(lambda: len(streams[0].events_of("prefilled")) == len(OWN_TICKETS))
+        of = {one.request_id: name for name, one in OWN_TICKETS.items()}
+        for prefilled in streams[0].events_of("prefilled"):
             tickets[f"issued {of[prefilled.ticket.request_id]}"] = prefilled.ticket
 
-        async def attack(sayings: Sequence[Say]) -> None:
-            for saying in sayings:
-                utter(saying, streams, tickets)
-                await asyncio.sleep(0.001 if saying.pause else 0)
+        async def attack(commands: Sequence[ForgedCommand]) -> None:
+            for command in commands:
+                send_forged(command, streams, tickets)
+                await asyncio.sleep(0.001 if command.pause else 0)
 
         async def midway(detached: Ticket) -> None:
-            tickets["honest"] = without_secrets(ticket_to_wire(detached))
+            tickets["correct"] = without_secrets(ticket_to_wire(detached))
             await attack(before)
-            attacks.append(asyncio.create_task(attack(amid)))
+            attacks.append(asyncio.create_task(attack(during)))
 
         attacks: list[asyncio.Task[None]] = []
-        assert await honest(workers, asked, moves, midway) == expected_of(asked)
+        assert await run_correct_gateway(workers, asked, moves, midway) == expected_of(asked)
         await asyncio.gather(*attacks)
         await asyncio.gather(*(stream.end() for stream in streams), gateway.end())
         await workers.check_empty()
@@ -100,21 +111,25 @@ async def live(
 
 
 @pytest.mark.parametrize("kind", ["one", pytest.param("group", marks=pytest.mark.full), "search"])
-@given(moves=MOVES, before=SAYINGS, amid=SAYINGS)
+@given(moves=MOVES, before=FORGED_COMMANDS, during=FORGED_COMMANDS)
 @settings(
     max_examples=25,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-def test_a_hostile_gateway_harms_nobody(
-    tmp_path: Path, kind: str, moves: Sequence[str], before: Sequence[Say], amid: Sequence[Say]
+def test_a_hostile_gateway_changes_no_other_request(
+    tmp_path: Path,
+    kind: str,
+    moves: Sequence[str],
+    before: Sequence[ForgedCommand],
+    during: Sequence[ForgedCommand],
 ) -> None:
-    asyncio.run(live(tmp_path, HONEST[kind], moves, before, amid))
+    asyncio.run(run_attack(tmp_path, CORRECT_REQUESTS[kind], moves, before, during))
 
 
-def test_the_honest_ones_tokens_are_its_own() -> None:
-    one, group, search = (expected_of(asked) for asked in HONEST.values())
-    assert one[0][0] == next_token(HONEST["one"].prompt_token_ids)
+def test_each_correct_request_has_its_own_tokens() -> None:
+    one, group, search = (expected_of(asked) for asked in CORRECT_REQUESTS.values())
+    assert one[0][0] == next_token(CORRECT_REQUESTS["one"].prompt_token_ids)
     assert sorted(group) == [0, 1, 2]
     assert all(len(tokens) == NUM_TOKENS for tokens in (*group.values(), *search.values()))
     assert search[0] != search[1]

@@ -102,14 +102,14 @@ ALONE = (Lane(0), Lane(1))
 BESIDE_PREFILL = (Lane(0), Lane(1, (ENTRY_WORDS,)))  # a prefill worker in seat 1
 
 
-def test_a_lone_worker_has_all_cpus_from_the_first_step_on(worker: Worker) -> None:
+def test_a_single_worker_has_all_cpus_from_the_first_step(worker: Worker) -> None:
     assert worker.native.told == []
     assert worker.cpus.launch(ROWS).result() == [(2,)]
     assert worker.native.told == [ALONE]
     assert worker.native.num_lanes == 2
 
 
-def test_a_division_stays_while_nobody_comes_or_goes(worker: Worker) -> None:
+def test_a_division_stays_while_no_worker_joins_or_leaves(worker: Worker) -> None:
     for _ in range(3):
         worker.cpus.refresh()
         worker.cpus.launch(ROWS)
@@ -156,7 +156,7 @@ def test_of_two_divisions_between_steps_the_last_one_counts(worker: Worker) -> N
     assert worker.native.told == [ALONE, ALONE]
 
 
-def test_a_worker_says_how_much_it_wants_until_it_rests(worker: Worker) -> None:
+def test_a_worker_reports_its_backlog_until_it_is_idle(worker: Worker) -> None:
     assert worker.backlog() == 0
     worker.cpus.launch(ROWS)
     assert worker.backlog() == 2
@@ -177,7 +177,7 @@ def test_decoding_pauses_while_prompts_wait_and_wants_nothing_meanwhile(worker: 
         assert (backlog, backlog_then) == (0, 2)
 
 
-def test_a_pause_too_short_to_be_of_use_is_none(worker: Worker) -> None:
+def test_a_pause_too_short_to_be_useful_is_skipped(worker: Worker) -> None:
     with guest(worker.path, "prefill", "p1") as prefill:
         prefill.set_backlog(1)
         worker.division(prefill)
@@ -194,7 +194,7 @@ def test_decoding_never_pauses_while_no_prompt_waits(worker: Worker) -> None:
         assert worker.backlog() == 2
 
 
-def test_prompts_pause_for_nobody(tmp_path: Path) -> None:
+def test_prefill_never_pauses(tmp_path: Path) -> None:
     worker = Worker(tmp_path / "board", role="prefill")
     with guest(worker.path, "decode", "d1") as decode:
         decode.set_backlog(6)

@@ -143,7 +143,7 @@ def test_every_family_answers(tmp_path: Path, family: Family) -> None:
     compare_answers(path, twin, 0.07)
 
 
-def test_a_mix_takes_the_wider_kind(plain: Path, tmp_path: Path) -> None:
+def test_linears_of_several_types_take_the_wider_kind(plain: Path, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write_gguf(plain, path, q4_k_m)
     found = kinds(path)

@@ -24,7 +24,7 @@ from services.engine.weights.placement import SharedWeights
 GIB = 1 << 30
 
 
-def test_the_sum() -> None:
+def test_the_pool_gets_what_the_gpu_has_left() -> None:
     """80 GiB at 0.9, two workers with 16 + 1.5 + 0.5 GiB each: 36 GiB are left."""
     plan = GpuMemoryPlan(80 * GIB, 0.9, 2, 16 * GIB, 3 * GIB // 2, GIB // 2)
     assert plan.pool == 36 * GIB
@@ -42,7 +42,7 @@ def test_the_sum() -> None:
     }
 
 
-def test_the_sum_with_weights_that_all_workers_share() -> None:
+def test_the_pool_gets_what_is_left_beside_shared_weights() -> None:
     """80 GiB at 0.9, 16 GiB once, two workers with 1.5 + 1 + 0.5 GiB each: 50 GiB are left."""
     plan = GpuMemoryPlan(80 * GIB, 0.9, 2, 0, 3 * GIB // 2, GIB // 2, GIB, 16 * GIB)
     assert plan.pool == 50 * GIB
@@ -182,7 +182,7 @@ def test_memory_of_freed_tensors_is_not_a_process_s(monkeypatch: pytest.MonkeyPa
     assert CudaMeter(torch.device("cuda:0"), "GPU-1").used() == 500
 
 
-def test_what_nvml_does_not_tell_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_figures_of_nvml_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """On this machine the real package finds no driver; elsewhere containers hide processes."""
     meter = CudaMeter(torch.device("cuda:0"), "GPU-1")
     with pytest.raises(StartupError, match="NVML does not tell this process's memory"):

@@ -74,7 +74,7 @@ async def until_it_breaks(stream: Any, heard: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("time", range(4))
-async def test_a_worker_has_said_what_it_began_when_it_dies_of_it(time: int) -> None:
+async def test_a_worker_reports_a_request_before_computing_it(time: int) -> None:
     """The worker is killed by the call that would start its engine."""
     child = await asyncio.create_subprocess_exec(
         sys.executable, __file__, stdout=asyncio.subprocess.PIPE

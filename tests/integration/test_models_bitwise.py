@@ -112,7 +112,7 @@ def sequence(checkpoints: Make, kind: str, request: pytest.FixtureRequest) -> Se
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, 149])
-def test_however_the_prompt_is_cut(sequence: Sequence, chunk: int) -> None:
+def test_logits_do_not_depend_on_the_chunks_of_the_prompt(sequence: Sequence, chunk: int) -> None:
     """In chunks of 1 it is decoded token by token."""
     sequence.compute(chunk=chunk).assert_equals(sequence.expected)
 
@@ -129,7 +129,7 @@ def test_logits_do_not_depend_on_the_batch(sequence: Sequence, batch: int, chunk
     outcome(recording, own).assert_equals(sequence.expected)
 
 
-def test_when_its_prefix_was_cached(sequence: Sequence) -> None:
+def test_logits_do_not_depend_on_a_cached_prefix(sequence: Sequence) -> None:
     """First of another prompt, computed in other chunks; then its own whole prompt."""
     recording = sequence.recording()
     donor = recording.place((*PROMPT[:100], *random_prompt(30, seed=5)))
@@ -144,7 +144,7 @@ def test_when_its_prefix_was_cached(sequence: Sequence) -> None:
     outcome(recording, wholly).assert_equals(sequence.expected)
 
 
-def test_when_what_was_decoded_comes_back_as_a_prompt(sequence: Sequence) -> None:
+def test_logits_of_decoded_tokens_equal_those_of_a_prompt(sequence: Sequence) -> None:
     """As after a recompute: the first tokens of the answer are computed with the prompt."""
     recording = sequence.recording()
     again = recording.place(PROMPT + tuple(sequence.expected.token_ids[:4]))
@@ -161,11 +161,13 @@ def test_logits_do_not_depend_on_the_block_size(sequence: Sequence, block_size: 
 
 
 @pytest.mark.parametrize(("num_threads", "chunk"), [(2, WHOLE), (4, WHOLE), (4, 50), (3, 1)])
-def test_on_any_number_of_threads(sequence: Sequence, num_threads: int, chunk: int) -> None:
+def test_logits_do_not_depend_on_the_number_of_threads(
+    sequence: Sequence, num_threads: int, chunk: int
+) -> None:
     sequence.compute(num_threads=num_threads, chunk=chunk).assert_equals(sequence.expected)
 
 
-def test_with_weights_from_the_cache(sequence: Sequence, tmp_path: Path) -> None:
+def test_logits_do_not_depend_on_packed_weights(sequence: Sequence, tmp_path: Path) -> None:
     """In the process that packs them, and in one that finds them packed."""
     for _ in range(2):
         sequence.compute(cache=tmp_path).assert_equals(sequence.expected)
@@ -173,7 +175,7 @@ def test_with_weights_from_the_cache(sequence: Sequence, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("isa", [*usable_kernels()[1:], *emulated_kernels()])
-def test_on_every_instruction_set(
+def test_logits_do_not_depend_on_the_batch_on_any_instruction_set(
     checkpoints: Make, kind: str, isa: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Separately: between them the bits may differ, and such workers share no pool."""

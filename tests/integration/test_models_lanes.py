@@ -107,7 +107,7 @@ def flipping(board: Tensor) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("num_lanes", [1, 2, 4])
-def test_lanes_that_stay_compute_the_same(changing: ChangingLanes, num_lanes: int) -> None:
+def test_unchanged_lanes_compute_the_same(changing: ChangingLanes, num_lanes: int) -> None:
     changing.assign([Lane()] * num_lanes)
     for _ in range(20):
         changing.check()

@@ -129,7 +129,7 @@ def test_logprobs_equal_transformers(checkpoints: Make, name: str, chunk: int) -
     ("chunk", "num_threads"),
     [(1, 1), (7, 1), (63, 1), (64, 1), (65, 1), (149, 1), (4096, 3), (7, 2)],
 )
-def test_however_the_prompt_is_cut(
+def test_logprobs_do_not_depend_on_the_chunks_of_the_prompt(
     checkpoints: Make, kind: str, chunk: int, num_threads: int
 ) -> None:
     directory = checkpoints("qwen3")

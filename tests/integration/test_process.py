@@ -220,7 +220,7 @@ def test_the_resolved_configuration_can_be_printed() -> None:
     assert "QUIRE_COOK_MODE=wait\n" in out
 
 
-async def test_patience_lasts_until_the_server_answers() -> None:
+async def test_the_start_waits_until_the_server_answers() -> None:
     answers = [StoreUnavailable("refused"), StoreUnavailable("refused"), None]
 
     async def connect() -> str:
@@ -238,7 +238,9 @@ async def test_patience_lasts_until_the_server_answers() -> None:
         (StoreUnsuitable("evicts"), "redis cannot be used: evicts"),
     ],
 )
-async def test_patience_ends_clearly(error: Exception, message: str) -> None:
+async def test_the_wait_for_a_server_ends_with_a_clear_error(
+    error: Exception, message: str
+) -> None:
     async def connect() -> None:
         raise error
 
@@ -265,7 +267,7 @@ class Watched(MemoryRegistry):
         await super().announce(member, ttl_s)
 
 
-async def test_presence_announces_and_withdraws() -> None:
+async def test_a_heartbeat_announces_and_withdraws_a_service() -> None:
     """A change is announced at once, with the present load, and the end is announced."""
     registry, running = Watched(), [1]
     heartbeat = RegistryHeartbeat(
@@ -283,7 +285,7 @@ async def test_presence_announces_and_withdraws() -> None:
     assert await registry.members() == ()
 
 
-async def test_presence_outlives_a_server_that_is_away() -> None:
+async def test_a_heartbeat_goes_on_while_the_server_is_away() -> None:
     registry = Watched()
     registry.error = StoreUnavailable("refused")
     task = asyncio.create_task(
@@ -298,7 +300,7 @@ async def test_presence_outlives_a_server_that_is_away() -> None:
     await asyncio.wait([task])
 
 
-async def test_presence_does_not_outlive_a_lost_server() -> None:
+async def test_a_heartbeat_ends_when_the_server_is_lost() -> None:
     registry = Watched()
     registry.error = StoreLost("another run_id")
     with pytest.raises(StoreLost):

@@ -78,7 +78,7 @@ async def test_every_pool_is_on_one_node(nodes: Cluster, pools: list[list[Worker
     await store.close()
 
 
-async def test_a_waiter_hears_of_room_on_its_pools_node(pools: list[list[Worker]]) -> None:
+async def test_a_waiter_is_notified_by_the_node_of_its_pool(pools: list[list[Worker]]) -> None:
     for v, w in pools:
         waiting = asyncio.create_task(w.store.wait_for_room(w.pool_id, 60))
         await asyncio.sleep(0)
@@ -137,7 +137,7 @@ async def test_the_set_of_pools_is_filled_again(nodes: Cluster, pools: list[list
 
 
 @pytest.mark.parametrize("crashes", [False, True])
-async def test_a_promoted_replica_is_told_the_ledger(
+async def test_workers_report_their_ledger_to_a_promoted_replica(
     nodes: Cluster, pools: list[list[Worker]], crashes: bool
 ) -> None:
     """After a requested failover, and after a crash of the primary."""

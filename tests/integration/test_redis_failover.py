@@ -27,7 +27,7 @@ def directory(tmp_path: Path) -> PoolDirectory:
     return make_directory(tmp_path)
 
 
-async def test_a_sentinels_new_primary_is_told_the_ledger(
+async def test_workers_report_their_ledger_to_a_sentinels_new_primary(
     servers: list[TcpValkey], directory: PoolDirectory, tmp_path: Path
 ) -> None:
     """Calls wait until the Sentinel has replaced the crashed primary."""
@@ -46,7 +46,7 @@ async def test_a_sentinels_new_primary_is_told_the_ledger(
             await registry.close()
 
 
-async def test_a_primary_among_several_hosts_is_found_again(
+async def test_the_new_primary_among_several_hosts_is_found(
     servers: list[TcpValkey], directory: PoolDirectory
 ) -> None:
     """An operator moves the primary, and moves it back: each move is a new history of the data."""
@@ -63,7 +63,7 @@ async def test_a_primary_among_several_hosts_is_found_again(
         await assert_whole([v, w])
 
 
-async def test_writes_that_a_failover_lost_are_told_again(
+async def test_writes_that_a_failover_lost_are_sent_again(
     servers: list[TcpValkey], directory: PoolDirectory
 ) -> None:
     """The replica has an old ledger, which no worker accepts."""
@@ -86,7 +86,7 @@ async def test_a_replica_alone_is_refused(servers: list[TcpValkey]) -> None:
         await RedisStore.connect(servers[1].url)
 
 
-async def test_no_primary_among_the_hosts_is_an_outage(servers: list[TcpValkey]) -> None:
+async def test_hosts_without_a_primary_are_an_outage(servers: list[TcpValkey]) -> None:
     """One of them may become the primary at any time."""
     port = servers[1].port
     with pytest.raises(StoreUnavailable, match=f"port {port} is a slave now"):

@@ -51,7 +51,7 @@ async def test_concurrent_calls_are_executed_in_the_order_of_submission(store: R
     assert [a.block_ids for a in allocations] == [(2 * n, 2 * n + 1) for n in range(500)]
 
 
-async def test_a_refused_call_does_not_disturb_its_neighbours(store: RedisStore) -> None:
+async def test_a_refused_call_does_not_affect_other_calls(store: RedisStore) -> None:
     first, refused, last = await asyncio.gather(
         store.allocate("pool", "a", "w", 1, [], 2),
         store.release("pool", "nobody", 1),
@@ -63,7 +63,7 @@ async def test_a_refused_call_does_not_disturb_its_neighbours(store: RedisStore)
     assert last == Allocation("b", 1, (2, 3), 0)
 
 
-async def test_a_cancelled_caller_does_not_take_its_call_back(store: RedisStore) -> None:
+async def test_a_call_is_executed_though_its_caller_was_cancelled(store: RedisStore) -> None:
     """A caller that is cancelled while it releases has released."""
     await store.allocate("pool", "a", "w", 1, [], 2)
     releasing = asyncio.create_task(store.release("pool", "a", 1))

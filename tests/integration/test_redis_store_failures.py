@@ -191,14 +191,14 @@ async def test_a_request_lost_anywhere_changes_nothing(
     assert proxy.requests.left is None, "the connection did not break"
 
 
-async def test_the_walk_without_a_failure(store: RedisStore, proxy: Proxy) -> None:
+async def test_calls_without_a_failure(store: RedisStore, proxy: Proxy) -> None:
     """The tests above compare with it."""
     num_links = proxy.num_links
     await check_walk(store)
     assert proxy.num_links == num_links + 1, "only the connection for reading is new"
 
 
-async def test_a_client_that_the_server_throws_out_comes_back(
+async def test_a_client_reconnects_after_the_server_closed_its_connection(
     store: RedisStore, valkey: Valkey
 ) -> None:
     await store.allocate("pool", "a", "w", 1, [], 2)
@@ -219,7 +219,7 @@ async def test_commands_on_an_old_connection_are_never_executed(
     assert await store.match("pool", [HASH]) == 0
 
 
-async def test_waiting_for_room_survives_a_broken_connection(
+async def test_waiting_for_free_blocks_survives_a_broken_connection(
     store: RedisStore, proxy: Proxy
 ) -> None:
     """A renewed subscription wakes every waiter, since it may have missed a message; and it works
@@ -272,7 +272,7 @@ async def test_a_frozen_server_is_unavailable_and_then_goes_on(own_valkey: Valke
     await store.close()
 
 
-async def test_a_short_freeze_goes_unnoticed(own_valkey: Valkey) -> None:
+async def test_a_short_freeze_causes_no_error(own_valkey: Valkey) -> None:
     """It is shorter than the limit, and longer than the wait for one connection."""
     store = await RedisStore.connect(own_valkey.url, retry_for_s=4)
     await store.register_pool(POOL)
@@ -287,7 +287,9 @@ async def test_a_short_freeze_goes_unnoticed(own_valkey: Valkey) -> None:
     await store.close()
 
 
-async def test_a_server_out_of_memory_refuses_to_grow_but_lets_go(own_valkey: Valkey) -> None:
+async def test_a_server_out_of_memory_refuses_growth_and_accepts_releases(
+    own_valkey: Valkey,
+) -> None:
     """Otherwise a full server would stay full."""
     store = await RedisStore.connect(own_valkey.url)
     await store.register_pool(POOL)

@@ -69,7 +69,7 @@ async def test_a_store_without_pools_follows_a_restart_as_the_registry_does(
         await each.close()
 
 
-async def test_calls_under_way_learn_that_the_store_is_lost(own_valkey: Valkey) -> None:
+async def test_calls_in_flight_raise_store_lost(own_valkey: Valkey) -> None:
     """Also calls that were submitted while the server was away, and waiting ones."""
     store = await RedisStore.connect(own_valkey.url)
     await store.register_pool(POOL)
@@ -87,7 +87,7 @@ async def test_calls_under_way_learn_that_the_store_is_lost(own_valkey: Valkey) 
     await store.close()
 
 
-async def test_a_restart_that_brings_an_old_truth_back_is_a_loss(own_valkey: Valkey) -> None:
+async def test_a_restart_with_an_old_state_is_a_loss(own_valkey: Valkey) -> None:
     """Workers that know the pool refuse one that was restored from a file, and so do new ones."""
     store = await RedisStore.connect(own_valkey.url)
     await store.register_pool(POOL)
@@ -106,7 +106,7 @@ async def test_a_restart_that_brings_an_old_truth_back_is_a_loss(own_valkey: Val
     await anew.close()
 
 
-async def test_an_old_truth_can_be_dropped_and_made_anew(own_valkey: Valkey) -> None:
+async def test_an_old_state_can_be_dropped_and_rebuilt(own_valkey: Valkey) -> None:
     for _ in range(2):
         store = await RedisStore.connect(own_valkey.url)
         await store.drop_pool("pool")
@@ -141,7 +141,7 @@ async def test_a_pool_that_the_store_dropped_itself_is_no_loss(valkey: Valkey) -
     await store.close()
 
 
-async def test_there_is_no_doubt_about_a_lost_store(valkey: Valkey) -> None:
+async def test_a_lost_store_stays_lost(valkey: Valkey) -> None:
     """No caller retries what cannot succeed."""
     store = await RedisStore.connect(valkey.url)
     await store.register_pool(POOL)
@@ -154,7 +154,7 @@ async def test_there_is_no_doubt_about_a_lost_store(valkey: Valkey) -> None:
     await store.close()
 
 
-async def test_functions_that_vanish_are_a_loss_too(own_valkey: Valkey) -> None:
+async def test_missing_functions_are_a_loss(own_valkey: Valkey) -> None:
     store = await RedisStore.connect(own_valkey.url)
     await store.register_pool(POOL)
     own_valkey.command("FUNCTION", "FLUSH")

@@ -80,7 +80,7 @@ async def test_work_goes_on_where_it_was(
         assert (await v.store.stats("pool")).ledger_epoch == 2
 
 
-async def test_an_old_truth_is_not_believed(own_valkey: Valkey, directory: PoolDirectory) -> None:
+async def test_an_old_state_is_not_used(own_valkey: Valkey, directory: PoolDirectory) -> None:
     """The server returns with a copy that it saved long ago."""
     async with joined(own_valkey.url, directory, "v", "w") as (v, w):
         old = await v.allocate("old", 1, 5)
@@ -162,7 +162,7 @@ async def test_a_worker_that_is_stuck_keeps_what_it_may_write(
         await manager.close()
 
 
-async def test_a_worker_without_a_pulse_hears_that_it_has_to_speak(
+async def test_a_worker_without_heartbeats_is_asked_to_report(
     own_valkey: Valkey, directory: PoolDirectory
 ) -> None:
     """An idle worker sends nothing, but listens: the others do not wait long for its report."""

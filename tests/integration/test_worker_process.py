@@ -120,7 +120,7 @@ def test_a_serving_worker_leaves_and_removes_its_pool(start: Callable[[], Worker
     assert pool_directories(worker.root / "pools") == ()
 
 
-def test_collections_of_one_that_serves_leave_out_what_it_imported(
+def test_garbage_collection_skips_what_a_serving_worker_imported(
     start: Callable[..., Worker],
 ) -> None:
     """A full collection would otherwise take 0.1 s, a gap in every stream."""
@@ -132,7 +132,7 @@ def test_collections_of_one_that_serves_leave_out_what_it_imported(
 
 
 @pytest.mark.parametrize("nice", [None, 0, 7])
-def test_a_worker_stands_back_behind_the_services_that_talk(
+def test_a_worker_has_a_lower_priority_than_other_services(
     start: Callable[..., Worker], nice: int | None
 ) -> None:
     """Other services have priority over its threads; its niceness is 5 unless set otherwise."""
@@ -159,7 +159,7 @@ def test_a_worker_that_waits_for_packed_weights_can_stop(
     assert not packed.exists()
 
 
-def test_a_worker_whose_server_is_silent_ends_in_time(
+def test_a_worker_without_answers_of_the_server_ends_in_time(
     start: Callable[..., Worker], own_valkey: Valkey
 ) -> None:
     """It can neither release nor leave; the block manager reaps its blocks."""
@@ -172,7 +172,7 @@ def test_a_worker_whose_server_is_silent_ends_in_time(
 
 
 @pytest.mark.parametrize("server", ["dead", "silent"])
-def test_a_worker_that_waits_to_rejoin_leaves_at_once(
+def test_a_worker_that_waits_to_rejoin_ends_at_once(
     start: Callable[..., Worker], own_valkey: Valkey, server: str
 ) -> None:
     """It holds nothing, and the server may never return."""

@@ -120,7 +120,7 @@ def test_native_experts_are_near_the_reference(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("wide", [40, 33])
-def test_a_row_does_not_know_the_others(cpu: NativeCpu, kind: Kind, wide: int) -> None:
+def test_a_row_does_not_depend_on_other_rows(cpu: NativeCpu, kind: Kind, wide: int) -> None:
     """A row of a batch of 50 has the same bits alone, in other batches, and on two threads."""
     weights, x = weights_of(7, 3, wide=wide, swiglu=wide == 33), randn(50, 64)
     experts = native(cpu, kind, weights)
@@ -169,7 +169,7 @@ def test_equal_logits_are_chosen_as_by_transformers(num: int, top_k: int, levels
     assert torch.equal(out != 0, expected)
 
 
-def test_a_row_that_is_not_finite_costs_no_other_row(cpu: NativeCpu) -> None:
+def test_a_row_that_is_not_finite_changes_no_other_row(cpu: NativeCpu) -> None:
     x = randn(6, 64)
     experts = native(cpu, "float32", weights_of(6, 2))
     expected = compute(cpu, experts, x)

@@ -273,7 +273,7 @@ def test_scores_that_overflow_a_softmax_without_a_maximum(cpu: NativeCpu) -> Non
 
 
 @KINDS
-def test_a_row_s_bits_depend_neither_on_company_nor_on_threads(
+def test_a_row_s_bits_depend_neither_on_other_rows_nor_on_threads(
     cpu: NativeCpu, dtype: torch.dtype, in_int8: bool
 ) -> None:
     batch = paged_batch(

@@ -96,7 +96,7 @@ def test_answers_are_those_of_the_logits(
 
 @ISAS
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_state_says_the_same_in_any_company(isa: str, kind: Kind) -> None:
+def test_answers_do_not_depend_on_other_states(isa: str, kind: Kind) -> None:
     """Bit by bit: alone, among all queries, and among queries for the likeliest token only."""
     random_head, hidden, queries = RandomHead(isa, kind, num_lanes=2), states(90), mixed(90)
     together = random_head.answer(hidden, queries)
@@ -109,7 +109,7 @@ def test_a_state_says_the_same_in_any_company(isa: str, kind: Kind) -> None:
 
 
 @ISAS
-def test_a_state_that_is_asked_again_says_the_same(isa: str) -> None:
+def test_a_state_that_is_queried_again_has_the_same_answer(isa: str) -> None:
     """A draw that changes the logits has no effect on other queries of the same state, in either
     order; scores are those of the unchanged logits."""
     random_head, hidden = RandomHead(isa), states(3)

@@ -79,7 +79,7 @@ def test_a_linear_is_as_near_as_its_sum_allows(
 
 
 @KINDS
-def test_a_row_does_not_know_the_others(cpu: NativeCpu, kind: Kind) -> None:
+def test_a_row_does_not_depend_on_other_rows(cpu: NativeCpu, kind: Kind) -> None:
     """Rows of a batch of 70 have the same bits in every smaller batch, alone, and at another
     place."""
     x, weight = randn(70, 70, dtype=dtype_of(kind)), randn(70, 70, dtype=dtype_of(kind), seed=1)
@@ -91,7 +91,7 @@ def test_a_row_does_not_know_the_others(cpu: NativeCpu, kind: Kind) -> None:
 
 
 @KINDS
-def test_a_column_does_not_know_the_others(cpu: NativeCpu, kind: Kind) -> None:
+def test_a_column_does_not_depend_on_other_columns(cpu: NativeCpu, kind: Kind) -> None:
     """Columns of 300 have the same bits in other panels, and at other places of a panel."""
     x, weight = randn(14, 36, dtype=dtype_of(kind)), randn(300, 36, dtype=dtype_of(kind), seed=1)
     together = linear(cpu, kind, x, weight)
@@ -236,7 +236,7 @@ def test_the_gate_is_applied_to_what_it_gates(
 
 
 @pytest.mark.parametrize("epilogue", ["silu_mul", "gelu_mul"])
-def test_a_gate_knows_its_limits(cpu: NativeCpu, epilogue: str) -> None:
+def test_a_gate_is_clamped_to_its_limits(cpu: NativeCpu, epilogue: str) -> None:
     """Gates of 0, large gates, and infinite gates; NaN stays NaN."""
     gate = torch.tensor([0.0, 1e4, -1e4, float("inf"), NAN])
     weight = torch.zeros(32, 1)

@@ -50,7 +50,7 @@ def test_rms_norm(cpu: NativeCpu, dtype: torch.dtype, width: int) -> None:
     assert (error <= ERROR[dtype] * expected.abs()).all()
 
 
-def test_a_row_s_norm_depends_neither_on_company_nor_on_threads(cpu: NativeCpu) -> None:
+def test_a_row_s_norm_depends_neither_on_other_rows_nor_on_threads(cpu: NativeCpu) -> None:
     x, weight = randn(100, 1024), randn(1024, seed=1)
     together = norm(cpu, x, weight, FP32)
     assert torch.equal(norm(NativeCpu(2, cpu.isa), x, weight, FP32), together)

@@ -88,7 +88,7 @@ def test_filtered_tokens_are_never_drawn(isa: str, name: str) -> None:
 
 
 @ISAS
-def test_logits_that_are_not_finite_are_told(isa: str) -> None:
+def test_logits_that_are_not_finite_are_reported(isa: str) -> None:
     logits = torch.zeros(4, 33)
     logits[0, 32] = float("nan")
     logits[1, 3] = float("nan")

@@ -76,7 +76,7 @@ def test_of_equal_logits_the_lowest_token_comes_first(isa: str) -> None:
 
 
 @ISAS
-def test_a_row_says_the_same_in_any_company(isa: str) -> None:
+def test_scores_do_not_depend_on_other_rows(isa: str) -> None:
     logits = some_logits(70, 9000)
     token_ids = [row * 131 % 9000 for row in range(70)]
     together = native(isa, logits, token_ids, 5)
@@ -85,7 +85,7 @@ def test_a_row_says_the_same_in_any_company(isa: str) -> None:
 
 
 @ISAS
-def test_more_than_there_is_is_all(isa: str) -> None:
+def test_a_number_above_the_vocabulary_returns_all_tokens(isa: str) -> None:
     (found,) = native(isa, torch.tensor([[1.0, 3.0, 2.0]]), [0], 20)
     assert isinstance(found, Logprobs)
     assert (found.rank, found.top_token_ids) == (3, (1, 2, 0))

@@ -55,7 +55,7 @@ def test_sums_are_those_of_the_documented_order(cpu: NativeCpu, k: int) -> None:
     assert same_bits(linear(cpu, "bfloat16", x, weight), in_tile_order(x, weight))
 
 
-def test_another_order_would_show(cpu: NativeCpu) -> None:
+def test_another_order_of_addition_changes_the_sum(cpu: NativeCpu) -> None:
     """With the inputs above, summing the pairs one after another gives other bits."""
     x, weight = spread(3, 70, exponents=4, seed=70), spread(34, 70, exponents=4, seed=72)
     assert not same_bits(linear(cpu, "bfloat16", x, weight), in_tile_order(x, weight.flip(1)))
@@ -95,7 +95,7 @@ def test_blocks_of_rows_panels_and_k_change_no_bit(cpu: NativeCpu, kind: Kind, k
 
 
 @pytest.mark.parametrize("count", [1, 16, 17, 32, 33])
-def test_a_row_does_not_know_a_row_of_nan(cpu: NativeCpu, count: int) -> None:
+def test_a_row_does_not_depend_on_a_row_of_nan(cpu: NativeCpu, count: int) -> None:
     x, weight = randn(count + 1, 96).to(BF16), randn(70, 96, seed=1).to(BF16)
     together = linear(cpu, "bfloat16", x, weight)
     for corrupted in {0, count // 2, count}:

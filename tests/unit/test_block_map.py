@@ -80,7 +80,7 @@ async def test_a_block_is_shown_through_its_whole_life() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-async def test_it_agrees_with_the_ledger_whatever_happens(seed: int) -> None:
+async def test_the_block_map_agrees_with_the_ledger_after_any_changes(seed: int) -> None:
     draw = random.Random(seed)
     store = await new_store()
     ledger = store.ledger("p")

@@ -20,29 +20,29 @@ from services.engine.thread import EngineThread
 
 
 class FakeEngine:
-    """An engine without work. `heard`: the commands of each call. `waits_for`: how many commands it
-    wants before a step."""
+    """An engine without work. `received`: the commands of each call. `waits_for`: how many commands
+    it wants before a step."""
 
     def __init__(self, waits_for: int = 0) -> None:
-        self.heard: list[list[Command]] = []
-        self.told: list[StepOutcome] = []
+        self.received: list[list[Command]] = []
+        self.outcomes: list[StepOutcome] = []
         self.waits_for = waits_for
         self.at_steps: list[int] = []
         self.is_settled = False
 
     def apply(self, commands: Sequence[Command]) -> tuple[Removed, ...]:
-        self.heard.append(list(commands))
+        self.received.append(list(commands))
         return tuple(Removed(c.key, (), None) for c in commands if isinstance(c, Remove))
 
     @property
-    def num_heard(self) -> int:
-        return sum(map(len, self.heard))
+    def num_received(self) -> int:
+        return sum(map(len, self.received))
 
     def delay_s(self, waited_s: float) -> float:
-        return 10.0 - waited_s if self.num_heard < self.waits_for else 0.0
+        return 10.0 - waited_s if self.num_received < self.waits_for else 0.0
 
     def step(self) -> StepOutcome:
-        self.at_steps.append(self.num_heard)
+        self.at_steps.append(self.num_received)
         return StepOutcome()
 
     def settle(self) -> None:
@@ -75,7 +75,7 @@ async def running(engine: FakeEngine) -> AsyncIterator[EngineThread]:
     failed: list[BaseException] = []
     loop = asyncio.get_running_loop()
     any_engine: Any = engine
-    thread = EngineThread(any_engine, loop, engine.told.append, failed.append)
+    thread = EngineThread(any_engine, loop, engine.outcomes.append, failed.append)
     thread.start()
     try:
         yield thread
@@ -91,8 +91,8 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-async def has_heard(engine: FakeEngine, num_commands: int) -> None:
-    await until(lambda: engine.num_heard >= num_commands)
+async def has_received(engine: FakeEngine, num_commands: int) -> None:
+    await until(lambda: engine.num_received >= num_commands)
 
 
 def admitted(*, is_started: bool) -> Admit:
@@ -109,22 +109,22 @@ async def test_unstarted_sequences_come_with_the_next_command() -> None:
         for each in waiting:
             thread.send(each)
         assert thread._inbox.empty()
-        assert not engine.heard
+        assert not engine.received
         thread.send(Start("a"))
-        await has_heard(engine, 4)
-        assert engine.heard == [[*waiting, Start("a")]]
+        await has_received(engine, 4)
+        assert engine.received == [[*waiting, Start("a")]]
         thread.send(waiting[0])
         thread.send(Remove("b"))
-        await has_heard(engine, 6)
-        assert engine.heard[1] == [waiting[0], Remove("b")]
+        await has_received(engine, 6)
+        assert engine.received[1] == [waiting[0], Remove("b")]
 
 
 async def test_started_sequences_wait_for_no_other() -> None:
     engine = FakeEngine()
     async with running(engine) as thread:
         thread.send(started := admitted(is_started=True))
-        await has_heard(engine, 1)
-        assert engine.heard == [[started]]
+        await has_received(engine, 1)
+        assert engine.received == [[started]]
 
 
 async def test_a_step_begins_when_its_engine_has_whom_it_waited_for() -> None:
@@ -132,21 +132,21 @@ async def test_a_step_begins_when_its_engine_has_whom_it_waited_for() -> None:
     engine = FakeEngine(waits_for=3)
     async with running(engine) as thread:
         thread.send(Remove("a"))
-        await has_heard(engine, 1)
+        await has_received(engine, 1)
         thread.send(Remove("b"))
-        await has_heard(engine, 2)
+        await has_received(engine, 2)
         assert engine.at_steps == []
         thread.send(Remove("c"))
-        await has_heard(engine, 3)
+        await has_received(engine, 3)
     assert engine.at_steps == [3]
-    assert [one.key for outcome in engine.told for one in outcome.removed] == ["a", "b", "c"]
+    assert [one.key for outcome in engine.outcomes for one in outcome.removed] == ["a", "b", "c"]
 
 
 async def test_a_waiting_thread_can_be_stopped() -> None:
     engine = FakeEngine(waits_for=3)
     async with running(engine) as thread:
         thread.send(Remove("a"))
-        await has_heard(engine, 1)
+        await has_received(engine, 1)
     assert engine.at_steps == []
 
 
@@ -164,7 +164,7 @@ async def test_a_new_sequence_ends_a_pause() -> None:
         assert engine.num_ended == 0
         thread.send(Start("a"))
         await until(lambda: engine.num_ended > 0)
-        await has_heard(engine, 5)
+        await has_received(engine, 5)
 
 
 async def test_the_thread_does_not_pause_while_a_first_step_is_due() -> None:
@@ -178,7 +178,7 @@ async def test_the_thread_does_not_pause_while_a_first_step_is_due() -> None:
             return super().step()
 
         def yield_device(self, wait: Wait) -> None:
-            assert self.num_heard == 2
+            assert self.num_received == 2
             self.num_pauses += 1
 
     engine = Slow()

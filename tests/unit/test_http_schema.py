@@ -282,9 +282,12 @@ GOING_ON = {"stream": True, "request_id": "mine", "resume_token": "secret", "rec
 def test_received_tokens_of_a_broken_stream_arrive() -> None:
     assert chat(stream=True, request_id="mine").received is None
     assert chat(**GOING_ON).received == ()
-    told = [{"index": 1, "token_ids": [7, 8]}, {"index": 0, "token_ids": [], "finish_reason": None}]
+    running = [
+        {"index": 1, "token_ids": [7, 8]},
+        {"index": 0, "token_ids": [], "finish_reason": None},
+    ]
     ended = {"index": 2, "token_ids": [9], "finish_reason": "length"}
-    assert chat(**{**GOING_ON, "received": [*told, ended]}).received == (
+    assert chat(**{**GOING_ON, "received": [*running, ended]}).received == (
         Received(1, (7, 8)),
         Received(0),
         Received(2, (9,), FinishReason.LENGTH),
@@ -342,12 +345,12 @@ async def test_bodies_that_are_no_json_object_are_refused(body: bytes) -> None:
 def test_tools_and_calls_reach_the_chat_template() -> None:
     """As transformers' users write them: arguments are an object, except broken ones."""
     broken = {**CALL, "function": {"name": "f", "arguments": '{"x": '}}
-    said = [
+    messages = [
         *USER,
         {"role": "assistant", "tool_calls": [CALL, broken], "reasoning_content": "Hm"},
         {"role": "tool", "tool_call_id": "c1", "content": "2"},
     ]
-    request = chat(messages=said, tools=TOOLS, parallel_tool_calls=False)
+    request = chat(messages=messages, tools=TOOLS, parallel_tool_calls=False)
     _, assistant, tool = tuple(request.prompt)
     assert isinstance(assistant, ChatMessage)
     assert isinstance(tool, ChatMessage)

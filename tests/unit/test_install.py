@@ -34,14 +34,18 @@ def test_the_cpu_build_comes_from_pips_indexes_else_from_pytorchs_else_not_at_al
     pip, notes = tmp_path / "pip", tmp_path / "notes"
     pip.write_text(PIP)
     pip.chmod(0o755)
-    told = {
+    variables = {
         "PIP": str(pip),
         "PIP_NOTES": str(notes),
         "STATUS_OF_OWN_INDEXES": str(own),
         "STATUS_OF_PUBLIC_INDEX": str(public),
     }
     done = subprocess.run(
-        [SCRIPT, ".[worker]"], env=os.environ | told, capture_output=True, text=True, check=True
+        [SCRIPT, ".[worker]"],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert notes.read_text().splitlines() == commands
     assert ("its default build is" in done.stdout) == (own == public == 1)

@@ -66,7 +66,7 @@ def pool(tmp_path: Path) -> PoolDirectory:
     return directory
 
 
-def test_what_stands_in_the_way_of_the_reaper(pool: PoolDirectory) -> None:
+def test_obstacles_to_reaping(pool: PoolDirectory) -> None:
     processes, nvml = FakeProcesses(), FakeNvml()
     liveness = Liveness(processes, nvml)
 

@@ -196,7 +196,7 @@ async def test_a_commit_is_all_or_nothing(store: BlockStore) -> None:
     assert await store.match("pool", (A,)) == 0
 
 
-async def test_a_shared_block_is_committed_by_whoever_holds_it(store: BlockStore) -> None:
+async def test_any_holder_commits_a_shared_block(store: BlockStore) -> None:
     await allocate(store, "a", 1)
     await store.commit("pool", "a", 1, [(0, A)])
     await allocate(store, "b", 2, (A,))

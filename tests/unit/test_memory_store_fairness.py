@@ -51,7 +51,7 @@ async def num_waiters(store: BlockStore) -> int:
     return (await store.stats("pool")).num_waiters
 
 
-async def test_a_later_one_does_not_overtake(store: BlockStore) -> None:
+async def test_a_later_request_does_not_overtake(store: BlockStore) -> None:
     """b would fit, but a came first; both wait until a is served."""
     await store.allocate("pool", "x", "v", 1, [], 8)
     with pytest.raises(OutOfBlocks):
@@ -68,7 +68,7 @@ async def test_a_later_one_does_not_overtake(store: BlockStore) -> None:
     assert await num_waiters(store) == 0
 
 
-async def test_an_earlier_one_goes_past_a_later_waiter(store: BlockStore) -> None:
+async def test_an_earlier_request_passes_a_later_waiter(store: BlockStore) -> None:
     await store.allocate("pool", "x", "v", 1, [], 8)
     with pytest.raises(OutOfBlocks):
         await store.allocate("pool", "late", "v", 9, [], 4)
@@ -76,7 +76,7 @@ async def test_an_earlier_one_goes_past_a_later_waiter(store: BlockStore) -> Non
     assert (await store.allocate("pool", "urgent", "w", 2, [], 2)).block_ids == (8, 9)
 
 
-async def test_equals_do_not_wait_for_each_other(store: BlockStore) -> None:
+async def test_requests_of_equal_order_do_not_wait_for_each_other(store: BlockStore) -> None:
     """Two attempts of one request have the same order: the new one does not wait for the old
     one."""
     await store.allocate("pool", "x", "v", 1, [], 8)
@@ -131,7 +131,7 @@ async def test_urgent_waiters_without_end_delay_a_default_one_by_less_than_a_min
     await store.allocate("pool", "default", "w", queue_order(0, 1), [], 11)
 
 
-async def test_a_fenced_or_dead_worker_holds_nobody_up(store: BlockStore) -> None:
+async def test_waiters_of_a_fenced_or_dead_worker_delay_no_request(store: BlockStore) -> None:
     await store.allocate("pool", "x", "v", 1, [], 8)
     for worker_id, end in (("v", store.fence), ("w", store.reap)):
         with pytest.raises(OutOfBlocks):
@@ -194,7 +194,7 @@ async def test_growth_is_all_or_nothing_for_each(store: BlockStore) -> None:
     assert answer.grown == (Grown("a", (), "OUT_OF_BLOCKS"), Grown("b", (9,)))
 
 
-async def test_the_last_in_order_gives_way_whoever_runs_it(full: BlockStore) -> None:
+async def test_the_last_in_order_is_preempted_whichever_worker_runs_it(full: BlockStore) -> None:
     """w is short; v reads in its heartbeat that `last` must be preempted. There is one demand at a
     time."""
     answer = await full.extend("pool", "w", [Growth("middle", 1, 4, 5)])
@@ -212,7 +212,7 @@ async def test_the_last_in_order_gives_way_whoever_runs_it(full: BlockStore) -> 
     assert answer.grown == (Grown("middle", (8,)),)
 
 
-async def test_the_last_one_itself_goes_if_it_is_short(full: BlockStore) -> None:
+async def test_the_last_holder_preempts_itself_if_it_lacks_blocks(full: BlockStore) -> None:
     assert (await full.extend("pool", "v", [Growth("last", 1, 3, 4)])).demands == ("last",)
 
 
@@ -249,7 +249,7 @@ async def test_fenced_workers_are_neither_asked_nor_waited_for(full: BlockStore)
     assert victim.holder_id == "middle"
 
 
-async def test_equal_orders_go_by_holder_id(store: BlockStore) -> None:
+async def test_equal_orders_are_ordered_by_holder_id(store: BlockStore) -> None:
     for holder_id in ("b", "c", "a"):
         await store.allocate("pool", holder_id, "v", 1, [], 1)
 
@@ -286,7 +286,7 @@ async def test_a_returning_holder_without_room_waits_once(full: BlockStore) -> N
     assert await num_waiters(full) == 1
 
 
-async def test_a_place_that_nobody_comes_back_to_is_withdrawn(full: BlockStore) -> None:
+async def test_the_wait_of_a_released_request_can_be_withdrawn(full: BlockStore) -> None:
     """By its worker; or with the worker, by a fence or when it is reaped."""
     await full.release("pool", "last", 1, comes_back=True)
     await full.release("pool", "last", 1, comes_back=True)
@@ -300,7 +300,7 @@ async def test_a_place_that_nobody_comes_back_to_is_withdrawn(full: BlockStore) 
     assert await num_waiters(full) == 0
 
 
-async def test_an_equal_place_of_somebody_else_stays(full: BlockStore) -> None:
+async def test_a_wait_of_another_holder_with_equal_order_stays(full: BlockStore) -> None:
     """Only the preempted holder is replaced by its successor."""
     with pytest.raises(OutOfBlocks):
         await full.allocate("pool", "a", "v", 4, [], 1)

@@ -97,7 +97,7 @@ async def test_epochs_to_come_are_stale_too(store: BlockStore) -> None:
     await assert_stale(store, 3)
 
 
-async def test_all_calls_may_be_sent_again(store: BlockStore) -> None:
+async def test_every_call_may_be_sent_again(store: BlockStore) -> None:
     """Each reply was lost once: the second answer equals the first, and nothing happened twice."""
     again = [await store.allocate("pool", "b", "p", 2, [], 2) for _ in range(2)]
     assert again == [Allocation("b", 1, (3, 4), 0)] * 2

@@ -163,11 +163,11 @@ async def test_a_pool_at_another_ledger_epoch_is_in_the_way(store: BlockStore) -
 
 
 @pytest.mark.parametrize("issuer_first", [True, False])
-async def test_the_claimer_of_a_ticket_is_believed(store: BlockStore, issuer_first: bool) -> None:
+async def test_the_report_of_the_claimer_counts(store: BlockStore, issuer_first: bool) -> None:
     """The issuer may not know of the claim yet."""
     claimed = Asserted("r", 3, 2, 2, (0, 1, 3, 5))
-    said = [("v", AT_REST), ("w", claimed)]
-    for worker, holder in said if issuer_first else reversed(said):
+    reports = [("v", AT_REST), ("w", claimed)]
+    for worker, holder in reports if issuer_first else reversed(reports):
         await store.reassert(POOL, worker, [holder], [])
     await finish(store)
     assert await store.holders("pool") == (HolderInfo("r", 3, "w", 2, 4),)
@@ -214,7 +214,7 @@ async def test_blocks_that_a_stuck_worker_may_write_are_not_reused(store: BlockS
     await store.reassert(POOL, "v", [RUNNING], [])
     await store.fence("pool", "w")
     assert (await store.stats("pool")).missing_worker_ids == ()
-    await refused(store.reopen("pool"))  # nobody has said what is in the blocks
+    await refused(store.reopen("pool"))  # nobody has reported what is in the blocks
     with pytest.raises(WorkerFenced):
         await store.reassert(POOL, "w", [AT_REST], [])
     await finish(store)

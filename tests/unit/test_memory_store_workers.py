@@ -123,7 +123,7 @@ async def test_reaping_restores_conservation(store: BlockStore) -> None:
     assert (await store.allocate("pool", "c", "w", 4, [], 3)).block_ids == (2, 3, 5)
 
 
-async def test_the_dead_stay_dead(store: BlockStore, clock: Clock) -> None:
+async def test_a_reaped_worker_cannot_join_again(store: BlockStore, clock: Clock) -> None:
     """An operation that a dead worker sent arrives after it was reaped: it has no effect."""
     await store.reap("pool", "v")
     for attempt in (

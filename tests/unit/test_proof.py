@@ -121,7 +121,7 @@ class Call:
         return self._peer
 
 
-async def test_a_host_that_knocks_on_and_on_is_logged_once_a_minute() -> None:
+async def test_repeated_refusals_of_a_host_are_logged_once_a_minute() -> None:
     clock = Clock()
     guard = Guard(KEY, "decode-1", clock)
 
@@ -135,8 +135,8 @@ async def test_a_host_that_knocks_on_and_on_is_logged_once_a_minute() -> None:
         await fail_from("10.0.0.2", 1)
         clock.now += 61
         await fail_from("10.0.0.1", 2)
-    told = [(line["peer"], line["num_refused"]) for line in lines]
-    assert told == [
+    logged = [(line["peer"], line["num_refused"]) for line in lines]
+    assert logged == [
         ("ipv4:10.0.0.1:40000", 1),
         ("ipv4:10.0.0.2:40000", 1),
         ("ipv4:10.0.0.1:40000", 100),

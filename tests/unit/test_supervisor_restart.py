@@ -29,7 +29,7 @@ def test_a_failure_repeated_at_once_is_final() -> None:
     assert verdicts == [False, True]
 
 
-def test_a_reason_is_enough() -> None:
+def test_a_failure_with_a_reason_is_final() -> None:
     """The service itself has waited for what was missing."""
     restarts = Restarts()
     restarts.delay_after(NO_MEMORY)
@@ -50,7 +50,7 @@ def test_a_slow_start_that_fails_counts_too() -> None:
     assert restarts.hopeless
 
 
-def test_having_lived_forgives() -> None:
+def test_a_long_run_resets_the_restart_delay() -> None:
     restarts = Restarts()
     for ended in (CRASHED, CRASHED, KILLED, CRASHED):
         delay_s = restarts.delay_after(ended)
@@ -58,7 +58,7 @@ def test_having_lived_forgives() -> None:
     assert not restarts.hopeless
 
 
-def test_an_exit_reads_well() -> None:
+def test_an_exit_is_described() -> None:
     assert str(NO_MEMORY) == "status 2: error: 3 GiB are not there"
     assert str(KILLED) == "killed by signal 9"
     assert str(Exit(1, 1.0, '{"event": "service_failed"}')) == "status 1"

@@ -152,20 +152,22 @@ def test_a_setting_that_nobody_asked_for_is_left_to_the_service() -> None:
 
 
 def test_workers_divide_the_cpus_unless_their_threads_are_given() -> None:
-    for asked, said in [
+    for asked, expected in [
         (options(), {}),
         (options(cpus="0-3"), {"QUIRE_DECODE_CPUS": "0-3"}),
         (options(threads=5), {"QUIRE_DECODE_THREADS": "5"}),
     ]:
         (decode,) = (s for s in services(asked) if s.name == "decode-1")
         names = {"QUIRE_DECODE_CPUS", "QUIRE_DECODE_THREADS"}
-        assert {name: decode.environment[name] for name in names & set(decode.environment)} == said
+        assert {
+            name: decode.environment[name] for name in names & set(decode.environment)
+        } == expected
 
 
 def test_services_know_how_long_they_are_waited_for() -> None:
     for spec in services(options()):
-        (told,) = (v for name, v in spec.environment.items() if name.endswith("_STOP_GRACE_S"))
-        assert float(told) < supervisor.GRACE_S
+        (grace_s,) = (v for name, v in spec.environment.items() if name.endswith("_STOP_GRACE_S"))
+        assert float(grace_s) < supervisor.GRACE_S
 
 
 def test_the_name_of_the_pipe_is_the_one_that_services_read() -> None:

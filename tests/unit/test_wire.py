@@ -349,9 +349,9 @@ def logprobs(draw: st.DrawFn) -> Logprobs:
 
 @no_deadline
 @given(logprobs())
-def test_logprobs_come_back(told: Logprobs) -> None:
-    message = LogprobsMessage.FromString(logprobs_to_wire(told).SerializeToString())
-    assert logprobs_from_wire(message) == told
+def test_logprobs_come_back(logprobs: Logprobs) -> None:
+    message = LogprobsMessage.FromString(logprobs_to_wire(logprobs).SerializeToString())
+    assert logprobs_from_wire(message) == logprobs
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ async def test_a_lost_store_is_replaced_once_however_many_notice() -> None:
 
 
 @pytest.mark.usefixtures("limit")
-async def test_every_round_is_on_the_connection_of_the_moment() -> None:
+async def test_every_round_uses_the_current_connection() -> None:
     """A closed registry answers only that it is closed: a manager that kept it would stay
     unknown."""
     servers, first = Servers(), connection()
@@ -100,7 +100,7 @@ async def test_every_round_is_on_the_connection_of_the_moment() -> None:
     announcing.cancel()
 
 
-async def test_other_errors_are_ours_and_end_the_loop() -> None:
+async def test_unexpected_errors_end_the_loop() -> None:
     async def action(_: Connection) -> None:
         raise ZeroDivisionError
 
@@ -120,7 +120,7 @@ def test_a_lasting_fault_is_overdue_at_the_limit() -> None:
     assert overdue.check(["a", "b"]) == {"a", "b"}
 
 
-def test_a_fault_that_was_gone_once_starts_anew() -> None:
+def test_a_success_resets_the_time_of_a_fault() -> None:
     clock = Clock()
     overdue = GraceTimer[str](3.0, clock)
     overdue.check(["a"])

@@ -309,7 +309,7 @@ async def test_the_last_worker_of_a_role_stays_unless_the_operator_insists(serve
     assert worker.drains == 1
 
 
-async def test_a_fenced_worker_serves_nobody_and_counts_for_nobody(served: Served) -> None:
+async def test_a_fenced_worker_does_not_count_as_serving(served: Served) -> None:
     await start(served, "decode")
     await served.store.register_pool(SPEC)
     await served.store.register_worker(SPEC, "decode-idle")
@@ -338,7 +338,7 @@ async def test_of_two_drains_at_once_that_leave_nobody_one_is_refused(served: Se
     assert sorted(worker.drains for worker in workers) == [0, 1]
 
 
-async def test_a_worker_is_not_told_to_drain_by_who_has_another_secret(served: Served) -> None:
+async def test_a_worker_refuses_a_drain_signed_with_another_secret(served: Served) -> None:
     """The worker's own guard receives neither hello nor drain."""
     worker = await start(served, "decode")
     (member,) = [m for m in await served.registry.members() if m.member_id == "decode-1"]
@@ -347,7 +347,7 @@ async def test_a_worker_is_not_told_to_drain_by_who_has_another_secret(served: S
     assert (worker.hello, worker.drains) == (None, 0)
 
 
-async def test_a_process_at_a_workers_address_hears_no_drain(served: Served) -> None:
+async def test_a_process_without_the_secret_gets_no_drain(served: Served) -> None:
     """The process answers the hello, but not the proof."""
     worker = DrainableDecode(decode_pb2, "decode", "decode-1")
     server = RpcServer()

@@ -75,7 +75,7 @@ async def test_the_best_come_at_the_end(harness: GatewayHarness, workers: Any) -
 
 
 @pytest.mark.parametrize("best_of", [None, NUM_BEST])
-async def test_where_nothing_is_chosen_nothing_is_asked_for(
+async def test_without_best_of_no_logprobs_are_requested(
     harness: GatewayHarness, workers: Any, best_of: int | None
 ) -> None:
     """Samples stream with their own indices, and no worker computes a logprob."""
@@ -151,7 +151,9 @@ async def test_best_of_moves_from_a_worker_that_leaves(make_harness: Any) -> Non
     assert len(prefill.submitted) == 1
 
 
-async def test_cancelled_it_lets_go_of_everything(harness: GatewayHarness, workers: Any) -> None:
+async def test_a_cancelled_best_of_releases_everything(
+    harness: GatewayHarness, workers: Any
+) -> None:
     decode = workers[1]
     call = await half_way(harness, decode)
     await call.cancel()
@@ -277,7 +279,7 @@ async def test_more_logprobs_than_a_message_holds_are_refused(
     await Call(harness.gateway, asked(sampling={"n": NUM, "logprobs": 2})).result()
 
 
-async def test_half_of_one_of_the_best_is_nothing_that_anybody_has(
+async def test_a_resume_with_a_part_of_a_best_sample_is_refused(
     harness: GatewayHarness, workers: Any
 ) -> None:
     received = (Received(0, tuple(BEST[0][:4])),)

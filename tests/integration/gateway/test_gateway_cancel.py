@@ -16,7 +16,7 @@ DRAINING = worker_pb2.Requeue.REASON_DRAINING
 STALE = worker_pb2.Requeue.REASON_STALE_TICKET
 
 
-async def test_cancelled_while_it_waits(make_harness: Any) -> None:
+async def test_a_cancelled_request_leaves_the_queue(make_harness: Any) -> None:
     decode = FakeDecode(num_slots=1)
     prefill = FakePrefill()
     harness = await make_harness(prefill, decode)
@@ -32,7 +32,7 @@ async def test_cancelled_while_it_waits(make_harness: Any) -> None:
     assert submitted == ["r1", "r3"]
 
 
-async def test_cancelled_in_prefill_both_workers_hear_of_it(make_harness: Any) -> None:
+async def test_a_cancel_in_prefill_aborts_at_both_workers(make_harness: Any) -> None:
     prefill, decode = FakePrefill(), FakeDecode()
     harness = await make_harness(prefill, decode)
     prefill.holds = True
@@ -45,7 +45,7 @@ async def test_cancelled_in_prefill_both_workers_hear_of_it(make_harness: Any) -
     assert [admit.ticket.request_id for admit in decode.commands(decode_pb2.Admit)] == ["r2"]
 
 
-async def test_cancelled_before_its_ticket_is_claimed_the_issuer_hears_too(
+async def test_a_cancel_before_the_claim_aborts_at_the_issuer_too(
     make_harness: Any,
 ) -> None:
     prefill, decode = FakePrefill(), FakeDecode()
@@ -57,7 +57,7 @@ async def test_cancelled_before_its_ticket_is_claimed_the_issuer_hears_too(
     await until(lambda: prefill.aborted == [("r1", 1)] and decode.aborted == [("r1", 1)])
 
 
-async def test_cancelled_while_decoding_the_decode_worker_hears_of_it(make_harness: Any) -> None:
+async def test_a_cancel_while_decoding_aborts_at_the_decode_worker(make_harness: Any) -> None:
     prefill, decode = FakePrefill(), FakeDecode()
     harness = await make_harness(prefill, decode)
     decode.pause_after = 4
@@ -69,7 +69,9 @@ async def test_cancelled_while_decoding_the_decode_worker_hears_of_it(make_harne
     assert prefill.aborted == [("r1", 1)]  # at the first token: its ticket was claimed
 
 
-async def test_an_id_may_be_used_again_before_the_workers_have_let_go(make_harness: Any) -> None:
+async def test_an_id_may_be_used_again_before_the_workers_have_released_it(
+    make_harness: Any,
+) -> None:
     """For the workers, a retry with the same id is another attempt, although it is the first
     attempt of its request. Their events about the old request do not reach it."""
     prefill, decode = FakePrefill(), FakeDecode()

@@ -71,7 +71,7 @@ async def underway(at: Partitioned) -> Call:
     return call
 
 
-async def test_a_slow_connection_is_slow_and_nothing_else(partitioned: Partitioned) -> None:
+async def test_a_slow_connection_only_delays_requests(partitioned: Partitioned) -> None:
     for proxy in partitioned.proxies:
         proxy.delay_s = 0.02
     call = Call(partitioned.harness.gateway, asked())
@@ -106,7 +106,7 @@ async def test_a_half_open_connection_is_given_up(partitioned: Partitioned) -> N
     assert again.tokens == expected(PROMPT, 8)
 
 
-async def test_a_worker_that_cannot_be_reached_is_none(partitioned: Partitioned) -> None:
+async def test_an_unreachable_worker_gets_no_request(partitioned: Partitioned) -> None:
     await partitioned.proxies[0].close()
     await until(lambda: partitioned.harness.connected() == {"prefill-1", "decode-2"})
     call = Call(partitioned.harness.gateway, asked())
@@ -114,7 +114,7 @@ async def test_a_worker_that_cannot_be_reached_is_none(partitioned: Partitioned)
     assert call.tokens == expected(PROMPT, 8)
 
 
-async def test_a_client_leaves_a_gateway_that_it_hears_nothing_of(
+async def test_a_client_leaves_a_gateway_that_is_silent(
     make_harness: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The connection between client and gateway is half-open: keepalive ends the call, and the
@@ -138,7 +138,7 @@ async def test_a_client_leaves_a_gateway_that_it_hears_nothing_of(
     assert tokens == expected(PROMPT, 8)
 
 
-async def test_a_gateway_ends_what_a_vanished_client_left(
+async def test_a_gateway_cancels_requests_of_a_vanished_client(
     make_harness: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing tells the gateway that the client is gone; its keepalive finds out."""

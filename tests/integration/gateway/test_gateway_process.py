@@ -246,7 +246,7 @@ async def test_a_misspelt_setting_is_told_and_it_does_not_start(short_path: Path
     assert b"did you mean QUIRE_GATEWAY_MAX_WAITING?" in stderr
 
 
-async def test_operations_are_served_where_operators_are_and_nowhere_else(
+async def test_operations_are_served_at_the_operations_address_only(
     stack: AsyncExitStack, valkey: Any, short_path: Path
 ) -> None:
     """There is no block manager: the operations' relay says so, and the public port has no such
@@ -278,7 +278,7 @@ async def services_at(channel: aio.Channel) -> set[str]:
     return {name for name in names if name.startswith("quire.")}
 
 
-async def test_idle_connections_leave_both_doors_open(
+async def test_idle_connections_leave_grpc_and_http_open(
     stack: AsyncExitStack, valkey: Any, model_dir: Path, short_path: Path
 ) -> None:
     """There are more connections than the process may have open files. HTTP serves them, gRPC

@@ -167,7 +167,7 @@ async def test_held_back_text_comes_once(two: Two, client: AsyncClient, workers:
     assert reader.tokens == expected(PROMPT, 6)
 
 
-async def test_a_gateway_of_the_same_name_may_come_back(two: Two, workers: Any) -> None:
+async def test_a_restarted_gateway_may_use_its_old_name(two: Two, workers: Any) -> None:
     decode = workers[1]
     decode.pause_after = 3
     async with AsyncClient(two.proxies[0].address) as client:
@@ -181,7 +181,7 @@ async def test_a_gateway_of_the_same_name_may_come_back(two: Two, workers: Any) 
     assert (reader.tokens, reader.text) == (expected(PROMPT, 8), TEXT)
 
 
-async def test_when_nobody_is_left_the_client_is_told(two: Two, workers: Any) -> None:
+async def test_a_client_gets_an_error_when_no_gateway_is_left(two: Two, workers: Any) -> None:
     workers[1].pause_after = 3
     async with AsyncClient(two.address, resume_window_s=0.2) as client:
         reader = Reader(client)

@@ -144,7 +144,7 @@ async def test_requests_at_a_worker_without_its_store_go_elsewhere(
     assert len(other.submitted) == 1 + (not begun)
 
 
-async def test_where_no_store_answers_everybody_stays(make_harness: Any) -> None:
+async def test_requests_stay_when_no_store_answers(make_harness: Any) -> None:
     workers = FakePrefill("prefill-1"), FakePrefill("prefill-2")
     harness = await make_harness(*workers, FakeDecode())
     for worker in workers:

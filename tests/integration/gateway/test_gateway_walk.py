@@ -238,7 +238,7 @@ async def test_a_refused_reservation_goes_to_the_next_worker(make_harness: Any) 
     assert len(free.commands(decode_pb2.Admit)) == 1
 
 
-async def test_a_worker_that_does_not_answer_holds_nobody_up(make_harness: Any) -> None:
+async def test_a_worker_that_does_not_answer_delays_no_other_request(make_harness: Any) -> None:
     silent, free = FakeDecode("decode-1", num_slots=8), FakeDecode("decode-2", num_slots=4)
     silent.answers_reservations = False
     harness = await make_harness(FakePrefill(), silent, free, reserve_timeout_s=0.05)

@@ -226,7 +226,7 @@ async def test_bodies_take_a_bounded_amount_of_memory(generator: FakeGenerator) 
 # Connections
 
 
-async def test_idle_connections_keep_nobody_out(generator: FakeGenerator) -> None:
+async def test_idle_connections_do_not_keep_clients_out(generator: FakeGenerator) -> None:
     """At the limit, a new connection replaces the one that was idle longest."""
     async with serving(generator, max_connections=4) as port, AsyncExitStack() as stack:
         opened = [await stack.enter_async_context(connected(port)) for _ in range(4)]

@@ -283,7 +283,7 @@ async def test_lost_memory_ends_its_workers_and_is_never_joined_again(joined: Jo
     assert second.spec.pool_id != first.spec.pool_id
 
 
-async def test_memory_that_nobody_has_is_a_new_pool(joined: Join, tmp_path: Path) -> None:
+async def test_a_pool_without_memory_is_replaced(joined: Join, tmp_path: Path) -> None:
     """All workers and the keeper have died."""
     async with keeping(tmp_path):
         first = await joined("prefill-1")
@@ -306,7 +306,9 @@ async def test_a_recovery_waits_for_workers_that_are_not_reaped(
     assert stats.missing_worker_ids == ("decode-1", "prefill-1")
 
 
-async def test_hostile_messages_harm_nobody(joined: Join, keeper: Keeper, tmp_path: Path) -> None:
+async def test_hostile_messages_do_not_harm_the_keeper(
+    joined: Join, keeper: Keeper, tmp_path: Path
+) -> None:
     def ask(registration: client.Registration, *fds: int) -> str:
         with pytest.raises(client.KeeperRefusal) as refused:
             client._exchange(tmp_path, registration, fds)

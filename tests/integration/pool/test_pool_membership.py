@@ -76,7 +76,7 @@ async def test_a_colder_pool_is_a_pool_beside_the_one_whose_blocks_it_takes(
     assert [directory.pool_id for directory in pool_directories(tmp_path)] == [first.spec.pool_id]
 
 
-async def test_the_last_one_out_takes_the_pool_away(
+async def test_the_last_worker_that_leaves_removes_the_pool(
     joined: Join, store: MemoryStore, tmp_path: Path
 ) -> None:
     first, second = await joined("prefill-1"), await joined("decode-1")
@@ -90,7 +90,7 @@ async def test_the_last_one_out_takes_the_pool_away(
     assert names(tmp_path) == ["host.lock"]
 
 
-async def test_many_who_join_at_once_make_one_pool(joined: Join, tmp_path: Path) -> None:
+async def test_workers_that_join_at_once_make_one_pool(joined: Join, tmp_path: Path) -> None:
     members = await asyncio.gather(*(joined(f"decode-{number}") for number in range(8)))
     assert len({member.spec.pool_id for member in members}) == 1
     assert len(pool_directories(tmp_path)) == 1

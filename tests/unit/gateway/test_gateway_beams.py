@@ -253,7 +253,7 @@ def test_received_hypotheses_are_complete() -> None:
         check_received(replace(request, received=(half,)), MAX_TOKENS, 0.0, 256)
 
 
-async def test_half_an_answer_is_no_answer_of_a_prefill_worker() -> None:
+async def test_an_incomplete_answer_of_a_prefill_worker_is_refused() -> None:
     walk = searching()
     assert await walk.reserve()
     over = replace(walk.start(), sequences=())

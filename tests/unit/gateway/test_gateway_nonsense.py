@@ -23,7 +23,7 @@ from .walk import MAX_TOKENS, Walk, expected, generated
     ],
     ids=["none", "not in the vocabulary", "the last, and no end", "more than asked for"],
 )
-async def test_tokens_that_cannot_be_are_not_the_clients(
+async def test_impossible_tokens_never_reach_the_client(
     tokens: list[int], finish: FinishReason | None
 ) -> None:
     walk = Walk()

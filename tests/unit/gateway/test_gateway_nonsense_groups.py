@@ -58,7 +58,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("corrupt", WRONG.values(), ids=WRONG.keys())
-async def test_a_wrong_answer_to_a_group_is_nobodys(corrupt: object) -> None:
+async def test_a_wrong_answer_to_a_group_is_dropped(corrupt: object) -> None:
     walk = Walk(num_sequences=2)
     assert await walk.reserve()
     event = walk.prefilled(walk.start())

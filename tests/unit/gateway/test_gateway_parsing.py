@@ -128,7 +128,7 @@ def test_each_format_has_its_calls(form: str, text: str, expected: list[Part]) -
         ("openai", "Hello."),
     ],
 )
-def test_text_that_is_no_call_is_content(form: str, text: str) -> None:
+def test_text_without_a_call_is_content(form: str, text: str) -> None:
     assert parse(CallFormat(form), text) == [Content(text)]
 
 

@@ -117,16 +117,16 @@ async def test_a_worker_that_is_lost_while_it_is_asked_has_not_granted() -> None
 
 async def test_events_at_the_wrong_time_or_of_others_are_dropped() -> None:
     walk = Walk()
-    stranger = ScriptedWorker("stranger")
+    other = ScriptedWorker("other")
     assert await walk.reserve()
     ticket = walk.start()
     dropped: list[tuple[Worker, RequestEvent]] = [
         (walk.decode, generated(walk, 5)),  # not admitted yet
         (walk.decode, Reserved("r1", 1, granted=False)),  # answered before
         (walk.decode, walk.prefilled(ticket)),  # not the one that has it
-        (stranger, walk.prefilled(ticket)),
-        (stranger, Requeued("r1", 1, RequeueReason.PREEMPTED)),
-        (stranger, Failed("r1", 1, "kv_corrupt", "no")),
+        (other, walk.prefilled(ticket)),
+        (other, Requeued("r1", 1, RequeueReason.PREEMPTED)),
+        (other, Failed("r1", 1, "kv_corrupt", "no")),
         (walk.prefill, Requeued("r1", 2, RequeueReason.PREEMPTED)),  # another attempt
     ]
     for sender, event in dropped:
@@ -134,7 +134,7 @@ async def test_events_at_the_wrong_time_or_of_others_are_dropped() -> None:
     assert walk.lifecycle.status is RequestStatus.PREFILLING
     walk.on_event(walk.prefill, walk.prefilled(ticket))
     walk.on_event(walk.prefill, walk.prefilled(ticket))  # said twice
-    walk.on_event(stranger, generated(walk, 5))  # not the one that runs it
+    walk.on_event(other, generated(walk, 5))  # not the one that runs it
     walk.on_event(walk.prefill, generated(walk, 5))
     walk.lifecycle.close()
     assert await walk.tokens() == expected(1)

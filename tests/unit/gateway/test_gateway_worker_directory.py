@@ -13,7 +13,7 @@ from blockstore.registry import Member, Role
 from services.common.errors import StartupError
 from services.gateway.change_notifier import ChangeNotifier
 from services.gateway.intake.catalog import Model
-from services.gateway.workers import directory as fleets
+from services.gateway.workers import directory as directory_module
 from services.gateway.workers.directory import WorkerDirectory
 from services.gateway.workers.worker import Worker
 
@@ -32,7 +32,7 @@ class FakeConnection:
         self.closed = True
 
 
-class Harbour:
+class DirectorySetup:
     """A directory on a store with two pools, `a` and `b`; the model directory `bad` is broken."""
 
     def __init__(self) -> None:
@@ -62,11 +62,11 @@ class Harbour:
 
 
 @pytest.fixture
-async def harbour() -> Harbour:
-    harbour = Harbour()
+async def setup() -> DirectorySetup:
+    setup = DirectorySetup()
     for pool_id, model in (("a", "one"), ("b", "two")):
-        await harbour.store.register_pool(PoolSpec(pool_id, model, "f", 64, 16, 1))
-    return harbour
+        await setup.store.register_pool(PoolSpec(pool_id, model, "f", 64, 16, 1))
+    return setup
 
 
 def member(worker_id: str, role: Role, pool_id: str = "a", model: str = "one") -> Member:
@@ -77,81 +77,81 @@ def member(worker_id: str, role: Role, pool_id: str = "a", model: str = "one") -
     )
 
 
-async def test_a_model_is_served_by_pools_with_workers_of_each_kind(harbour: Harbour) -> None:
-    await harbour.announce(member("p1", "prefill"), member("d2", "decode", "b", "two"))
-    assert harbour.directory.model_names() == ("one", "two")
-    assert not harbour.directory.ready()
-    assert harbour.directory.complete_pools("one") == ()
-    await harbour.announce(replace(member("d1", "decode"), max_model_len=2048))
-    assert harbour.directory.ready()
-    (pool,) = harbour.directory.complete_pools("one")
+async def test_a_model_is_served_by_pools_with_workers_of_each_kind(setup: DirectorySetup) -> None:
+    await setup.announce(member("p1", "prefill"), member("d2", "decode", "b", "two"))
+    assert setup.directory.model_names() == ("one", "two")
+    assert not setup.directory.ready()
+    assert setup.directory.complete_pools("one") == ()
+    await setup.announce(replace(member("d1", "decode"), max_model_len=2048))
+    assert setup.directory.ready()
+    (pool,) = setup.directory.complete_pools("one")
     assert (pool.spec.pool_id, [w.id for w in pool.prefill]) == ("a", ["p1"])
-    served = harbour.directory.served("one")
+    served = setup.directory.served("one")
     assert served is not None
     assert served.max_model_len == 2048
     assert served.max_slots == 16
-    assert harbour.directory.served("three") is None
+    assert setup.directory.served("three") is None
 
 
-async def test_a_model_is_read_once_for_all_its_workers(harbour: Harbour) -> None:
-    await harbour.announce(member("p1", "prefill"), member("d1", "decode"))
-    await harbour.directory.refresh()
-    assert harbour.num_loads == 1
+async def test_a_model_is_read_once_for_all_its_workers(setup: DirectorySetup) -> None:
+    await setup.announce(member("p1", "prefill"), member("d1", "decode"))
+    await setup.directory.refresh()
+    assert setup.num_loads == 1
 
 
-async def test_a_worker_that_leaves_the_registry_is_disconnected_and_announced(
-    harbour: Harbour,
+async def test_a_worker_that_leaves_the_registry_is_disconnected(
+    setup: DirectorySetup,
 ) -> None:
-    await harbour.announce(member("p1", "prefill"), member("d1", "decode"))
-    heard = harbour.changes.num_changes
-    harbour.connections["d1"].worker.connected = False
-    await harbour.registry.withdraw("d1")
-    await harbour.directory.refresh()
-    assert harbour.connections["d1"].closed
-    assert not harbour.directory.ready()
-    assert harbour.changes.num_changes > heard
+    await setup.announce(member("p1", "prefill"), member("d1", "decode"))
+    num_changes = setup.changes.num_changes
+    setup.connections["d1"].worker.connected = False
+    await setup.registry.withdraw("d1")
+    await setup.directory.refresh()
+    assert setup.connections["d1"].closed
+    assert not setup.directory.ready()
+    assert setup.changes.num_changes > num_changes
 
 
-async def test_a_registry_that_was_lost_costs_nobody_its_connection(harbour: Harbour) -> None:
+async def test_a_registry_that_was_lost_costs_nobody_its_connection(setup: DirectorySetup) -> None:
     """Workers enter themselves again; one that does not within 5 s has left."""
-    await harbour.announce(member("p1", "prefill"), member("d1", "decode"))
+    await setup.announce(member("p1", "prefill"), member("d1", "decode"))
     for worker_id in ("p1", "d1"):
-        await harbour.registry.withdraw(worker_id)
-    await harbour.directory.refresh()
-    assert harbour.directory.ready()
-    harbour.now_s += 3.0
-    await harbour.announce(member("p1", "prefill"))
-    harbour.now_s += 3.0
-    await harbour.directory.refresh()
-    assert harbour.connections["d1"].closed
-    assert not harbour.connections["p1"].closed
+        await setup.registry.withdraw(worker_id)
+    await setup.directory.refresh()
+    assert setup.directory.ready()
+    setup.now_s += 3.0
+    await setup.announce(member("p1", "prefill"))
+    setup.now_s += 3.0
+    await setup.directory.refresh()
+    assert setup.connections["d1"].closed
+    assert not setup.connections["p1"].closed
 
 
 async def test_a_starting_worker_is_left_alone_and_a_draining_one_gets_nothing(
-    harbour: Harbour,
+    setup: DirectorySetup,
 ) -> None:
-    await harbour.announce(replace(member("p1", "prefill"), state="starting"))
-    assert not harbour.connections
-    await harbour.announce(member("p1", "prefill"), member("d1", "decode"))
-    assert harbour.directory.ready()
-    await harbour.announce(replace(member("d1", "decode"), state="draining"))
-    assert not harbour.directory.ready()
-    assert not harbour.connections["d1"].closed
+    await setup.announce(replace(member("p1", "prefill"), state="starting"))
+    assert not setup.connections
+    await setup.announce(member("p1", "prefill"), member("d1", "decode"))
+    assert setup.directory.ready()
+    await setup.announce(replace(member("d1", "decode"), state="draining"))
+    assert not setup.directory.ready()
+    assert not setup.connections["d1"].closed
 
 
-async def test_a_model_is_read_while_its_workers_start(harbour: Harbour) -> None:
+async def test_a_model_is_read_while_its_workers_start(setup: DirectorySetup) -> None:
     starting = replace(member("p1", "prefill"), state="starting", pool_id="")
     broken = replace(member("p2", "prefill"), state="starting", model_dir="bad")
-    await harbour.announce(starting)
-    assert harbour.num_loads == 1
-    await harbour.announce(member("p1", "prefill"), member("d1", "decode"), broken)
-    assert harbour.num_loads == 2
-    assert set(harbour.connections) == {"p1", "d1"}
-    assert harbour.directory.ready()
+    await setup.announce(starting)
+    assert setup.num_loads == 1
+    await setup.announce(member("p1", "prefill"), member("d1", "decode"), broken)
+    assert setup.num_loads == 2
+    assert set(setup.connections) == {"p1", "d1"}
+    assert setup.directory.ready()
 
 
 async def test_starting_workers_are_looked_for_more_often(
-    harbour: Harbour, monkeypatch: pytest.MonkeyPatch
+    setup: DirectorySetup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses: list[float] = []
 
@@ -159,73 +159,77 @@ async def test_starting_workers_are_looked_for_more_often(
         pauses.append(delay_s)
         if len(pauses) == 3:
             raise asyncio.CancelledError
-        await harbour.registry.withdraw("p1")
+        await setup.registry.withdraw("p1")
 
     monkeypatch.setattr(asyncio, "sleep", sleep)
-    monkeypatch.setattr(fleets, "until_tick", lambda pause_s: pause_s)
-    await harbour.registry.announce(replace(member("p1", "prefill"), state="starting"), TTL_S)
+    monkeypatch.setattr(directory_module, "until_tick", lambda pause_s: pause_s)
+    await setup.registry.announce(replace(member("p1", "prefill"), state="starting"), TTL_S)
     directory = WorkerDirectory(
-        harbour.registry, harbour.store, harbour._connect, harbour._load, harbour.changes.notify
+        setup.registry, setup.store, setup._connect, setup._load, setup.changes.notify
     )
     with pytest.raises(asyncio.CancelledError):
         await directory.watch()
     assert pauses == [0.05, 0.5, 0.5]
 
 
-async def test_a_broken_model_directory_makes_only_its_workers_unusable(harbour: Harbour) -> None:
+async def test_a_broken_model_directory_makes_only_its_workers_unusable(
+    setup: DirectorySetup,
+) -> None:
     broken = replace(member("p2", "prefill", "b"), model_dir="bad")
-    await harbour.announce(member("p1", "prefill"), broken, member("d1", "decode"))
-    assert set(harbour.connections) == {"p1", "d1"}
-    assert harbour.directory.ready()
+    await setup.announce(member("p1", "prefill"), broken, member("d1", "decode"))
+    assert set(setup.connections) == {"p1", "d1"}
+    assert setup.directory.ready()
 
 
-async def test_a_pool_that_the_store_does_not_know_yet_is_tried_again(harbour: Harbour) -> None:
-    await harbour.announce(member("p1", "prefill", "c"))
-    assert not harbour.connections
-    await harbour.store.register_pool(PoolSpec("c", "one", "f", 64, 16, 1))
-    await harbour.directory.refresh()
-    assert set(harbour.connections) == {"p1"}
+async def test_a_pool_that_the_store_does_not_know_yet_is_tried_again(
+    setup: DirectorySetup,
+) -> None:
+    await setup.announce(member("p1", "prefill", "c"))
+    assert not setup.connections
+    await setup.store.register_pool(PoolSpec("c", "one", "f", 64, 16, 1))
+    await setup.directory.refresh()
+    assert set(setup.connections) == {"p1"}
 
 
-async def test_the_block_manager_is_known_while_it_is_there(harbour: Harbour) -> None:
-    await harbour.announce(member("bm", "block_manager"), member("g", "gateway"))
-    assert [each.member_id for each in harbour.directory.block_managers] == ["bm"]
-    assert not harbour.connections
-    await harbour.registry.withdraw("bm")
-    await harbour.directory.refresh()
-    assert not harbour.directory.block_managers
+async def test_the_block_manager_is_known_while_it_is_there(setup: DirectorySetup) -> None:
+    await setup.announce(member("bm", "block_manager"), member("g", "gateway"))
+    assert [each.member_id for each in setup.directory.block_managers] == ["bm"]
+    assert not setup.connections
+    await setup.registry.withdraw("bm")
+    await setup.directory.refresh()
+    assert not setup.directory.block_managers
 
 
 async def test_a_silent_registry_changes_nothing_and_a_lost_one_ends_the_watch(
-    harbour: Harbour, monkeypatch: pytest.MonkeyPatch
+    setup: DirectorySetup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await harbour.announce(member("p1", "prefill"), member("d1", "decode"))
+    await setup.announce(member("p1", "prefill"), member("d1", "decode"))
     num_asked = 0
 
     async def members() -> tuple[Member, ...]:
         nonlocal num_asked
         num_asked += 1
-        assert harbour.directory.ready()
+        assert setup.directory.ready()
         if num_asked < 3:
             raise StoreUnavailable("no answer")
         raise StoreLost("another one")
 
-    monkeypatch.setattr(harbour.registry, "members", members)
+    monkeypatch.setattr(setup.registry, "members", members)
     with pytest.raises(StoreLost):
-        await harbour.directory.watch()
+        await setup.directory.watch()
     assert num_asked == 3
-    assert all(connection.closed for connection in harbour.connections.values())
+    assert all(connection.closed for connection in setup.connections.values())
 
 
-async def test_a_bell_that_rang_after_the_look_is_not_waited_for() -> None:
+async def test_a_change_after_the_last_look_is_not_waited_for() -> None:
     changes = ChangeNotifier()
-    heard = changes.num_changes
+    num_changes = changes.num_changes
     changes.notify()
-    assert await changes.wait(heard, timeout_s=0)
+    assert await changes.wait(num_changes, timeout_s=0)
     assert not await changes.wait(changes.num_changes, timeout_s=0)
 
 
-async def test_a_bell_wakes_everybody() -> None:
+async def test_a_change_ends_every_wait() -> None:
     changes = ChangeNotifier()
     waiting = [asyncio.create_task(changes.wait(changes.num_changes)) for _ in range(3)]
     await asyncio.sleep(0)

@@ -192,7 +192,7 @@ class FakeForward:
             return self._verified(row, context)
         if row.draws and self.poison in context:
             return self.poisoned_by
-        return _told(row, context)
+        return _drawn(row, context)
 
     def _verified(self, row: Row, context: list[int]) -> RowResult:
         """A token for each draft's position and one after the last, as if drawn one by one; none
@@ -200,10 +200,10 @@ class FakeForward:
         first = len(context) - row.num_drafts
         alone = replace(row, num_drafts=0, draws=row.draws[:1])
         ends = range(first, len(context) + 1)
-        told = [_told(alone, context[:end]) for end in ends if self.poison not in context[:end]]
-        if not told:
+        drawn = [_drawn(alone, context[:end]) for end in ends if self.poison not in context[:end]]
+        if not drawn:
             return Fault.NOT_FINITE
-        outputs = [one if isinstance(one, RowOutput) else RowOutput(one) for one in told]  # type: ignore[arg-type]
+        outputs = [one if isinstance(one, RowOutput) else RowOutput(one) for one in drawn]  # type: ignore[arg-type]
         tokens = tuple(token for one in outputs for token in one.tokens)
         logprobs = tuple(each for one in outputs for each in one.logprobs)
         return RowOutput(tokens, logprobs) if logprobs else tokens
@@ -219,7 +219,7 @@ def logprobs_of(tokens: Sequence[int], num_top: int) -> Logprobs:
     return replace(likeliest_tokens(tokens[:-1], num_top), logprob=-float(digest % 100))
 
 
-def _told(row: Row, context: list[int]) -> RowResult:
+def _drawn(row: Row, context: list[int]) -> RowResult:
     """`context`: all tokens up to the row's end."""
     tokens = tuple(next_token(context, draw) for draw in row.draws)
     num_top = row.draws[0].sampling.logprobs if row.draws else None
@@ -238,13 +238,13 @@ def _told(row: Row, context: list[int]) -> RowResult:
 
 
 class FakeSession:
-    """`began`: the requests reported as begun; `told`: the events of each request, in order. While
+    """`began`: the requests reported as begun; `sent`: the events of each request, in order. While
     it does not read (`reads`), none of its events is delivered."""
 
     def __init__(self) -> None:
         self.events: list[WorkerEvent] = []
         self.began: list[str] = []
-        self.told: list[str] = []
+        self.sent: list[str] = []
         self.reads = True
         self._unread: list[Callable[[], None]] = []
 
@@ -253,7 +253,9 @@ class FakeSession:
             self.began.append(event.request_id)
         else:
             self.events.append(event)
-        self.told += (f"{type(event).__name__} {request_id}" for request_id in _spoken_of(event))
+        self.sent += (
+            f"{type(event).__name__} {request_id}" for request_id in _request_ids_of(event)
+        )
         if then is not None:
             self._unread.append(then)
         if self.reads:
@@ -269,7 +271,7 @@ class FakeSession:
         return [event for event in self.events if isinstance(event, kind)]
 
 
-def _spoken_of(event: WorkerEvent) -> list[str]:
+def _request_ids_of(event: WorkerEvent) -> list[str]:
     match event:
         case Step(outputs):
             return [output.request_id for output in outputs]

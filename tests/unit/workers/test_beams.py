@@ -41,7 +41,7 @@ async def start(pair: WorkerPair, wanted: Ticket) -> Ticket:
     return event.ticket
 
 
-def heard(session: FakeSession, request_id: str) -> list[Generated]:
+def generated_of(session: FakeSession, request_id: str) -> list[Generated]:
     steps = [output for step in session.of(Step) for output in step.outputs]
     return [output for output in steps if output.request_id == request_id]
 
@@ -53,13 +53,13 @@ def hypotheses(outputs: Iterable[Any]) -> tuple[Hypothesis, ...]:
 
 
 async def result(pair: WorkerPair, request_id: str = "r1") -> tuple[Hypothesis, ...]:
-    await pair.until(lambda: bool(hypotheses(heard(pair.session, request_id))))
-    return hypotheses(heard(pair.session, request_id))
+    await pair.until(lambda: bool(hypotheses(generated_of(pair.session, request_id))))
+    return hypotheses(generated_of(pair.session, request_id))
 
 
-async def more_heard(pair: WorkerPair, number: int) -> None:
-    wanted = len(heard(pair.session, "r1")) + number
-    await pair.until(lambda: len(heard(pair.session, "r1")) >= wanted)
+async def more_generated(pair: WorkerPair, number: int) -> None:
+    wanted = len(generated_of(pair.session, "r1")) + number
+    await pair.until(lambda: len(generated_of(pair.session, "r1")) >= wanted)
 
 
 async def more_requeued(pair: WorkerPair, num_seen: int) -> None:
@@ -105,10 +105,10 @@ async def test_beams_share_their_common_blocks(make_pair: MakePair) -> None:
     await pair.until_empty()
 
 
-async def test_while_it_searches_the_gateway_hears_that_it_does(pair: WorkerPair) -> None:
+async def test_search_reports_its_progress(pair: WorkerPair) -> None:
     await start(pair, asked(max_tokens=500, width=2))
-    await pair.until(lambda: len(heard(pair.session, "r1")) > 3)
-    assert set(heard(pair.session, "r1")) == {Generated("r1", 1, 0, len(PROMPT) + 1)}
+    await pair.until(lambda: len(generated_of(pair.session, "r1")) > 3)
+    assert set(generated_of(pair.session, "r1")) == {Generated("r1", 1, 0, len(PROMPT) + 1)}
     pair.decode.abort(pair.session, "r1", 1)
     await pair.until_empty()
 
@@ -117,7 +117,7 @@ async def test_a_moved_search_goes_on_where_it_was(pair: WorkerPair) -> None:
     wanted = asked(max_tokens=40, stop_ids=(5,), early_stopping=EarlyStopping.WHEN_IMPOSSIBLE)
     issued = await start(pair, wanted)
     for attempt in range(1, 5):
-        await more_heard(pair, 3)
+        await more_generated(pair, 3)
         pair.decode.hand_over(pair.session, "r1", attempt)
         await more_requeued(pair, attempt - 1)
         detached = pair.session.of(Requeued)[-1].ticket
@@ -125,7 +125,7 @@ async def test_a_moved_search_goes_on_where_it_was(pair: WorkerPair) -> None:
         assert detached.beams.scores == tuple(sorted(detached.beams.scores, reverse=True))
         admit(pair, replace(detached, attempt=attempt + 1))
     assert await result(pair) == right(wanted)
-    num_steps = len(heard(pair.session, "r1")) - len(right(wanted)) + 1
+    num_steps = len(generated_of(pair.session, "r1")) - len(right(wanted)) + 1
     assert pair.arena.num_computed == len(wanted.prompt_token_ids) + 4 * num_steps
     await pair.until_empty()
 
@@ -133,7 +133,7 @@ async def test_a_moved_search_goes_on_where_it_was(pair: WorkerPair) -> None:
 async def test_a_returned_search_goes_on_from_its_beams(pair: WorkerPair) -> None:
     wanted = asked(stop_ids=(5,))
     await start(pair, wanted)
-    await pair.until(lambda: len(heard(pair.session, "r1")) > 6)
+    await pair.until(lambda: len(generated_of(pair.session, "r1")) > 6)
     pair.decode.requeue_all()
     await pair.until(lambda: bool(pair.session.of(Requeued)))
     requeued = pair.session.of(Requeued)[0]
@@ -160,7 +160,7 @@ async def test_preempted_searches_find_the_same_hypotheses(
     num_seen, num_admitted, num_requeued, attempt = 0, 0, 0, 1
 
     def all_found() -> bool:
-        return all(hypotheses(heard(pair.session, one)) for one in tickets)
+        return all(hypotheses(generated_of(pair.session, one)) for one in tickets)
 
     while not all_found():
         await more_events(pair, num_seen)
@@ -178,7 +178,7 @@ async def test_preempted_searches_find_the_same_hypotheses(
                     pair.prefill.submit(pair.session, again)
     assert num_requeued > 0
     for request_id, wanted in tickets.items():
-        assert hypotheses(heard(pair.session, request_id)) == right(wanted)
+        assert hypotheses(generated_of(pair.session, request_id)) == right(wanted)
     await pair.until_empty()
 
 

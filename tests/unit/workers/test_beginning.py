@@ -120,7 +120,7 @@ async def test_suspects_are_begun_one_at_a_time_whoever_sends_them(pair: WorkerP
     await pair.until_empty()
 
 
-async def test_suspected_prompts_too(pair: WorkerPair) -> None:
+async def test_suspected_prompts_are_begun_one_at_a_time(pair: WorkerPair) -> None:
     pair.prefill_model.gate.clear()
     session = FakeSession()
     for number in (1, 2, 3):
@@ -176,10 +176,10 @@ async def test_a_later_sequence_begins_when_the_gateway_has_the_token(
         asked = ticket(f"r{number}", range(100 * number, 100 * number + 10), max_tokens=max_tokens)
         pair.prefill.submit(session, asked, suspect=True)
     await held.reached.wait()
-    assert session.told == ["Began r1"]
+    assert session.sent == ["Began r1"]
     held.over.set()
     await pair.until(lambda: len(session.of(Prefilled)) == 2)
-    assert session.told == ["Began r1", "Prefilled r1", "Began r2", "Prefilled r2"]
+    assert session.sent == ["Began r1", "Prefilled r1", "Began r2", "Prefilled r2"]
 
 
 async def test_a_later_sequence_begins_when_the_gateway_has_the_preemption(
@@ -194,24 +194,28 @@ async def test_a_later_sequence_begins_when_the_gateway_has_the_preemption(
     pair.prefill.preempt(["h-r1"])
     pair.prefill_model.gate.set()
     await held.reached.wait()
-    assert session.told == ["Began r1"]
+    assert session.sent == ["Began r1"]
     held.over.set()
     await pair.until(lambda: bool(session.of(Prefilled)))
-    assert session.told == ["Began r1", "Requeued r1", "Began r2", "Prefilled r2"]
+    assert session.sent == ["Began r1", "Requeued r1", "Began r2", "Prefilled r2"]
 
 
-async def test_of_what_is_decoded_it_has_the_token_too(pair: WorkerPair) -> None:
+async def test_a_later_sequence_begins_when_the_gateway_has_the_decoded_token(
+    pair: WorkerPair,
+) -> None:
     pair.decode_model.gate.clear()
     session = FakeSession()
     for number in (1, 2):
         await admit(pair, session, number, suspect=True)
     pair.decode_model.gate.set()
     await pair.until(lambda: finished(session, "r1") and finished(session, "r2"))
-    assert session.told.index("Step r1") < session.told.index("Began r2")
+    assert session.sent.index("Step r1") < session.sent.index("Began r2")
 
 
 @pytest.mark.parametrize("how", ["preempted", "swapped", "handed over"])
-async def test_or_its_ticket(make_pair: MakePair, how: str) -> None:
+async def test_a_later_sequence_begins_when_the_gateway_has_the_ticket(
+    make_pair: MakePair, how: str
+) -> None:
     pair = await make_pair(num_swap_blocks=16 if how == "swapped" else 0)
     session = FakeSession()
     session.reads = False
@@ -222,9 +226,9 @@ async def test_or_its_ticket(make_pair: MakePair, how: str) -> None:
     else:
         pair.decode.preempt([issued.holder_id])
     await pair.until(lambda: "r2" in session.began)
-    of_one = [told for told in session.told if told.endswith("r1")]
-    assert session.told.index("Requeued r1") < session.told.index("Began r2")
-    assert of_one == ["Reserved r1", "Began r1", "Requeued r1"]
+    of_r1 = [event for event in session.sent if event.endswith("r1")]
+    assert session.sent.index("Requeued r1") < session.sent.index("Began r2")
+    assert of_r1 == ["Reserved r1", "Began r1", "Requeued r1"]
     (requeued,) = session.of(Requeued)
     assert (requeued.ticket is None) == (how == "preempted")
     if requeued.ticket:

@@ -106,7 +106,7 @@ def test_each_borrower_is_first_in_the_queue_of_some_cpu() -> None:
     ]
 
 
-def test_a_shared_home_is_lent_when_all_who_live_there_are_idle() -> None:
+def test_a_shared_cpu_is_lent_when_all_its_owners_are_idle() -> None:
     p, first, second, third = lanes_of(2, "p d d d")
     assert p == (Lane(1), Lane(0, byte(1, 2, 3)))
     assert first == (Lane(0), Lane(1, byte(0, 2, 3)))
@@ -123,7 +123,9 @@ ROLES = st.lists(st.sampled_from("pd"), min_size=1, max_size=20).map(" ".join)
 
 
 @given(CPUS, ROLES)
-def test_every_worker_has_a_home_and_every_cpu_is_one(cpus: Sequence[int], roles: str) -> None:
+def test_every_worker_owns_a_cpu_and_every_cpu_has_an_owner(
+    cpus: Sequence[int], roles: str
+) -> None:
     entries = workers(roles)
     found = divide(host_of(cpus), entries)
     assert found.keys() == set(entries)
@@ -132,9 +134,7 @@ def test_every_worker_has_a_home_and_every_cpu_is_one(cpus: Sequence[int], roles
 
 
 @given(CPUS, ROLES)
-def test_every_worker_may_use_every_cpu_once_and_its_home_first(
-    cpus: Sequence[int], roles: str
-) -> None:
+def test_every_worker_may_use_every_cpu_and_its_own_first(cpus: Sequence[int], roles: str) -> None:
     entries = workers(roles)
     found = divide(host_of(cpus), entries)
     for own in entries:
@@ -149,7 +149,7 @@ def test_every_worker_may_use_every_cpu_once_and_its_home_first(
 
 
 @given(CPUS, ROLES, st.data())
-def test_a_cpu_is_lent_to_one_at_most_and_never_while_somebody_at_home_is_busy(
+def test_a_cpu_is_lent_to_one_worker_and_never_while_its_owner_is_busy(
     cpus: Sequence[int], roles: str, data: st.DataObject
 ) -> None:
     """Whenever all of a CPU's own workers are idle, a busy worker borrows it."""

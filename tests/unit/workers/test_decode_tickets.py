@@ -75,9 +75,9 @@ async def test_a_ticket_with_blocks_that_its_holder_does_not_have_is_refused(
 async def test_a_ticket_whose_blocks_hold_other_tokens_is_computed_again(pair: WorkerPair) -> None:
     """The worker would otherwise write on, and publish, wrong blocks."""
     issued = await prefill(pair, ticket("r1", PROMPT))
-    lie = replace(issued, prompt_token_ids=(99, *PROMPT[1:]))
+    forged = replace(issued, prompt_token_ids=(99, *PROMPT[1:]))
     pair.decode.reserve(pair.session, "r1", 1, 1)
-    pair.decode.admit(pair.session, lie)
+    pair.decode.admit(pair.session, forged)
     await pair.until(lambda: bool(pair.session.of(Requeued)))
     assert pair.session.of(Requeued)[0].reason is RequeueReason.STALE_TICKET
     await pair.until_empty()

@@ -175,7 +175,7 @@ def test_a_broken_group_fails_when_nothing_of_it_is_in_flight(host: Host) -> Non
     assert host.step().advances == ()
 
 
-def test_what_breaks_behind_the_last_token_does_not_count(host: Host) -> None:
+def test_a_fault_after_the_last_token_is_ignored(host: Host) -> None:
     """The step that ran ahead of a stop token reads that token; its result is not used."""
     host.model.poison = right(2)[-1]
     host.step(host.admit(asked(stop_token_ids=(right(2)[-1],))))
@@ -200,7 +200,9 @@ CHANGES: dict[str, tuple[dict[str, Any], bool]] = {
 
 
 @pytest.mark.parametrize(("changes", "runs_ahead"), CHANGES.values(), ids=CHANGES)
-def test_which_sequences_run_ahead(host: Host, changes: dict[str, Any], runs_ahead: bool) -> None:
+def test_sequences_that_can_run_ahead(
+    host: Host, changes: dict[str, Any], runs_ahead: bool
+) -> None:
     """The others are in every second step; the sequences beside them in all."""
     beside = ticket("r2", range(7), sampling=replace(SAMPLED, max_tokens=30))
     waits = asked(**changes)

@@ -128,7 +128,7 @@ def test_a_prompt_of_full_blocks_has_no_tail_to_copy(engine_pair: EnginePair) ->
 
 
 @pytest.mark.parametrize("budget", [1, 3, 7, 64])
-def test_however_the_prompt_is_cut(tmp_path: Path, budget: int) -> None:
+def test_tokens_do_not_depend_on_the_chunks_of_the_prompt(tmp_path: Path, budget: int) -> None:
     detached, _ = EnginePair(tmp_path, budget).prefilled(asked(3), range(5))
     assert [state.token_ids for state in detached.sequences] == [right(i, 1) for i in range(3)]
 
@@ -181,7 +181,7 @@ def test_an_ended_sequence_releases_its_own_blocks(engine_pair: EnginePair) -> N
     assert tables(engine_pair.removed()) == {1: (0, 1, 2, 6, 5)}
 
 
-def test_a_tail_that_somebody_leaves_is_written_in_place(engine_pair: EnginePair) -> None:
+def test_the_last_user_of_a_shared_tail_writes_it_in_place(engine_pair: EnginePair) -> None:
     """No block has come for a copy, and none is needed any more."""
     detached, _ = engine_pair.prefilled(asked(2), range(4))
     engine_pair.admit(detached, spare=(), num_acquired=3)
@@ -191,7 +191,7 @@ def test_a_tail_that_somebody_leaves_is_written_in_place(engine_pair: EnginePair
     assert tables(engine_pair.removed()) == {1: (0, 1, 2)}
 
 
-def test_the_last_to_end_takes_the_group_along(engine_pair: EnginePair) -> None:
+def test_the_group_ends_with_its_last_sequence(engine_pair: EnginePair) -> None:
     detached, _ = engine_pair.prefilled(asked(2), range(4))
     engine_pair.admit(detached, spare=(3,), num_acquired=4)
     (removed,) = engine_pair.decode.step([AbortSequence(KEY, 0), AbortSequence(KEY, 1)]).removed
@@ -329,7 +329,7 @@ def _pair() -> tuple[TicketSequence, ...]:
     return TicketSequence(1, (5, 6, 8)), TicketSequence(2, (5, 6, 9))
 
 
-def test_a_block_that_somebody_adopted_is_not_copied_for_its_last_token(
+def test_an_adopted_block_is_not_copied_for_its_last_token(
     engine_pair: EnginePair,
 ) -> None:
     """0 ends where an adopted block ends, which 1 has too: its last token is computed again, and

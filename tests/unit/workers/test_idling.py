@@ -40,9 +40,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return Calls(monkeypatch)
 
 
-async def test_the_pulse_of_an_idle_worker_waits_for_a_reason(
-    calls: Calls, make_pair: MakePair
-) -> None:
+async def test_an_idle_worker_skips_heartbeats(calls: Calls, make_pair: MakePair) -> None:
     pair = await make_pair()
     prefill, decode = pair.prefill.worker_id, pair.decode.worker_id
     await pair.until(lambda: calls.num_pauses == 2)

@@ -80,7 +80,9 @@ async def test_a_parked_sequence_goes_on_at_another_gateway(pair: WorkerPair) ->
     await goes_on(pair, another, await answer(pair, another, wanted(3)))
 
 
-async def test_a_gateway_that_does_not_know_yet_loses_it(pair: WorkerPair) -> None:
+async def test_a_parked_sequence_is_not_given_to_a_gateway_that_lacks_tokens(
+    pair: WorkerPair,
+) -> None:
     """Its client has moved to another gateway, which asks first."""
     another = FakeSession()
     given = await answer(pair, another, wanted(3))
@@ -128,10 +130,10 @@ async def test_a_lookup_with_a_wrong_identity_gets_nothing(
     pair: WorkerPair, changes: dict[str, Any]
 ) -> None:
     await parked(pair)
-    stranger, owner = FakeSession(), FakeSession()
-    given = await answer(pair, stranger, wanted(3, **changes))
+    other, owner = FakeSession(), FakeSession()
+    given = await answer(pair, other, wanted(3, **changes))
     assert given is None
-    assert stranger.of(Requeued)[0].reason is RequeueReason.STALE_TICKET
+    assert other.of(Requeued)[0].reason is RequeueReason.STALE_TICKET
     await goes_on(pair, owner, await answer(pair, owner, wanted(3)))
 
 
@@ -146,7 +148,7 @@ async def test_a_requested_entry_displaces_no_other(pair: WorkerPair) -> None:
     await goes_on(pair, owner, await answer(pair, owner, wanted(3)))
 
 
-async def test_when_the_window_closes_its_blocks_are_free(make_pair: MakePair) -> None:
+async def test_a_parked_sequence_is_released_after_the_window(make_pair: MakePair) -> None:
     pair = await make_pair(park_window_s=0.02)
     pair.prefill.submit(pair.session, ASKED)
     await pair.until(lambda: bool(pair.session.of(Prefilled)))
@@ -165,7 +167,7 @@ async def test_a_demand_ends_a_parked_sequence(pair: WorkerPair) -> None:
 
 
 @pytest.mark.parametrize(("temperature", "is_found"), [(0.0, True), (1.0, False)])
-async def test_only_who_draws_has_to_know_the_seed(
+async def test_the_seed_is_compared_for_sampled_requests_only(
     pair: WorkerPair, temperature: float, is_found: bool
 ) -> None:
     """A gateway draws a seed if the client gave none; another one can know it only for a greedy

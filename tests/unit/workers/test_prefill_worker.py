@@ -36,17 +36,17 @@ async def test_a_ticket_is_detached_before_its_gateway_gets_it(
     pair: WorkerPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise a decode worker could claim it too early, while it still runs."""
-    detach, heard = pair.store.detach, []
+    detach, events = pair.store.detach, []
 
     async def watched(*args: Any) -> int:
         await asyncio.sleep(0)
-        heard.extend(pair.session.events)
+        events.extend(pair.session.events)
         return await detach(*args)
 
     monkeypatch.setattr(pair.store, "detach", watched)
     pair.prefill.submit(pair.session, ticket("r1", PROMPT))
     await pair.until(lambda: bool(pair.session.of(Prefilled)))
-    assert heard == []
+    assert events == []
 
 
 async def test_a_request_that_ends_with_its_first_token_holds_nothing(pair: WorkerPair) -> None:
@@ -59,7 +59,7 @@ async def test_a_request_that_ends_with_its_first_token_holds_nothing(pair: Work
     assert (await pair.store.stats("pool")).num_cached == 2
 
 
-async def test_a_stop_token_ends_it_too(pair: WorkerPair) -> None:
+async def test_a_stop_token_ends_a_request_at_prefill(pair: WorkerPair) -> None:
     (first,) = expected(PROMPT, 1)
     sampling = SamplingParams(0.0, 0, 1.0, 0.0, 1, max_tokens=5, stop_token_ids=(first,))
     pair.prefill.submit(pair.session, ticket("r1", PROMPT, sampling=sampling))
@@ -184,7 +184,7 @@ async def test_an_abort_of_a_claimed_ticket_touches_nothing(pair: WorkerPair) ->
     assert (holder.worker_id, holder.epoch) == ("DecodeWorker", 3)
 
 
-async def test_a_lost_gateway_ends_what_came_from_it(pair: WorkerPair) -> None:
+async def test_a_lost_gateway_ends_its_requests(pair: WorkerPair) -> None:
     other = FakeSession()
     pair.prefill.submit(pair.session, ticket("r1", PROMPT))
     pair.prefill.submit(other, ticket("r2", PROMPT[:3]))
@@ -238,14 +238,14 @@ async def test_a_demand_sends_the_request_back(pair: WorkerPair) -> None:
     pair.prefill.submit(pair.session, ticket("r1", range(20)))
     await pair.until(lambda: len(pair.session.events) == 1)
     pair.prefill.preempt(["h-r1"])
-    pair.prefill.preempt(["h-r1"])  # heard again until it has gone
+    pair.prefill.preempt(["h-r1"])  # sent again until it is gone
     await pair.until(lambda: len(pair.session.events) == 2)
     (requeued,) = pair.session.of(Requeued)
     assert requeued.reason is RequeueReason.PREEMPTED
     await pair.until_empty()
 
 
-async def test_the_pulse_brings_demands(pair: WorkerPair) -> None:
+async def test_heartbeats_return_demands(pair: WorkerPair) -> None:
     """The running sequence that is short of blocks may be another worker's."""
     pair.prefill.submit(pair.session, ticket("r2", PROMPT))
     await pair.until(lambda: len(pair.session.events) == 1)
@@ -256,7 +256,7 @@ async def test_the_pulse_brings_demands(pair: WorkerPair) -> None:
     assert requeued.reason is RequeueReason.PREEMPTED
 
 
-async def test_a_demand_ends_what_is_being_computed_too(pair: WorkerPair) -> None:
+async def test_a_demand_ends_a_request_that_is_being_computed(pair: WorkerPair) -> None:
     pair.prefill_model.gate.clear()
     pair.prefill.submit(pair.session, ticket("r1", range(20)))
     await pair.until(lambda: pair.prefill.load().num_running == 1)

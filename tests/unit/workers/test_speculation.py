@@ -315,14 +315,14 @@ def test_a_sequence_that_ends_among_drafts_keeps_nothing_behind_its_end(
     assert [host.stamps.is_committed(block) for block in range(64)].count(True) == num_full
 
 
-def test_what_breaks_behind_a_wrong_draft_does_not_count(tmp_path: Path, device: Device) -> None:
+def test_a_fault_after_a_wrong_draft_is_ignored(tmp_path: Path, device: Device) -> None:
     """A rejected draft, after which nothing is finite."""
     host = Host(tmp_path, device, 4, 1)
     host.model.poison = RIGHT[4] - 1  # the wrong draft in its place
     assert drawn(host.run(asked())) == RIGHT
 
 
-def test_what_breaks_behind_a_right_draft_fails_the_group(tmp_path: Path, device: Device) -> None:
+def test_a_fault_after_a_right_draft_fails_the_group(tmp_path: Path, device: Device) -> None:
     host = Host(tmp_path, device, 4, 0)
     host.model.poison = RIGHT[4]
     outcomes = host.run(asked())

@@ -27,7 +27,7 @@ from .preempting import (
 from .runs import outputs
 from .searches import asked as search
 from .searches import right as best
-from .test_beams import heard, hypotheses
+from .test_beams import generated_of, hypotheses
 
 pytestmark = counts_steps
 REFUSED = "quire:num_swaps_refused_total"
@@ -143,8 +143,8 @@ async def test_a_search_goes_on_where_it_was(make_pair: MakePair, evicted: bool)
     issued = await come_back(pair, back)
     assert pair.arena.num_computed - num_computed <= 4
     admit(pair, issued)
-    await pair.until(lambda: bool(hypotheses(heard(pair.session, "r1"))))
-    assert hypotheses(heard(pair.session, "r1")) == best(wanted)
+    await pair.until(lambda: bool(hypotheses(generated_of(pair.session, "r1"))))
+    assert hypotheses(generated_of(pair.session, "r1")) == best(wanted)
     await pair.until_empty()
     await pair.until_colder_is_empty()
 

@@ -27,7 +27,7 @@ HELLO = worker_pb2.Hello(
 PROMPT = tuple(range(100, 110))
 
 
-async def said(*requests: Any) -> AsyncIterator[Any]:
+async def requests_of(*requests: Any) -> AsyncIterator[Any]:
     """A gateway's messages; then the stream stays open."""
     for request in requests:
         yield request
@@ -45,7 +45,7 @@ async def first_failed(responses: AsyncIterator[Any]) -> Any:
 async def test_a_ticket_that_is_refused_leaves_no_slot_taken(pair: WorkerPair) -> None:
     """The gateway is told that the request failed, and sends no abort after that."""
     wrong = ticket_to_wire(ticket("r1", PROMPT, pool_id="another"))
-    gateway = said(
+    gateway = requests_of(
         decode_pb2.DecodeConnectRequest(hello=HELLO),
         decode_pb2.DecodeConnectRequest(
             reserve=decode_pb2.Reserve(request_id="r1", attempt=1, num_sequences=1)
@@ -72,7 +72,7 @@ async def test_a_senseless_command_ends_its_own_request_only(
     pair: WorkerPair, command: dict[str, Any]
 ) -> None:
     """Another reservation on the same stream stays."""
-    gateway = said(
+    gateway = requests_of(
         decode_pb2.DecodeConnectRequest(hello=HELLO),
         decode_pb2.DecodeConnectRequest(
             reserve=decode_pb2.Reserve(request_id="r1", attempt=1, num_sequences=1)
@@ -88,7 +88,7 @@ async def test_a_senseless_command_ends_its_own_request_only(
 
 
 async def test_a_command_of_no_request_ends_the_stream(pair: WorkerPair) -> None:
-    gateway = said(
+    gateway = requests_of(
         decode_pb2.DecodeConnectRequest(hello=HELLO),
         decode_pb2.DecodeConnectRequest(resume=decode_pb2.Resume()),
     )
@@ -100,7 +100,7 @@ async def test_a_command_of_no_request_ends_the_stream(pair: WorkerPair) -> None
 
 
 async def test_a_stream_that_ends_takes_along_what_came_over_it(pair: WorkerPair) -> None:
-    gateway = said(
+    gateway = requests_of(
         decode_pb2.DecodeConnectRequest(hello=HELLO),
         decode_pb2.DecodeConnectRequest(
             reserve=decode_pb2.Reserve(request_id="r1", attempt=1, num_sequences=1)
@@ -163,7 +163,7 @@ async def test_draining_is_announced_at_once(
 ) -> None:
     """Not with the next report: the gateway has to move the running requests."""
     monkeypatch.setattr(stream, "_LOAD_INTERVAL_S", 60.0)
-    gateway = said(decode_pb2.DecodeConnectRequest(hello=HELLO))
+    gateway = requests_of(decode_pb2.DecodeConnectRequest(hello=HELLO))
     service: Any = DecodeService(pair.decode)
     async with aclosing(service.Connect(gateway, None)) as responses, asyncio.timeout(10):
         reports = [(await anext(responses)).WhichOneof("event"), await anext(responses)]
@@ -176,7 +176,7 @@ async def test_draining_is_announced_at_once(
 async def test_an_attempt_sent_twice_fails_as_a_whole(pair: WorkerPair) -> None:
     pair.prefill_model.gate.clear()
     submit = prefill_pb2.PrefillSubmit(ticket=ticket_to_wire(ticket("r1", PROMPT)))
-    gateway = said(
+    gateway = requests_of(
         prefill_pb2.PrefillConnectRequest(hello=HELLO),
         prefill_pb2.PrefillConnectRequest(submit=submit),
         prefill_pb2.PrefillConnectRequest(submit=submit),

@@ -43,7 +43,7 @@ from .deployment import Deployment
 LIMIT_S = 60.0
 GREEDY = Sampling(temperature=0.0, max_tokens=8, ignore_eos=True)
 HELLO = worker_pb2.Hello(
-    peer_id="outsider", protocol_version=PROTOCOL_VERSION, function_library=FUNCTION_LIBRARY
+    peer_id="another", protocol_version=PROTOCOL_VERSION, function_library=FUNCTION_LIBRARY
 )
 
 
@@ -51,9 +51,9 @@ async def worker_of(client: AsyncClient, role: str) -> Worker:
     return next(worker for worker in await client.workers() if worker.role == role)
 
 
-async def talk(stub: Any, request: Any, **command: Any) -> tuple[StatusCode, list[str]]:
+async def exchange(stub: Any, request: Any, **command: Any) -> tuple[StatusCode, list[str]]:
     """How a stream ends that begins with a hello and a command, and the messages that it got."""
-    heard: list[str] = []
+    events: list[str] = []
 
     async def requests() -> AsyncIterator[Any]:
         yield request(hello=HELLO)
@@ -64,13 +64,13 @@ async def talk(stub: Any, request: Any, **command: Any) -> tuple[StatusCode, lis
         stream = stub.Connect(requests())
         with suppress(aio.AioRpcError):
             async for message in stream:
-                heard += [one.WhichOneof("event") for one in unpack_batch(message)]
+                events += [one.WhichOneof("event") for one in unpack_batch(message)]
         # gRPC's client loses the server's status if it is just writing when the refusal arrives.
         if await stream.details() != "Internal error from Core":
-            return await stream.code(), heard
+            return await stream.code(), events
 
 
-async def test_an_outsider_at_the_workers_ports_is_refused(
+async def test_worker_refuses_a_client_without_the_secret(
     deployment: Deployment, client: AsyncClient
 ) -> None:
     ticket = ticket_pb2.Ticket(request_id="r1", attempt=1)
@@ -92,8 +92,8 @@ async def test_an_outsider_at_the_workers_ports_is_refused(
         num_refused = deployment.log.read_text().count("peer_refused")
         worker = await worker_of(client, role)
         async with open_channel(worker.address) as channel, asyncio.timeout(LIMIT_S):
-            told = await talk(stub(channel), request, **command)
-        assert told == (StatusCode.UNAUTHENTICATED, [])
+            outcome = await exchange(stub(channel), request, **command)
+        assert outcome == (StatusCode.UNAUTHENTICATED, [])
         async with asyncio.timeout(LIMIT_S):
             while deployment.log.read_text().count("peer_refused") <= num_refused:
                 await asyncio.sleep(0.02)
@@ -123,16 +123,16 @@ async def test_the_public_port_serves_no_operations(
     assert os.stat(socket.removeprefix("unix:")).st_mode & 0o077 == 0
 
 
-class Impostor(prefill_pb2_grpc.PrefillServicer):
+class ServerWithoutSecret(prefill_pb2_grpc.PrefillServicer):
     """A server that answers as a worker does, and keeps all that it receives."""
 
     def __init__(self, member: Member) -> None:
         self._member = member
-        self.heard: list[str] = []
+        self.events: list[str] = []
 
     async def Connect(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         async for request in requests:
-            self.heard += [one.WhichOneof("command") for one in unpack_batch(request)]
+            self.events += [one.WhichOneof("command") for one in unpack_batch(request)]
             yield prefill_pb2.PrefillConnectResponse(
                 welcome=worker_pb2.Welcome(
                     worker_id=self._member.member_id,
@@ -145,10 +145,10 @@ class Impostor(prefill_pb2_grpc.PrefillServicer):
 
 
 async def listening(
-    impostor: Impostor, stack: AsyncExitStack, port: int = 0, proves: Guard | None = None
+    servicer: ServerWithoutSecret, stack: AsyncExitStack, port: int = 0, proves: Guard | None = None
 ) -> int:
     server = RpcServer(guard=proves)
-    prefill_pb2_grpc.add_PrefillServicer_to_server(impostor, server.aio)
+    prefill_pb2_grpc.add_PrefillServicer_to_server(servicer, server.aio)
     stack.push_async_callback(server.stop)
     return await server.start("127.0.0.1", port)
 
@@ -175,8 +175,8 @@ async def test_a_forged_registry_entry_is_never_used(
         store = await stack.enter_async_context(store_of(deployment))
         raw, member = await entry_of(store, real.worker_id)
         ours = replace(member, member_id="prefill-0000forged")
-        impostor = Impostor(ours)
-        address = f"127.0.0.1:{await listening(impostor, stack)}"
+        server = ServerWithoutSecret(ours)
+        address = f"127.0.0.1:{await listening(server, stack)}"
         ours = replace(ours, address=address)
         for entry in (
             json.dumps(asdict(ours)).encode(),
@@ -190,7 +190,7 @@ async def test_a_forged_registry_entry_is_never_used(
             assert ours.member_id not in {worker.worker_id for worker in await client.workers()}
             await client.complete([300, 301], GREEDY, timeout_s=LIMIT_S)
         await store.delete(f"{{quire}}:member:{ours.member_id}")
-    assert impostor.heard == []
+    assert server.events == []
     log = deployment.log.read_text()
     refused = [line for line in log.splitlines() if "member_refused" in line]
     assert any(ours.member_id in line and '"gateway"' in line for line in refused)
@@ -221,16 +221,16 @@ async def test_a_replayed_entry_of_a_dead_worker_gets_a_hello_and_nothing_else(
         await client.drain(dead.worker_id, force=True)
         while dead.worker_id in {worker.worker_id for worker in await client.workers()}:
             await asyncio.sleep(0.05)
-        impostor = Impostor(member)
+        server = ServerWithoutSecret(member)
         port = int(member.address.rpartition(":")[2])
-        await listening(impostor, stack, port, guard(member.member_id) if guarded else None)
+        await listening(server, stack, port, guard(member.member_id) if guarded else None)
         for _ in range(6):
             await store.set(f"{{quire}}:member:{member.member_id}", raw, px=3000)
             await store.sadd("{quire}:members", member.member_id)
             await asyncio.sleep(0.5)
         await until_replaced(client, dead)
         await client.complete([300, 301], GREEDY, timeout_s=LIMIT_S)
-    assert set(impostor.heard) <= {"hello"}
-    assert guarded or impostor.heard
-    told = "made with another secret" if guarded else "does not prove this deployment's secret"
-    assert told in deployment.log.read_text()
+    assert set(server.events) <= {"hello"}
+    assert guarded or server.events
+    outcome = "made with another secret" if guarded else "does not prove this deployment's secret"
+    assert outcome in deployment.log.read_text()

@@ -10,7 +10,7 @@ from quire.v1 import decode_pb2, prefill_pb2, worker_pb2
 from services.engine.batch import Draw
 from services.protocol.codec import ticket_from_wire, ticket_to_wire
 from services.protocol.ticket import BeamParams, Ticket, TicketSequence
-from tests.fuzz.hostile_gateway import HONEST_PROMPT
+from tests.fuzz.hostile_gateway import CORRECT_PROMPT
 from tests.fuzz.pool_workers import HELLO, Workers
 from tests.unit.workers.fakes import GREEDY, SAMPLED, expected, ticket
 from tests.unit.workers.searches import right
@@ -20,10 +20,10 @@ NUM_TOKENS = 24
 
 def _asked(**changes: Any) -> Ticket:
     """The request is first in line, before any number of others."""
-    return ticket("r1", HONEST_PROMPT, max_tokens=NUM_TOKENS, attempt=7, order=0, **changes)
+    return ticket("r1", CORRECT_PROMPT, max_tokens=NUM_TOKENS, attempt=7, order=0, **changes)
 
 
-HONEST = {
+CORRECT_REQUESTS = {
     "one": _asked(),
     "group": replace(
         _asked(sequences=tuple(TicketSequence(index) for index in range(3))),
@@ -55,18 +55,18 @@ class Gateway:
         self._prefill, decode = workers.connect()
         self._decodes = [decode]
         for stream in (self._prefill, decode):
-            stream.say(hello=HELLO)
+            stream.send(hello=HELLO)
 
     async def prefill(self, asked: Ticket) -> Ticket:
         """The ticket with blocks, at rest."""
         self._attempt += 1
         asked = replace(asked, attempt=self._attempt, holder_id=f"h-{asked.request_id}")
-        if self._prefill.hear("prefilled"):
+        if self._prefill.events_of("prefilled"):
             asked = replace(asked, holder_id=f"h-{asked.request_id}-{self._attempt}")
-        num_before = len(self._prefill.hear("prefilled"))
-        self._prefill.say(submit=prefill_pb2.PrefillSubmit(ticket=ticket_to_wire(asked)))
-        await self._workers.until(lambda: len(self._prefill.hear("prefilled")) > num_before)
-        issued = self._prefill.hear("prefilled")[-1].ticket
+        num_before = len(self._prefill.events_of("prefilled"))
+        self._prefill.send(submit=prefill_pb2.PrefillSubmit(ticket=ticket_to_wire(asked)))
+        await self._workers.until(lambda: len(self._prefill.events_of("prefilled")) > num_before)
+        issued = self._prefill.events_of("prefilled")[-1].ticket
         return ticket_from_wire(issued, may_have_ended=True)
 
     async def decode(self, detached: Ticket, *, to_the_end: bool) -> Ticket:
@@ -75,15 +75,15 @@ class Gateway:
         self._attempt += 1
         key: dict[str, Any] = {"request_id": detached.request_id, "attempt": self._attempt}
         detached = replace(detached, attempt=self._attempt)
-        num_before, num_back = self._num_told, self._num_back
+        num_before, num_back = self._num_received, self._num_back
         reserve = decode_pb2.Reserve(num_sequences=detached.width, **key)
-        self._decodes[-1].say(reserve=reserve)
-        self._decodes[-1].say(admit=decode_pb2.Admit(ticket=ticket_to_wire(detached)))
+        self._decodes[-1].send(reserve=reserve)
+        self._decodes[-1].send(admit=decode_pb2.Admit(ticket=ticket_to_wire(detached)))
         await self._workers.until(
             lambda: (
                 self.is_over
                 or self._num_back > num_back
-                or (not to_the_end and self._num_told > num_before)
+                or (not to_the_end and self._num_received > num_before)
             )
         )
         if self._num_back == num_back or self.is_over:
@@ -102,7 +102,7 @@ class Gateway:
         key: dict[str, Any] = {"request_id": detached.request_id, "attempt": self._attempt}
         match move:
             case "handed over":
-                self._decodes[-1].say(hand_over=decode_pb2.HandOver(**key))
+                self._decodes[-1].send(hand_over=decode_pb2.HandOver(**key))
             case "swapped out":
                 self._workers.demand(detached.holder_id)
             case "parked":
@@ -115,7 +115,7 @@ class Gateway:
 
     async def back(self) -> Ticket:
         """The last ticket that the decode worker returned."""
-        await self._workers.until(lambda: bool(self._decodes[-1].hear("requeue")))
+        await self._workers.until(lambda: bool(self._decodes[-1].events_of("requeue")))
         return ticket_from_wire(self._last_requeue.ticket)
 
     async def _resume(self) -> None:
@@ -133,14 +133,14 @@ class Gateway:
             )
         )
         wanted = replace(self._asked, attempt=self._attempt, sequences=received)
-        self._decodes[-1].say(hello=HELLO)
-        self._decodes[-1].say(resume=decode_pb2.Resume(ticket=ticket_to_wire(wanted)))
+        self._decodes[-1].send(hello=HELLO)
+        self._decodes[-1].send(resume=decode_pb2.Resume(ticket=ticket_to_wire(wanted)))
 
     @property
     def answer(self) -> Answer:
         """The tokens by position; no position may get two different tokens."""
         found: dict[int, dict[int, int]] = {}
-        for index, position, token in self._told():
+        for index, position, token in self._received():
             of_one = found.setdefault(index, {})
             assert of_one.setdefault(position, token) == token
         return {
@@ -148,11 +148,11 @@ class Gateway:
             for index, of_one in sorted(found.items())
         }
 
-    def _told(self) -> Iterator[tuple[int, int, int]]:
+    def _received(self) -> Iterator[tuple[int, int, int]]:
         """(index, position, token). The tokens of beams are not part of an answer."""
         first = len(self._asked.prompt_token_ids)
         for decode in () if self._searches else self._decodes:
-            for requeue in decode.hear("requeue"):
+            for requeue in decode.events_of("requeue"):
                 for sequence in requeue.ticket.sequences:
                     for position, token in enumerate(sequence.token_ids, first):
                         yield sequence.index, position, token
@@ -161,16 +161,16 @@ class Gateway:
                 yield output.index, position, token
 
     def _outputs(self) -> Iterator[Any]:
-        for prefilled in self._prefill.hear("prefilled"):
+        for prefilled in self._prefill.events_of("prefilled"):
             yield from prefilled.outputs
         for decode in self._decodes:
-            for step in decode.hear("step"):
+            for step in decode.events_of("step"):
                 yield from step.outputs
 
     @property
-    def _num_told(self) -> int:
+    def _num_received(self) -> int:
         """The number of tokens received; for a search, of steps."""
-        return sum(1 for _ in (self._outputs() if self._searches else self._told()))
+        return sum(1 for _ in (self._outputs() if self._searches else self._received()))
 
     @property
     def _ended(self) -> set[int]:
@@ -178,7 +178,8 @@ class Gateway:
 
     @property
     def is_over(self) -> bool:
-        failed = [said for each in (self._prefill, *self._decodes) for said in each.hear("failed")]
+        streams = (self._prefill, *self._decodes)
+        failed = [failure for stream in streams for failure in stream.events_of("failed")]
         assert not failed
         beam = self._asked.sampling.beam
         num_wanted = len(self._asked.sequences) if beam is None else beam.num_returned
@@ -186,11 +187,11 @@ class Gateway:
 
     @property
     def _num_back(self) -> int:
-        return sum(len(decode.hear("requeue")) for decode in self._decodes)
+        return sum(len(decode.events_of("requeue")) for decode in self._decodes)
 
     @property
     def _last_requeue(self) -> Any:
-        return self._decodes[-1].hear("requeue")[-1]
+        return self._decodes[-1].events_of("requeue")[-1]
 
     async def end(self) -> None:
         await asyncio.gather(self._prefill.end(), self._decodes[-1].end())
