@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 _REQUEUE_LIMIT_S = 2.0
 """How long the steps in flight and the releases after it may take once the grace period is over."""
 
-_FAREWELL_S = 0.1
+_LAST_MESSAGES_S = 0.1
 """How long the server waits, after all requests have ended, until its last messages are sent."""
 
 _ABORT_LIMIT_S = 0.5
@@ -305,7 +305,7 @@ async def _finish(
     worker.requeue_all()
     await asyncio.wait([drained], timeout=_REQUEUE_LIMIT_S)
     worker.close_streams()
-    await server.stop(_FAREWELL_S)
+    await server.stop(_LAST_MESSAGES_S)
     with suppress(TimeoutError):
         await asyncio.wait_for(drained, _ABORT_LIMIT_S)
 
@@ -322,7 +322,7 @@ async def _end_streams(
     given_up = (WorkerFenced, UnknownWorker)
     if isinstance(error, BaseExceptionGroup) and error.split(given_up)[1] is None:
         worker.close_streams()
-        await server.stop(_FAREWELL_S)
+        await server.stop(_LAST_MESSAGES_S)
     await server.stop()
 
 
