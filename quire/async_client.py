@@ -58,7 +58,7 @@ class AsyncClient(ClientBase):
                             yield delta
                 return
             except QuireError as error:
-                pause_s = progress.record_break(error)
+                pause_s = progress.record_break(error, await call.initial_metadata())
                 if pause_s is None:
                     return
             finally:

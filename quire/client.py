@@ -65,7 +65,7 @@ class Stream:
             except QuireError as error:
                 if self._cancelled:
                     raise
-                pause_s = self._progress.record_break(error)
+                pause_s = self._progress.record_break(error, self._call.initial_metadata())
                 if pause_s is None:
                     return
             self._gateways.switch_from(self._connection)

@@ -6,12 +6,15 @@ See ADR 62.
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from quire import messages
 from quire.errors import DeadlineExceeded, QuireError, Unavailable, Unreachable
 from quire.messages import Request
 from quire.v1.inference_pb2 import GenerateRequest, GenerateResponse, ReceivedSequence
+
+ACCEPTED_METADATA = "quire-accepted"
+"""Key of the initial metadata with which a gateway accepts a request, before it has any token."""
 
 RESUME_WINDOW_S = 10.0
 """How long a client with a broken stream looks for a gateway that resumes it."""
@@ -47,10 +50,13 @@ class Progress:
         self._has_ended = False
         self._was_answered = False
         self._num_breaks = 0
-        self._broke_at = 0.0
+        self._sent_at = self._broke_at = clock()
+        self._looked_s = 0.0
 
     def message(self) -> GenerateRequest:
-        """The message for the next call, with the tokens that were received so far."""
+        """The message for the next call, which is sent now, with the tokens that were received so
+        far."""
+        self._sent_at = self._clock()
         return self._message
 
     def timeout_s(self) -> float | None:
@@ -59,7 +65,7 @@ class Progress:
 
     def record_response(self, response: GenerateResponse) -> None:
         """Record the tokens of a response."""
-        self._was_answered, self._num_breaks = True, 0
+        self._was_answered, self._num_breaks, self._looked_s = True, 0, 0.0
         self._has_ended = response.HasField("usage")
         for delta in response.deltas:
             received = self._received_of(delta.index)
@@ -71,25 +77,31 @@ class Progress:
             self._received[index] = self._message.received.sequences.add(index=index)
         return self._received[index]
 
-    def record_break(self, error: QuireError) -> float | None:
-        """Record a broken call. Returns the seconds until the next gateway should be asked; None:
-        the answer was complete before the call broke.
+    def record_break(
+        self, error: QuireError, metadata: Iterable[tuple[str, str | bytes]] | None = ()
+    ) -> float | None:
+        """Record a broken call. `metadata`: its initial metadata. Returns the seconds until the
+        next gateway should be asked; None: the answer was complete before the call broke.
 
-        Raises `error` if it is final, or if the client gives up: after `window_s`, or at once if
-        the only gateway has never answered. Raises DeadlineExceeded if the time limit has passed.
+        Raises `error` if it is final, or if the client gives up: after it has looked for a gateway
+        for `window_s`, or at once if the only gateway has never answered. Raises DeadlineExceeded
+        if the time limit has passed.
         """
         if not _is_break(error):
             raise error
         if self._has_ended:
             return None
         now = self._clock()
-        self._num_breaks += 1
-        if self._num_breaks == 1:
-            self._broke_at = now
+        is_accepted = any(key == ACCEPTED_METADATA for key, _ in metadata or ())
+        if self._num_breaks:  # while a gateway worked on the request, the client looked for none
+            self._looked_s += (self._sent_at if is_accepted else now) - self._broke_at
+        self._broke_at = now
+        self._was_answered |= is_accepted
+        self._num_breaks = 1 if is_accepted else self._num_breaks + 1
         asked_all = self._num_breaks >= self._num_gateways
         # With several gateways, one of them may be just returning while another leaves.
         window_s = self._window_s if self._was_answered or self._num_gateways > 1 else 0.0
-        if asked_all and now - self._broke_at >= window_s:
+        if asked_all and self._looked_s >= window_s:
             raise error
         if self._deadline is not None and now >= self._deadline:
             raise DeadlineExceeded("the request's deadline has passed", "deadline_exceeded")

@@ -7,6 +7,7 @@ from typing import Any
 
 from grpc import aio
 
+from quire.progress import ACCEPTED_METADATA
 from quire.types import Candidate
 from quire.v1 import inference_pb2, inference_pb2_grpc, logprobs_pb2, sampling_pb2
 from services.common.errors import InvalidRequest
@@ -50,6 +51,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         with self._recorded(request):
             asked = with_resume_token(request_from_wire(request, context.time_remaining()))
+        await context.send_initial_metadata(((ACCEPTED_METADATA, ""),))
         unsent_token = asked.resume_token
         async with aclosing(self._generator.generate(asked)) as deltas:
             async for delta in deltas:

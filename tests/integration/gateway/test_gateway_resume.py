@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from blockstore.registry import Member
-from quire import AsyncClient, InvalidRequest, Unreachable
+from quire import AsyncClient, Client, InvalidRequest, Unreachable
 from quire.messages import Request
 from quire.types import Sampling
 from quire.v1 import decode_pb2, inference_pb2, sampling_pb2
@@ -107,6 +107,31 @@ async def test_a_stream_goes_on_at_the_other_gateway(
     last = prefill.submitted[-1]
     assert list(last.sequences[0].token_ids) == expected(PROMPT, received)
     await until(lambda: not decode.slots)  # the first gateway has seen its client go
+
+
+@pytest.mark.parametrize("library", ["asyncio", "threads"])
+async def test_gateways_that_broke_while_they_worked_are_asked_again(
+    two: Two, workers: Any, library: str
+) -> None:
+    """Neither has sent a token yet. A client with a window of 0 s asks for a broken request
+    again only because the other gateway had accepted it."""
+    prefill, _ = workers
+    prefill.holds = True
+    greedy = Sampling(temperature=0.0, max_tokens=8)
+    with Client(two.address, resume_window_s=0.0) as threads:
+        async with AsyncClient(two.address, resume_window_s=0.0) as client:
+            asked = asyncio.create_task(
+                client.complete(list(PROMPT), greedy, timeout_s=60.0)
+                if library == "asyncio"
+                else asyncio.to_thread(threads.complete, list(PROMPT), greedy, timeout_s=60.0)
+            )
+            for number, proxy in enumerate((*two.proxies, *two.proxies), 1):
+                await until(lambda: len(prefill.submitted) == number or asked.done())  # noqa: B023
+                proxy.cut()
+            await until(lambda: len(prefill.submitted) == 5 or asked.done())
+            prefill.holds = False
+            prefill.let_go()
+            assert (await asked).token_ids == tuple(expected(PROMPT, 8))
 
 
 async def test_a_parked_sequence_goes_on_where_it_was(

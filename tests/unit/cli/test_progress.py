@@ -6,13 +6,14 @@ from grpc import StatusCode, aio
 from quire import DeadlineExceeded, Overloaded, Unavailable, Unreachable
 from quire.errors import QuireError, translate_errors
 from quire.messages import Request
-from quire.progress import Progress
+from quire.progress import ACCEPTED_METADATA, Progress
 from quire.types import Sampling
 from quire.v1.inference_pb2 import GenerateResponse, SequenceDelta, Usage
 from quire.v1.sampling_pb2 import FINISH_REASON_LENGTH
 from tests.clock import Clock
 
 GONE = Unreachable("no server answers", "unreachable")
+ACCEPTED = ((ACCEPTED_METADATA, ""),)
 SOME = GenerateResponse(deltas=[SequenceDelta(token_ids=[7, 8])])
 
 
@@ -80,6 +81,37 @@ def test_the_window_begins_anew_with_every_token(clock: Clock) -> None:
         asked.record_break(GONE)
         clock.now_s += 9.0
     asked.record_break(GONE)
+
+
+def test_the_time_at_a_gateway_that_works_on_the_request_does_not_count(clock: Clock) -> None:
+    """It had no token yet when it broke, 60 s after the first one broke. The other one is asked."""
+    asked = progress(clock, num_gateways=2)
+    for _ in range(2):
+        asked.message()
+        clock.now_s += 60.0
+        assert asked.record_break(GONE, ACCEPTED) == 0.0
+
+
+def test_gateways_that_all_break_while_they_work_on_a_request_end_it(clock: Clock) -> None:
+    """A request that no gateway survives is not sent for ever: the time until each one is back
+    counts."""
+    asked, num_sent = progress(clock, num_gateways=2), 0
+    with pytest.raises(Unreachable):  # noqa: PT012
+        while num_sent < 100:
+            clock.now_s += asked.record_break(GONE, ACCEPTED if num_sent % 3 == 0 else ()) or 0.0
+            clock.now_s += 0.5
+            asked.message()
+            num_sent += 1
+    assert 10 < num_sent < 40
+
+
+def test_the_only_gateway_is_asked_again_if_it_had_accepted_the_request(clock: Clock) -> None:
+    asked = progress(clock)
+    assert asked.record_break(GONE, ACCEPTED) == 0.05
+    assert asked.record_break(GONE) == 0.1
+    clock.now_s += 10.0
+    with pytest.raises(Unreachable):
+        asked.record_break(GONE)
 
 
 def test_a_gateway_that_stops_is_one_that_is_gone(clock: Clock) -> None:
