@@ -10,6 +10,7 @@ from quire.cli.deployment.scale import print_change
 from quire.cli.flags import Json, OperationsFlags
 from quire.cli.output import Columns, print_items
 from quire.client import Client
+from quire.errors import QuireError
 from quire.planning import INTER_TOKEN_S, TTFT_S, Plan, Targets, held_share, mean
 from quire.planning import plan as plan_of
 
@@ -61,13 +62,16 @@ def plan(
     with gateway.connect() as client:
         plans = _measure(client, targets, window)
         rows = [row for model, found in plans.items() for row in _rows(model, found, total)]
+        if not rows:
+            raise QuireError("no model is served now, so there is no load to plan for", "no_model")
         print_items(as_json, COLUMNS, rows)
         if apply:
             _apply(client, rows, quiet=as_json)
 
 
 def _measure(client: Client, targets: Targets, window_s: float) -> dict[str, Plan]:
-    """Plan each model again and again, and return the means."""
+    """Plan each model again and again, and return the means of those that are served at the
+    end."""
     until, samples = time.monotonic() + window_s, [_sample(client, targets)]
     while time.monotonic() < until:
         time.sleep(min(_SAMPLE_S, window_s))
@@ -79,7 +83,8 @@ def _measure(client: Client, targets: Targets, window_s: float) -> dict[str, Pla
 
 
 def _sample(client: Client, targets: Targets) -> dict[str, Plan]:
-    workers = [each for each in client.workers() if each.state == "serving" and each.model]
+    serving = (each for each in client.workers() if each.state == "serving")
+    workers = [each for each in serving if each.role in ("prefill", "decode")]
     pools = client.pools()
     return {
         model: plan_of(
@@ -107,8 +112,6 @@ def _rows(model: str, found: Plan, total: int | None) -> list[Planned]:
 
 
 def _apply(client: Client, rows: list[Planned], *, quiet: bool) -> None:
-    if not rows:
-        raise BadParameter("no model is served, so --apply has nothing to scale")
     hosts: dict[str, set[str]] = {}
     for worker in client.workers():
         if worker.role != "mover":

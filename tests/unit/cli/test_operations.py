@@ -140,36 +140,6 @@ def test_a_worker_is_drained_by_its_address(gateway: Any, capsys: Any) -> None:
     assert gateway.requests[-1] == bm.DrainWorkerRequest(worker_id="decode-1", force=True)
 
 
-def test_a_plan_is_a_table(gateway: Any, capsys: Any) -> None:
-    full = worker("decode-1")
-    full.state, full.model, full.load.num_free_slots = bm.WORKER_STATE_SERVING, "m", 0
-    gateway.worker_lists, gateway.pools = [[full]], [pool(num_held=4)]
-    assert main(["plan", "--window", "0"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["MODEL", "ROLE", "WORKERS", "NEEDED", "RECOMMENDED", "BECAUSE"]
-    assert lines[2].split()[:5] == ["m", "decode", "1", "1.25", "2"]
-
-
-def test_a_plan_is_applied_to_each_model(gateway: Any) -> None:
-    found = [worker("decode-1"), worker("decode-2")]
-    for number, each in enumerate(found):
-        each.state, each.model = bm.WORKER_STATE_SERVING, f"m{number}"
-    gateway.worker_lists = [found]
-    assert main(["plan", "--window", "0", "--apply"]) == 0
-    asked = [request for request in gateway.requests if isinstance(request, ScaleRequest)]
-    assert [(each.model, each.num_decode) for each in asked] == [("m0", 1), ("m1", 1)]
-
-
-def test_a_plan_for_several_hosts_is_not_applied(gateway: Any, capsys: Any) -> None:
-    found = [worker("decode-1"), worker("decode-2")]
-    for number, each in enumerate(found):
-        each.state, each.pool_id = bm.WORKER_STATE_SERVING, f"p-{number}"
-    gateway.worker_lists = [found]
-    assert main(["plan", "--window", "0", "--apply"]) == 2
-    assert "m has workers on 2 hosts, and --apply scales one host" in capsys.readouterr().err
-    assert not any(isinstance(request, ScaleRequest) for request in gateway.requests)
-
-
 def test_the_last_worker_is_drained_by_force(gateway: Any, capsys: Any) -> None:
     assert main(["drain", "decode-1", "--force"]) == 0
     assert gateway.requests == [bm.DrainWorkerRequest(worker_id="decode-1", force=True)]
