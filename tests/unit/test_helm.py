@@ -5,20 +5,27 @@ import json
 import re
 import subprocess
 from base64 import b64decode
+from collections.abc import Iterator
+from copy import deepcopy
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
+import promql_parser
 import pytest
 import yaml  # type: ignore[import-untyped]
 from cryptography import x509
 from helm_python.chart import Chart, lint
 from helm_python.errors import HelmError
+from prometheus_client import CollectorRegistry
 
 from quire.api_keys import read_keys
 from quire.certificates import SERVICE_NAME
 from services.block_manager.config import BlockManagerSettings
 from services.common.runtime.config import ServiceSettings, load_settings
+from services.common.runtime.metrics import GatewayMetrics
 from services.decode.config import DecodeSettings
 from services.gateway.config import GatewaySettings
 from services.mover.config import MoverSettings
@@ -27,6 +34,7 @@ from services.prefill.config import PrefillSettings
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy" / "helm" / "quire"
 KUBERNETES = "1.37.0"
+STOP_GRACE_S = ServiceSettings.model_fields["stop_grace_s"].default
 SETTINGS: dict[str, type[ServiceSettings]] = {
     "services.block_manager": BlockManagerSettings,
     "services.prefill": PrefillSettings,
@@ -42,6 +50,7 @@ TWO_MODELS = [
     MODEL | {"name": "large", "gpu": {"enabled": True, "deviceClass": "gpu.nvidia.com",
                                       "memoryUtilization": 0.8}, "poolMemory": ""},
 ]  # fmt: skip
+SCALED = MODEL | {"servedName": "m"}
 ONE_ROLE_EACH = [
     MODEL | {"name": "prefill", "servedName": "m", "prefill": 2, "decode": 0},
     MODEL | {"name": "decode", "servedName": "m", "prefill": 0, "decode": 3, "pods": 4,
@@ -150,7 +159,8 @@ def test_a_pool_is_in_memory_and_workers_drain_in_time(values: dict[str, Any]) -
         if workers:
             (pools,) = (each for each in pod["volumes"] if each["name"] == "pools")
             assert pools["emptyDir"]["medium"] == "Memory"
-            needed = chart["drainSeconds"] + chart["stopGraceSeconds"]
+            assert chart["stopGraceSeconds"] == STOP_GRACE_S
+            needed = chart["drainSeconds"] + 2 * chart["stopGraceSeconds"]
             assert pod["terminationGracePeriodSeconds"] > needed
 
 
@@ -167,13 +177,42 @@ def test_workers_on_a_gpu_share_one_claim() -> None:
 
 
 def test_scaling_asks_for_a_metric_that_is_exported() -> None:
-    exported = (ROOT / "services/common/runtime/metrics.py").read_text()
+    """Each query selects a series of a gateway that has recommended workers. Without one the number
+    of pods stays: KEDA would take no answer for 0."""
+    exported = CollectorRegistry()
+    gauge = GatewayMetrics(exported).recommended_workers
     (scaled,) = of_kind("ScaledObject", VALUES["everything"])
     assert scaled["spec"]["scaleTargetRef"] == {"name": "rel-small"}
     assert [each["metadata"]["threshold"] for each in scaled["spec"]["triggers"]] == ["2", "3"]
-    for trigger in scaled["spec"]["triggers"]:
-        (name,) = re.findall(r"quire:\w+", trigger["metadata"]["query"])
-        assert f'"{name}"' in exported
+    for role, trigger in zip(("prefill", "decode"), scaled["spec"]["triggers"], strict=True):
+        gauge.labels("small", role).set(7)
+        query: Any = promql_parser.parse(trigger["metadata"]["query"])
+        assert (str(query.op), query.modifier) == ("max", None)
+        selected = {each.name: each.value for each in query.expr.matchers.matchers}
+        assert selected.pop("namespace") == "ns", "Prometheus adds it: see the ServiceMonitors"
+        assert exported.get_sample_value(query.expr.name, selected) == 7
+        assert trigger["metadata"]["ignoreNullValues"] == "false"
+
+
+@pytest.mark.parametrize(
+    ("given", "pods"),
+    [({}, (1, 8)), ({"maxPods": 4}, (1, 4)), ({"minPods": 3, "maxPods": 3}, (3, 3))],
+)
+def test_scaling_has_bounds(given: dict[str, int], pods: tuple[int, int]) -> None:
+    """Items of a list have no defaults of their own in Helm, and KEDA's least number is 0."""
+    model = MODEL | {"servedName": "m", "autoscaling": {"enabled": True, **given}}
+    (scaled,) = of_kind("ScaledObject", {"models": [model]})
+    assert (scaled["spec"]["minReplicaCount"], scaled["spec"]["maxReplicaCount"]) == pods
+
+
+def test_a_gpu_has_defaults() -> None:
+    values = {"models": [MODEL | {"gpu": {"enabled": True}}]}
+    (claim,) = of_kind("ResourceClaimTemplate", values)
+    (request,) = claim["spec"]["spec"]["devices"]["requests"]
+    assert request["exactly"]["deviceClassName"] == MODEL["gpu"]["deviceClass"]
+    (decode,) = (each for each in containers(values) if each["name"] == "decode-0")
+    share = {"name": "QUIRE_DECODE_GPU_MEMORY_UTILIZATION", "value": "0.9"}
+    assert share in decode["env"]
 
 
 def test_pods_with_movers_may_have_one_role_and_scale_by_it() -> None:
@@ -194,9 +233,15 @@ def test_pods_with_movers_may_have_one_role_and_scale_by_it() -> None:
     assert 'role="decode",model_name="m"' in trigger["metadata"]["query"]
 
 
-def test_a_mover_waits_for_the_workers_of_its_pod(tmp_path: Path) -> None:
-    (mover, *_) = (each for each in containers(VALUES["hosts"]) if each["name"] == "mover")
-    wait = mover["lifecycle"]["preStop"]["exec"]["command"][-1].replace("/pools", str(tmp_path))
+@pytest.mark.parametrize("name", ["mover", "block-manager"])
+def test_mover_and_block_manager_wait_for_the_workers_of_their_pod(
+    tmp_path: Path, name: str
+) -> None:
+    """Other pods copy the requests of draining workers, and the block manager drains them."""
+    (container, *_) = (each for each in containers(VALUES["hosts"]) if each["name"] == name)
+    command = container["lifecycle"]["preStop"]["exec"]["command"]
+    assert {"name": "pools", "mountPath": "/pools"} in container["volumeMounts"]
+    wait = command[-1].replace("/pools", str(tmp_path))
     locks = [tmp_path / "p" / "workers" / f"{role}-1.lock" for role in ("mover", "prefill")]
     locks[0].parent.mkdir(parents=True)
     for lock in locks:
@@ -254,6 +299,7 @@ def test_secrets_are_usable(tmp_path: Path) -> None:
         ({"models": [MODEL | {"decode": 0, "prefill": 0}]}, "has no workers"),
         ({"mover": {"enable": True}}, "mover"),
         ({"models": [MODEL | {"autoscaling": {"enabled": True}}]}, "servedName"),
+        ({"models": [SCALED | {"autoscaling": {"enabled": True, "minPods": 9}}]}, "9 above maxP"),
         ({"redis": {"url": "http://h"}}, "redis"),
     ],
 )
@@ -262,8 +308,69 @@ def test_wrong_values_are_refused(values: dict[str, Any], text: str) -> None:
         checked(values)
 
 
-def test_schema_names_every_value() -> None:
+FREE = {"settings", "env", "resources", "volume", "nodeSelector"}
+"""Values whose keys are those of services, of UCX and of Kubernetes."""
+
+
+def places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The paths of all objects of the values whose keys are the chart's own."""
+    if isinstance(node, dict):
+        yield path
+        for key, value in node.items():
+            if key not in FREE:
+                yield from places(value, (*path, key))
+    elif path == ("models",):
+        yield from places(node[0], (*path, 0))
+
+
+@pytest.mark.parametrize("path", list(places(Chart.load(CHART).values)), ids=str)
+def test_a_key_that_the_chart_does_not_know_is_refused(path: tuple[Any, ...]) -> None:
+    """A misspelt value would silently have no effect."""
+    values = deepcopy(Chart.load(CHART).values)
+    Chart.load(CHART).validate_schema(values)
+    reduce(getitem, path, values)["misspelt"] = 1
+    with pytest.raises(HelmError, match="misspelt"):
+        Chart.load(CHART).validate_schema(values)
+
+
+def test_schema_and_values_have_the_same_keys() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())
     values = Chart.load(CHART).values
-    assert set(schema["properties"]) - {"global"} == set(values)
-    assert set(schema["properties"]["models"]["items"]["properties"]) == set(MODEL)
+    for path in places(values):
+        named = schema
+        for key in path:
+            named = named["items"] if key == 0 else named["properties"][key]
+        node = reduce(getitem, path, values)
+        assert set(named["properties"]) - {"global"} == set(node), path
+
+
+def test_a_redis_of_another_ca_is_reached_with_its_secret() -> None:
+    """All that speak to it have the files that the URL names."""
+    url = "rediss://quire@valkey:6379/0?ssl_ca_certs=/etc/quire/redis/ca.crt"
+    values = {**VALUES["hosts"], "redis": {"url": url, "tlsSecret": "valkey-ca"}}
+    mount = {"name": "redis-tls", "mountPath": "/etc/quire/redis", "readOnly": True}
+    for deployment in of_kind("Deployment", values):
+        pod = deployment["spec"]["template"]["spec"]
+        secrets = [each["secret"] for each in pod["volumes"] if each["name"] == "redis-tls"]
+        assert secrets == [{"secretName": "valkey-ca", "defaultMode": 0o440}]
+        for container in pod["containers"]:
+            assert mount in container["volumeMounts"], container["name"]
+            urls = [e["value"] for e in container["env"] if e["name"].endswith("REDIS_URL")]
+            assert urls == [url]
+    assert not any("valkey" in each["metadata"]["name"] for each in rendered(values))
+
+
+def test_a_network_policy_lets_monitoring_read_every_metrics_port() -> None:
+    """And nothing else: the ports of services, and of movers' memory, are for pods of the
+    release."""
+    policy, _ = of_kind("NetworkPolicy", VALUES["hosts"])
+    ours, monitoring = policy["spec"]["ingress"]
+    assert "ports" not in ours
+    assert ours["from"] == [{"podSelector": policy["spec"]["podSelector"]}]
+    (span,) = monitoring["ports"]
+    largest = {"models": [MODEL | {"prefill": 64, "decode": 64}], "mover": {"enabled": True}}
+    names = ("metrics", "m-")
+    for container in containers(largest):
+        for port in container["ports"]:
+            is_metrics = port["name"].startswith(names)
+            assert (span["port"] <= port["containerPort"] <= span["endPort"]) is is_metrics

@@ -75,6 +75,11 @@ securityContext:
 {{- end }}
 {{- end }}
 
+{{/* The container gets SIGTERM when the pod's workers have left their pools. */}}
+{{- define "quire.afterWorkers" -}}
+lifecycle: {preStop: {exec: {command: [sh, -c, "while ls /pools/*/workers | grep -qE '^(prefill|decode)-'; do sleep 1; done"]}}}
+{{- end }}
+
 {{- define "quire.probes" -}}
 startupProbe:
   exec: {command: [quire-probe, {{ .port | quote }}, /etc/quire/tls]}
@@ -92,6 +97,9 @@ readinessProbe:
 - {name: tmp, mountPath: /tmp}
 - {name: credentials, mountPath: /etc/quire/credentials, readOnly: true}
 - {name: tls, mountPath: /etc/quire/tls, readOnly: true}
+{{- if .Values.redis.tlsSecret }}
+- {name: redis-tls, mountPath: /etc/quire/redis, readOnly: true}
+{{- end }}
 {{- end }}
 
 {{- define "quire.volumes" -}}
@@ -99,4 +107,7 @@ readinessProbe:
 - {name: tmp, emptyDir: {}}
 - {name: credentials, secret: {secretName: {{ include "quire.credentials" . }}, defaultMode: 0440}}
 - {name: tls, secret: {secretName: {{ include "quire.tls" . }}, defaultMode: 0440}}
+{{- with .Values.redis.tlsSecret }}
+- {name: redis-tls, secret: {secretName: {{ . }}, defaultMode: 0440}}
+{{- end }}
 {{- end }}
