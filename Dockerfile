@@ -1,7 +1,8 @@
 # Images from one file: `control` (gateway, block manager), `worker` with PyTorch and the native
-# kernels, and `mover` with NIXL, for several hosts; and for workers on a GPU `control-gpu` and
-# `worker-cuda`, which have never run on hardware. Dependencies, kernels and package are built in stages of their own and copied as
-# layers of their own, so that an edit builds and copies only what it concerns.
+# kernels, and `mover` with NIXL and without PyTorch, for several hosts; and for workers on a GPU
+# `control-gpu` and `worker-cuda`, which have never run on hardware. Dependencies, kernels and package
+# are built in stages of their own and copied as layers of their own, so that an edit builds and
+# copies only what it concerns.
 #
 #   docker build --target worker .
 #
@@ -39,7 +40,8 @@ RUN PIP_NO_CACHE_DIR=1 deploy/install.sh --requirement /requirements-worker.txt
 
 FROM dependencies-control AS dependencies-mover
 COPY --from=requirements /requirements-mover.txt /
-RUN pip install --no-cache-dir --requirement /requirements-mover.txt
+# NIXL asks for PyTorch, whose tensors the mover does not use; NumPy is there already.
+RUN pip install --no-cache-dir --no-deps --requirement /requirements-mover.txt
 
 FROM dependencies-control AS dependencies-control-gpu
 COPY --from=requirements /requirements-nvml.txt /

@@ -11,8 +11,8 @@ from quire.client import Client
 from quire.connections import Tls
 from tests.chaos.cases import Case
 
-from .deployment import Deployment, deployment
-from .engine import NoEngine, some_engine
+from .deployment import Deployment, building, built
+from .engine import Environment, NoEngine, some_engine
 from .users import cases_of
 
 RESUME_WINDOW_S = 60.0
@@ -28,18 +28,29 @@ def _removed_when_terminated() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def running(
+def environment(
     _removed_when_terminated: None, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Deployment]:
+) -> Iterator[Environment]:
+    """The environment of `docker`, in an engine in which images can be built."""
     bridge = f"quire-{os.getpid()}"
     try:
         with (
             some_engine(bridge) as engine,
-            deployment(engine, tmp_path_factory.mktemp("containers"), bridge) as run,
+            building(engine, tmp_path_factory.mktemp("containers"), bridge) as environment,
         ):
-            yield run
+            yield environment
     except NoEngine as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def running(
+    environment: Environment, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Deployment]:
+    """A deployment on one host."""
+    with built(environment, tmp_path_factory.mktemp("one") / "ca.crt") as run:
+        run.up()
+        yield run
 
 
 @pytest.fixture

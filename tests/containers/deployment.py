@@ -1,4 +1,4 @@
-"""A deployment by docker-compose.yml, built from this tree."""
+"""Deployments by docker-compose.yml, built from this tree."""
 
 import json
 import os
@@ -20,26 +20,28 @@ from .engine import HERE, Environment, NoEngine
 
 ROOT = HERE.parents[1]
 PROJECT = "quire-test"
-IMAGES = ("quire-control:quire-test", "quire-worker:quire-test")
+IMAGES = ("quire-control:quire-test", "quire-worker:quire-test", "quire-mover:quire-test")
+ONE_HOST = (ROOT / "docker-compose.yml", HERE / "build.yml", HERE / "one-host.yml")
 BUILD_LIMIT_S = 1500
 COMMAND_LIMIT_S = 120
 
 
 @dataclass
 class Deployment:
-    """A deployment in containers. `address`: its gateway, which has TLS. `ca`: the file with the CA
-    of its certificate."""
+    """A deployment in containers, or the part of one that a host runs. `address`: its gateway,
+    which has TLS. `ca`: the file with the CA of its certificate."""
 
     environment: Environment
     address: str
     ca: Path
+    project: str = PROJECT
+    files: tuple[Path, ...] = ONE_HOST
 
     def compose(self, *arguments: str, limit_s: float = COMMAND_LIMIT_S) -> str:
         """Run `docker compose ARGUMENTS` and return its output. AssertionError, with the services'
         logs: it failed."""
-        command = ["docker", "compose", "--project-name", PROJECT, "--env-file", os.devnull]
-        paths = ROOT / "docker-compose.yml", HERE / "compose.yml"
-        files = [f"--file={path}" for path in paths]
+        command = ["docker", "compose", "--project-name", self.project, "--env-file", os.devnull]
+        files = [f"--file={path}" for path in self.files]
         done = subprocess.run(
             [*command, *files, "--progress", "plain", *arguments],
             env=self.environment,
@@ -87,8 +89,8 @@ class Deployment:
 
 
 @contextmanager
-def deployment(engine: Environment, directory: Path, bridge: str) -> Iterator[Deployment]:
-    """Build the images, start the services, and remove all of it at the end."""
+def building(engine: Environment, directory: Path, bridge: str) -> Iterator[Environment]:
+    """The environment in which deployments are built and run. At the end all images are removed."""
     environment = {
         **os.environ,
         **engine,
@@ -97,22 +99,30 @@ def deployment(engine: Environment, directory: Path, bridge: str) -> Iterator[De
         "QUIRE_POOL_MEMORY": "64MiB",
         # A busy machine takes longer than the default to start the only worker of a role again.
         "QUIRE_PATIENCE_S": "60",
-        "QUIRE_GRPC_PORT": str(free_port("127.0.0.1")),
-        "QUIRE_HTTP_PORT": str(free_port("127.0.0.1")),
         "QUIRE_PUBLIC_TLS_CERT": "/run/quire/tls/gateway.crt",
         "QUIRE_PUBLIC_TLS_KEY": "/run/quire/tls/gateway.key",
     }
-    address = f"localhost:{environment['QUIRE_GRPC_PORT']}"
-    run = Deployment(environment, address, directory / "ca.crt")
     with base_images(environment, directory), torch_index(directory) as index:
-        environment["PIP_EXTRA_INDEX_URL"] = index
         try:
-            run.compose("build", limit_s=BUILD_LIMIT_S)
-            run.up()
-            yield run
+            yield environment | {"PIP_EXTRA_INDEX_URL": index}
         finally:
-            run.compose("down", "--volumes", "--remove-orphans")
             remove_images(environment, *IMAGES)
+
+
+@contextmanager
+def built(
+    environment: Environment, ca: Path, project: str = PROJECT, files: tuple[Path, ...] = ONE_HOST
+) -> Iterator[Deployment]:
+    """A deployment whose images are built and whose gateway has free ports. At the end it is
+    removed."""
+    ports = {name: str(free_port("127.0.0.1")) for name in ("QUIRE_GRPC_PORT", "QUIRE_HTTP_PORT")}
+    address = f"localhost:{ports['QUIRE_GRPC_PORT']}"
+    run = Deployment(environment | ports, address, ca, project, files)
+    try:
+        run.compose("build", limit_s=BUILD_LIMIT_S)
+        yield run
+    finally:
+        run.compose("down", "--volumes", "--remove-orphans")
 
 
 @contextmanager

@@ -3,7 +3,8 @@
 #
 # usage: engine.sh DIR BRIDGE     prints `ready` when the engine answers at DIR/docker.sock, or one
 #                                 line that says why there is none, and fails. BRIDGE: the name of
-#                                 the link of the network that containers will have
+#                                 the link of the network that containers will have; another network
+#                                 may have BRIDGEh
 #
 # The engine serves until standard input closes, however the parent ended. Then everything goes: the
 # engine and all containers live in PID and mount namespaces that end with the first process in
@@ -28,8 +29,8 @@ clean() {
     wait "$unshared" 2>/dev/null
     find /sys/fs/cgroup -depth -type d -path "*/$name*" -exec rmdir {} \;
   fi 2>/dev/null
-  iptables -D FORWARD -i "$name" -o "$name" -j ACCEPT 2>/dev/null
-  for link in "$name" "${name}d"; do ip link delete "$link" 2>/dev/null; done
+  iptables -D FORWARD -i "$name+" -o "$name+" -j ACCEPT 2>/dev/null
+  for link in "$name" "${name}h" "${name}d"; do ip link delete "$link" 2>/dev/null; done
   rm -rf "$dir"
 }
 
@@ -49,7 +50,9 @@ install_missing() {
 
 # Compose 2 and buildx, from the release after Debian 12: static programs, put below DIR.
 get_plugins() {
-  ! docker compose version >/dev/null 2>&1 || docker buildx version >/dev/null 2>&1 && return 0
+  if docker compose version >/dev/null 2>&1 && docker buildx version >/dev/null 2>&1; then
+    return 0
+  fi
   local mirror apt="$dir/apt"
   mirror="$(cat /etc/apt/sources.list /etc/apt/sources.list.d/* 2>/dev/null | grep -v '^#' \
     | grep -oE 'https?://[^ ]+/debian/?( |$)' | head -1 || true)"
@@ -76,12 +79,12 @@ mkdir -p "$dir/client"
 install_missing
 get_plugins
 
-# Nothing of the host's network is changed but for two bridges, and one rule that lets containers
+# Nothing of the host's network is changed but for bridges, and one rule that lets containers
 # reach each other: builds use the host's own network, and containers need no other. No container is
 # on the default bridge; without one of its own, dockerd would delete another engine's docker0.
 ip link add "${name}d" type bridge && ip address add 192.0.2.1/28 dev "${name}d" \
   || fail "cannot add a bridge: a container without NET_ADMIN?"
-iptables -I FORWARD -i "$name" -o "$name" -j ACCEPT 2>/dev/null || true
+iptables -I FORWARD -i "$name+" -o "$name+" -j ACCEPT 2>/dev/null || true
 unshare --mount --pid --fork --mount-proc --kill-child=KILL \
   dockerd --host "$DOCKER_HOST" --data-root "$dir/data" --exec-root "$dir/exec" \
   --pidfile "$dir/engine.pid" --bridge "${name}d" --iptables=false --ip6tables=false \

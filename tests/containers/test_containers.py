@@ -36,10 +36,10 @@ def users(running: Deployment, client: Client, cases: list[Case]) -> Iterator[Us
         yield users
         users.wait_until_served()
     assert not users.violations, running.logs()
-    wait_for(lambda: _nothing_is_held(running), "a clean audit with nothing held")
+    wait_for(lambda: nothing_is_held(running), "a clean audit with nothing held")
 
 
-def _nothing_is_held(running: Deployment) -> bool:
+def nothing_is_held(running: Deployment) -> bool:
     audits = running.audits()
     return bool(audits) and not any(audit["num_held"] or audit["violations"] for audit in audits)
 
@@ -72,17 +72,31 @@ def test_a_killed_process_comes_back(running: Deployment, users: Users, service:
     """SIGKILL, as by the kernel when memory is short: Docker starts the container again."""
     (container,) = running.containers(service)
     before = running.num_starts(container)
-    _kill_service(running, service)
+    kill_service(running, service)
     wait_for(lambda: running.num_starts(container) > before, f"{service} started again")
     running.up()
 
 
-def _kill_service(running: Deployment, service: str) -> None:
-    """Kill the service's process. `init`, the container's first process, cannot be killed from
-    inside."""
-    children = running.run_in(service, "cat", "/proc/1/task/1/children").split()
-    kill = f"import os, signal; os.kill({children[0]}, signal.SIGKILL)"
-    running.run_in(service, "python", "-c", kill)
+_KILL = """
+import os, signal, sys
+network = os.readlink("/proc/self/ns/net")
+for pid in filter(str.isdigit, os.listdir("/proc")):
+    try:
+        words = open(f"/proc/{pid}/cmdline", "rb").read().split(b"\\0")
+        is_here = os.readlink(f"/proc/{pid}/ns/net") == network
+    except OSError:  # it has ended, or belongs to another user
+        continue
+    if is_here and words[1:3] == [b"-m", sys.argv[1].encode()]:
+        sys.exit(os.kill(int(pid), signal.SIGKILL))
+sys.exit("the process was not found")
+"""
+
+
+def kill_service(running: Deployment, service: str) -> None:
+    """Kill the service's process. The container's first one is `init`, which cannot be killed from
+    inside; and some containers see the processes of all others."""
+    module = f"services.{service.replace('-', '_')}"
+    running.run_in(service, "python", "-c", _KILL, module)
 
 
 def test_a_killed_container_of_several(running: Deployment, users: Users) -> None:

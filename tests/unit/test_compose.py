@@ -21,6 +21,7 @@ from services.credentials.__main__ import (
 )
 from services.decode.config import DecodeSettings
 from services.gateway.config import GatewaySettings
+from services.mover.config import MoverSettings
 from services.prefill.config import PrefillSettings
 from services.worker.config import WorkerSettings
 from tests.programs import BIN, DOCKERFILE, ROOT, run
@@ -55,6 +56,11 @@ def compose() -> Any:
     return interpolated(yaml.safe_load((ROOT / "docker-compose.yml").read_text()))
 
 
+@pytest.fixture(scope="module")
+def host() -> Any:
+    return interpolated(yaml.safe_load((ROOT / "deploy" / "host.yml").read_text()))
+
+
 @pytest.fixture
 def settings(compose: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, ServiceSettings]:
     """The settings of each service, read from its environment by its own class."""
@@ -74,6 +80,7 @@ def settings(compose: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, Service
     [
         "docker-compose.yml",
         "deploy/gpu.yml",
+        "deploy/host.yml",
         "deploy/second-model.yml",
         "deploy/start-interval.yml",
         "deploy/valkey-tls.yml",
@@ -250,6 +257,65 @@ def test_on_a_gpu_all_that_touch_a_pool_see_its_device_and_each_others_processes
         assert merged["TRITON_CACHE_DIR"].startswith("/weights/")
 
 
+def test_a_host_runs_the_parts_that_its_profiles_name(compose: Any, host: Any) -> None:
+    """Every other service is off, and nothing that runs waits for one that may be off: Redis is on
+    one host, and both roles need the block manager, the preflight and the mover."""
+    roles = ["prefill", "decode"]
+    profiles = {name: service["profiles"] for name, service in host["services"].items()}
+    assert profiles == {
+        "credentials": ["store"],
+        "redis": ["store"],
+        "gateway": ["gateway"],
+        "block-manager": roles,
+        "preflight": roles,
+        "prefill": ["prefill"],
+        "decode": ["decode"],
+        "mover": roles,
+    }
+    profile_less = {name for name, each in compose["services"].items() if "profiles" not in each}
+    assert profile_less <= profiles.keys()
+    for name, service in host["services"].items():
+        waits_for = compose["services"].get(name, {}).get("depends_on", {})
+        waits_for = waits_for | service.get("depends_on", {})
+        for other, condition in waits_for.items():
+            is_on = set(profiles[name]) <= set(profiles[other])
+            assert is_on or condition.get("required") is False, (name, other)
+    assert host["networks"] == {"default": {"name": "quire", "external": True}}
+
+
+def test_a_host_takes_its_credentials_from_a_directory() -> None:
+    """On the host that makes them, they are in the volume `run`."""
+    file = yaml.safe_load((ROOT / "deploy" / "host.yml").read_text())
+    for directory, place in (({}, "run"), ({"QUIRE_CREDENTIALS_DIR": "/etc/quire"}, "/etc/quire")):
+        services = interpolated(file, directory)["services"]
+        for name in ("block-manager", "preflight", "prefill", "decode", "mover"):
+            assert services[name]["volumes"][0] == f"{place}:/run/quire:ro", name
+        assert services["gateway"]["volumes"] == [f"{place}:/run/quire"]
+
+
+def test_a_mover_is_a_service_like_the_others(
+    compose: Any, host: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It shares the pool and the processes' numbers with the block manager, which waits until a
+    dead mover has exited."""
+    mover, manager = host["services"]["mover"], compose["services"]["block-manager"]
+    same = "restart init read_only tmpfs cap_drop security_opt stop_grace_period healthcheck"
+    for field in same.split():
+        assert mover[field] == manager[field], field
+    assert "pools:/pools" in mover["volumes"]
+    assert (mover["pid"], host["services"]["block-manager"]["pid"]) == ("host", "host")
+    assert mover["build"]["target"] == "mover"
+    environment = {
+        name.replace("QUIRE_MOVER_", "QUIRE_BLOCK_MANAGER_"): value
+        for name, value in mover["environment"].items()
+        if name.startswith("QUIRE_")
+    }
+    assert environment == manager["environment"]
+    for variable, value in mover["environment"].items():
+        monkeypatch.setenv(variable, value)
+    assert load_settings(MoverSettings).port == 50051
+
+
 def test_workers_can_be_scaled(compose: Any) -> None:
     for name in OURS:
         service = compose["services"][name]
@@ -320,7 +386,7 @@ def test_a_service_has_longer_to_end_than_it_takes(
 
 
 def test_the_example_environment_names_every_variable_with_its_default() -> None:
-    files = "docker-compose.yml", "deploy/gpu.yml"
+    files = "docker-compose.yml", "deploy/gpu.yml", "deploy/host.yml"
     text = "".join((ROOT / file).read_text() for file in files)
     used = dict(re.findall(r"\$\{(\w+):-([^}]*)\}", text))
     example = (ROOT / "deploy" / "env.example").read_text()

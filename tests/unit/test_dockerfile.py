@@ -8,6 +8,7 @@ import sys
 import sysconfig
 import tomllib
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -92,7 +93,7 @@ def _copied() -> list[str]:
     return [path for line in lines for path in line.split()]
 
 
-@pytest.mark.parametrize("image", ["control", "control-gpu", "worker"])
+@pytest.mark.parametrize("image", ["control", "control-gpu", "worker", "mover"])
 def test_no_image_carries_a_compiler(image: str) -> None:
     """Its stages, down to the base, install nothing; only files that it copies were compiled."""
     stages = _stages()
@@ -105,8 +106,22 @@ def test_no_image_carries_a_compiler(image: str) -> None:
     assert "apt-get" in stages["kernels"][1]
 
 
+def test_the_movers_image_has_nixl_without_the_pytorch_that_it_asks_for() -> None:
+    """What NIXL needs besides, NumPy, is a requirement of the project."""
+    asked = {re.split(r"[^\w-]", line)[0] for line in metadata.requires("nixl-cu12") or ()}
+    assert asked == {"torch", "numpy"}
+    parent, body = _stages()["dependencies-mover"]
+    assert parent == "dependencies-control"
+    assert re.search(r"pip install .*--no-deps --requirement /requirements-mover.txt", body)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = {re.split(r"[^\w-]", line)[0] for line in project["dependencies"]}
+    movers = {re.split(r"[^\w-]", line)[0] for line in project["optional-dependencies"]["mover"]}
+    assert movers - {"nixl-cu12"} | asked - {"torch"} <= names
+
+
 @pytest.mark.parametrize(
-    "stage", ["dependencies-control", "dependencies-worker", "kernels", "build"]
+    "stage",
+    ["dependencies-control", "dependencies-worker", "dependencies-mover", "kernels", "build"],
 )
 def test_an_edit_of_python_sources_builds_neither_dependencies_nor_kernels(stage: str) -> None:
     """No stage below these copies Python sources, or pyproject.toml as a whole."""
@@ -131,6 +146,7 @@ def test_the_lists_of_requirements_are_those_of_the_project() -> None:
     assert listed("project") == project["project"]["dependencies"]
     extras = project["project"]["optional-dependencies"]
     assert listed("worker") == extras["worker"]
+    assert listed("mover") == extras["mover"]
     assert listed("cuda") == [*extras["worker"], *extras["nvml"], *extras["cuda"][1:]]
 
 
