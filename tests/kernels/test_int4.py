@@ -121,40 +121,6 @@ def test_one_outlier_far_from_zero_does_not_lose_the_rest() -> None:
     assert torch.allclose(quantize(weight, 32).dequantized(), weight, atol=1e-3)
 
 
-@pytest.mark.parametrize("wrong", [NAN, float("inf"), -float("inf")])
-def test_a_weight_that_is_not_finite_costs_its_own_column(cpu: NativeCpu, wrong: float) -> None:
-    weight = randn(40, 200)
-    weight[17, 3] = wrong
-    y = linear(cpu, randn(5, 200, seed=1), weight, 64)
-    assert y[:, 17].isnan().all()
-    assert y.isfinite().sum() == 5 * 39
-
-
-def test_an_activation_that_is_not_finite_costs_its_own_row(cpu: NativeCpu) -> None:
-    x = randn(5, 200, seed=1)
-    x[2, 7] = float("inf")
-    y = linear(cpu, x, randn(40, 200), 64)
-    assert y[2].isnan().all()
-    assert y.isfinite().sum() == 4 * 40
-
-
-@GROUPS
-def test_a_row_does_not_depend_on_the_others(cpu: NativeCpu, group: int) -> None:
-    x, weight = randn(70, 200), quantize(randn(70, 200, seed=1), group)
-    together = linear(cpu, x, weight, group)
-    for m in [*range(1, 30), 47, 64]:
-        assert torch.equal(linear(cpu, x[:m], weight, group), together[:m])
-        assert torch.equal(linear(cpu, x[70 - m :], weight, group), together[70 - m :])
-
-
-@GROUPS
-def test_a_column_does_not_depend_on_the_others(cpu: NativeCpu, group: int) -> None:
-    x, weight = randn(14, 136), randn(300, 136, seed=1)
-    together = linear(cpu, x, weight, group)
-    for begin, end in [(0, 1), (5, 250), (40, 72), (63, 300)]:
-        assert torch.equal(linear(cpu, x, weight[begin:end], group), together[:, begin:end])
-
-
 def test_instruction_sets_with_fused_multiply_add_agree() -> None:
     """int4 sums integers within a group and then adds with FMA in one order: all sets give the same
     bits except the portable one, which may lack FMA."""

@@ -12,7 +12,7 @@ from kvops.native import Kind, NativeCpu, emulated_kernels, usable_kernels
 FP32, BF16 = torch.float32, torch.bfloat16
 NAN = float("nan")
 FLOATS = pytest.mark.parametrize("kind", ["float32", "bfloat16"])
-KINDS = pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+KINDS = pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4-32", "int4-128"])
 ROW_COUNTS = [*range(1, 30), 47, 64, 70]  # more than two tiles of any instruction set
 
 
@@ -152,14 +152,27 @@ def test_int8_is_exact_in_its_integers(
     assert torch.equal(linear(cpu, "int8", x, weight, bias), expected)
 
 
+@pytest.mark.parametrize("kind", ["int8", "int4-64"])
 @pytest.mark.parametrize("wrong", [NAN, float("inf"), -float("inf")])
-def test_int8_does_not_hide_a_weight_that_is_not_finite(cpu: NativeCpu, wrong: float) -> None:
-    """Only its own column is not finite."""
-    weight = randn(40, 20)
+def test_a_quantized_weight_that_is_not_finite_changes_its_own_column(
+    cpu: NativeCpu, kind: Kind, wrong: float
+) -> None:
+    weight = randn(40, 200)
     weight[17, 3] = wrong
-    y = linear(cpu, "int8", randn(5, 20, seed=1), weight)
+    y = linear(cpu, kind, randn(5, 200, seed=1), weight)
     assert y[:, 17].isnan().all()
     assert y.isfinite().sum() == 5 * 39
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4-64"])
+def test_a_quantized_activation_that_is_not_finite_changes_its_own_row(
+    cpu: NativeCpu, kind: Kind
+) -> None:
+    x = randn(5, 200, seed=1)
+    x[2, 7] = float("inf")
+    y = linear(cpu, kind, x, randn(40, 200))
+    assert y[2].isnan().all()
+    assert y.isfinite().sum() == 4 * 40
 
 
 def best(cpu: NativeCpu, kind: Kind, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
