@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from blockstore.records import PrefixHash
 from services.engine.batch import Fault
-from services.engine.sequences.group import Group, Token, Verified
+from services.engine.sequences.group import Group
+from services.engine.sequences.results import Token, Verified
 from services.protocol.logprobs import Logprobs
 from services.protocol.ticket import BeamState, Hypothesis, TicketSequence
 

@@ -27,9 +27,9 @@ from services.prefill.service import PrefillService
 from services.prefill.worker import PrefillWorker
 from services.protocol.version import PROTOCOL_VERSION
 from services.worker.limits import Limits
-from services.worker.pool_worker import WorkerParts
 from services.worker.swap.pool import SwapPool
-from tests.unit.workers.fakes import VOCAB, Arena, FakeForward, join, make_pool, make_stamps
+from tests.unit.workers.fake_pools import FakePools
+from tests.unit.workers.fakes import VOCAB, Arena, FakeForward
 
 LIMIT_S = 20.0
 POOLS = ("pool", "colder")
@@ -136,27 +136,15 @@ class Workers:
         self._swap_pool: list[SwapPool] = []
 
     async def open(self, directory: Path) -> None:
-        pools = [await make_pool(self.store, NUM_BLOCKS, 4, name) for name in POOLS]
-        spec, colder_spec = pools
-        arena = Arena(4, make_stamps(directory / "stamps", spec))
-        arena.stamps.check = None  # a forged ticket has tokens for which nobody has KV
-        swap_pool = Arena(4, make_stamps(directory / "colder", colder_spec))
+        pools = await FakePools.make(self.store, directory, NUM_BLOCKS, 4, NUM_BLOCKS)
+        pools.arena.stamps.check = None  # a forged ticket has tokens for which nobody has KV
         workers: list[Any] = []
         for cls in (PrefillWorker, DecodeWorker):
-            membership = await join(self.store, spec, cls.__name__, arena.stamps)
-            self.models.append(GuardedForward(arena, self.store.ledger("pool")))
+            self.models.append(GuardedForward(pools.arena, self.store.ledger("pool")))
             metrics = WorkerMetrics(CollectorRegistry())
-            beside = SwapPool(
-                self.store,
-                membership,
-                await join(self.store, colder_spec, cls.__name__, swap_pool.stamps),
-                partial(swap_pool.copy_from, arena),
-                partial(arena.copy_from, swap_pool),
-                metrics,
-                compares_costs=False,
-            )
-            self._swap_pool.append(beside)
-            parts = WorkerParts(self.store, membership, self.models[-1], LIMITS, metrics, beside)
+            parts = await pools.join(cls.__name__, self.models[-1], LIMITS, metrics)
+            assert parts.swap_pool is not None
+            self._swap_pool.append(parts.swap_pool)
             worker = cls(parts)
             self.models[-1].groups = partial(_groups_at, worker)
             workers.append(worker)

@@ -11,7 +11,8 @@ from quire.types import Beam, Sampling
 from tests.exactness import SEED, Answer, is_streamed, strategies, width
 from tests.late_device import LateForward
 
-from .exactness_deployment import DeployedWorker, ExactnessDeployment, Setting
+from .exactness_deployment import DeployedWorker, ExactnessDeployment
+from .exactness_setting import Setting
 from .models_oracle import random_prompt
 
 NUM_TOKENS = 24

@@ -15,8 +15,6 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from blockstore.memory_registry import MemoryRegistry
-from blockstore.memory_store import MemoryStore
-from blockstore.records import Allocation, PrefixHash
 from blockstore.registry import Member, Role
 from quire import messages
 from quire.messages import Request
@@ -47,60 +45,18 @@ from services.worker.requests.events import HANDED_OVER
 from services.worker.swap.pool import SwapPool
 from tests.drafting import oracle
 from tests.exactness import SEED, Answer
-from tests.late_device import Device, LateForward, computes_at_launch
+from tests.late_device import LateForward
 from tests.unit.workers.fakes import join, make_pool, make_stamps
 
 from .exactness_model import LIMIT_S, Logits, Models, Watched
+from .exactness_setting import ADAPTER, MODEL, Setting, Store
 from .exactness_stream import Stream, through_wire
 
-MODEL = "toy"
-ADAPTER = "toy with an adapter"
 MAX_MODEL_LEN = 512
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """What a deployment consists of.
-
-    `chunk`: how many tokens a prefill worker computes in one step. `speculates`: the decode workers
-    verify drafts, and every second draft is wrong. `adapts`: requests name a LoRA adapter.
-    """
-
-    block_size: int = 8
-    num_blocks: int = 1200
-    num_swap_blocks: int = 0
-    chunk: int = 64
-    num_threads: int = 1
-    num_prefills: int = 1
-    num_decoders: int = 2
-    device: Device = computes_at_launch
-    speculates: bool = False
-    adapts: bool = False
-
-    @property
-    def model(self) -> str:
-        return ADAPTER if self.adapts else MODEL
-
-
-class Store(MemoryStore):
-    """A store whose prefix cache can be switched off: with `finds_nothing`, no lookup succeeds."""
-
-    finds_nothing = False
-
-    async def allocate(
-        self,
-        pool_id: str,
-        holder_id: str,
-        worker_id: str,
-        order: int,
-        hashes: Sequence[PrefixHash],
-        num_blocks: int,
-        branches: Sequence[Sequence[PrefixHash]] = (),
-    ) -> Allocation:
-        if self.finds_nothing and pool_id == "pool":
-            hashes, branches = (), ()
-        arguments = pool_id, holder_id, worker_id, order, hashes, num_blocks, branches
-        return await super().allocate(*arguments)
+_CLASSES: dict[str, tuple[Any, Any]] = {
+    "prefill": (PrefillWorker, PrefillService),
+    "decode": (DecodeWorker, DecodeService),
+}
 
 
 @dataclass(eq=False)
@@ -227,18 +183,7 @@ class ExactnessDeployment:
         model, ops = self._models.of(name, setting.num_threads)
         forward = Watched(model, arena, setting.block_size, ops)
         forward.prompt = self._prompt
-        swap_pool: SwapPool | None = None
-        if "colder" in self._pools:
-            colder_spec, colder_stamps, colder_arena = self._pools["colder"]
-            swap_pool = SwapPool(
-                self.store,
-                membership,
-                await join(self.store, colder_spec, name, colder_stamps),
-                partial(_copy, ops, arena, colder_arena),
-                partial(_copy, ops, colder_arena, arena),
-                metrics,
-                compares_costs=False,
-            )
+        swap_pool = await self._swap_pool(membership, metrics, ops)
         limits = Limits(
             max_num_seqs=128,
             max_num_batched_tokens=setting.chunk if role == "prefill" else 256,
@@ -246,37 +191,47 @@ class ExactnessDeployment:
             vocab_size=model.config.vocab_size,
             speculation=oracle(self._next_known, 2, 2) if setting.speculates else None,
         )
-        make, serve = (
-            (PrefillWorker, PrefillService) if role == "prefill" else (DecodeWorker, DecodeService)
-        )
         device = setting.device(forward)
-        grammars = Grammars(self._models.directory, limits.vocab_size, model.config.eos_token_ids)
         parts = WorkerParts(
             *(self.store, membership, device, limits, metrics, swap_pool),
             adapters=WorkerAdapters(model, 1, 64),
-            grammars=grammars,
+            grammars=Grammars(
+                self._models.directory, limits.vocab_size, model.config.eos_token_ids
+            ),
         )
-        worker: Any = make(parts)
+        make, serve = _CLASSES[role]
+        worker = make(parts)
         running = asyncio.create_task(worker.run())
-        deployed = DeployedWorker(
+        self._workers[name] = DeployedWorker(
             worker, forward, serve(worker), request_metrics, swap_pool, device, running
         )
-        self._workers[name] = deployed
+        await self._announce(name, role, limits.max_num_seqs)
+        return self._workers[name]
+
+    async def _swap_pool(
+        self, membership: Any, metrics: WorkerMetrics, ops: Any
+    ) -> SwapPool | None:
+        if "colder" not in self._pools:
+            return None
+        (_, _, arena), (spec, stamps, swap_arena) = self._pools["pool"], self._pools["colder"]
+        return SwapPool(
+            self.store,
+            membership,
+            await join(self.store, spec, membership.worker_id, stamps),
+            partial(_copy, ops, arena, swap_arena),
+            partial(_copy, ops, swap_arena, arena),
+            metrics,
+            compares_costs=False,
+        )
+
+    async def _announce(self, name: str, role: Role, max_num_seqs: int) -> None:
         member = Member(
-            member_id=name,
-            role=role,
-            address="nowhere:1",
-            state="serving",
-            started_unix_ms=1,
-            protocol_version=PROTOCOL_VERSION,
-            pool_id="pool",
-            model=MODEL,
+            *(name, role, "nowhere:1", "serving", 1, PROTOCOL_VERSION, "pool", MODEL),
             model_dir=str(self._models.directory),
             max_model_len=MAX_MODEL_LEN,
-            max_num_seqs=limits.max_num_seqs,
+            max_num_seqs=max_num_seqs,
         )
         await self.registry.announce(member, ttl_s=1e6)
-        return deployed
 
     def _next_known(self, sequence: DecodingSequence, tokens: list[int]) -> int | None:
         """The next token of the compared request. Other requests get drafts that are hardly ever

@@ -25,8 +25,9 @@ from .exactness_conditions import (
     STRATEGIES,
     Condition,
 )
-from .exactness_deployment import ExactnessDeployment, Setting
+from .exactness_deployment import ExactnessDeployment
 from .exactness_model import Logits, Models
+from .exactness_setting import Setting
 
 Open = Callable[[Setting], AbstractAsyncContextManager[ExactnessDeployment]]
 

@@ -21,8 +21,10 @@ from blockstore.errors import LedgerError, OutOfBlocks
 from blockstore.memory.holders import Holder
 from blockstore.memory.ledger import Ledger
 from blockstore.memory_store import MemoryStore
-from blockstore.records import Asserted, Content, Growth, PoolSpec, Wait
-from blockstore.store import QUARANTINE, BlockStore
+from blockstore.records import Growth, PoolSpec
+from blockstore.store import BlockStore
+from tests.clock import Clock
+from tests.property.lost_ledger import content_of, reported_by
 
 HASHES = tuple(bytes([number]) * 16 for number in range(8))
 PROMPTS = ((0, 1, 2, 3), (0, 1, 4, 5), (6, 7))
@@ -51,19 +53,6 @@ _TOMBSTONES_LAST_S = 500.0
 
 T = TypeVar("T")
 Call = Callable[[BlockStore], Awaitable[object]]
-
-
-class Clock:
-    """The time of leases and tombstones in all stores of a machine."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def advance(self, seconds: float) -> None:
-        self.now += seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,9 +357,9 @@ class StoresAgree(RuleBasedStateMachine):
         self.send(lambda store: store.reopen("pool"), lost)
 
     def reassert_holders(self, old: Ledger, worker_id: str, how: str, lost: bool) -> None:
-        said = asserted_by(old, worker_id)
+        report = reported_by(old, worker_id)
         if how == "reassert":
-            self.send(lambda store: store.reassert(self.spec, *said), lost)
+            self.send(lambda store: store.reassert(self.spec, *report), lost)
         else:
             self.send(lambda store: getattr(store, how)("pool", worker_id), lost)
 
@@ -392,35 +381,6 @@ class StoresAgree(RuleBasedStateMachine):
             stats = self.runner.run(_awaited(store.stats("pool")))
             holders = self.runner.run(_awaited(store.holders("pool")))
             assert {holder.worker_id for holder in holders} <= set(stats.worker_ids)
-
-
-def asserted_by(ledger: Ledger, worker_id: str) -> tuple[str, list[Asserted], list[Wait]]:
-    """The holders that a worker reports, which the model reads from the lost ledger."""
-    holders = [
-        Asserted(
-            holder.holder_id,
-            holder.epoch,
-            holder.order,
-            holder.num_cached_blocks,
-            tuple(holder.acquired),
-            tuple(sorted(set(holder.acquired) - holder.held)),
-        )
-        for holder in sorted(ledger.holders.values(), key=lambda holder: holder.sort_key)
-        if holder.worker_id == worker_id and not holder.holder_id.startswith(QUARANTINE)
-    ]
-    waits = [
-        Wait(holder_id, waiter.order, ledger.released.epoch(holder_id) or 0)
-        for holder_id, waiter in ledger.waiters.items()
-        if waiter.worker_id == worker_id
-    ]
-    return worker_id, holders, waits
-
-
-def content_of(ledger: Ledger, block_id: int, private: set[int]) -> Content:
-    prefix_hash = ledger.blocks.hash_of.get(block_id)
-    if prefix_hash is None:
-        return Content(private=block_id in private)
-    return Content(prefix_hash, rank=ledger.spec.num_blocks - 1 - block_id)
 
 
 async def _outcome(awaitable: Awaitable[object]) -> object:

@@ -5,7 +5,6 @@ import asyncio
 import itertools
 import random
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,11 @@ from services.decode.worker import DecodeWorker
 from services.engine.forward import ForwardPass
 from services.prefill.worker import PrefillWorker
 from services.worker.limits import Limits
-from services.worker.pool_worker import WorkerParts
 from tests.late_device import Device, LateForward
 from tests.property.gateway import Gateway, Request
 from tests.property.late import LateColderPool, LateStore
-from tests.unit.workers.fakes import Arena, FakeForward, join, make_pool, make_stamps
+from tests.unit.workers.fake_pools import FakePools
+from tests.unit.workers.fakes import Arena, FakeForward
 
 HANG_S = 60.0
 
@@ -54,33 +53,22 @@ class Pair:
         limits: Limits,
         num_swap_blocks: int = 0,
     ) -> None:
-        spec = await make_pool(self.store, num_blocks, block_size)
-        if num_swap_blocks:
-            colder_spec = await make_pool(self.store, num_swap_blocks, block_size, "colder")
-            stamps = make_stamps(directory / "colder", colder_spec)
-            self.swap_pool = Arena(block_size, stamps)
-        stamps = make_stamps(directory / "stamps", spec)
-        self.arena = Arena(block_size, stamps)
+        pools = await FakePools.make(self.store, directory, num_blocks, block_size, num_swap_blocks)
+        self.arena, self.swap_pool = pools.arena, pools.swap_arena
         model = FakeForward(self.arena)
         workers: list[Any] = []
         classes: tuple[Any, ...] = (PrefillWorker, DecodeWorker, DecodeWorker)
         for number, cls in enumerate(classes):
-            membership = await join(self.store, spec, f"{cls.__name__}-{number}", stamps)
-            late: Any = LateStore(self.store, self.chance, self._check_flights)
-            forward = self._forwards[membership.worker_id] = self._device(model)
-            metrics = WorkerMetrics(CollectorRegistry())
-            beside: LateColderPool | None = None
-            if self.swap_pool:
-                there = await join(
-                    self.store, colder_spec, membership.worker_id, self.swap_pool.stamps
-                )
-                copies = (
-                    partial(self.swap_pool.copy_from, self.arena),
-                    partial(self.arena.copy_from, self.swap_pool),
-                )
-                beside = LateColderPool(late, membership, there, *copies, metrics, False)
-                beside.chance = self.chance
-            workers.append(cls(WorkerParts(late, membership, forward, limits, metrics, beside)))
+            worker_id = f"{cls.__name__}-{number}"
+            forward = self._forwards[worker_id] = self._device(model)
+            parts = await pools.join(
+                *(worker_id, forward, limits, WorkerMetrics(CollectorRegistry())),
+                store=LateStore(self.store, self.chance, self._check_flights),
+                swap_class=LateColderPool,
+            )
+            if isinstance(parts.swap_pool, LateColderPool):
+                parts.swap_pool.chance = self.chance
+            workers.append(cls(parts))
         self.prefill, *decode = workers
         self.decode = tuple(decode)
         self._tasks = [asyncio.create_task(worker.run()) for worker in workers]

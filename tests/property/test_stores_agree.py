@@ -12,8 +12,9 @@ from blockstore.memory.ledger import Ledger
 from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolSpec
 from blockstore.redis_store import RedisStore
+from tests.clock import Clock
 from tests.conftest import Valkey
-from tests.property.machine import Clock, drive
+from tests.property.machine import drive
 
 
 class ServerClock(Clock):

@@ -1,7 +1,7 @@
 """Loads a model from a checkpoint directory."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -116,82 +116,97 @@ def _composed(
     backend: Backend,
     place: Placement,
 ) -> ComposedModel:
-
     if config.experts is not None and backend.device != "cpu":
         raise StartupError(
             f"{directory}: {config.architecture} has experts, which backend {backend.name!r} does "
             "not compute; 'cpu' and 'reference' do"
         )
-
-    def norm(name: str) -> Tensor:
-        weight = weights.tensors[f"{name}.weight"]
-        if config.family.norm_offset:  # of which bf16 would keep too few bits
-            return weight.to(embedding.device)
-        return place(lambda: [weight])
-
-    def matrix(name: str) -> Tensor:
-        weight = weights.linear(name)
-        if not isinstance(weight, Tensor):
-            form = weights.form(name)
-            raise StartupError(f"{directory}: backend {backend.name!r} has no {form} kernels")
-        return weight
-
-    def linear(section: Section) -> Linear:
-        weight = place(lambda: [matrix(source) for source in section.sources])
-        bias = section.bias(weights.tensors)
-        return Linear(weight, None if bias is None else place(lambda: [bias]))
-
-    def experts(number: int) -> ExpertWeights | None:
-        names, c = expert_linears(config, number), config.experts
-        if names is None or c is None:
-            return None
-        pairs = [name for pair in zip(names.gate, names.up, strict=True) for name in pair]
-
-        def biases(linears: Sequence[str]) -> Tensor | None:
-            found = [weights.tensors.get(f"{linear}.bias") for linear in linears]
-            some = [bias for bias in found if bias is not None]
-            return torch.cat(some).view(c.num, -1) if len(some) == len(found) else None
-
-        gate_up = place(lambda: [matrix(name) for name in pairs])
-        down = place(lambda: [matrix(name) for name in names.down])
-        return ExpertWeights(
-            weights.tensors[f"{names.router}.weight"].float(),
-            gate_up.view(c.num, -1, config.hidden_size),
-            down.view(c.num, config.hidden_size, -1),
-            c.top_k,
-            c.normalizes,
-            weights.tensors.get(f"{names.router}.bias"),
-            *(biases(pairs), biases(names.down)),
-            c.alpha,
-            c.limit,
-        )
-
-    def sinks(number: int) -> Tensor | None:
-        found = weights.tensors.get(f"{layer_prefix(number)}.self_attn.sinks")
-        return None if found is None else found.float()
-
-    def layer(number: int) -> Layer:
-        prefix = layer_prefix(number)
-        parts: dict[str, Any] = {
-            at: None if name is None else norm(f"{prefix}.{name}")
-            for at, name in norm_places(config.family).items()
-        }
-        parts |= {
-            name: linear(replace(section, turn=0))
-            for name, section in layer_sections(config, number).items()
-        }
-        parts |= {"experts": experts(number), "sinks": sinks(number)}
-        return Layer(window=config.windows[number], rope=config.ropes[number], **parts)
-
     embedding = place(lambda: [weights.tensors[EMBEDDING]])
+    parts = _Parts(directory, config, weights, backend.name, place, embedding.device)
+    head = HEAD.removesuffix(".weight")
     return ComposedModel(
         config=config,
         ops=backend,
         embedding=embedding,
-        layers=tuple(layer(number) for number in range(config.num_layers)),
-        final_norm=norm(FINAL_NORM.removesuffix(".weight")),
-        head=embedding
-        if config.tied_embeddings
-        else place(lambda: [matrix(HEAD.removesuffix(".weight"))]),
+        layers=tuple(parts.layer(number) for number in range(config.num_layers)),
+        final_norm=parts.norm(FINAL_NORM.removesuffix(".weight")),
+        head=embedding if config.tied_embeddings else place(lambda: [parts.matrix(head)]),
         weights_digest=digest,
     )
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Reads the parts of a model's layers. `directory` and `backend`: for errors."""
+
+    directory: Path
+    config: ModelConfig
+    weights: Weights
+    backend: str
+    place: Placement
+    device: torch.device
+
+    def layer(self, number: int) -> Layer:
+        config, prefix = self.config, layer_prefix(number)
+        norms = {
+            at: None if name is None else self.norm(f"{prefix}.{name}")
+            for at, name in norm_places(config.family).items()
+        }
+        linears = {
+            name: self._linear(replace(section, turn=0))
+            for name, section in layer_sections(config, number).items()
+        }
+        sinks = self.weights.tensors.get(f"{prefix}.self_attn.sinks")
+        parts: dict[str, Any] = {**norms, **linears}
+        return Layer(
+            window=config.windows[number],
+            rope=config.ropes[number],
+            experts=self._experts(number),
+            sinks=None if sinks is None else sinks.float(),
+            **parts,
+        )
+
+    def norm(self, name: str) -> Tensor:
+        weight = self.weights.tensors[f"{name}.weight"]
+        if self.config.family.norm_offset:  # of which bf16 would keep too few bits
+            return weight.to(self.device)
+        return self.place(lambda: [weight])
+
+    def matrix(self, name: str) -> Tensor:
+        weight = self.weights.linear(name)
+        if not isinstance(weight, Tensor):
+            form = self.weights.form(name)
+            raise StartupError(f"{self.directory}: backend {self.backend!r} has no {form} kernels")
+        return weight
+
+    def _linear(self, section: Section) -> Linear:
+        weight = self.place(lambda: [self.matrix(source) for source in section.sources])
+        bias = section.bias(self.weights.tensors)
+        return Linear(weight, None if bias is None else self.place(lambda: [bias]))
+
+    def _experts(self, number: int) -> ExpertWeights | None:
+        names, c = expert_linears(self.config, number), self.config.experts
+        if names is None or c is None:
+            return None
+        pairs = [name for pair in zip(names.gate, names.up, strict=True) for name in pair]
+        gate_up = self.place(lambda: [self.matrix(name) for name in pairs])
+        down = self.place(lambda: [self.matrix(name) for name in names.down])
+        return ExpertWeights(
+            self.weights.tensors[f"{names.router}.weight"].float(),
+            gate_up.view(c.num, -1, self.config.hidden_size),
+            down.view(c.num, self.config.hidden_size, -1),
+            c.top_k,
+            c.normalizes,
+            self.weights.tensors.get(f"{names.router}.bias"),
+            *(self._expert_biases(pairs), self._expert_biases(names.down)),
+            c.alpha,
+            c.limit,
+        )
+
+    def _expert_biases(self, linears: Sequence[str]) -> Tensor | None:
+        """[experts, outputs]; None unless every linear has a bias."""
+        assert self.config.experts is not None
+        found = [self.weights.tensors.get(f"{linear}.bias") for linear in linears]
+        some = [bias for bias in found if bias is not None]
+        complete = len(some) == len(found)
+        return torch.cat(some).view(self.config.experts.num, -1) if complete else None

@@ -19,59 +19,17 @@ See ADR 76 and ADR 115.
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
 from itertools import chain
 
 from blockstore.hashing import prefix_hashes
 from blockstore.records import PrefixHash
 from services.common.pool.stamps import Stamps
 from services.engine.batch import Fault, RowOutput, RowResult
-from services.engine.sequences.sequence import (
-    Branch,
-    CompletedBlock,
-    Rules,
-    Sequence,
-    split_common_prefix,
-)
+from services.engine.sequences.results import GroupResults, Token, Verified
+from services.engine.sequences.sequence import Branch, Rules, Sequence, split_common_prefix
 from services.protocol.block_keys import ComputedBlocks
 from services.protocol.logprobs import Logprobs
-from services.protocol.ticket import BeamState, FinishReason, Hypothesis, Ticket, TicketSequence
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    """A token that sequence `index` drew. `position` counts from the start of the prompt. `finish`
-    is set if the sequence ends with it."""
-
-    index: int
-    position: int
-    token: int
-    finish: FinishReason | None
-    logprobs: Logprobs | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Verified:
-    """How many drafts of sequence `index` a step has verified, and how many of them it accepted."""
-
-    index: int
-    num_drafts: int
-    num_accepted: int
-
-
-@dataclass(slots=True)
-class GroupResults:
-    """What steps did to a group. `freed`: blocks to give back to the pool. `embedding`: that of its
-    prompt, once it is computed. `hypotheses`: the best ones of its beam search, when the search is
-    over."""
-
-    tokens: list[Token] = field(default_factory=list)
-    prompt_logprobs: list[Logprobs] = field(default_factory=list)
-    completed: list[CompletedBlock] = field(default_factory=list)
-    freed: list[int] = field(default_factory=list)
-    embedding: tuple[float, ...] = ()
-    hypotheses: tuple[Hypothesis, ...] = ()
-    verified: list[Verified] = field(default_factory=list)
+from services.protocol.ticket import BeamState, Ticket, TicketSequence
 
 
 class Group:

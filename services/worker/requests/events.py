@@ -7,7 +7,7 @@ from typing import Protocol
 
 from services.common.errors import DeadlineExceeded, InvalidRequest, PoisonRequest
 from services.engine.batch import Fault
-from services.engine.sequences.group import Token, Verified
+from services.engine.sequences.results import Token, Verified
 from services.protocol.messages import Failed, Generated, Requeued, RequeueReason, WorkerEvent
 from services.protocol.ticket import FinishReason, Hypothesis, Ticket
 

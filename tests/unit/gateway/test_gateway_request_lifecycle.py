@@ -1,31 +1,27 @@
-"""The state machine of one request, with workers that a test plays, and with random ones."""
+"""The state machine of one request, with workers that a test plays."""
 
 import asyncio
-import random
 import time
 from dataclasses import replace
 
 import pytest
 
-from services.common.errors import DeadlineExceeded, KVCorrupt, PoisonRequest, Unavailable
+from services.common.errors import DeadlineExceeded, KVCorrupt
 from services.gateway.request.status import RequestStatus
 from services.gateway.workers.worker import Worker
 from services.protocol.messages import (
     Abort,
     Admit,
     Failed,
-    Generated,
-    Prefilled,
     RequestEvent,
     Requeued,
     RequeueReason,
     Reserve,
     Reserved,
-    Submit,
 )
 from services.protocol.ticket import FinishReason, successor_holder_id
 
-from .walk import MAX_TOKENS, PROMPT, ScriptedWorker, Walk, expected, generated, next_token
+from .walk import MAX_TOKENS, ScriptedWorker, Walk, expected, generated
 
 
 async def test_the_walk_from_queue_to_end() -> None:
@@ -207,82 +203,3 @@ async def test_no_stage_is_skipped() -> None:
     walk = Walk()
     with pytest.raises(RuntimeError, match="queued cannot become prefilling"):
         walk.start()
-
-
-@pytest.mark.parametrize("seed", range(100))
-async def test_tokens_are_final_and_leases_are_released_whatever_happens(seed: int) -> None:
-    """Law 7 and conservation at the gateway: workers answer, give back, vanish, repeat tickets and
-    continue old attempts at random. (A stream itself never repeats a step.) The client gets a
-    prefix of the expected tokens, or all of them if the request finishes. Every reservation and
-    every ticket is ended, by the worker itself or by an abort."""
-    chance = random.Random(seed)
-    walk = Walk()
-    lifecycle = walk.lifecycle
-    told: set[tuple[str, int]] = set()  # (worker, attempt) that ended by the worker's own word
-    said: list[tuple[Worker, Generated | Prefilled]] = []
-
-    def hear(sender: ScriptedWorker, event: Generated | Prefilled) -> None:
-        said.append((sender, event))
-        walk.on_event(sender, event)
-
-    for _ in range(60):
-        if lifecycle.status is RequestStatus.ENDED:
-            break
-        late = [
-            (by, event)
-            for by, event in said
-            if event.attempt < lifecycle.attempt.number or by is walk.prefill
-        ]
-        if late and chance.random() < 0.3:
-            walk.on_event(*chance.choice(late))
-            continue
-        attempt, last = lifecycle.attempt.number, chance.random()
-        if lifecycle.status is RequestStatus.QUEUED:
-            if not await walk.reserve(granted=last < 0.8):
-                told.add(("d", attempt))
-            continue
-        if lifecycle.status is RequestStatus.RESERVING:
-            walk.start()
-        elif last < 0.1:
-            reason = chance.choice([RequeueReason.PREEMPTED, RequeueReason.DRAINING])
-            sender = walk.prefill if lifecycle.status is RequestStatus.PREFILLING else walk.decode
-            told.add((sender.id, attempt))
-            walk.on_event(sender, Requeued("r1", attempt, reason))
-            sender.draining = False
-        elif last < 0.15:
-            lost = chance.choice([walk.prefill, walk.decode])
-            told.add((lost.id, attempt))
-            walk.on_lost(lost, died=True)
-        elif lifecycle.status is RequestStatus.PREFILLING:
-            submit = next(c for c in reversed(walk.prefill.sent) if isinstance(c, Submit))
-            final = len(submit.ticket.sequences[0].token_ids) + 1 == MAX_TOKENS
-            if final:
-                told.add(("p", attempt))
-            hear(
-                walk.prefill,
-                walk.prefilled(submit.ticket, FinishReason.LENGTH if final else None),
-            )
-        else:
-            have = list(expected(lifecycle.client.num_tokens - len(PROMPT)))
-            token = next_token([*PROMPT, *have])
-            final = len(have) + 1 == MAX_TOKENS
-            if final:
-                told.add(("d", attempt))
-            finish = FinishReason.LENGTH if final else None
-            hear(walk.decode, generated(walk, token, finish=finish))
-    finished = lifecycle.client.output.finish_reason is not None
-    lifecycle.close()
-    try:
-        tokens = await walk.tokens()
-    except (Unavailable, PoisonRequest):  # too many setbacks, or deaths
-        tokens = []
-    assert tokens == expected(MAX_TOKENS)[: len(tokens)]
-    assert len(tokens) == MAX_TOKENS or not finished
-    for worker in (walk.prefill, walk.decode):
-        begun = {c.attempt for c in worker.sent if isinstance(c, Reserve)}
-        begun |= {c.ticket.attempt for c in worker.sent if isinstance(c, Submit)}
-        ended = {c.attempt for c in worker.sent if isinstance(c, Abort)}
-        ended |= {attempt for worker_id, attempt in told if worker_id == worker.id}
-        assert begun <= ended
-        assert worker.num_taken_slots == 0
-        assert not worker.prefill_loads

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,11 @@ from services.common.runtime.metrics import WorkerMetrics
 from services.decode.worker import DecodeWorker
 from services.prefill.worker import PrefillWorker
 from services.worker.limits import Limits
-from services.worker.pool_worker import PoolWorker, WorkerParts
-from services.worker.swap.pool import SwapPool
+from services.worker.pool_worker import PoolWorker
 from tests.late_device import DEVICES, Device, LateForward
 
-from .fakes import Arena, FakeForward, FakeSession, join, make_pool, make_stamps
+from .fake_pools import FakePools
+from .fakes import Arena, FakeForward, FakeSession
 
 
 @dataclass
@@ -102,13 +101,7 @@ async def make_pair(tmp_path: Path, device: Device) -> AsyncIterator[MakePair]:
         ) -> WorkerPair:
             """`num_swap_blocks`: with a colder pool of so many blocks."""
             store = MemoryStore()
-            spec = await make_pool(store, num_blocks, block_size)
-            stamps = make_stamps(tmp_path / "stamps", spec)
-            arena = Arena(block_size, stamps)
-            swap_pool: Arena | None = None
-            if num_swap_blocks:
-                colder_spec = await make_pool(store, num_swap_blocks, block_size, "colder")
-                swap_pool = Arena(block_size, make_stamps(tmp_path / "colder", colder_spec))
+            pools = await FakePools.make(store, tmp_path, num_blocks, block_size, num_swap_blocks)
             limits = Limits(
                 max_num_seqs,
                 max_num_batched_tokens,
@@ -117,44 +110,28 @@ async def make_pair(tmp_path: Path, device: Device) -> AsyncIterator[MakePair]:
                 ticket_ttl_s=ticket_ttl_s,
                 park_window_s=park_window_s,
             )
-            models = FakeForward(arena), FakeForward(arena)
-            workers: list[Any] = []
+            models = FakeForward(pools.arena), FakeForward(pools.arena)
             figures = CollectorRegistry(), CollectorRegistry()
-            classes = PrefillWorker, DecodeWorker
-            for cls, model, registry in zip(classes, models, figures, strict=True):
-                membership = await join(store, spec, cls.__name__, stamps)
-                metrics = WorkerMetrics(registry)
-                beside: SwapPool | None = None
-                if swap_pool:
-                    beside = SwapPool(
-                        store,
-                        membership,
-                        await join(store, colder_spec, cls.__name__, swap_pool.stamps),
-                        partial(swap_pool.copy_from, arena),
-                        partial(arena.copy_from, swap_pool),
-                        metrics,
-                        compares_costs,
-                    )
-                    stack.callback(beside.close)
-                parts = WorkerParts(store, membership, device(model), limits, metrics, beside)
+            workers: list[Any] = []
+            for cls, model, registry in zip(
+                (PrefillWorker, DecodeWorker), models, figures, strict=True
+            ):
+                parts = await pools.join(
+                    *(cls.__name__, device(model), limits, WorkerMetrics(registry)),
+                    compares_costs=compares_costs,
+                )
+                if parts.swap_pool is not None:
+                    stack.callback(parts.swap_pool.close)
                 workers.append(cls(parts))
                 await stack.enter_async_context(running(workers[-1]))
             for model in models:
                 stack.callback(model.gate.set)
             prefill, decode = workers
             return WorkerPair(
-                *(
-                    store,
-                    spec,
-                    arena,
-                    prefill,
-                    decode,
-                    *models,
-                    FakeSession(),
-                    figures[1],
-                    swap_pool,
-                    device is LateForward,
-                )
+                *(store, pools.spec, pools.arena, prefill, decode, *models, FakeSession()),
+                figures[1],
+                pools.swap_arena,
+                device is LateForward,
             )
 
         yield make  # type: ignore[misc]

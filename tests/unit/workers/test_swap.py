@@ -12,6 +12,7 @@ from services.worker.swap.cost import PrefillCost, SwapCost
 
 from .conftest import MakePair, WorkerPair
 from .fakes import PROMPT, FakeSession, expected, next_token, ticket
+from .preempting import evict_all
 from .runs import finished, outputs, start, tokens
 
 PREEMPTIONS = "quire:num_preemptions_total"
@@ -52,14 +53,6 @@ def num_swapped(back: Ticket) -> int:
     """The tokens of the only sequence whose KV was swapped out: all but the last."""
     (sequence,) = back.sequences
     return len(PROMPT) + len(sequence.token_ids) - 1
-
-
-def evict_all(pair: WorkerPair) -> None:
-    """Evict all cached blocks of the pool."""
-    blocks = pair.store.ledger("pool").blocks
-    for block_id in list(blocks.cached):
-        blocks.retract(block_id, blocks.hash_of[block_id])
-        pair.arena.wipe(block_id)
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])

@@ -1,4 +1,4 @@
-"""Requests with several sequences under random disturbances."""
+"""Requests of one and of several sequences under random disturbances."""
 
 import random
 
@@ -6,12 +6,21 @@ import pytest
 
 from services.common.errors import PoisonRequest, Unavailable
 from services.gateway.request.status import RequestStatus
-from services.protocol.messages import Abort, Requeued, RequeueReason, Reserve, Submit
+from services.protocol.messages import (
+    Abort,
+    Generated,
+    Prefilled,
+    Requeued,
+    RequeueReason,
+    Reserve,
+    Submit,
+)
 from services.protocol.ticket import FinishReason
 
 from .walk import (
     MAX_TOKENS,
     PROMPT,
+    ScriptedWorker,
     Walk,
     at_rest,
     best_of,
@@ -28,28 +37,43 @@ NUM = 3
 
 
 async def disturb(walk: Walk, chance: random.Random) -> bool:
-    """Workers give back, hand over and vanish at random, and sequences end at different times;
-    nothing is left behind. Returns whether all sequences reached their ends."""
+    """Workers give back, hand over and vanish at random, and sequences end at different times.
+    Prefill workers repeat tickets, and old attempts continue. (A stream itself never repeats a
+    step.) Every reservation and every ticket is ended, by the worker itself or by an abort. Returns
+    whether all sequences reached their ends."""
     lifecycle = walk.lifecycle
-    told: set[tuple[str, int]] = set()  # (worker, attempt) that ended by the worker's own word
-    for _ in range(80):
+    ended_by_worker: set[tuple[str, int]] = set()
+    """(worker, attempt)"""
+    sent: list[tuple[ScriptedWorker, Generated | Prefilled]] = []
+
+    def send(sender: ScriptedWorker, event: Generated | Prefilled) -> None:
+        sent.append((sender, event))
+        walk.on_event(sender, event)
+
+    for _ in range(100):
         if lifecycle.status is RequestStatus.ENDED:
             break
         attempt, last = lifecycle.attempt.number, chance.random()
+        late = [(by, one) for by, one in sent if one.attempt < attempt or by is walk.prefill]
+        if late and chance.random() < 0.2:
+            walk.on_event(*chance.choice(late))
+            continue
         if lifecycle.status is RequestStatus.QUEUED:
             if not await walk.reserve(granted=last < 0.8):
-                told.add(("d", attempt))
+                ended_by_worker.add(("d", attempt))
             elif lifecycle.is_computed:
                 lifecycle.admit()
         elif lifecycle.status is RequestStatus.RESERVING:
             walk.start()
         elif last < 0.05:
             sender = walk.prefill if lifecycle.status is RequestStatus.PREFILLING else walk.decode
-            told.add((sender.id, attempt))
-            walk.on_event(sender, Requeued("r1", attempt, RequeueReason.PREEMPTED))
+            ended_by_worker.add((sender.id, attempt))
+            reason = chance.choice([RequeueReason.PREEMPTED, RequeueReason.DRAINING])
+            walk.on_event(sender, Requeued("r1", attempt, reason))
+            sender.draining = False
         elif last < 0.1:
             lost = chance.choice([walk.prefill, walk.decode])
-            told |= {(lost.id, number) for number in range(attempt + 1)}
+            ended_by_worker |= {(lost.id, number) for number in range(attempt + 1)}
             walk.on_lost(lost, died=True)
         elif lifecycle.status is RequestStatus.PREFILLING:
             submit = next(c for c in reversed(walk.prefill.sent) if isinstance(c, Submit))
@@ -58,10 +82,10 @@ async def disturb(walk: Walk, chance: random.Random) -> bool:
                 for s in submit.ticket.sequences
             ]
             if all(ended):
-                told.add(("p", attempt))
-            walk.on_event(walk.prefill, walk.prefilled(submit.ticket, *ended))
+                ended_by_worker.add(("p", attempt))
+            send(walk.prefill, walk.prefilled(submit.ticket, *ended))
         elif last < 0.2 and lifecycle.attempt.detached is None:
-            told.add(("d", attempt))  # of the slot; the ticket is its own to claim again
+            ended_by_worker.add(("d", attempt))  # of the slot; the ticket is its own to claim again
             living = [s.index for s in lifecycle.client.living]
             walk.on_event(walk.decode, requeued(walk, at_rest(walk, *living)))
         else:
@@ -69,17 +93,16 @@ async def disturb(walk: Walk, chance: random.Random) -> bool:
             token = next_token([*PROMPT, *sequence.tokens], sequence.index)
             is_last = len(sequence.tokens) + 1 == MAX_TOKENS
             if is_last and len(lifecycle.client.living) == 1:
-                told.add(("d", attempt))
+                ended_by_worker.add(("d", attempt))
             finish = FinishReason.LENGTH if is_last else None
-            event = generated(walk, token, finish=finish, index=sequence.index)
-            walk.on_event(walk.decode, event)
+            send(walk.decode, generated(walk, token, finish=finish, index=sequence.index))
     finished = walk.output.has_ended
     lifecycle.close()
     for worker in (walk.prefill, walk.decode):
         begun = {c.attempt for c in worker.sent if isinstance(c, Reserve)}
         begun |= {c.ticket.attempt for c in worker.sent if isinstance(c, Submit)}
         over = {c.attempt for c in worker.sent if isinstance(c, Abort) and c.index is None}
-        over |= {attempt for worker_id, attempt in told if worker_id == worker.id}
+        over |= {attempt for worker_id, attempt in ended_by_worker if worker_id == worker.id}
         assert begun <= over
         assert worker.num_taken_slots == 0
         assert not worker.prefill_loads
@@ -91,12 +114,13 @@ def likely_stop(chance: random.Random) -> tuple[str, ...]:
     return (text_of(expected(4, 2)[3:]),) if chance.random() < 0.5 else ()
 
 
+@pytest.mark.parametrize("num_sequences", [1, NUM])
 @pytest.mark.parametrize("seed", range(60))
-async def test_sequences_keep_their_own_tokens_whatever_happens(seed: int) -> None:
-    """Each sequence is a prefix of its own expected tokens."""
+async def test_disturbances_change_no_token(seed: int, num_sequences: int) -> None:
+    """Each sequence is a prefix of its own expected tokens, or all of them if it ends."""
     chance = random.Random(seed)
     stop = likely_stop(chance)
-    walk = Walk(num_sequences=NUM, stop=stop)
+    walk = Walk(num_sequences=num_sequences, stop=stop)
     finished = await disturb(walk, chance)
     try:
         tokens = await tokens_of(walk)
@@ -109,7 +133,7 @@ async def test_sequences_keep_their_own_tokens_whatever_happens(seed: int) -> No
 
 
 @pytest.mark.parametrize("seed", range(60))
-async def test_best_of_equals_an_undisturbed_walk_whatever_happens(seed: int) -> None:
+async def test_disturbances_do_not_change_best_of(seed: int) -> None:
     """All computed tokens are counted once."""
     chance = random.Random(seed)
     stop = likely_stop(chance)

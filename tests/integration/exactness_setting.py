@@ -1,0 +1,56 @@
+"""What a deployment of the exactness tests consists of."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from blockstore.memory_store import MemoryStore
+from blockstore.records import Allocation, PrefixHash
+from tests.late_device import Device, computes_at_launch
+
+MODEL = "toy"
+ADAPTER = "toy with an adapter"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a deployment consists of.
+
+    `chunk`: how many tokens a prefill worker computes in one step. `speculates`: the decode workers
+    verify drafts, and every second draft is wrong. `adapts`: requests name a LoRA adapter.
+    """
+
+    block_size: int = 8
+    num_blocks: int = 1200
+    num_swap_blocks: int = 0
+    chunk: int = 64
+    num_threads: int = 1
+    num_prefills: int = 1
+    num_decoders: int = 2
+    device: Device = computes_at_launch
+    speculates: bool = False
+    adapts: bool = False
+
+    @property
+    def model(self) -> str:
+        return ADAPTER if self.adapts else MODEL
+
+
+class Store(MemoryStore):
+    """A store whose prefix cache can be switched off: with `finds_nothing`, no lookup succeeds."""
+
+    finds_nothing = False
+
+    async def allocate(
+        self,
+        pool_id: str,
+        holder_id: str,
+        worker_id: str,
+        order: int,
+        hashes: Sequence[PrefixHash],
+        num_blocks: int,
+        branches: Sequence[Sequence[PrefixHash]] = (),
+    ) -> Allocation:
+        if self.finds_nothing and pool_id == "pool":
+            hashes, branches = (), ()
+        arguments = pool_id, holder_id, worker_id, order, hashes, num_blocks, branches
+        return await super().allocate(*arguments)
