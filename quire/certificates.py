@@ -143,11 +143,7 @@ def _general_name(host: str) -> "x509.GeneralName":
 
 
 def _write(certificate: Path, key: Path, pair: _Pair) -> None:
-    from cryptography.hazmat.primitives.serialization import (
-        Encoding,
-        NoEncryption,
-        PrivateFormat,
-    )
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
     secret = pair.key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     replace_file(key, secret)

@@ -7,15 +7,7 @@ from dataclasses import dataclass, field, replace
 from tokenizers import pre_tokenizers
 
 from quire import messages
-from quire.types import (
-    Beam,
-    Choice,
-    Delta,
-    Sampling,
-    StructuredOutput,
-    TokenLogprobs,
-    Usage,
-)
+from quire.types import Beam, Choice, Delta, Sampling, StructuredOutput, TokenLogprobs, Usage
 
 SEED = 7
 """The seed of every request that is compared; the other requests of its batch have other seeds."""

@@ -117,11 +117,7 @@ class Cluster:
     """`nodes` with equal shares of the slots, followed by one replica for each."""
 
     def __init__(
-        self,
-        directory: Path,
-        num_primaries: int,
-        with_replicas: bool,
-        fronts: Fronts | None = None,
+        self, directory: Path, num_primaries: int, with_replicas: bool, fronts: Fronts | None = None
     ) -> None:
         ports = free_ports(3 * num_primaries * (1 + with_replicas))
         self._fronts = fronts

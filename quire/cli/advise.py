@@ -76,8 +76,7 @@ class AdvisorFlags:
         ),
     ] = None
     weights_cache: Annotated[
-        str | None,
-        Option(metavar="DIR", help="as for `quire serve`; default: ~/.cache/quire"),
+        str | None, Option(metavar="DIR", help="as for `quire serve`; default: ~/.cache/quire")
     ] = None
 
 

@@ -19,12 +19,7 @@ from services.engine.device.threads import use_device
 from services.engine.forward import CompleteFlight, Flight
 from services.engine.models import Batch, Model
 from services.engine.models.model import AdapterRun
-from services.engine.sampling.logit_queries import (
-    queries,
-    row_results,
-    wanted_states,
-    with_states,
-)
+from services.engine.sampling.logit_queries import queries, row_results, wanted_states, with_states
 from services.engine.sampling.masks import MaskThread
 from services.protocol.ticket import SamplingParams
 

@@ -175,10 +175,7 @@ def _parts(
 
 
 def _member(
-    role: Role,
-    membership: Membership,
-    loaded: LoadedModel,
-    settings: WorkerSettings,
+    role: Role, membership: Membership, loaded: LoadedModel, settings: WorkerSettings
 ) -> Member:
     return Member(
         member_id=membership.worker_id,

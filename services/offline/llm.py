@@ -29,11 +29,7 @@ from services.gateway.frontend.api import GenerationRequest
 from services.gateway.frontend.http.answering.formats import CHAT_FORMAT, Transcript
 from services.gateway.frontend.http.bodies.reading import checked
 from services.gateway.frontend.http.bodies.schema import ChatBody
-from services.gateway.frontend.service import (
-    InferenceService,
-    request_from_wire,
-    response_to_wire,
-)
+from services.gateway.frontend.service import InferenceService, request_from_wire, response_to_wire
 from services.gateway.wiring import Wiring
 
 T = TypeVar("T")
@@ -278,11 +274,7 @@ class LLM:
         return replace(whole, choices=tuple(choices))
 
     def _answer_all(
-        self,
-        requests: Sequence[R],
-        answer: Callable[[R], Awaitable[T]],
-        doing: str,
-        use_tqdm: bool,
+        self, requests: Sequence[R], answer: Callable[[R], Awaitable[T]], doing: str, use_tqdm: bool
     ) -> list[T]:
         with tqdm(total=len(requests), desc=doing, disable=not use_tqdm) as bar:
             return self.run(lambda wiring: self._answers(requests, answer, bar.update))

@@ -16,11 +16,7 @@ from quire.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc,
 from services.common.rpc.message_batching import unpack_batch
 from services.protocol.command_codec import command_to_wire
 from services.protocol.event_codec import events_from_wire
-from services.protocol.messages import (
-    Command,
-    Event,
-    RequestEvent,
-)
+from services.protocol.messages import Command, Event, RequestEvent
 from services.protocol.version import PROTOCOL_VERSION
 
 Stream = aio.StreamStreamCall[Any, Any]
@@ -54,9 +50,7 @@ class StreamType:
     def hello(self, peer_id: str) -> Any:
         """The first message of a gateway or a block manager."""
         hello = worker_pb2.Hello(
-            peer_id=peer_id,
-            protocol_version=PROTOCOL_VERSION,
-            function_library=FUNCTION_LIBRARY,
+            peer_id=peer_id, protocol_version=PROTOCOL_VERSION, function_library=FUNCTION_LIBRARY
         )
         return self.request(hello=hello)
 

@@ -86,8 +86,7 @@ class WorkerSettings(TracedSettings, PoolServiceSettings):
         "", description="KV pool's size, e.g. 2GiB; empty: half of what is free beside the weights"
     )
     swap_memory: str = Field(
-        "",
-        description="size of the swap pool, to which preempted requests are copied; empty: none",
+        "", description="size of the swap pool, to which preempted requests are copied; empty: none"
     )
     preemption: Literal["auto", "swap", "recompute"] = Field(
         "auto", description="how requests are preempted; auto: swap where that costs less"

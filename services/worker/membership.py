@@ -22,12 +22,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from blockstore.errors import (
-    BlockStoreError,
-    FingerprintMismatch,
-    GeometryMismatch,
-    PoolGone,
-)
+from blockstore.errors import BlockStoreError, FingerprintMismatch, GeometryMismatch, PoolGone
 from blockstore.records import PoolSpec
 from blockstore.store import BlockStore
 from services.common.errors import StartupError

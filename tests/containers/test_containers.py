@@ -121,9 +121,6 @@ def test_down_under_load_and_up_again(running: Deployment, cases: list[Case]) ->
         assert not users.wrong
     assert not running.containers()
     running.up()
-    with (
-        Client(running.address, tls=Tls(running.ca)) as client,
-        Users(client, cases) as users,
-    ):
+    with Client(running.address, tls=Tls(running.ca)) as client, Users(client, cases) as users:
         users.wait_until_served()
     assert not users.violations

@@ -98,12 +98,7 @@ def check(found: Found, expected: Found) -> None:
     [(4, 4, None, False), (2, 1, 0.0, True), (16, 5, 2.0, "never"), (3, 3, -1.0, False)],
 )
 async def test_beam_search_equals_transformers(
-    client: AsyncClient,
-    model: Any,
-    width: int,
-    n: int,
-    penalty: float | None,
-    early_stopping: Any,
+    client: AsyncClient, model: Any, width: int, n: int, penalty: float | None, early_stopping: Any
 ) -> None:
     """The first search has no stop token; the second has stop tokens that its beams draw."""
     prompt, beam = prompt_of(width), Beam(width, penalty, early_stopping)

@@ -68,10 +68,7 @@ def streams(seed: int) -> list[Stream]:
         Stream(
             [*(shared if number % 3 else ()), *(chance.randrange(259, 384) for _ in range(20))],
             Sampling(
-                temperature=float(number % 2),
-                seed=number,
-                max_tokens=MAX_TOKENS,
-                ignore_eos=True,
+                temperature=float(number % 2), seed=number, max_tokens=MAX_TOKENS, ignore_eos=True
             ),
         )
         for number in range(NUM_STREAMS)

@@ -117,8 +117,7 @@ async def test_text_of_special_tokens_and_of_what_ended_it(client: AsyncClient) 
     }
     hidden = await client.complete(prompt(53, 20), Sampling(**end))
     shown = await client.complete(
-        prompt(53, 20),
-        Sampling(include_stop_str_in_output=True, skip_special_tokens=False, **end),
+        prompt(53, 20), Sampling(include_stop_str_in_output=True, skip_special_tokens=False, **end)
     )
     assert shown.token_ids == hidden.token_ids
     assert shown.text == hidden.text + "<|im_end|>"

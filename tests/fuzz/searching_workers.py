@@ -141,7 +141,5 @@ class SearchingDecode(FakeDecode):
 
 def _going_on(ticket: ticket_pb2.Ticket) -> worker_pb2.SequenceOutput:
     return worker_pb2.SequenceOutput(
-        request_id=ticket.request_id,
-        attempt=ticket.attempt,
-        position=len(ticket.prompt_token_ids),
+        request_id=ticket.request_id, attempt=ticket.attempt, position=len(ticket.prompt_token_ids)
     )

@@ -250,11 +250,7 @@ CONDITIONS = {
     "all of it": Condition(
         all_disturbances,
         Setting(
-            block_size=5,
-            num_swap_blocks=NUM_SWAP_BLOCKS,
-            chunk=7,
-            num_threads=2,
-            num_decoders=3,
+            block_size=5, num_swap_blocks=NUM_SWAP_BLOCKS, chunk=7, num_threads=2, num_decoders=3
         ),
     ),
     "prefix of another": Condition(prefix_of_another),

@@ -94,11 +94,7 @@ REFUSED: dict[str, tuple[Machine, dict[str, str], str]] = {
     "device without CUDA": (without_cuda, {"DEVICE": "cuda:0"}, "cuda:0: .* built without CUDA"),
     "no GPU": (with_little_cuda, {"DEVICE": "cuda:0"}, "device cuda:0: PyTorch .* sees no GPU"),
     "GPU too few": (with_gpu(9, 0), {"DEVICE": "cuda:1"}, r"there is only cuda:0 \(NVIDIA X\)"),
-    "no cuda-bindings": (
-        without_bindings,
-        {"DEVICE": "cuda:0"},
-        "the package cuda-bindings",
-    ),
+    "no cuda-bindings": (without_bindings, {"DEVICE": "cuda:0"}, "the package cuda-bindings"),
     "CPU kernels": (
         lambda patch: None,
         {"DEVICE": "memfd:0", "BACKEND": "triton"},

@@ -9,12 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    GenerationMixin,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from bench.make_checkpoint import make_checkpoint

@@ -165,10 +165,7 @@ def test_the_embedded_model_needs_no_check(monkeypatch: pytest.MonkeyPatch) -> N
     [(remove("tokenizer.json"), "no tokenizer: "), (only_gguf, "not a readable GGUF file")],
 )
 def test_a_worker_refuses_by_itself_what_cannot_be_served(
-    checkpoint: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    corrupt: Corrupt,
-    message: str,
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, corrupt: Corrupt, message: str
 ) -> None:
     """In containers no supervisor checks it, and the gateway would never use the worker."""
     corrupt(checkpoint)

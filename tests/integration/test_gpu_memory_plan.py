@@ -89,11 +89,7 @@ class Meter:
     [(40, 3, [14, 13, 13]), (8, 8, [1] * 8), (4, 8, [1] * 4), (10_000, 1, [4096])],
 )
 def test_the_largest_step_is_measured(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    num_tokens: int,
-    num_rows: int,
-    lens: list[int],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_tokens: int, num_rows: int, lens: list[int]
 ) -> None:
     """It has all tokens and draws from all rows, with at most the context each. The arena of one
     block and the weights are no activations."""

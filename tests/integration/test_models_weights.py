@@ -190,10 +190,7 @@ def test_a_fingerprint_is_of_what_the_kv_depends_on(tmp_path: Path) -> None:
     numerics = OPS.numerics(torch.float32)
 
     def of(
-        directory: Path,
-        dtype: torch.dtype = torch.float32,
-        block_size: int = 16,
-        **changed: str,
+        directory: Path, dtype: torch.dtype = torch.float32, block_size: int = 16, **changed: str
     ) -> str:
         config = ModelConfig.from_directory(directory)
         digest = weights_digest(directory)

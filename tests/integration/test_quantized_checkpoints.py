@@ -40,11 +40,7 @@ from .quantized_checkpoints import (
 )
 
 SPEC = CheckpointSpec(
-    hidden_size=256,
-    head_dim=64,
-    intermediate_size=384,
-    tied=False,
-    dtype="float16",
+    hidden_size=256, head_dim=64, intermediate_size=384, tied=False, dtype="float16"
 )
 IN_4_BITS: dict[str, Scheme] = {
     "gptq-32-asymmetric": gptq(32, symmetric=False),
@@ -56,11 +52,7 @@ IN_4_BITS: dict[str, Scheme] = {
     "w4a16-128-symmetric": pack_quantized(128, symmetric=True),
 }
 IN_8_BITS = {"w8a8": int_quantized()}
-CONVERTED = {
-    "fp8-block": fp8_block(),
-    "fp8-tensor": fp8_tensor(),
-    "fp8-channel": float_quantized(),
-}
+CONVERTED = {"fp8-block": fp8_block(), "fp8-tensor": fp8_tensor(), "fp8-channel": float_quantized()}
 SCHEMES = IN_4_BITS | IN_8_BITS | CONVERTED
 
 

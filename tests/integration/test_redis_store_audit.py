@@ -86,9 +86,7 @@ async def test_the_audit_finds_every_damage(
         assert any(violation.split("|")[-1] in found for found in report.violations)
 
 
-async def test_an_audit_in_pages_says_so_when_the_pool_keeps_changing(
-    audited: RedisStore,
-) -> None:
+async def test_an_audit_in_pages_says_so_when_the_pool_keeps_changing(audited: RedisStore) -> None:
     """There are four attempts, each corrupted by a change between its pages; the counters are still
     checked."""
     num_reads = 0

@@ -73,10 +73,7 @@ async def test_functions_that_go_as_soon_as_they_are_loaded_are_loaded_again(
 async def test_an_evicting_server_is_refused_with_what_to_set(own_valkey: Valkey) -> None:
     own_valkey.command("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
     url = own_valkey.url
-    for connected in (
-        RedisStore.connect(url),
-        RedisRegistry.connect(url, SECRET.registry_key),
-    ):
+    for connected in (RedisStore.connect(url), RedisRegistry.connect(url, SECRET.registry_key)):
         with pytest.raises(StoreUnsuitable, match=r"allkeys-lru.*--maxmemory-policy noeviction"):
             await connected
 

@@ -10,10 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from blockstore.errors import (
-    OutOfBlocks,
-    StoreUnavailable,
-)
+from blockstore.errors import OutOfBlocks, StoreUnavailable
 from blockstore.records import Allocation, Claim, Extension, Grown, Growth, PoolSpec
 from blockstore.redis_store import RedisStore
 from tests.conftest import Valkey

@@ -52,8 +52,7 @@ def crews() -> Iterator[dict[int, Ranks]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "size"),
-    [*SAMPLE, *(pytest.param(*one, marks=pytest.mark.full) for one in FULL)],
+    ("name", "size"), [*SAMPLE, *(pytest.param(*one, marks=pytest.mark.full) for one in FULL)]
 )
 def test_greedy_tokens_are_those_of_transformers(
     name: str, size: int, crews: dict[int, Ranks], tmp_path: Path

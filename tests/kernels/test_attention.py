@@ -61,11 +61,7 @@ def test_every_backend_attends_as_the_reference(
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS.keys())
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
 def test_every_backend_slides_the_window_as_the_reference(
-    ops: Backend,
-    reference: Backend,
-    geometry: Geometry,
-    rows: list[tuple[int, int]],
-    window: int,
+    ops: Backend, reference: Backend, geometry: Geometry, rows: list[tuple[int, int]], window: int
 ) -> None:
     batch = paged_batch(geometry, rows, seed=window, window=window)
     rtol, atol = TOLERANCE[geometry.dtype]

@@ -63,13 +63,7 @@ INSTALLED = {"flashinfer": flashinfer_stand_in}
     [
         ((9, 0), INSTALLED, SHAPE, "flashinfer", "^capability 9.0$"),
         ((10, 0), INSTALLED, WIDE, "flashinfer", "^capability 10.0$"),
-        (
-            (9, 0),
-            INSTALLED,
-            ODD,
-            "triton",
-            "sizes 64, 128, 256, this model 96.*multiple of 256",
-        ),
+        ((9, 0), INSTALLED, ODD, "triton", "sizes 64, 128, 256, this model 96.*multiple of 256"),
         ((9, 0), {}, WIDE, "flash", "needs the package flashinfer-python"),
         ((9, 0), {}, SHAPE, "triton", "flashinfer-python.*multiple of 256, this pool has 16"),
         ((8, 0), INSTALLED, WIDE, "flash", "^capability 8.0$"),

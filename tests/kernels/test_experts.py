@@ -10,14 +10,7 @@ from torch import Tensor
 import kvops
 from kvops.experts import ExpertWeights
 from kvops.int4 import joined
-from kvops.native import (
-    Experts,
-    Kind,
-    NativeCpu,
-    PackedLinear,
-    emulated_kernels,
-    usable_kernels,
-)
+from kvops.native import Experts, Kind, NativeCpu, PackedLinear, emulated_kernels, usable_kernels
 
 EPS = 1e-6
 NAN = float("nan")

@@ -137,10 +137,7 @@ def test_a_state_that_is_not_finite_is_a_fault_of_its_own(isa: str) -> None:
 
 @pytest.mark.parametrize(
     ("query", "what"),
-    [
-        (Query(2, draw(), 0), "no state"),
-        (Query(0, VOCAB, 0, 1), "outside the vocabulary"),
-    ],
+    [(Query(2, draw(), 0), "no state"), (Query(0, VOCAB, 0, 1), "outside the vocabulary")],
 )
 def test_wrong_arguments_are_refused(query: Query, what: str) -> None:
     with pytest.raises(ValueError, match=what):

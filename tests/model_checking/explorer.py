@@ -42,11 +42,7 @@ EXPLORED_IN_FULL = (
 """Also every pair of faults; the last pair has four million transitions."""
 
 
-EXPLORED_MOVES = (
-    Faults(moves=2, crashes=1),
-    Faults(moves=2, losses=1),
-    Faults(moves=2, fences=1),
-)
+EXPLORED_MOVES = (Faults(moves=2, crashes=1), Faults(moves=2, losses=1), Faults(moves=2, fences=1))
 
 
 class Explored(Protocol):

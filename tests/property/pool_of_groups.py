@@ -19,14 +19,7 @@ from services.common.pool.stamps import Stamps
 from services.engine.batch import Draw
 from services.engine.engine import Engine
 from services.engine.forward import ForwardPass
-from services.engine.messages import (
-    AddBlocks,
-    Admit,
-    Advance,
-    Command,
-    Remove,
-    StepOutcome,
-)
+from services.engine.messages import AddBlocks, Admit, Advance, Command, Remove, StepOutcome
 from services.engine.scheduler import Scheduler
 from services.engine.sequences.beam import FIRST, Beam
 from services.engine.sequences.beam_group import group_class

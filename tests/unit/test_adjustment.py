@@ -168,13 +168,7 @@ def test_bans_that_leave_nothing_are_left_out() -> None:
     assert adjusted([0.0] * 3, p, output=[1]) == [NONE, NONE, 0.0]
 
 
-@pytest.mark.parametrize(
-    "p",
-    [
-        params(),
-        params(temperature=0.7, top_k=5, stop_token_ids=(3,)),
-    ],
-)
+@pytest.mark.parametrize("p", [params(), params(temperature=0.7, top_k=5, stop_token_ids=(3,))])
 def test_requests_without_penalties_keep_no_state(p: SamplingParams) -> None:
     assert not PenaltyState.is_needed(p)
 

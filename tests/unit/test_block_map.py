@@ -8,12 +8,7 @@ import pytest
 from blockstore.memory.ledger import Ledger
 from blockstore.memory_store import MemoryStore
 from blockstore.records import BlockInfo, PoolSpec
-from services.block_manager.operators.block_map import (
-    MAX_CELLS,
-    MAX_LOOKS,
-    BlockMap,
-    BlockState,
-)
+from services.block_manager.operators.block_map import MAX_CELLS, MAX_LOOKS, BlockMap, BlockState
 
 SPEC = PoolSpec("p", "m", "f", num_blocks=64, block_size=4, block_bytes=64)
 

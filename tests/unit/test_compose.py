@@ -13,12 +13,7 @@ import yaml  # type: ignore[import-untyped]
 from services.block_manager.config import BlockManagerSettings
 from services.common.rpc.tls import TlsFiles, service_tls
 from services.common.runtime.config import PoolServiceSettings, ServiceSettings, load_settings
-from services.credentials.__main__ import (
-    ACL_FILE,
-    PASSWORD_FILE,
-    TLS_DIR,
-    CredentialsSettings,
-)
+from services.credentials.__main__ import ACL_FILE, PASSWORD_FILE, TLS_DIR, CredentialsSettings
 from services.decode.config import DecodeSettings
 from services.gateway.config import GatewaySettings
 from services.mover.config import MoverSettings

@@ -98,9 +98,7 @@ def test_a_best_of_that_nobody_can_answer_is_refused(
 
 
 @pytest.mark.parametrize("body", [CompletionBody, ChatBody])
-def test_of_a_beam_search_best_of_is_its_width(
-    body: type[CompletionBody] | type[ChatBody],
-) -> None:
+def test_of_a_beam_search_best_of_is_its_width(body: type[CompletionBody] | type[ChatBody]) -> None:
     """Such a request may be streamed, and then its answer comes at once."""
     sampling = sampled(body, n=2, best_of=5, use_beam_search=True, stream=True)
     assert (sampling.beam, sampling.best_of) == (RequestedBeams(5), None)

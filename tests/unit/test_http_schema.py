@@ -248,10 +248,7 @@ def test_fields_without_effect_are_accepted(fields: dict[str, Any]) -> None:
         ({"max_tokens": 1, "max_completion_tokens": 2}, "differ; give one of them"),
         ({"messages": "Hi"}, "messages: Input should be a valid list"),
         ({"messages": ["Hi"]}, "messages[0]: Input should be"),
-        (
-            {"messages": [{"role": "user"}]},
-            "messages[0]: content is needed, except",
-        ),
+        ({"messages": [{"role": "user"}]}, "messages[0]: content is needed, except"),
         ({"messages": [{"role": "", "content": ""}]}, "messages[0].role: String should have"),
         (
             {"messages": [*USER, {"role": "user", "content": 7}]},

@@ -18,12 +18,7 @@ from services.block_manager.gpu.processes import (
     NvmlProcesses,
     ProcessListError,
 )
-from services.block_manager.liveness import (
-    Liveness,
-    ProcessRecord,
-    WorkerProcesses,
-    write_records,
-)
+from services.block_manager.liveness import Liveness, ProcessRecord, WorkerProcesses, write_records
 from services.block_manager.watcher import Watcher
 from services.common.pool.directory import PoolDirectory
 from services.common.pool.locks import WorkerLock
@@ -173,9 +168,7 @@ def test_a_worker_of_several_ranks_is_quiet_when_each_is_on_its_own_gpu(
     assert "is empty" in (obstacle() or "")
 
 
-async def test_no_reap_while_a_condition_is_unmet(
-    pool: PoolDirectory,
-) -> None:
+async def test_no_reap_while_a_condition_is_unmet(pool: PoolDirectory) -> None:
     """The block manager holds the lock meanwhile, so that all others consider the worker alive; the
     time is measured."""
     processes, nvml = FakeProcesses(), FakeNvml()

@@ -159,9 +159,7 @@ async def test_admission_keeps_the_watermark_unless_nothing_is_held(empty: Block
     assert answer.grown == (Grown("b", (8, 9, 10)),)
 
 
-async def test_cached_blocks_count_for_the_watermark_until_pinned(
-    empty: BlockStore,
-) -> None:
+async def test_cached_blocks_count_for_the_watermark_until_pinned(empty: BlockStore) -> None:
     store = await prepare(empty, watermark_blocks=2)
     await store.allocate("pool", "a", "v", 1, [], 1)
     await store.commit("pool", "a", 1, [(0, A)])

@@ -2,13 +2,7 @@
 
 import pytest
 
-from blockstore.errors import (
-    BlockStoreError,
-    InvalidArgument,
-    NotHeld,
-    OutOfBlocks,
-    StaleHolder,
-)
+from blockstore.errors import BlockStoreError, InvalidArgument, NotHeld, OutOfBlocks, StaleHolder
 from blockstore.memory_store import MemoryStore
 from blockstore.records import Allocation, Claim, Grown, Growth, PoolSpec
 from blockstore.store import TOMBSTONE_S, BlockStore

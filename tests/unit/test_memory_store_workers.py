@@ -229,10 +229,7 @@ def demand_without_holder(ledger: Ledger) -> None:
 @pytest.mark.parametrize(
     ("break_it", "sentences"),
     [
-        (
-            lost_block,
-            {"free 8 + cached 1 + held 1 is not 11", "block 1 is in 0 places, not in 1"},
-        ),
+        (lost_block, {"free 8 + cached 1 + held 1 is not 11", "block 1 is in 0 places, not in 1"}),
         (
             block_in_two_places,
             {"free 10 + cached 1 + held 1 is not 11", "block 2 is in 2 places, not in 1"},

@@ -114,13 +114,7 @@ def plain_filter(logits: list[float], p: SamplingParams, slack: float) -> set[in
     min_p=st.sampled_from([0.0, 0.013, 0.2, 0.77]),
 )
 def test_filters_keep_what_a_plain_reference_keeps(
-    seed: int,
-    size: int,
-    spread: float,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    min_p: float,
+    seed: int, size: int, spread: float, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
     """Within limits a hundred-thousandth tighter and looser: fp32 against fp64."""
     generator = torch.Generator().manual_seed(seed)
@@ -293,12 +287,7 @@ def philox4x64(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tupl
     (a, b, c, d), (k0, k1) = counter, key
     for _ in range(10):
         left, right = a * 0xD2E7470EE14C6C93, c * 0xCA5A826395121157
-        a, b, c, d = (
-            right // word ^ b ^ k0,
-            right % word,
-            left // word ^ d ^ k1,
-            left % word,
-        )
+        a, b, c, d = (right // word ^ b ^ k0, right % word, left // word ^ d ^ k1, left % word)
         k0, k1 = (k0 + 0x9E3779B97F4A7C15) % word, (k1 + 0xBB67AE8584CAA73B) % word
     return a, b, c, d
 

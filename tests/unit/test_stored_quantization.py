@@ -41,10 +41,7 @@ def read(config: dict[str, Any]) -> StoredQuantization | None:
         (AWQ, StoredQuantization("awq", "int4-64", 64)),
         (FP8, StoredQuantization("fp8", None, block=True)),
         ({"quant_method": "fp8"}, StoredQuantization("fp8", None)),
-        (
-            compressed("pack-quantized", INT4),
-            StoredQuantization("pack-quantized", "int4-32", 32),
-        ),
+        (compressed("pack-quantized", INT4), StoredQuantization("pack-quantized", "int4-32", 32)),
         (
             compressed("int-quantized", INT8, TOKEN),
             StoredQuantization("int-quantized", "int8", symmetric=True),

@@ -23,10 +23,7 @@ from services.gateway.parsing.parts import CallArguments, CallStart, Part, joine
 EOS, VOCAB_SIZE, MAX_TOKENS = 257, 400, 600
 SCHEMA = {
     "type": "object",
-    "properties": {
-        "city": {"type": "string", "maxLength": 5},
-        "unit": {"enum": ["C", "F"]},
-    },
+    "properties": {"city": {"type": "string", "maxLength": 5}, "unit": {"enum": ["C", "F"]}},
     "required": ["city", "unit"],
     "additionalProperties": False,
 }

@@ -48,8 +48,7 @@ class SamplingFlags:
         ),
     ] = field(default_factory=list)
     bad_words: Annotated[
-        list[str],
-        _sampling("--bad-word", metavar="S", help="never generate S; may be repeated"),
+        list[str], _sampling("--bad-word", metavar="S", help="never generate S; may be repeated")
     ] = field(default_factory=list)
     min_tokens: Annotated[
         int | None, _sampling(metavar="N", help="go on for N tokens at least")
@@ -67,8 +66,7 @@ class SamplingFlags:
         False
     )
     include_stop_str_in_output: Annotated[
-        bool,
-        _sampling("--include-stop", help="include the stop string or token in the answer"),
+        bool, _sampling("--include-stop", help="include the stop string or token in the answer")
     ] = False
     show_special: Annotated[
         bool, _sampling("--show-special-tokens", help="show tokens like <|im_end|> too")
@@ -96,8 +94,7 @@ class SeveralFlags:
     best_of: Annotated[
         int | None,
         _sampling(
-            metavar="N",
-            help="draw N samples and show the --n likeliest, best first, at the end",
+            metavar="N", help="draw N samples and show the --n likeliest, best first, at the end"
         ),
     ] = None
     logprobs: Annotated[

@@ -115,10 +115,7 @@ _BY_CODE = {error.code: error for error in _DOMAIN}
 
 
 def error_of(
-    code: str,
-    text: str,
-    status: StatusCode = StatusCode.INTERNAL,
-    retry_delay_s: float = RETRY_S,
+    code: str, text: str, status: StatusCode = StatusCode.INTERNAL, retry_delay_s: float = RETRY_S
 ) -> domain.QuireError:
     """The error that another process reports by its code. An unknown code becomes RemoteError, with
     the same code, status and text."""

@@ -185,11 +185,7 @@ FAMILIES: Mapping[str, Family] = {
             width="moe_intermediate_size",
             some_layers=True,
         ),
-        defaults={
-            "sliding_window": 4096,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 768,
-        },
+        defaults={"sliding_window": 4096, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
         ignored=("max_window_layers",),
     ),
     "GptOssForCausalLM": Family(

@@ -13,12 +13,7 @@ from services.common.text.expert_config import ExpertConfig, read_experts
 from services.common.text.families import FAMILIES, Family, Number
 from services.common.text.json_fields import JsonFields
 from services.common.text.neutral_fields import check_all_read
-from services.common.text.rope_config import (
-    LongScaling,
-    RopeConfig,
-    read_ropes,
-    rotated_layers,
-)
+from services.common.text.rope_config import LongScaling, RopeConfig, read_ropes, rotated_layers
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"

@@ -66,10 +66,7 @@ class BeamSearch:
         self._max_tokens = max_tokens
 
     def step(
-        self,
-        beams: Sequence[Beam],
-        finished: Iterable[Hypothesis],
-        candidates: Sequence[Logprobs],
+        self, beams: Sequence[Beam], finished: Iterable[Hypothesis], candidates: Sequence[Logprobs]
     ) -> Step:
         """Choose the continuations of `beams`, which all have the same length, best first.
         `finished`: the hypotheses so far. `candidates[i]`: the likeliest tokens after `beams[i]`.

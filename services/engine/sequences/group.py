@@ -204,11 +204,7 @@ class Group:
         return own + sum(one.num_uncomputed for one in self.sequences)
 
     def retire(
-        self,
-        sequence: Sequence,
-        num_tokens: int,
-        result: RowResult,
-        drafts: tuple[int, ...] = (),
+        self, sequence: Sequence, num_tokens: int, result: RowResult, drafts: tuple[int, ...] = ()
     ) -> int:
         """Apply the result of a step: `num_tokens` of the sequence were computed, and `drafts`. The
         result of a sequence that has ended meanwhile is dropped; so are all results after a fault.

@@ -21,11 +21,7 @@ class HolderWrites:
     write at once, so writes about one holder keep the order of the calls."""
 
     def __init__(
-        self,
-        store: BlockStore,
-        pool_id: str,
-        writer: StoreWriter,
-        suspects: SuspectQueue,
+        self, store: BlockStore, pool_id: str, writer: StoreWriter, suspects: SuspectQueue
     ) -> None:
         self._store = store
         self._pool_id = pool_id

@@ -45,9 +45,7 @@ async def test_a_cancel_in_prefill_aborts_at_both_workers(make_harness: Any) -> 
     assert [admit.ticket.request_id for admit in decode.commands(decode_pb2.Admit)] == ["r2"]
 
 
-async def test_a_cancel_before_the_claim_aborts_at_the_issuer_too(
-    make_harness: Any,
-) -> None:
+async def test_a_cancel_before_the_claim_aborts_at_the_issuer_too(make_harness: Any) -> None:
     prefill, decode = FakePrefill(), FakeDecode()
     harness = await make_harness(prefill, decode)
     decode.pause_after = 0

@@ -146,10 +146,7 @@ async def test_a_gateway_cancels_requests_of_a_vanished_client(
     decode = FakeDecode()
     harness = await make_harness(FakePrefill(), decode)
     decode.pause_after = 3
-    async with (
-        Proxy(await harness.listen()) as proxy,
-        AsyncClient(proxy.address) as client,
-    ):
+    async with Proxy(await harness.listen()) as proxy, AsyncClient(proxy.address) as client:
         stream = client.generate(list(PROMPT), Sampling(0.0, max_tokens=8))
         await anext(stream)
         proxy.hold()

@@ -130,9 +130,7 @@ async def test_openais_client_raises_its_errors(keyed: httpx.AsyncClient) -> Non
         assert [model.id async for model in await client.models.list()] == ["org/tiny"]
 
 
-async def test_a_disconnected_stream_gives_its_place_back(
-    generator: FakeGenerator,
-) -> None:
+async def test_a_disconnected_stream_gives_its_place_back(generator: FakeGenerator) -> None:
     ring = keyring(max_concurrency=1)
     app = create_app(AccessControl(generator, ring), CollectorRegistry(), keyring=ring)
     generator.pause_at = 1

@@ -194,10 +194,7 @@ async def test_of_a_chat(client: openai.AsyncOpenAI, generator: Generator) -> No
 async def test_of_a_streamed_chat(client: openai.AsyncOpenAI, generator: Generator) -> None:
     """The opening has none; without a number, only those of the tokens themselves are asked for."""
     parts = await client.chat.completions.create(
-        model="org/tiny",
-        messages=[{"role": "user", "content": "Hi"}],
-        logprobs=True,
-        stream=True,
+        model="org/tiny", messages=[{"role": "user", "content": "Hi"}], logprobs=True, stream=True
     )
     found = [part.choices[0].logprobs async for part in parts]
     assert found[0] is None

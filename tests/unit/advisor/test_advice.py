@@ -5,14 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from advisor.advice import (
-    BLOCK_SIZES,
-    SizeCosts,
-    StepTime,
-    advise,
-    prefix_costs,
-    shared_tokens,
-)
+from advisor.advice import BLOCK_SIZES, SizeCosts, StepTime, advise, prefix_costs, shared_tokens
 from advisor.costs import replay, size_costs
 from advisor.store_cost import counted_us
 from advisor.workload import RecordedRequest
@@ -93,11 +86,7 @@ def test_parts_equal_hand_computed_values() -> None:
     found = [
         costs(16),
         costs(
-            32,
-            utilization=0.9,
-            prefix_efficiency=0.8,
-            attention_us=125.0,
-            store_us_per_token=10.0,
+            32, utilization=0.9, prefix_efficiency=0.8, attention_us=125.0, store_us_per_token=10.0
         ),
     ]
     advice = advise(found, StepTime(attention_share=0.4, token_us=90.0))

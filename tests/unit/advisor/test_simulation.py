@@ -6,12 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from advisor.memory import (
-    DoesNotFit,
-    PagedMemory,
-    SimulatedRequest,
-    Usage,
-)
+from advisor.memory import DoesNotFit, PagedMemory, SimulatedRequest, Usage
 from advisor.simulation import simulate
 from advisor.workload import RecordedRequest
 from blockstore.memory.ledger import Ledger

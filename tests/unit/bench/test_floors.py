@@ -39,9 +39,7 @@ def test_int8_halves_the_weights_and_leaves_attention(config: ModelConfig) -> No
     assert work == Work(num_bytes=160 + 3 * 5 * 8, bf16=3 * 5 * 16, int8=3 * 2 * 160)
 
 
-def test_int4_has_four_bits_and_a_half_in_layers_and_eight_in_the_head(
-    config: ModelConfig,
-) -> None:
+def test_int4_has_four_bits_and_a_half_in_layers_and_eight_in_the_head(config: ModelConfig) -> None:
     work = decode_step(config, num_rows=1, context=0, quantize="int4")
     assert work == Work(num_bytes=120 * 4.5 / 8 + 40, bf16=0, int8=2 * 160)
 

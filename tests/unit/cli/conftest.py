@@ -14,10 +14,7 @@ from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
 from quire.v1 import block_manager_pb2 as bm
 from quire.v1 import inference_pb2 as inference
-from quire.v1.block_manager_pb2_grpc import (
-    BlockManagerServicer,
-    add_BlockManagerServicer_to_server,
-)
+from quire.v1.block_manager_pb2_grpc import BlockManagerServicer, add_BlockManagerServicer_to_server
 from quire.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
 from quire.v1.supervisor_pb2 import ScaleRequest, ScaleResponse
 from quire.v1.supervisor_pb2_grpc import SupervisorServicer, add_SupervisorServicer_to_server
@@ -131,10 +128,7 @@ def gateway(monkeypatch: pytest.MonkeyPatch) -> Iterable[FakeGateway]:
 def hello(gateway: FakeGateway) -> FakeGateway:
     """A gateway that answers "Hello, world" with a usage."""
     last = inference.SequenceDelta(
-        text=" world",
-        token_ids=[8, 9],
-        finish_reason="FINISH_REASON_STOP",
-        stop_token_id=9,
+        text=" world", token_ids=[8, 9], finish_reason="FINISH_REASON_STOP", stop_token_id=9
     )
     usage = inference.Usage(
         num_prompt_tokens=20,

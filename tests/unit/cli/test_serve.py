@@ -73,10 +73,7 @@ PART = ("--decode", "0", *STORE, "--service-host", "10.0.0.1")
     ("flags", "message"),
     [
         (["--prefill", "0", "--decode", "0"], "quire-embedded has neither prefill nor decode"),
-        (
-            ["--set", "quire-embedded.prefill=0"],
-            "no prefill workers on this host, so it needs",
-        ),
+        (["--set", "quire-embedded.prefill=0"], "no prefill workers on this host, so it needs"),
         (["--decode", "0", *STORE], "no decode workers on this host, so it needs --service-host"),
         ([*PART, "--device", "cuda:0"], "it needs a mover: add --mover"),
         ([*PART, "--no-mover"], "it needs a mover: leave out --no-mover"),

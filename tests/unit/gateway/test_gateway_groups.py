@@ -211,10 +211,7 @@ async def test_a_group_of_another_gateway_goes_on_from_its_tokens() -> None:
     for index in (0, 2):
         step(walk, index, MAX_TOKENS - len(there[index]))
     assert walk.output.stats.usage().num_generated_tokens == NUM * MAX_TOKENS
-    assert await tokens_of(walk) == {
-        0: expected(MAX_TOKENS, 0)[2:],
-        2: expected(MAX_TOKENS, 2)[1:],
-    }
+    assert await tokens_of(walk) == {0: expected(MAX_TOKENS, 0)[2:], 2: expected(MAX_TOKENS, 2)[1:]}
 
 
 async def test_a_resumed_call_goes_on_with_a_group() -> None:

@@ -227,10 +227,7 @@ def measured(worker_id: str, ms_per_token: float, num_pending_tokens: int = 0) -
 
 
 async def best(
-    bandwidth: float,
-    prefill_a: tuple[Worker, ...],
-    prefill_b: tuple[Worker, ...],
-    cached: int = 0,
+    bandwidth: float, prefill_a: tuple[Worker, ...], prefill_b: tuple[Worker, ...], cached: int = 0
 ) -> tuple[str, str]:
     """Where a prompt of 64 tokens that decodes in pool b is computed, and the pool from which its
     prefix is copied first. Pool a has `cached` blocks of it."""

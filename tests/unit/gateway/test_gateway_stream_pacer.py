@@ -5,12 +5,7 @@ import asyncio
 from typing import Any
 
 from services.gateway.streaming.output import Output
-from services.gateway.streaming.pacer import (
-    HELD_TURNS,
-    LONGEST_REST_S,
-    TURNS_PER_CALL,
-    StreamPacer,
-)
+from services.gateway.streaming.pacer import HELD_TURNS, LONGEST_REST_S, TURNS_PER_CALL, StreamPacer
 from services.protocol.ticket import FinishReason
 
 from .walk import Walk

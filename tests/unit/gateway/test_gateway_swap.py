@@ -6,14 +6,7 @@ from dataclasses import replace
 import pytest
 
 from services.gateway.request.status import RequestStatus
-from services.protocol.messages import (
-    Abort,
-    Generated,
-    Requeued,
-    RequeueReason,
-    Reserve,
-    Submit,
-)
+from services.protocol.messages import Abort, Generated, Requeued, RequeueReason, Reserve, Submit
 from services.protocol.ticket import FinishReason, Swapped, SwappedTable, Ticket, TicketSequence
 
 from .test_gateway_beams import begun, searching, until_searching

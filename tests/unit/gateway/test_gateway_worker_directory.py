@@ -99,9 +99,7 @@ async def test_a_model_is_read_once_for_all_its_workers(setup: DirectorySetup) -
     assert setup.num_loads == 1
 
 
-async def test_a_worker_that_leaves_the_registry_is_disconnected(
-    setup: DirectorySetup,
-) -> None:
+async def test_a_worker_that_leaves_the_registry_is_disconnected(setup: DirectorySetup) -> None:
     await setup.announce(member("p1", "prefill"), member("d1", "decode"))
     num_changes = setup.changes.num_changes
     setup.connections["d1"].worker.connected = False

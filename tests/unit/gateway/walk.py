@@ -126,9 +126,7 @@ def output_of(request: AdmittedRequest) -> Output:
     pieces = [b"%d," % token for token in range(256)]
     sequences = [
         Sequence(
-            index,
-            Text(Detokenizer(Pieces(pieces, pieces)), StopMatcher(request.stop)),
-            frozenset(),
+            index, Text(Detokenizer(Pieces(pieces, pieces)), StopMatcher(request.stop)), frozenset()
         )
         for index in range(request.num_sequences)
     ]
@@ -207,11 +205,7 @@ class Walk:
 
 
 def generated(
-    walk: Walk,
-    *tokens: int,
-    finish: FinishReason | None = None,
-    skip: int = 0,
-    index: int = 0,
+    walk: Walk, *tokens: int, finish: FinishReason | None = None, skip: int = 0, index: int = 0
 ) -> Generated:
     """The decode worker's message of the present attempt and position, `skip` tokens later."""
     lifecycle = walk.lifecycle

@@ -8,13 +8,7 @@ import pytest
 
 from services.common.errors import InvalidRequest
 from services.protocol.messages import Generated, Prefilled, Requeued, RequeueReason, Step
-from services.protocol.ticket import (
-    EarlyStopping,
-    FinishReason,
-    Hypothesis,
-    Ticket,
-    TicketSequence,
-)
+from services.protocol.ticket import EarlyStopping, FinishReason, Hypothesis, Ticket, TicketSequence
 
 from .conftest import MakePair, WorkerPair
 from .fakes import PROMPT, FakeSession
@@ -147,9 +141,7 @@ async def test_a_returned_search_goes_on_from_its_beams(pair: WorkerPair) -> Non
     await pair.until_empty()
 
 
-async def test_preempted_searches_find_the_same_hypotheses(
-    make_pair: MakePair,
-) -> None:
+async def test_preempted_searches_find_the_same_hypotheses(make_pair: MakePair) -> None:
     """Also at the prefill worker, and more than once. Decoding begins with all three searches,
     which together need more blocks than there are."""
     pair = await make_pair(num_blocks=40)

@@ -90,10 +90,7 @@ def byte(*entries: int) -> tuple[int, ...]:
 
 
 def test_two_workers_lend_each_other_their_cpus() -> None:
-    assert lanes_of(2, "p d") == [
-        (Lane(1), Lane(0, byte(1))),
-        (Lane(0), Lane(1, byte(0))),
-    ]
+    assert lanes_of(2, "p d") == [(Lane(1), Lane(0, byte(1))), (Lane(0), Lane(1, byte(0)))]
 
 
 def test_each_borrower_is_first_in_the_queue_of_some_cpu() -> None:

@@ -216,9 +216,7 @@ async def test_a_drained_worker_stays_until_its_tickets_are_claimed(pair: Worker
         await pair.until_empty()
 
 
-async def test_requests_left_after_the_grace_period_are_returned(
-    pair: WorkerPair,
-) -> None:
+async def test_requests_left_after_the_grace_period_are_returned(pair: WorkerPair) -> None:
     """Running requests, and unclaimed ones at rest."""
     running = await start(pair, ticket("r1", PROMPT, max_tokens=500))
     await start(pair, ticket("r2", PROMPT, max_tokens=500))

@@ -21,12 +21,7 @@ from services.engine.messages import (
 from services.engine.scheduler import Scheduler
 from services.engine.sequences.group import Group
 from services.engine.sequences.sequence import Rules
-from services.protocol.block_keys import (
-    BlockKeys,
-    ComputedBlocks,
-    num_blocks_for,
-    num_tokens_of,
-)
+from services.protocol.block_keys import BlockKeys, ComputedBlocks, num_blocks_for, num_tokens_of
 from services.protocol.ticket import FinishReason, Ticket, TicketSequence
 
 from .fakes import PROMPT, SAMPLED, Arena, FakeForward, expected, make_stamps, next_token, ticket
@@ -329,9 +324,7 @@ def _pair() -> tuple[TicketSequence, ...]:
     return TicketSequence(1, (5, 6, 8)), TicketSequence(2, (5, 6, 9))
 
 
-def test_an_adopted_block_is_not_copied_for_its_last_token(
-    engine_pair: EnginePair,
-) -> None:
+def test_an_adopted_block_is_not_copied_for_its_last_token(engine_pair: EnginePair) -> None:
     """0 ends where an adopted block ends, which 1 has too: its last token is computed again, and
     not stored (law 2)."""
     states = TicketSequence(0, (5, 6)), TicketSequence(1, (5, 6, 7))

@@ -43,9 +43,7 @@ async def test_a_group_that_ends_with_its_first_tokens_holds_nothing(pair: Worke
     await pair.until_empty()
 
 
-async def test_a_group_that_cannot_have_its_blocks_at_once_is_refused(
-    make_pair: MakePair,
-) -> None:
+async def test_a_group_that_cannot_have_its_blocks_at_once_is_refused(make_pair: MakePair) -> None:
     """2 + 6 x 1 of 7."""
     pair = await make_pair(num_blocks=7)
     with pytest.raises(InvalidRequest, match="6 sequences need 8 blocks"):

@@ -9,11 +9,7 @@ def group(number: int, length: int, *, num_computed: int = 0, num_blocks: int = 
     asked = ticket(f"r{number}", range(length))
     rules = Rules.of(asked, 4, frozenset(), 1000)
     one = Sequence(
-        rules,
-        [Branch(0)],
-        range(length),
-        block_ids=range(num_blocks),
-        num_computed=num_computed,
+        rules, [Branch(0)], range(length), block_ids=range(num_blocks), num_computed=num_computed
     )
     return Group(asked, [one], spare=(), num_acquired=num_blocks)
 

@@ -103,9 +103,7 @@ async def test_cached_blocks_are_not_copied_back(make_pair: MakePair) -> None:
     assert pair.arena.num_copied <= num_full + 1
 
 
-async def test_a_prefix_that_is_in_the_colder_pool_is_not_copied_again(
-    make_pair: MakePair,
-) -> None:
+async def test_a_prefix_that_is_in_the_colder_pool_is_not_copied_again(make_pair: MakePair) -> None:
     """It stays there in cached blocks when its sequence has returned."""
     pair = await make_pair(num_swap_blocks=16)
     assert pair.swap_pool is not None
@@ -129,9 +127,7 @@ async def test_a_prefix_that_is_in_the_colder_pool_is_not_copied_again(
     assert pair.swap_pool.num_copied - num_copied == len(again.block_ids) - num_shared
 
 
-async def test_without_room_in_the_colder_pool_it_is_computed_again(
-    make_pair: MakePair,
-) -> None:
+async def test_without_room_in_the_colder_pool_it_is_computed_again(make_pair: MakePair) -> None:
     """All or nothing; no request waits for room there."""
     pair = await make_pair(num_swap_blocks=2)
     await victim(pair)

@@ -12,10 +12,7 @@ from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 from quire.sockets import operations_socket
 from quire.v1 import block_manager_pb2 as bm
 from quire.v1 import inference_pb2 as inference
-from quire.v1.block_manager_pb2_grpc import (
-    BlockManagerServicer,
-    add_BlockManagerServicer_to_server,
-)
+from quire.v1.block_manager_pb2_grpc import BlockManagerServicer, add_BlockManagerServicer_to_server
 from quire.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
 from services.toy import run, run_dir
 
