@@ -71,14 +71,8 @@ def oracle(checkpoint: Path) -> Oracle:
 @pytest.fixture(scope="session")
 def deployment(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     """1 prefill and 2 decode workers on a pool of 128 blocks of 16 tokens."""
-    with serving(
-        checkpoint,
-        tmp_path_factory.mktemp("run"),
-        "--decode",
-        "2",
-        "--pool-memory",
-        str(POOL_MEMORY),
-    ) as running:
+    options = ("--decode", "2", "--pool-memory", str(POOL_MEMORY))
+    with serving(checkpoint, tmp_path_factory.mktemp("run"), *options) as running:
         yield running
 
 

@@ -6,7 +6,7 @@ import itertools
 import os
 import random
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from quire.errors import InvalidRequest
 from quire.types import Beam, Delta, Sampling
 
 from .decoders import busiest, pid_of, until_two_serve
-from .deployment import Deployment, serving
+from .deployment import Deployment, deploying, serving
 from .quiet import quiet
 
 WIDTH = 8
@@ -28,12 +28,7 @@ LIMIT_S = 90.0
 POOL_MEMORY = "16MiB"
 
 
-@pytest.fixture(scope="module")
-def deployment(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """Two decode workers."""
-    folder = tmp_path_factory.mktemp("run")
-    with serving(checkpoint, folder, "--decode", "2", "--pool-memory", POOL_MEMORY) as running:
-        yield running
+deployment = deploying("--decode", "2", "--pool-memory", POOL_MEMORY)
 
 
 @pytest.fixture(scope="module")

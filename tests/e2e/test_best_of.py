@@ -7,8 +7,7 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -19,7 +18,7 @@ from quire.client import Client
 from quire.types import Choice, Completion, Sampling
 
 from .decoders import busiest, pid_of, until_two_serve
-from .deployment import Deployment, serving
+from .deployment import Deployment, deploying
 from .quiet import quiet
 
 LIMIT_S = 90.0
@@ -27,12 +26,7 @@ NUM, NUM_BEST = 8, 3
 NUM_TOKENS = 1500
 
 
-@pytest.fixture(scope="module")
-def deployment(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    folder = tmp_path_factory.mktemp("run")
-    options = ("--decode", "2", "--pool-memory", "64MiB")
-    with serving(checkpoint, folder, *options, num_gateways=2) as running:
-        yield running
+deployment = deploying("--decode", "2", "--pool-memory", "64MiB", num_gateways=2)
 
 
 @pytest.fixture

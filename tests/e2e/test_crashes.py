@@ -6,7 +6,7 @@ import os
 import random
 import signal
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from quire.types import Sampling
 from services.common.pool.directory import PoolDirectory, pool_directories
 
 from .conftest import POOL_MEMORY
-from .deployment import Deployment, serving
+from .deployment import Deployment, deploying
 from .quiet import is_quiet
 
 MAX_TOKENS = 160
@@ -30,14 +30,9 @@ NUM_STREAMS = 12
 LIMIT_S = 60.0
 
 
-@pytest.fixture(scope="module")
-def deployment(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """Two workers of each kind on a pool of 128 blocks. It fits 12 streams of 15 blocks beside
-    cached blocks."""
-    folder = tmp_path_factory.mktemp("run")
-    options = ("--prefill", "2", "--decode", "2", "--pool-memory", str(2 * POOL_MEMORY))
-    with serving(checkpoint, folder, *options) as running:
-        yield running
+deployment = deploying("--prefill", "2", "--decode", "2", "--pool-memory", str(2 * POOL_MEMORY))
+"""Two workers of each kind on a pool of 128 blocks. It fits 12 streams of 15 blocks beside cached
+blocks."""
 
 
 @dataclass

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from quire.async_client import AsyncClient
 from tests.proxy import Proxy
 
 from .conftest import POOL_MEMORY
-from .deployment import Deployment, serving
+from .deployment import Deployment, deploying
 from .test_crashes import PoolView, is_whole, pool_view, streams, streams_while
 
 __all__ = ["pool_view"]
@@ -26,12 +26,8 @@ __all__ = ["pool_view"]
 LIMIT_S = 60.0
 
 
-@pytest.fixture(scope="module")
-def deployment(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """One worker of each kind; each test adds another one."""
-    options = ("--pool-memory", str(2 * POOL_MEMORY))
-    with serving(checkpoint, tmp_path_factory.mktemp("run"), *options) as running:
-        yield running
+deployment = deploying("--pool-memory", str(2 * POOL_MEMORY))
+"""One worker of each kind; each test adds another one."""
 
 
 class ProxiedWorker:

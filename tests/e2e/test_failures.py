@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from quire.errors import QuireError, Unavailable
 from quire.types import Sampling
 
 from .conftest import Oracle
-from .deployment import Deployment, remove, serving, start
+from .deployment import Deployment, deploying, remove, start
 from .quiet import quiet
 
 RECOVERY_LIMIT_S = 60.0
@@ -30,10 +29,7 @@ PROMPT = list(range(260, 300))
 GREEDY = Sampling(temperature=0.0, max_tokens=200, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def deployment(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    with serving(checkpoint, tmp_path_factory.mktemp("run"), "--pool-memory", "16MiB") as running:
-        yield running
+deployment = deploying("--pool-memory", "16MiB")
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,7 @@ import json
 import os
 import signal
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,7 +16,7 @@ from quire.async_client import AsyncClient
 from quire.types import Sampling
 
 from .conftest import Oracle
-from .deployment import Deployment, serving
+from .deployment import Deployment, deploying
 from .quiet import quiet
 
 PROMPT = list(range(260, 300))
@@ -27,11 +26,7 @@ GREEDY = Sampling(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 SAMPLED = Sampling(temperature=1.0, max_tokens=NUM_TOKENS, ignore_eos=True, seed=7)
 
 
-@pytest.fixture(scope="module")
-def deployment(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    folder = tmp_path_factory.mktemp("run")
-    with serving(checkpoint, folder, "--pool-memory", "16MiB", num_gateways=2) as running:
-        yield running
+deployment = deploying("--pool-memory", "16MiB", num_gateways=2)
 
 
 async def test_streams_outlive_their_gateway(deployment: Deployment, oracle: Oracle) -> None:

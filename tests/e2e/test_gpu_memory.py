@@ -5,10 +5,6 @@ count as dead only when no process maps the memory. It needs no GPU: the memory 
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
-from pathlib import Path
-
-import pytest
 
 from quire.async_client import AsyncClient
 from quire.errors import QuireError
@@ -16,18 +12,14 @@ from quire.types import Sampling
 from services.common.pool.directory import PoolDirectory
 
 from .conftest import POOL_MEMORY
-from .deployment import Deployment, serving
+from .deployment import Deployment, deploying
 from .test_crashes import LIMIT_S, PoolView, all_serve, arena_of, pool_view, streams
 
 __all__ = ["pool_view"]
 ARGS = ("--device", "memfd:0", "--pool-memory", str(2 * POOL_MEMORY))
 
 
-@pytest.fixture(scope="module")
-def deployment(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    folder = tmp_path_factory.mktemp("run")
-    with serving(checkpoint, folder, "--prefill", "2", "--decode", "2", *ARGS) as running:
-        yield running
+deployment = deploying("--prefill", "2", "--decode", "2", *ARGS)
 
 
 async def test_the_pool_outlives_the_processes_that_made_it(

@@ -1,12 +1,9 @@
 """The tests of crashes, lost ledgers and swaps, on a pool that is kept like a GPU's."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from . import test_swap
-from .deployment import Deployment, serving
+from .deployment import deploying
 from .test_crashes import (
     pool_view,
     test_a_killed_process_only_delays_streams,
@@ -34,11 +31,7 @@ __all__ = [
 ]
 
 
-@pytest.fixture(scope="module")
-def deployment(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    folder = tmp_path_factory.mktemp("run")
-    with serving(checkpoint, folder, "--prefill", "2", "--decode", "2", *ARGS) as running:
-        yield running
+deployment = deploying("--prefill", "2", "--decode", "2", *ARGS)
 
 
 @pytest.fixture(autouse=True)

@@ -5,9 +5,8 @@ import asyncio
 import os
 import signal
 import subprocess
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from pathlib import Path
 
 import pytest
 import redis
@@ -17,7 +16,7 @@ from quire.errors import QuireError
 from quire.types import Pool, Sampling
 
 from .conftest import Oracle
-from .deployment import Deployment, serving
+from .deployment import Deployment, deploying
 from .quiet import quiet
 
 LIMIT_S = 60.0
@@ -28,12 +27,7 @@ GREEDY = Sampling(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 SERVICES = ("services.prefill", "services.decode", "services.gateway", "services.block_manager")
 
 
-@pytest.fixture(scope="module")
-def deployment(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    run = tmp_path_factory.mktemp("run")
-    memory = ("--pool-memory", "16MiB", "--swap-memory", "4MiB")
-    with serving(checkpoint, run, "--decode", "2", *memory) as running:
-        yield running
+deployment = deploying("--decode", "2", "--pool-memory", "16MiB", "--swap-memory", "4MiB")
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,7 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -20,19 +19,14 @@ from quire.types import Sampling
 
 from .conftest import Oracle
 from .decoders import decoders, figures
-from .deployment import Deployment, serving
+from .deployment import Deployment, deploying
 
 LIMIT_S = 90.0
 NUM = 8
 NUM_TOKENS = 800
 
 
-@pytest.fixture(scope="module")
-def deployment(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    folder = tmp_path_factory.mktemp("run")
-    options = ("--decode", "2", "--pool-memory", "64MiB")
-    with serving(checkpoint, folder, *options) as running:
-        yield running
+deployment = deploying("--decode", "2", "--pool-memory", "64MiB")
 
 
 def prompt(number: int) -> list[int]:

@@ -6,8 +6,6 @@ import json
 import os
 import re
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,7 +17,7 @@ from quire.async_client import AsyncClient
 from quire.types import Sampling
 
 from .decoders import decoders, figures
-from .deployment import Deployment, serving
+from .deployment import Deployment, deploying
 
 LIMIT_S = 90.0
 PROMPT = [300, 280, 310, 299]
@@ -47,12 +45,7 @@ HOSTILE = {
 }
 
 
-@pytest.fixture(scope="module")
-def deployment(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    folder = tmp_path_factory.mktemp("run")
-    options = ("--decode", "2", "--pool-memory", "64MiB")
-    with serving(checkpoint, folder, *options) as running:
-        yield running
+deployment = deploying("--decode", "2", "--pool-memory", "64MiB")
 
 
 def numbers(**changes: Any) -> Sampling:
