@@ -232,8 +232,7 @@ class Scenario:
         return state.with_request(run.request, ticket) if ours else state
 
     def _leave(self, state: State, worker: str) -> Step:
-        """A fenced worker that believes to hold nothing leaves; if the ledger disagrees, it
-        exits."""
+        """A fenced worker without runs leaves the pool; if the ledger disagrees, it exits."""
         number, answer = self.ledgers.after(state.ledger, ("leave", (worker,)))
         runs = tuple(run for run in state.runs if run.worker != worker)
         if answer.error:
@@ -298,14 +297,14 @@ class Scenario:
 
     def check(self, state: State) -> None:
         """Law 3: every holder belongs to a worker that is alive or will be reaped. Law 4: a worker
-        that believes to run a holder owns it. Laws 2, 4 and 5: a block that a worker may still
+        with a run of a holder owns the holder. Laws 2, 4 and 5: a block that a worker may still
         write belongs to it alone. Raises Violation. (Law 1 is audited with each ledger.)"""
         ledger = self.ledgers[state.ledger]
         known = {(run.worker, run.holder) for run in state.runs}
         for holder in ledger.holders.values():
-            remembered = (holder.worker_id, holder.holder_id) in known
-            if not remembered and holder.worker_id not in state.dead:
-                raise Violation(f"nobody remembers {holder.holder_id} of {holder.worker_id}")
+            has_run = (holder.worker_id, holder.holder_id) in known
+            if not has_run and holder.worker_id not in state.dead:
+                raise Violation(f"no run has {holder.holder_id} of {holder.worker_id}")
         for run in state.runs:
             sent = state.unanswered is not None and state.unanswered.run == run
             if run.runs and not (sent and run.phase in ("detach", "finish")):

@@ -118,7 +118,7 @@ class IgnoresFences(Ledger):
         self._require_known(worker_id)
 
 
-class TakesFencedForDead(Ledger):
+class FenceReleasesBlocks(Ledger):
     """A fence frees blocks that the worker may still write."""
 
     def fence(self, worker_id: str) -> None:
@@ -127,7 +127,7 @@ class TakesFencedForDead(Ledger):
             self._end(holder)
 
 
-class ListensToTheDead(Ledger):
+class AcceptsCallsOfReapedWorkers(Ledger):
     """An operation that a dead worker sent before it was reaped is carried out afterwards."""
 
     def _require_live(self, worker_id: str) -> None:
@@ -135,7 +135,7 @@ class ListensToTheDead(Ledger):
             super()._require_live(worker_id)
 
 
-class DemandsNobody(Ledger):
+class DemandsNothing(Ledger):
     """A holder that is short of blocks waits without end."""
 
     def _demand_one(self) -> None:
@@ -151,9 +151,9 @@ class DemandsNobody(Ledger):
         (ReleasesOnce, LOSS, "release was answered"),
         (AllocatesTwice, LOSS, "has 0 holders, but its ref count is 1"),
         (IgnoresFences, FENCE, "is fenced, but"),
-        (TakesFencedForDead, FENCE, "which was released"),
-        (ListensToTheDead, CRASH, "which is not there"),
-        (DemandsNobody, NONE, "not all requests can come to an end"),
+        (FenceReleasesBlocks, FENCE, "which was released"),
+        (AcceptsCallsOfReapedWorkers, CRASH, "which is not there"),
+        (DemandsNothing, NONE, "not all requests can come to an end"),
     ],
 )
 def test_a_broken_ledger_is_found(broken: MakeLedger, faults: Faults, violation: str) -> None:
@@ -180,7 +180,7 @@ class QuarantinesNothing(Ledger):
         super().fence(worker_id)
 
 
-class WaitsForNobody(Ledger):
+class IgnoresMissingReports(Ledger):
     """A worker that has not reported holds nothing."""
 
     def restore(self, first: int, contents: Sequence[Content]) -> None:
@@ -188,7 +188,7 @@ class WaitsForNobody(Ledger):
         super().restore(first, contents)
 
 
-class BelievesTheLast(Ledger):
+class LastReportCounts(Ledger):
     """The last report is right."""
 
     def reassert(
@@ -214,8 +214,8 @@ class FreesWhatIsHeld(Ledger):
     ("broken", "violation"),
     [
         (QuarantinesNothing, "which are to be had"),
-        (WaitsForNobody, "block 1 is in 2 places"),
-        (BelievesTheLast, "runs t, which is"),
+        (IgnoresMissingReports, "block 1 is in 2 places"),
+        (LastReportCounts, "runs t, which is"),
         (FreesWhatIsHeld, "in 2 places, not in 1"),
     ],
 )

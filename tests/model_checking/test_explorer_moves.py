@@ -100,7 +100,7 @@ class ForgetsWhatIsInFlight(Ledger):
 @pytest.mark.parametrize(
     ("broken", "faults", "violation"),
     [
-        (DetachRaisesNothing, MOVE, "nobody remembers r0.1"),
+        (DetachRaisesNothing, MOVE, "no run has r0.1"),
         (FencedComeToRest, FENCE, "is fenced, but detach"),
         (ClaimsTwice, MOVES, "but it is"),
         (ClaimKeepsTheOwner, MOVE, "but it is v1"),
