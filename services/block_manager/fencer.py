@@ -37,7 +37,7 @@ class Fencer:
         stuck = await self._stuck(connection, seen)
         for pool_id, worker_id in sorted(self._silent.check(stuck)):
             # The mark comes before the fence: the worker checks it before it writes, so it writes
-            # nothing more once others may get blocks that it believes to have.
+            # nothing more once others may get the blocks in its block tables.
             revoke_lock(PoolDirectory(self._root / pool_id).lock_path(worker_id))
             try:
                 await connection.store.fence(pool_id, worker_id)

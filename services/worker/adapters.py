@@ -3,7 +3,6 @@
 import asyncio
 from collections import OrderedDict
 from pathlib import Path
-from typing import Protocol
 from weakref import WeakValueDictionary
 
 from safetensors import SafetensorError
@@ -16,12 +15,6 @@ from services.engine.models import Model
 from services.protocol.ticket import Adapter
 
 log = get_logger(__name__)
-
-
-class AdapterSource(Protocol):
-    def get(self, adapter: Adapter) -> LoadedAdapter | None: ...
-
-    async def load(self, adapter: Adapter) -> LoadedAdapter: ...
 
 
 class WorkerAdapters:

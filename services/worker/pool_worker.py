@@ -22,7 +22,7 @@ from services.engine.sequences.sequence import Rules
 from services.engine.thread import EngineThread
 from services.protocol.messages import Abort, Began, Command
 from services.protocol.ticket import Adapter, Ticket
-from services.worker.adapters import AdapterSource
+from services.worker.adapters import WorkerAdapters
 from services.worker.grammars import Grammars
 from services.worker.limits import Limits
 from services.worker.liveness.heartbeats import Heartbeats
@@ -56,7 +56,7 @@ class WorkerParts:
     metrics: WorkerMetrics
     swap_pool: SwapPool | None = None
     tracer: "Tracer | None" = None
-    adapters: AdapterSource | None = None
+    adapters: WorkerAdapters | None = None
     grammars: Grammars | None = None
 
 
@@ -214,7 +214,7 @@ class PoolWorker(ABC):
             proceed()
             return
 
-        async def load(adapters: AdapterSource, adapter: Adapter) -> None:
+        async def load(adapters: WorkerAdapters, adapter: Adapter) -> None:
             try:
                 job.adapter = await adapters.load(adapter)
             except InvalidRequest as error:

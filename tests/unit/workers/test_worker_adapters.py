@@ -80,10 +80,10 @@ async def test_files_that_have_changed_are_refused(tmp_path: Path, config: Model
 ADAPTER = Adapter("poet", "/poet", "d1")
 
 
-class LateAdapters:
+class LateAdapters(WorkerAdapters):
     """Loads when the test says so."""
 
-    def __init__(self) -> None:
+    def __init__(self) -> None:  # without a model
         self.asked = asyncio.Event()
         self.answer: asyncio.Future[LoadedAdapter] = asyncio.get_running_loop().create_future()
 
