@@ -37,7 +37,7 @@ Timings = Mapping[str, Sequence[float]]
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What is timed: linears of one kind, each (outputs, inputs), and attention of one layer."""
+    """The timed work: linears of one kind, each (outputs, inputs), and attention of one layer."""
 
     kind: Kind
     linears: tuple[tuple[int, int], ...]

@@ -1,4 +1,4 @@
-"""What the client of one request sees."""
+"""The record of one request, as its client sees it."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

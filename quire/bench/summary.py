@@ -58,7 +58,7 @@ def meets(record: Record, slo_ms: Mapping[str, float]) -> bool:
 
 
 def warnings(summary: Mapping[str, Any]) -> list[str]:
-    """What a reader should know before trusting the figures."""
+    """Warnings for readers of the figures."""
     found = []
     late = summary["lateness_ms"]
     if late and late["p99"] > _LATE_MS:

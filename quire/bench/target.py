@@ -33,8 +33,8 @@ class Call:
 
 
 class Chunk(NamedTuple):
-    """What came together. The counts of the last one are the server's (`usage`), where it says
-    them: they replace the sum of `num_tokens`."""
+    """Tokens that came together. The last chunk has the server's counts (`usage`), if the server
+    sends them: they replace the sum of `num_tokens`."""
 
     num_tokens: int
     text: str = ""

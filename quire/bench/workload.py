@@ -1,4 +1,4 @@
-"""What is asked, and when: random requests, conversations, shared prefixes, recorded traces."""
+"""The requests of a run, and their times: random, conversations, shared prefixes, traces."""
 
 import array
 import itertools

@@ -15,7 +15,7 @@ _result = partial(Option, rich_help_panel="Results", show_default=False)
 
 @dataclass(frozen=True)
 class ServerFlags:
-    """Which server, and how to ask it. Without --url: Quire's gateway at --address, over gRPC."""
+    """The server and its API. Without --url: Quire's gateway at --address, over gRPC."""
 
     url: Annotated[
         str | None,
@@ -72,7 +72,7 @@ class LoadFlags:
 
 @dataclass(frozen=True)
 class WorkloadFlags:
-    """What is asked. Lengths are in tokens."""
+    """The requests. Lengths are in tokens."""
 
     prompt_len: Annotated[int, _work(metavar="N", min=1)] = 512
     output_len: Annotated[int, _work(metavar="N", min=1)] = 128
@@ -106,7 +106,7 @@ class WorkloadFlags:
 
 @dataclass(frozen=True)
 class ResultFlags:
-    """What is done with the figures."""
+    """Outputs for the figures, and limits on them."""
 
     goodput: Annotated[
         list[str] | None,

@@ -58,7 +58,7 @@ class AccessFlags:
 
 @dataclass(frozen=True)
 class GatewayFlags(AccessFlags):
-    """Which gateway to call."""
+    """The gateway to call."""
 
     address: Annotated[
         str, Option(metavar="HOST:PORT", envvar="QUIRE_ADDRESS", help="the gateway")
@@ -70,7 +70,7 @@ class GatewayFlags(AccessFlags):
 
 @dataclass(frozen=True)
 class OperationsFlags(AccessFlags):
-    """Where to call operations."""
+    """The address of operations."""
 
     address: Annotated[
         str | None,

@@ -1,4 +1,4 @@
-"""What commands print: tables for readers, JSON for scripts."""
+"""The output of commands: tables for readers, JSON for scripts."""
 
 import dataclasses
 import json

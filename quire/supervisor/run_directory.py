@@ -179,7 +179,7 @@ def _live_runs(runs: Path) -> Iterator[tuple[Path, RunRecord]]:
 
 
 def run_paths(runs: Path) -> list[Path]:
-    """The directories of all runs, sorted. What else a user has in `runs` is none of Quire's."""
+    """The directories of all runs, sorted. Other entries of `runs` are not Quire's."""
     if not runs.is_dir():
         return []
     return sorted(path for path in runs.iterdir() if path.is_dir() and _NAME.fullmatch(path.name))

@@ -129,7 +129,7 @@ def living_of(job: Job) -> Ticket:
 
 
 def take_outputs(job: Job, advance: Advance) -> Sequence[Generated]:
-    """What the gateway gets of one step. The sequences that ended in it are no longer living."""
+    """The outputs of one step for the gateway. Sequences that ended in it are no longer living."""
     ticket = ticket_of(job)
     if advance.beams is not None:
         is_running = Generated(*ticket.key, 0, len(ticket.prompt_token_ids))

@@ -11,8 +11,8 @@ from services.common.pool.stamps import Stamps
 from services.protocol.ticket import Ticket, TicketSequence
 
 _Place = tuple[int, int | None, tuple[int, ...]]
-"""What all sequences that share a block must agree on: its number in the block table, the id of the
-block before it (None: there is none), and the computed tokens in it."""
+"""The place of a block, equal for all sequences that share the block: its number in the block
+table, the id of the block before it (None: there is none), and the computed tokens in it."""
 
 
 def check_detached(ticket: Ticket, spec: PoolSpec, num_slots: int) -> None:

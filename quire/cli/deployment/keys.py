@@ -46,7 +46,7 @@ _COLUMNS: Columns[ApiKey] = {
 
 @dataclass(frozen=True)
 class KeyFlags:
-    """What the owner of a key may do; each flag is a field of `ApiKey`."""
+    """The rights of a key's owner; each flag is a field of `ApiKey`."""
 
     tenant: Annotated[
         str | None, Option(metavar="NAME", help="shares cached prefixes; default: the key's name")

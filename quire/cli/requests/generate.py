@@ -17,7 +17,7 @@ from quire.types import ChatMessage, Prompt, Sampling
 
 @dataclass(frozen=True)
 class RequestFlags:
-    """What a request is, besides its prompt and sampling."""
+    """The rest of a request, besides its prompt and sampling."""
 
     model: Annotated[str, Option(metavar="NAME", help="needed if several models are served")] = ""
     priority: Annotated[

@@ -88,7 +88,7 @@ class SamplingFlags:
 
 @dataclass(frozen=True)
 class SeveralFlags:
-    """What only `quire generate` offers: several answers, and the logprobs of tokens."""
+    """The options of `quire generate` alone: several answers, and the logprobs of tokens."""
 
     n: Annotated[int, _sampling(metavar="N", help="number of samples; default: 1")] = 1
     best_of: Annotated[

@@ -17,7 +17,7 @@ _RETRY_S = 1.0
 
 @dataclass(frozen=True)
 class TopFlags(AccessFlags):
-    """Which gateway's dashboard to show."""
+    """The gateway whose dashboard is shown."""
 
     url: Annotated[str, Option(metavar="URL", help="the HTTP port of a gateway")] = (
         "http://127.0.0.1:8000"

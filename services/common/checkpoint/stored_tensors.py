@@ -26,7 +26,7 @@ _MARKS: dict[Format, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a tensor must be: one of some shapes, of one of some dtypes (in safetensors' names).
+    """The shapes and dtypes (in safetensors' names) that a tensor may have.
     `optional`: it may be missing."""
 
     shapes: tuple[Shape, ...]

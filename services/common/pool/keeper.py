@@ -87,7 +87,7 @@ def socket_address(root: Path) -> Iterator[str]:
 
 
 class Message(Protocol):
-    """What a worker registers with, and what logs call it."""
+    """The registration that a worker sends, and its name in logs."""
 
     @property
     def name(self) -> str: ...

@@ -1,4 +1,4 @@
-"""Which tokens a grammar allows next. Who only applies masks does not need the grammar library."""
+"""Masks of the tokens that a grammar allows next; they do not need the grammar library."""
 
 import numpy as np
 

@@ -1,6 +1,6 @@
 """Answers a step's queries where its logits are: tokens are drawn and scored on the device.
 
-What the device needs to know of the queries travels with the step's other inputs, in one copy.
+The queries' parameters travel to the device with the step's other inputs, in one copy.
 """
 
 from collections.abc import Mapping, Sequence

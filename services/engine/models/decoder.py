@@ -147,7 +147,7 @@ class ComposedModel:
         return residual
 
     def _leave(self, x: Tensor, norm: Tensor | None) -> Tensor:
-        """What a sublayer's output adds to the residual stream."""
+        """The part of a sublayer's output that is added to the residual stream."""
         if norm is not None:
             x = self.ops.rms_norm(x, norm, self.config.rms_norm_eps)
         return x if self.config.residual_scale == 1 else x * self.config.residual_scale

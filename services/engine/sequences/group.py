@@ -315,7 +315,7 @@ class Group:
         self._refs.update(sequence.block_table)
 
     def take_results(self) -> GroupResults:
-        """What steps did to the group since the last call."""
+        """The results of steps for the group since the last call."""
         results, self._results = self._results, GroupResults()
         return results
 

@@ -1,4 +1,4 @@
-"""What steps did to a sequence group: tokens, finished blocks, the results of its end."""
+"""The results of steps for a sequence group: its tokens, finished blocks and end."""
 
 from dataclasses import dataclass, field
 
@@ -30,9 +30,9 @@ class Verified:
 
 @dataclass(slots=True)
 class GroupResults:
-    """What steps did to a group. `freed`: blocks to give back to the pool. `embedding`: that of its
-    prompt, once it is computed. `hypotheses`: the best ones of its beam search, when the search is
-    over."""
+    """The results of steps for a group. `freed`: blocks to give back to the pool. `embedding`: that
+    of its prompt, once it is computed. `hypotheses`: the best ones of its beam search, when the
+    search is over."""
 
     tokens: list[Token] = field(default_factory=list)
     prompt_logprobs: list[Logprobs] = field(default_factory=list)

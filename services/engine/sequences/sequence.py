@@ -24,7 +24,7 @@ CompletedBlock = tuple[int, PrefixHash, PrefixHash, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What all sequences of a request share: how they draw, where they end, how blocks are hashed.
+    """The rules that all sequences of a request share: for draws, their end, and block hashes.
 
     A sequence ends with a token of `stop_ids`, or at `max_len` tokens, prompt included. `end_ids`:
     `stop_ids` and the model's EOS tokens, even if the request ignores EOS; `min_tokens` bans them.

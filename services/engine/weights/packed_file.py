@@ -43,7 +43,7 @@ _DIGESTED_BYTES = 64 << 20
 _LOCK_INTERVAL_S = 0.05
 
 Facts = Mapping[str, Any]
-"""What a packed file was made from, as JSON values."""
+"""The sources of a packed file, as JSON values."""
 
 Contents = Callable[[str], Iterable[Tensor]]
 """Yields the bytes of the section with the given name in order, as uint8 tensors of any size. Each

@@ -13,7 +13,7 @@ Weight = Tensor | Int4Weight | Int8Weight
 """The weights [N, K] of one linear of a checkpoint."""
 
 Form = StoredKind | Literal["float"]
-"""What a linear's weights are in the checkpoint."""
+"""The form of a linear's weights in the checkpoint."""
 
 
 class Weights(Protocol):

@@ -43,7 +43,7 @@ async def registered(settings: WorkerSettings, patience_s: float) -> AsyncIterat
 
 
 class Registration:
-    """What the registry says about a worker, and the worker's connection to the store."""
+    """A worker's entry in the registry, and the worker's connection to the store."""
 
     def __init__(self, settings: WorkerSettings, store: RedisStore, registry: Registry) -> None:
         self.store = store

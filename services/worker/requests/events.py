@@ -1,4 +1,4 @@
-"""What a worker sends to a gateway: outputs of its engine, and why a request ends early."""
+"""The events that a worker sends to a gateway: outputs of its engine, and early ends."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
