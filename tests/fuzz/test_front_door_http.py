@@ -110,7 +110,7 @@ def test_http(
 # Tokenizing
 
 
-def test_what_is_tokenized_comes_back(service: tuple[asyncio.Runner, Deployment]) -> None:
+def test_detokenize_inverts_tokenize(service: tuple[asyncio.Runner, Deployment]) -> None:
     runner, deployment = service
 
     async def there_and_back() -> None:

@@ -189,7 +189,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"r": "8"}, "r is '8'"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(
+def test_unsupported_adapters_are_refused_by_name(
     checkpoint: Path, tmp_path: Path, fields: dict[str, Any], problem: str
 ) -> None:
     adapter = make_adapter(tmp_path / "adapter", checkpoint, 1)

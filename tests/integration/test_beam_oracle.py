@@ -191,7 +191,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return make_checkpoint(tmp_path_factory.mktemp(request.param), SPECS[request.param])
 
 
-def test_on_pages_it_finds_what_transformers_finds(checkpoint: Path) -> None:
+def test_beam_search_on_pages_equals_transformers(checkpoint: Path) -> None:
     """Some tokens that beams draw end a sequence, so that some beams end early."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     recording = RecordingRunner(checkpoint, block_size=4, num_blocks=600)

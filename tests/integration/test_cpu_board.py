@@ -1,4 +1,4 @@
-"""The CPU board of a host's workers, between real processes: their seats, and whether they are
+"""The CPU board of a host's workers, between real processes: their entries, and whether they are
 busy."""
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ def test_a_new_board_is_empty(cpu_board: CpuBoard, path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_seats_are_seen_by_every_process_in_the_order_of_names(
+def test_entries_are_read_by_every_process_in_the_order_of_names(
     cpu_board: CpuBoard, path: Path
 ) -> None:
     with guest(path, "prefill", "prefill-7") as first, guest(path, "decode", "decode-2") as second:
@@ -39,7 +39,7 @@ def test_seats_are_seen_by_every_process_in_the_order_of_names(
         assert cpu_board.entries() == (own, second.entry, first.entry)
 
 
-def test_a_worker_that_leaves_is_gone_and_its_seat_is_free(cpu_board: CpuBoard, path: Path) -> None:
+def test_the_entry_of_a_worker_that_left_is_free(cpu_board: CpuBoard, path: Path) -> None:
     with guest(path, "prefill", "a") as other:
         other.set_backlog(1)
         other.leave()
@@ -48,7 +48,7 @@ def test_a_worker_that_leaves_is_gone_and_its_seat_is_free(cpu_board: CpuBoard, 
     assert cpu_board.take_entry("decode", "b").index == 0
 
 
-def test_a_killed_workers_seat_is_free_at_once(cpu_board: CpuBoard, path: Path) -> None:
+def test_the_entry_of_a_killed_worker_is_free_at_once(cpu_board: CpuBoard, path: Path) -> None:
     """No worker waits for a CPU on which it was busy."""
     with guest(path, "prefill", "dead") as dead, guest(path, "decode", "alive") as alive:
         dead.set_backlog(1)
@@ -60,7 +60,7 @@ def test_a_killed_workers_seat_is_free_at_once(cpu_board: CpuBoard, path: Path) 
     assert cpu_board.take_entry("decode", "next").index == dead.entry.index
 
 
-def test_a_killed_workers_seat_can_be_taken_before_anybody_has_looked(
+def test_the_entry_of_a_killed_worker_can_be_taken_before_a_read(
     cpu_board: CpuBoard, path: Path
 ) -> None:
     with guest(path, "prefill", "a worker with a long name") as dead:
@@ -82,7 +82,7 @@ def test_reading_the_board_frees_no_entry(cpu_board: CpuBoard, path: Path) -> No
         assert cpu_board.entries() == (other.entry, own)
 
 
-def test_a_backlog_is_of_the_own_seat_alone(cpu_board: CpuBoard, path: Path) -> None:
+def test_a_worker_writes_the_backlog_of_its_own_entry_only(cpu_board: CpuBoard, path: Path) -> None:
     with guest(path, "prefill", "other") as other:
         own = cpu_board.take_entry("decode", "own")
         cpu_board.set_backlog(1)
@@ -107,10 +107,10 @@ def test_leaving_twice_is_leaving_once(cpu_board: CpuBoard, path: Path) -> None:
     assert path.read_bytes() == bytes(NUM_ENTRIES * ENTRY_BYTES)
 
 
-def test_when_all_seats_are_taken_it_says_so(
+def test_a_full_board_is_an_error(
     cpu_board: CpuBoard, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a smaller board, whose seats are all taken by other processes."""
+    """On a smaller board, whose entries are all taken by other processes."""
     monkeypatch.setattr("services.worker.cpu.board.NUM_ENTRIES", 2)
     with guest(path, "prefill", "a"), guest(path, "decode", "b") as last:
         with pytest.raises(StartupError, match="already has 2 workers"):
@@ -120,7 +120,7 @@ def test_when_all_seats_are_taken_it_says_so(
 
 
 def test_a_name_of_any_length_fits(cpu_board: CpuBoard, path: Path) -> None:
-    """A long name is cut, and does not overwrite the next seat."""
+    """A long name is cut, and does not overwrite the next entry."""
     with guest(path, "prefill", "ü" * 100), guest(path, "decode", "next") as after:
         first, second = cpu_board.entries()
         assert (first.role, first.worker_id) == ("decode", "next")

@@ -146,7 +146,7 @@ def test_a_division_takes_effect_with_the_next_step(worker: Worker) -> None:
         assert worker.native.told == [ALONE, BESIDE_PREFILL]
 
 
-def test_of_two_divisions_between_steps_the_last_one_counts(worker: Worker) -> None:
+def test_the_last_of_two_divisions_between_steps_counts(worker: Worker) -> None:
     worker.cpus.launch(ROWS)
     with guest(worker.path, "prefill", "p1") as prefill:
         worker.cpus.refresh()

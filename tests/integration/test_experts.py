@@ -97,7 +97,7 @@ def test_a_wrong_config_is_refused(
         checked_weights(directory, ModelConfig.from_directory(directory))
 
 
-def test_what_experts_do_not_have_is_refused(tmp_path: Path) -> None:
+def test_unsupported_options_of_experts_are_refused(tmp_path: Path) -> None:
     """Backends for GPUs, and ranks together with sinks."""
     directory = make(tmp_path / "model", CASES["gpt-oss"])
     with pytest.raises(StartupError, match="has experts, which backend 'on a GPU' does not"):

@@ -263,7 +263,7 @@ def start_writer(path: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
 
-def test_of_two_processes_one_makes_it_and_the_other_waits(tmp_path: Path) -> None:
+def test_one_of_two_processes_makes_a_file_and_the_other_waits(tmp_path: Path) -> None:
     path = tmp_path / "packed"
     with start_writer(path) as first:
         assert first.stdout is not None

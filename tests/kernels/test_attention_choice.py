@@ -84,7 +84,9 @@ def test_auto_takes_the_first_that_serves_and_says_why(
     assert re.search(reason, why), why
 
 
-def test_what_is_asked_for_is_taken_or_refused(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_requested_attention_is_taken_or_refused(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gpu((9, 0), **INSTALLED)
     for name in ("flashinfer", "triton", "flash", "reference"):
         ops, why = choose_attention(name, WIDE)

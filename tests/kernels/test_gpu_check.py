@@ -92,7 +92,7 @@ def test_blocks_that_the_other_gpu_does_not_copy_fail(monkeypatch: pytest.Monkey
         check()
 
 
-def test_without_a_gpu_it_says_so_and_runs_nothing(tmp_path: Path) -> None:
+def test_the_check_without_a_gpu_says_so_and_runs_nothing(tmp_path: Path) -> None:
     ran = subprocess.run(
         ["bench/gpu_check.sh", "--json", tmp_path / "out.json"],
         cwd=ROOT,

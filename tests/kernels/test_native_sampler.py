@@ -238,7 +238,7 @@ def test_a_nucleus_of_any_shape_is_the_samplers(isa: str, spread: float, top_p: 
 
 
 @ISAS
-def test_without_a_temperature_it_is_the_first_of_the_largest(isa: str) -> None:
+def test_a_temperature_of_0_draws_the_first_of_the_largest(isa: str) -> None:
     logits = torch.randint(0, 3, (20, 500), generator=torch.Generator().manual_seed(2)).float()
     greedy = [replace(PLAIN, temperature=0.0)] * 20
     assert native(isa, logits, greedy, [0] * 20) == logits.argmax(dim=-1).tolist()

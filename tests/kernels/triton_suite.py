@@ -164,7 +164,7 @@ def test_a_block_is_cleared_when_its_first_slot_is_written(flash: Backend, block
     assert all(block.isnan().all() for i, block in enumerate(arena) if i not in begun)
 
 
-def test_what_a_block_held_before_reaches_no_row(flash: Backend, reference: Backend) -> None:
+def test_old_content_of_a_block_reaches_no_row(flash: Backend, reference: Backend) -> None:
     """Without the clearing, 0 x NaN would reach a row."""
     geometry = Geometry(256, num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float16)
     batch = paged_batch(geometry, [(300, 300), (7, 7)], seed=1)

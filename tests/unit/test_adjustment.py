@@ -95,7 +95,7 @@ samplings = st.builds(
     some_tokens,
     st.lists(tokens, max_size=3),
 )
-def test_all_together_do_what_a_plain_reference_does(
+def test_adjustments_together_equal_a_plain_reference(
     logits: list[float], p: SamplingParams, prompt: list[int], output: list[int], ends: list[int]
 ) -> None:
     expected = plain(logits, p, prompt, output, ends)

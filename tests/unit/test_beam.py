@@ -39,7 +39,7 @@ def test_a_beam_forks_and_another_dies() -> None:
     assert step.living == (Continuation(0, 1, -1.0), Continuation(0, 3, -1.5))
 
 
-def test_of_equals_the_better_beam_goes_first_then_the_lower_token() -> None:
+def test_equal_scores_are_ordered_by_beam_then_by_token() -> None:
     beams = [Beam((4,), -1.0), Beam((2,), -1.0)]
     step = search(width=3).step(
         beams, (), [candidates(t5=-1.0, t3=-1.0), candidates(t1=-1.0, t0=-1.0)]
@@ -77,7 +77,7 @@ def test_the_best_hypotheses_are_kept_of_equals_the_older_one() -> None:
     assert step.finished == (old[0], ended(4, 4, EOS, score=-1.0))
 
 
-def test_at_max_tokens_all_end() -> None:
+def test_all_beams_end_at_max_tokens() -> None:
     step = search(max_tokens=2, length_penalty=0.0).step(
         [Beam((4,), -1.0), Beam((2,), -2.0)],
         (),

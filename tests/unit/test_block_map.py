@@ -130,7 +130,7 @@ async def test_a_large_pool_is_read_in_bounded_steps_until_all_is_known() -> Non
     assert sum(map(sum, shown(block_map))) == 50_000
 
 
-async def test_only_cells_that_changed_are_told() -> None:
+async def test_only_changed_cells_are_reported() -> None:
     store = await new_store()
     block_map = BlockMap(await store.stats("p"))
     await store.allocate("p", "h1", "a", 1, [], 2)

@@ -90,7 +90,7 @@ async def test_tails_are_evicted_before_heads(store: BlockStore) -> None:
     assert await store.match("pool", [A]) == 1
 
 
-async def test_of_two_finished_blocks_that_say_the_same_one_is_cached(store: BlockStore) -> None:
+async def test_one_of_two_finished_blocks_with_equal_content_is_cached(store: BlockStore) -> None:
     for worker in ("v", "w"):
         await store.reassert(POOL, worker, [], [])
     await finish(store, (Content(A, rank=1), Content(A, rank=0)))

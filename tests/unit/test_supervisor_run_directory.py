@@ -112,7 +112,7 @@ def test_the_only_run_needs_no_port(short_path: Path) -> None:
         assert stop_run(short_path / "runs", None).pid == process.pid
 
 
-def test_of_several_runs_one_must_be_named(short_path: Path) -> None:
+def test_one_of_several_runs_must_be_named(short_path: Path) -> None:
     ports = sorted(claim(short_path / "runs", record()).path.name[:-9] for _ in range(2))
     with pytest.raises(NoSuchRun, match=rf"ports of runs: {ports[0]}, {ports[1]}$"):
         stop_run(short_path / "runs", None)

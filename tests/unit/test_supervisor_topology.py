@@ -37,7 +37,7 @@ def test_a_run_has_one_service_of_each_role_by_default() -> None:
     assert names(options()) == ["block-manager", "prefill-1", "decode-1", "gateway"]
 
 
-def test_as_many_workers_as_asked() -> None:
+def test_a_run_has_as_many_workers_as_asked() -> None:
     asked = options(num_prefill=2, num_decode=3)
     workers = ["prefill-1", "prefill-2", "decode-1", "decode-2", "decode-3"]
     assert names(asked) == ["block-manager", *workers, "gateway"]

@@ -278,7 +278,7 @@ def scrape(port: int) -> str:
         return str(answer.read().decode())
 
 
-async def test_without_a_store_it_says_so_and_does_not_start(
+async def test_a_block_manager_without_a_store_does_not_start(
     tmp_path: Path, processes: Processes
 ) -> None:
     manager = processes.start_manager(f"unix://{tmp_path}/nobody.sock", REDIS_PATIENCE_S="0.2")

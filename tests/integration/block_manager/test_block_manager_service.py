@@ -317,7 +317,7 @@ async def test_a_fenced_worker_does_not_count_as_serving(served: Served) -> None
     assert await drain_status(served, "decode-1") is grpc.StatusCode.FAILED_PRECONDITION
 
 
-async def test_of_two_drains_at_once_that_leave_nobody_one_is_refused(served: Served) -> None:
+async def test_one_of_two_drains_of_the_last_two_workers_is_refused(served: Served) -> None:
     """The registry still lists both as serving."""
     workers = []
     for worker_id in ("decode-1", "decode-2"):

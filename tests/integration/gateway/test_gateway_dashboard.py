@@ -230,7 +230,7 @@ async def test_block_manager_is_not_asked_while_nobody_views(make_harness: Any) 
 
 
 @pytest.mark.parametrize("setting", ["auto", "on"])
-async def test_with_api_keys_it_needs_an_operators_key(
+async def test_the_dashboard_needs_an_operators_key_if_there_are_keys(
     make_harness: Any, setting: DashboardSetting
 ) -> None:
     """This host's user too. The page itself contains no secrets, and asks for the key."""

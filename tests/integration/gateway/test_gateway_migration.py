@@ -43,7 +43,7 @@ async def test_requests_of_a_draining_worker_move(make_harness: Any, reported_by
     assert harness.num_moves() == 3
 
 
-async def test_all_that_move_come_to_rest_together(make_harness: Any) -> None:
+async def test_requests_that_move_are_detached_together(make_harness: Any) -> None:
     """All slots are reserved at once, and no request leaves its batch before all replies are there.
     The worker gets all commands in one message, before its next step."""
     leaving, other = FakeDecode("leaving"), FakeDecode("other")
@@ -181,7 +181,7 @@ async def test_a_small_difference_moves_nobody(
     await finish(*calls)
 
 
-async def test_of_several_gateways_each_moves_its_share(
+async def test_each_of_several_gateways_moves_its_share(
     uneven: tuple[GatewayHarness, FakeDecode, FakeDecode, list[Call]],
 ) -> None:
     """Of 18 sequences 6 belong to this gateway, and 9 are to move."""

@@ -262,7 +262,7 @@ async def test_a_worker_that_answers_late_is_asked_again(make_harness: Any) -> N
     assert [c.request_id for c in silent.commands(decode_pb2.Reserve)] == ["r1", "r2"]
 
 
-async def test_when_all_slots_are_taken_the_next_waits_for_one(make_harness: Any) -> None:
+async def test_a_request_waits_while_all_slots_are_taken(make_harness: Any) -> None:
     decode = FakeDecode(num_slots=1)
     harness = await make_harness(FakePrefill(), decode)
     decode.pause_after = 2

@@ -144,7 +144,7 @@ OF_TOKENS: dict[str, list[Any]] = {
 }
 
 
-async def test_of_a_text_completion(http: httpx.AsyncClient, generator: Generator) -> None:
+async def test_logprobs_of_a_text_completion(http: httpx.AsyncClient, generator: Generator) -> None:
     choice = await complete(http, logprobs=2)
     assert choice["logprobs"] == OF_TOKENS
     assert choice["text"] == "The a€"
@@ -162,7 +162,7 @@ async def test_logprobs_come_only_when_asked_for(
     assert all(request.sampling.logprobs is None for request in generator.requests)
 
 
-async def test_of_a_streamed_text_completion(http: httpx.AsyncClient) -> None:
+async def test_logprobs_of_a_streamed_text_completion(http: httpx.AsyncClient) -> None:
     """Every part has the logprobs of its tokens; together they are those of the whole."""
     choices = await stream(http, "completions", prompt="Hi, you", logprobs=2)
     assert len(choices) == 4
@@ -170,7 +170,7 @@ async def test_of_a_streamed_text_completion(http: httpx.AsyncClient) -> None:
         assert [value for choice in choices for value in choice["logprobs"][name]] == values
 
 
-async def test_of_a_chat(client: openai.AsyncOpenAI, generator: Generator) -> None:
+async def test_logprobs_of_a_chat(client: openai.AsyncOpenAI, generator: Generator) -> None:
     answer = await client.chat.completions.create(
         model="org/tiny",
         messages=[{"role": "user", "content": "Hi"}],
@@ -191,7 +191,9 @@ async def test_of_a_chat(client: openai.AsyncOpenAI, generator: Generator) -> No
     assert generator.requests[0].sampling.logprobs == 2
 
 
-async def test_of_a_streamed_chat(client: openai.AsyncOpenAI, generator: Generator) -> None:
+async def test_logprobs_of_a_streamed_chat(
+    client: openai.AsyncOpenAI, generator: Generator
+) -> None:
     """The opening has none; without a number, only those of the tokens themselves are asked for."""
     parts = await client.chat.completions.create(
         model="org/tiny", messages=[{"role": "user", "content": "Hi"}], logprobs=True, stream=True
@@ -203,7 +205,7 @@ async def test_of_a_streamed_chat(client: openai.AsyncOpenAI, generator: Generat
     assert generator.requests[0].sampling.logprobs == 0
 
 
-async def test_of_a_prompt(http: httpx.AsyncClient, generator: Generator) -> None:
+async def test_logprobs_of_a_prompt(http: httpx.AsyncClient, generator: Generator) -> None:
     """vLLM's field is in a text completion's choice, but in the answer of a chat."""
     expected = [
         None,

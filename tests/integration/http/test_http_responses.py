@@ -137,7 +137,7 @@ async def test_an_error_before_the_stream_sets_the_status(
         ("n", 2, "not supported"),
     ],
 )
-async def test_what_is_not_there_is_refused_with_reason_and_param(
+async def test_unsupported_fields_are_refused_with_reason_and_param(
     http: httpx.AsyncClient, generator: FakeGenerator, field: str, value: Any, reason: str
 ) -> None:
     outer, dot, inner = field.partition(".")

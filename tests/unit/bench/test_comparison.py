@@ -26,7 +26,7 @@ def test_the_best_peer_is_the_highest_or_the_lowest(comparison: Comparison) -> N
     assert comparison.ratio(GAP) == 3 / 2
 
 
-def test_there_is_no_ratio_of_one_alone() -> None:
+def test_one_contestant_alone_has_no_ratio() -> None:
     comparison = Comparison("ours", ["one"])
     comparison.add("ours", RATE, 1.0)
     assert comparison.ratio(RATE) is None

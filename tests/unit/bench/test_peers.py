@@ -30,7 +30,7 @@ class Fake:
         return next(self.steps)
 
 
-def test_only_what_all_decode_together_counts_as_decode() -> None:
+def test_decode_is_measured_while_all_requests_decode() -> None:
     """After the third step, in which the second request gets its first token, there are 3 and 3
     tokens."""
     times = run_batch(Fake(), [[1], [2]], 5)

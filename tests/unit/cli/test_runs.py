@@ -71,7 +71,7 @@ def test_several_runs_are_told_and_one_is_chosen_by_port_or_directory(runs: Runs
         run_address("50052", runs.root)
 
 
-def test_where_nobody_serves_operations_nobody_is_asked(runs: Runs) -> None:
+def test_operations_without_a_server_are_an_error(runs: Runs) -> None:
     for root in (runs.root, runs.root / "gone"):
         with pytest.raises(Unreachable, match="no run of this user serves operations"):
             run_address(None, root)

@@ -63,7 +63,7 @@ async def test_workers_of_several_ranks_take_no_adapters(
     assert await registry.adapters() == {}
 
 
-async def test_what_one_gateway_loads_all_serve(
+async def test_an_adapter_loaded_at_one_gateway_is_served_by_all(
     registry: MemoryRegistry, config: ModelConfig, adapter: Path
 ) -> None:
     one, other = gateway(registry, config), gateway(registry, config)

@@ -80,7 +80,7 @@ async def test_a_sequence_is_as_likely_as_its_tokens_are_on_average() -> None:
     assert await best_outputs(walk) == dict(enumerate(best))
 
 
-async def test_of_equals_the_first_one_is_the_best() -> None:
+async def test_the_first_of_equal_samples_is_the_best() -> None:
     output = choosing().output
     for index in (3, 2, 1, 0):
         output.write(index, (60 + index,), FinishReason.STOP, (Logprobs(-1.5, 1),))
@@ -111,7 +111,7 @@ async def test_a_client_without_tokens_to_read_is_not_too_slow() -> None:
     walk.lifecycle.close()
 
 
-async def test_after_a_loss_nothing_is_counted_or_scored_twice() -> None:
+async def test_tokens_are_counted_and_scored_once_after_a_loss() -> None:
     walk = choosing()
     await walk.until_decoding()
     finish(walk, 1)

@@ -178,6 +178,6 @@ def test_users_of_the_host_see_the_dashboard(host: str) -> None:
         ("127.0.0.1", {"host": "127.0.0.1", "via": "1.1 proxy"}),
     ],
 )
-def test_others_do_not(client: str, headers: dict[str, str]) -> None:
+def test_other_users_do_not_see_the_dashboard(client: str, headers: dict[str, str]) -> None:
     with pytest.raises(HTTPException, match="only for this host"):
         check_local(request(client, **headers))

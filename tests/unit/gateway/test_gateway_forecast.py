@@ -24,7 +24,7 @@ def test_slots_get_free_at_the_rate_of_littles_law() -> None:
     assert forecast.wait_s(3, 4, now=10.0) == 0.0
 
 
-def test_when_it_gets_slower_the_age_of_those_at_work_says_so() -> None:
+def test_the_forecast_uses_the_age_of_running_requests() -> None:
     forecast = Forecast()
     forecast.started("quick", 0.0)
     forecast.ended("quick", 10, 1.0)
@@ -37,7 +37,7 @@ def test_when_it_gets_slower_the_age_of_those_at_work_says_so() -> None:
     ("max_tokens", "ignore_eos", "run_time_s"),
     [(None, False, 2.0), (40, False, 2.0), (5, False, 0.5), (40, True, 4.0)],
 )
-def test_as_many_tokens_as_the_others_unless_it_says_so(
+def test_the_run_time_is_forecast_from_max_tokens_or_the_mean(
     max_tokens: int | None, ignore_eos: bool, run_time_s: float
 ) -> None:
     """Other requests: 20 tokens in 2 s."""

@@ -67,7 +67,7 @@ async def test_a_sequence_of_one_token_is_not_in_the_ticket() -> None:
     assert walk.decode.num_taken_slots == 2
 
 
-async def test_all_that_end_with_the_first_token_go_nowhere() -> None:
+async def test_sequences_that_end_with_the_first_token_are_not_sent_to_decode() -> None:
     walk = Walk(num_sequences=2)
     assert await walk.reserve()
     ticket = walk.start()
@@ -118,7 +118,7 @@ async def test_the_last_that_a_stop_string_ends_is_the_request() -> None:
     assert walk.decode.sent[-1] == Abort("r1", 1)
 
 
-async def test_after_a_loss_those_that_go_on_are_computed_from_what_each_has() -> None:
+async def test_running_sequences_are_recomputed_from_their_own_tokens_after_a_loss() -> None:
     walk = Walk(num_sequences=NUM)
     await walk.until_decoding()
     step(walk, 0, 3)

@@ -70,7 +70,7 @@ async def test_a_running_request_moves_when_there_is_a_slot_for_it() -> None:
     assert other.num_taken_slots == 0
 
 
-async def test_without_a_slot_elsewhere_it_stays() -> None:
+async def test_a_request_without_a_slot_elsewhere_keeps_running() -> None:
     walk = Walk()
     _, other, slot = await moving(walk)
     walk.on_event(other, Reserved("r1", 2, granted=False))

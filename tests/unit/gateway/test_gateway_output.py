@@ -234,7 +234,7 @@ async def test_tokens_come_with_their_logprobs_spelled_out() -> None:
     assert output.sequences[0].cumulative_logprob == -10.5
 
 
-async def test_behind_a_stop_string_nothing_is_told() -> None:
+async def test_tokens_after_a_stop_string_are_not_reported() -> None:
     output = telling("bc")
     output.write(0, ids("abcd"), None, told(-1.0, -2.0, -4.0, -8.0))
     output.close(None)

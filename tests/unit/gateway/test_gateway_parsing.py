@@ -132,7 +132,7 @@ def test_text_without_a_call_is_content(form: str, text: str) -> None:
     assert parse(CallFormat(form), text) == [Content(text)]
 
 
-def test_what_follows_a_broken_call_is_content() -> None:
+def test_text_after_a_broken_call_is_content() -> None:
     text = '<tool_call>{"name": "f", "arguments": {"a": 1}, oh}</tool_call> and'
     rest = Content(", oh}</tool_call> and")
     assert parse(CallFormat.HERMES, text) == [*call(0, "f", '{"a": 1}'), rest]

@@ -95,7 +95,7 @@ async def test_blocks_cached_under_another_salt_do_not_count() -> None:
     assert await routes(store, "other", *pools) == [("a", 0), ("b", 0)]
 
 
-async def test_of_equal_ones_the_pool_with_more_room() -> None:
+async def test_the_pool_with_more_free_blocks_is_preferred_among_equal_ones() -> None:
     store = MemoryStore()
     pools = [pool("a", num_blocks=8), pool("b", num_blocks=9)]
     for each in pools:

@@ -113,7 +113,7 @@ async def _pass(pacer: StreamPacer, clock: Clock, takes_s: tuple[float, ...]) ->
     await _turns()
 
 
-async def test_when_all_are_out_it_rests_for_as_long_as_that_took() -> None:
+async def test_the_pacer_pauses_as_long_as_all_reads_took() -> None:
     """Streams that always have tokens leave half of the loop's time to all else."""
     clock, pacer = Clock(), StreamPacer(streams_per_turn=2, rest_ratio=1.0)
     await _pass(pacer, clock, (0.003, 0.004, 0.005))

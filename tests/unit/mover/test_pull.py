@@ -190,7 +190,7 @@ async def test_a_claimed_ticket_is_stale_for_everybody_else() -> None:
     assert (await world.num_held("b"), world.transport.reads) == (0, [])
 
 
-async def test_what_no_worker_claims_is_released() -> None:
+async def test_a_ticket_that_no_worker_claims_is_released() -> None:
     world = await World.make()
     pull = world.pull(await world.detached(TOKENS))
     moved = await pull.run()

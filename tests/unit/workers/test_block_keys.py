@@ -69,7 +69,7 @@ def test_equal_contents_are_one_block_wherever_they_stand() -> None:
     assert list(contents.blocks(tables).values()) == [0, 1, 2, 3, 6, 7]
 
 
-def test_where_each_begins_with_what_is_found() -> None:
+def test_each_sequence_begins_after_its_cached_blocks() -> None:
     contents = BlockKeys.of(group((1, 2, 3, 4, 5, 6), (1, 2), (7, 8, 9)), SIZE)
     (h0, h1), (of_0, of_1, of_2) = contents.chains
     assert of_1 == of_0[:1]

@@ -48,6 +48,6 @@ def test_a_wrong_number_of_gpus_is_refused(settings: Settings, device: str, size
 @pytest.mark.parametrize(
     "device", ["cuda", "cuda:0,", "cuda:0,cuda:0", "cuda:0,memfd:1", "cpu,cuda:0", "", "tpu:0"]
 )
-def test_what_is_no_device_is_refused(settings: Settings, device: str) -> None:
+def test_an_invalid_device_is_refused(settings: Settings, device: str) -> None:
     with pytest.raises(StartupError, match="QUIRE_DECODE_DEVICE"):
         settings(device, 2)

@@ -120,7 +120,7 @@ def test_a_damaged_file_is_made_again(host: MeasuredHost, text: str) -> None:
     assert json.loads(path.read_text())["isa"] == "avx512"
 
 
-def test_of_workers_that_start_at_once_one_measures(host: MeasuredHost) -> None:
+def test_one_of_several_workers_that_start_at_once_measures(host: MeasuredHost) -> None:
     found: list[str | None] = []
     workers = [Thread(target=lambda: found.append(host.isa())) for _ in range(8)]
     for worker in workers:
@@ -149,7 +149,7 @@ def test_amx_is_not_used_if_it_differs_from_its_emulation(
     assert isa == expected
 
 
-def test_of_three_sets_one_is_chosen_and_all_times_are_kept(
+def test_one_of_three_instruction_sets_is_chosen_and_all_times_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(contest, "same_results", lambda *_: True)
@@ -170,7 +170,7 @@ def test_of_three_sets_one_is_chosen_and_all_times_are_kept(
     }
 
 
-def test_where_nothing_competes_nothing_is_measured(
+def test_a_single_instruction_set_is_not_measured(
     host: MeasuredHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(contest, "usable_kernels", lambda: ["avx2", "portable"])

@@ -35,7 +35,7 @@ async def prefilled(pair: WorkerPair, name: str) -> Prefilled:
     return event
 
 
-async def test_of_every_token_from_prompt_to_end(pair: WorkerPair) -> None:
+async def test_logprobs_of_every_token_of_prompt_and_answer(pair: WorkerPair) -> None:
     """The first token's from the prefill worker, the others from the decode worker, one a step."""
     event = await submit(pair, "r1", PROMPT, sampling=ASKS, prompt_logprobs=3)
     assert event.prompt_logprobs == of_prompt(PROMPT, 3)
@@ -85,7 +85,7 @@ async def test_a_cached_prompt_is_computed_again_and_not_stored(pair: WorkerPair
     await pair.until_empty()
 
 
-async def test_after_a_preemption_they_come_once_and_whole(make_pair: MakePair) -> None:
+async def test_logprobs_of_a_preempted_request_come_once(make_pair: MakePair) -> None:
     """Half of the prompt is computed when its blocks are demanded; the worker that computes it
     again reports all of it."""
     pair: WorkerPair = await make_pair(max_num_batched_tokens=8)

@@ -41,7 +41,7 @@ def sequence(generated: tuple[int, ...] = (), max_model_len: int = 100, **change
         ({"generated": (OTHER, OTHER)}, OTHER, FinishReason.LENGTH),
     ],
 )
-def test_why_a_sequence_ends(
+def test_finish_reasons_of_sequences(
     changes: dict[str, Any], token: int, finish: FinishReason | None
 ) -> None:
     """Tokens of an earlier attempt count."""

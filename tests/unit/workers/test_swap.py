@@ -279,7 +279,7 @@ def test_short_steps_say_nothing_of_what_a_prompt_costs() -> None:
     assert cost.ns_per_token == 1_000_000
 
 
-async def test_only_what_nobody_else_has_counts_as_lost(make_pair: MakePair) -> None:
+async def test_blocks_that_others_hold_do_not_count_as_lost(make_pair: MakePair) -> None:
     """Two sequences share two blocks of prompt: the younger one loses only its own."""
     pair = await make_pair(num_swap_blocks=16, compares_costs=True)
     swapping = pair.decode._swapping
