@@ -147,42 +147,6 @@ def test_broken_kv_is_a_fault_of_its_row_and_not_a_token(
     assert recording.run([whole[0], broken, whole[1]]) == [right[0], Fault.NOT_FINITE, right[1]]
 
 
-def test_sampled_tokens_are_the_same_alone_and_in_a_batch_of_64(recording: RecordingRunner) -> None:
-    """Each row has its own parameters and seed; all share the blocks of one prompt."""
-    prompt = random_prompt(12, seed=0)
-    recording.run([Row(prompt[:11], start=0, block_table=(0, 1, 2))])
-    params = [
-        replace(GREEDY.sampling, temperature=0.5 + i % 5, top_p=1 - 0.1 * (i % 3), seed=i // 4)
-        for i in range(64)
-    ]
-    rows = [
-        Row(prompt[11:], 11, (0, 1, 2), store_from=12 if i else 0, draws=(Draw(p, i % 4),))
-        for i, p in enumerate(params)
-    ]
-    together = recording.run(rows)
-    assert [recording.run([row])[0] for row in rows] == together
-    assert len(set(together)) > 20
-
-
-def test_a_token_drawn_again_after_a_recompute_is_the_same(recording: RecordingRunner) -> None:
-    """Eight tokens are decoded one by one, and then each is drawn again after one prompt with all
-    tokens before it (law 7). Every position has its own random numbers."""
-    draw = Draw(replace(GREEDY.sampling, temperature=5.0, seed=7), 0)
-    prompt = random_prompt(12, seed=0)
-    tokens, start = list(prompt), 0
-    for _ in range(8):
-        (drawn,) = recording.run([Row(tokens[start:], start, range(5), draws=(draw,))])
-        start = len(tokens)
-        assert isinstance(drawn, tuple)
-        tokens += drawn
-    again = [
-        recording.run([Row(tokens[:length], 0, range(8, 13), draws=(draw,))])[0]
-        for length in range(12, 20)
-    ]
-    assert again == [(token,) for token in tokens[12:]]
-    assert len(set(again)) > 5
-
-
 @pytest.mark.parametrize("name", ["qwen3-gqa-tied", "qwen2-mha", "llama3-rope-mqa"])
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_bf16_logits_are_near_those_in_fp32(tmp_path: Path, name: str, backend: str) -> None:

@@ -133,6 +133,7 @@ def test_greedy_tokens_with_a_penalty_are_those_of_transformers(
 
 KINDS: list[dict[str, Any]] = [
     {},
+    {"temperature": 5.0, "top_p": 0.9},
     {"repetition_penalty": 1.3},
     {"temperature": 1.0, "frequency_penalty": 1.5, "top_k": 50},
     {"temperature": 2.0, "presence_penalty": -1.5, "top_p": 0.9},

@@ -177,6 +177,8 @@ class StoresAgree(RuleBasedStateMachine):
         another worker to claim what it held."""
         if not self.ledger.leases:
             self.join_remotely(lease_s, lost)
+        if not self.ledger.leases:
+            return  # the name was reaped before, so it could not join
         worker_id = data.draw(st.sampled_from(sorted(self.ledger.leases)), "member")
         if renews:
             self.wait(1)
