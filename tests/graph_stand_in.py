@@ -5,6 +5,7 @@ A kernel is one launch (`launched`), whatever it does inside; outside of kernels
 PyTorch is one. As in a capture on a GPU, nothing outside of kernels may read a tensor on the host.
 """
 
+import threading
 from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
@@ -24,7 +25,9 @@ _READS_ON_THE_HOST = (
 
 
 class RecordedGraph(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    recording: "RecordedGraph | None" = None
+    """Each thread records by itself."""
+
+    recording = threading.local()
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -32,12 +35,12 @@ class RecordedGraph(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.num_replays = 0
 
     def capture(self, launch: Callable[[], Tensor]) -> Tensor:
-        RecordedGraph.recording = self
+        RecordedGraph.recording.graph = self
         try:
             with self:
                 return launch()
         finally:
-            RecordedGraph.recording = None
+            del RecordedGraph.recording.graph
 
     def replay(self) -> None:
         self.num_replays += 1
@@ -67,7 +70,7 @@ def launched(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def launch(*args: Any, **kwargs: Any) -> Any:
-        graph = RecordedGraph.recording
+        graph: RecordedGraph | None = getattr(RecordedGraph.recording, "graph", None)
         with _disable_current_modes():
             if graph is None:
                 return function(*args, **kwargs)

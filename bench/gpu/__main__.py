@@ -25,12 +25,13 @@ GROUPS = {
     "environment": 120,  # the first import of PyTorch reads gigabytes
     "attention": 200,
     "operations": 100,
+    "experts": 100,
     "arena": 100,
     "sharing": 150,
     "peers": 60,
     "sampling": 120,
     "model": 150,
-    "ranks": 120,
+    "ranks": 180,
     "decode": 150,
     "speed": 150,
 }

@@ -57,11 +57,15 @@ def checks(machine: Machine) -> Iterator[Check]:
         yield f"same bits in every batch, {name}", partial(_invariance, machine, ops, geometry)
     yield "NaN beside rows, whole blocks", lambda: _beside_nan(machine, ops, reference)
     yield "contexts of 0 beside others", lambda: _without_context(machine, ops, reference)
+    yield "sinks", lambda: _sinks(machine, ops, reference)
     yield "flash equals the reference", lambda: _flash(machine, reference)
     yield "flashinfer equals the reference", lambda: _flashinfer(machine, reference)
+    yield "flashinfer in several runs", lambda: _several_runs(machine)
 
 
-def attend(ops: Backend, batch: PagedBatch, window: int | None = None) -> Tensor:
+def attend(
+    ops: Backend, batch: PagedBatch, window: int | None = None, sinks: Tensor | None = None
+) -> Tensor:
     return ops.paged_attention(
         batch.q,
         batch.kv_layer,
@@ -71,6 +75,7 @@ def attend(ops: Backend, batch: PagedBatch, window: int | None = None) -> Tensor
         batch.q.shape[-1] ** -0.5,
         window,
         max_query_len=batch.max_query_len,
+        sinks=sinks,
     )
 
 
@@ -134,28 +139,76 @@ def _without_context(machine: Machine, ops: Backend, reference: Backend) -> Pass
     return worst(shares, "2 steps")
 
 
-def _flashinfer(machine: Machine, reference: Backend) -> Passed:
+def _sinks(machine: Machine, ops: Backend, reference: Backend) -> Passed:
+    """gpt-oss: 8 query heads for each KV head, and a window in every second layer."""
+    geometry = Geometry(16, num_heads=16, num_kv_heads=2, head_dim=64, dtype=machine.half)
+    sinks, shares = torch.linspace(-3, 3, 16), []
+    for rows in machine.pick(ROWS, TINY_ROWS):
+        for window in (None, 128):
+            batch = paged_batch(geometry, rows, seed=len(rows), window=window)
+            found = attend(ops, machine.moved(batch), window, sinks.to(machine.device))
+            shares.append(compare(found, attend(reference, batch, window, sinks)))
+    return worst(shares, f"{len(shares)} batches")
+
+
+def _planning() -> tuple[Backend, AttentionShape]:
     shape = AttentionShape(16, 4, 128, FLASHINFER.block_size, BF16, BF16)
     try:
         ops = kvops.backend("flashinfer")
         ops.check_attention(shape)
     except (kvops.BackendUnavailable, ValueError) as error:
         raise Skipped(str(error)) from error
+    return ops, shape
+
+
+def _planned(
+    machine: Machine, ops: Backend, shape: AttentionShape, batch: PagedBatch
+) -> PagedBatch:
+    """The batch on the device, without NaN, after its step is planned."""
+    num_pages, last = page_facts(batch.context_lens.numpy(), FLASHINFER.block_size)
+    tables = batch.block_tables.numpy()
+    ids = torch.from_numpy(tables[np.arange(tables.shape[1]) < num_pages[:, None]])
+    begins = np.concatenate([[0], num_pages.cumsum()]).astype(np.int32)
+    there = machine.moved(batch)
+    there.kv_layer.nan_to_num_(1.0)
+    ops.plan(
+        AttentionStep(shape, batch.cu_query_lens.numpy(), begins, last, ids.to(machine.device))
+    )
+    return there
+
+
+def _flashinfer(machine: Machine, reference: Backend) -> Passed:
+    ops, shape = _planning()
     shares = []
     for rows in ROWS:
         batch = paged_batch(FLASHINFER, rows, seed=len(rows))
-        lens = batch.context_lens.numpy()
-        num_pages, last = page_facts(lens, FLASHINFER.block_size)
-        tables = batch.block_tables.numpy()
-        ids = torch.from_numpy(tables[np.arange(tables.shape[1]) < num_pages[:, None]])
-        begins = np.concatenate([[0], num_pages.cumsum()]).astype(np.int32)
-        there = machine.moved(batch)
-        there.kv_layer.nan_to_num_(1.0)
-        ops.plan(
-            AttentionStep(shape, batch.cu_query_lens.numpy(), begins, last, ids.to(machine.device))
-        )
+        there = _planned(machine, ops, shape, batch)
         shares.append(compare(attend(ops, there), attend(reference, batch)))
     return worst(shares, f"{len(shares)} batches")
+
+
+def _several_runs(machine: Machine) -> Passed:
+    """A decode step whose partial results exceed the workspace: 600 rows that share 30,000
+    positions. Its last rows have the bits of a step of their own."""
+    ops, shape = _planning()
+    long = paged_batch(FLASHINFER, [(1, 30_000)], seed=1)
+    num_rows, few = 600, 3
+
+    def step(count: int) -> PagedBatch:
+        draw = torch.Generator().manual_seed(count)
+        return replace(
+            long,
+            q=torch.randn((count, 16, 128), generator=draw).to(BF16),
+            block_tables=long.block_tables.expand(count, -1).contiguous(),
+            cu_query_lens=torch.arange(count + 1, dtype=torch.int32),
+            context_lens=long.context_lens.expand(count).contiguous(),
+        )
+
+    many, alone = step(num_rows), step(few)
+    many.q[-few:] = alone.q
+    together = attend(ops, _planned(machine, ops, shape, many))
+    same_bits(attend(ops, _planned(machine, ops, shape, alone)), together[-few:], "last rows")
+    return Passed(f"{num_rows} rows of 30,000 positions")
 
 
 def _flash(machine: Machine, reference: Backend) -> Passed:

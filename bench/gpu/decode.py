@@ -12,7 +12,7 @@ import torch
 import kvops
 import kvops.cuda
 from bench.gpu.check import Check, Failed, Machine, Passed, Skipped
-from bench.gpu.model import DRAWS, Steps, make_config, prompts
+from bench.gpu.model import BLOCK_SIZE, DRAWS, Steps, make_config, prompts
 from kvops import AttentionShape
 from services.common.errors import StartupError
 from services.engine.batch import Row
@@ -28,6 +28,7 @@ NUM_STEPS = 50
 
 def checks(machine: Machine) -> Iterator[Check]:
     yield "graphs give the tokens of eager steps", lambda: _tokens(machine)
+    yield "the step that is measured for the memory plan", lambda: _largest_step(machine)
     yield "graphs take the memory that is planned for them", lambda: _graph_memory(machine)
     for rows, context in LIMITS_MS:
         yield (
@@ -45,16 +46,44 @@ def attention_of(shape: AttentionShape) -> str:
 def _tokens(machine: Machine) -> Passed:
     """Prompts of several lengths together; greedy and drawn. Padding: 5 rows in a graph of 6. In
     fp32, because cuBLAS may compute 5 and 6 rows to other bits, which decide near-ties in bf16."""
-    _needs_gpu(machine)
-    config = make_config(3, 256, 384)
-    found = []
+    config = make_config(machine.pick(3, 1), machine.pick(256, 64), 384)
+    num_tokens, found = machine.pick(24, 3), []
     for with_graphs in (False, True):
         steps = Steps(config, torch.float32, "triton", machine.device)
-        found.append(steps.generate(prompts(machine), 24, 1000, graph_rows=6 * with_graphs))
+        texts = prompts(machine)
+        found.append(steps.generate(texts, num_tokens, 1000, graph_rows=6 * with_graphs))
     differing = sum(a != b for a, b in zip(*found, strict=True))
     if differing:
         raise Failed(f"{differing} of {len(found[0])} sequences differ")
-    return Passed(f"{len(found[0])} sequences of 24 tokens")
+    return Passed(f"{len(found[0])} sequences of {num_tokens} tokens")
+
+
+def _largest_step(machine: Machine) -> Passed:
+    """The step that is measured for the memory plan has filters, penalties, grammars and logprobs:
+    it takes at least what a plain step of as many tokens takes."""
+    vocab_size, num_rows = machine.pick(151_936, 384), machine.pick(64, 3)
+    config = make_config(1, machine.pick(256, 64), vocab_size)
+    steps = Steps(config, machine.half, "triton", machine.device)
+    steps.begin(1, BLOCK_SIZE)
+    if machine.dry_run:
+        steps.runner.run_largest_step(machine.pick(8192, 40), num_rows)
+        return Passed(f"{num_rows} rows")
+    peaks = []
+    lens = [8192 // num_rows] * num_rows
+    plain = [Row([0] * n, 0, [0] * -(-n // BLOCK_SIZE), n, DRAWS[:1]) for n in lens]
+    for launch in (
+        lambda: steps.runner.launch(plain).result(),
+        lambda: steps.runner.run_largest_step(8192, num_rows),
+    ):
+        launch()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        launch()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    text = f"plain {peaks[0] / 2**20:.0f} MiB, largest {peaks[1] / 2**20:.0f} MiB"
+    if peaks[1] < peaks[0]:
+        raise Failed(text)
+    return Passed(text, {"plain": peaks[0], "largest": peaks[1]})
 
 
 def _graph_memory(machine: Machine) -> Passed:
@@ -67,13 +96,13 @@ def _graph_memory(machine: Machine) -> Passed:
     except StartupError as error:
         raise Skipped(f"runs only where NVML tells a process's memory: {error}") from error
     steps.begin(1, 16)
-    steps.runner.capture_graphs(64)
+    steps.capture(64)
     planned, steps.runner = meter.used() - before, None  # type: ignore[assignment]
     gc.collect()
     torch.cuda.empty_cache()
     steps.begin(64, 1000)
     before = meter.used()
-    steps.runner.capture_graphs(64)
+    steps.capture(64)
     found = meter.used() - before
     text = f"planned {planned / 2**20:.0f} MiB, taken {found / 2**20:.0f} MiB"
     if found > max(1.1 * planned, planned + (64 << 20)):
@@ -95,7 +124,7 @@ def _step(machine: Machine, num_rows: int, context: int) -> Passed:
     name = attention_of(AttentionShape(32, 8, 128, 16, machine.half, machine.half))
     steps = Steps(config, machine.half, name, machine.device)
     steps.begin(num_rows, context + 2 * NUM_STEPS + 2, content=0.0)
-    steps.runner.capture_graphs(num_rows)
+    steps.capture(num_rows)
 
     def row(number: int, step: int) -> Row:
         ahead = number if step else None

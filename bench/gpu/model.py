@@ -1,6 +1,6 @@
 """A model's steps with all tensors on the GPU, against the same model on the CPU."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -41,6 +41,17 @@ def checks(machine: Machine) -> Iterator[Check]:
     yield "weights loaded from a checkpoint", lambda: _loader(machine)
 
 
+class Relaunched:
+    """The graph of a dry run: it launches again."""
+
+    def capture(self, launch: Callable[[], Tensor]) -> Tensor:
+        self._launch, self._result = launch, launch()
+        return self._result
+
+    def replay(self) -> None:
+        self._result.copy_(self._launch())
+
+
 class Steps:
     """A model with random weights and an arena of its own, on one device."""
 
@@ -67,6 +78,10 @@ class Steps:
         arena = torch.full((num_blocks, *shape), content, dtype=self._dtype, device=self._device)
         self.runner = Runner(self._model, arena, BLOCK_SIZE, self.ops)
 
+    def capture(self, max_rows: int) -> None:
+        """Record graphs of decode steps, on a CPU stand-ins for them."""
+        self.runner.capture_graphs(max_rows, Relaunched if self._device.type == "cpu" else None)
+
     def row(self, number: int, token_ids: Sequence[int], start: int) -> Row:
         first = number * self._blocks_each
         table = range(first, first + self._blocks_each)
@@ -78,7 +93,7 @@ class Steps:
         """Each prompt alone, in chunks; then all together, as graphs of up to `graph_rows` rows."""
         self.begin(len(prompts), max(map(len, prompts)) + num_tokens)
         if graph_rows:
-            self.runner.capture_graphs(graph_rows)
+            self.capture(graph_rows)
         sequences = [list(prompt) for prompt in prompts]
         for i, prompt in enumerate(prompts):
             for start in range(0, len(prompt), chunk):

@@ -4,6 +4,7 @@ In a dry run the ranks are on the CPU (gloo)."""
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,8 @@ from torch import Tensor
 
 import kvops
 from bench.gpu.check import Check, Failed, Machine, Passed, Skipped
-from bench.gpu.model import Steps, make_config, make_model
+from bench.gpu.model import BF16_ERROR, BLOCK_SIZE, Steps, make_config, make_model
+from kvops import AttentionShape, Backend, choose_attention
 from services.common.checkpoint.shards import Shard
 from services.common.text.model_config import ModelConfig
 from services.engine.models.decoder import ComposedModel, Layer, Linear
@@ -24,6 +26,7 @@ FP32_ERROR = 1e-3
 """Of logits, root mean square, as a share of their spread."""
 
 LIMIT_S = 120
+NUM_STEPS = 8
 
 _PROMPTS = [list(range(5, 5 + length)) for length in (2, 9, 20)]
 
@@ -31,16 +34,40 @@ _PROMPTS = [list(range(5, 5 + length)) for length in (2, 9, 20)]
 def checks(machine: Machine) -> Iterator[Check]:
     for size in machine.pick((2, 4, 8), (2,)):
         yield f"logits of {size} ranks in fp32", partial(_logits, machine, size)
+        yield f"graphs of {size} ranks", partial(_graphs, machine, size)
 
 
 def _logits(machine: Machine, size: int) -> Passed:
+    wanted = Steps(_config(), torch.float32, "reference", "cpu").logits(_PROMPTS)
+    found = _computed(machine, size, "logits")["logits"]
+    error = float((found - wanted).square().mean().sqrt() / wanted.std())
+    if not error < FP32_ERROR or not torch.equal(found.argmax(-1), wanted.argmax(-1)):
+        raise Failed(f"off by {error:.1e} of their spread, or other tokens; allowed {FP32_ERROR}")
+    return Passed(f"off by {error:.1e} of their spread, the same tokens", {"error": error})
+
+
+def _graphs(machine: Machine, size: int) -> Passed:
+    """Decode steps of 5 rows from graphs of 6, with NCCL's exchanges in them, between eager steps:
+    the logits of eager steps, and their time. With the attention that a worker chooses."""
+    found = _computed(machine, size, "graphs")
+    eager, graphed = found["eager"], found["graphed"]
+    error = float((graphed - eager).square().mean().sqrt() / eager.std())
+    seconds = {name: float(found[f"{name} seconds"]) for name in ("eager", "graphed")}
+    text = ", ".join(f"{name} {value * 1e3:.2f} ms a step" for name, value in seconds.items())
+    text = f"off by {error:.1e} of their spread; {text}"
+    if not error < BF16_ERROR:
+        raise Failed(f"{text}; allowed {BF16_ERROR}")
+    return Passed(text, {"error": error, **seconds})
+
+
+def _computed(machine: Machine, size: int, what: str) -> dict[str, Tensor]:
+    """What rank 0 of `size` ranks has saved."""
     num_gpus = torch.cuda.device_count()
     if not machine.dry_run and num_gpus < size:
         raise Skipped(f"{size} ranks need a GPU each; here are only {num_gpus}")
-    wanted = Steps(_config(), torch.float32, "reference", "cpu").logits(_PROMPTS)
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "bench.gpu.ranks", folder, str(size), machine.device]
-        processes = [subprocess.Popen([*command, str(rank)]) for rank in range(size)]
+        processes = [subprocess.Popen([*command, str(rank), what]) for rank in range(size)]
         try:
             statuses = [process.wait(LIMIT_S) for process in processes]
         finally:
@@ -48,11 +75,8 @@ def _logits(machine: Machine, size: int) -> Passed:
                 process.kill()
         if any(statuses):
             raise Failed(f"ranks ended with status {statuses}")
-        found = torch.load(Path(folder) / "logits.pt")
-    error = float((found - wanted).square().mean().sqrt() / wanted.std())
-    if not error < FP32_ERROR or not torch.equal(found.argmax(-1), wanted.argmax(-1)):
-        raise Failed(f"off by {error:.1e} of their spread, or other tokens; allowed {FP32_ERROR}")
-    return Passed(f"off by {error:.1e} of their spread, the same tokens", {"error": error})
+        found: dict[str, Tensor] = torch.load(Path(folder) / "found.pt")
+    return found
 
 
 def _config() -> ModelConfig:
@@ -63,15 +87,42 @@ def _config() -> ModelConfig:
 class _ShardSteps(Steps):
     """The steps of one rank. All ranks run the same."""
 
-    def __init__(self, folder: Path, size: int, device: str, rank: int) -> None:
-        there = torch.device("cuda", rank) if device == "cuda" else torch.device("cpu")
-        if there.type == "cuda":
-            torch.cuda.set_device(there)
-        shard = Shard(_config(), rank, size)
-        ops = kvops.backend("triton")
-        model = cut(make_model(shard.config, ops, torch.float32, "cpu"), shard, there)
+    def __init__(
+        self, folder: Path, shard: Shard, device: str, ops: Backend, dtype: torch.dtype
+    ) -> None:
+        there = torch.device("cuda", shard.rank) if device == "cuda" else torch.device("cpu")
+        model = cut(make_model(shard.config, ops, dtype, "cpu"), shard, there)
         model.collectives = connect(folder / "store", shard, there, LIMIT_S)
         self._take(model, ops)
+
+    def decode(self, context: int) -> Tensor:
+        """The logits of steps of 5 rows with given tokens: of all of them at rank 0."""
+        found = [
+            self.runner.logits([self.row(i, [7 * step + i], context + step) for i in range(5)])
+            for step in range(NUM_STEPS)
+        ]
+        return torch.cat(found).cpu().float()
+
+
+def _found(folder: Path, shard: Shard, device: str, what: str) -> dict[str, Tensor]:
+    if what == "logits":
+        ops = kvops.backend("triton")
+        steps = _ShardSteps(folder, shard, device, ops, torch.float32)
+        return {"logits": steps.logits(_PROMPTS)}
+    dtype = torch.bfloat16 if device == "cuda" else torch.float16
+    c = shard.own_config
+    shape = AttentionShape(c.num_heads, c.num_kv_heads, c.head_dim, BLOCK_SIZE, dtype, dtype)
+    steps = _ShardSteps(folder, shard, device, choose_attention("auto", shape)[0], dtype)
+    steps.begin(5, 300, content=0.0)
+    found: dict[str, Tensor] = {}
+    for name in ("eager", "graphed"):
+        if name == "graphed":
+            steps.capture(6)
+        steps.decode(100)
+        began = time.perf_counter()
+        found[name] = steps.decode(200)
+        found[f"{name} seconds"] = torch.tensor((time.perf_counter() - began) / NUM_STEPS)
+    return found
 
 
 def cut(whole: ComposedModel, shard: Shard, device: torch.device) -> ComposedModel:
@@ -119,10 +170,12 @@ def cut(whole: ComposedModel, shard: Shard, device: torch.device) -> ComposedMod
 
 
 def main() -> None:
-    folder, size, device, rank = sys.argv[1:]
-    logits = _ShardSteps(Path(folder), int(size), device, int(rank)).logits(_PROMPTS)
+    folder, size, device, rank, what = sys.argv[1:]
+    if device == "cuda":
+        torch.cuda.set_device(int(rank))
+    found = _found(Path(folder), Shard(_config(), int(rank), int(size)), device, what)
     if rank == "0":
-        torch.save(logits, Path(folder) / "logits.pt")
+        torch.save(found, Path(folder) / "found.pt")
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def _backend(machine: Machine, name: str) -> Backend:
 
 
 def _decode(machine: Machine, name: str) -> Passed:
-    ops, copied = _backend(machine, name), _copy_rate(machine)
+    ops, copied = _backend(machine, name), copy_rate(machine)
     figures: dict[str, float | str] = {"copy_bytes_per_s": copied}
     slow = []
     for rows, context in machine.pick((*SMALL_DECODE, *DECODE), ((2, 300),)):
@@ -115,7 +115,7 @@ def _shape(machine: Machine, ops: Backend) -> AttentionShape:
     return AttentionShape(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, block_size, machine.half, machine.half)
 
 
-def _copy_rate(machine: Machine) -> float:
+def copy_rate(machine: Machine) -> float:
     """Bytes read and written per second."""
     num_bytes = machine.pick(1 << 30, 1 << 16)
     source = torch.zeros(num_bytes, dtype=torch.uint8, device=machine.device)

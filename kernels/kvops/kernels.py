@@ -46,7 +46,7 @@ class Kernels(ABC):
         """Called before each step, only if `needs_plan`."""
         raise NotImplementedError
 
-    def warm_up(self, kv_layer: Tensor, num_heads: int, max_rows: int, cap: float | None) -> None:
+    def warm_up(self, kv_layer: Tensor, shape: AttentionShape, max_rows: int) -> None:
         """Compile all kernels that steps of up to `max_rows` rows need. Writes nothing."""
         return
 

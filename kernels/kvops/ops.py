@@ -70,6 +70,11 @@ class Backend:
         shape.check()
         if shape.kv_dtype == torch.int8 and not self.has_int8_kv:
             raise ValueError(f"backend {self.name!r} has no KV in int8; 'cpu' has")
+        if shape.has_sinks and not self._kernels.has_sinks:
+            raise ValueError(
+                f"attention {self.name!r} has no sinks, which this model needs: choose --attention "
+                "triton"
+            )
         self._kernels.check_attention(shape)
 
     def plan(self, step: AttentionStep) -> None:
@@ -81,14 +86,11 @@ class Backend:
         """The longest block table of steps in CUDA graphs; before the first of them."""
         self._kernels.max_blocks = max_blocks
 
-    def warm_up(
-        self, kv_layer: Tensor, num_heads: int, max_rows: int, cap: float | None = None
-    ) -> None:
-        """Compile all variants of kernels that depend on a step's number of rows, for steps of up
-        to `max_rows` rows. `cap`: that of the model's attention. Reads block 0 of `kv_layer`,
-        writes nothing."""
+    def warm_up(self, kv_layer: Tensor, shape: AttentionShape, max_rows: int) -> None:
+        """Compile all variants of attention kernels that depend on a step's number of rows, for
+        steps of up to `max_rows` rows. Reads block 0 of `kv_layer`, writes nothing."""
         self._heads(kv_layer)
-        self._kernels.warm_up(kv_layer, num_heads, max_rows, cap)
+        self._kernels.warm_up(kv_layer, shape, max_rows)
 
     def store_kv(self, kv_layer: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
         """Writes `kv_layer`: stores token t's key and value in slot `slot_mapping[t]`; -1: skips

@@ -16,6 +16,7 @@ Ints = np.ndarray[Any, np.dtype[np.int32]]
 class AttentionShape:
     """`dtype`: of queries. `kv_dtype`: of the arena. `windows`: of the layers, each once; None: all
     positions. `scale`: of the scores; None: 1 / sqrt(head_dim). `cap`: their soft cap; None: none.
+    `has_sinks`: the softmax has one more score for each head.
     """
 
     num_heads: int
@@ -27,6 +28,7 @@ class AttentionShape:
     windows: tuple[int | None, ...] = (None,)
     scale: float | None = None
     cap: float | None = None
+    has_sinks: bool = False
 
     @classmethod
     def of_call(cls, call: "AttentionCall") -> "AttentionShape":

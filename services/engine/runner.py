@@ -7,43 +7,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvops import AttentionShape, Backend, int8_kv
-from kvops.step import AttentionStep, page_facts
-from services.common.text.model_config import ModelConfig
+from kvops import Backend, int8_kv
+from kvops.step import page_facts
 from services.engine.batch import Draw, Row, Wait
 from services.engine.device.drawing import DeviceDrawing
 from services.engine.device.flights import DrawnFlight
-from services.engine.device.graphs import DecodeGraphs, Graph, cuda_graphs, padded
+from services.engine.device.graphs import Graph, padded
 from services.engine.device.inputs import Indices, StepInputs, block_pairs
+from services.engine.device.largest_rows import largest_rows
+from services.engine.device.steps import ModelSteps, StepFacts
 from services.engine.device.threads import use_device
 from services.engine.forward import CompleteFlight, Flight
-from services.engine.models import Batch, Model
+from services.engine.models import Model
 from services.engine.models.model import AdapterRun
 from services.engine.sampling.logit_queries import queries, row_results, wanted_states, with_states
 from services.engine.sampling.masks import MaskThread
 from services.protocol.ticket import SamplingParams
 
-_BATCH_TENSORS = (
-    *("token_ids", "positions", "slot_mapping"),
-    *("block_tables", "cu_query_lens", "context_lens"),
-)
 _GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, max_tokens=1)
-
-
-def attention_shape(
-    config: ModelConfig, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype
-) -> AttentionShape:
-    return AttentionShape(
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        block_size=block_size,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        windows=tuple(dict.fromkeys(config.windows)),
-        scale=config.attention_scale,
-        cap=config.attention_cap,
-    )
 
 
 class Runner:
@@ -55,12 +36,20 @@ class Runner:
     of the next one may take. Raises ValueError if shape, dtype or device of the arena are not the
     model's.
 
-    `computes_at_launch`: whether every flight is complete at its launch, as on a CPU. Else tokens
-    are drawn on the device (`services.engine.device.drawing`). A backend without a sampler for the
-    device can draw argmaxes alone there; for other draws `launch` waits for the logits.
+    `steps`: None: those of the model alone. `computes_at_launch`: whether every flight is complete
+    at its launch, as on a CPU. Else tokens are drawn on the device
+    (`services.engine.device.drawing`). A backend without a sampler for the device can draw argmaxes
+    alone there; for other draws `launch` waits for the logits.
     """
 
-    def __init__(self, model: Model, kv: Tensor, block_size: int, ops: Backend) -> None:
+    def __init__(
+        self,
+        model: Model,
+        kv: Tensor,
+        block_size: int,
+        ops: Backend,
+        steps: ModelSteps | None = None,
+    ) -> None:
         config = model.config
         in_int8 = kv.dtype == torch.int8
         width = config.head_dim + (int8_kv.SCALE_BYTES if in_int8 else 0)
@@ -78,8 +67,7 @@ class Runner:
         self._masks = MaskThread()
         self._drawing = DeviceDrawing(model, ops, kv.device)
         self._inputs = StepInputs(kv.device)
-        self._graphs: DecodeGraphs | None = None
-        self._attention = attention_shape(config, block_size, model.dtype, kv.dtype)
+        self._steps = steps or ModelSteps(model, kv, block_size, ops)
         self._model = model
         self._kv = kv
         self._block_size = block_size
@@ -140,11 +128,12 @@ class Runner:
         """Compute the rows and return the logits of their states, fp32 [num_states, vocab_size]."""
         return self._model.logits(self.hidden(rows))
 
-    def warm_up(self, max_tokens: int) -> None:
+    def warm_up(self, max_tokens: int, max_rows: int) -> None:
         """Touch every weight and the memory of a step: run one prefill of `max_tokens` tokens (at
-        most the context) and one decode step, and compile the sampler of a device. It stores no
-        KV, and its results are dropped."""
+        most the context) and one decode step, and compile what steps of up to `max_rows` rows need.
+        It stores no KV, and its results are dropped."""
         use_device(self._kv.device)
+        self._steps.warm_up(max_rows)
         num_tokens = min(max_tokens, self._model.config.max_position_embeddings)
         num_blocks = -(-num_tokens // self._block_size)
         for token_ids in ([0] * num_tokens, [0]):
@@ -154,42 +143,18 @@ class Runner:
         self._ops.warm_up_sampler(self._model.config.vocab_size)
 
     def run_largest_step(self, num_tokens: int, num_rows: int) -> None:
-        """Run a step of `num_tokens` new tokens of `num_rows` rows that draw, for its memory. It
-        stores no KV, and its results are dropped."""
-        context = self._model.config.max_position_embeddings
-        num_rows = min(num_rows, num_tokens)
+        """Run a step of `num_tokens` new tokens of `num_rows` rows with the draws that take the
+        most memory. It stores no KV, and its results are dropped."""
+        config = self._model.config
+        num_rows, context = min(num_rows, num_tokens), config.max_position_embeddings
         lens = [min(context, num_tokens // num_rows)] * num_rows
         lens[0] = min(context, num_tokens - sum(lens[1:]))
-        draws = (Draw(_GREEDY, 0),)
-        self.logits([Row([0] * n, 0, [0] * -(-n // self._block_size), n, draws) for n in lens])
+        self.launch(largest_rows(lens, self._block_size, config.vocab_size)).result()
 
-    @torch.inference_mode()
     def capture_graphs(self, max_rows: int, new_graph: Callable[[], Graph] | None = None) -> None:
-        """Record decode steps of up to `max_rows` rows as graphs, which later steps replay. They
-        write nothing. Tensors that a graph reads stay where they are. `new_graph`: None: those of
-        CUDA."""
-        use_device(self._kv.device)
-        context, device = self._model.config.max_position_embeddings, self._kv.device
-        max_blocks = -(-context // self._block_size)
-        self._ops.set_max_blocks(max_blocks)
-        all_rows = torch.arange(max_rows, device=device)
-        page_ids = torch.zeros(max_rows, dtype=torch.int32, device=device)
-
-        def forward(batch: Batch) -> Tensor:
-            return self._model.forward(batch, self._kv, all_rows[: len(batch.token_ids)])
-
-        def before(size: int) -> None:
-            if self._ops.needs_plan:
-                arrays = {
-                    "context_lens": np.zeros(size, np.int32),
-                    "cu_query_lens": np.arange(size + 1, dtype=np.int32),
-                }
-                self._plan(arrays, page_ids[:size], in_graph=True)
-
-        make = new_graph or cuda_graphs()
-        graphs = DecodeGraphs(forward, max_rows, max_blocks, self._block_size, device, make)
-        graphs.capture(before)
-        self._graphs = graphs
+        """Record decode steps of up to `max_rows` rows as graphs, which later steps replay; see
+        `ModelSteps.capture`."""
+        self._steps.capture(max_rows, new_graph)
 
     def _wanted(self, rows: Sequence[Row]) -> Indices:
         if any(row.scoring is not None or row.num_states or row.num_drafts for row in rows):
@@ -206,8 +171,7 @@ class Runner:
         num_rows, wanted = len(rows), self._wanted(rows)
         is_decode = len(arrays["token_ids"]) == num_rows
         adapters = _adapter_runs(rows)
-        in_graph = self._graphs is not None and is_decode and not adapters
-        size = self._graphs.size_for(num_rows) if self._graphs and in_graph else None
+        size = None if adapters or not is_decode else self._steps.graph_size(num_rows)
         if size is not None:
             arrays = padded(arrays, size)
         if any(row.drawn_by is not None for row in rows):
@@ -218,19 +182,12 @@ class Runner:
         if self._last is not None and "taken" in placed:
             drawn = self._last.drawn[placed["sources"]].clamp(min=0)  # after a fault: any token
             placed["token_ids"].index_copy_(0, placed["taken"], drawn)
-        if self._ops.needs_plan:
-            self._plan(arrays, placed["page_ids"], in_graph=size is not None)
-        if self._graphs and size is not None:
-            states = self._graphs.replay(size, placed)
-            all_wanted = len(wanted) == num_rows
-            return states[:num_rows] if all_wanted else states[placed["wanted"]], placed
-        batch = Batch(
-            **{name: placed[name] for name in _BATCH_TENSORS},
-            max_query_len=int(np.diff(arrays["cu_query_lens"]).max()),
-            max_context_len=int(arrays["context_lens"].max()),
+        facts = StepFacts(
+            *(arrays["cu_query_lens"], arrays["context_lens"], num_rows, size),
+            wants_all=len(wanted) == num_rows,
             adapters=adapters,
         )
-        return self._model.forward(batch, self._kv, placed["wanted"]), placed
+        return self._steps.compute(placed, facts), placed
 
     def _arrays(self, rows: Sequence[Row]) -> dict[str, Indices]:
         """The tensors of the rows' `Batch`."""
@@ -261,14 +218,6 @@ class Runner:
         num_pages, _ = page_facts(arrays["context_lens"], self._block_size)
         tables = arrays["block_tables"]
         return tables[np.arange(tables.shape[1]) < num_pages[:, None]]
-
-    def _plan(self, arrays: Mapping[str, Indices], page_ids: Tensor, *, in_graph: bool) -> None:
-        num_pages, last = page_facts(arrays["context_lens"], self._block_size)
-        begins = np.concatenate([[0], num_pages.cumsum()]).astype(np.int32)
-        query_begins = arrays["cu_query_lens"]
-        self._ops.plan(
-            AttentionStep(self._attention, query_begins, begins, last, page_ids, in_graph)
-        )
 
     def _sources(self, rows: Sequence[Row], ends: Indices) -> dict[str, Indices]:
         """`taken`: the tokens of the step that the host does not know, as indices. `sources`: where

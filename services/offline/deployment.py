@@ -161,7 +161,7 @@ def _parts(
     settings: WorkerSettings, loaded: LoadedModel, membership: Membership, turn: threading.Lock
 ) -> WorkerParts:
     runner = Runner(loaded.model, membership.pool.kv, loaded.layout.block_size, loaded.ops)
-    runner.warm_up(_NUM_WARM_UP_TOKENS)
+    runner.warm_up(_NUM_WARM_UP_TOKENS, loaded.limits.max_num_seqs)
     limits, metrics = loaded.limits, WorkerMetrics(CollectorRegistry())
     return WorkerParts(
         *(membership.store, membership, TurnTaking(runner, turn), limits, metrics),

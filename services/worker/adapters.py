@@ -45,7 +45,7 @@ class WorkerAdapters:
             return loaded
 
     def _read(self, adapter: Adapter) -> LoadedAdapter:
-        files = AdapterFiles.read(Path(adapter.path), self._model.config, self._max_rank)
+        files = AdapterFiles.read(Path(adapter.path), self._model.whole_config, self._max_rank)
         if files.digest != adapter.digest:
             raise InvalidRequest(
                 f"adapter {adapter.name}: the files in {adapter.path} have changed since it was "

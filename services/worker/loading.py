@@ -5,11 +5,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from torch import Tensor
 
 import kvops
 from kvops.contest import ModelShape
 from kvops.native import Lane
 from services.common.checkpoint.check import check_format
+from services.common.checkpoint.shards import Shard
 from services.common.checkpoint.weights import weight_files
 from services.common.errors import StartupError
 from services.common.pool.allotment import LOOK_AHEAD
@@ -20,10 +22,12 @@ from services.common.text.model_config import ModelConfig
 from services.common.text.tokenizer import tokenizer_file
 from services.engine.device.gpu_memory import CudaMeter, profile
 from services.engine.device.opening import OpenDevice, open_device
+from services.engine.device.steps import attention_shape
 from services.engine.fingerprint import fingerprint
 from services.engine.models import Model, load_model
 from services.engine.pool import DTYPES
-from services.engine.runner import attention_shape
+from services.engine.ranks.lead import LeadModel, LeadRunner
+from services.engine.runner import Runner
 from services.engine.weights.fused_weights import layer_sections
 from services.engine.weights.kinds import kind_of
 from services.engine.weights.packed_file import Progress
@@ -73,7 +77,10 @@ def load(settings: WorkerSettings, progress: Progress, place: Place | None = Non
         backend.native.assign([Lane()] * num_threads)
     shared = _shared_weights(settings, device, backend, progress)
     with place.weights.interleaved() if place else nullcontext():
-        model, ranks = _load(settings, device, backend, dtype, place, num_threads, shared, progress)
+        model, ranks = _load(
+            *(settings, device, backend, dtype, kv_dtype),
+            *(place, num_threads, shared, progress),
+        )
     kinds = {
         "quantize": _quantized(settings, config) or "none",
         "kv_dtype": kv_dtype,
@@ -115,6 +122,7 @@ def _load(
     device: OpenDevice,
     backend: kvops.Backend,
     dtype: torch.dtype,
+    kv_dtype: KVDtype,
     place: Place | None,
     num_threads: int,
     shared: SharedWeights | None,
@@ -126,7 +134,8 @@ def _load(
         ranks = Ranks(size, settings.log_level, settings.log_format)
         model = ranks.load(
             *(settings.model.resolve(), dtype, backend, settings.devices),
-            *(num_threads, settings.step_limit_s, settings.max_model_len, progress),
+            *(num_threads, settings.step_limit_s, settings.max_model_len),
+            *(settings.block_size, DTYPES[kv_dtype], progress),
             shared=shared,
             keeper=settings.pool_root,
             measures=_measures(settings, device),
@@ -185,20 +194,27 @@ def _pool_bytes_on_gpu(
     measure = partial(
         profile,
         CudaMeter(device.torch, device.driver.uuid),
-        model,
-        backend,
+        model.device,
+        lambda kv: new_runner(model, kv, layout.block_size, backend),
         layout,
         num_tokens=settings.num_batched_tokens,
         num_rows=settings.max_num_seqs,
         num_workers=settings.num_expected_workers,
         utilization=settings.gpu_memory_utilization,
         shared=shared,
-        graph_rows=0 if ranks or settings.enforce_eager else settings.max_num_seqs,
+        graph_rows=0 if settings.enforce_eager else settings.max_num_seqs,
     )
     plans = ranks.measure(layout, settings, measure) if ranks else [measure()]
     for name, plan in zip(settings.devices, plans, strict=True):
         log.info("gpu_memory_planned", device=name, **plan.fields(layout.block_bytes))
     return len(plans) * min(plan.pool for plan in plans)
+
+
+def new_runner(model: Model, kv: Tensor, block_size: int, ops: kvops.Backend) -> Runner:
+    """The runner of one process, or of all ranks."""
+    if isinstance(model, LeadModel):
+        return LeadRunner(model, kv, block_size, ops)
+    return Runner(model, kv, block_size, ops)
 
 
 def _backend(
@@ -211,7 +227,8 @@ def _backend(
 ) -> kvops.Backend:
     """StartupError: it cannot run here, or does not serve the device or the model's attention."""
     try:
-        shape = attention_shape(config, settings.block_size, dtype, DTYPES[kv_dtype])
+        part = Shard(config, 0, settings.tensor_parallel_size).own_config
+        shape = attention_shape(part, settings.block_size, dtype, DTYPES[kv_dtype])
         backend = _chosen_backend(settings, shape, chosen_isa(settings, config, progress))
     except (kvops.BackendUnavailable, ValueError) as error:
         raise StartupError(str(error)) from error
@@ -243,21 +260,14 @@ def _chosen_backend(
 
 def _attention(settings: WorkerSettings) -> str:
     """The library that computes attention beside the backend triton. ValueError: it does not serve
-    graphs, or several ranks, of which only the first plans steps."""
+    graphs."""
     attention = settings.attention
     if attention == "reference" and not settings.enforce_eager:
         raise ValueError(
             "attention 'reference' waits for the device, which no CUDA graph can: add "
             "--enforce-eager"
         )
-    if settings.tensor_parallel_size == 1:
-        return attention
-    if attention == "flashinfer":
-        raise ValueError(
-            "attention 'flashinfer' does not serve several ranks "
-            f"(tensor_parallel_size {settings.tensor_parallel_size}) yet: choose triton"
-        )
-    return "triton" if attention == "auto" else attention
+    return attention
 
 
 def _dtype(settings: WorkerSettings, config: ModelConfig) -> Dtype:

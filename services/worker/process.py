@@ -24,7 +24,6 @@ from services.common.runtime.secret import deployment_secret
 from services.common.runtime.ticks import until_tick
 from services.common.tracing.opening import open_tracer
 from services.engine.device.opening import lost_device
-from services.engine.device.threads import use_device
 from services.engine.forward import ForwardPass
 from services.engine.runner import Runner
 from services.worker.adapters import WorkerAdapters
@@ -35,7 +34,7 @@ from services.worker.grammars import Grammars
 from services.worker.liveness.fence_guard import FenceGuard, GuardedForward
 from services.worker.liveness.registration import Registration
 from services.worker.liveness.step_watch import end_process, watch_steps
-from services.worker.loading import LoadedModel, load
+from services.worker.loading import LoadedModel, load, new_runner
 from services.worker.membership import Membership, join, join_swap_pool
 from services.worker.pool_worker import PoolWorker, WorkerParts
 from services.worker.swap.pool import Copy, SwapPool
@@ -212,17 +211,11 @@ class _Stopped(Exception):
 def _warm_runner(settings: WorkerSettings, loaded: LoadedModel, own: Membership) -> Runner:
     """Make the runner, and compile, capture and touch all that steps need."""
     model, kv, ops, max_rows = loaded.model, own.pool.kv, loaded.ops, loaded.limits.max_num_seqs
-    make = Runner if loaded.ranks is None else loaded.ranks.runner
-    runner = make(model, kv, loaded.layout.block_size, ops)
-    runner.warm_up(_NUM_WARM_UP_TOKENS)
-    use_device(kv.device)
-    ops.warm_up(kv[:, 0], model.config.num_heads, max_rows, model.config.attention_cap)
+    runner = new_runner(model, kv, loaded.layout.block_size, ops)
+    runner.warm_up(_NUM_WARM_UP_TOKENS, max_rows)
     has_graphs = settings.service == "decode" and not settings.enforce_eager
     if model.device.type == "cuda" and has_graphs:
-        if loaded.ranks is None:
-            runner.capture_graphs(max_rows)
-        else:
-            log.warning("cuda_graphs_off", reason="each of several ranks launches its kernels")
+        runner.capture_graphs(max_rows)
     return runner
 
 

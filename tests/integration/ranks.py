@@ -58,13 +58,15 @@ class RankedRunner(RecordingRunner):
         devices: Sequence[str] | None = None,
         shared: SharedWeights | None = None,
         join: Callable[[PoolLayout], Membership] | None = None,
+        ops: kvops.Backend | None = None,
     ) -> None:
-        """`join`: joins the worker's pool, for other memory than files."""
-        self.ops = kvops.backend("cpu")
-        assert self.ops.native is not None
-        self.ops.native.assign([Lane()])
+        """`join`: joins the worker's pool, for other memory than files. `ops`: None: the CPU's."""
+        self.ops = ops or kvops.backend("cpu")
+        if self.ops.native is not None:
+            self.ops.native.assign([Lane()])
         model = ranks.load(
             *(checkpoint, dtype, self.ops, devices or ["cpu"] * ranks.size, 1, LIMIT_S),
+            *(None, block_size, DTYPES[kv_dtype] if kv_dtype else dtype),
             shared=shared,
             keeper=directory,
         )
@@ -90,9 +92,8 @@ class RankedRunner(RecordingRunner):
         self.arena = self.membership.pool.kv
         self.block_size = block_size
         self.free = random.Random(num_blocks).sample(range(num_blocks), num_blocks)
-        followers = ranks._followers
-        self.lead = LeadRunner(model, self.arena, block_size, self.ops, followers)
-        Runner.__init__(self, model, self.arena, block_size, self.ops)
+        self.lead = LeadRunner(model, self.arena, block_size, self.ops)
+        Runner.__init__(self, model, self.arena, block_size, self.ops, self.lead._steps)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         self.lead.copy_blocks(pairs)

@@ -1,7 +1,10 @@
 """LoRA adapters in the decoders: the tokens of PEFT, the same bits in any batch, and refusals."""
 
+import gc
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,13 +14,17 @@ from torch import Tensor
 from bench.make_checkpoint import CheckpointSpec, make_checkpoint
 from services.common.checkpoint.adapter import CONFIG_FILE, AdapterFiles
 from services.common.checkpoint.quantization import Quantization
-from services.common.errors import InvalidRequest
+from services.common.errors import InvalidRequest, StartupError
 from services.common.text.model_config import ModelConfig
 from services.engine.batch import LoadedAdapter, Row
+from services.engine.ranks.lead import LeadModel
+from services.engine.ranks.messages import LoadAdapter
+from services.worker.ranks.processes import Ranks
 from tests.adapters import ATTENTION, MLP, AdapterOracle, make_adapter
 
 from .family_checkpoints import CASES, make
 from .models_oracle import NUM_NEW_TOKENS, SPECS, RecordingRunner, Trial, random_prompt
+from .ranks import RankedRunner
 from .test_models_quantization import dequantized, error
 
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -36,7 +43,7 @@ class AdapterRunner(RecordingRunner):
     adapters: dict[int, LoadedAdapter | None]
 
     def load(self, directory: Path) -> LoadedAdapter:
-        files = AdapterFiles.read(directory, self._model.config, 64)
+        files = AdapterFiles.read(directory, self._model.whole_config, 64)
         return LoadedAdapter(files.digest, self._model.load_adapter(files))
 
     def with_adapter(self, prompt: tuple[int, ...], adapter: LoadedAdapter | None) -> Trial:
@@ -91,6 +98,81 @@ def test_greedy_tokens_are_those_of_peft(
         torch.testing.assert_close(torch.stack(trial.logits), logits, rtol=1e-3, atol=1e-3)
         differing += tokens != alone.greedy(prompt, NUM_NEW_TOKENS)[0]
     assert differing, "the adapter changes something"
+
+
+class RankedAdapterRunner(AdapterRunner, RankedRunner):
+    """As `AdapterRunner`, on several ranks."""
+
+
+@pytest.fixture(scope="module")
+def crews() -> Iterator[dict[int, Ranks]]:
+    """Ranks that load one model after another."""
+    found = {size: Ranks(size) for size in (2, 4)}
+    yield found
+    for ranks in found.values():
+        ranks.close()
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "size"),
+    [
+        *(("qwen3-gqa-tied", kind, 2) for kind in ADAPTERS),
+        ("qwen3-mha-bias", "all linears", 4),
+        ("llama3-rope-mqa", "all linears", 4),  # copies of a KV head
+    ],
+)
+def test_ranks_divide_an_adapter(
+    model: str, kind: str, size: int, crews: dict[int, Ranks], tmp_path: Path
+) -> None:
+    """The tokens of PEFT and of one rank, in a batch with another adapter and with none. Adapters
+    that are gone at rank 0 are forgotten at the others, and their numbers are not used again."""
+    checkpoint = make_checkpoint(tmp_path / "model", SPECS[model])
+    adapters = [
+        make_adapter(tmp_path / "first", checkpoint, 3, **ADAPTERS[kind]),
+        make_adapter(tmp_path / "second", checkpoint, 4),
+        None,
+    ]
+    runner = RankedAdapterRunner(checkpoint, tmp_path, crews[size])
+    oracles = [AdapterOracle(checkpoint, adapter) for adapter in adapters]
+    prompt = random_prompt(30, 2)
+    for _ in range(2):
+        loaded = [None if adapter is None else runner.load(adapter) for adapter in adapters]
+        trials = [runner.with_adapter(prompt, one) for one in loaded]
+        runner.decode_all(trials, chunk=9, late=1)
+        for trial, oracle in zip(trials, oracles, strict=True):
+            tokens, logits = oracle.greedy(prompt, NUM_NEW_TOKENS)
+            assert trial.new_tokens == tokens
+            torch.testing.assert_close(torch.stack(trial.logits), logits, rtol=1e-3, atol=1e-3)
+        runner.adapters.clear()
+    assert len({tuple(trial.new_tokens) for trial in trials}) > 1, "the adapters change something"
+    crews[size].leave()
+
+
+def test_ranks_forget_adapters_that_are_gone(tmp_path: Path) -> None:
+    """Rank 0 tells their numbers with the next adapter; again, and that one's too, if a rank could
+    not load it."""
+    asked: list[LoadAdapter] = []
+
+    class Others:
+        def ask(self, message: LoadAdapter) -> None:
+            asked.append(message)
+            if len(asked) == 3:
+                raise StartupError("rank 1: adapter_model.safetensors: gone")
+
+    shard: Any = SimpleNamespace(load_adapter=lambda files: files, weights_digest="")
+    others: Any = Others()
+    model, files = LeadModel(shard, None, others), AdapterFiles(tmp_path, {}, 1.0, "")  # type: ignore[arg-type]
+    kept = [model.load_adapter(files), model.load_adapter(files)]
+    assert [one.number for one in kept] == [0, 1]
+    del kept[0]
+    with pytest.raises(ValueError, match="rank 1: adapter_model"):
+        model.load_adapter(files)
+    gc.collect()
+    kept.append(model.load_adapter(files))
+    kept.append(model.load_adapter(files))
+    assert [(one.number, one.gone) for one in asked] == [
+        *((0, ()), (1, ()), (2, (0,)), (3, (0, 2)), (4, ()))
+    ]
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])

@@ -74,11 +74,6 @@ REFUSED: dict[str, tuple[Machine, dict[str, str], str]] = {
         {"BACKEND": "triton", "ATTENTION": "flashinfer"},
         "needs the package flashinfer-python",
     ),
-    "FlashInfer on several ranks": (
-        with_gpu(9, 0),
-        {"BACKEND": "triton", "ATTENTION": "flashinfer", "TENSOR_PARALLEL_SIZE": "2"},
-        "does not serve several ranks",
-    ),
     "no graph can wait": (
         with_gpu(9, 0),
         {"BACKEND": "triton", "ATTENTION": "reference"},

@@ -97,13 +97,19 @@ def test_a_wrong_config_is_refused(
         checked_weights(directory, ModelConfig.from_directory(directory))
 
 
-def test_unsupported_options_of_experts_are_refused(tmp_path: Path) -> None:
-    """Backends for GPUs, and ranks together with sinks."""
+def test_weights_of_experts_are_where_the_model_computes(tmp_path: Path) -> None:
+    """Routers, biases and sinks too, in fp32 where these are computed so."""
     directory = make(tmp_path / "model", CASES["gpt-oss"])
-    with pytest.raises(StartupError, match="has experts, which backend 'on a GPU' does not"):
-        load_model(directory, torch.float32, Backend(OnGpu()), device="meta")
-    with pytest.raises(StartupError, match="the attention sinks of GptOssForCausalLM"):
-        check_shards(ModelConfig.from_directory(directory), 2)
+    model: Any = load_model(directory, torch.bfloat16, Backend(OnGpu()), device="meta")
+    for layer in model._layers:
+        weights = layer.experts
+        in_fp32 = [weights.router, weights.router_bias, layer.sinks]
+        others = [weights.gate_up, weights.down, weights.gate_up_bias, weights.down_bias]
+        assert {tensor.device.type for tensor in in_fp32 + others} == {"meta"}
+        assert {tensor.dtype for tensor in in_fp32} == {torch.float32}
+
+
+def test_experts_that_ranks_cannot_divide_are_refused(tmp_path: Path) -> None:
     mixtral = ModelConfig.from_directory(make(tmp_path / "other", CASES["mixtral"]))
     mixtral = replace(mixtral, num_heads=8, num_kv_heads=8, intermediate_size=64)
     with pytest.raises(StartupError, match="36 columns of an expert"):

@@ -14,9 +14,10 @@ from bench.make_checkpoint import make_checkpoint
 from kvops.cuda.memfd import MemfdDriver
 from services.common.errors import StartupError
 from services.common.pool.layout import PoolLayout
-from services.engine.batch import Row
+from services.engine.batch import Row, RowOutput
 from services.engine.device.gpu_memory import CudaMeter, GpuMemoryPlan, profile
 from services.engine.device.graphs import ladder
+from services.engine.forward import Flight
 from services.engine.models import load_model
 from services.engine.runner import Runner
 from services.engine.weights.placement import SharedWeights
@@ -73,8 +74,9 @@ class Meter:
         self.asked.append("reset")
 
     def peak(self) -> int:
+        peak = 999 if "used" in self.asked else 164  # that of graphs is no step's
         self.asked.append("peak")
-        return 164
+        return peak
 
     def used(self) -> int:
         self.asked.append("used")
@@ -97,22 +99,25 @@ def test_the_largest_step_is_measured(
     model = load_model(make_checkpoint(tmp_path / "tiny"), torch.float32, ops)
     layout = PoolLayout("tiny", "f", 2, 2, 16, "float32", 16)
     steps: list[list[Row]] = []
-    compute = Runner.logits
+    launch = Runner.launch
 
-    def logits(runner: Runner, rows: list[Row]) -> torch.Tensor:
+    def launched(runner: Runner, rows: list[Row]) -> Flight:
         steps.append(rows)
+        runner.computes_at_launch = False
         before = runner._kv.clone()
-        found = compute(runner, rows)
+        flight = launch(runner, rows)
         assert torch.equal(runner._kv, before), "it stores nothing"
-        assert len(found) == len(lens)
-        return found
+        results = flight.result()
+        assert len(results) == len(lens)
+        assert all(isinstance(result, RowOutput) and result.logprobs for result in results)
+        return flight
 
-    monkeypatch.setattr(Runner, "logits", logits)
+    monkeypatch.setattr(Runner, "launch", launched)
     meter = Meter()
     plan = profile(
         meter,
-        model,
-        ops,
+        model.device,
+        lambda kv: Runner(model, kv, 16, ops),
         layout,
         num_tokens=num_tokens,
         num_rows=num_rows,
@@ -120,6 +125,10 @@ def test_the_largest_step_is_measured(
         utilization=0.8,
     )
     assert [[len(row.token_ids) for row in rows] for rows in steps] == [lens]
+    draws = [draw for row in steps[0] for draw in row.draws]
+    assert all(draw.adjustment and draw.grammar for draw in draws)
+    assert len({id(draw.adjustment.state) for draw in draws if draw.adjustment}) == len(lens)
+    assert steps[0][0].scoring is not None
     assert meter.asked == ["tensors", "tensors", "reset", "peak"]
     assert plan == GpuMemoryPlan(1000, 0.8, 2, weights=107, activations=50, other=9)
     assert plan.pool == 800 - 2 * 166
@@ -146,8 +155,8 @@ def test_graphs_and_shared_weights_are_counted_once(tmp_path: Path) -> None:
     shared.num_bytes, shared.counted = 200, 4
     plan = profile(
         Meter(),
-        model,
-        ops,
+        model.device,
+        lambda kv: Runner(model, kv, 16, ops),
         PoolLayout("tiny", "f", 2, 2, 16, "float32", 16),
         num_tokens=8,
         num_rows=4,
@@ -190,3 +199,20 @@ def test_missing_figures_of_nvml_are_an_error(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(pynvml, "nvmlDeviceGetComputeRunningProcesses", lambda device: [])
     with pytest.raises(StartupError, match=r"does not list process .* \(pid: host\)"):
         meter.other()
+
+
+def test_a_process_that_nvml_does_not_list_is_told_what_to_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a container without the host's PID namespace, NVML lists other numbers or none."""
+    import pynvml
+
+    stranger = SimpleNamespace(pid=os.getpid() + 1, usedGpuMemory=900)
+    for name in ("nvmlInit", "nvmlDeviceGetHandleByUUID"):
+        monkeypatch.setattr(pynvml, name, lambda *_: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetComputeRunningProcesses", lambda device: [stranger])
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    with pytest.raises(
+        StartupError, match=rf"list process {os.getpid()} on GPU-1.*set pool_memory"
+    ):
+        CudaMeter(torch.device("cuda:0"), "GPU-1").used()

@@ -75,7 +75,10 @@ def test_greedy_tokens_are_those_of_transformers(
 
 @pytest.mark.parametrize(
     "name",
-    ["phi3, partial longrope", "glm4", "gemma2, small caps", "mixtral", "qwen3 moe, some layers"],
+    [
+        *("phi3, partial longrope", "glm4", "gemma2, small caps"),
+        *("mixtral", "qwen3 moe, some layers", "gpt-oss"),
+    ],
 )
 def test_families_are_divided(name: str, crews: dict[int, Ranks], tmp_path: Path) -> None:
     """Fused linears are taken apart before they are divided; norms of outputs follow the sums."""

@@ -68,6 +68,13 @@ INSTALLED = {"flashinfer": flashinfer_stand_in}
         ((9, 0), {}, SHAPE, "triton", "flashinfer-python.*multiple of 256, this pool has 16"),
         ((8, 0), INSTALLED, WIDE, "flash", "^capability 8.0$"),
         ((8, 9), INSTALLED, SHAPE, "triton", "^capability 8.9; .*multiple of 256"),
+        (
+            (9, 0),
+            INSTALLED,
+            replace(WIDE, has_sinks=True),
+            "triton",
+            "'flashinfer' has no sinks, .*'flash' has no sinks, .*choose --attention triton",
+        ),
     ],
 )
 def test_auto_takes_the_first_that_serves_and_says_why(
@@ -282,6 +289,29 @@ def test_flashinfer_plans_each_window_of_the_layers(
             40,
             max_query_len=40,
         )
+
+
+def test_a_decode_step_that_exceeds_the_workspace_has_several_runs(
+    flashinfer: Backend, reference: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room for 3 splits of 16 positions: rows of 2, 1, 3, 1 and 1 splits need 3 runs. A row has
+    the same bits as in a step of one run. Room is what the stand-in's planner needs."""
+    ours = sys.modules["kvops.attention.flashinfer"]
+    rows = [(1, 30), (1, 9), (1, 41), (1, 3), (1, 16)]
+    batch = finite(paged_batch(PAGES[0], rows, seed=1))
+    monkeypatch.setattr(ours, "_SPLIT", 16)
+    planned(flashinfer, batch, PAGES[0])
+    wanted = attend(flashinfer, batch)
+    torch.testing.assert_close(wanted, attend(reference, batch), rtol=RTOL, atol=ATOL)
+    kernels: Any = flashinfer._kernels
+    assert len(kernels._planned[None]) == 1
+    kernels._workspace, kernels._wrappers = None, {}
+    monkeypatch.setattr(ours, "_WORKSPACE_BYTES", 3 * 4 * 8 * 16 * (64 + 1))
+    planned(flashinfer, batch, PAGES[0])
+    assert [run.num_tokens for run in kernels._planned[None]] == [2, 1, 2]
+    assert torch.equal(attend(flashinfer, batch), wanted)
+    planned(flashinfer, finite(paged_batch(PAGES[0], rows[:2], seed=1)), PAGES[0])
+    assert [run.num_tokens for run in kernels._planned[None]] == [2]
 
 
 def test_flashinfer_plans_scale_and_cap(flashinfer: Backend, reference: Backend) -> None:

@@ -1,13 +1,12 @@
 """Layers of experts: the native kernels of every instruction set equal the reference and their own
 linears, and a row's bits do not depend on the batch."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 import kvops
+from bench.gpu.experts import randn, weights_of
 from kvops.experts import ExpertWeights
 from kvops.int4 import joined
 from kvops.native import Experts, Kind, NativeCpu, PackedLinear, emulated_kernels, usable_kernels
@@ -21,36 +20,6 @@ TOLERANCES = {"float32": 1e-5, "bfloat16": 0.02, "int8": 0.05, "int4-32": 0.3}
 @pytest.fixture(scope="module", params=[*usable_kernels(), *emulated_kernels()])
 def cpu(request: pytest.FixtureRequest) -> NativeCpu:
     return NativeCpu(1, request.param)
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def weights_of(
-    num: int,
-    top_k: int,
-    hidden: int = 64,
-    wide: int = 40,
-    normalizes: bool = True,
-    swiglu: bool = False,
-) -> ExpertWeights:
-    """`swiglu`: with gpt-oss's gate and its biases."""
-    biases: dict[str, Any] = {
-        "router_bias": randn(num, seed=4),
-        "gate_up_bias": randn(num, 2 * wide, seed=5),
-        "down_bias": randn(num, hidden, seed=6),
-        "alpha": 1.7,
-        "limit": 1.5,
-    }
-    return ExpertWeights(
-        router=randn(num, hidden, seed=1) * hidden**-0.5,
-        gate_up=randn(num, 2 * wide, hidden, seed=2) * hidden**-0.5,
-        down=randn(num, hidden, wide, seed=3) * wide**-0.5,
-        top_k=top_k,
-        normalizes=normalizes,
-        **(biases if swiglu else {}),
-    )
 
 
 def packed_gate_up(

@@ -85,6 +85,12 @@ def test_all_checks_pass_tiny_with_nothing_but_pytorch_and_triton(tmp_path: Path
     assert len(ran.stdout.splitlines()) == len(results) + 1
 
 
+def test_the_documentation_has_every_group() -> None:
+    page = (ROOT / "docs/operations.md").read_text()
+    table = page[page.index("### What `bench/gpu_check.sh` checks") :].split("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(program.GROUPS)
+
+
 def test_blocks_that_the_other_gpu_does_not_copy_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MemfdDriver, "copy", lambda self, target, source, num_bytes: None)
     ((_, check),) = peers.checks(Machine(dry_run=True))

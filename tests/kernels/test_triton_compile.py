@@ -14,8 +14,10 @@ import triton  # type: ignore[import-untyped]
 from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
 from triton.runtime.jit import JITFunction  # type: ignore[import-untyped]
 
-from kvops import Backend
+from bench.gpu.experts import in_dtype, weights_of
+from kvops import AttentionShape, Backend
 from kvops.triton import TritonKernels
+from kvops.triton.experts import experts
 from kvops.triton.fusions import clear_begun_blocks
 
 SHARED_BYTES = 99 * 1024
@@ -111,6 +113,36 @@ def test_attention_compiles(
     assert on_tensor_cores == (dtype == torch.bfloat16)  # in fp32 they would round to tf32
 
 
+def test_attention_with_sinks_compiles(capability: int, tmp_path: Path) -> None:
+    arena = torch.zeros(4, 2, 2, 16, 2, 64, dtype=torch.bfloat16)
+    shape = AttentionShape(
+        *(8, 2, 64, 16, arena.dtype, arena.dtype), windows=(128, None), has_sinks=True
+    )
+    with compiling(capability, tmp_path) as compiled:
+        OPS.warm_up(arena[:, 1], shape, 16)
+    assert len({id(kernel) for kernel in compiled}) == 4
+    assert all(kernel.metadata.shared <= SHARED_BYTES for kernel in compiled)
+
+
+@pytest.mark.parametrize("swiglu", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_experts_compile(capability: int, tmp_path: Path, dtype: torch.dtype, swiglu: bool) -> None:
+    """They take the same kernels for any number of rows, and wait for no load in their loops."""
+    weights = in_dtype(weights_of(8, 3, hidden=256, wide=384, swiglu=swiglu), dtype)
+    with compiling(capability, tmp_path) as compiled:
+        for num_rows in (1, 2, 16, 100):
+            chosen = torch.zeros(num_rows, 3, dtype=torch.int64)
+            experts(torch.zeros(num_rows, 256, dtype=dtype), weights, chosen, chosen.float())
+    kernels = {id(kernel): kernel for kernel in compiled}.values()
+    assert sorted(kernel.metadata.name for kernel in kernels) == ["_add", "_down", "_gate_up"]
+    assert all(kernel.metadata.shared <= SHARED_BYTES for kernel in kernels)
+    for kernel in kernels:
+        if kernel.metadata.name != "_add":
+            assert loads_that_a_loop_waits_for(kernel.asm["ptx"]) == 0
+            # In fp32 tensor cores would round to tf32.
+            assert ("mma" in kernel.asm["ptx"]) == (dtype == torch.bfloat16)
+
+
 def test_all_other_kernels_compile(capability: int, tmp_path: Path) -> None:
     x, weight = torch.zeros(4, 96).bfloat16(), torch.zeros(96).bfloat16()
     q, k, angles = x.view(4, 6, 16).clone(), x.view(4, 6, 16).clone(), torch.zeros(4, 8)
@@ -132,7 +164,7 @@ def test_steps_of_every_batch_size_run_what_warm_up_compiled(tmp_path: Path) -> 
     tables = torch.zeros(257, 41, dtype=torch.int32)
     indices = torch.ones(300, dtype=torch.int32)
     with compiling(90, tmp_path) as compiled:
-        OPS.warm_up(arena[:, 1], num_heads=8, max_rows=256)
+        OPS.warm_up(arena[:, 1], AttentionShape(8, 2, 64, 16, arena.dtype, arena.dtype), 256)
         warm = set(map(id, compiled))
         for num_rows in range(1, 257):
             for longest, num_blocks, window in (

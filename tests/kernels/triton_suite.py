@@ -9,8 +9,11 @@ import pytest
 import torch
 
 import kvops
+from bench.gpu.experts import in_dtype, randn, weights_of
 from bench.gpu.paged import Geometry, paged_batch
 from kvops import Backend
+from kvops.experts import ExpertWeights
+from kvops.triton.experts import experts
 
 from . import flash_stand_in
 from .test_attention import (
@@ -131,6 +134,74 @@ def test_a_row_without_context_is_0(
     assert not out[:new].any()
     assert not out[2 * new :].any()
     torch.testing.assert_close(out, attend(reference, batch), rtol=1e-5, atol=5e-6)
+
+
+@pytest.mark.parametrize("level", [-90.0, 0.0, 90.0])
+@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize("longest", [70, 700], ids=["whole", "splits"])
+@pytest.mark.parametrize("new", [1, 3], ids=["decode", "prefill"])
+def test_sinks_join_the_softmax(
+    ops: Backend, reference: Backend, new: int, longest: int, window: int | None, level: float
+) -> None:
+    """Far below the scores, beside them, and so far above that nothing is left of the values. A row
+    without context has a sink only."""
+    geometry = Geometry(block_size=16, num_heads=4, num_kv_heads=2, head_dim=16)
+    batch = paged_batch(geometry, [(new, longest), (new, 40), (new, new)], seed=3, window=window)
+    batch.context_lens[2] = 0
+
+    def attend_with(backend: Backend) -> torch.Tensor:
+        return backend.paged_attention(
+            batch.q,
+            batch.kv_layer,
+            batch.block_tables,
+            batch.cu_query_lens,
+            batch.context_lens,
+            0.25,
+            window,
+            max_query_len=new,
+            sinks=level + torch.linspace(-2, 2, 4),
+        )
+
+    torch.testing.assert_close(attend_with(ops), attend_with(reference), rtol=1e-5, atol=5e-6)
+
+
+# Experts. A tile has 64 lines and 64 outputs, and reads 128 bytes of each line at once.
+
+EXPERTS: dict[str, tuple[int, ExpertWeights]] = {
+    "one row": (1, weights_of(8, 2)),
+    "all experts of few": (37, weights_of(8, 8, normalizes=False)),
+    "most experts without rows": (5, weights_of(130, 2)),
+    "an expert of several tiles": (150, weights_of(3, 1)),
+    "gpt-oss": (37, weights_of(8, 3, swiglu=True)),
+    "several programs": (9, weights_of(4, 2, hidden=136, wide=200)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_rows", "weights"), EXPERTS.values(), ids=EXPERTS.keys())
+def test_experts_compute_their_rows(
+    ops: Backend,
+    reference: Backend,
+    num_rows: int,
+    weights: ExpertWeights,
+    dtype: torch.dtype,
+) -> None:
+    weights = in_dtype(weights, dtype)
+    x = randn(num_rows, weights.router.shape[1]).to(dtype)
+    rtol, atol = TOLERANCE[dtype]
+    torch.testing.assert_close(
+        ops.experts(x, weights), reference.experts(x, weights), rtol=2 * rtol, atol=2 * atol
+    )
+
+
+def test_experts_give_a_row_the_same_bits_in_every_batch(ops: Backend) -> None:
+    """The router's choices are given, since its linear is PyTorch's."""
+    weights, x = weights_of(4, 2), randn(150, 64)
+    chosen, shares = weights.choose(x @ weights.router.T)
+    together = experts(x, weights, chosen, shares)
+    for row in (0, 7, 149):
+        part = slice(row, row + 1)
+        assert torch.equal(experts(x[part], weights, chosen[part], shares[part]), together[part])
 
 
 @pytest.mark.parametrize("num_heads", [20, 71])

@@ -21,6 +21,7 @@ class FlashKernels(TritonKernels):
     name = "flash"
     has_cap = False
     reads_whole_blocks = True
+    has_sinks = False
 
     def __init__(self) -> None:
         """ImportError: this PyTorch has no paged attention."""
@@ -47,7 +48,7 @@ class FlashKernels(TritonKernels):
         if shape.dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(f"attention 'flash' computes in bf16 and fp16, not in {shape.dtype}")
 
-    def warm_up(self, kv_layer: Tensor, num_heads: int, max_rows: int, cap: float | None) -> None:
+    def warm_up(self, kv_layer: Tensor, shape: AttentionShape, max_rows: int) -> None:
         """Nothing: the kernels are compiled already."""
 
     def clear_begun_blocks(self, kv: Tensor, slot_mapping: Tensor) -> None:

@@ -7,12 +7,15 @@ stride, and pages of any size. Its kernels are told on the host how to divide th
 An eager decode step divides a row's context into splits of a fixed size, so that a row's bits do
 not depend on the other rows. A CUDA graph has a fixed number of programs: there FlashInfer chooses
 the size of the splits, and bits depend on the batch. Other steps have programs enough without
-splits, whose partial results would need gigabytes.
+splits, whose partial results would need gigabytes. An eager decode step whose partial results do
+not fit into the workspace is computed in several runs of some rows each, to the same bits.
 
 It has run on no GPU yet.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import flashinfer  # type: ignore[import-not-found]  # installed on GPU machines only
@@ -30,11 +33,20 @@ _SPLIT = 4096  # positions
 _LAYOUT = "NHD"
 
 
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A planned run of `num_tokens` tokens."""
+
+    wrapper: Any
+    num_tokens: int
+
+
 class FlashInferKernels(TritonKernels):
     """`workspace`: shared by all plans, since steps follow each other on one stream."""
 
     name = "flashinfer"
     reads_whole_blocks = True
+    has_sinks = False
     needs_plan = True
 
     def __init__(self) -> None:
@@ -46,7 +58,7 @@ class FlashInferKernels(TritonKernels):
             )
         self._workspace: Tensor | None = None
         self._wrappers: dict[tuple[str, int | None, int], Any] = {}
-        self._planned: Mapping[int | None, Any] = {}
+        self._planned: Mapping[int | None, list[_Run]] = {}
         self._scale_and_cap: tuple[float, float | None] = (1.0, None)
         self._copied: torch.cuda.Event | None = None
 
@@ -79,7 +91,7 @@ class FlashInferKernels(TritonKernels):
             page_ids = torch.zeros(num_tokens, dtype=torch.int32, device=self.device)
             self.plan(AttentionStep(shape, begins, begins, np.ones(1, np.int32), page_ids))
 
-    def warm_up(self, kv_layer: Tensor, num_heads: int, max_rows: int, cap: float | None) -> None:
+    def warm_up(self, kv_layer: Tensor, shape: AttentionShape, max_rows: int) -> None:
         """Nothing: the runner's first steps load the kernels."""
 
     def clear_begun_blocks(self, kv: Tensor, slot_mapping: Tensor) -> None:
@@ -92,19 +104,30 @@ class FlashInferKernels(TritonKernels):
         num_rows = len(step.last_page_lens)
         is_decode = bool((np.diff(step.query_begins) == 1).all())
         kind = "graph" if step.in_graph else "decode" if is_decode else "prefill"
-        rows = num_rows if step.in_graph else 0
+        parts = _parts(step) if kind == "decode" else [step]
         self._scale_and_cap = step.shape.softmax_scale, step.shape.cap
         self._planned = {
-            window: self._planned_wrapper(kind, window, rows, step) for window in step.shape.windows
+            window: [
+                _Run(
+                    self._planned_wrapper(
+                        kind, window, num_rows if step.in_graph else number, part
+                    ),
+                    int(part.query_begins[-1]),
+                )
+                for number, part in enumerate(parts)
+            ]
+            for window in step.shape.windows
         }
         if step.page_ids.is_cuda:
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
 
     def _planned_wrapper(
-        self, kind: str, window: int | None, graph_rows: int, step: AttentionStep
+        self, kind: str, window: int | None, number: int, step: AttentionStep
     ) -> Any:
-        shape, key = step.shape, (kind, window, graph_rows)
+        """`number`: of the part, or the rows of the graph."""
+        shape, key = step.shape, (kind, window, number)
+        graph_rows = number if kind == "graph" else 0
         if key not in self._wrappers:
             self._wrappers[key] = self._wrapper(kind, graph_rows, step.page_ids.device)
         wrapper = self._wrappers[key]
@@ -123,7 +146,7 @@ class FlashInferKernels(TritonKernels):
             window_left=-1 if window is None else window - 1,
             q_data_type=shape.dtype,
             kv_data_type=shape.kv_dtype,
-            fixed_split_size=max(1, _SPLIT // shape.block_size) if kind == "decode" else None,
+            fixed_split_size=_split_pages(shape) if kind == "decode" else None,
             disable_split_kv=kind == "prefill",
             uniform_q_len=1 if graph_rows else None,
         )
@@ -163,5 +186,45 @@ class FlashInferKernels(TritonKernels):
             raise ValueError(
                 f"scale {call.scale} and cap {call.cap} are not {self._scale_and_cap}, as planned"
             )
-        out: Tensor = self._planned[call.window].run(call.q.contiguous(), call.kv_layer)
-        return out
+        runs = self._planned[call.window]
+        queries = torch.split(call.q.contiguous(), [run.num_tokens for run in runs])
+        outs = [
+            run.wrapper.run(part, call.kv_layer) for run, part in zip(runs, queries, strict=True)
+        ]
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+def _split_pages(shape: AttentionShape) -> int:
+    """The pages of a split in an eager decode step."""
+    return max(1, _SPLIT // shape.block_size)
+
+
+def _parts(step: AttentionStep) -> list[AttentionStep]:
+    """The rows of an eager decode step, in parts whose partial results fit into the workspace."""
+    shape = step.shape
+    lines = shape.num_heads // shape.num_kv_heads  # of a row, in the tile of one KV head
+    tile = 16 if lines <= 16 else 64 if lines <= 64 else 128
+    # By the versions of 0.7 that count a tile for each query head; later ones need less.
+    split_bytes = 4 * shape.num_heads * tile * (shape.head_dim + 1)
+    splits = -(-np.diff(step.page_begins) // _split_pages(shape))
+    begins, used = [0], 0
+    for row, row_bytes in enumerate((splits * split_bytes).tolist()):
+        if used and used + row_bytes > _WORKSPACE_BYTES:
+            begins.append(row)
+            used = 0
+        used += row_bytes
+    if len(begins) == 1:
+        return [step]
+    return [_rows(step, *pair) for pair in pairwise([*begins, len(splits)])]
+
+
+def _rows(step: AttentionStep, begin: int, end: int) -> AttentionStep:
+    """Rows `begin` to `end` of a step, `end` exclusive."""
+    queries, pages = step.query_begins[begin : end + 1], step.page_begins[begin : end + 1]
+    return replace(
+        step,
+        query_begins=queries - queries[0],
+        page_begins=pages - pages[0],
+        last_page_lens=step.last_page_lens[begin:end],
+        page_ids=step.page_ids[pages[0] : pages[-1]],
+    )

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from kvops.copying import CudaStream, StagedCopies, copy_between
 from kvops.draws import DrawTensors, PenaltyTables
+from kvops.experts import ExpertWeights
 from kvops.kernels import Kernels
 from kvops.reference import ReferenceKernels
-from kvops.step import AttentionCall
-from kvops.triton import attention, fusions, sampling
+from kvops.step import AttentionCall, AttentionShape
+from kvops.triton import attention, experts, fusions, sampling
 
 NUMERICS = "1"
 """The version of these kernels' results. It changes with every change to a bit of a result, such as
@@ -26,6 +27,7 @@ class TritonKernels(Kernels):
     name = "triton"
     device = "cpu" if triton.knobs.runtime.interpret else "cuda"
     has_sampler = True
+    has_sinks = True
 
     def numerics(self) -> dict[str, str]:
         """`cuda`: the version of the toolkit that PyTorch, and so cuBLAS, was built with. Triton
@@ -41,8 +43,8 @@ class TritonKernels(Kernels):
     def _staged(self) -> StagedCopies:
         return StagedCopies(CudaStream())
 
-    def warm_up(self, kv_layer: Tensor, num_heads: int, max_rows: int, cap: float | None) -> None:
-        attention.warm_up(kv_layer, num_heads, max_rows, cap)
+    def warm_up(self, kv_layer: Tensor, shape: AttentionShape, max_rows: int) -> None:
+        attention.warm_up(kv_layer, shape, max_rows)
 
     def store_kv(self, kv_layer: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
         fusions.store_kv(kv_layer, k, v, slot_mapping)
@@ -83,6 +85,10 @@ class TritonKernels(Kernels):
 
     def gelu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         return fusions.gelu_mul(gate, up)
+
+    def experts(self, x: Tensor, weights: ExpertWeights) -> Tensor:
+        chosen, shares = weights.choose(self.linear(x.float(), weights.router, weights.router_bias))
+        return experts.experts(x, weights, chosen, shares)
 
     def sample(self, logits: Tensor, draws: DrawTensors, tables: PenaltyTables | None) -> Tensor:
         return sampling.sample(logits, draws, tables)

@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvops.step import AttentionCall
+from kvops.step import AttentionCall, AttentionShape
 
 _PREFILL_LINES = 64
 _MIN_DOT = 16  # the smallest side of a matrix product on tensor cores
@@ -68,6 +68,7 @@ def paged_attention(call: AttentionCall) -> Tensor:
         parts,
         maxima,
         sums,
+        call.sinks,
         num_rows,
         call.scale / call.cap if call.cap else call.scale * math.log2(math.e),
         (call.cap or 0.0) * math.log2(math.e),
@@ -93,6 +94,7 @@ def paged_attention(call: AttentionCall) -> Tensor:
             parts,
             maxima,
             sums,
+            call.sinks,
             out,
             num_splits,
             HEAD_DIM=head_dim,
@@ -102,10 +104,11 @@ def paged_attention(call: AttentionCall) -> Tensor:
     return out
 
 
-def warm_up(kv_layer: Tensor, num_heads: int, max_rows: int, cap: float | None) -> None:
+def warm_up(kv_layer: Tensor, shape: AttentionShape, max_rows: int) -> None:
     """Compile what steps of up to `max_rows` rows need: decode steps with and without splits, and
     prefill steps in each bucket of rows. All rows are in block 0, and the results are dropped."""
     block_size, _, head_dim = kv_layer.shape[2:]
+    sinks = kv_layer.new_zeros(shape.num_heads, dtype=torch.float32) if shape.has_sinks else None
     buckets = [_FIRST_BUCKET]
     while buckets[-1] < max_rows:
         buckets.append(buckets[-1] * _BUCKET_FACTOR)
@@ -113,7 +116,7 @@ def warm_up(kv_layer: Tensor, num_heads: int, max_rows: int, cap: float | None) 
     for new, num_rows, num_blocks in steps:
         begins = torch.full((num_rows + 1,), new, dtype=torch.int32, device=kv_layer.device)
         begins[0] = 0
-        queries = (new, num_heads, head_dim)
+        queries = (new, shape.num_heads, head_dim)
         call = AttentionCall(
             torch.zeros(queries, dtype=kv_layer.dtype, device=kv_layer.device),
             kv_layer,
@@ -123,7 +126,8 @@ def warm_up(kv_layer: Tensor, num_heads: int, max_rows: int, cap: float | None) 
             scale=1.0,
             window=None,
             max_query_len=new,
-            cap=cap,
+            cap=shape.cap,
+            sinks=sinks,
         )
         paged_attention(call)
 
@@ -144,6 +148,14 @@ def _partials(out: Tensor, num_splits: int) -> tuple[Tensor, Tensor, Tensor]:
     parts = torch.empty((*shape, head_dim), dtype=torch.float32, device=out.device)
     maxima, sums = torch.empty((2, *shape), dtype=torch.float32, device=out.device)
     return parts, maxima, sums
+
+
+@triton.jit
+def _sink_weight(sink, largest):
+    """The weight of a sink beside scores of which `largest` is the largest; at most 2^126, which
+    leaves nothing of the attention."""
+    base = tl.where(largest == float("-inf"), 0.0, largest)
+    return tl.exp2(tl.minimum(sink * 1.4426950408889634 - base, 126.0))
 
 
 @triton.jit
@@ -191,6 +203,7 @@ def _attend(
     out,
     maxima,
     sums,
+    sinks,
     num_rows,
     scale,
     cap,
@@ -297,6 +310,8 @@ def _attend(
             return
         tl.store(sums + spots, total, mask=is_line)
     else:
+        if sinks is not None:
+            total += _sink_weight(tl.load(sinks + heads, mask=is_line, other=0.0), largest)
         # A line may have seen no key: it has no token, or its row has no context.
         values = values / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(
@@ -311,6 +326,7 @@ def _combine(
     parts,
     maxima,
     sums,
+    sinks,
     out,
     num_splits,
     HEAD_DIM: tl.constexpr,
@@ -328,6 +344,8 @@ def _combine(
     largest = tl.max(maximum, axis=0)
     weights = tl.exp2(maximum - tl.where(largest > float("-inf"), largest, 0.0))
     total = tl.sum(weights * tl.load(sums + places, mask=is_there, other=0.0), axis=0)
+    if sinks is not None:
+        total += _sink_weight(tl.load(sinks + tl.program_id(1)), largest)
     values = tl.load(
         parts + places[:, None] * HEAD_DIM + dims[None, :],
         mask=is_there[:, None] & (dims < HEAD_DIM)[None, :],

@@ -67,6 +67,11 @@ class Shard:
             experts=c.experts and replace(c.experts, width=c.experts.width // self.size),
         )
 
+    @property
+    def heads(self) -> slice:
+        """The rank's query heads."""
+        return self._equal(self.config.num_heads)
+
     def part(self, dimension: Dimension) -> slice:
         """The rank's part of a dimension of the weights."""
         c = self.config
@@ -122,8 +127,6 @@ def check_shards(config: ModelConfig, size: int) -> None:
             size,
             f"{config.num_kv_heads} key/value heads are neither a multiple nor a divisor of it",
         )
-    if config.family.sinks:
-        raise _refusal(size, f"the attention sinks of {config.architecture} are not divided")
     if config.family.qk_norm == "all heads":
         raise _refusal(size, f"the norm over all heads of {config.architecture} is not divided")
     if config.vocab_size < size:

@@ -10,19 +10,19 @@ takes beyond PyTorch's tensors: its CUDA context, kernels and workspaces.
 """
 
 import os
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+from torch import Tensor
 
-from kvops import Backend
 from services.common.errors import StartupError
 from services.common.pool.layout import PoolLayout
 from services.common.pool.sizing import format_size
 from services.engine.device.graphs import Graph
 from services.engine.device.threads import use_device
-from services.engine.models import Model
 from services.engine.pool import KVPool
 from services.engine.runner import Runner
 
@@ -138,8 +138,8 @@ class CudaMeter:
         own = used.get(os.getpid())
         if own is None:
             raise StartupError(
-                f"NVML does not list process {os.getpid()} on {self._uuid}: containers on a GPU "
-                "need the host's PID namespace (pid: host)"
+                f"NVML does not list process {os.getpid()} on {self._uuid}, so its memory is not "
+                "known: set pool_memory, or give a container the host's PID namespace (pid: host)"
             )
         return int(own)
 
@@ -154,24 +154,39 @@ class Measurement:
         self._weights = meter.tensors()
         self.pool = KVPool.private(layout, 1, str(device))
         self._before = meter.tensors()
+        self._graphs = 0
+        self._steps: tuple[int, int] | None = None
         meter.reset_peak()
+
+    @contextmanager
+    def graphs(self) -> Iterator[None]:
+        """Measure what recording graphs in the context takes; there are no steps after it. Their
+        temporaries are in memory of their own, which the steps' peak does not show."""
+        self._steps = self._measured_steps()
+        before = self._meter.used()
+        yield
+        self._graphs = max(0, self._meter.used() - before)
 
     def plan(
         self, num_workers: int, utilization: float, shared: "SharedWeights | None"
     ) -> GpuMemoryPlan:
-        activations = self._meter.peak() - self._before
-        other = self._meter.other() - (shared.counted if shared else 0)
+        activations, other = self._steps or self._measured_steps()
         return GpuMemoryPlan(
             *(self._meter.total(), utilization, num_workers, self._weights, activations),
-            other=max(0, other),
+            other=max(0, other - (shared.counted if shared else 0)),
+            graphs=self._graphs,
             shared_weights=shared.num_bytes if shared else 0,
         )
+
+    def _measured_steps(self) -> tuple[int, int]:
+        """Activations, and what the process has beyond PyTorch's tensors."""
+        return self._meter.peak() - self._before, self._meter.other()
 
 
 def profile(
     meter: MemoryMeter,
-    model: Model,
-    ops: Backend,
+    device: torch.device,
+    new_runner: Callable[[Tensor], Runner],
     layout: PoolLayout,
     *,
     num_tokens: int,
@@ -182,16 +197,14 @@ def profile(
     graph_rows: int = 0,
     new_graph: Callable[[], Graph] | None = None,
 ) -> GpuMemoryPlan:
-    """Measure a worker's memory by the forward pass of its largest step, `num_tokens` new tokens of
-    `num_rows` sequences, and by recording the graphs of decode steps of up to `graph_rows` rows.
-    With several ranks this is the first one's plan; the steps run on all of them."""
-    measured = Measurement(meter, model.device, layout)
-    runner = Runner(model, measured.pool.kv, layout.block_size, ops)
+    """Measure a worker's memory by its largest step, `num_tokens` new tokens of `num_rows`
+    sequences, and by recording the graphs of decode steps of up to `graph_rows` rows.
+    `new_runner`: makes a runner on an arena. With several ranks this is the first one's plan; the
+    steps run on all of them."""
+    measured = Measurement(meter, device, layout)
+    runner = new_runner(measured.pool.kv)
     runner.run_largest_step(num_tokens, num_rows)
-    plan = measured.plan(num_workers, utilization, shared)
     if graph_rows:
-        # Their temporaries are in memory of their own, which the peak above does not show.
-        before = meter.used()
-        runner.capture_graphs(graph_rows, new_graph)
-        plan = replace(plan, graphs=max(0, meter.used() - before))
-    return plan
+        with measured.graphs():
+            runner.capture_graphs(graph_rows, new_graph)
+    return measured.plan(num_workers, utilization, shared)

@@ -10,6 +10,7 @@ from torch import Tensor
 from kvops import Backend
 from kvops.experts import ExpertWeights
 from services.common.checkpoint.adapter import AdapterFiles
+from services.common.checkpoint.shards import Shard
 from services.common.text.model_config import ModelConfig
 from services.common.text.rope_config import RopeConfig
 from services.engine.batch import Answer, Fault, Query
@@ -56,9 +57,9 @@ LowRanks = dict[tuple[int, str], tuple[Tensor, Tensor]]
 class ComposedModel:
     """A `Model` on the device of its weights, composed of the backend's operations.
 
-    `collectives`: None, or the exchanges with the other ranks if this is the shard of one rank; set
-    before the first step. The final states are then the same on all ranks; only rank 0 gets the
-    logits of all tokens.
+    `shard`: None, or the part of one rank that this is. `collectives`: then the exchanges with the
+    other ranks, set before the first step. The final states are then the same on all ranks; only
+    rank 0 gets the logits of all tokens.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class ComposedModel:
         self._final_norm = final_norm
         self._head = head
         self.weights_digest = weights_digest
+        self.shard: Shard | None = None
         self.collectives: Collectives | None = None
         self._embedding_scale = embedding_scale(config, embedding.dtype)
         self._activate = (
@@ -89,16 +91,17 @@ class ComposedModel:
             for rope, tables in rope_tables(config).items()
         }
 
-    def load_adapter(self, files: AdapterFiles) -> LowRanks:
-        if self.collectives is not None:
-            raise ValueError("adapters are not divided among ranks yet")
+    @property
+    def whole_config(self) -> ModelConfig:
+        return self.config if self.shard is None else self.shard.config
 
+    def load_adapter(self, files: AdapterFiles) -> LowRanks:
         def there(values: Tensor) -> Tensor:
             return values.to(self.device, self.dtype)
 
         return {
             (one.layer, one.site): (there(one.down), there(torch.cat(one.ups)))
-            for one in joined_adapters(files, self.config)
+            for one in joined_adapters(files, self.whole_config, self.shard)
         }
 
     def forward(self, batch: Batch, kv: Tensor, wanted: Tensor) -> Tensor:

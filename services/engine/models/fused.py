@@ -75,7 +75,7 @@ class FusedModel:
     ) -> None:
         """`packed`: the linears by section name. `weights`: the checkpoint's tensors, for embedding
         and norms, which are not packed. `digest`: the digest of the weight files."""
-        self.config = config
+        self.config = self.whole_config = config
         self.dtype, self.device = dtype, torch.device("cpu")
         self.weights_digest = digest
         tables = rope_tables(config)

@@ -90,7 +90,9 @@ def load_shard(
     digest = weights_digest(directory, progress) if shared or rank == 0 else ""
 
     def load(place: Placement) -> ComposedModel:
-        return _composed(directory, shard.own_config, weights, digest, backend, place)
+        model = _composed(directory, shard.own_config, weights, digest, backend, place)
+        model.shard = shard
+        return model
 
     return _placed(load, f"{digest} {config} {rank}/{size}", dtype, device, shared)
 
@@ -116,11 +118,6 @@ def _composed(
     backend: Backend,
     place: Placement,
 ) -> ComposedModel:
-    if config.experts is not None and backend.device != "cpu":
-        raise StartupError(
-            f"{directory}: {config.architecture} has experts, which backend {backend.name!r} does "
-            "not compute; 'cpu' and 'reference' do"
-        )
     embedding = place(lambda: [weights.tensors[EMBEDDING]])
     parts = _Parts(directory, config, weights, backend.name, place, embedding.device)
     head = HEAD.removesuffix(".weight")
@@ -162,7 +159,7 @@ class _Parts:
             window=config.windows[number],
             rope=config.ropes[number],
             experts=self._experts(number),
-            sinks=None if sinks is None else sinks.float(),
+            sinks=self._in_fp32(sinks),
             **parts,
         )
 
@@ -171,6 +168,9 @@ class _Parts:
         if self.config.family.norm_offset:  # of which bf16 would keep too few bits
             return weight.to(self.device)
         return self.place(lambda: [weight])
+
+    def _in_fp32(self, weight: Tensor | None) -> Tensor | None:
+        return None if weight is None else weight.to(self.device, torch.float32)
 
     def matrix(self, name: str) -> Tensor:
         weight = self.weights.linear(name)
@@ -191,13 +191,15 @@ class _Parts:
         pairs = [name for pair in zip(names.gate, names.up, strict=True) for name in pair]
         gate_up = self.place(lambda: [self.matrix(name) for name in pairs])
         down = self.place(lambda: [self.matrix(name) for name in names.down])
+        router = self._in_fp32(self.weights.tensors[f"{names.router}.weight"])
+        assert router is not None
         return ExpertWeights(
-            self.weights.tensors[f"{names.router}.weight"].float(),
+            router,
             gate_up.view(c.num, -1, self.config.hidden_size),
             down.view(c.num, self.config.hidden_size, -1),
             c.top_k,
             c.normalizes,
-            self.weights.tensors.get(f"{names.router}.bias"),
+            self._in_fp32(self.weights.tensors.get(f"{names.router}.bias")),
             *(self._expert_biases(pairs), self._expert_biases(names.down)),
             c.alpha,
             c.limit,
@@ -208,5 +210,6 @@ class _Parts:
         assert self.config.experts is not None
         found = [self.weights.tensors.get(f"{linear}.bias") for linear in linears]
         some = [bias for bias in found if bias is not None]
-        complete = len(some) == len(found)
-        return torch.cat(some).view(self.config.experts.num, -1) if complete else None
+        if len(some) < len(found):
+            return None
+        return torch.cat(some).view(self.config.experts.num, -1).to(self.device)

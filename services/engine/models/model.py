@@ -67,7 +67,12 @@ class Model(Protocol):
     weights_digest: str
 
     @property
-    def config(self) -> ModelConfig: ...
+    def config(self) -> ModelConfig:
+        """If this is the part of one rank: with its heads."""
+
+    @property
+    def whole_config(self) -> ModelConfig:
+        """That of the checkpoint."""
 
     @property
     def dtype(self) -> torch.dtype: ...

@@ -4,7 +4,10 @@ Results have the same bits on all ranks and for any batch: a sum collects all ra
 them in the order of the ranks, in fp32. An all-reduce would add them in an order that depends on
 the message's size and the value's place in it (law 10).
 
-See ADR 127.
+On a GPU an exchange is launched on the stream of the kernels around it (`asyncOp` is off), and so
+becomes part of a CUDA graph that is captured there.
+
+See ADR 127 and ADR 179.
 """
 
 from collections.abc import Sequence
@@ -15,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
 
 from services.common.checkpoint.shards import Shard
 
@@ -37,8 +41,10 @@ class Collectives:
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of all ranks' tensors, in their dtype."""
-        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in self._ranks]
-        self._group.allgather([[_octets(part) for part in parts]], [_octets(x.contiguous())]).wait()
+        parts = x.new_empty(self._size, *x.shape)
+        options = AllgatherOptions()
+        options.asyncOp = False
+        self._group._allgather_base(_octets(parts), _octets(x), options).wait()
         total = parts[0].float()
         for part in parts[1:]:
             total += part
@@ -57,7 +63,7 @@ class Collectives:
         widths = [own.stop - own.start for own in self._vocabularies]
         padded = logits.new_zeros(len(logits), max(widths))
         padded[:, : logits.shape[1]] = logits
-        parts = [torch.empty_like(padded) for _ in self._ranks] if self.rank == 0 else []
+        parts = [torch.empty_like(padded) for _ in range(self._size)] if self.rank == 0 else []
         self._group.gather(
             [[_octets(part) for part in parts]] if parts else [], [_octets(padded)], _from_rank_0()
         ).wait()
@@ -68,11 +74,9 @@ class Collectives:
 
     def broadcast(self, octets: Tensor) -> None:
         """Overwrite the bytes of all ranks, uint8, with those of rank 0."""
-        self._group.broadcast(octets, root=0).wait()
-
-    @property
-    def _ranks(self) -> range:
-        return range(self._size)
+        options = dist.BroadcastOptions()
+        options.asyncOp = False
+        self._group.broadcast([octets], options).wait()
 
 
 def connect(meeting: Path, shard: Shard, device: torch.device, timeout_s: float) -> Collectives:
@@ -100,11 +104,11 @@ def connect(meeting: Path, shard: Shard, device: torch.device, timeout_s: float)
 
 
 def _octets(tensor: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor: gloo does not know every dtype."""
-    return tensor.view(torch.uint8)
+    """The bytes of a tensor, in one dimension: gloo does not know every dtype."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def _from_rank_0() -> dist.GatherOptions:
     options = dist.GatherOptions()
-    options.rootRank = 0
+    options.rootRank, options.asyncOp = 0, False
     return options

@@ -3,13 +3,15 @@
 import asyncio
 import threading
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, nullcontext
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 import kvops
 from kvops.cuda.vmm import DriverError
@@ -20,14 +22,17 @@ from services.common.pool.keeper import close_all
 from services.common.pool.layout import PoolLayout
 from services.common.text.model_config import ModelConfig
 from services.engine.device.gpu_memory import CudaMeter, GpuMemoryPlan, Measurement
+from services.engine.device.graphs import Graph
 from services.engine.device.inputs import block_pairs
 from services.engine.device.opening import OpenDevice, lost_device, open_device
-from services.engine.models.decoder import ComposedModel
+from services.engine.device.steps import ModelSteps, StepFacts, attention_shape
+from services.engine.models.decoder import ComposedModel, LowRanks
 from services.engine.models.load import load_shard
 from services.engine.pool import Arena, CudaArena, FileArena, KVPool
 from services.engine.ranks.collectives import Collectives, connect
 from services.engine.ranks.messages import (
     BeginMeasuring,
+    Capture,
     Connect,
     CopyBlocks,
     Done,
@@ -36,6 +41,7 @@ from services.engine.ranks.messages import (
     Join,
     Leave,
     Load,
+    LoadAdapter,
     Logits,
     MakeMemory,
     RankArena,
@@ -48,15 +54,15 @@ from services.engine.weights.placement import SharedWeights
 
 _FAILURES = (
     *(StartupError, kvops.BackendUnavailable, DriverError),
-    *(RuntimeError, OSError, ValueError),
+    *(RuntimeError, OSError, ValueError, SafetensorError),
 )
 """Errors that are rank 0's, which names the rank; any other one ends this process."""
 
 
-def follow(connection: Connection) -> None:
+def follow(connection: Connection, new_graph: Callable[[], Graph] | None = None) -> None:
     """Do what rank 0 says until it closes the connection. Any other error is this rank's end, and
-    so the worker's."""
-    follower = _Follower(connection)
+    so the worker's. `new_graph`: see `ModelSteps.capture`."""
+    follower = _Follower(connection, new_graph)
     with torch.inference_mode():
         while True:
             try:
@@ -72,13 +78,20 @@ def follow(connection: Connection) -> None:
 
 class _Follower:
     """A rank: its shard, and what it has of the worker's pools. `_locks`: descriptors of the
-    worker's locks. While this process has them open, the worker counts as living (law 5)."""
+    worker's locks. While this process has them open, the worker counts as living (law 5).
+    `new_graph`: see `ModelSteps.capture`."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(
+        self, connection: Connection, new_graph: Callable[[], Graph] | None = None
+    ) -> None:
         self._connection = connection
         self._device = OpenDevice("cpu")
         self._shared: SharedWeights | None = None
         self._pools: list[KVPool] = []
+        self._steps: ModelSteps | None = None
+        self._new_graph = new_graph
+        self._measured: Measurement | None = None
+        self._adapters: dict[int, LowRanks] = {}
         self._locks: list[int] = []
         self._gone: list[Path] = []
 
@@ -89,8 +102,8 @@ class _Follower:
                     num_octets(message), dtype=torch.uint8, device=self._model.device
                 )
                 self._collectives.broadcast(octets)
-                batch, wanted = unpacked(message, octets)
-                self._hidden = self._model.forward(batch, self._pools[0].kv, wanted)
+                facts = self._with_adapters(message.facts)
+                self._hidden = self._own_steps.compute(unpacked(message, octets), facts)
             case Logits():
                 states = self._hidden
                 if message.num_states is not None:
@@ -106,6 +119,8 @@ class _Follower:
                 source, target = (own, swap_pool) if message.out else (swap_pool, own)
                 target.copy_from(source, self._ops, message.pairs)
                 self._answer()
+            case LoadAdapter():
+                self._try(lambda: self._load_adapter(message))
             case Load():
                 self._try(lambda: self._load(message))
             case Connect():
@@ -121,6 +136,8 @@ class _Follower:
                     (recv_handle(self._connection), self._memory_of(a)) for a in message.arenas
                 ]
                 self._try(lambda: self._join(message, found))
+            case Capture():
+                self._try(lambda: self._capture(message.max_rows))
             case Leave():
                 self._leave()
                 self._answer()
@@ -144,11 +161,19 @@ class _Follower:
             *(message.rank, message.size, message.context),
             shared=self._shared,
         )
+        self._check_attention(message)
         if self._shared and self._shared.kept:
             # In a thread, since this rank has no event loop.
             keep = self._shared.kept.keep()
             threading.Thread(target=asyncio.run, args=(keep,), daemon=True).start()
         return "" if self._device.driver is None else self._device.driver.uuid
+
+    def _check_attention(self, message: Load) -> None:
+        """ValueError: this rank's GPU cannot compute what rank 0 has chosen for its own."""
+        config, dtype = self._model.config, self._model.dtype
+        self._ops.check_attention(
+            attention_shape(config, message.block_size, dtype, message.kv_dtype)
+        )
 
     def _sharing(self, message: Load) -> SharedWeights | None:
         driver = self._device.driver
@@ -172,11 +197,34 @@ class _Follower:
 
     def _begin_measuring(self, layout: PoolLayout) -> None:
         self._measured = Measurement(self._meter, self._device.torch, layout)
-        self._pools = [self._measured.pool]
+        self._pools, self._steps = [self._measured.pool], None
 
     def _end_measuring(self, message: EndMeasuring) -> GpuMemoryPlan:
-        self._pools = []
-        return self._measured.plan(message.num_workers, message.utilization, self._shared)
+        measured, self._measured = self._measured, None
+        assert measured is not None
+        self._leave()
+        return measured.plan(message.num_workers, message.utilization, self._shared)
+
+    @property
+    def _own_steps(self) -> ModelSteps:
+        """Steps on the worker's own pool."""
+        if self._steps is None:
+            kv = self._pools[0].kv
+            self._steps = ModelSteps(self._model, kv, kv.shape[3], self._ops)
+        return self._steps
+
+    def _capture(self, max_rows: int) -> None:
+        with self._measured.graphs() if self._measured else nullcontext():
+            self._own_steps.capture(max_rows, self._new_graph)
+
+    def _load_adapter(self, message: LoadAdapter) -> None:
+        for number in message.gone:
+            self._adapters.pop(number, None)
+        self._adapters[message.number] = self._model.load_adapter(message.files)
+
+    def _with_adapters(self, facts: StepFacts) -> StepFacts:
+        runs = [replace(run, adapter=self._adapters[run.adapter]) for run in facts.adapters]
+        return replace(facts, adapters=tuple(runs)) if runs else facts
 
     def _make_memory(self, num_bytes: int) -> None:
         assert self._device.driver is not None
@@ -198,9 +246,7 @@ class _Follower:
         self._gone = [one.gone for one in message.arenas if one.path is None]
         for one, (_, memory) in zip(message.arenas, found, strict=True):
             self._pools.append(KVPool(self._open(one, memory), one.layout, one.num_blocks))
-        config = self._model.config
-        kv_layer = self._pools[0].kv[:, 0]
-        self._ops.warm_up(kv_layer, config.num_heads, message.max_num_seqs, config.attention_cap)
+        self._own_steps.warm_up(message.max_num_seqs)
 
     def _open(self, one: RankArena, memory: int | None) -> Arena:
         if one.path is not None:
@@ -213,6 +259,8 @@ class _Follower:
         """In this order: a rank without the locks writes no block."""
         for pool in self._pools:
             pool.wait_until_idle()
+        self._steps = None  # with graphs, which know the arena's address
+        for pool in self._pools:
             pool.close()
         self._pools = []
         close_all(self._locks)

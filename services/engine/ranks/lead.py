@@ -1,14 +1,17 @@
 """Rank 0's part: it tells the other ranks what it computes, before it computes its own shard."""
 
+import itertools
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from itertools import repeat
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
-from typing import Any, NoReturn
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,12 +22,16 @@ from services.common.errors import StartupError
 from services.common.pool.keeper import close_all
 from services.common.text.model_config import ModelConfig
 from services.engine.batch import Answer, Fault, Query
+from services.engine.device.graphs import Graph
+from services.engine.device.steps import ModelSteps, StepFacts
 from services.engine.models.decoder import ComposedModel
-from services.engine.models.model import Batch, Model
+from services.engine.models.model import Batch
 from services.engine.ranks.collectives import Collectives
 from services.engine.ranks.messages import (
+    Capture,
     CopyBlocks,
     Done,
+    LoadAdapter,
     Logits,
     Message,
     SwapBlocks,
@@ -95,7 +102,7 @@ class Followers:
         with self._asking:
             with self._telling:
                 for connection, message, own in zip(
-                    self._connections, messages, descriptors or repeat(()), strict=False
+                    self._connections, messages, descriptors or itertools.repeat(()), strict=False
                 ):
                     send(connection, message)
                     for descriptor in own:
@@ -134,20 +141,37 @@ class Followers:
         return values
 
 
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+class DividedAdapter:
+    """An adapter at all ranks. `number`: what the other ranks know it by. `own`: rank 0's part."""
+
+    number: int
+    own: Any
+
+
 class LeadModel:
-    """The `Model` of a worker of several ranks, at rank 0: each call runs on all ranks at once."""
+    """The `Model` of a worker of several ranks, at rank 0. `LeadSteps` computes its steps.
+
+    `last_states`: those that all ranks have computed last.
+    """
 
     def __init__(self, shard: ComposedModel, collectives: Collectives, ranks: Followers) -> None:
         self._shard = shard
         self._collectives = collectives
-        self._ranks = ranks
+        self.ranks = ranks
         self.weights_digest = shard.weights_digest
-        self._hidden: Tensor | None = None
+        self.last_states: Tensor | None = None
+        self._numbers = itertools.count()
+        self._gone: list[int] = []
 
     @property
     def config(self) -> ModelConfig:
         """That of rank 0's shard: its heads are those of its arena."""
         return self._shard.config
+
+    @property
+    def whole_config(self) -> ModelConfig:
+        return self._shard.whole_config
 
     @property
     def dtype(self) -> torch.dtype:
@@ -157,23 +181,38 @@ class LeadModel:
     def device(self) -> torch.device:
         return self._shard.device
 
-    def load_adapter(self, files: AdapterFiles) -> NoReturn:
-        raise ValueError("several ranks take no adapters yet")
+    def load_adapter(self, files: AdapterFiles) -> DividedAdapter:
+        """The other ranks load their parts between two steps. They forget those that are gone here
+        when the next one comes."""
+        adapter = DividedAdapter(next(self._numbers), self._shard.load_adapter(files))
+        # Not told there: Python may free an adapter anywhere, also in the middle of a message.
+        weakref.finalize(adapter, self._gone.append, adapter.number)
+        gone = tuple(self._gone)
+        try:
+            self.ranks.ask(LoadAdapter(adapter.number, files, gone))
+        except StartupError as error:
+            raise ValueError(str(error)) from error
+        del self._gone[: len(gone)]
+        return adapter
 
     def forward(self, batch: Batch, kv: Tensor, wanted: Tensor) -> Tensor:
-        message, octets = packed(batch, wanted)
-        self._ranks.tell(message)
+        """Rank 0's part, with exchanges in which the other ranks take part when they are told the
+        step."""
+        return self._shard.forward(batch, kv, wanted)
+
+    def tell_step(self, placed: Mapping[str, Tensor], facts: StepFacts) -> None:
+        """Let the other ranks compute a step, see `ModelSteps.compute`."""
+        message, octets = packed(placed, facts)
+        self.ranks.tell(message)
         self._collectives.broadcast(octets)
-        self._hidden = self._shard.forward(batch, kv, wanted)
-        return self._hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Other ranks have the states of the last `forward`; others, such as some of them, are sent
-        to them."""
-        if hidden is self._hidden:
-            self._ranks.tell(Logits())
+        """Other ranks have the states of the last step; others, such as some of them, are sent to
+        them."""
+        if hidden is self.last_states:
+            self.ranks.tell(Logits())
         else:
-            self._ranks.tell(Logits(len(hidden)))
+            self.ranks.tell(Logits(len(hidden)))
             self._collectives.broadcast(hidden.contiguous().view(torch.uint8))
         return self._shard.logits(hidden)
 
@@ -184,14 +223,40 @@ class LeadModel:
         )
 
 
-class LeadRunner(Runner):
-    """The runner of rank 0: the other ranks copy blocks of their arenas, too."""
+class LeadSteps(ModelSteps):
+    """The steps of all ranks: told to the others, then computed here."""
 
-    def __init__(
-        self, model: Model, kv: Tensor, block_size: int, ops: Backend, ranks: Followers
-    ) -> None:
+    def __init__(self, model: LeadModel, kv: Tensor, block_size: int, ops: Backend) -> None:
         super().__init__(model, kv, block_size, ops)
-        self._ranks = ranks
+        self._lead = model
+
+    def capture(self, max_rows: int, new_graph: Callable[[], Graph] | None = None) -> None:
+        """All ranks record the same graphs in the same order, with the exchanges in them."""
+        capture = super().capture
+        self._lead.ranks.ask(Capture(max_rows), meanwhile=lambda: capture(max_rows, new_graph))
+
+    def compute(self, placed: Mapping[str, Tensor], facts: StepFacts) -> Tensor:
+        self._lead.tell_step(placed, _with_adapters(facts, attrgetter("number")))
+        hidden = super().compute(placed, _with_adapters(facts, attrgetter("own")))
+        self._lead.last_states = hidden
+        return hidden
+
+
+def _with_adapters(facts: StepFacts, part: Callable[[DividedAdapter], Any]) -> StepFacts:
+    """The facts of a step with one part of its adapters."""
+    if not facts.adapters:
+        return facts
+    runs = [replace(run, adapter=part(run.adapter)) for run in facts.adapters]
+    return replace(facts, adapters=tuple(runs))
+
+
+class LeadRunner(Runner):
+    """The runner of rank 0: the other ranks compute its steps, and copy blocks of their arenas."""
+
+    def __init__(self, model: LeadModel, kv: Tensor, block_size: int, ops: Backend) -> None:
+        steps = LeadSteps(model, kv, block_size, ops)
+        super().__init__(model, kv, block_size, ops, steps)
+        self._ranks = model.ranks
 
     def copy_blocks(self, pairs: Pairs) -> None:
         """Return when all ranks have copied: after that, another worker may read the copies."""

@@ -5,6 +5,8 @@ A connection is a pair of Unix sockets. It needs no port, carries descriptors of
 when the process at its other end has ended, however that ended.
 """
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
@@ -14,24 +16,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from services.common.checkpoint.adapter import AdapterFiles
 from services.common.pool.layout import PoolLayout
-from services.engine.models.model import Batch
+from services.engine.device.steps import StepFacts
 
-_TENSORS = (
-    *("token_ids", "positions", "slot_mapping", "wanted"),
-    *("block_tables", "cu_query_lens", "context_lens"),
-)
+_DTYPES = {
+    **dict.fromkeys(("token_ids", "positions", "slot_mapping", "wanted"), torch.int64),
+    **dict.fromkeys(("block_tables", "cu_query_lens", "context_lens", "page_ids"), torch.int32),
+}
 """The tensors of a step, in the order of their bytes: int64 first, so that all are aligned."""
-
-_DTYPES = (torch.int64,) * 4 + (torch.int32,) * 3
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
     """Load the shard of rank `rank`; the answer is its GPU's UUID. `device`: as in the settings.
     `meeting`: see `collectives.connect`. `isa`: of the CPU's kernels, None with another backend.
-    `context`: see `ModelConfig.for_context`. `keeper`: the directory of the keeper of shared
-    weights; None: they are not shared. `measures`: whether their memory is measured."""
+    `context`: see `ModelConfig.for_context`. `block_size`, `kv_dtype`: of the pool. `keeper`: the
+    directory of the keeper of shared weights; None: they are not shared. `measures`: whether their
+    memory is measured."""
 
     model: Path
     dtype: torch.dtype
@@ -44,6 +46,8 @@ class Load:
     meeting: Path
     timeout_s: float
     context: int | None
+    block_size: int
+    kv_dtype: torch.dtype
     keeper: Path | None = None
     measures: bool = False
 
@@ -102,12 +106,29 @@ class Leave:
 
 
 @dataclass(frozen=True, slots=True)
-class Forward:
-    """Compute a step. Its tensors follow as one broadcast; these are their shapes."""
+class Capture:
+    """Record decode steps as graphs, see `ModelSteps.capture`: all ranks do so together."""
 
-    shapes: tuple[tuple[int, ...], ...]
-    max_query_len: int
-    max_context_len: int
+    max_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadAdapter:
+    """Load the rank's part of an adapter, which steps call `number`. `gone`: the numbers of
+    adapters that no later step has."""
+
+    number: int
+    files: AdapterFiles
+    gone: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Compute a step. Its tensors follow as one broadcast; `shapes` are theirs. An adapter in
+    `facts` is a number."""
+
+    shapes: dict[str, tuple[int, ...]]
+    facts: StepFacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +164,8 @@ class Done:
     has_descriptor: bool = False
 
 
-Setting = Load | Connect | BeginMeasuring | EndMeasuring | MakeMemory | Join | Leave
-Message = Setting | Forward | Logits | CopyBlocks | SwapBlocks
+Setting = Load | Connect | BeginMeasuring | EndMeasuring | MakeMemory | Join | Capture | Leave
+Message = Setting | LoadAdapter | Forward | Logits | CopyBlocks | SwapBlocks
 
 
 def encoded(message: Message) -> bytes:
@@ -155,30 +176,28 @@ def send(connection: Connection, message: Message | Done) -> None:
     connection.send(message)
 
 
-def packed(batch: Batch, wanted: Tensor) -> tuple[Forward, Tensor]:
+def packed(placed: Mapping[str, Tensor], facts: StepFacts) -> tuple[Forward, Tensor]:
     """The message of a step, and the bytes that follow it, on the device: the host does not wait
     for tokens that only the device knows."""
-    tensors = [wanted if name == "wanted" else getattr(batch, name) for name in _TENSORS]
+    tensors = {name: placed[name] for name in _DTYPES if name in placed}
     octets = [
-        tensor.to(dtype).contiguous().view(-1).view(torch.uint8)
-        for tensor, dtype in zip(tensors, _DTYPES, strict=True)
+        tensor.to(_DTYPES[name]).contiguous().view(-1).view(torch.uint8)
+        for name, tensor in tensors.items()
         if tensor.numel()
     ]
-    shapes = tuple(tuple(tensor.shape) for tensor in tensors)
-    return Forward(shapes, batch.max_query_len, batch.max_context_len), torch.cat(octets)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    return Forward(shapes, facts), torch.cat(octets)
 
 
-def unpacked(message: Forward, octets: Tensor) -> tuple[Batch, Tensor]:
+def unpacked(message: Forward, octets: Tensor) -> dict[str, Tensor]:
+    """The tensors of a step."""
     found, begin = {}, 0
-    for name, dtype, shape in zip(_TENSORS, _DTYPES, message.shapes, strict=True):
-        end = begin + torch.Size(shape).numel() * dtype.itemsize
-        found[name] = octets[begin:end].view(dtype).view(shape)
+    for name, shape in message.shapes.items():
+        end = begin + math.prod(shape) * _DTYPES[name].itemsize
+        found[name] = octets[begin:end].view(_DTYPES[name]).view(shape)
         begin = end
-    wanted = found.pop("wanted")
-    longest = message.max_query_len, message.max_context_len
-    return Batch(**found, max_query_len=longest[0], max_context_len=longest[1], adapters=()), wanted
+    return found
 
 
 def num_octets(message: Forward) -> int:
-    sizes = zip(_DTYPES, message.shapes, strict=True)
-    return sum(torch.Size(shape).numel() * dtype.itemsize for dtype, shape in sizes)
+    return sum(math.prod(shape) * _DTYPES[name].itemsize for name, shape in message.shapes.items())

@@ -6,6 +6,10 @@ has a B that takes its own part of A x:
     y = W x + | B_q        | | A_q |
               |     B_k    | | A_k | x        the B of a linear without an adapter is zero
               |        B_v | | A_v |
+
+A rank of several has the A of its inputs and the B of its outputs: the linear's own division
+(`services.common.checkpoint.shards`). Where the inputs are divided, the ranks' B (A x) are added up
+with the linears' own sums.
 """
 
 from collections.abc import Iterator
@@ -16,6 +20,7 @@ from torch import Tensor
 
 from services.common.checkpoint.adapter import AdapterFiles
 from services.common.checkpoint.layout import weight_shapes
+from services.common.checkpoint.shards import INPUTS, Shard, split_of
 from services.common.text.model_config import ModelConfig
 from services.engine.weights.fused_weights import Section, layer_sections
 
@@ -34,9 +39,11 @@ class JoinedAdapter:
     ups: list[Tensor]
 
 
-def joined_adapters(files: AdapterFiles, config: ModelConfig) -> Iterator[JoinedAdapter]:
-    """The additions of an adapter, section after section. OSError, SafetensorError: the file is not
-    readable any more."""
+def joined_adapters(
+    files: AdapterFiles, config: ModelConfig, shard: Shard | None = None
+) -> Iterator[JoinedAdapter]:
+    """The additions of an adapter, section after section; those of `shard`, if that is not None.
+    `config`: of the whole model. OSError, SafetensorError: the file is not readable any more."""
     from safetensors import (
         safe_open,
     )  # a check of a GPU imports this module, and has no safetensors
@@ -62,4 +69,20 @@ def joined_adapters(files: AdapterFiles, config: ModelConfig) -> Iterator[Joined
                         up[:, begin : begin + own] = side(source, "B") * files.scale
                     ups.append(up)
                     begin += own
+                if shard is not None:
+                    down, ups = _divided(section, down, ups, shard)
                 yield JoinedAdapter(layer, site, section, down, ups)
+
+
+def _divided(
+    section: Section, down: Tensor, ups: list[Tensor], shard: Shard
+) -> tuple[Tensor, list[Tensor]]:
+    parts = []
+    for source, up in zip(section.sources, ups, strict=True):
+        split = split_of(f"{source}.weight")
+        assert split is not None
+        dimension, divided = split
+        if dimension == INPUTS:
+            return down[:, shard.part(divided)].contiguous(), ups
+        parts.append(up[shard.part(divided)])
+    return down, parts

@@ -35,6 +35,8 @@ class ShardedWeights:
         return self._part(f"{linear}.weight", weight)
 
     def _part(self, name: str, tensor: Tensor) -> Tensor:
+        if name.endswith(".sinks"):
+            return tensor[self._shard.heads]
         split = split_of(name)
         if split is None or _is_added(name):
             return tensor

@@ -13,7 +13,6 @@ from shutil import rmtree
 from tempfile import mkdtemp
 
 import torch
-from torch import Tensor
 
 from kvops import Backend
 from services.common.checkpoint.shards import Shard, check_shards
@@ -25,9 +24,8 @@ from services.engine.device.gpu_memory import GpuMemoryPlan
 from services.engine.device.opening import OpenDevice
 from services.engine.models.decoder import ComposedModel
 from services.engine.models.load import load_shard
-from services.engine.models.model import Model
 from services.engine.ranks.collectives import connect
-from services.engine.ranks.lead import Followers, LeadModel, LeadRunner, swapping
+from services.engine.ranks.lead import Followers, LeadModel, swapping
 from services.engine.ranks.messages import (
     BeginMeasuring,
     Connect,
@@ -38,7 +36,6 @@ from services.engine.ranks.messages import (
     MakeMemory,
     RankArena,
 )
-from services.engine.runner import Runner
 from services.engine.weights.packed_file import Progress
 from services.engine.weights.placement import SharedWeights
 from services.worker.config import WorkerSettings
@@ -107,7 +104,9 @@ class Ranks:
         devices: Sequence[str],
         num_threads: int,
         timeout_s: float,
-        context: int | None = None,
+        context: int | None,
+        block_size: int,
+        kv_dtype: torch.dtype,
         progress: Progress = lambda: None,
         *,
         shared: SharedWeights | None = None,
@@ -129,8 +128,12 @@ class Ranks:
         messages = [
             Load(
                 *(directory, dtype, backend.name, isa, devices[rank], num_threads),
-                *(rank, self.size, meeting / "store", timeout_s, context),
-                *(keeper if shared else None, measures),
+                *(rank, self.size, meeting / "store", timeout_s),
+                context=context,
+                block_size=block_size,
+                kv_dtype=kv_dtype,
+                keeper=keeper if shared else None,
+                measures=measures,
             )
             for rank in range(1, self.size)
         ]
@@ -193,9 +196,6 @@ class Ranks:
         """
         if not self._followers.ask_within(Leave(), _LEAVE_LIMIT_S):
             self.end_stuck(_LEAVE_LIMIT_S)
-
-    def runner(self, model: Model, kv: Tensor, block_size: int, ops: Backend) -> Runner:
-        return LeadRunner(model, kv, block_size, ops, self._followers)
 
     def swapping(self, copy: Copy, *, out: bool) -> Copy:
         """A copy to the swap pool (`out`) or back, of all ranks."""

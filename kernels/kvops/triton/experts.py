@@ -1,0 +1,237 @@
+"""Layers of experts: the rows of a step, grouped by the expert that computes them.
+
+    places of 4 rows, 2 choices each     sorted by expert        tiles of LINES places
+    row 0: experts 1, 3                  1: rows 0, 2            expert 1  | 0 2 |
+    row 1: experts 2, 3                  2: rows 1               expert 2  | 1   |
+    row 2: experts 1, 3                  3: rows 0, 1, 2, 3      expert 3  | 0 1 2 3 |
+    row 3: experts 3, 5                  5: rows 3               expert 5  | 3   |
+
+A program computes a tile and some outputs of its expert. So each expert's weights are read once for
+all of its rows, and no program waits for another expert. The host does not wait for the router:
+shapes bound the number of tiles, and programs beyond the last one end at once.
+
+An output has one order of accumulation, whatever the step: a tile always has the same number of
+lines, some of them empty. A row's outputs are added in the order of the experts.
+
+It has run on no GPU yet.
+
+See ADR 183.
+"""
+# Triton has no type annotations, and a kernel's arguments have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# mypy: disable-error-code="import-untyped"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvops.experts import ExpertWeights
+
+_LINES = 64
+_OUTPUTS = 64
+_INPUT_BYTES = 128  # of a line, at once
+_SUM_WIDTH = 1024
+
+
+def experts(x: Tensor, weights: ExpertWeights, chosen: Tensor, shares: Tensor) -> Tensor:
+    """The experts' outputs for x [T, hidden]. `chosen`, `shares`: [T, top_k], from
+    `ExpertWeights.choose`."""
+    num_rows, hidden = x.shape
+    num_experts, width, top_k = len(weights.gate_up), weights.down.shape[2], weights.top_k
+    num_places = num_rows * top_k
+    chosen, order = chosen.sort(dim=1)
+    shares = shares.gather(1, order)
+    by_expert, places = chosen.view(-1).sort(stable=True)
+    bounds = torch.arange(num_experts + 1, device=x.device)
+    begins = torch.searchsorted(by_expert, bounds)
+    # A tile is full, or the last one of an expert.
+    num_tiles = num_places // _LINES + min(num_experts, num_places)
+    tiling = {
+        "NUM_EXPERTS": num_experts,
+        "EXPERTS": triton.next_power_of_2(num_experts),
+        "LINES": _LINES,
+        "OUTPUTS": _OUTPUTS,
+        "INPUTS": _INPUT_BYTES // x.element_size(),
+        "num_warps": 4,
+        "num_stages": 3,
+    }
+    gated = x.new_empty(num_places, width)
+    outs = x.new_empty(num_places, hidden, dtype=torch.float32)
+    _gate_up[(num_tiles, triton.cdiv(width, _OUTPUTS))](
+        x.contiguous(),
+        weights.gate_up,
+        weights.gate_up_bias,
+        places,
+        begins,
+        gated,
+        hidden,
+        width,
+        weights.alpha,
+        weights.limit,
+        TOP_K=top_k,
+        CLAMPED=weights.limit > 0,
+        **tiling,
+    )
+    _down[(num_tiles, triton.cdiv(hidden, _OUTPUTS))](
+        gated,
+        weights.down,
+        weights.down_bias,
+        places,
+        begins,
+        shares.contiguous(),
+        outs,
+        width,
+        hidden,
+        **tiling,
+    )
+    total = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _add[(num_rows, triton.cdiv(hidden, _SUM_WIDTH))](
+        outs, total, hidden, TOP_K=top_k, WIDTH=_SUM_WIDTH
+    )
+    return total
+
+
+@triton.jit
+def _tile(begins, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, LINES: tl.constexpr):
+    """Return the expert of this program's tile, and the tile's first place and the end of the
+    expert's places in the order of experts; there is no tile if the first is not below the end."""
+    tile = tl.program_id(0)
+    i = tl.arange(0, EXPERTS)
+    is_expert = i < NUM_EXPERTS
+    first = tl.load(begins + i, mask=is_expert, other=0).to(tl.int32)
+    end = tl.load(begins + i + 1, mask=is_expert, other=0).to(tl.int32)
+    num_tiles = (end - first + LINES - 1) // LINES
+    ends = tl.cumsum(num_tiles, axis=0)
+    expert = tl.sum((ends <= tile).to(tl.int32), axis=0)
+    mine = i == expert  # of no expert: all tiles are before this one
+    before = tl.sum(tl.where(i < expert, num_tiles, 0), axis=0)
+    begin = tl.sum(tl.where(mine, first, 0), axis=0) + (tile - before) * LINES
+    return expert, begin, tl.sum(tl.where(mine, end, 0), axis=0)
+
+
+@triton.jit
+def _gate_up(
+    x,
+    weights,
+    biases,
+    places,
+    begins,
+    out,
+    hidden,
+    width,
+    alpha,
+    limit,
+    TOP_K: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    LINES: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    """Computes gate and up of a tile, and their activation. `out`: [places, width], in the order of
+    experts. `weights`: [experts, 2 * width, hidden], the gate's outputs first."""
+    expert, begin, end = _tile(begins, NUM_EXPERTS, EXPERTS, LINES)
+    if begin >= end:
+        return
+    lines = begin + tl.arange(0, LINES)
+    is_line = lines < end
+    rows = tl.load(places + lines, mask=is_line, other=0) // TOP_K
+    outputs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    is_output = outputs < width
+    inputs = tl.arange(0, INPUTS)
+    first = expert.to(tl.int64) * 2 * width
+    gate_at = weights + (first + outputs)[None, :] * hidden + inputs[:, None]
+    up_at = weights + (first + width + outputs)[None, :] * hidden + inputs[:, None]
+    x_at = x + rows.to(tl.int64)[:, None] * hidden + inputs[None, :]
+    gate = tl.zeros([LINES, OUTPUTS], tl.float32)
+    up = tl.zeros([LINES, OUTPUTS], tl.float32)
+    for k in range(0, hidden, INPUTS):
+        is_input = inputs < hidden - k
+        part = tl.load(x_at + k, mask=is_line[:, None] & is_input[None, :], other=0.0)
+        is_weight = is_output[None, :] & is_input[:, None]
+        gate_part = tl.load(gate_at + k, mask=is_weight, other=0.0)
+        up_part = tl.load(up_at + k, mask=is_weight, other=0.0)
+        gate = tl.dot(part, gate_part, acc=gate, input_precision="ieee")
+        up = tl.dot(part, up_part, acc=up, input_precision="ieee")
+    if biases is not None:
+        bias_at = biases + first + outputs
+        gate += tl.load(bias_at, mask=is_output, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(bias_at + width, mask=is_output, other=0.0).to(tl.float32)[None, :]
+    # Rounded as the outputs of two linears are.
+    gate = gate.to(out.dtype.element_ty).to(tl.float32)
+    up = up.to(out.dtype.element_ty).to(tl.float32)
+    if CLAMPED:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
+        gated = gate / (1.0 + tl.exp(-alpha * gate)) * up
+    else:
+        gated = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(
+        out + lines.to(tl.int64)[:, None] * width + outputs[None, :],
+        gated.to(out.dtype.element_ty),
+        mask=is_line[:, None] & is_output[None, :],
+    )
+
+
+@triton.jit
+def _down(
+    x,
+    weights,
+    biases,
+    places,
+    begins,
+    shares,
+    out,
+    width,
+    hidden,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    LINES: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    """Computes the down linear of a tile, times the row's share of the expert. `x`: [places,
+    width], in the order of experts. `out`: fp32 [places, hidden], in the order of rows."""
+    expert, begin, end = _tile(begins, NUM_EXPERTS, EXPERTS, LINES)
+    if begin >= end:
+        return
+    lines = begin + tl.arange(0, LINES)
+    is_line = lines < end
+    outputs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    is_output = outputs < hidden
+    inputs = tl.arange(0, INPUTS)
+    first = expert.to(tl.int64) * hidden
+    weights_at = weights + (first + outputs)[None, :] * width + inputs[:, None]
+    x_at = x + lines.to(tl.int64)[:, None] * width + inputs[None, :]
+    total = tl.zeros([LINES, OUTPUTS], tl.float32)
+    for k in range(0, width, INPUTS):
+        is_input = inputs < width - k
+        part = tl.load(x_at + k, mask=is_line[:, None] & is_input[None, :], other=0.0)
+        is_weight = is_output[None, :] & is_input[:, None]
+        weight = tl.load(weights_at + k, mask=is_weight, other=0.0)
+        total = tl.dot(part, weight, acc=total, input_precision="ieee")
+    if biases is not None:
+        bias = tl.load(biases + first + outputs, mask=is_output, other=0.0)
+        total += bias.to(tl.float32)[None, :]
+    total = total.to(x.dtype.element_ty).to(tl.float32)
+    spots = tl.load(places + lines, mask=is_line, other=0).to(tl.int64)
+    share = tl.load(shares + spots, mask=is_line, other=0.0)
+    tl.store(
+        out + spots[:, None] * hidden + outputs[None, :],
+        total * share[:, None],
+        mask=is_line[:, None] & is_output[None, :],
+    )
+
+
+@triton.jit
+def _add(outs, total, hidden, TOP_K: tl.constexpr, WIDTH: tl.constexpr):
+    """Adds the outputs of a row's experts, which lie in the order of experts."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    is_output = i < hidden
+    out = tl.zeros([WIDTH], tl.float32)
+    for place in range(TOP_K):
+        out += tl.load(outs + (row * TOP_K + place) * hidden + i, mask=is_output, other=0.0)
+    tl.store(total + row * hidden + i, out.to(total.dtype.element_ty), mask=is_output)

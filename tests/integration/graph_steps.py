@@ -1,0 +1,109 @@
+"""What tests of CUDA graphs share: kernels that count as launches, and sequences that come and go.
+The graphs are those of `tests.graph_stand_in`."""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from kvops import Backend
+from kvops.reference import ReferenceKernels
+from services.engine.batch import Draw, Row, RowResult
+from services.engine.runner import Runner
+from tests.graph_stand_in import launched
+from tests.kernels import flashinfer_stand_in
+
+from .models_oracle import random_prompt
+
+SIZE = 4
+BLOCKS_EACH = 8
+MAX_ROWS = 6
+KERNELS = (
+    *("store_kv", "paged_attention", "linear", "rms_norm", "add_rms_norm", "rope", "silu_mul"),
+    "clear_begun_blocks",
+)
+
+
+class LaunchedKernels(ReferenceKernels):
+    """The reference, whose operations each count as one launch."""
+
+    reads_whole_blocks = True
+
+
+for _name in KERNELS:
+    setattr(LaunchedKernels, _name, launched(getattr(ReferenceKernels, _name)))
+
+
+@contextmanager
+def planned_kernels() -> Iterator[Callable[[], Backend]]:
+    """Makes backends with FlashInfer's calls, to its stand-in; all other operations are the
+    reference's."""
+    with pytest.MonkeyPatch.context() as patch:
+        stand_in = ModuleType("flashinfer")
+        stand_in.__dict__.update(vars(flashinfer_stand_in))
+        wrapper = type(
+            "Wrapper",
+            (flashinfer_stand_in.BatchPrefillWithPagedKVCacheWrapper,),
+            {"run": launched(flashinfer_stand_in.BatchPrefillWithPagedKVCacheWrapper.run)},
+        )
+        patch.setattr(stand_in, "BatchPrefillWithPagedKVCacheWrapper", wrapper, raising=False)
+        patch.setitem(sys.modules, "flashinfer", stand_in)
+        patch.delitem(sys.modules, "kvops.attention.flashinfer", raising=False)
+        from kvops.attention.flashinfer import FlashInferKernels
+
+        names = ("__init__", "plan", "_planned_wrapper", "_wrapper", "paged_attention")
+        methods = {name: vars(FlashInferKernels)[name] for name in names}
+        kernels = type("Planned", (LaunchedKernels,), {**methods, "needs_plan": True})
+        patch.setattr("kvops.attention.flashinfer._SPLIT", 8)
+        yield lambda: Backend(kernels())
+        sys.modules.pop("kvops.attention.flashinfer")
+
+
+def table(number: int) -> range:
+    return range(1 + number * BLOCKS_EACH, 1 + (number + 1) * BLOCKS_EACH)
+
+
+def generate(runner: Runner, prompts: list[tuple[int, ...]], draws: Sequence[Draw]) -> Any:
+    """Step n has the sequences that have begun by then and have not ended: 1, 2 .. 6 .. 2, 1. Rows
+    take tokens that are still on the device, since flights are retired one step late."""
+    tokens: dict[int, list[int]] = {i: [] for i in range(len(prompts))}
+    positions = [len(prompt) for prompt in prompts]
+    pending: tuple[list[int], Any] = ([], None)
+    live: list[int] = []
+
+    def retire() -> None:
+        for i, result in zip(pending[0], pending[1].result() if pending[1] else (), strict=True):
+            tokens[i].append(only(result))
+
+    for step in range(14):
+        if step < len(prompts):
+            retire()
+            flight = runner.launch([Row(prompts[step], 0, table(step), draws=(draws[step],))])
+            tokens[step].append(only(flight.result()[0]))
+            pending = ([], None)
+            live = [step, *live]
+        elif step > 9:
+            live = live[1:]
+        rows = []
+        for i in live:
+            ahead = i in pending[0]
+            token = 0 if ahead else tokens[i][-1]
+            by = pending[0].index(i) if ahead else None
+            rows.append(Row((token,), positions[i], table(i), 0, (draws[i],), None, by))
+            positions[i] += 1
+        flight = runner.launch(rows)
+        retire()
+        pending = (list(live), flight)
+    retire()
+    return tokens
+
+
+def only(result: RowResult) -> int:
+    assert isinstance(result, tuple), result
+    return result[0]
+
+
+PROMPTS = [random_prompt(n, seed=n) for n in (5, 1, 9, 2, 13, 3)]

@@ -1,0 +1,172 @@
+"""CUDA graphs and planned attention with several ranks: the tokens of one rank, from graphs that
+all ranks replay together. Ranks are threads here, with graphs of `tests.graph_stand_in` and gloo.
+"""
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+
+import kvops
+from bench.make_checkpoint import make_checkpoint
+from kvops import Backend
+from services.engine.batch import Row
+from services.engine.device.graphs import ladder
+from services.engine.ranks.collectives import Collectives
+from services.engine.ranks.follow import follow
+from services.engine.ranks.lead import Followers, LeadRunner
+from services.worker.ranks.processes import Ranks
+from tests.graph_stand_in import RecordedGraph, launched
+
+from .graph_steps import MAX_ROWS, PROMPTS, SIZE, LaunchedKernels, generate, planned_kernels
+from .models_oracle import GREEDY, SPECS, Oracle
+from .ranks import RankedRunner
+
+NUM_BLOCKS = 64
+
+
+class ThreadedRanks(Ranks):
+    """Ranks in threads of this process. `graphs`: those of each rank, in the order of recording."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.graphs: list[list[RecordedGraph]] = [[] for _ in range(size)]
+        self._threads, connections = [], []
+        for rank in range(1, size):
+            ours, theirs = (Connection(end.detach()) for end in socket.socketpair())
+            thread = threading.Thread(target=self._follow, args=(theirs, rank))
+            thread.start()
+            self._threads.append(thread)
+            connections.append(ours)
+        self._followers = Followers(connections)
+
+    def new_graph(self, rank: int) -> RecordedGraph:
+        self.graphs[rank].append(RecordedGraph())
+        return self.graphs[rank][-1]
+
+    def close(self) -> None:
+        self._followers.close()
+        for thread in self._threads:
+            thread.join()
+
+    def _follow(self, connection: Connection, rank: int) -> None:
+        with connection:  # closed after a fault, so that rank 0 does not wait
+            follow(connection, lambda: self.new_graph(rank))
+
+
+@pytest.fixture(autouse=True)
+def _sums_are_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Collectives, "sum", launched(Collectives.sum))
+
+
+@pytest.fixture
+def crew(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], ThreadedRanks]]:
+    made: list[ThreadedRanks] = []
+
+    def make(size: int) -> ThreadedRanks:
+        made.append(ThreadedRanks(size))
+        return made[-1]
+
+    yield make
+    for ranks in made:
+        ranks.close()
+
+
+def runner_of(
+    checkpoint: Path, directory: Path, ranks: Ranks, new: Callable[[], Backend], dtype: torch.dtype
+) -> RankedRunner:
+    """A runner that draws on its device, as on a GPU. Every rank has a backend of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kvops, "backend", lambda *_: new())
+        runner = RankedRunner(*(checkpoint, directory, ranks, SIZE, NUM_BLOCKS, dtype), ops=new())
+    runner.computes_at_launch = False
+    runner._inputs.is_copied = True
+    return runner
+
+
+def launched_kernels() -> Backend:
+    return Backend(LaunchedKernels())
+
+
+@pytest.mark.parametrize(("name", "size"), [("qwen3-gqa-tied", 2), ("qwen3-mha-bias", 4)])
+def test_graphs_of_all_ranks_give_the_tokens_of_one(
+    name: str, size: int, crew: Callable[[int], ThreadedRanks], tmp_path: Path
+) -> None:
+    """Tokens are those of transformers. Each rank replays the same graphs as often, with its sums
+    in them; prefill steps between them are eager."""
+    checkpoint = make_checkpoint(tmp_path / "model", SPECS[name])
+    ranks = crew(size)
+    runner = runner_of(checkpoint, tmp_path, ranks, launched_kernels, torch.float32)
+    runner.capture_graphs(MAX_ROWS, lambda: ranks.new_graph(0))
+    assert [len(graphs) for graphs in ranks.graphs] == [len(ladder(MAX_ROWS))] * size
+    found = generate(runner, PROMPTS, [GREEDY] * len(PROMPTS))
+    oracle = Oracle(checkpoint)
+    for i, prompt in enumerate(PROMPTS):
+        known = oracle.answer(prompt).token_ids
+        assert found[i][: len(known)] == known[: len(found[i])]
+    replays = [[graph.num_replays for graph in graphs] for graphs in ranks.graphs]
+    assert sum(replays[0]) == 14 + 1  # a prompt of one token is a decode step too
+    assert all(replays[0])
+    assert replays == [replays[0]] * size
+
+
+def test_each_rank_plans_attention_of_its_own_heads(
+    crew: Callable[[int], ThreadedRanks], tmp_path: Path
+) -> None:
+    """FlashInfer plans on each rank's host, from lengths that rank 0 tells: eager steps and graphs
+    give the tokens of kernels that need no plan."""
+    checkpoint = make_checkpoint(tmp_path / "model", SPECS["mistral-window"])
+    made: list[Backend] = []
+    with planned_kernels() as new_planned:
+
+        def recorded() -> Backend:
+            made.append(new_planned())
+            return made[-1]
+
+        found = []
+        for number, (new, has_graphs) in enumerate(
+            [(launched_kernels, False), (recorded, False), (recorded, True)]
+        ):
+            ranks = crew(2)
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            runner = runner_of(checkpoint, folder, ranks, new, torch.bfloat16)
+            if has_graphs:
+                runner.capture_graphs(MAX_ROWS, lambda crew=ranks: crew.new_graph(0))  # type: ignore[misc]
+            found.append(generate(runner, PROMPTS, [GREEDY] * len(PROMPTS)))
+        assert found[1:] == [found[0]] * 2
+        wrappers = [backend._kernels._wrappers for backend in made[2:]]  # type: ignore[attr-defined]
+        assert len(wrappers) == 2
+        for of_rank in wrappers:
+            graphs = {rows for kind, _, rows in of_rank if kind == "graph"}
+            assert graphs == set(ladder(MAX_ROWS))
+            assert {one._shape[:2] for one in of_rank.values()} == {(2, 1)}
+
+
+def test_a_rank_gives_up_its_graphs_with_the_arena(
+    crew: Callable[[int], ThreadedRanks], tmp_path: Path
+) -> None:
+    """A graph knows the arena's address. A worker that joins another pool records again, and all
+    ranks write there."""
+    checkpoint = make_checkpoint(tmp_path / "model", SPECS["qwen3-gqa-tied"])
+    ranks = crew(2)
+    old = runner_of(checkpoint, tmp_path, ranks, launched_kernels, torch.float32)
+    old.capture_graphs(2, lambda: ranks.new_graph(0))
+    ranks.leave()
+    ranks.join([old.colder, old.membership], max_num_seqs=8)
+    new = LeadRunner(old._model, old.colder.pool.kv, SIZE, old.ops)  # type: ignore[arg-type]
+    new.capture_graphs(2, lambda: ranks.new_graph(0))
+    new.launch([Row((1,), 0, [3], 0, (GREEDY,))]).result()
+    ranks.leave()
+    assert [graph.num_replays for graph in ranks.graphs[1]] == [0, 0, 0, 1]
+    for rank in range(2):
+        empty, written = (
+            one.directory.arena(rank).read_bytes().strip(b"\xff")
+            for one in (old.membership, old.colder)
+        )
+        assert not empty
+        assert written
