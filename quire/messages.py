@@ -52,6 +52,7 @@ _STRUCTURE_KINDS: dict[str, sampling_pb2.StructureKind] = {
     "grammar": sampling_pb2.STRUCTURE_KIND_GRAMMAR,
     "structural_tag": sampling_pb2.STRUCTURE_KIND_STRUCTURAL_TAG,
 }
+_NUM_SEEDS = 1 << 64
 _WORKER_STATES: dict[int, WorkerState] = {
     block_manager_pb2.WORKER_STATE_STARTING: "starting",
     block_manager_pb2.WORKER_STATE_SERVING: "serving",
@@ -124,6 +125,8 @@ def _sampling(sampling: Sampling) -> sampling_pb2.SamplingParams:
         raise ValueError("allowed_token_ids is empty: no token could come")
     values = {field.name: getattr(sampling, field.name) for field in fields(sampling)}
     values["beam"] = None if sampling.beam is None else _beam(sampling.beam)
+    if sampling.seed is not None and -(_NUM_SEEDS // 2) <= sampling.seed < 0:
+        values["seed"] = sampling.seed + _NUM_SEEDS
     asked = values.pop("structured_outputs")
     values["structured_output"] = None if asked is None else _structured_output(asked)
     return sampling_pb2.SamplingParams(**values)

@@ -59,6 +59,7 @@ class Sampling:
 
     `temperature`: 0 is greedy. `top_k`: 0 keeps all tokens. `max_tokens`: None allows as many as
     the context has room for. `n`: the number of sequences; they share one seed and one prefill.
+    `seed`: 64 bits; a negative one is the same as seed + 2**64.
     `best_of`: draw this many sequences and return the `n` likeliest, complete, at the end of the
     request, best first. `logprobs`: return the logprob of each token, and the `logprobs` likeliest
     tokens at its position; None: no logprobs. `prompt_logprobs`: the same for each prompt token but

@@ -216,6 +216,7 @@ def test_a_shape_that_the_kernels_do_not_know_is_refused_by_name(tmp_path: Path)
     with pytest.raises(StartupError, match=r"heads \* head size must be multiples of 4") as error:
         load(checkpoint, None)
     assert str(error.value).startswith(f"{checkpoint}: ")
+    assert str(error.value).endswith("hidden_size is 64, with 3 heads of 10")
 
 
 def test_gate_and_up_alternate_by_sixteen_outputs() -> None:

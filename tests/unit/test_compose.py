@@ -393,14 +393,20 @@ def test_the_example_environment_names_every_variable_with_its_default() -> None
 def test_a_second_model_has_workers_of_its_own(
     compose: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are those of the first model, except for the model, its name and its pool's size."""
+    """They are those of the first model, except for the model, its name and its pool's size. They
+    start after a preflight of their own, so `up` fails if the model does not exist."""
     text = (ROOT / "deploy" / "second-model.yml").read_text()
     text = re.sub(r"\$\{QUIRE_SECOND_MODEL:\?[^}]*\}", "/models/local/big", text)
     second = interpolated(yaml.safe_load(text), {"QUIRE_SECOND_POOL_MEMORY": "2GiB"})["services"]
-    assert set(second) == {"prefill-second", "decode-second"}
+    assert set(second) == {"preflight-second", "prefill-second", "decode-second"}
     for name, service in second.items():
         role = name.removesuffix("-second")
         assert service["extends"] == {"file": "docker-compose.yml", "service": role}
+        if role == "preflight":
+            assert service["environment"] == second["prefill-second"]["environment"]
+            continue
+        waits = {"preflight-second": {"condition": "service_completed_successfully"}}
+        assert service["depends_on"] == waits
         variables = compose["services"][role]["environment"] | service["environment"]
         assert variables.keys() == compose["services"][role]["environment"].keys()
         for variable, value in variables.items():

@@ -94,7 +94,8 @@ class ChatTemplate:
             return template.render(**given, **(arguments or {}))
         # A template is a program: a client's messages can make it raise any error.
         except Exception as error:
-            raise InvalidRequest(f"the chat template refuses the messages: {error}") from error
+            text = f"the chat template refuses the messages: {error}"
+            raise InvalidRequest(text, "prompt") from error
 
 
 def _sources(directory: Path) -> tuple[str, str | None] | None:

@@ -35,7 +35,8 @@ def encoding_of(
     try:
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
     except (TypeError, UnicodeEncodeError) as error:
-        raise InvalidRequest("the text is not valid Unicode: a lone surrogate") from error
+        text = "the text is not valid Unicode: a lone surrogate"
+        raise InvalidRequest(text, "prompt") from error
 
 
 class SpecialTokens:
@@ -92,7 +93,7 @@ class SpecialTokens:
         of_text = set(ids) - self._id_of.keys() - {self._unknown_id}
         if not self._ids.isdisjoint(of_text):
             raise InvalidRequest(
-                "a message contains a special token, which cannot be encoded as text"
+                "a message contains a special token, which cannot be encoded as text", "prompt"
             )
         return tuple(self._id_of.get(token_id, token_id) for token_id in ids)
 

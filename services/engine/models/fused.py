@@ -172,7 +172,9 @@ def load_fused(
     try:
         return FusedModel(config, dtype, cpu, weights.tensors, packed, digest)
     except ValueError as error:
-        raise StartupError(f"{directory}: {error}") from error
+        c = config
+        shape = f"hidden_size is {c.hidden_size}, with {c.num_heads} heads of {c.head_dim}"
+        raise StartupError(f"{directory}: {error}: {shape}") from error
 
 
 def _gather(num_bytes: int, pieces: Iterable[Tensor]) -> Tensor:

@@ -191,6 +191,7 @@ def check_priority(priority: int, *, client_priority: bool, ceiling: int | None 
         ceiling is None or priority >= ceiling,
         f"priority is {priority}; this API key may ask for {ceiling} or a higher number, which is "
         "less urgent",
+        "priority",
     )
     low, high = PRIORITIES[0], PRIORITIES[-1]
     require(low <= priority <= high, f"priority is {priority}, not in [{low}, {high}]", "priority")

@@ -21,7 +21,7 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_BIASES = 1024
 MAX_ALLOWED_TOKEN_IDS = 16_384
 MAX_BAD_WORDS = 1000
-_UINT64 = 1 << 64
+_NUM_SEEDS = 1 << 64
 
 
 async def resolve_sampling(asked: RequestedSampling, model: Model) -> SamplingParams:
@@ -51,7 +51,7 @@ async def resolve_sampling(asked: RequestedSampling, model: Model) -> SamplingPa
         top_k=_top_k(asked.top_k, defaults.top_k),
         top_p=_fraction("top_p", asked.top_p, defaults.top_p, 1.0),
         min_p=_fraction("min_p", asked.min_p, defaults.min_p, 0.0),
-        seed=secrets.randbits(64) if asked.seed is None else asked.seed,
+        seed=secrets.randbits(64) if asked.seed is None else asked.seed % _NUM_SEEDS,
         max_tokens=asked.max_tokens or 1,
         stop_token_ids=asked.stop_token_ids,
         ignore_eos=asked.ignore_eos,
@@ -76,7 +76,11 @@ def _check_counts(asked: RequestedSampling) -> None:
     seed, most, least = asked.seed, asked.max_tokens, asked.min_tokens
     require(most is None or most >= 1, f"max_tokens is {most}, not 1 or more", "max_tokens")
     require(least is None or least >= 0, f"min_tokens is {least}, not 0 or more", "min_tokens")
-    require(seed is None or 0 <= seed < _UINT64, f"seed is {seed}, not in [0, 2**64)", "seed")
+    require(
+        seed is None or -(_NUM_SEEDS // 2) <= seed < _NUM_SEEDS,
+        f"seed is {seed}, not in [-2**63, 2**64)",
+        "seed",
+    )
 
 
 def _check_stops(asked: RequestedSampling, vocab_size: int) -> None:

@@ -45,23 +45,25 @@ class StructureChecker:
         self._verdicts: OrderedDict[Structure, str | None] = OrderedDict()
         self._waiting: dict[Structure, asyncio.Task[str | None]] = {}
 
-    async def check(self, structure: Structure) -> None:
-        """Raises InvalidRequest if the structure is wrong, or costs too much; Overloaded if too
-        many others wait for their check."""
-        check_text(STRUCTURE, structure.text, MAX_STRUCTURE_BYTES)
+    async def check(self, structure: Structure, param: str = STRUCTURE) -> None:
+        """Raises InvalidRequest, which names `param`, if the structure is wrong, or costs too much;
+        Overloaded if too many others wait for their check."""
+        check_text("structured output", structure.text, MAX_STRUCTURE_BYTES, param)
         size = len(structure.text.encode())
         require(
             size <= MAX_STRUCTURE_BYTES,
-            f"{STRUCTURE} has {size} bytes, at most {MAX_STRUCTURE_BYTES}",
-            STRUCTURE,
+            f"structured output has {size} bytes, at most {MAX_STRUCTURE_BYTES}",
+            param,
         )
-        require(self._has_end, "structured output needs a model with an end-of-sequence token")
+        require(
+            self._has_end, "structured output needs a model with an end-of-sequence token", param
+        )
         if structure in self._verdicts:
             self._verdicts.move_to_end(structure)
             problem = self._verdicts[structure]
         else:
             problem = await asyncio.shield(self._asking(structure))
-        require(problem is None, problem or "", STRUCTURE)
+        require(problem is None, problem or "", param)
 
     def _asking(self, structure: Structure) -> "asyncio.Task[str | None]":
         """The check of a structure, one for all requests that wait for it."""

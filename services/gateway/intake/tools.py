@@ -68,5 +68,5 @@ async def with_calls(
             )
         return sampling  # the form that the client gave allows no calls
     check_combination(replace(asked, structure=structure))
-    await model.structures.check(structure)
+    await model.structures.check(structure, "tools")
     return replace(sampling, structure=structure)

@@ -62,7 +62,7 @@ async def refused(harness: Any, request: GenerationRequest) -> Exception:
         ({"top_p": NAN}, "top_p is nan"),
         ({"min_p": -0.01}, "min_p is -0.01"),
         ({"min_p": 1.5}, "min_p is 1.5"),
-        ({"seed": -1}, "seed is -1"),
+        ({"seed": -(1 << 63) - 1}, "seed is -9223372036854775809"),
         ({"seed": 1 << 64}, "seed is 18446744073709551616"),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"max_tokens": -5}, "max_tokens is -5"),

@@ -170,7 +170,7 @@ def test_a_budget_in_total_has_no_time_to_try_again() -> None:
     [
         ({"n": 3}, "n is 3; key alice may ask for at most 2"),
         ({"best_of": 3}, "best_of is 3;"),
-        ({"beam": RequestedBeams(3)}, "beam width is 3;"),
+        ({"beam": RequestedBeams(3)}, "beam_width is 3;"),
         ({"logprobs": 2}, "logprobs is 2; key alice may ask for at most 1"),
         ({"prompt_logprobs": 1}, "prompt_logprobs is 1;"),
         ({"repetition_penalty": 1.1}, "repetition_penalty is 1.1; key alice may not"),

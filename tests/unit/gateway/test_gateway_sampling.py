@@ -10,6 +10,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from bench.make_checkpoint import CheckpointSpec, make_checkpoint
+from quire.messages import Request, generate_request
+from quire.types import Sampling
 from services.common.errors import InvalidRequest
 from services.common.text.model_config import GenerationDefaults
 from services.common.text.tokenizer import Tokenizer
@@ -86,6 +88,15 @@ async def test_allowed_tokens_that_are_all_bad_words_are_refused(model: Model) -
     assert await resolved(model, allowed_token_ids=(IDS["a"], IDS["b"]), bad_words=("a",))
 
 
+@pytest.mark.parametrize(("asked", "seed"), [(-1, 2**64 - 1), (-(2**63), 2**63), (7, 7)])
+async def test_negative_seed_is_the_seed_with_the_same_64_bits(
+    model: Model, asked: int, seed: int
+) -> None:
+    assert (await resolved(model, seed=asked)).seed == seed
+    message = generate_request(Request("x", Sampling(seed=asked)))
+    assert message.sampling.seed == seed
+
+
 def test_a_checkpoint_says_its_penalty(tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path, CheckpointSpec())
     (directory / "generation_config.json").write_text('{"repetition_penalty": 1.05}')
@@ -99,7 +110,8 @@ def test_a_checkpoint_says_its_penalty(tmp_path: Path) -> None:
         ("top_k", {"top_k": -2}),
         ("top_p", {"top_p": 2.0}),
         ("min_p", {"min_p": -1.0}),
-        ("seed", {"seed": -1}),
+        ("seed", {"seed": -(2**63) - 1}),
+        ("seed", {"seed": 2**64}),
         ("max_tokens", {"max_tokens": 0}),
         ("min_tokens", {"min_tokens": -1}),
         ("stop", {"stop": ("",)}),

@@ -25,21 +25,20 @@ export async function problemOf(response) {
   try { return (await response.json()).error.message; } catch { return `HTTP ${response.status}`; }
 }
 
-/** Yields the events of a response: {name, data}. */
-export async function* events(response, onChunk = () => {}) {
+/** Yields the events of a response, [{name, data}]: those that arrived together. */
+export async function* arrivals(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";
   for (;;) {
     const { value, done } = await reader.read();
     if (done) return;
-    onChunk();
     text += value;
     const blocks = text.split("\n\n");
     text = blocks.pop();
-    for (const block of blocks) {
+    yield blocks.map((block) => {
       const fields = Object.fromEntries(block.split("\n").map((line) => [line.slice(0, line.indexOf(":")), line.slice(line.indexOf(":") + 1).trim()]));
-      yield { name: fields.event, data: fields.data };
-    }
+      return { name: fields.event, data: fields.data };
+    });
   }
 }
 
@@ -59,11 +58,14 @@ export async function follow(onDocument, onStatus) {
       }
       if (!response.ok) throw new Error(await problemOf(response));
       let doc = Object.create(null);
-      for await (const { name, data } of events(response, heard)) {
-        doc = merge(name === "whole" ? Object.create(null) : doc, JSON.parse(data));
-        tries = 0;
-        onStatus("live");
-        onDocument(doc, name === "whole");
+      for await (const arrived of arrivals(response)) {
+        heard();
+        for (const { name, data } of arrived) {
+          doc = merge(name === "whole" ? Object.create(null) : doc, JSON.parse(data));
+          tries = 0;
+          onStatus("live");
+          onDocument(doc, name === "whole");
+        }
       }
       throw new Error("the gateway has ended the connection");
     } catch (error) {

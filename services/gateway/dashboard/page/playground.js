@@ -1,7 +1,7 @@
 // The playground: a conversation through /v1/chat/completions, or a completion, token by token.
 
 import { byId, count, duration, h, legendItem } from "./dom.js";
-import { events, headers, problemOf } from "./feed.js";
+import { arrivals, headers, problemOf } from "./feed.js";
 
 const NUM_ALTERNATIVES = 5;
 const TINTS = [["t0", "up to 1.5 × the median"], ["t1", "2.5 ×"], ["t2", "5 ×"], ["t3", "10 ×"], ["t4", "longer"]];
@@ -68,22 +68,35 @@ async function stream(path, body, answer) {
   let before = began;
   let finish = "";
   let usage = null;
-  for await (const { data } of events(response)) {
-    if (data === "[DONE]") break;
-    const part = JSON.parse(data);
-    if (part.error) throw new Error(part.error.message);
-    usage = part.usage ?? usage;
-    const choice = part.choices?.[0];
-    if (!choice) continue;
-    finish = choice.finish_reason ?? finish;
-    answer.content += choice.delta?.content ?? choice.text ?? "";
-    const tokens = tokensOf(choice);
+  for await (const arrived of arrivals(response)) {
     const now = performance.now();
-    for (const token of tokens) add(answer, token, (now - before) / tokens.length, answer.tokens.length === 0);
+    const tokens = [];
+    for (const { data } of arrived) {
+      if (data === "[DONE]") continue;
+      const part = JSON.parse(data);
+      if (part.error) throw new Error(part.error.message);
+      usage = part.usage ?? usage;
+      const choice = part.choices?.[0];
+      if (!choice) continue;
+      finish = choice.finish_reason ?? finish;
+      answer.content += choice.delta?.content ?? choice.text ?? "";
+      tokens.push(...tokensOf(choice));
+    }
+    addAll(answer, tokens, now - before);
     if (tokens.length) before = now;
-    tint(answer.tokens);
     answer.sum.textContent = summary(answer.tokens, began, before, finish, usage);
   }
+}
+
+/** Adds tokens that arrived together, `ms` after the one before: each took its share. The first one of all took the prompt's time, too, which is not shared. */
+function addAll(answer, tokens, ms) {
+  const isFirst = answer.tokens.length === 0;
+  const together = tokens.length > 1 ? `, ${tokens.length} tokens arrived together` : "";
+  tokens.forEach((token, i) => {
+    const own = isFirst ? (i ? 0 : ms) : ms / tokens.length;
+    add(answer, token, own, `${isFirst && !i ? " (time to first token)" : ""}${together}`);
+  });
+  tint(answer.tokens);
 }
 
 /** [{token, logprob, top: [[token, logprob]]}] of a chunk in either format. */
@@ -93,10 +106,10 @@ function tokensOf({ logprobs }) {
   return (logprobs.tokens ?? []).map((token, i) => ({ token, logprob: logprobs.token_logprobs[i], top: Object.entries(logprobs.top_logprobs?.[i] ?? {}) }));
 }
 
-function add(answer, { token, logprob, top }, ms, isFirst) {
+function add(answer, { token, logprob, top }, ms, note) {
   const chance = (value) => `${(100 * Math.exp(value)).toFixed(1).padStart(5)} %`;
   const shown = (text) => JSON.stringify(text);
-  const lines = [`${shown(token)}  ${duration(ms / 1000)}${isFirst ? " (time to first token)" : ""}`, `probability ${chance(logprob).trim()}, logprob ${logprob.toFixed(3)}`];
+  const lines = [`${shown(token)}  ${duration(ms / 1000)}${note}`, `probability ${chance(logprob).trim()}, logprob ${logprob.toFixed(3)}`];
   lines.push(...[...top].sort((a, b) => b[1] - a[1]).map(([text, value]) => `${chance(value)}  ${shown(text)}`));
   const span = h("span", { class: "token", tabindex: 0, "data-tip": lines.join("\n"), "aria-label": `${token}: ${lines.slice(0, 2).join(", ")}` }, token);
   answer.tokens.push({ span, ms });

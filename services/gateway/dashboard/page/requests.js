@@ -3,7 +3,8 @@
 import { byId, count, duration, h, legendItem, svg } from "./dom.js";
 
 const PHASES = ["waiting", "prefill", "hand-off", "decode", "preempted", "moving", "lost"];
-const SPANS_S = [5, 15, 30, 60, 120, 300];
+const NUM_TICKS = 4;
+const SPANS_S = [4, 8, 20, 40, 60, 120, 240, 480]; // whole seconds between ticks
 const MAX_ROWS = 60;
 const rows = new Map();
 const axis = h("div", { class: "row axis", "aria-hidden": "true" }, h("span", null, "request"), h("div"), h("span", null, "tokens"));
@@ -15,18 +16,25 @@ export function renderRequests(doc) {
   requests.sort((a, b) => Boolean(a.ended_ms) - Boolean(b.ended_ms) || (a.ended_ms ? b.ended_ms - a.ended_ms : a.spans[0][1] - b.spans[0][1]));
   const shown = requests.slice(0, MAX_ROWS);
   const now = doc.now_ms;
-  const oldest = Math.min(now - 5000, ...shown.slice(0, 24).map((request) => request.spans[0][1]));
+  const oldest = Math.min(now - 4000, ...shown.slice(0, 24).map((request) => request.spans[0][1]));
   const spanMs = 1000 * (SPANS_S.find((s) => 1000 * s >= now - oldest) ?? SPANS_S.at(-1));
   for (const [key, row] of rows) if (!doc.requests[key]) { row.root.remove(); rows.delete(key); }
   if (!shown.length) {
     byId("timeline").replaceChildren(h("p", { class: "empty" }, "No request yet. Send one from the playground, or with `quire generate`."));
     return;
   }
-  axis.children[1].replaceChildren(...[1, 0.75, 0.5, 0.25, 0].map((part) => h("span", null, part ? `−${duration((part * spanMs) / 1000)}` : "now")));
+  if (axis.dataset.span !== String(spanMs)) showAxis(spanMs);
   const wanted = [axis, ...shown.map((request) => rowOf(request, now, spanMs))];
   const box = byId("timeline");
   wanted.forEach((row, i) => { if (box.children[i] !== row) box.insertBefore(row, box.children[i] ?? null); });
   while (box.children.length > wanted.length) box.lastChild.remove();
+}
+
+function showAxis(spanMs) {
+  axis.dataset.span = spanMs;
+  const ago = (seconds) => (seconds % 60 ? `−${seconds} s` : `−${seconds / 60} min`);
+  const ticks = Array.from({ length: NUM_TICKS }, (_, i) => h("span", null, ago((spanMs / 1000) * (1 - i / NUM_TICKS))));
+  axis.children[1].replaceChildren(...ticks, h("span", null, "now"));
 }
 
 function rowOf(request, now, spanMs) {

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from services.gateway.frontend.api import Generator, TokenizeRequest
 from services.gateway.frontend.http.answering.sending import Json
-from services.gateway.frontend.http.bodies.fields import Body, Integers
+from services.gateway.frontend.http.bodies.fields import Body, FieldError, Integers
 from services.gateway.frontend.http.bodies.messages import Messages
 from services.gateway.frontend.http.bodies.reading import read_body
 from services.gateway.frontend.http.bodies.tools import Tools, requested_tools
@@ -31,13 +31,14 @@ class TokenizeBody(Body):
     @model_validator(mode="after")
     def _check_form(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("one of prompt and messages is needed")
+            raise FieldError("prompt", "one of prompt and messages is needed")
         if self.prompt is not None:
             for name in ("add_generation_prompt", "chat_template_kwargs", "tools"):
                 if getattr(self, name):
-                    raise ValueError(f"{name} is for messages")
+                    raise FieldError(name, f"{name} is for messages")
         elif self.add_special_tokens:
-            raise ValueError("add_special_tokens is for a prompt: the chat template has its own")
+            text = "add_special_tokens is for a prompt: the chat template has its own"
+            raise FieldError("add_special_tokens", text)
         return self
 
     def request(self) -> TokenizeRequest:

@@ -25,6 +25,16 @@ from services.gateway.frontend.api import Received
 from services.gateway.frontend.http.bodies.ignored_fields import NO_EFFECT_VALUES, without_ignored
 from services.protocol.ticket import FinishReason
 
+
+class FieldError(ValueError):
+    """A field at fault, found by a check of several. `param`: its name in the object that has
+    it."""
+
+    def __init__(self, param: str, text: str) -> None:
+        super().__init__(text)
+        self.param = param
+
+
 MAX_FIELDS = 128
 """Limit for the fields of one object of a body."""
 

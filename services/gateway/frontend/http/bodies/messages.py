@@ -6,7 +6,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field, model_validator
 
 from services.gateway.frontend.api import ChatMessage
-from services.gateway.frontend.http.bodies.fields import Body, MessageText
+from services.gateway.frontend.http.bodies.fields import Body, FieldError, MessageText
 from services.gateway.frontend.http.bodies.tools import ToolCallBody, ToolCalls
 from services.gateway.intake.prompts import MAX_MESSAGES
 
@@ -25,11 +25,11 @@ class MessageBody(Body):
     @model_validator(mode="after")
     def _check_fields(self) -> Self:
         if self.tool_calls and self.role != "assistant":
-            raise ValueError("tool_calls are of messages with role assistant")
+            raise FieldError("tool_calls", "tool_calls are of messages with role assistant")
         if self.tool_call_id is not None and self.role != "tool":
-            raise ValueError("tool_call_id is of messages with role tool")
+            raise FieldError("tool_call_id", "tool_call_id is of messages with role tool")
         if "content" not in self.model_fields_set and not self.tool_calls:
-            raise ValueError("content is needed, except with tool_calls")
+            raise FieldError("content", "content is needed, except with tool_calls")
         return self
 
     def to_message(self) -> ChatMessage:

@@ -13,6 +13,7 @@ from starlette.requests import Request
 
 from services.common.errors import InvalidRequest
 from services.gateway.frontend.http.bodies.bounds import check_counts
+from services.gateway.frontend.http.bodies.fields import FieldError
 
 _MAX_PROBLEMS = 5
 
@@ -65,10 +66,13 @@ def _parsed(content: bytes) -> dict[str, Any]:
 
 
 def _invalid(error: ValidationError) -> InvalidRequest:
-    problems = error.errors(include_url=False, include_context=False, include_input=False)
+    problems = error.errors(include_url=False, include_input=False)
     texts = [_text(problem["loc"], problem["type"], problem["msg"]) for problem in problems]
     shown = texts[:_MAX_PROBLEMS] + ["..."] * (len(texts) > _MAX_PROBLEMS)
-    return InvalidRequest("; ".join(shown), param=_path(problems[0]["loc"]) or None)
+    location, cause = problems[0]["loc"], problems[0].get("ctx", {}).get("error")
+    if isinstance(cause, FieldError):
+        location = *location, cause.param
+    return InvalidRequest("; ".join(shown), param=_path(location) or None)
 
 
 def _text(location: tuple[int | str, ...], kind: str, message: str) -> str:

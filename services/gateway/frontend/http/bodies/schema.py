@@ -20,6 +20,7 @@ from services.gateway.frontend.api import (
 from services.gateway.frontend.http.bodies.fields import (
     Biases,
     Body,
+    FieldError,
     Integers,
     NumberOrFalse,
     Prompts,
@@ -36,6 +37,7 @@ from services.gateway.frontend.http.bodies.structured import (
 )
 from services.gateway.frontend.http.bodies.tools import Choice, Tools, requested_tools
 from services.gateway.intake.prompts import PROMPT
+from services.gateway.intake.structures import STRUCTURE
 from services.protocol.ticket import EarlyStopping
 
 _BEAM_FIELDS: dict[str, object] = {
@@ -164,26 +166,32 @@ class GenerationBody(SampledBody):
     def _check_combinations(self) -> Self:
         # In a beam search, `best_of` is the number of beams, like `beam_width`.
         if self.use_beam_search and _differ(self.beam_width, self.best_of):
-            raise ValueError("beam_width and best_of differ; give one of them")
+            raise FieldError("beam_width", "beam_width and best_of differ; give one of them")
         for name, neutral in _BEAM_FIELDS.items():
             value = getattr(self, name)
             if not self.use_beam_search and value is not None and value != neutral:
-                raise ValueError(f"{name} is for requests with use_beam_search=true")
+                raise FieldError(name, f"{name} is for requests with use_beam_search=true")
         _ = self.structure
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options is for requests with stream=true")
+            raise FieldError("stream_options", "stream_options is for requests with stream=true")
         if self.prompt_logprobs is not None and self.stream:
-            raise ValueError("prompt_logprobs are not available with stream=true")
+            text = "prompt_logprobs are not available with stream=true"
+            raise FieldError("prompt_logprobs", text)
         if self.received is None:
             return self
         if not self.stream or not self.request_id or not self.resume_token:
-            raise ValueError(
+            raise FieldError(
+                "received",
                 "received is for requests with stream=true, a request_id, and the resume_token "
-                "that came with the first response"
+                "that came with the first response",
             )
         if self.echoes:
-            raise ValueError("what was echoed is not sent again: no echo with received")
+            raise FieldError("echo", "what was echoed is not sent again: no echo with received")
         return self
+
+    @property
+    def names(self) -> dict[str, str]:
+        return {} if self.response_format is None else {STRUCTURE: "response_format"}
 
     @property
     def structure(self) -> Structure | None:
@@ -261,9 +269,9 @@ class CompletionBody(GenerationBody):
     @model_validator(mode="after")
     def _check_completion(self) -> Self:
         if self.selects_best and self.stream:
-            raise ValueError("best_of above n is not available with stream=true")
+            raise FieldError("best_of", "best_of above n is not available with stream=true")
         if self.received is not None and len(self.prompt) > 1:
-            raise ValueError("received is for requests with one prompt")
+            raise FieldError("received", "received is for requests with one prompt")
         return self
 
     @property
@@ -320,17 +328,19 @@ class ChatBody(GenerationBody):
         self.requested_tools()
         if self.selects_best:
             text = "best_of above n is for /v1/completions, or for use_beam_search=true"
-            raise ValueError(text)
+            raise FieldError("best_of", text)
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs is for requests with logprobs=true")
+            raise FieldError("top_logprobs", "top_logprobs is for requests with logprobs=true")
         if _differ(self.max_tokens, self.max_completion_tokens):
-            raise ValueError("max_tokens and max_completion_tokens differ; give one of them")
+            text = "max_tokens and max_completion_tokens differ; give one of them"
+            raise FieldError("max_completion_tokens", text)
         return self
 
     @property
     def names(self) -> dict[str, str]:
         limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-        return {PROMPT: "messages", "logprobs": "top_logprobs", "max_tokens": limit}
+        own = {PROMPT: "messages", "logprobs": "top_logprobs", "max_tokens": limit}
+        return super().names | own
 
     @property
     def num_logprobs(self) -> int | None:
@@ -363,11 +373,12 @@ class ChatBody(GenerationBody):
 def one_structure(
     name: str, given: ResponseFormat | ResponsesFormat | None, other: Structure | None
 ) -> Structure | None:
-    """The structure of the field `name`, or the `other` one, of `structured_outputs`. ValueError:
+    """The structure of the field `name`, or the `other` one, of `structured_outputs`. FieldError:
     there are both."""
     structure = None if given is None else given.to_structure()
     if structure is not None and other is not None:
-        raise ValueError(f"{name} and structured_outputs are both given; give one of them")
+        text = f"{name} and structured_outputs are both given; give one of them"
+        raise FieldError("structured_outputs", text)
     return structure or other
 
 

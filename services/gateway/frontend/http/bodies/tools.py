@@ -7,7 +7,7 @@ from pydantic import Field
 from pydantic_core import from_json
 
 from services.gateway.frontend.api import RequestedTools, ToolChoice
-from services.gateway.frontend.http.bodies.fields import Body
+from services.gateway.frontend.http.bodies.fields import Body, FieldError
 
 MAX_TOOLS = 1024
 MAX_CALLS = 1024
@@ -48,17 +48,17 @@ Choice = Literal["auto", "none", "required"] | NamedChoiceBody
 def requested_tools(
     tools: Sequence[ToolBody] | None, choice: Choice | None, parallel: bool | None
 ) -> RequestedTools | None:
-    """The tools of a body; None: it has none. ValueError: they do not fit together."""
+    """The tools of a body; None: it has none. FieldError: they do not fit together."""
     if not tools:
         if choice not in (None, "auto", "none"):
-            raise ValueError("tool_choice is for requests with tools")
+            raise FieldError("tool_choice", "tool_choice is for requests with tools")
         return None
     names = [tool.function.name for tool in tools]
     if twice := {name for name in names if names.count(name) > 1}:
-        raise ValueError(f"tools: {min(twice)!r} is there more than once")
+        raise FieldError("tools", f"tools: {min(twice)!r} is there more than once")
     function = choice.function.name if isinstance(choice, NamedChoiceBody) else None
     if function is not None and function not in names:
-        raise ValueError(f"tool_choice: {function!r} is not one of the tools")
+        raise FieldError("tool_choice", f"tool_choice: {function!r} is not one of the tools")
     return RequestedTools(
         tuple(tool.definition() for tool in tools),
         ToolChoice(choice) if isinstance(choice, str) else ToolChoice.AUTO,

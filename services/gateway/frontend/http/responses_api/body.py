@@ -42,6 +42,7 @@ from services.gateway.frontend.http.bodies.tools import (
 )
 from services.gateway.frontend.http.responses_api.items import Item, messages_of
 from services.gateway.intake.prompts import MAX_MESSAGES, PROMPT
+from services.gateway.intake.structures import STRUCTURE
 
 LOGPROBS = "message.output_text.logprobs"
 """The value of `include` that asks for logprobs."""
@@ -131,7 +132,9 @@ class ResponsesBody(SampledBody):
 
     @property
     def names(self) -> dict[str, str]:
-        return {PROMPT: "input", "max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
+        own = {PROMPT: "input", "max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
+        has_format = self.text is not None and self.text.format is not None
+        return own | {STRUCTURE: "text.format"} if has_format else own
 
     @property
     def structure(self) -> Structure | None:
