@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from google.protobuf.message import Message
 
@@ -129,7 +129,20 @@ def _sampling(sampling: Sampling) -> sampling_pb2.SamplingParams:
         values["seed"] = sampling.seed + _NUM_SEEDS
     asked = values.pop("structured_outputs")
     values["structured_output"] = None if asked is None else _structured_output(asked)
-    return sampling_pb2.SamplingParams(**values)
+    try:
+        return sampling_pb2.SamplingParams(**values)
+    except (TypeError, ValueError):
+        for name, value in values.items():
+            _check_field(name, value)
+        raise
+
+
+def _check_field(name: str, value: Any) -> None:
+    """Raises ValueError, with the field's name, if the value does not fit into it."""
+    try:
+        sampling_pb2.SamplingParams(**{name: value})
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} is {value!r}: {error}") from error
 
 
 def _structured_output(asked: StructuredOutput) -> sampling_pb2.StructuredOutput:

@@ -175,9 +175,10 @@ class LLM:
 
     def close(self) -> None:
         """Free the model and the pool. May be called again."""
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._stop.set)
-            self._thread.join()
+        with self._submitting:
+            if not self._has_ended:
+                self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
 
     def __enter__(self) -> Self:
         return self

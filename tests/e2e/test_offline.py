@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from threading import Lock, Thread
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -51,6 +54,16 @@ def test_greedy_tokens_are_those_of_transformers(llm: LLM, oracle: Oracle) -> No
     answers = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         assert list(answer.token_ids) == oracle.choices(prompt, answer.token_ids)
+
+
+def test_close_when_the_loop_has_just_ended_is_no_error() -> None:
+    """As after a start that failed: the loop's thread ends by itself."""
+    llm = LLM.__new__(LLM)
+    llm._loop, llm._stop, llm._submitting = asyncio.new_event_loop(), asyncio.Event(), Lock()
+    llm._loop.close()
+    llm._has_ended = True
+    llm._thread = cast("Thread", SimpleNamespace(is_alive=lambda: True, join=lambda: None))
+    llm.close()
 
 
 def test_samples_are_those_of_a_deployment(llm: LLM, deployment: Deployment) -> None:

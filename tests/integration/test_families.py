@@ -1,14 +1,18 @@
 """Each family gives the greedy tokens of transformers, from checkpoints that transformers has
 written, on both backends that a CPU has; and the same bits in any batch."""
 
+import json
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from services.common.checkpoint.quantization import Quantization
+from services.common.text.model_config import ModelConfig
 
 from .family_checkpoints import CASES, make
 from .models_oracle import NUM_NEW_TOKENS, Oracle, RecordingRunner, Trial, random_prompt
@@ -49,6 +53,27 @@ def test_greedy_tokens_are_those_of_transformers(
         answer = oracle.answer(trial.prompt)
         assert trial.new_tokens == answer.token_ids
         torch.testing.assert_close(torch.stack(trial.logits), answer.logits, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("model_type", sorted({case.model_type for case in CASES.values()}))
+def test_absent_field_has_the_value_of_transformers(model_type: str, tmp_path: Path) -> None:
+    """A config.json of sizes alone means what transformers' own config of these sizes says."""
+    sizes = {
+        "hidden_size": 4096,
+        "num_hidden_layers": 40,  # more than the default of max_window_layers
+        "num_attention_heads": 32,
+        "intermediate_size": 12_288,
+        "vocab_size": 262_208,
+        "max_position_embeddings": 131_072,
+    }
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+    whole = AutoConfig.for_model(model_type, **sizes).to_dict()
+    read = []
+    for fields in (sizes, whole):
+        config = fields | {"architectures": [architecture], "eos_token_id": None}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        read.append(ModelConfig.from_directory(tmp_path))
+    assert read[0] == read[1]
 
 
 @pytest.mark.parametrize("name", CASES)

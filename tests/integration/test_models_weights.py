@@ -91,10 +91,16 @@ def test_a_head_beside_tied_embeddings_and_old_rope_buffers_are_passed_over(
 ) -> None:
     before = logits(checkpoint)
     tensors = load_file(checkpoint / FILE)
-    tensors["lm_head.weight"] = torch.zeros(384, 64)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
     save_file(tensors, checkpoint / FILE)
     assert torch.equal(logits(checkpoint), before)
+
+
+def test_a_head_that_differs_from_tied_embeddings_is_refused(checkpoint: Path) -> None:
+    """transformers would use it, and other engines would not."""
+    edit(checkpoint, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(384, 64)}))
+    assert "lm_head.weight differs from model.embed_tokens.weight" in refused(checkpoint)
 
 
 def refused(directory: Path) -> str:

@@ -28,6 +28,7 @@ BASE: dict[str, Any] = {
     "transformers_version": "5.0.0",
 }
 ROPE = RopeConfig(10_000.0)
+SLIDING = {"use_sliding_window": True, "sliding_window": 9, "num_experts": 2}
 
 
 def read(directory: Path, architecture: str, **fields: Any) -> ModelConfig:
@@ -151,6 +152,8 @@ def test_olmo2_has_norms_of_outputs_and_over_all_heads(tmp_path: Path) -> None:
         ("GraniteForCausalLM", {"partial_rotary_factor": 0.5}, "rotates whole heads"),
         ("Phi3ForCausalLM", {"partial_rotary_factor": 0.3}, "0.3 of heads of 24: rotates an odd"),
         ("Phi3ForCausalLM", {"rope_scaling": {"type": "yarn", "short_factor": [1.0]}}, "short_f"),
+        ("Gemma3ForCausalLM", {"rope_parameters": {"rope_theta": 5.0}}, "has neither full_att"),
+        ("Qwen3MoeForCausalLM", SLIDING | {"layer_types": ["full_attention"] * 4}, "all layers of"),
         ("SmolLM3ForCausalLM", {"no_rope_layers": [1, 0]}, r"no_rope_layers: \[1, 0\] is not"),
         ("LlamaForCausalLM", {"residual_multiplier": 0.5}, "residual_multiplier: 0.5: Quire does"),
         ("Olmo2ForCausalLM", {"sliding_window": 4096}, "sliding_window: 4096: Quire does not know"),

@@ -93,9 +93,9 @@ class Family:
     norms. `qk_norm`: how queries and keys are normalized before their rotation. `biases`: of
     attention. `mlp_bias`: whether the field `mlp_bias` has a meaning. `activation`: of the MLP's
     gate; `activation_name`: the field that has it. `windows`: which layers have a sliding window.
-    `ropes`: of the layers. `partial_rotary`: whether `partial_rotary_factor`, the part of a head
-    that is rotated, has a meaning. `interleaved`: a rotation's pairs are neighbours in the
-    checkpoint.
+    `ropes`: of the layers. `rope_scaling`: that of a config.json without any. `partial_rotary`:
+    whether `partial_rotary_factor`, the part of a head that is rotated, has a meaning.
+    `interleaved`: a rotation's pairs are neighbours in the checkpoint.
     `scaled_embedding`: embeddings are multiplied by the root of the hidden size. `numbers`: which
     fields that scale or bound values have a meaning. `fused`: linears of the checkpoint that are
     several of Llama's, `qkv_proj` or `gate_up_proj`. `experts`: None: no layer has any.
@@ -115,6 +115,7 @@ class Family:
     activation_name: str = "hidden_act"
     windows: Windows = "none"
     ropes: Ropes = "one"
+    rope_scaling: Mapping[str, Any] = field(default_factory=dict)
     partial_rotary: bool = False
     interleaved: bool = False
     scaled_embedding: bool = False
@@ -132,6 +133,7 @@ _GEMMA_NORMS = Norms(
     mlp_out="post_feedforward_layernorm",
 )
 _GEMMA_DEFAULTS = {
+    "num_key_value_heads": 4,
     "head_dim": 256,
     "hidden_activation": "gelu_pytorch_tanh",
     "tie_word_embeddings": True,
@@ -144,19 +146,24 @@ FAMILIES: Mapping[str, Family] = {
     "MistralForCausalLM": Family(
         biases="none",
         windows="all layers",
-        defaults={"sliding_window": 4096},
+        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
         ignored=("attention_bias", "use_sliding_window", "max_window_layers"),
     ),
     "Qwen2ForCausalLM": Family(
         biases="qkv",
         windows="upper layers",
-        defaults={"sliding_window": 4096, "max_window_layers": 28},
+        defaults={"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
         ignored=("attention_bias",),
     ),
     "Qwen3ForCausalLM": Family(
         qk_norm="per head",
         windows="upper layers",
-        defaults={"sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
+        defaults={
+            "num_key_value_heads": 32,
+            "sliding_window": 4096,
+            "max_window_layers": 28,
+            "head_dim": 128,
+        },
     ),
     "MixtralForCausalLM": Family(
         biases="none",
@@ -168,7 +175,9 @@ FAMILIES: Mapping[str, Family] = {
             normalizes=True,
         ),
         defaults={
+            "num_key_value_heads": 8,
             "rms_norm_eps": 1e-5,
+            "rope_theta": 1_000_000.0,
             "sliding_window": None,
             "num_local_experts": 8,
             "num_experts_per_tok": 2,
@@ -185,7 +194,12 @@ FAMILIES: Mapping[str, Family] = {
             width="moe_intermediate_size",
             some_layers=True,
         ),
-        defaults={"sliding_window": 4096, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+        defaults={
+            "num_key_value_heads": 4,
+            "sliding_window": 4096,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+        },
         ignored=("max_window_layers",),
     ),
     "GptOssForCausalLM": Family(
@@ -199,7 +213,16 @@ FAMILIES: Mapping[str, Family] = {
             swiglu=True,
         ),
         sinks=True,
+        rope_scaling={
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
         defaults={
+            "num_key_value_heads": 8,
             "attention_bias": True,
             "head_dim": 64,
             "rms_norm_eps": 1e-5,
@@ -216,7 +239,11 @@ FAMILIES: Mapping[str, Family] = {
         mlp_bias=True,
         windows="no rope",
         ropes="some layers",
-        defaults={"rope_theta": 2_000_000.0, "tie_word_embeddings": True},
+        defaults={
+            "num_key_value_heads": 4,
+            "rope_theta": 2_000_000.0,
+            "tie_word_embeddings": True,
+        },
         ignored=("max_window_layers",),
     ),
     "Olmo2ForCausalLM": Family(
@@ -253,6 +280,7 @@ FAMILIES: Mapping[str, Family] = {
         interleaved=True,
         fused=("gate_up_proj",),
         defaults={
+            "num_key_value_heads": 2,
             "rms_norm_eps": 1.5625e-7,
             "head_dim": 128,
             "attention_bias": True,

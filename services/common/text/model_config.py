@@ -249,8 +249,9 @@ def _windows(config: JsonFields, family: Family, num_layers: int) -> tuple[int |
         if kind not in known:
             raise config.wrong("layer_types", f"{kind!r} is none of {', '.join(known)}")
     by_type = tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    # transformers ignores Mistral's layer_types, other engines do not; so both must agree.
-    if family.windows == "all layers" and by_type != windows:
+    # transformers ignores the layer_types of these families, other engines do not; so both must
+    # agree.
+    if family.windows in ("all layers", "all layers by flag") and by_type != windows:
         raise config.wrong("layer_types", f"all layers of this architecture are {known[-1]}")
     return by_type
 

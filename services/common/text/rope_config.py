@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.common.text.families import Family
 from services.common.text.json_fields import JsonFields
@@ -78,12 +78,17 @@ def read_ropes(
 ) -> tuple[RopeConfig | None, ...]:
     """The rotation of each layer; None: it has none. Reads both forms: transformers 5 writes
     everything into `rope_parameters`, earlier versions wrote `rope_theta` beside `rope_scaling`."""
-    fields = config.object("rope_parameters" if config.has("rope_parameters") else "rope_scaling")
+    name = "rope_parameters" if config.has("rope_parameters") else "rope_scaling"
+    fields = config.object(name)
+    if not fields.values:
+        fields = replace(fields, values=family.rope_scaling)
     if family.ropes != "by layer type":
         rope = _rope(config, family, fields, config.number("rope_theta", 10_000.0), head_dim)
         return tuple(rope if has else None for has in rotated_layers(config, family, len(windows)))
     theta, local = config.number("rope_theta"), config.number("rope_local_base_freq")
     inner = _FULL in fields.values or _SLIDING in fields.values
+    if name == "rope_parameters" and not inner and fields.values:
+        raise config.wrong(name, f"has neither {_FULL} nor {_SLIDING}")
     full = fields.object(_FULL) if inner else fields
     sliding = fields.object(_SLIDING)
     if inner:

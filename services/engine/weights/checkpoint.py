@@ -13,9 +13,9 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from services.common.checkpoint.layout import Shape, weight_shapes
+from services.common.checkpoint.layout import EMBEDDING, HEAD, Shape, weight_shapes
 from services.common.checkpoint.stored_tensors import mark
-from services.common.checkpoint.weights import checked_weights, weight_files
+from services.common.checkpoint.weights import checked_weights, read_header, weight_files
 from services.common.errors import StartupError
 from services.common.gguf.file import gguf_file
 from services.common.text.model_config import ModelConfig
@@ -66,6 +66,8 @@ def load_weights(directory: Path, config: ModelConfig) -> Weights:
                 tensors |= {name: file.get_tensor(name) for name in names}
         except (SafetensorError, OSError) as exc:
             raise StartupError(f"{path}: not a readable safetensors file: {exc}") from exc
+    if config.tied_embeddings:
+        _check_tied(directory, tensors[EMBEDDING])
     shapes = weight_shapes(config)
     for name in tensors.keys() - shapes.keys():
         if name.endswith(".bias"):
@@ -74,6 +76,22 @@ def load_weights(directory: Path, config: ModelConfig) -> Weights:
             del tensors[name]
     weights = with_single_experts(SafetensorsWeights(tensors, config, shapes), config)
     return as_llama(weights, config)
+
+
+def _check_tied(directory: Path, embedding: Tensor) -> None:
+    """Raises StartupError if the checkpoint has a head that is another matrix than the embedding:
+    transformers would not tie them, whatever the config says."""
+    for path in weight_files(directory):
+        if HEAD not in read_header(path):
+            continue
+        with safe_open(path, framework="pt") as file:
+            head = file.get_tensor(HEAD)
+        if not torch.equal(head.to(embedding.dtype), embedding):
+            raise StartupError(
+                f"{path}: {HEAD} differs from {EMBEDDING}, but they are one matrix by "
+                "tie_word_embeddings (config.json, or its default); set it to false, or remove "
+                f"{HEAD}"
+            )
 
 
 def weights_digest(directory: Path, progress: Callable[[], None] = lambda: None) -> str:

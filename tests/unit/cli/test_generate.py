@@ -177,7 +177,7 @@ def test_an_answer_that_is_cut_short_is_a_failure(hello: Any, capsys: Any) -> No
 
 def test_a_value_that_the_wire_cannot_carry_is_an_error(hello: Any, capsys: Any) -> None:
     assert main(["generate", "Hi", "--max-tokens", "-1"]) == 1
-    assert capsys.readouterr().err.startswith("quire: the request cannot be sent: ")
+    assert capsys.readouterr().err.startswith("quire: the request cannot be sent: max_tokens is -1")
     assert hello.requests == []
 
 
