@@ -43,7 +43,7 @@ class ServedAdapter:
 
 class GatewayAdapters:
     """The adapters of one gateway. `models`: the served models by name, with their configs.
-    `num_ranks`: of the workers of a model."""
+    `num_ranks`: of the workers of a model. `initial`: adapters to load, (name, directory) each."""
 
     def __init__(
         self,
@@ -52,14 +52,21 @@ class GatewayAdapters:
         max_loras: int,
         max_rank: int,
         num_ranks: Callable[[str], int] = lambda _: 1,
+        initial: Sequence[tuple[str, str]] = (),
     ) -> None:
         self._listed = listed
         self._models = models
         self._max_loras, self._max_rank = max_loras, max_rank
         self._num_ranks = num_ranks
+        self._initial = initial
         self._served: dict[str, ServedAdapter] = {}
         self._changing = asyncio.Lock()
         self._read_at = -_REFRESH_S
+
+    @property
+    def ready(self) -> bool:
+        """Whether the initial adapters are served."""
+        return not self._initial
 
     def get(self, name: str) -> ServedAdapter | None:
         return self._served.get(name)
@@ -74,16 +81,17 @@ class GatewayAdapters:
     def served(self) -> tuple[ServedAdapter, ...]:
         return tuple(self._served[name] for name in sorted(self._served))
 
-    async def watch(self, initial: Sequence[tuple[str, str]]) -> NoReturn:
-        """Load the `initial` adapters, (name, directory) each, once a model is there; then follow
-        the registry until cancelled. StartupError: one cannot be loaded."""
+    async def watch(self, on_ready: Callable[[], None]) -> NoReturn:
+        """Load the initial adapters once a model is there, and call `on_ready`; then follow the
+        registry until cancelled. StartupError: one cannot be loaded."""
         while True:
             try:
                 await self.refresh()
-                if initial and self._models():
-                    for name, directory in initial:
+                if self._initial and self._models():
+                    for name, directory in self._initial:
                         await self._load_initial(name, directory)
-                    initial = ()
+                    self._initial = ()
+                    on_ready()
             except BlockStoreError as error:
                 log.warning("adapters_unread", reason=str(error))
             await asyncio.sleep(until_tick(_REFRESH_S))

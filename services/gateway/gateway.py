@@ -203,7 +203,8 @@ class Gateway:
         )
 
     def ready(self) -> bool:
-        return self._directory.ready() and not self._dispatcher.is_draining
+        has_adapters = self._adapters is None or self._adapters.ready
+        return self._directory.ready() and has_adapters and not self._dispatcher.is_draining
 
     def _describe(self, name: str, model: str) -> ServedModel:
         served = self._pools(model)

@@ -126,6 +126,7 @@ async def start_gateway(
         adapters = GatewayAdapters(
             *(registry, directory.configs, options.max_loras, options.max_lora_rank),
             directory.num_ranks,
+            options.lora,
         )
     gateway = Gateway(directory, dispatcher, changes, request_metrics, options, tracer, adapters)
     async with asyncio.TaskGroup() as tasks:
@@ -143,7 +144,7 @@ async def start_gateway(
             "planner": planner.run(),
         }
         if adapters is not None:
-            work["adapters"] = adapters.watch(options.lora)
+            work["adapters"] = adapters.watch(changes.notify)
         if options.rebalance_s:
             work["rebalance"] = migration.rebalance(options.rebalance_s)
         background = [tasks.create_task(each, name=name) for name, each in work.items()]

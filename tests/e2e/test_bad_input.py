@@ -184,6 +184,7 @@ def test_http_says_what_is_wrong(deployment: Deployment, name: str) -> None:
         (["--pool-memory", "16MiB", "--swap-memory", "100TiB"], "swap memory"),
         (["--preemption", "swap"], "no swap_memory"),
         (["--redis-url", "redis://127.0.0.1:1"], "127.0.0.1:1"),
+        (["--lora", "poet=/nowhere"], "--lora poet=/nowhere: adapter /nowhere: "),
         (["--attention", "flash"], "is for the backend 'triton'"),
         (["--max-model-len", "1000000"], "1000000"),
     ],

@@ -79,8 +79,10 @@ class AdapterFiles:
                 raise ValueError("not a JSON object")
             header = read_header(directory / WEIGHTS_FILE)
             digest = _digest(directory)
-        except (OSError, ValueError, StartupError) as error:
-            raise InvalidRequest(f"adapter {directory}: {error}", "lora_path") from error
+        except OSError as error:
+            raise _refused(directory, f"{error.filename}: {error.strerror}") from error
+        except (ValueError, StartupError) as error:
+            raise _refused(directory, str(error)) from error
         _check_config(directory, fields)
         shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in header.items()}
         linears = _linears(directory, shapes, weight_shapes(config))

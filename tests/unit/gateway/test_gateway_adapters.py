@@ -1,6 +1,8 @@
 """Adapters at the gateway: names, limits, several gateways, and the ticket of a request."""
 
+import asyncio
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -48,18 +50,28 @@ def write_adapter(directory: Path, config: ModelConfig, alpha: int) -> Path:
     return directory
 
 
-def gateway(registry: MemoryRegistry, config: ModelConfig, max_loras: int = 2) -> GatewayAdapters:
-    return GatewayAdapters(registry, lambda: {"base": config}, max_loras, 8)
+def gateway(
+    registry: MemoryRegistry,
+    config: ModelConfig,
+    max_loras: int = 2,
+    initial: Sequence[tuple[str, str]] = (),
+) -> GatewayAdapters:
+    return GatewayAdapters(registry, lambda: {"base": config}, max_loras, 8, initial=initial)
+
+
+def never() -> None:
+    pytest.fail("the adapters are not ready")
 
 
 async def test_workers_of_several_ranks_take_no_adapters(
     registry: MemoryRegistry, config: ModelConfig, adapter: Path
 ) -> None:
-    several = GatewayAdapters(registry, lambda: {"base": config}, 2, 8, lambda _: 2)
+    initial = [("poet", str(adapter))]
+    several = GatewayAdapters(registry, lambda: {"base": config}, 2, 8, lambda _: 2, initial)
     with pytest.raises(InvalidRequest, match="workers of base have 2 ranks each"):
         await several.load("poet", str(adapter))
     with pytest.raises(StartupError, match=r"--lora poet=.*2 ranks each"):
-        await several.watch([("poet", str(adapter))])
+        await several.watch(lambda: None)
     assert await registry.adapters() == {}
 
 
@@ -105,7 +117,23 @@ async def test_adapters_of_the_start_must_load(
     registry: MemoryRegistry, config: ModelConfig, tmp_path: Path
 ) -> None:
     with pytest.raises(StartupError, match=r"--lora x=.*nowhere: adapter .*: .*No such file"):
-        await gateway(registry, config).watch([("x", str(tmp_path / "nowhere"))])
+        await gateway(registry, config, initial=[("x", str(tmp_path / "nowhere"))]).watch(never)
+
+
+async def test_gateway_is_ready_once_the_adapters_of_the_start_are_served(
+    registry: MemoryRegistry, config: ModelConfig, adapter: Path
+) -> None:
+    models: dict[str, ModelConfig] = {}
+    one = GatewayAdapters(registry, lambda: models, 2, 8, initial=[("poet", str(adapter))])
+    ready = asyncio.Event()
+    watching = asyncio.create_task(one.watch(ready.set))
+    assert not one.ready
+    models["base"] = config
+    await asyncio.wait_for(ready.wait(), 10)
+    assert one.ready
+    assert one.get("poet") is not None
+    watching.cancel()
+    assert gateway(registry, config).ready
 
 
 @pytest.fixture
