@@ -60,6 +60,15 @@ def refusal(body: type[Body], fields: dict[str, Any]) -> InvalidRequest:
         ("messages[0].tool_call_id", message(content="", tool_call_id="c")),
         ("messages[0].tool_calls", message(content="", tool_calls=[CALL])),
         ("logit_bias", {"logit_bias": {"x": 1}}),
+        ("logit_bias", {"logit_bias": {"\N{ARABIC-INDIC DIGIT FIVE}": 1}}),
+        ("logit_bias", {"logit_bias": {"9" * 5000: 1}}),
+        ("response_format.json_schema", {"response_format": {"type": "json_schema"}}),
+        (
+            "response_format.json_schema.name",
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+        ),
+        ("response_format", {"response_format": {"type": "xml"}}),
+        ("tool_choice", {"tools": [TOOL], "tool_choice": "sometimes"}),
         ("n", {"n": "2"}),
     ],
 )

@@ -45,6 +45,16 @@ async def test_errors_have_openais_shape(
     assert answer.headers.get("retry-after") == delays.get(code)
 
 
+async def test_a_refusal_names_a_parameter_as_the_body_does(
+    http: httpx.AsyncClient, generator: FakeGenerator
+) -> None:
+    generator.error = errors.InvalidRequest("max_tokens is 0, not 1 or more", "max_tokens")
+    answer = await http.post("/v1/chat/completions", json={**HI, "max_completion_tokens": 0})
+    error = answer.json()["error"]
+    assert error["param"] == "max_completion_tokens"
+    assert error["message"] == "max_completion_tokens is 0, not 1 or more"
+
+
 async def test_the_openai_client_raises_its_own_errors(
     client: openai.AsyncOpenAI, generator: FakeGenerator
 ) -> None:

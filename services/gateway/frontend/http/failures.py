@@ -39,8 +39,10 @@ def error_body(error: Exception) -> dict[str, Any]:
 def error_response(error: Exception, names: Mapping[str, str]) -> Json:
     """The answer to a request that failed with `error`. `names`: the request's own names of
     parameters (`SampledBody.names`)."""
-    if isinstance(error, InvalidRequest) and error.param:
-        error.param = names.get(error.param, error.param)
+    if isinstance(error, InvalidRequest) and error.param in names:
+        name, error.param = error.param, names[error.param]
+        if str(error).startswith(f"{name} "):
+            error.args = (str(error).replace(name, error.param, 1),)
     failure = failure_of(error)
     headers = _retry_headers(failure.retry_delay_s)
     if failure.http_status == HTTPStatus.UNAUTHORIZED:

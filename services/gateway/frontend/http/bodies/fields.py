@@ -4,6 +4,7 @@ The check of a list stops at its first wrong item, and an object with too many f
 a whole. So even a large body causes few errors.
 """
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -43,6 +44,9 @@ MAX_INPUTS = 2048
 
 MAX_PROMPTS = 128
 """Limit for the prompts of one body; each becomes a request of its own."""
+
+_MOST_DIGITS = 20
+_TOKEN_ID = re.compile(f"[0-9]{{1,{_MOST_DIGITS}}}")
 
 Integers = Annotated[list[int], Field(fail_fast=True)]
 Strings = Annotated[list[str], Field(fail_fast=True)]
@@ -113,8 +117,8 @@ def parse_biases(value: Any) -> tuple[tuple[int, float], ...]:
     ):
         raise ValueError("must be an object of token ids and numbers")
     for token_id in biases:
-        if not token_id.isdecimal():
-            raise ValueError(f"{token_id!r} is not a token id")
+        if not _TOKEN_ID.fullmatch(token_id):
+            raise ValueError(f"{token_id[:_MOST_DIGITS]!r} is not a token id")
     try:
         return tuple(sorted((int(token_id), float(bias)) for token_id, bias in biases.items()))
     except OverflowError as error:

@@ -4,6 +4,7 @@
 """
 
 import asyncio
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -52,7 +53,7 @@ def checked(fields: dict[str, Any], model: type[M]) -> M:
     try:
         return model.model_validate(fields)
     except ValidationError as error:
-        raise _invalid(error) from error
+        raise _invalid(error, fields) from error
 
 
 def _parsed(content: bytes) -> dict[str, Any]:
@@ -65,25 +66,40 @@ def _parsed(content: bytes) -> dict[str, Any]:
     return fields
 
 
-def _invalid(error: ValidationError) -> InvalidRequest:
+def _invalid(error: ValidationError, body: dict[str, Any]) -> InvalidRequest:
     problems = error.errors(include_url=False, include_input=False)
-    texts = [_text(problem["loc"], problem["type"], problem["msg"]) for problem in problems]
+    paths = [_path(_location(problem["loc"], problem["type"], body)) for problem in problems]
+    texts = [
+        _text(path, problem["type"], problem["msg"])
+        for path, problem in zip(paths, problems, strict=True)
+    ]
     shown = texts[:_MAX_PROBLEMS] + ["..."] * (len(texts) > _MAX_PROBLEMS)
-    location, cause = problems[0]["loc"], problems[0].get("ctx", {}).get("error")
+    param, cause = paths[0], problems[0].get("ctx", {}).get("error")
     if isinstance(cause, FieldError):
-        location = *location, cause.param
-    return InvalidRequest("; ".join(shown), param=_path(location) or None)
+        param = f"{param}.{cause.param}".removeprefix(".")
+    return InvalidRequest("; ".join(dict.fromkeys(shown)), param=param or None)
 
 
-def _text(location: tuple[int | str, ...], kind: str, message: str) -> str:
-    path = _path(location)
+def _location(steps: tuple[int | str, ...], kind: str, body: Any) -> Iterator[int | str]:
+    """The location of a problem, without the names of a union's members, which pydantic adds and
+    no body has."""
+    for at, step in enumerate(steps):
+        try:
+            body = body[step]
+        except (LookupError, TypeError):
+            if kind != "missing" or at < len(steps) - 1:
+                continue
+        yield step
+
+
+def _text(path: str, kind: str, message: str) -> str:
     if kind == "extra_forbidden":
         return f"{path} is not supported"
     message = message.removeprefix("Value error, ")
     return f"{path}: {message}" if path else message
 
 
-def _path(location: tuple[int | str, ...]) -> str:
+def _path(location: Iterable[int | str]) -> str:
     """The location of a field, for example `messages[0].content`."""
     steps = [f"[{step}]" if isinstance(step, int) else f".{step}" for step in location]
     return "".join(steps).removeprefix(".")
