@@ -7,7 +7,7 @@ from pathlib import Path
 
 from quire.supervisor.errors import WrongModels
 from quire.supervisor.model_source import EMBEDDED, find_model
-from quire.supervisor.options import ServeOptions
+from quire.supervisor.options import MAX_SERVICES, ServeOptions
 from quire.supervisor.worker_options import EMBEDDED_POOL_MEMORY, WorkerOptions
 
 ROLES = ("prefill", "decode")
@@ -110,8 +110,10 @@ def _with_own_options(models: list[ModelOptions], given: list[str] | None) -> li
             raise WrongModels(f"--set {text}: not MODEL.OPTION=VALUE of {', '.join(by_name)}")
         model = by_name[name]
         if option in ROLES:
-            if not value.isdecimal():
-                raise WrongModels(f"--set {text}: {value!r} is not a number of workers")
+            if not value.isdecimal() or int(value) > MAX_SERVICES:
+                raise WrongModels(
+                    f"--set {text}: {value!r} is not a number of workers, at most {MAX_SERVICES}"
+                )
             by_name[name] = replace(model, **{f"num_{option}": int(value)})  # type: ignore[arg-type]
         elif option in known:
             settings = {**model.settings, option.upper(): value}

@@ -16,6 +16,10 @@ DEFAULT_HOST = "127.0.0.1"
 DEFAULT_GRPC_PORT = 50051
 DEFAULT_HTTP_PORT = 8000
 
+MAX_SERVICES = 64
+"""The most services of one role. A larger number on one host is a typing error."""
+
+_number = partial(Option, metavar="N", max=MAX_SERVICES)
 _port = partial(Option, rich_help_panel="Network", metavar="PORT", min=0, max=65535)
 
 
@@ -60,14 +64,14 @@ class RunOptions:
     ] = None
     num_prefill: Annotated[
         int,
-        Option("--prefill", min=0, metavar="N", help="prefill workers; 0: other hosts have them"),
+        _number("--prefill", min=0, help="prefill workers; 0: other hosts have them"),
     ] = 1
     num_decode: Annotated[
         int,
-        Option("--decode", min=0, metavar="N", help="decode workers; 0: other hosts have them"),
+        _number("--decode", min=0, help="decode workers; 0: other hosts have them"),
     ] = 1
     num_gateways: Annotated[
-        int, Option("--gateways", min=1, metavar="N", help="gateways, each on the next ports")
+        int, _number("--gateways", min=1, help="gateways, each on the next ports")
     ] = 1
     host: Annotated[
         str, Option(help="address on which the gateways listen", rich_help_panel="Network")

@@ -5,9 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from quire.supervisor.child import Child, ChildSpec, Stage
-
-MAX_WORKERS = 64
-"""The most workers of one role. A larger number on one host is a typing error."""
+from quire.supervisor.options import MAX_SERVICES
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +45,9 @@ class WorkerScaler:
         """
         model = self._chosen(model)
         for role, number in wanted.items():
-            if number is not None and not self._fewest <= number <= MAX_WORKERS:
+            if number is not None and not self._fewest <= number <= MAX_SERVICES:
                 fewest = self._fewest
-                raise ValueError(f"{role}={number}: a run has {fewest} to {MAX_WORKERS} of them")
+                raise ValueError(f"{role}={number}: a run has {fewest} to {MAX_SERVICES} of them")
         numbers = [
             len(self._staying(role, model)) if number is None else number
             for role, number in wanted.items()
