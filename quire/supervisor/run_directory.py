@@ -227,7 +227,10 @@ def _lock_current(runs: Path) -> int:
     """Lock the directory that currently has this path: while the process waits for a lock, another
     process may remove the directory and make a new one."""
     while True:
-        runs.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            runs.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ServeError(f"cannot make the directory {runs}: {error.strerror}") from error
         try:
             lock = os.open(runs, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except FileNotFoundError:
@@ -243,4 +246,7 @@ def _require_private(runs: Path, status: os.stat_result) -> None:
     """Raises ServeError if another user made the directory (any user may write to /dev/shm), or can
     open it."""
     if status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise ServeError(f"{runs} belongs to another user or is open to others; remove it")
+        raise ServeError(
+            f"{runs} belongs to another user or is open to others (mode "
+            f"{status.st_mode & 0o777:o}); remove it, or choose another --run-root"
+        )

@@ -88,6 +88,13 @@ def test_a_root_too_long_for_sockets_is_refused(short_path: Path) -> None:
         claim(short_path / ("long" * 20), record())
 
 
+def test_root_that_cannot_be_made_is_named(short_path: Path) -> None:
+    (short_path / "file").touch()
+    for root in (short_path / "file", short_path / "file" / "below", Path("/proc/nothing")):
+        with pytest.raises(ServeError, match=f"cannot make the directory {root}: "):
+            claim(root, record())
+
+
 def test_a_new_run_waits_for_the_old_one_to_end(short_path: Path) -> None:
     """Its lock drops with its process, here by kill -9."""
     runs, mine = short_path / "runs", record()

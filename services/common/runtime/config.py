@@ -210,4 +210,4 @@ def _unknown_variable(name: str, cls: type[ServiceSettings]) -> str:
 def _problem(prefix: str, location: tuple[int | str, ...], message: str) -> str:
     field, *inner = location or ("",)
     path = "".join(f"[{step}]" for step in inner)
-    return f"{prefix}{str(field).upper()}{path}: {message}"
+    return f"{prefix}{str(field).upper()}{path}: {message.removeprefix('Value error, ')}"

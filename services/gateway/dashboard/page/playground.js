@@ -109,7 +109,7 @@ function tokensOf({ logprobs }) {
 function add(answer, { token, logprob, top }, ms, note) {
   const chance = (value) => `${(100 * Math.exp(value)).toFixed(1).padStart(5)} %`;
   const shown = (text) => JSON.stringify(text);
-  const lines = [`${shown(token)}  ${duration(ms / 1000)}${note}`, `probability ${chance(logprob).trim()}, logprob ${logprob.toFixed(3)}`];
+  const lines = [`${shown(token)}  ${duration(ms / 1000)}${note}`, `probability ${chance(logprob).trim()}, logprob ${logprob.toFixed(3).replace(/^-(0\.0*)$/, "$1")}`];
   lines.push(...[...top].sort((a, b) => b[1] - a[1]).map(([text, value]) => `${chance(value)}  ${shown(text)}`));
   const span = h("span", { class: "token", tabindex: 0, "data-tip": lines.join("\n"), "aria-label": `${token}: ${lines.slice(0, 2).join(", ")}` }, token);
   answer.tokens.push({ span, ms });
