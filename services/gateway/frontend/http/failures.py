@@ -39,10 +39,11 @@ def error_body(error: Exception) -> dict[str, Any]:
 def error_response(error: Exception, names: Mapping[str, str]) -> Json:
     """The answer to a request that failed with `error`. `names`: the request's own names of
     parameters (`SampledBody.names`)."""
-    if isinstance(error, InvalidRequest) and error.param in names:
-        name, error.param = error.param, names[error.param]
+    if isinstance(error, InvalidRequest) and error.param is not None and error.param in names:
+        name, own = error.param, names[error.param]
+        error.param = own
         if str(error).startswith(f"{name} "):
-            error.args = (str(error).replace(name, error.param, 1),)
+            error.args = (str(error).replace(name, own, 1),)
     failure = failure_of(error)
     headers = _retry_headers(failure.retry_delay_s)
     if failure.http_status == HTTPStatus.UNAUTHORIZED:
