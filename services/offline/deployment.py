@@ -142,6 +142,8 @@ async def offline_deployment(settings: WorkerSettings) -> AsyncIterator[Wiring]:
         )
         wiring = await stack.enter_async_context(starting)
         while not wiring.gateway.ready():
+            for reason in wiring.directory.unusable.values():
+                raise StartupError(reason)
             await wiring.changes.wait(wiring.changes.num_changes)
         yield wiring
 

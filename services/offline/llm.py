@@ -218,7 +218,7 @@ class LLM:
         except BaseException as error:
             if started.done():
                 raise
-            started.set_exception(error)
+            started.set_exception(_cause(error))
 
     async def _guarded(self, work: Callable[[Wiring], Coroutine[Any, Any, T]]) -> T:
         """Run `work` until it ends, or until the deployment does."""
@@ -228,8 +228,9 @@ class LLM:
             return task.result()
         task.cancel()
         await asyncio.wait([task, self._serving])
-        reason = None if self._serving.cancelled() else self._serving.exception()
-        raise ServerError(f"the deployment has ended: {reason or 'it was closed'}", "closed")
+        error = None if self._serving.cancelled() else self._serving.exception()
+        reason = "it was closed" if error is None else _cause(error)
+        raise ServerError(f"the deployment has ended: {reason}", "closed")
 
     def _requests(
         self,
@@ -317,6 +318,13 @@ async def _load(wiring: Wiring, lora: LoRARequest) -> None:
 def _is_draining(error: BaseException | None) -> bool:
     """Whether a request failed because its gateway ends, which it does with the deployment."""
     return isinstance(error, QuireError) and error.code == Draining.code
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The first error of a task group's."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 @contextmanager

@@ -107,12 +107,22 @@ def test_a_number_of_parameters_that_does_not_fit_is_refused(llm: LLM) -> None:
         ({"pool_memory": "banana"}, "pool_memory: 'banana' is not a size"),
         ({"num_threads": 2}, "num_threads: Extra inputs are not permitted"),
         ({"max_model_len": 10**9}, "beyond the model's context"),
+        ({"pool_memory": "900TiB"}, "pool memory 900.00 TiB .* is not available: this host has"),
         ({"device": "cuda:0"}, "cuda:0: a pool on a GPU needs a block manager"),
     ],
 )
 def test_a_wrong_setting_is_named(checkpoint: Path, settings: dict[str, Any], problem: str) -> None:
     with pytest.raises(QuireError, match=problem):
         LLM(str(checkpoint), **settings)
+
+
+def test_broken_tokenizer_is_named(checkpoint: Path, tmp_path: Path) -> None:
+    for file in checkpoint.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "tokenizer.json").write_text("{broken")
+    with pytest.raises(QuireError, match=r"cannot read .*tokenizer\.json"):
+        LLM(str(tmp_path), pool_memory=str(POOL_MEMORY))
 
 
 def test_a_failed_engine_fails_the_call(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,7 @@ class WorkerDirectory:
     """The workers in the registry, each with a connection.
 
     `connect` opens the connection to a worker; `load` reads a model's directory (StartupError);
-    `on_change` is called when a worker comes, goes or begins to drain.
+    `on_change` is called when a worker comes, goes, begins to drain or proves unusable.
     """
 
     def __init__(
@@ -92,7 +92,8 @@ class WorkerDirectory:
         self._connections: dict[str, Connection] = {}
         self._specs: dict[str, PoolSpec] = {}
         self._models: dict[str, Model] = {}
-        self._unusable: set[str] = set()
+        self.unusable: dict[str, str] = {}
+        """Why a worker's pool or model cannot be read, by worker."""
         self._absent = GraceTimer[str](_ABSENT_S, clock)
         self._starting = False
         self.block_managers: tuple[Member, ...] = ()
@@ -285,11 +286,12 @@ class WorkerDirectory:
         except StoreLost:
             raise
         except (BlockStoreError, StartupError) as error:
-            if member.member_id not in self._unusable:
-                self._unusable.add(member.member_id)
+            if member.member_id not in self.unusable:
+                self.unusable[member.member_id] = str(error)
                 log.error("worker_unusable", worker_id=member.member_id, reason=str(error))
+                self._on_change()
             return False
-        self._unusable.discard(member.member_id)
+        self.unusable.pop(member.member_id, None)
         return True
 
     def _drop_unused(self) -> None:

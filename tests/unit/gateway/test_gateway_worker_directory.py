@@ -176,6 +176,7 @@ async def test_a_broken_model_directory_makes_only_its_workers_unusable(
     broken = replace(member("p2", "prefill", "b"), model_dir="bad")
     await setup.announce(member("p1", "prefill"), broken, member("d1", "decode"))
     assert set(setup.connections) == {"p1", "d1"}
+    assert setup.directory.unusable.keys() == {"p2"}
     assert setup.directory.ready()
 
 
