@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -45,6 +44,7 @@ from services.worker.requests.events import HANDED_OVER
 from services.worker.swap.pool import SwapPool
 from tests.drafting import oracle
 from tests.exactness import SEED, Answer
+from tests.grpc_context import FakeContext
 from tests.late_device import LateForward
 from tests.unit.workers.fakes import join, make_pool, make_stamps
 
@@ -260,7 +260,7 @@ class ExactnessDeployment:
 
     async def _read(self, call: Call, request: Request) -> None:
         asked = through_wire(messages.generate_request(request))
-        no_deadline: Any = SimpleNamespace(time_remaining=lambda: None)
+        no_deadline: Any = FakeContext()
         async for response in self._service.Generate(asked, no_deadline):
             call.deltas += messages.deltas(through_wire(response))
 

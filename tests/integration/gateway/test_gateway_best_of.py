@@ -9,7 +9,7 @@ import pytest
 from quire import AsyncClient
 from quire import InvalidRequest as Refused
 from quire.types import Beam, Completion, Sampling
-from quire.v1 import decode_pb2, worker_pb2
+from quire.v1 import decode_pb2
 from services.common.errors import DeadlineExceeded, DuplicateRequest, InvalidRequest
 from services.gateway.frontend.api import Received
 from services.protocol.ticket import FinishReason
@@ -113,42 +113,6 @@ async def half_way(harness: GatewayHarness, decode: FakeDecode, **fields: Any) -
     call = Call(harness.gateway, choosing(**fields))
     await until(lambda: "r1" in decode.running and decode.running["r1"].num_generated == 4)
     return call
-
-
-async def test_a_worker_that_dies_changes_nothing(make_harness: Any) -> None:
-    prefill, dies, other = FakePrefill(), FakeDecode("decode-1"), FakeDecode("decode-2", 8)
-    harness = await make_harness(prefill, dies, other)
-    call = await half_way(harness, dies)
-    dies.die()
-    last = await call.result()
-    assert told(call) == BEST
-    assert last.usage is not None
-    assert last.usage.num_generated_tokens == NUM * NUM_TOKENS
-
-
-async def test_a_preempted_request_goes_on_where_it_was(
-    harness: GatewayHarness, workers: Any
-) -> None:
-    prefill, decode = workers
-    call = await half_way(harness, decode)
-    decode.requeue("r1", worker_pb2.Requeue.REASON_PREEMPTED)
-    decode.go_on(pause_after=NUM_TOKENS)
-    last = await call.result()
-    assert told(call) == BEST
-    assert last.usage is not None
-    assert last.usage.num_generated_tokens == NUM * NUM_TOKENS
-    assert last.usage.num_preemptions == 1
-    assert [len(s.token_ids) for s in prefill.submitted[-1].sequences] == [4] * NUM
-
-
-async def test_best_of_moves_from_a_worker_that_leaves(make_harness: Any) -> None:
-    prefill, leaving, staying = FakePrefill(), FakeDecode("decode-1"), FakeDecode("decode-2", 8)
-    harness = await make_harness(prefill, leaving, staying)
-    call = await half_way(harness, leaving)
-    leaving.report(leaving.load, draining=True)
-    await call.result()
-    assert told(call) == BEST
-    assert len(prefill.submitted) == 1
 
 
 async def test_a_cancelled_best_of_releases_everything(

@@ -2,9 +2,9 @@
 
 from collections.abc import AsyncGenerator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
+from quire.progress import ACCEPTED_METADATA
 from quire.v1 import inference_pb2, sampling_pb2
 from services.gateway.frontend.api import (
     ChatMessage,
@@ -16,6 +16,7 @@ from services.gateway.frontend.api import (
 )
 from services.gateway.frontend.service import InferenceService
 from services.protocol.ticket import FinishReason
+from tests.grpc_context import FakeContext
 
 
 class Recorder:
@@ -41,9 +42,10 @@ class Recorder:
 
 
 async def asked_for(message: inference_pb2.GenerateRequest, timeout_s: float | None) -> Any:
-    recorder, context = Recorder(), SimpleNamespace(time_remaining=lambda: timeout_s)
+    recorder, context = Recorder(), FakeContext(timeout_s)
     async for _ in InferenceService(recorder).Generate(message, context):  # type: ignore[arg-type]
         raise AssertionError("nothing was generated")
+    assert context.initial_metadata == [(ACCEPTED_METADATA, "")]
     (request,) = recorder.asked
     assert message.resume_token or len(request.resume_token) == 43  # drawn: 256 bits
     return request if message.resume_token else replace(request, resume_token="")
