@@ -1,11 +1,6 @@
-"""Beam search through real processes finds the hypotheses of transformers, also when its worker is
-killed or drained, and when it is preempted."""
+"""Beam search through real processes finds the hypotheses of transformers."""
 
-import asyncio
-import itertools
-import os
 import random
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,11 +14,9 @@ from quire.async_client import AsyncClient
 from quire.errors import InvalidRequest
 from quire.types import Beam, Delta, Sampling
 
-from .decoders import busiest, pid_of, until_two_serve
-from .deployment import Deployment, deploying, serving
+from .deployment import Deployment, deploying
 from .quiet import quiet
 
-WIDTH = 8
 LIMIT_S = 90.0
 POOL_MEMORY = "16MiB"
 
@@ -105,40 +98,6 @@ async def test_beam_search_equals_transformers(
     expected = by_transformers(model, prompt, ending, n)
     check(await search(client, prompt, ending), expected)
     await quiet(client)
-
-
-@pytest.mark.parametrize("way", ["killed", "drained"])
-async def test_beam_search_survives_its_worker(
-    checkpoint: Path, tmp_path: Path, model: Any, way: str
-) -> None:
-    prompt = prompt_of(5)
-    sampling = Sampling(beam=Beam(WIDTH), n=3, max_tokens=400, ignore_eos=True)
-    with serving(checkpoint, tmp_path, "--decode", "2", "--pool-memory", "32MiB") as deployment:
-        client = AsyncClient(deployment.address, operations=deployment.operations)
-        async with asyncio.timeout(LIMIT_S):
-            await until_two_serve(client)
-            # One search may end before its worker's next report shows it.
-            has_left = asyncio.Event()
-
-            async def keep_searching() -> list[Found]:
-                all_found = []
-                while not has_left.is_set():
-                    all_found.append(await search(client, prompt, sampling))
-                return all_found
-
-            searching = [asyncio.create_task(keep_searching()) for _ in range(2)]
-            leaving = await busiest(client)
-            if way == "killed":
-                os.kill(pid_of(deployment, leaving), signal.SIGKILL)
-            else:
-                await client.drain(leaving.worker_id)
-            has_left.set()
-            all_found = await asyncio.gather(*searching)
-        expected = by_transformers(model, prompt, sampling, 3)
-        for found in itertools.chain.from_iterable(all_found):
-            check(found, expected)
-        await quiet(client)
-        await client.close()
 
 
 async def test_over_http(deployment: Deployment, model: Any) -> None:

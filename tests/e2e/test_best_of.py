@@ -1,5 +1,5 @@
 """`best_of` through real processes: the answer is the likeliest of the samples that `n` alone
-draws, also when workers and gateways are killed."""
+draws, also when a gateway is killed."""
 
 import asyncio
 import os
@@ -17,7 +17,7 @@ from quire.async_client import AsyncClient
 from quire.client import Client
 from quire.types import Choice, Completion, Sampling
 
-from .decoders import busiest, pid_of, until_two_serve
+from .decoders import busiest, until_two_serve
 from .deployment import Deployment, deploying
 from .quiet import quiet
 
@@ -82,21 +82,6 @@ async def test_best_of_returns_the_likeliest_samples(client: AsyncClient) -> Non
     ranked = await undisturbed(client, 1, 60)
     assert [each.index for each in ranked[:NUM_BEST]] != list(range(NUM_BEST))
     check(await choosing(client, 1, 60), ranked)
-
-
-@pytest.mark.parametrize("way", ["killed", "drained"])
-async def test_best_of_does_not_change_when_a_decode_worker_leaves(
-    deployment: Deployment, client: AsyncClient, way: str
-) -> None:
-    ranked = await undisturbed(client, 2, NUM_TOKENS)
-    completing = choosing(client, 2, NUM_TOKENS)
-    leaving = await busiest(client)
-    if way == "killed":
-        os.kill(pid_of(deployment, leaving), signal.SIGKILL)
-    else:
-        await client.drain(leaving.worker_id)
-    assert not completing.done()
-    check(await completing, ranked)
 
 
 async def test_best_of_does_not_change_when_a_gateway_is_killed(

@@ -75,27 +75,6 @@ async def test_logprobs_equal_transformers(
     await quiet(client)
 
 
-async def test_logprobs_do_not_depend_on_other_requests(
-    client: AsyncClient, oracle: Oracle
-) -> None:
-    """Logprobs are taken before temperature and filters. Other requests of the batch ask for all,
-    some or no logprobs."""
-    tokens = prompt(950, 40)
-    sampling = asking(20, temperature=1.5, top_k=20, seed=7)
-    alone = await client.complete(tokens, sampling)
-    assert_right(oracle, tokens, alone)
-    assert any(found.chosen.rank > 1 for found in alone.logprobs)
-    others = [
-        client.complete(
-            prompt(951 + n, 20 + n), Sampling(temperature=0.0, max_tokens=30, logprobs=k)
-        )
-        for n, k in enumerate([None, 0, 20, 3] * 3)
-    ]
-    beside, *_ = await asyncio.gather(client.complete(tokens, sampling), *others)
-    assert (beside.prompt_logprobs, beside.logprobs) == (alone.prompt_logprobs, alone.logprobs)
-    await quiet(client)
-
-
 async def test_logprobs_are_of_raw_logits(client: AsyncClient, oracle: Oracle) -> None:
     """Logprobs are taken before all parameters that change the draw."""
     tokens = prompt(970, 20)

@@ -1,11 +1,7 @@
-"""Several samples of one prompt through real processes: each is drawn as it is alone, and stays the
-same when workers die or are drained."""
+"""Several samples of one prompt through real processes: each is drawn as it is alone."""
 
-import asyncio
 import json
-import os
 import random
-import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -18,13 +14,9 @@ from quire.async_client import AsyncClient
 from quire.types import Sampling
 
 from .conftest import Oracle
-from .decoders import decoders, figures
 from .deployment import Deployment, deploying
 
 LIMIT_S = 90.0
-NUM = 8
-NUM_TOKENS = 800
-
 
 deployment = deploying("--decode", "2", "--pool-memory", "64MiB")
 
@@ -34,7 +26,7 @@ def prompt(number: int) -> list[int]:
     return [chance.randrange(259, 384) for _ in range(45)]
 
 
-def drawn(n: int, num_tokens: int = NUM_TOKENS, **changes: Any) -> Sampling:
+def drawn(n: int, num_tokens: int, **changes: Any) -> Sampling:
     fields: dict[str, Any] = {"temperature": 1.0, "seed": 5, "ignore_eos": True, **changes}
     return Sampling(max_tokens=num_tokens, n=n, **fields)
 
@@ -43,23 +35,6 @@ async def samples(client: AsyncClient, number: int, sampling: Sampling) -> list[
     completion = await client.complete(prompt(number), sampling, timeout_s=LIMIT_S)
     assert [choice.index for choice in completion.choices] == list(range(sampling.n))
     return [list(choice.token_ids) for choice in completion.choices]
-
-
-class Group:
-    """A request for `NUM` samples that are streamed."""
-
-    def __init__(self, client: AsyncClient, number: int) -> None:
-        self.tokens: list[list[int]] = [[] for _ in range(NUM)]
-        self.reading = asyncio.create_task(self._read(client, number))
-
-    async def _read(self, client: AsyncClient, number: int) -> None:
-        async for delta in client.generate(prompt(number), drawn(NUM), timeout_s=LIMIT_S):
-            self.tokens[delta.index] += delta.token_ids
-
-    async def is_on_its_way(self) -> None:
-        while min(map(len, self.tokens)) < 50:
-            assert not self.reading.done()
-            await asyncio.sleep(0.005)
 
 
 async def test_a_sample_depends_on_seed_and_index_alone(
@@ -80,40 +55,6 @@ async def test_greedy_samples_are_the_oracles(
     same = await samples(client, 2, drawn(4, 40, temperature=0.0))
     assert same == [same[0]] * 4
     assert oracle.choices(prompt(2), same[0]) == same[0]
-
-
-async def two_groups(client: AsyncClient, first: int) -> tuple[list[Group], list[Any]]:
-    """Two running groups, each at its own decode worker, and their tokens without a disturbance."""
-    numbers = (first, first + 1)
-    undisturbed = [await samples(client, number, drawn(NUM)) for number in numbers]
-    groups = [Group(client, number) for number in numbers]
-    for group in groups:
-        await group.is_on_its_way()
-    return groups, undisturbed
-
-
-async def test_a_killed_decode_worker_only_delays_a_group(
-    deployment: Deployment, client: AsyncClient, two_decoders: None
-) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        groups, undisturbed = await two_groups(client, 10)
-        os.kill(deployment.running("services.decode")[0], signal.SIGKILL)
-        await asyncio.gather(*(group.reading for group in groups))
-    assert [group.tokens for group in groups] == undisturbed
-
-
-async def test_a_group_moves_from_a_worker_that_is_drained(
-    deployment: Deployment, client: AsyncClient, two_decoders: None
-) -> None:
-    """Nothing is computed again."""
-    async with asyncio.timeout(LIMIT_S):
-        num_moves, num_preemptions = await figures(deployment, "num_moves", "num_preemptions")
-        groups, undisturbed = await two_groups(client, 20)
-        await client.drain((await decoders(client))[0].worker_id)
-        await asyncio.gather(*(group.reading for group in groups))
-    assert [group.tokens for group in groups] == undisturbed
-    counted = await figures(deployment, "num_moves", "num_preemptions")
-    assert counted == [num_moves + 1, num_preemptions]
 
 
 @pytest.mark.parametrize("stream", [False, True])
