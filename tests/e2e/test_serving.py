@@ -120,14 +120,3 @@ async def test_cancelled_streams_give_their_blocks_back(client: AsyncClient) -> 
     got = await asyncio.gather(*(run(n) for n in range(32)))
     assert all(count == 36 for n, count in enumerate(got) if n % 2 == 0)
     await quiet(client)
-
-
-async def test_a_seed_gives_the_same_tokens_alone_and_in_company(client: AsyncClient) -> None:
-    sampling = Sampling(temperature=1.0, top_p=0.9, seed=11, max_tokens=20, ignore_eos=True)
-    tokens = prompt(5, 20)
-    alone = await client.complete(tokens, sampling)
-    company = [client.complete(prompt(50 + n, 20), greedy(30)) for n in range(10)]
-    beside, *_ = await asyncio.gather(client.complete(tokens, sampling), *company)
-    assert beside.token_ids == alone.token_ids
-    other = await client.complete(tokens, Sampling(1.0, seed=12, max_tokens=20, ignore_eos=True))
-    assert other.token_ids != alone.token_ids

@@ -1,5 +1,5 @@
-"""Structured output through real processes: every text that ends has its form, and a form that costs
-too much delays no other request."""
+"""Structured output through real processes: every text that ends has its form, and a form that
+costs too much delays no other request."""
 
 import asyncio
 import json
