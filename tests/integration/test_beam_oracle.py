@@ -1,19 +1,15 @@
-"""Beam search finds the hypotheses of transformers: over random models with the same logits for
-both, and over a checkpoint with a Runner on paged KV."""
+"""Beam search finds the hypotheses of transformers, over random models with the same logits."""
 
 import random
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from bench.make_checkpoint import make_checkpoint
-from services.engine.batch import Draw, Row, RowOutput
 from services.engine.sequences.beam import FIRST, Beam, BeamSearch, num_candidates
 from services.protocol.logprobs import Logprobs
 from services.protocol.ticket import (
@@ -21,10 +17,7 @@ from services.protocol.ticket import (
     EarlyStopping,
     FinishReason,
     Hypothesis,
-    SamplingParams,
 )
-
-from .models_oracle import SPECS, RecordingRunner, random_prompt
 
 EARLY_STOPPING: dict[EarlyStopping, bool | str] = {
     EarlyStopping.WHEN_FULL: True,
@@ -144,74 +137,3 @@ def test_beam_search_equals_transformers(
         found = run(search, of_table(model, prompt, num_candidates(params, frozenset(stop_ids))))
         expected = by_transformers(model, prompt, params, stop_ids, max_tokens)
         check(found[: params.num_returned], expected, stop_ids, tolerance=1e-5)
-
-
-class OnPages:
-    """Beams as rows of a Runner. A branch has its own block table, with copies of all blocks of its
-    parent."""
-
-    def __init__(
-        self,
-        recording: RecordingRunner,
-        prompt: Sequence[int],
-        num_candidates: int,
-        max_tokens: int,
-    ) -> None:
-        self._recording = recording
-        self._prompt = tuple(prompt)
-        sampling = SamplingParams(0.0, 0, 1.0, 0.0, 0, max_tokens, logprobs=num_candidates)
-        self._draw = Draw(sampling, 0)
-        self._num_blocks = -(-(len(prompt) + max_tokens) // recording.block_size)
-        self._tables = [self._new_table()]
-
-    def advance(self, beams: Sequence[Beam], parents: Sequence[int]) -> list[Logprobs]:
-        old = self._tables
-        self._tables = [self._copy(old[parent]) for parent in parents]
-        for table in old:
-            self._recording.free.extend(table)
-        rows = []
-        for beam, table in zip(beams, self._tables, strict=True):
-            tokens = (*self._prompt, *beam.token_ids)
-            start = len(tokens) - 1 if beam.token_ids else 0
-            rows.append(Row(tokens[start:], start, table, draws=(self._draw,)))
-        drawn = self._recording.run(rows)
-        return [one for told in drawn if isinstance(told, RowOutput) for one in told.logprobs]
-
-    def _new_table(self) -> list[int]:
-        return [self._recording.free.pop() for _ in range(self._num_blocks)]
-
-    def _copy(self, table: Sequence[int]) -> list[int]:
-        copy = self._new_table()
-        self._recording.arena[copy] = self._recording.arena[table]
-        return copy
-
-
-@pytest.fixture(scope="module", params=["qwen3-gqa-tied", "llama-gqa", "mistral-window"])
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp(request.param), SPECS[request.param])
-
-
-def test_beam_search_on_pages_equals_transformers(checkpoint: Path) -> None:
-    """Some tokens that beams draw end a sequence, so that some beams end early."""
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    recording = RecordingRunner(checkpoint, block_size=4, num_blocks=600)
-    num_stopped = 0
-    for seed, (width, max_tokens, early_stopping) in enumerate(
-        [
-            (2, 12, EarlyStopping.WHEN_UNLIKELY),
-            (4, 20, EarlyStopping.WHEN_FULL),
-            (4, 16, EarlyStopping.WHEN_IMPOSSIBLE),
-            (16, 10, EarlyStopping.WHEN_UNLIKELY),
-        ]
-    ):
-        prompt = random_prompt(9 + seed, seed)
-        free = BeamParams(width, width, 1.0, early_stopping)
-        drawn = by_transformers(model, prompt, free, (), max_tokens)
-        stop_ids = sorted({tokens[3 + seed] for _, tokens in drawn})[:3]
-        params = BeamParams(width, max(1, width - 1), 0.5 * seed, early_stopping)
-        search = BeamSearch(params, frozenset(stop_ids), max_tokens)
-        pages = OnPages(recording, prompt, num_candidates(params, frozenset(stop_ids)), max_tokens)
-        found = run(search, pages.advance)[: params.num_returned]
-        check(found, by_transformers(model, prompt, params, stop_ids, max_tokens), stop_ids, 1e-4)
-        num_stopped += sum(one.finish is FinishReason.STOP for one in found)
-    assert num_stopped > 4

@@ -139,28 +139,6 @@ def test_logprobs_do_not_depend_on_the_chunks_of_the_prompt(
     assert run_alone(recording, rows_of(recording, PROMPT, chunk, asked(1.0))) == expected
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_logprobs_do_not_depend_on_the_batch(checkpoints: Make, kind: str) -> None:
-    """The other requests ask for more, fewer, or no logprobs, and for those of their prompts."""
-    directory = checkpoints("qwen3")
-    alone = make_recording(directory, kind)
-    expected = run_alone(alone, rows_of(alone, PROMPT, 4096, asked(1.0)))
-    recording = make_recording(directory, kind, num_threads=2)
-    others = [
-        rows_of(recording, random_prompt(20 + n, seed=n), 4096, replace(PLAIN, logprobs=number))[0]
-        for n, number in enumerate((None, 0, 20, 3), 1)
-    ]
-    others[0] = replace(others[0], scoring=None)
-    (own,) = rows_of(recording, PROMPT, 4096, asked(1.0))
-    found = recording.run([*others[:2], own, *others[2:]])
-    assert found[2] == expected
-    assert isinstance(found[0], tuple)
-    for told, number in zip((found[1], *found[3:]), (0, 20, 3), strict=True):
-        assert isinstance(told, RowOutput)
-        (of_token,) = told.logprobs
-        assert len(of_token.top_token_ids) == number
-
-
 def test_a_prompt_computed_again_in_adopted_blocks(checkpoints: Make) -> None:
     """Its KV is not stored again (law 2), and its logprobs are those of the first computation."""
     recording = make_recording(checkpoints("qwen3"))
