@@ -9,13 +9,16 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from advisor.memory import DoesNotFit
 from advisor.workload import WorkloadError, read_workload
 from blockstore.errors import BlockStoreError
 from services.common.errors import StartupError
 from services.common.runtime.process import set_up_openmp
+
+if TYPE_CHECKING:  # the module imports PyTorch
+    from advisor.block_size import Recommendation
 
 
 def main() -> None:
@@ -76,6 +79,10 @@ def _block_size(args: argparse.Namespace) -> dict[str, Any]:
         raise _Failed(str(error)) from error
     except TimeoutError as error:
         raise _Failed("the embedded Valkey does not answer") from error
+    return _as_json(found)
+
+
+def _as_json(found: "Recommendation") -> dict[str, Any]:
     sizes = [
         {**dataclasses.asdict(cost), "left": found.advice.shares[cost.block_size].product}
         for cost in found.costs

@@ -1,7 +1,5 @@
 """Logprobs of a whole deployment, over gRPC and HTTP, equal those of transformers."""
 
-import asyncio
-import itertools
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -111,20 +109,6 @@ async def test_logprobs_of_several_sequences_of_one_request(
     again = await client.complete(tokens, sampling)
     assert again.prompt_logprobs == first.prompt_logprobs
     assert again.choices == first.choices
-    await quiet(client)
-
-
-async def test_preempted_requests_lose_no_logprobs(client: AsyncClient, oracle: Oracle) -> None:
-    """40 streams of 32 blocks on 128 blocks are preempted again and again; each logprob is sent
-    once."""
-    prompts = [prompt(1000 + n, 30 + n) for n in range(40)]
-    running = (client.complete(p, asking(512 - len(p))) for p in prompts)
-    completions = await asyncio.gather(*running)
-    assert sum(completion.usage.num_preemptions for completion in completions) > 0
-    for tokens, completion in itertools.islice(zip(prompts, completions, strict=True), 0, None, 5):
-        assert_right(oracle, tokens, completion)
-    for completion in completions:
-        assert len(completion.logprobs) == len(completion.token_ids)
     await quiet(client)
 
 

@@ -1,7 +1,6 @@
 """Sampling parameters through a whole deployment, over gRPC and HTTP: greedy tokens are those of
 transformers' logits after each parameter is applied in the plain way."""
 
-import asyncio
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +14,6 @@ from quire.types import Sampling
 
 from .conftest import Oracle
 from .deployment import Deployment
-from .quiet import quiet
 from .test_serving import prompt
 
 EOS = (258, 256)
@@ -121,26 +119,6 @@ async def test_text_of_special_tokens_and_of_what_ended_it(client: AsyncClient) 
     )
     assert shown.token_ids == hidden.token_ids
     assert shown.text == hidden.text + "<|im_end|>"
-
-
-async def test_penalties_outlive_preemptions(client: AsyncClient, oracle: Oracle) -> None:
-    """48 requests of 32 blocks on 128 blocks: after a preemption, penalties still count the earlier
-    tokens."""
-    asked: dict[str, Any] = {
-        "repetition_penalty": 1.2,
-        "frequency_penalty": 0.75,
-        "presence_penalty": 0.25,
-    }
-    prompts = [prompt(400 + n, 20) for n in range(48)]
-    sampling = Sampling(temperature=0.0, max_tokens=492, ignore_eos=True, **asked)
-    completions = await asyncio.gather(*(client.complete(p, sampling) for p in prompts))
-    preempted = [n for n, c in enumerate(completions) if c.usage.num_preemptions]
-    assert preempted
-    for n in preempted[:6]:
-        tokens, generated = prompts[n], completions[n].token_ids
-        logits = oracle.logits(tokens, generated)
-        assert list(generated) == chosen(logits, asked, [*tokens, *generated], len(tokens))
-    await quiet(client)
 
 
 def _ids(letters: str) -> tuple[int, ...]:

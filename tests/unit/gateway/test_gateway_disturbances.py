@@ -36,74 +36,108 @@ from .walk import (
 NUM = 3
 
 
-async def disturb(walk: Walk, chance: random.Random) -> bool:
+class Disturbances:
     """Workers give back, hand over and vanish at random, and sequences end at different times.
     Prefill workers repeat tickets, and old attempts continue. (A stream itself never repeats a
-    step.) Every reservation and every ticket is ended, by the worker itself or by an abort. Returns
-    whether all sequences reached their ends."""
-    lifecycle = walk.lifecycle
-    ended_by_worker: set[tuple[str, int]] = set()
-    """(worker, attempt)"""
-    sent: list[tuple[ScriptedWorker, Generated | Prefilled]] = []
+    step.) `released`: (worker, attempt) of the leases that workers ended by themselves."""
 
-    def send(sender: ScriptedWorker, event: Generated | Prefilled) -> None:
-        sent.append((sender, event))
-        walk.on_event(sender, event)
+    def __init__(self, walk: Walk, chance: random.Random) -> None:
+        self._walk, self._chance = walk, chance
+        self._lifecycle = walk.lifecycle
+        self._sent: list[tuple[ScriptedWorker, Generated | Prefilled]] = []
+        self.released: set[tuple[str, int]] = set()
 
-    for _ in range(100):
-        if lifecycle.status is RequestStatus.ENDED:
-            break
-        attempt, last = lifecycle.attempt.number, chance.random()
-        late = [(by, one) for by, one in sent if one.attempt < attempt or by is walk.prefill]
-        if late and chance.random() < 0.2:
-            walk.on_event(*chance.choice(late))
-            continue
-        if lifecycle.status is RequestStatus.QUEUED:
-            if not await walk.reserve(granted=last < 0.8):
-                ended_by_worker.add(("d", attempt))
-            elif lifecycle.is_computed:
-                lifecycle.admit()
-        elif lifecycle.status is RequestStatus.RESERVING:
-            walk.start()
-        elif last < 0.05:
-            sender = walk.prefill if lifecycle.status is RequestStatus.PREFILLING else walk.decode
-            ended_by_worker.add((sender.id, attempt))
-            reason = chance.choice([RequeueReason.PREEMPTED, RequeueReason.DRAINING])
-            walk.on_event(sender, Requeued("r1", attempt, reason))
-            sender.draining = False
-        elif last < 0.1:
-            lost = chance.choice([walk.prefill, walk.decode])
-            ended_by_worker |= {(lost.id, number) for number in range(attempt + 1)}
-            walk.on_lost(lost, died=True)
-        elif lifecycle.status is RequestStatus.PREFILLING:
-            submit = next(c for c in reversed(walk.prefill.sent) if isinstance(c, Submit))
-            ended = [
-                FinishReason.LENGTH if len(s.token_ids) + 1 == MAX_TOKENS else None
-                for s in submit.ticket.sequences
+    async def run(self) -> None:
+        for _ in range(100):
+            if self._lifecycle.status is RequestStatus.ENDED:
+                return
+            late = [
+                (by, one)
+                for by, one in self._sent
+                if one.attempt < self._attempt or by is self._walk.prefill
             ]
-            if all(ended):
-                ended_by_worker.add(("p", attempt))
-            send(walk.prefill, walk.prefilled(submit.ticket, *ended))
-        elif last < 0.2 and lifecycle.attempt.detached is None:
-            ended_by_worker.add(("d", attempt))  # of the slot; the ticket is its own to claim again
-            living = [s.index for s in lifecycle.client.living]
-            walk.on_event(walk.decode, requeued(walk, at_rest(walk, *living)))
+            if late and self._chance.random() < 0.2:
+                self._walk.on_event(*self._chance.choice(late))
+            else:
+                await self._go_on(self._chance.random())
+
+    @property
+    def _attempt(self) -> int:
+        return self._lifecycle.attempt.number
+
+    async def _go_on(self, last: float) -> None:
+        status = self._lifecycle.status
+        if status is RequestStatus.QUEUED:
+            if not await self._walk.reserve(granted=last < 0.8):
+                self.released.add(("d", self._attempt))
+            elif self._lifecycle.is_computed:
+                self._lifecycle.admit()
+        elif status is RequestStatus.RESERVING:
+            self._walk.start()
+        elif last < 0.05:
+            self._give_back()
+        elif last < 0.1:
+            lost = self._chance.choice([self._walk.prefill, self._walk.decode])
+            self.released |= {(lost.id, number) for number in range(self._attempt + 1)}
+            self._walk.on_lost(lost, died=True)
+        elif status is RequestStatus.PREFILLING:
+            self._prefill()
+        elif last < 0.2 and self._lifecycle.attempt.detached is None:
+            self.released.add(("d", self._attempt))  # the slot; it may claim its own ticket again
+            living = [s.index for s in self._lifecycle.client.living]
+            self._walk.on_event(
+                self._walk.decode, requeued(self._walk, at_rest(self._walk, *living))
+            )
         else:
-            sequence = chance.choice(lifecycle.client.living)
-            token = next_token([*PROMPT, *sequence.tokens], sequence.index)
-            is_last = len(sequence.tokens) + 1 == MAX_TOKENS
-            if is_last and len(lifecycle.client.living) == 1:
-                ended_by_worker.add(("d", attempt))
-            finish = FinishReason.LENGTH if is_last else None
-            send(walk.decode, generated(walk, token, finish=finish, index=sequence.index))
+            self._decode()
+
+    def _give_back(self) -> None:
+        is_prefilling = self._lifecycle.status is RequestStatus.PREFILLING
+        sender = self._walk.prefill if is_prefilling else self._walk.decode
+        self.released.add((sender.id, self._attempt))
+        reason = self._chance.choice([RequeueReason.PREEMPTED, RequeueReason.DRAINING])
+        self._walk.on_event(sender, Requeued("r1", self._attempt, reason))
+        sender.draining = False
+
+    def _prefill(self) -> None:
+        submit = next(c for c in reversed(self._walk.prefill.sent) if isinstance(c, Submit))
+        ended = [
+            FinishReason.LENGTH if len(s.token_ids) + 1 == MAX_TOKENS else None
+            for s in submit.ticket.sequences
+        ]
+        if all(ended):
+            self.released.add(("p", self._attempt))
+        self._send(self._walk.prefill, self._walk.prefilled(submit.ticket, *ended))
+
+    def _decode(self) -> None:
+        living = self._lifecycle.client.living
+        sequence = self._chance.choice(living)
+        token = next_token([*PROMPT, *sequence.tokens], sequence.index)
+        is_last = len(sequence.tokens) + 1 == MAX_TOKENS
+        if is_last and len(living) == 1:
+            self.released.add(("d", self._attempt))
+        finish = FinishReason.LENGTH if is_last else None
+        event = generated(self._walk, token, finish=finish, index=sequence.index)
+        self._send(self._walk.decode, event)
+
+    def _send(self, sender: ScriptedWorker, event: Generated | Prefilled) -> None:
+        self._sent.append((sender, event))
+        self._walk.on_event(sender, event)
+
+
+async def disturb(walk: Walk, chance: random.Random) -> bool:
+    """Disturb a request and close it. Every reservation and every ticket is ended, by the worker
+    itself or by an abort. Returns whether all sequences reached their ends."""
+    disturbances = Disturbances(walk, chance)
+    await disturbances.run()
     finished = walk.output.has_ended
-    lifecycle.close()
+    walk.lifecycle.close()
     for worker in (walk.prefill, walk.decode):
         begun = {c.attempt for c in worker.sent if isinstance(c, Reserve)}
         begun |= {c.ticket.attempt for c in worker.sent if isinstance(c, Submit)}
-        over = {c.attempt for c in worker.sent if isinstance(c, Abort) and c.index is None}
-        over |= {attempt for worker_id, attempt in ended_by_worker if worker_id == worker.id}
-        assert begun <= over
+        ended = {c.attempt for c in worker.sent if isinstance(c, Abort) and c.index is None}
+        ended |= {number for worker_id, number in disturbances.released if worker_id == worker.id}
+        assert begun <= ended
         assert worker.num_taken_slots == 0
         assert not worker.prefill_loads
     return finished
