@@ -1,9 +1,10 @@
 """Shares a model queue and the prefill workers behind it among clients.
 
-Of each client, `PER_PREFILL_WORKER` requests for each prefill worker are on the way to their first
-token. Its further requests wait outside, first come, first served, and only then are tokenized and
-get their arrival number. So a client that sends 500 requests at once delays another client's
-request by a few of them. See ADR 176.
+Of each client, a few requests for each prefill worker are on the way to their first token: eight,
+or one while another client sends requests that do not have to wait outside. Its further requests
+wait outside, first come, first served, and only then are tokenized and get their arrival number. So
+a client that sends 500 requests at once delays another client's request by a few of them. See
+ADR 176 and ADR 169.
 """
 
 import asyncio
@@ -15,13 +16,18 @@ from services.gateway.frontend.api import GenerationRequest
 
 PER_PREFILL_WORKER = 8
 """Enough to keep a prefill worker busy while the next requests are tokenized and placed."""
+BESIDE_LIGHT_CLIENTS = 1
+"""The number for each prefill worker while there is a light client."""
+LIGHT_FOR_S = 1.0
+"""A client is light for this long after a request of it that did not have to wait outside."""
 
 
 @dataclass(slots=True)
 class _Share:
     """`outside`: an ordered set of the requests that wait."""
 
-    limit: int = 0
+    client: str
+    num_prefill_workers: int = 1
     num_inside: int = 0
     outside: dict[asyncio.Future[None], None] = field(default_factory=dict)
 
@@ -32,6 +38,9 @@ class ClientShares:
 
     def __init__(self) -> None:
         self._shares: dict[tuple[str, int], _Share] = {}
+        self._light: dict[str, float] = {}
+        """Light clients, and when the last request of each entered; the earliest first."""
+        self._clock = asyncio.get_running_loop().time
 
     def __len__(self) -> int:
         """All requests that wait outside."""
@@ -50,8 +59,8 @@ class ClientShares:
         many inside as it may. Yields the function to call, once or more, when the request has its
         first token or has ended; an error in the block calls it."""
         key = request.caller.client, request.priority
-        share = self._shares.setdefault(key, _Share())
-        share.limit = PER_PREFILL_WORKER * max(1, num_prefill_workers)
+        share = self._shares.setdefault(key, _Share(request.caller.client))
+        share.num_prefill_workers = max(1, num_prefill_workers)
         is_inside = True
 
         def leave() -> None:
@@ -68,8 +77,10 @@ class ClientShares:
             raise
 
     async def _enter(self, share: _Share, leave: Callable[[], None]) -> None:
-        if share.num_inside < share.limit and not share.outside:
+        self._light.pop(share.client, None)
+        if self._has_room(share) and not share.outside:
             share.num_inside += 1
+            self._light[share.client] = self._clock()
             return
         entered = asyncio.get_running_loop().create_future()
         share.outside[entered] = None
@@ -90,9 +101,19 @@ class ClientShares:
 
     def _let_in(self, share: _Share) -> None:
         """Let in as many as there is room for: it grows with the number of prefill workers."""
-        while share.outside and share.num_inside < share.limit:
+        while share.outside and self._has_room(share):
             first = next(iter(share.outside))
             del share.outside[first]
             if not first.cancelled():  # its request was just cancelled, and has not run since
                 first.set_result(None)
                 share.num_inside += 1
+
+    def _has_room(self, share: _Share) -> bool:
+        per_worker = BESIDE_LIGHT_CLIENTS if self._others_are_light(share) else PER_PREFILL_WORKER
+        return share.num_inside < per_worker * share.num_prefill_workers
+
+    def _others_are_light(self, share: _Share) -> bool:
+        since = self._clock() - LIGHT_FOR_S
+        while self._light and self._light[first := next(iter(self._light))] < since:
+            del self._light[first]
+        return len(self._light) > (share.client in self._light)

@@ -7,7 +7,12 @@ import pytest
 
 from services.gateway.access.caller import Caller
 from services.gateway.frontend.api import GenerationRequest
-from services.gateway.scheduling.client_shares import PER_PREFILL_WORKER, ClientShares
+from services.gateway.scheduling.client_shares import (
+    BESIDE_LIGHT_CLIENTS,
+    LIGHT_FOR_S,
+    PER_PREFILL_WORKER,
+    ClientShares,
+)
 
 
 class Clients:
@@ -68,6 +73,37 @@ async def test_another_client_and_a_more_urgent_request_enter_at_once() -> None:
     assert clients.shares.num_outside(of_b) == 0
 
 
+async def test_beside_a_light_client_another_one_has_less_room() -> None:
+    """Until the light client has sent nothing for a while."""
+    clients = Clients()
+    now = clients.shares._clock()
+    clients.shares._clock = lambda: now
+    await clients.send("a", *MANY)
+    await clients.send("b", "b0")
+    for name in MANY[: PER_PREFILL_WORKER - BESIDE_LIGHT_CLIENTS]:
+        clients.leave[name]()
+    await clients.settle()
+    assert clients.entered == [*MANY[:PER_PREFILL_WORKER], "b0"]
+    clients.leave[MANY[PER_PREFILL_WORKER - 1]]()
+    await clients.settle()
+    assert clients.entered[-1] == MANY[PER_PREFILL_WORKER]
+    now += LIGHT_FOR_S + 0.1
+    clients.leave[MANY[PER_PREFILL_WORKER]]()
+    await clients.settle()
+    assert clients.entered[-2:] == MANY[-2:]
+
+
+async def test_clients_with_requests_outside_leave_each_other_their_room() -> None:
+    clients = Clients()
+    await clients.send("a", *MANY)
+    await clients.send("b", *(f"b{number}" for number in range(PER_PREFILL_WORKER + 3)))
+    assert len(clients.entered) == 2 * PER_PREFILL_WORKER
+    await clients.send("a", "urgent", priority=-1)  # a client takes no room from itself
+    clients.leave["a0"]()
+    await clients.settle()
+    assert clients.entered[-2:] == ["urgent", MANY[PER_PREFILL_WORKER]]
+
+
 async def test_cancelled_requests_let_the_next_one_in() -> None:
     """One waits outside, and one is cancelled in the moment in which it is let in."""
     clients = Clients()
@@ -92,7 +128,7 @@ async def test_requests_cancelled_at_once_do_not_disturb_one_that_leaves() -> No
     assert clients.entered == [*MANY[:PER_PREFILL_WORKER], MANY[-1]]
 
 
-async def test_a_failed_admission_returns_its_room_and_no_client_is_remembered() -> None:
+async def test_a_failed_admission_returns_its_room_and_no_client_is_remembered_for_long() -> None:
     shares = ClientShares()
     request = GenerationRequest("x", caller=Caller(host="a"))
     for _ in range(2 * PER_PREFILL_WORKER):
@@ -100,3 +136,7 @@ async def test_a_failed_admission_returns_its_room_and_no_client_is_remembered()
             async with shares.entered(request, 1):
                 raise ZeroDivisionError
     assert not shares._shares
+    now = shares._clock()
+    shares._clock = lambda: now + LIGHT_FOR_S + 0.1
+    async with shares.entered(GenerationRequest("x", caller=Caller(host="b")), 1):
+        assert list(shares._light) == ["b"]
