@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer import Option
 
+from quire.choices import Dtype
 from quire.cli.flags import Json, with_flags
 from quire.cli.output import Columns, print_table
 from quire.module_command import module_command
@@ -62,7 +63,7 @@ class AdvisorFlags:
             help="the pool's KV memory; default: room for 64 average requests",
         ),
     ] = None
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    dtype: Dtype = "auto"
     backend: Literal["cpu", "reference"] = "cpu"
     threads: Annotated[int, Option(min=1, metavar="N", help="threads of a worker")] = 1
     requests: Annotated[

@@ -2,20 +2,10 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
+from quire.choices import ReasoningParser, ToolCallParser
 from quire.supervisor.worker_options import SharedOptions, engine, network
-
-ToolCallParser = Literal[
-    "auto",
-    "none",
-    "hermes",
-    "llama3_json",
-    "pythonic",
-    "mistral",
-    "phi4_mini_json",
-    "openai",
-]
 
 
 @dataclass(frozen=True)
@@ -74,7 +64,7 @@ class GatewayOptions(SharedOptions):
         network(help="format of tool calls; default: auto, that of the chat template"),
     ] = None
     reasoning_parser: Annotated[
-        Literal["auto", "none", "think", "mistral"] | None,
+        ReasoningParser | None,
         network(help="tags of reasoning; default: auto, those of the chat template"),
     ] = None
     lora: Annotated[

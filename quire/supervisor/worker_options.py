@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from typer import Option
 
+from quire.choices import Attention, Backend, Dtype, Isa, KvDtype, Numa, Preemption
 from quire.sizes import duration, memory_size
 
 EMBEDDED_POOL_MEMORY = "256MiB"
@@ -60,7 +61,7 @@ class WorkerOptions(SharedOptions):
         ),
     ] = None
     preemption: Annotated[
-        Literal["auto", "swap", "recompute"] | None,
+        Preemption | None,
         engine(help="how requests are preempted; default: auto, swap if that costs less"),
     ] = None
     tensor_parallel_size: Annotated[
@@ -77,7 +78,7 @@ class WorkerOptions(SharedOptions):
         engine(min=1, metavar="TOKENS", help="positions of a block; default: 16"),
     ] = None
     dtype: Annotated[
-        Literal["auto", "bfloat16", "float32"] | None,
+        Dtype | None,
         engine(help="weights and activations; default: auto, by the model and the processor"),
     ] = None
     device: Annotated[
@@ -97,11 +98,11 @@ class WorkerOptions(SharedOptions):
         ),
     ] = None
     backend: Annotated[
-        Literal["auto", "cpu", "reference", "triton"] | None,
+        Backend | None,
         engine(help="kernels; default: auto, cpu, or triton on a GPU"),
     ] = None
     attention: Annotated[
-        Literal["auto", "flashinfer", "flash", "triton", "reference"] | None,
+        Attention | None,
         engine(
             help="attention beside the triton kernels; default: auto, by the GPU and what is "
             "installed"
@@ -112,7 +113,7 @@ class WorkerOptions(SharedOptions):
         engine(help="launch each kernel of a decode step instead of replaying CUDA graphs"),
     ] = None
     isa: Annotated[
-        Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "portable"] | None,
+        Isa | None,
         engine(
             help="instruction set of the CPU kernels; default: auto, the fastest one here, "
             "measured if in doubt"
@@ -126,7 +127,7 @@ class WorkerOptions(SharedOptions):
         ),
     ] = None
     kv_dtype: Annotated[
-        Literal["auto", "int8"] | None,
+        KvDtype | None,
         engine(help="keys and values; default: auto, as --dtype; int8: half of bfloat16's memory"),
     ] = None
     cpus: Annotated[
@@ -141,7 +142,7 @@ class WorkerOptions(SharedOptions):
         engine(min=1, metavar="N", help="threads of each worker, on any CPU; excludes --cpus"),
     ] = None
     numa: Annotated[
-        Literal["auto", "off"] | None,
+        Numa | None,
         engine(
             help="auto: on a host with several NUMA nodes, threads and memory of a worker are on "
             "nodes of its own; off: all CPUs are one node; default: auto"

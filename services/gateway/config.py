@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
+from quire.choices import ReasoningParser, ToolCallParser
 from services.common.rpc.tls import TlsFiles, given_files, service_tls
 from services.common.runtime.config import env_prefix, split_by_commas
 from services.common.runtime.metrics import KeyringMetrics
@@ -19,7 +20,6 @@ from services.gateway.frontend.http.middleware.body_limits import (
 )
 from services.gateway.intake.generation_config import AUTO
 from services.gateway.intake.model_names import parse_aliases
-from services.gateway.parsing.choice import CallParserName, ReasoningParserName
 
 
 class GatewayOptions(BaseModel):
@@ -40,12 +40,12 @@ class GatewayOptions(BaseModel):
         default=None,
         description='JSON object of default sampling parameters, e.g. {"temperature": 0.5}',
     )
-    tool_call_parser: CallParserName = Field(
+    tool_call_parser: ToolCallParser = Field(
         default="auto",
         description="the format of the models' tool calls; auto: that of their chat templates; "
         "none: they have none",
     )
-    reasoning_parser: ReasoningParserName = Field(
+    reasoning_parser: ReasoningParser = Field(
         default="auto", description="the tags around the models' reasoning; auto and none: as above"
     )
     lora: Annotated[tuple[tuple[str, str], ...], NoDecode] = Field(

@@ -4,18 +4,18 @@ Floats have 32 bits in messages: a value that was in a message once does not cha
 invalid parameter raises InvalidRequest.
 """
 
-import math
+from dataclasses import fields
 
 from quire.v1 import sampling_pb2, ticket_pb2
 from services.common.structured.structure import MAX_STRUCTURE_BYTES, Structure, StructureKind
 from services.protocol.fields import require, values
 from services.protocol.logprobs import MAX_LOGPROBS
+from services.protocol.sampling_numbers import NUMBERS
 from services.protocol.ticket import (
     MAX_BEAM_WIDTH,
     MAX_BIAS,
     MAX_DIMENSIONS,
     MAX_LENGTH_PENALTY,
-    MAX_PENALTY,
     BeamParams,
     EarlyStopping,
     Pooling,
@@ -24,19 +24,11 @@ from services.protocol.ticket import (
 )
 
 _MAX_TOP_K = 1 << 31
-_PLAIN_OF_SAMPLING = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "seed",
-    "max_tokens",
-    "min_tokens",
-    "ignore_eos",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
+_CONVERTED = {
+    *("logprobs", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words"),
+    *("structure", "beam", "pooling"),
+}
+_PLAIN_OF_SAMPLING = [f.name for f in fields(SamplingParams) if f.name not in _CONVERTED]
 """Fields that are equal in the dataclass and in the message."""
 
 _EARLY_STOPPING = {
@@ -73,10 +65,9 @@ def sampling_to_wire(sampling: SamplingParams) -> ticket_pb2.TicketSampling:
 
 
 def sampling_from_wire(message: ticket_pb2.TicketSampling) -> SamplingParams:
-    temperature, top_p, min_p = message.temperature, message.top_p, message.min_p
-    require(math.isfinite(temperature) and temperature >= 0, f"temperature is {temperature}")
-    require(0 < top_p <= 1, f"top_p is {top_p}")
-    require(0 <= min_p <= 1, f"min_p is {min_p}")
+    for name, number in NUMBERS.items():
+        value = getattr(message, name)
+        require(number.accepts(value), f"{name} is {value}")
     require(message.top_k < _MAX_TOP_K, f"top_k is {message.top_k}")
     require(message.max_tokens > 0, "max_tokens is 0")
     logprobs = num_top_from_wire(message.logprobs)
@@ -95,12 +86,7 @@ def sampling_from_wire(message: ticket_pb2.TicketSampling) -> SamplingParams:
 
 
 def _check_adjustments(message: ticket_pb2.TicketSampling) -> None:
-    """Check the parameters that adjust logits. NaN fails every comparison, so it is refused."""
-    repetition = message.repetition_penalty
-    require(0 < repetition < math.inf, f"repetition_penalty is {repetition}")
-    for name in ("presence_penalty", "frequency_penalty"):
-        penalty = getattr(message, name)
-        require(-MAX_PENALTY <= penalty <= MAX_PENALTY, f"{name} is {penalty}")
+    """Check the biases, bad words and min_tokens. NaN fails every comparison, so it is refused."""
     for token_id, bias in message.logit_bias.items():
         require(-MAX_BIAS <= bias <= MAX_BIAS, f"logit_bias of {token_id} is {bias}")
     require(all(word.token_ids for word in message.bad_words), "a bad word has no tokens")

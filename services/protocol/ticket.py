@@ -12,8 +12,6 @@ from itertools import chain
 from services.common.structured.structure import Structure
 
 PRIORITIES = range(-128, 128)
-MAX_PENALTY = 2.0
-"""The largest absolute value of a presence or frequency penalty."""
 MAX_BIAS = 100.0
 """The largest absolute value of a logit bias."""
 

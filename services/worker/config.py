@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from quire.choices import Attention, Backend, Dtype, Isa, KvDtype, Numa, Preemption
 from services.common.checkpoint.quantization import Quantization
 from services.common.checkpoint.shards import SIZES, check_shards, refuse_kind
 from services.common.errors import StartupError
@@ -27,10 +28,10 @@ class WorkerSettings(TracedSettings, PoolServiceSettings):
 
     model: Path = Field(description="checkpoint directory in Hugging Face format, or a GGUF file")
     model_name: str = Field("", description="name that clients use; default: the directory's")
-    dtype: Literal["auto", "bfloat16", "float32"] = Field(
+    dtype: Dtype = Field(
         "auto", description="of weights and activations; auto: as in the checkpoint"
     )
-    kv_dtype: Literal["auto", "int8"] = Field(
+    kv_dtype: KvDtype = Field(
         "auto",
         description="of keys and values; auto: as dtype; int8: with a scale for each head of a "
         "position",
@@ -59,10 +60,10 @@ class WorkerSettings(TracedSettings, PoolServiceSettings):
         description="share of the GPU's memory for the pool and all workers of this deployment; "
         "without effect if pool_memory is set",
     )
-    backend: Literal["auto", "cpu", "reference", "triton"] = Field(
+    backend: Backend = Field(
         "auto", description="kernels that compute; auto: cpu, or triton on a GPU"
     )
-    attention: Literal["auto", "flashinfer", "flash", "triton", "reference"] = Field(
+    attention: Attention = Field(
         "auto",
         description="who computes attention beside the backend triton; auto: on Hopper and "
         "Blackwell flashinfer, then flash, then triton, the first that is installed and serves the "
@@ -71,7 +72,7 @@ class WorkerSettings(TracedSettings, PoolServiceSettings):
     enforce_eager: bool = Field(
         False, description="launch every kernel of a decode step; false: replay it as a CUDA graph"
     )
-    isa: Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "portable"] = Field(
+    isa: Isa = Field(
         "auto",
         description="instruction set of the backend cpu; auto: the best that this CPU has, by "
         "measurement where that is in doubt; the same for all workers of a host",
@@ -88,7 +89,7 @@ class WorkerSettings(TracedSettings, PoolServiceSettings):
     swap_memory: str = Field(
         "", description="size of the swap pool, to which preempted requests are copied; empty: none"
     )
-    preemption: Literal["auto", "swap", "recompute"] = Field(
+    preemption: Preemption = Field(
         "auto", description="how requests are preempted; auto: swap where that costs less"
     )
     num_expected_workers: int = Field(1, ge=1, description="workers that this host has to hold")
@@ -96,7 +97,7 @@ class WorkerSettings(TracedSettings, PoolServiceSettings):
         "auto",
         description="CPUs that this host's workers divide, e.g. 0-3,6; auto: one of each core",
     )
-    numa: Literal["auto", "off"] = Field(
+    numa: Numa = Field(
         "auto",
         description="auto: with several NUMA nodes, threads and memory of a worker are on nodes of "
         "its own; off: all CPUs are one node",

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from typer import Argument, Option
 
+from quire.choices import Dtype, KvDtype
 from quire.module_command import module_command
 from quire.sizes import memory_size
 from quire.supervisor.model_source import EMBEDDED, find_model
@@ -24,9 +25,9 @@ class BatchFlags:
     pool_memory: Annotated[
         str | None, Option(metavar="SIZE", parser=memory_size, help="the pool's KV memory")
     ] = None
-    dtype: Literal["auto", "bfloat16", "float32"] | None = None
+    dtype: Dtype | None = None
     quantize: Literal["int8", "int4", "int4-32", "int4-128"] | None = None
-    kv_dtype: Literal["auto", "int8"] | None = None
+    kv_dtype: KvDtype | None = None
     max_model_len: Annotated[
         int | None, Option(min=2, metavar="TOKENS", help="longest prompt + generation")
     ] = None

@@ -18,6 +18,7 @@ from services.gateway.frontend.api import (
     TokenizeRequest,
 )
 from services.gateway.intake.model_names import choose_model
+from services.protocol.sampling_numbers import NUMBERS, PENALTIES
 
 
 class AccessControl:
@@ -99,10 +100,7 @@ def check_cost(key: ApiKey, request: GenerationRequest) -> None:
             raise InvalidRequest(
                 f"{name} is {value}; key {key.name} may ask for at most {limit}", name
             )
-    for name, penalty, neutral in (
-        ("repetition_penalty", asked.repetition_penalty, 1.0),
-        ("presence_penalty", asked.presence_penalty, 0.0),
-        ("frequency_penalty", asked.frequency_penalty, 0.0),
-    ):
-        if not key.penalties and penalty not in (None, neutral):
+    for name in PENALTIES:
+        penalty = getattr(asked, name)
+        if not key.penalties and penalty not in (None, NUMBERS[name].neutral):
             raise InvalidRequest(f"{name} is {penalty}; key {key.name} may not use penalties", name)

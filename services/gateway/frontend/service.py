@@ -30,11 +30,12 @@ from services.protocol.sampling_codec import early_stopping_from_wire, structure
 
 SERVICE_NAME: str = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 
-_OPTIONAL_SAMPLING = (
-    *("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "min_tokens"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty", "skip_special_tokens"),
-    *("n", "best_of", "logprobs", "prompt_logprobs"),
-)
+_OPTIONAL_SAMPLING = [
+    field.name
+    for field in sampling_pb2.SamplingParams.DESCRIPTOR.fields
+    if field.has_presence and field.message_type is None
+]
+"""The fields that a message may lack, which have the same names in `RequestedSampling`."""
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):

@@ -5,16 +5,13 @@ from typing import Any
 
 from services.common.errors import InvalidRequest
 from services.gateway.frontend.api import RequestedSampling
+from services.protocol.sampling_numbers import NUMBERS
 from services.protocol.ticket import MAX_BEAM_WIDTH, MAX_LENGTH_PENALTY, BeamParams
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **{name: (number.neutral,) for name, number in NUMBERS.items()},
     "temperature": (0, 1),
     "top_k": (0, -1),
-    "top_p": (1,),
-    "min_p": (0,),
-    "repetition_penalty": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
     "min_tokens": (0,),
     "logit_bias": ((),),
     "allowed_token_ids": ((),),

@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Sequence
+from typing import Any
 
 from services.common.text.model_config import GenerationDefaults
 from services.gateway.frontend.api import RequestedSampling
@@ -13,7 +14,8 @@ from services.gateway.intake.checks import check_text, float32, require
 from services.gateway.intake.embeddings import embedding_params
 from services.gateway.intake.prompts import check_token_ids
 from services.gateway.intake.structures import check_combination
-from services.protocol.ticket import MAX_BIAS, MAX_PENALTY, SamplingParams
+from services.protocol.sampling_numbers import NUMBERS
+from services.protocol.ticket import MAX_BIAS, SamplingParams
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 1024
@@ -46,18 +48,14 @@ async def resolve_sampling(asked: RequestedSampling, model: Model) -> SamplingPa
     if beam is not None:
         asked = with_greedy_sampling(asked)
     defaults = model.config.generation
+    numbers: dict[str, Any] = {name: _number(name, asked, defaults) for name in NUMBERS}
     sampling = SamplingParams(
-        temperature=_temperature(asked.temperature, defaults.temperature),
+        **numbers,
         top_k=_top_k(asked.top_k, defaults.top_k),
-        top_p=_fraction("top_p", asked.top_p, defaults.top_p, 1.0),
-        min_p=_fraction("min_p", asked.min_p, defaults.min_p, 0.0),
         seed=secrets.randbits(64) if asked.seed is None else asked.seed % _NUM_SEEDS,
         max_tokens=asked.max_tokens or 1,
         stop_token_ids=asked.stop_token_ids,
         ignore_eos=asked.ignore_eos,
-        repetition_penalty=_repetition_penalty(asked, defaults),
-        presence_penalty=_penalty("presence_penalty", asked.presence_penalty),
-        frequency_penalty=_penalty("frequency_penalty", asked.frequency_penalty),
         logit_bias=tuple((i, float32("logit_bias", bias)) for i, bias in asked.logit_bias),
         allowed_token_ids=asked.allowed_token_ids or (),
         bad_words=await token_sequences(asked.bad_words, model),
@@ -155,10 +153,13 @@ def _check_limit(name: str, number: int, most: int, param: str) -> None:
     require(number <= most, f"{number} {name}, at most {most}", param)
 
 
-def _temperature(asked: float | None, default: float | None) -> float:
-    temperature = float32("temperature", _first_given(asked, default, 1.0))
-    require(temperature >= 0, f"temperature is {temperature:g}, not 0 or more", "temperature")
-    return temperature
+def _number(name: str, asked: RequestedSampling, defaults: GenerationDefaults) -> float:
+    """The checked value of a parameter in `NUMBERS`. Not all have a default of the model."""
+    number = NUMBERS[name]
+    given = getattr(asked, name), getattr(defaults, name, None)
+    value = float32(name, _first_given(*given, number.neutral))
+    require(number.accepts(value), f"{name} is {value:g}, not {number.bounds}", name)
+    return value
 
 
 def _top_k(asked: int | None, default: int | None) -> int:
@@ -167,30 +168,6 @@ def _top_k(asked: int | None, default: int | None) -> int:
         -1 <= top_k < 1 << 31, f"top_k is {top_k}, not -1, 0 (all) or a number of tokens", "top_k"
     )
     return max(top_k, 0)
-
-
-def _fraction(name: str, asked: float | None, default: float | None, neutral: float) -> float:
-    """A checked fraction: `top_p` in (0, 1], any other in [0, 1]."""
-    fraction = float32(name, _first_given(asked, default, neutral))
-    if name == "top_p":
-        require(0 < fraction <= 1, f"top_p is {fraction:g}, not in (0, 1]", "top_p")
-    else:
-        require(0 <= fraction <= 1, f"{name} is {fraction:g}, not in [0, 1]", name)
-    return fraction
-
-
-def _repetition_penalty(asked: RequestedSampling, defaults: GenerationDefaults) -> float:
-    wanted = _first_given(asked.repetition_penalty, defaults.repetition_penalty, 1.0)
-    penalty = float32("repetition_penalty", wanted)
-    require(penalty > 0, f"repetition_penalty is {penalty:g}, not above 0", "repetition_penalty")
-    return penalty
-
-
-def _penalty(name: str, asked: float | None) -> float:
-    penalty = float32(name, _first_given(asked, 0.0))
-    bounds = f"[-{MAX_PENALTY:g}, {MAX_PENALTY:g}]"
-    require(-MAX_PENALTY <= penalty <= MAX_PENALTY, f"{name} is {penalty:g}, not in {bounds}", name)
-    return penalty
 
 
 def _first_given(*values: float | None) -> float:

@@ -2,14 +2,9 @@
 
 import re
 from dataclasses import dataclass
-from typing import Literal
 
+from quire.choices import ReasoningParser, ToolCallParser
 from services.gateway.parsing.message import CallFormat, MessageFormat
-
-CallParserName = Literal[
-    "auto", "none", "hermes", "llama3_json", "pythonic", "mistral", "phi4_mini_json", "openai"
-]
-ReasoningParserName = Literal["auto", "none", "think", "mistral"]
 
 _TAGS = {"think": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]")}
 
@@ -29,8 +24,8 @@ _PATTERNS: tuple[tuple[CallFormat, str], ...] = (
 class Parsers:
     """The deployment's choice: the same for all its models, unless it is auto."""
 
-    calls: CallParserName = "auto"
-    reasoning: ReasoningParserName = "auto"
+    calls: ToolCallParser = "auto"
+    reasoning: ReasoningParser = "auto"
 
     def format(self, template: str | None) -> MessageFormat:
         """The format of a model with this chat template; None: it has none."""

@@ -4,7 +4,7 @@ This module checks types and combinations of fields. The gateway's admission che
 gRPC and HTTP alike.
 """
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -120,28 +120,17 @@ class SampledBody(Body):
         )
 
     def sampling(self) -> RequestedSampling:
-        allowed = self.allowed_token_ids
-        return RequestedSampling(
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            seed=self.seed,
-            stop=self.stop,
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            ignore_eos=bool(self.ignore_eos),
-            logprobs=self.num_logprobs,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            logit_bias=self.logit_bias,
-            allowed_token_ids=None if allowed is None else tuple(allowed),
-            bad_words=tuple(self.bad_words or ()),
-            min_tokens=self.min_tokens,
-            include_stop_str_in_output=bool(self.include_stop_str_in_output),
-            skip_special_tokens=self.skip_special_tokens is not False,
-            structure=self.structure,
-        )
+        """The fields of the same name, where given, and those that need a conversion."""
+        given: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name in _SAMPLING
+            if (value := getattr(self, name)) is not None
+        }
+        return RequestedSampling(**given, logprobs=self.num_logprobs, structure=self.structure)
+
+
+_SAMPLING = SampledBody.model_fields.keys() & {one.name for one in fields(RequestedSampling)}
+"""The sampling parameters of every body."""
 
 
 class GenerationBody(SampledBody):
