@@ -11,6 +11,7 @@ import pytest
 
 from quire.async_client import AsyncClient
 from quire.types import Sampling
+from tests.adapters import AdapterOracle, make_adapter
 
 from .conftest import POOL_MEMORY, Oracle
 from .decoders import figures
@@ -21,13 +22,21 @@ RANKS = "services.worker.ranks"
 
 
 @pytest.fixture(scope="module")
-def deployment(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+def adapter(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_adapter(tmp_path_factory.mktemp("adapter") / "poet", checkpoint, 1)
+
+
+@pytest.fixture(scope="module")
+def deployment(
+    checkpoint: Path, adapter: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Deployment]:
     """Two workers of each kind, of two ranks each, with an arena for each rank as on a GPU."""
     options = ("--prefill", "2", "--decode", "2", "--tensor-parallel-size", "2")
     device = ("--device", "memfd:0,memfd:2")
     memory = ("--pool-memory", str(2 * POOL_MEMORY))
     folder = tmp_path_factory.mktemp("run")
-    with serving(checkpoint, folder, *options, *device, *memory) as running:
+    lora = ("--lora", f"poet={adapter}")
+    with serving(checkpoint, folder, *options, *device, *memory, *lora) as running:
         yield running
     assert not [line for line in running.log.read_text().splitlines() if "kv_corrupt" in line]
 
@@ -50,6 +59,24 @@ async def test_greedy_tokens_are_those_of_transformers(
     many = Sampling(temperature=1.0, seed=3, n=4, max_tokens=40, ignore_eos=True)
     first, second = [await client.complete(prompt, many) for _ in range(2)]
     assert first.choices == second.choices
+
+
+async def test_an_adapter_beside_the_model(
+    deployment: Deployment, client: AsyncClient, checkpoint: Path, adapter: Path
+) -> None:
+    """Requests for both run together; tokens are those of transformers and PEFT."""
+    await all_serve(client)
+    prompt = [300 + number % 80 for number in range(50)]
+    greedy = Sampling(temperature=0.0, max_tokens=20, ignore_eos=True)
+    names = ("poet", None, "poet")
+    found = await asyncio.gather(
+        *(client.complete(prompt, greedy, model=name or "") for name in names)
+    )
+    poet, alone = (
+        AdapterOracle(checkpoint, one).greedy(tuple(prompt), 20)[0] for one in (adapter, None)
+    )
+    assert [list(one.token_ids) for one in found] == [poet, alone, poet]
+    assert poet != alone
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,9 @@ class _Follower:
                 ]
                 self._try(lambda: self._join(message, found))
             case Capture():
-                self._try(lambda: self._capture(message.max_rows))
+                # An error ends this rank, and so the worker: others wait in exchanges.
+                self._capture(message.max_rows)
+                self._answer()
             case Leave():
                 self._leave()
                 self._answer()
