@@ -43,7 +43,7 @@ class ServedAdapter:
 
 class GatewayAdapters:
     """The adapters of one gateway. `models`: the served models by name, with their configs.
-    `num_ranks`: of the workers of a model. `initial`: adapters to load, (name, directory) each."""
+    `initial`: adapters to load, (name, directory) each."""
 
     def __init__(
         self,
@@ -51,13 +51,11 @@ class GatewayAdapters:
         models: Callable[[], Mapping[str, ModelConfig]],
         max_loras: int,
         max_rank: int,
-        num_ranks: Callable[[str], int] = lambda _: 1,
         initial: Sequence[tuple[str, str]] = (),
     ) -> None:
         self._listed = listed
         self._models = models
         self._max_loras, self._max_rank = max_loras, max_rank
-        self._num_ranks = num_ranks
         self._initial = initial
         self._served: dict[str, ServedAdapter] = {}
         self._changing = asyncio.Lock()
@@ -125,12 +123,6 @@ class GatewayAdapters:
                 raise InvalidRequest(f"{name} is the name of a model", "lora_name")
             models = self._models()
             base = choose_model(model, {name: name for name in models})
-            if (num_ranks := self._num_ranks(base)) > 1:
-                raise InvalidRequest(
-                    f"the workers of {base} have {num_ranks} ranks each (tensor_parallel_size), "
-                    "and adapters are not divided among ranks: serve it with 1",
-                    "lora_name",
-                )
             path = _absolute(directory)
             files = await asyncio.to_thread(AdapterFiles.read, path, models[base], self._max_rank)
             loaded = ServedAdapter(Adapter(name, str(path), files.digest), base)

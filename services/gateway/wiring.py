@@ -125,7 +125,6 @@ async def start_gateway(
     if options.max_loras:
         adapters = GatewayAdapters(
             *(registry, directory.configs, options.max_loras, options.max_lora_rank),
-            directory.num_ranks,
             options.lora,
         )
     gateway = Gateway(directory, dispatcher, changes, request_metrics, options, tracer, adapters)

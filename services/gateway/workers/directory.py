@@ -120,11 +120,6 @@ class WorkerDirectory:
         members = (worker.member for worker in self.workers)
         return {member.model: self._models[member.model_dir].config for member in members}
 
-    def num_ranks(self, name: str) -> int:
-        """The most ranks (tensor parallelism) of a worker of a model."""
-        engines = (w.member.engine for w in self.workers if w.member.model == name)
-        return max((int(e.get("tensor_parallel_size", 1)) for e in engines), default=1)
-
     def model_names(self) -> tuple[str, ...]:
         """The names of the models that have a worker in the directory, sorted."""
         return tuple(sorted({worker.member.model for worker in self.workers}))

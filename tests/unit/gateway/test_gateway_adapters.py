@@ -63,18 +63,6 @@ def never() -> None:
     pytest.fail("the adapters are not ready")
 
 
-async def test_workers_of_several_ranks_take_no_adapters(
-    registry: MemoryRegistry, config: ModelConfig, adapter: Path
-) -> None:
-    initial = [("poet", str(adapter))]
-    several = GatewayAdapters(registry, lambda: {"base": config}, 2, 8, lambda _: 2, initial)
-    with pytest.raises(InvalidRequest, match="workers of base have 2 ranks each"):
-        await several.load("poet", str(adapter))
-    with pytest.raises(StartupError, match=r"--lora poet=.*2 ranks each"):
-        await several.watch(lambda: None)
-    assert await registry.adapters() == {}
-
-
 async def test_an_adapter_loaded_at_one_gateway_is_served_by_all(
     registry: MemoryRegistry, config: ModelConfig, adapter: Path
 ) -> None:
