@@ -9,7 +9,7 @@ VOCAB = 300
 
 
 @pytest.mark.parametrize(
-    ("told", "problem"),
+    ("logprobs", "problem"),
     [
         (Logprobs(-1.0, 300, (5, 299), (-0.5, -1.0)), ""),
         (Logprobs(-1.0, 301, (5, 6), (-0.5, -1.0)), "not all are in the vocabulary of 300"),
@@ -20,9 +20,9 @@ VOCAB = 300
         (Logprobs(-1.0, 1), "0 of the 2 likeliest tokens"),
     ],
 )
-def test_nonsense_is_told_by_what_is_wrong(told: Logprobs, problem: str) -> None:
-    assert logprobs_problem(told, 2, VOCAB) == problem
+def test_invalid_logprobs_are_described(logprobs: Logprobs, problem: str) -> None:
+    assert logprobs_problem(logprobs, 2, VOCAB) == problem
 
 
-def test_a_vocabulary_smaller_than_what_is_asked_for_is_told_whole() -> None:
+def test_a_small_vocabulary_is_reported_whole() -> None:
     assert logprobs_problem(Logprobs(-1.0, 3, (2, 0, 1), (-0.5, -1.0, -1.0)), 20, 3) == ""
