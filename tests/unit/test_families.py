@@ -166,6 +166,38 @@ def test_field_that_a_family_does_not_compute_is_refused(
         read(tmp_path, architecture, **fields)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "fields"),
+    [
+        ("LlamaForCausalLM", {"is_llama_config": True, "transformers.js_config": {"dtype": "q4"}}),
+        ("LlamaForCausalLM", {"unsloth_fixed": True, "neftune_noise_alpha": 5.0}),
+        ("Phi3ForCausalLM", {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False}),
+        ("Qwen3MoeForCausalLM", {"use_qk_norm": True, "shared_expert_intermediate_size": 0}),
+    ],
+    ids=["SmolLM2", "fine-tuned", "Phi-4-mini", "Qwen3-Coder"],
+)
+def test_field_of_a_published_checkpoint_that_says_nothing_changes_nothing(
+    architecture: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    plain = read(tmp_path, architecture)
+    assert read(tmp_path, architecture, **fields) == plain
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields"),
+    [
+        ("Phi3ForCausalLM", {"interpolate_factor": 2}),
+        ("Qwen3MoeForCausalLM", {"use_qk_norm": "per layer"}),
+        ("LlamaForCausalLM", {"use_qk_norm": True}),
+    ],
+)
+def test_same_field_with_another_value_is_refused(
+    architecture: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(StartupError, match="Quire does not know this field"):
+        read(tmp_path, architecture, **fields)
+
+
 def test_unknown_architecture_is_refused_with_all_that_are_known(tmp_path: Path) -> None:
     with pytest.raises(StartupError) as refused:
         read(tmp_path, "MambaForCausalLM")

@@ -103,7 +103,8 @@ class Family:
 
     `defaults`: the value of each field that a config.json may leave out, where transformers has
     another one than `ModelConfig` reads for all. `ignored`: fields that transformers ignores for
-    this architecture, and so does Quire.
+    this architecture, and so does Quire. `neutral`: fields that published checkpoints have, which
+    say nothing with this value.
     """
 
     norms: Norms = Norms()
@@ -125,6 +126,7 @@ class Family:
     sinks: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
+    neutral: Mapping[str, Any] = field(default_factory=dict)
 
 
 _GEMMA_NORMS = Norms(
@@ -201,6 +203,7 @@ FAMILIES: Mapping[str, Family] = {
             "moe_intermediate_size": 768,
         },
         ignored=("max_window_layers",),
+        neutral={"use_qk_norm": True},  # Qwen3-Coder
     ),
     "GptOssForCausalLM": Family(
         windows="every second",
@@ -272,6 +275,7 @@ FAMILIES: Mapping[str, Family] = {
         partial_rotary=True,
         fused=("qkv_proj", "gate_up_proj"),
         defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
+        neutral={"full_attn_mod": 1, "interpolate_factor": 1},  # Phi-4-mini
     ),
     "Glm4ForCausalLM": Family(
         norms=Norms(attention_out="post_self_attn_layernorm", mlp_out="post_mlp_layernorm"),

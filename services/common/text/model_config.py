@@ -180,7 +180,8 @@ def _model_config(config: JsonFields, generation: JsonFields) -> ModelConfig:
     stored, names = found.quantization, family.experts
     if stored is not None and stored.format == "mxfp4" and not (names and names.stacked):
         raise config.wrong("quantization_config", "mxfp4 is read for the experts of gpt-oss only")
-    check_all_read(config, family.ignored)
+    neutral = [name for name, value in family.neutral.items() if config.values.get(name) == value]
+    check_all_read(config, [*family.ignored, *neutral])
     return found
 
 

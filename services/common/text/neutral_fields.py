@@ -15,12 +15,13 @@ _NAMES = frozenset(
         *("architectures", "model_type", "torch_dtype", "dtype", "auto_map", "name_or_path"),
         *("model_name", "base_model", "tokenizer_class", "processor_class", "license"),
         *("task_specific_params", "finetuning_task", "problem_type", "id2label", "label2id"),
+        *("is_llama_config", "transformers.js_config", "unsloth_fixed"),
         # read where it has a meaning, and ignored elsewhere by transformers
         "original_max_position_embeddings",
         # training
         *("initializer_range", "initializer_factor", "z_loss", "pretraining_tp"),
         *("gradient_checkpointing", "classifier_dropout", "router_aux_loss_coef"),
-        "router_jitter_noise",
+        *("router_jitter_noise", "neftune_noise_alpha"),
         # embeddings: `services.common.checkpoint.embedding_config` reads them
         *("is_matryoshka", "matryoshka_dimensions"),
         # how transformers runs the model
@@ -30,7 +31,7 @@ _NAMES = frozenset(
         # generation, which generation_config.json overrides
         *("temperature", "top_k", "top_p", "typical_p", "do_sample", "num_beams"),
         *("min_length", "max_length", "max_new_tokens", "repetition_penalty", "length_penalty"),
-        *("no_repeat_ngram_size", "bad_words_ids"),
+        *("no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "num_beam_groups"),
         # the tokenizer
         *("model_max_length", "bos_token", "eos_token", "pad_token", "unk_token"),
     )

@@ -16,7 +16,7 @@ export function renderRequests(doc) {
   requests.sort((a, b) => Boolean(a.ended_ms) - Boolean(b.ended_ms) || (a.ended_ms ? b.ended_ms - a.ended_ms : a.spans[0][1] - b.spans[0][1]));
   const shown = requests.slice(0, MAX_ROWS);
   const now = doc.now_ms;
-  const oldest = Math.min(now - 4000, ...shown.slice(0, 24).map((request) => request.spans[0][1]));
+  const oldest = Math.min(now - 4000, ...shown.slice(0, 10).map((request) => request.spans[0][1]));
   const spanMs = 1000 * (SPANS_S.find((s) => 1000 * s >= now - oldest) ?? SPANS_S.at(-1));
   for (const [key, row] of rows) if (!doc.requests[key]) { row.root.remove(); rows.delete(key); }
   if (!shown.length) {
