@@ -61,6 +61,13 @@ async def _each(work: Callable[[], Awaitable[None]], number: int) -> None:
     await asyncio.gather(*(one() for _ in range(number)))
 
 
+async def compute(_port: int, _number: int, seconds: float) -> None:
+    """Computes and sends nothing: what the CPU time of an attacker costs by itself."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        pass
+
+
 async def idle(port: int, number: int, seconds: float) -> None:
     """Connections that send nothing, opened 500 at a time and held."""
     writers = []
@@ -198,6 +205,7 @@ async def whole_bodies(make: Callable[[], bytes], port: int, _number: int, secon
 
 
 ATTACKS: dict[str, tuple[Attack, int, str]] = {
+    "a process that only computes": (compute, 1, "http"),
     "10,000 idle connections": (idle, 10_000, "http"),
     "slow loris, 1,000 connections": (slow_loris, 1000, "http"),
     "endless bodies, 64 connections": (endless_bodies, 64, "http"),
