@@ -12,15 +12,15 @@ the CA; certificates are made anew each time, and services read them again.
 
 import asyncio
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
-from pydantic import Field, SecretStr, field_validator
-from pydantic_settings import NoDecode, SettingsConfigDict
+from pydantic import Field, SecretStr
+from pydantic_settings import SettingsConfigDict
 
 from blockstore.acl import acl_file
 from quire.certificates import CertificateError, write_certificates
 from services.common.errors import StartupError
-from services.common.runtime.config import ServiceSettings, split_by_commas
+from services.common.runtime.config import ServiceSettings, SeveralTexts
 from services.common.runtime.logging import get_logger
 from services.common.runtime.process import run_service
 from services.common.runtime.secret import (
@@ -44,18 +44,13 @@ class CredentialsSettings(ServiceSettings):
     redis_password: SecretStr | None = Field(
         default=None, description="of the user `quire` of Redis; none: made when missing"
     )
-    gateway_hosts: Annotated[tuple[str, ...], NoDecode] = Field(
+    gateway_hosts: SeveralTexts = Field(
         default=(), description="names and addresses, by commas, of the gateways for clients"
     )
     redis_host: str = Field(default="redis", description="name of the server of Redis")
     ca_key: Path | None = Field(
         default=None, description="file with the CA's key; default: RUN_DIR/tls/ca.key"
     )
-
-    @field_validator("gateway_hosts", mode="before")
-    @classmethod
-    def _split(cls, value: object) -> object:
-        return split_by_commas(value)
 
 
 async def write(settings: CredentialsSettings, stop: asyncio.Event) -> None:

@@ -9,7 +9,7 @@ from pydantic_settings import NoDecode, SettingsConfigDict
 
 from quire.choices import ReasoningParser, ToolCallParser
 from services.common.rpc.tls import TlsFiles, given_files, service_tls
-from services.common.runtime.config import env_prefix, split_by_commas
+from services.common.runtime.config import SeveralTexts, env_prefix, split_by_commas
 from services.common.runtime.metrics import KeyringMetrics
 from services.common.tracing.opening import TracedSettings, check_tracing
 from services.gateway.access.keyring import Keyring
@@ -27,7 +27,7 @@ class GatewayOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    model_aliases: Annotated[tuple[str, ...], NoDecode] = Field(
+    model_aliases: SeveralTexts = Field(
         default=(),
         description="more names of models, by commas: ALIAS=MODEL",
     )
@@ -112,11 +112,6 @@ class GatewayOptions(BaseModel):
             raise ValueError("a name of an adapter twice")
         return tuple(found)
 
-    @field_validator("model_aliases", mode="before")
-    @classmethod
-    def _split_aliases(cls, value: object) -> object:
-        return split_by_commas(value)
-
 
 class GatewaySettings(TracedSettings, GatewayOptions):
     model_config = SettingsConfigDict(env_prefix="QUIRE_GATEWAY_")
@@ -128,7 +123,7 @@ class GatewaySettings(TracedSettings, GatewayOptions):
         le=65535,
         description="OpenAI-compatible HTTP; 0 takes a free port, none: no HTTP",
     )
-    allowed_hosts: Annotated[tuple[str, ...], NoDecode] = Field(
+    allowed_hosts: SeveralTexts = Field(
         default=(),
         description="hosts, by commas, that HTTP requests may be for: a name, an address, or "
         "*.example.com; none: any",
@@ -176,7 +171,7 @@ class GatewaySettings(TracedSettings, GatewayOptions):
         default=None,
         description="the CA whose certificates clients must have; none: clients need none",
     )
-    cors_origins: Annotated[tuple[str, ...], NoDecode] = Field(
+    cors_origins: SeveralTexts = Field(
         default=(),
         description="origins, by commas, whose web pages may call the HTTP API; *: all",
     )
@@ -230,8 +225,3 @@ class GatewaySettings(TracedSettings, GatewayOptions):
             return None
         fixed = text.get_secret_value() if text is not None else None
         return Keyring(file, fixed, KeyringMetrics(metrics))
-
-    @field_validator("allowed_hosts", "cors_origins", mode="before")
-    @classmethod
-    def _split(cls, value: object) -> object:
-        return split_by_commas(value)

@@ -10,10 +10,10 @@ import os
 import socket
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import ClassVar, Literal, TypeVar
+from typing import Annotated, ClassVar, Literal, TypeVar
 
-from pydantic import Field, SecretStr, ValidationError
-from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
+from pydantic import BeforeValidator, Field, SecretStr, ValidationError
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict, SettingsError
 
 from blockstore.redaction import without_password
 from services.common.errors import StartupError
@@ -23,6 +23,17 @@ ENDING_S = 5.0
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["auto", "console", "json"]
+
+
+def split_by_commas(value: object) -> object:
+    """The value of a setting that is a list, before its check."""
+    if not isinstance(value, str):
+        return () if value is None else value
+    return tuple(item.strip() for item in value.split(",") if item.strip())
+
+
+SeveralTexts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_by_commas)]
+"""A setting that is a list, written with commas."""
 
 _WILDCARD_HOSTS = frozenset({"", "0.0.0.0", "::"})
 
@@ -162,13 +173,6 @@ def resolved(settings: ServiceSettings) -> dict[str, str]:
         prefix + name.upper(): _format_value(getattr(settings, name))
         for name in type(settings).model_fields
     }
-
-
-def split_by_commas(value: object) -> object:
-    """The value of a setting that is a list, before its check."""
-    if not isinstance(value, str):
-        return () if value is None else value
-    return tuple(item.strip() for item in value.split(",") if item.strip())
 
 
 def chosen(settings: ServiceSettings) -> dict[str, object]:

@@ -70,18 +70,12 @@ def read_calls(
         writer.end_call()
         return
     reader.take(1)
-    char = yield from reader.skip_spaces()
-    while True:
+    yield from reader.skip_spaces()
+    has_ended = False
+    while not has_ended:
         yield from read_call(reader, writer, offered)
         writer.end_call()
-        char = yield from reader.skip_spaces()
-        if char == ",":
-            reader.take(1)
-            yield from reader.skip_spaces()
-        else:
-            yield from reader.expect("]")
-            reader.hold()
-            return
+        has_ended = yield from reader.ends_list()
 
 
 def checked_name(name: str, offered: Collection[str] | None) -> str:

@@ -30,12 +30,7 @@ def read_list(reader: Reader, writer: PartWriter, offered: Collection[str]) -> R
         writer.start_call(name)
         writer.arguments(arguments)
         reader.hold()
-        if (yield from reader.skip_spaces()) == ",":
-            reader.take(1)
-            yield from reader.skip_spaces()
-        else:
-            yield from reader.expect("]")
-            reader.hold()
+        if (yield from reader.ends_list()):
             return
 
 

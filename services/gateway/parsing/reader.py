@@ -90,6 +90,17 @@ class Reader:
         if not (yield from self.skip(literal)):
             raise Malformed
 
+    def ends_list(self) -> Reading[bool]:
+        """After an item of a list: read what follows it, and hold if that ends the list. Malformed:
+        it is neither a comma nor the end."""
+        if (yield from self.skip_spaces()) == ",":
+            self.take(1)
+            yield from self.skip_spaces()
+            return False
+        yield from self.expect("]")
+        self.hold()
+        return True
+
     def skip_spaces(self) -> Reading[str]:
         """Read white space. Returns the character that follows; "" at the end."""
         yield from self._run(_SPACES, lambda _: None)

@@ -24,7 +24,7 @@ from services.common.tracing.context import TRACEPARENT
 from services.gateway.access.keyring import Keyring
 from services.gateway.frontend.api import GenerationRequest, Generator, ServedModel
 from services.gateway.frontend.embedding import embed_all
-from services.gateway.frontend.http.answering.answer import Answer, AnswerOptions
+from services.gateway.frontend.http.answering.answer import Answer
 from services.gateway.frontend.http.answering.formats import (
     CHAT_FORMAT,
     COMPLETION_FORMAT,
@@ -193,18 +193,7 @@ class _Endpoints:
             answer_format,
             *(answer_id, int(time.time()), self._model(body.model)),
             num_prompts=len(requests),
-            choices_per_prompt=body.num_choices,
-            options=AnswerOptions(
-                token_ids=bool(body.return_token_ids),
-                num_logprobs=body.num_logprobs,
-                num_prompt_logprobs=body.prompt_logprobs,
-                usage_in_stream=body.include_usage,
-                usage_in_parts=body.running_usage,
-                echo=body.echoes,
-                only_prompt=body.only_prompt,
-                reasoning=not body.without_reasoning,
-                resumed={each.index for each in body.received or ()},
-            ),
+            body=body,
         )
         deltas = merged([self._generator.generate(each) for each in requests])
         if body.stream:

@@ -104,9 +104,6 @@ class RequestIdAndErrors:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         drawn, given = secrets.token_hex(12), _given_request_id(scope)
         scope.setdefault("state", {})["request_id"] = f"{given}-{drawn[:8]}" if given else drawn
         bind_traceparent(Headers(scope=scope).get(TRACEPARENT, ""))

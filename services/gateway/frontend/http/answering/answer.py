@@ -1,7 +1,7 @@
 """Turns the generator's deltas into one JSON answer, or into a stream of its parts."""
 
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
@@ -19,6 +19,7 @@ from services.gateway.frontend.http.answering.logprobs import (
     echoed_logprobs,
     prompt_logprobs,
 )
+from services.gateway.frontend.http.bodies.schema import GenerationBody
 from services.gateway.parsing.parts import Part, Reasoning
 from services.protocol.ticket import FinishReason
 
@@ -26,29 +27,6 @@ Deltas = AsyncGenerator[tuple[int, Delta], None]
 """The deltas of all prompts, each with the number of its prompt. Closing the generator cancels all.
 The choices of an answer are numbered prompt by prompt: first all choices of prompt 0, then all of
 prompt 1, and so on."""
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerOptions:
-    """The parts of an answer that the client asked for."""
-
-    token_ids: bool = False
-    num_logprobs: int | None = None
-    """Report each generated token's logprob and those of this many likeliest tokens; None: none."""
-    num_prompt_logprobs: int | None = None
-    """Like `num_logprobs`, for the prompt's tokens."""
-    usage_in_stream: bool = False
-    """A stream ends with a part for the usage. An answer without stream always has the usage."""
-    usage_in_parts: bool = False
-    """In addition, each part of a stream has the usage so far."""
-    echo: bool = False
-    """The text begins with the prompt's text."""
-    only_prompt: bool = False
-    """The answer has nothing of the generated tokens."""
-    reasoning: bool = True
-    """The answer has the model's reasoning."""
-    resumed: Collection[int] = ()
-    """The choices that the client continues after a stream that broke."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +39,8 @@ class Answer:
     model: Callable[[], str]
     """Known once the first delta is there."""
     num_prompts: int
-    choices_per_prompt: int
-    options: AnswerOptions
+    body: GenerationBody
+    """The request's body: which parts of an answer the client asked for."""
 
     async def whole(self, deltas: Deltas) -> JSON:
         """All deltas as one answer."""
@@ -77,7 +55,7 @@ class Answer:
                 if delta.usage is not None:
                     usages.append(delta.usage)
         for index, transcript in transcripts.items():
-            transcript.prompt = prompts.get(index // self.choices_per_prompt)
+            transcript.prompt = prompts.get(index // self.body.num_choices)
         in_order = sorted(transcripts.items())
         choices = [
             self._choice(
@@ -112,7 +90,7 @@ class Answer:
                     usages[number] = delta.usage
                 for choice in self._choices(index, transcript, num_echoed[index]):
                     yield self._part([choice], usages.values())
-        if self.options.usage_in_stream:
+        if self.body.include_usage:
             yield {**self._part([]), "usage": self._usage(usages.values())}
 
     def _envelope(self, kind: str, choices: list[JSON]) -> JSON:
@@ -126,7 +104,7 @@ class Answer:
         }
 
     def _index(self, number: int, delta: Delta) -> int:
-        return number * self.choices_per_prompt + delta.index
+        return number * self.body.num_choices + delta.index
 
     def _openings(self, first: Usage | None) -> Iterator[JSON]:
         """The parts before those of the first delta, whose usage is `first`: one for each choice
@@ -134,8 +112,9 @@ class Answer:
         opening = self.format.opening
         if opening is None:
             return
-        for index in range(self.num_prompts * self.choices_per_prompt):
-            if index not in self.options.resumed:
+        resumed = {each.index for each in self.body.received or ()}
+        for index in range(self.num_prompts * self.body.num_choices):
+            if index not in resumed:
                 usages = () if first is None else (replace(first, num_generated_tokens=0),)
                 yield self._part([choice_json(index, opening, None, self._ids([]), None)], usages)
 
@@ -144,7 +123,7 @@ class Answer:
         contents = self.format.deltas(self._text(gained), self._message_parts(gained))
         ends = gained.last is not None and gained.last.finish_reason is not None
         if not contents and not (
-            ends or gained.logprobs or self.options.token_ids or self.options.usage_in_parts
+            ends or gained.logprobs or self.body.return_token_ids or self.body.running_usage
         ):
             return []
         *early, last = contents or [{"delta": {}}]
@@ -154,21 +133,21 @@ class Answer:
 
     def _text(self, gained: Transcript) -> str:
         """The generated text that the client gets, after the prompt's if it is echoed."""
-        generated = "" if self.options.only_prompt else gained.text
-        if gained.prompt is None or not self.options.echo:
+        generated = "" if self.body.only_prompt else gained.text
+        if gained.prompt is None or not self.body.echoes:
             return generated
         return gained.prompt.text + generated
 
     def _message_parts(self, gained: Transcript) -> list[Part] | None:
-        if gained.parts is None or self.options.reasoning:
+        if gained.parts is None or not self.body.without_reasoning:
             return gained.parts
         return [part for part in gained.parts if not isinstance(part, Reasoning)]
 
     def _choice(self, index: int, gained: Transcript, content: JSON, num_echoed: int) -> JSON:
         """`content`: the fields of the choice for its text. `num_echoed`: number of characters of
         that text that are the prompt's."""
-        echoed = gained.prompt if self.options.echo else None
-        if self.options.only_prompt:
+        echoed = gained.prompt if self.body.echoes else None
+        if self.body.only_prompt:
             gained = Transcript(last=_without_tokens(gained.last))
         logprobs = self._logprobs(echoed, gained.logprobs, num_echoed)
         return choice_json(index, content, gained.last, self._ids(gained.token_ids), logprobs)
@@ -176,19 +155,19 @@ class Answer:
     def _logprobs(
         self, echoed: PromptReport | None, tokens: Sequence[TokenLogprobs], num_echoed: int
     ) -> JSON | None:
-        num_top = self.options.num_logprobs
+        num_top = self.body.num_logprobs
         if num_top is None or (echoed is None and not tokens):
             return None
         logprobs = self.format.logprobs(tokens, num_echoed)
         return concatenate(echoed_logprobs(echoed, num_top), logprobs) if echoed else logprobs
 
     def _num_echoed(self, prompt: PromptReport | None) -> int:
-        return len(prompt.text) if prompt is not None and self.options.echo else 0
+        return len(prompt.text) if prompt is not None and self.body.echoes else 0
 
     def _add_prompt_logprobs(self, answer: JSON, prompts: Sequence[PromptReport | None]) -> None:
         """Adds the prompt logprobs where vLLM has them: in each choice of a text completion, at the
         top level of a chat completion."""
-        num_top = self.options.num_prompt_logprobs
+        num_top = self.body.prompt_logprobs
         if num_top is None:
             return
         places = answer["choices"] if self.format.prompt_logprobs_in_choice else [answer]
@@ -196,18 +175,18 @@ class Answer:
             place["prompt_logprobs"] = prompt and prompt_logprobs(prompt, num_top)
 
     def _usage(self, usages: Iterable[Usage]) -> JSON:
-        if self.options.only_prompt:
+        if self.body.only_prompt:
             usages = [replace(usage, num_generated_tokens=0) for usage in usages]
         return usage_json(usages)
 
     def _part(self, choices: list[JSON], usages: Iterable[Usage] = ()) -> JSON:
         part = self._envelope(self.format.chunk_kind, choices)
-        if not self.options.usage_in_stream:
+        if not self.body.include_usage:
             return part
-        return {**part, "usage": self._usage(usages) if self.options.usage_in_parts else None}
+        return {**part, "usage": self._usage(usages) if self.body.running_usage else None}
 
     def _ids(self, token_ids: list[int]) -> list[int] | None:
-        return list(token_ids) if self.options.token_ids else None
+        return list(token_ids) if self.body.return_token_ids else None
 
 
 def _without_tokens(last: Delta | None) -> Delta | None:

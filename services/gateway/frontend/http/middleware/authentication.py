@@ -31,12 +31,12 @@ class Authentication:
         self._refusals = RefusalLog(REFUSED_EVENT)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            self._authenticate(scope, self._keyring)
+        self._authenticate(scope)
         await self._app(scope, receive, send)
 
-    def _authenticate(self, scope: Scope, keyring: Keyring | None) -> None:
+    def _authenticate(self, scope: Scope) -> None:
         """Raises InvalidApiKey, PermissionDenied."""
+        keyring = self._keyring
         if keyring is None:
             bind_caller(replace(EVERYONE, host=_peer(scope)[0]))
         elif scope["path"] not in OPEN_PATHS:

@@ -37,9 +37,6 @@ class BodyLimits:
         self._give_back = _malloc_trim()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         declared = Headers(scope=scope).get("content-length", "0")
         num_bytes, ended = 0, False
 

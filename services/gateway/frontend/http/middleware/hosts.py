@@ -24,7 +24,7 @@ class AllowedHosts:
         self._allows_all = not hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not self._allows_all:
+        if not self._allows_all:
             host = without_port(Headers(scope=scope).get("host", "")).lower()
             if host not in self._hosts and not host.endswith(self._suffixes):
                 raise InvalidRequest(f"host {host!r} is not one of the allowed hosts")
