@@ -49,10 +49,6 @@ class Pool:
     decode: tuple[Worker, ...]
 
     @property
-    def complete(self) -> bool:
-        return bool(self.prefill and self.decode)
-
-    @property
     def max_slots(self) -> int:
         """Most sequences of one request that can run here."""
         return max((worker.num_slots for worker in self.decode), default=0)
