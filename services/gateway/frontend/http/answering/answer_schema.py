@@ -8,35 +8,33 @@ from typing import Any, Literal, NotRequired
 from pydantic import ConfigDict, with_config
 from typing_extensions import TypedDict
 
-_exact = with_config(ConfigDict(extra="forbid"))
+
+@with_config(ConfigDict(extra="forbid"))
+class _Exact(TypedDict):
+    """Has no other fields than those that are declared."""
 
 
-@_exact
-class Error(TypedDict):
+class Error(_Exact):
     message: str
     type: Literal["invalid_request_error", "rate_limit_error", "server_error"]
     param: str | None
     code: str
 
 
-@_exact
-class Failure(TypedDict):
+class Failure(_Exact):
     error: Error
 
 
-@_exact
-class PromptDetails(TypedDict):
+class PromptDetails(_Exact):
     cached_tokens: int
 
 
-@_exact
-class CompletionDetails(TypedDict):
+class CompletionDetails(_Exact):
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
 
 
-@_exact
-class Usage(TypedDict):
+class Usage(_Exact):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -44,33 +42,28 @@ class Usage(TypedDict):
     completion_tokens_details: CompletionDetails | None
 
 
-@_exact
-class TextLogprobs(TypedDict):
+class TextLogprobs(_Exact):
     text_offset: list[int]
     token_logprobs: list[float | None]
     tokens: list[str]
     top_logprobs: list[dict[str, float] | None]
 
 
-@_exact
-class TopLogprob(TypedDict):
+class TopLogprob(_Exact):
     token: str
     logprob: float
     bytes: list[int]
 
 
-@_exact
 class TokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
-@_exact
-class ChatLogprobs(TypedDict):
+class ChatLogprobs(_Exact):
     content: list[TokenLogprob]
 
 
-@_exact
-class PromptLogprob(TypedDict):
+class PromptLogprob(_Exact):
     logprob: float
     rank: int
     decoded_token: str
@@ -79,79 +72,68 @@ class PromptLogprob(TypedDict):
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
-@_exact
-class Choice(TypedDict):
+class Choice(_Exact):
     index: int
     finish_reason: Literal["stop", "length", "tool_calls"]
     stop_reason: str | int | None
     token_ids: NotRequired[list[int]]
 
 
-@_exact
 class TextChoice(Choice):
     text: str
     logprobs: TextLogprobs | None
     prompt_logprobs: NotRequired[PromptLogprobs | None]
 
 
-@_exact
-class Function(TypedDict):
+class Function(_Exact):
     name: str
     arguments: str
 
 
-@_exact
-class ToolCall(TypedDict):
+class ToolCall(_Exact):
     id: str
     type: Literal["function"]
     function: Function
 
 
-@_exact
-class Message(TypedDict):
+class Message(_Exact):
     role: Literal["assistant"]
     content: str | None
     reasoning_content: NotRequired[str]
     tool_calls: NotRequired[list[ToolCall]]
 
 
-@_exact
 class ChatChoice(Choice):
     message: Message
     logprobs: ChatLogprobs | None
 
 
-@_exact
-class Completion(TypedDict):
+class Completion(_Exact):
     id: str
     created: int
     model: str
     usage: Usage
 
 
-@_exact
 class TextCompletion(Completion):
     object: Literal["text_completion"]
     choices: list[TextChoice]
 
 
-@_exact
 class ChatCompletion(Completion):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     prompt_logprobs: NotRequired[PromptLogprobs | None]
 
 
-@_exact
-class OutputText(TypedDict):
+class OutputText(_Exact):
     type: Literal["output_text"]
     text: str
     annotations: list[Any]
     logprobs: list[TokenLogprob]
 
 
-@_exact
-class OutputMessage(TypedDict):
+class OutputMessage(_Exact):
     id: str
     type: Literal["message"]
     role: Literal["assistant"]
@@ -196,42 +178,36 @@ class Response(TypedDict):
     usage: dict[str, Any] | None
 
 
-@_exact
-class EmbeddingUsage(TypedDict):
+class EmbeddingUsage(_Exact):
     prompt_tokens: int
     total_tokens: int
 
 
-@_exact
-class Embedding(TypedDict):
+class Embedding(_Exact):
     object: Literal["embedding"]
     index: int
     embedding: list[float] | str
 
 
-@_exact
-class Embeddings(TypedDict):
+class Embeddings(_Exact):
     object: Literal["list"]
     data: list[Embedding]
     model: str
     usage: EmbeddingUsage
 
 
-@_exact
-class Tokens(TypedDict):
+class Tokens(_Exact):
     count: int
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None
 
 
-@_exact
-class Text(TypedDict):
+class Text(_Exact):
     prompt: str
 
 
-@_exact
-class Model(TypedDict):
+class Model(_Exact):
     id: str
     object: Literal["model"]
     created: int
@@ -242,17 +218,14 @@ class Model(TypedDict):
     dtype: str
 
 
-@_exact
-class Models(TypedDict):
+class Models(_Exact):
     object: Literal["list"]
     data: list[Model]
 
 
-@_exact
-class Health(TypedDict):
+class Health(_Exact):
     status: Literal["serving", "not_serving"]
 
 
-@_exact
-class Version(TypedDict):
+class Version(_Exact):
     version: str
