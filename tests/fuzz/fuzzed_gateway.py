@@ -139,7 +139,8 @@ class FakeDirectory:
         return ModelPools(self.served_model, 4096, (self.pool,))
 
     def complete_pools(self, name: str) -> tuple[Pool, ...]:
-        return (self.pool,) if self.pool.complete else ()
+        is_complete = self.pool.prefill and self.pool.decode
+        return (self.pool,) if is_complete else ()
 
     def prefill_pools(self, name: str) -> tuple[Pool, ...]:
         return (self.pool,) if self.pool.prefill else ()
