@@ -26,7 +26,7 @@ class Model:
     """Counts what it loads."""
 
     def __init__(self, config: ModelConfig) -> None:
-        self.config = config
+        self.config = self.whole_config = config
         self.loaded: list[str] = []
 
     def load_adapter(self, files: AdapterFiles) -> str:
