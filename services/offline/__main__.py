@@ -53,7 +53,7 @@ def _run(args: argparse.Namespace) -> int:
     left = [request for request in requests if request.custom_id not in answered]
     settings = {name: getattr(args, name) for name in _SETTINGS}
     try:
-        output = args.output.open("ab")
+        output = args.output.open("ab", buffering=0)
     except OSError as error:
         raise BatchError(f"{args.output}: {error.strerror}") from error
     bar = tqdm(total=len(requests), initial=len(answered), desc="Batch")

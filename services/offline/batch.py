@@ -5,16 +5,21 @@ whose answers are in the output file are not computed again.
 """
 
 import asyncio
+import errno
 import json
 import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from starlette.types import ASGIApp, Message
 
+_ID = "batch_req_"
+_BEGINNING = f'{{"id": "{_ID}'.encode()
+"""With this each line of an output file begins."""
 _URLS = ("/v1/chat/completions", "/v1/completions")
 
 
@@ -61,45 +66,61 @@ def _problem(value: Any) -> str | None:
 
 def answered_ids(path: Path, requests: Iterable[BatchRequest]) -> set[str]:
     """The requests whose answers an output file has already. Cuts off a last line that is not
-    complete. Raises BatchError if the file has answers to other requests."""
+    complete. Raises BatchError, and leaves the file as it is, if it has anything else than answers
+    to these requests."""
     if not path.exists():
         return set()
-    content = path.read_bytes()
-    os.truncate(path, content.rfind(b"\n") + 1)
+    content = _content(path)
+    end = content.rfind(b"\n") + 1
     known = {request.custom_id for request in requests}
     answered = set()
-    for number, value in _lines(path):
-        custom_id = value.get("custom_id") if isinstance(value, dict) else None
+    for number, value in _lines(path, end):
+        if not isinstance(value, dict) or not isinstance(value.get("response"), dict):
+            raise BatchError(f"{path}, line {number}: not an answer; name another output file")
+        custom_id = value.get("custom_id")
         if custom_id not in known:
             raise BatchError(
                 f"{path}, line {number}: an answer to {custom_id!r}, which is no request of this "
                 "batch; name another output file"
             )
         answered.add(custom_id)
+    begun = content[end:]
+    if not begun.startswith(_BEGINNING[: len(begun)]):
+        raise BatchError(f"{path}: its end is no answer; name another output file")
+    os.truncate(path, end)
     return answered
 
 
-def _lines(path: Path) -> Iterator[tuple[int, Any]]:
+def _content(path: Path) -> bytes:
     try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield number, json.loads(line)
+        if not path.is_file():
+            reason = os.strerror(errno.ENOENT) if not path.exists() else "not a file"
+            raise BatchError(f"{path}: {reason}")
+        return path.read_bytes()
     except OSError as error:
         raise BatchError(f"{path}: {error.strerror}") from error
-    except ValueError as error:
-        raise BatchError(f"{path}, line {number}: {error}") from error
+
+
+def _lines(path: Path, end: int | None = None) -> Iterator[tuple[int, Any]]:
+    """The lines of the first `end` bytes, parsed, without empty ones."""
+    for number, line in enumerate(_content(path)[:end].splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            yield number, json.loads(line)
+        except ValueError as error:
+            raise BatchError(f"{path}, line {number}: {error}") from error
 
 
 async def run_batch(
     app: ASGIApp,
     requests: Iterable[BatchRequest],
-    output: BinaryIO,
+    output: FileIO,
     num_at_once: int,
     on_answer: Callable[[], object],
 ) -> int:
     """Compute the requests, `num_at_once` at a time, and write each answer when it is there.
-    Returns how many failed."""
+    Returns how many failed. Raises BatchError if an answer cannot be written."""
     waiting = iter(requests)
     num_failed = 0
 
@@ -109,19 +130,29 @@ async def run_batch(
             status, body = await _post(app, request.url, json.dumps(request.body).encode())
             num_failed += status != 200
             answer = {
-                "id": f"batch_req_{secrets.token_hex(12)}",
+                "id": f"{_ID}{secrets.token_hex(12)}",
                 "custom_id": request.custom_id,
                 "response": {"status_code": status, "request_id": request.custom_id, "body": body},
                 "error": None,
             }
-            output.write(json.dumps(answer).encode() + b"\n")
-            output.flush()
+            _write(output, json.dumps(answer).encode() + b"\n")
             on_answer()
 
-    async with asyncio.TaskGroup() as tasks:
-        for _ in range(num_at_once):
-            tasks.create_task(work())
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(num_at_once):
+                tasks.create_task(work())
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from group
     return num_failed
+
+
+def _write(output: FileIO, line: bytes) -> None:
+    try:
+        while line:
+            line = line[output.write(line) :]
+    except OSError as error:
+        raise BatchError(f"{output.name}: {error.strerror}") from error
 
 
 async def _post(app: ASGIApp, path: str, body: bytes) -> tuple[int, Any]:

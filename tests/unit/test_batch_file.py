@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from services.offline.batch import BatchError, answered_ids, read_requests
+from services.offline.batch import (
+    BatchError,
+    BatchRequest,
+    answered_ids,
+    read_requests,
+    run_batch,
+)
 
 GOOD: dict[str, Any] = {
     "custom_id": "a",
@@ -53,12 +60,37 @@ def test_input_that_is_no_json_or_not_there_is_named(tmp_path: Path) -> None:
 
 def test_output_without_its_last_newline_loses_that_line(tmp_path: Path) -> None:
     requests = read_requests(write(tmp_path / "in", GOOD, GOOD | {"custom_id": "b"}))
-    (tmp_path / "out").write_text('{"custom_id": "a"}\n{"custom_id": "b"')
+    line = '{"custom_id": "a", "response": {}}\n'
+    (tmp_path / "out").write_text(line + '{"id": "batch_req_1')
     assert answered_ids(tmp_path / "out", requests) == {"a"}
-    assert (tmp_path / "out").read_text() == '{"custom_id": "a"}\n'
+    assert (tmp_path / "out").read_text() == line
 
 
 def test_output_of_another_batch_is_refused(tmp_path: Path) -> None:
     requests = read_requests(write(tmp_path / "in", GOOD))
     with pytest.raises(BatchError, match="line 1: an answer to 'z'"):
-        answered_ids(write(tmp_path / "out", {"custom_id": "z"}), requests)
+        answered_ids(write(tmp_path / "out", {"custom_id": "z", "response": {}}), requests)
+
+
+@pytest.mark.parametrize(
+    "content", [json.dumps(GOOD), json.dumps(GOOD) + "\n", "notes", "[]\n", "a\nb"]
+)
+def test_output_that_is_another_file_is_refused_and_kept(content: str, tmp_path: Path) -> None:
+    requests = read_requests(write(tmp_path / "in", GOOD))
+    (tmp_path / "out").write_text(content)
+    with pytest.raises(BatchError, match="out"):
+        answered_ids(tmp_path / "out", requests)
+    assert (tmp_path / "out").read_text() == content
+
+
+async def test_answer_that_cannot_be_written_is_named() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    request = BatchRequest("a", "/v1/completions", {})
+    with (
+        FileIO("/dev/full", "w") as full,
+        pytest.raises(BatchError, match="/dev/full: No space left on device"),
+    ):
+        await run_batch(app, [request], full, 2, lambda: None)
