@@ -35,6 +35,9 @@ def main() -> None:
     except QuireError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
+    except KeyboardInterrupt:
+        print("stopped; the same command answers the rest", file=sys.stderr)
+        sys.exit(130)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 COMMAND = [sys.executable, "-m", "services.offline"]
 SETTINGS = ["--pool-memory", "16MiB", "--threads", "1"]
 
@@ -45,17 +47,18 @@ def test_a_failed_request_does_not_fail_the_others(tmp_path: Path) -> None:
     assert responses["b"]["body"]["error"]["message"] == "max_tokens is -1, not 1 or more"
 
 
-def test_a_killed_run_continues_where_it_stopped(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_stopped_run_continues_where_it_stopped(tmp_path: Path, number: signal.Signals) -> None:
     lines = [line(f"r{i}", max_tokens=40, min_tokens=40, seed=i, temperature=1) for i in range(200)]
     source, target = write(tmp_path / "in", lines), tmp_path / "out"
     first = subprocess.Popen([*COMMAND, str(source), str(target), *SETTINGS], stderr=-3, stdout=-3)
     while not (target.exists() and target.read_bytes().count(b"\n") >= 5):
         assert first.poll() is None
-    first.send_signal(signal.SIGKILL)
-    first.wait()
+    first.send_signal(number)
+    assert first.wait() == (130 if number is signal.SIGINT else -signal.SIGKILL)
     before = target.read_bytes()
     whole = before[: before.rfind(b"\n") + 1]
-    target.write_bytes(whole + b'{"custom_id": "r3')  # the kill may cut a line off
+    target.write_bytes(whole + b'{"id": "batch_req_3')  # the kill may cut a line off
     num_before = whole.count(b"\n")
     assert num_before < 200
     done = run(source, target)
@@ -69,7 +72,7 @@ def test_a_killed_run_continues_where_it_stopped(tmp_path: Path) -> None:
 
 def test_a_file_that_is_not_usable_changes_nothing(tmp_path: Path) -> None:
     source, target = write(tmp_path / "in", [line("a")]), tmp_path / "out"
-    write(target, [{"custom_id": "z"}])
+    before = write(target, [{"custom_id": "z", "response": {}}]).read_text()
     done = run(source, target)
     assert (done.returncode, "no request of this batch" in done.stderr) == (2, True), done.stderr
-    assert target.read_text() == '{"custom_id": "z"}\n'
+    assert target.read_text() == before

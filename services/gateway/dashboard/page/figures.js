@@ -110,7 +110,7 @@ export function renderWorkers(doc) {
     const isDecode = worker.role === "decode";
     const busy = isDecode ? worker.slots - Math.max(0, worker.free_slots) : worker.pending_tokens;
     const share = isDecode ? busy / Math.max(1, worker.slots) : Math.min(1, worker.pending_tokens / 2048);
-    const load = isDecode ? `${count(worker.running)} sequences, ${count(busy)} of ${count(worker.slots)} slots` : `${count(worker.pending_tokens)} prompt tokens to compute`;
+    const load = isDecode ? `${count(worker.running)} ${worker.running === 1 ? "sequence" : "sequences"}, ${count(busy)} of ${count(worker.slots)} slots` : `${count(worker.pending_tokens)} prompt tokens to compute`;
     const engine = Object.entries(worker.engine).map(([name, value]) => `${name} ${value}`).join(", ");
     return h("div", { class: `worker ${worker.state === "gone" ? "gone" : ""}`, "data-tip": `${id}\n${engine}\nup for ${duration((doc.now_ms - worker.started_ms) / 1000)}`, tabindex: 0 },
       h("p", null, h("span", null, id), h("span", { class: TONES[worker.state] ?? "muted" }, `${worker.state === "serving" ? "●" : "▲"} ${worker.state}`)),
