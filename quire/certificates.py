@@ -10,6 +10,7 @@ The library `cryptography` is imported when certificates are made, not with this
 """
 
 import ipaddress
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -63,6 +64,9 @@ def write_certificates(
     for name in clients:
         if name in ("ca", "service", "gateway") or not name.replace("-", "").isalnum():
             raise CertificateError(f"{name!r} cannot be a client's name: letters, digits, hyphens")
+    for host in (*hosts, *service_hosts):
+        if not _is_host(host):
+            raise CertificateError(f"{host!r} is neither a host's name nor an address")
     try:
         directory.mkdir(parents=True, exist_ok=True)
         ca, written = _authority(directory / "ca.crt", ca_key or directory / "ca.key")
@@ -131,6 +135,14 @@ def _signed(ca: _Pair | None, name: str, names: Sequence[str], use: str, days: f
         uses = {"server": [server], "client": [client], "both": [server, client]}[use]
         builder = builder.add_extension(x509.ExtendedKeyUsage(uses), critical=False)
     return _Pair(builder.sign(issuer, hashes.SHA256()), key)
+
+
+def _is_host(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return re.fullmatch(r"[A-Za-z0-9*_.-]{1,253}", text) is not None
+    return True
 
 
 def _general_name(host: str) -> "x509.GeneralName":
