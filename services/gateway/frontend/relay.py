@@ -92,7 +92,7 @@ class Relay:
         self._find = find
         self._tls = tls
         self._kept: KeptChannel | None = None
-        self._silent: set[Target] = set()
+        self._unable: set[Target] = set()
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """One handler for each operation; requests and responses are bytes."""
@@ -144,15 +144,15 @@ class Relay:
         return answer
 
     def _chosen(self) -> Target:
-        """The first process that has not been silent, if there is one."""
+        """The first process that was able to answer, if there is one."""
         found = self._find()
-        self._silent.intersection_update(found)
-        speaking = [target for target in found if target not in self._silent]
+        self._unable.intersection_update(found)
+        able = [target for target in found if target not in self._unable]
         if not found:
             raise self._relayed.absent()
-        if not speaking:
-            self._silent.clear()
-        return (speaking or found)[0]
+        if not able:
+            self._unable.clear()
+        return (able or found)[0]
 
     def _channel(self, address: str) -> aio.Channel:
         if self._kept is None or self._kept.address != address:
@@ -162,11 +162,13 @@ class Relay:
         return self._kept.get()
 
     def _translate_error(self, target: Target, error: aio.AioRpcError) -> QuireError:
-        """The service's own error if it sent one; `silent()` if gRPC itself reports UNAVAILABLE."""
+        """The service's own error if it sent one; `silent()` if gRPC itself reports UNAVAILABLE.
+        In both cases the next call goes to another process: one that cannot reach the block store
+        may be on a host that is cut off."""
         said_by_it = any(key == CODE_TRAILER for key, _ in error.trailing_metadata() or ())
-        if error.code() is grpc.StatusCode.UNAVAILABLE and not said_by_it:
-            self._silent.add(target)
-            return self._relayed.silent()
+        if error.code() is grpc.StatusCode.UNAVAILABLE:
+            self._unable.add(target)
+            return from_rpc_error(error) if said_by_it else self._relayed.silent()
         return from_rpc_error(error)
 
 

@@ -1,17 +1,19 @@
 """Operations that the gateway relays to the block manager and to the supervisor."""
 
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from typing import Any
 
 import grpc
 import pytest
 from grpc import aio
 
+from blockstore.errors import StoreUnavailable
 from blockstore.registry import Member
 from quire.v1 import block_manager_pb2, block_manager_pb2_grpc
 from quire.v1.supervisor_pb2 import ScaleRequest
 from quire.v1.supervisor_pb2_grpc import SupervisorStub
-from services.common.errors import UnknownWorker
+from services.common.errors import Unavailable, UnknownWorker
 from services.common.rpc.transport import RpcServer, from_rpc_error, open_channel
 from services.gateway.frontend.relay import BLOCK_MANAGER, SUPERVISOR, Relay, Target
 from services.protocol.version import PROTOCOL_VERSION
@@ -36,6 +38,13 @@ class OneOperation(block_manager_pb2_grpc.BlockManagerServicer):
         if request.worker_id != "decode-1":
             raise UnknownWorker(f"no worker {request.worker_id}")
         return block_manager_pb2.DrainWorkerResponse(num_running=3)
+
+
+class NoStore(block_manager_pb2_grpc.BlockManagerServicer):
+    """A block manager on a host that does not reach Redis."""
+
+    async def DrainWorker(self, request: Any, context: Any) -> Any:
+        raise StoreUnavailable("redis://r:6379: no answer (gave up after 5 s)")
 
 
 def targets(members: Sequence[Member]) -> list[Target]:
@@ -96,3 +105,21 @@ async def test_operations_are_relayed_to_the_block_manager(harness: Any) -> None
         await stub.ListPools(block_manager_pb2.ListPoolsRequest())
     assert error.value.code() is grpc.StatusCode.INTERNAL
     assert dict(error.value.trailing_metadata() or ())["quire-error-code"] == "internal"
+
+
+async def test_a_block_manager_without_the_store_leaves_operations_to_another_one() -> None:
+    async with AsyncExitStack() as stack:
+        found = []
+        for name, manager in (("a", NoStore()), ("b", OneOperation())):  # type: ignore[abstract]
+            server = RpcServer(guard=guard(name))
+            block_manager_pb2_grpc.add_BlockManagerServicer_to_server(manager, server.aio)
+            found.append(Target(f"127.0.0.1:{await server.start('127.0.0.1', 0)}", name))
+            stack.push_async_callback(server.stop)
+        relay = Relay(BLOCK_MANAGER, lambda: found, SECRET.rpc_key)
+        stack.push_async_callback(relay.close)
+        request = block_manager_pb2.DrainWorkerRequest(worker_id="decode-1").SerializeToString()
+        with pytest.raises(Unavailable, match="the block store is not there"):
+            await relay.send("DrainWorker", request, 5.0)
+        for _ in range(2):
+            answer = await relay.send("DrainWorker", request, 5.0)
+            assert block_manager_pb2.DrainWorkerResponse.FromString(answer).num_running == 3
