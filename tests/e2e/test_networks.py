@@ -2,8 +2,9 @@
 are killed at each step of a pull: no token is wrong, and nothing stays held."""
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from quire.async_client import AsyncClient
+from quire.errors import Unavailable
 from quire.sockets import living_sockets
 from quire.types import Completion
 from tests.conftest import Valkey
@@ -122,8 +124,11 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-def ask(client: AsyncClient, prompts: Sequence[Sequence[int]]) -> list["asyncio.Task[Completion]"]:
-    return [asyncio.create_task(client.complete(p, greedy(24), timeout_s=90)) for p in prompts]
+def ask(
+    client: AsyncClient, prompts: Sequence[Sequence[int]], num_tokens: int = 24
+) -> list["asyncio.Task[Completion]"]:
+    sampling = greedy(num_tokens)
+    return [asyncio.create_task(client.complete(p, sampling, timeout_s=90)) for p in prompts]
 
 
 async def assert_right(
@@ -184,6 +189,73 @@ async def test_a_mover_killed_at_each_step_of_a_pull(
             host.processes[name].kill()
         cluster.network.heal()
         await assert_right(oracle, all_of, asked)
+
+
+FROM_REDIS = {("b", "here"), ("here", "b")}
+FROM_ALL = FROM_REDIS | {("a", "b"), ("b", "a")}
+LEASE_S, REGISTERED_S = float(MOVER["LEASE_S"]), 3.0
+"""How long a mover's pins, and an entry of the registry, stay without renewal."""
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        pytest.param(FROM_REDIS, marks=pytest.mark.full, id="from Redis"),
+        pytest.param(FROM_ALL, id="from all"),
+    ],
+)
+async def test_a_host_comes_back_after_longer_than_lease_and_registration(
+    cluster: Cluster, oracle: Oracle, cut: set[tuple[str, str]]
+) -> None:
+    """Meanwhile another host decodes: requests that ran on the cut one are computed again, or wait
+    for it, and new ones are served. Its worker comes back as the same member, with its pool."""
+    async with serving(cluster) as client, another_decode_worker(cluster.a) as other:
+        (pool,) = (path.name for path in cluster.b.pool_root.iterdir() if path.is_dir())
+        (worker,) = (path.stem for path in cluster.b.pool_root.glob("*/workers/decode-*.lock"))
+        await until_serving(client, {worker, other})
+        cluster.network.delay_s, before = 0.02, cluster.steps(cluster.b, "claimed")
+        asked = ask(client, all_of := prompts(20, 6, 400), num_tokens=200)
+        await until(lambda: cluster.steps(cluster.b, "claimed") > before)
+        cluster.network.blocked, began = cut, asyncio.get_running_loop().time()
+        await until_serving(client, {other})
+        new = ask(client, new_ones := prompts(21, 4, 300))
+        await assert_right(oracle, new_ones, new)
+        length_s = LEASE_S + REGISTERED_S + 2.0
+        await asyncio.sleep(began + length_s - asyncio.get_running_loop().time())
+        cluster.network.heal()
+        await until_serving(client, {worker, other})
+        await assert_right(oracle, all_of, asked)
+    async with serving(cluster) as client:  # host b decodes alone again
+        assert pool in {each.pool_id for each in await client.pools()}
+        before = cluster.steps(cluster.b, "committed")
+        asked = ask(client, all_of := prompts(22, 2, 300))
+        await assert_right(oracle, all_of, asked)
+        assert cluster.steps(cluster.b, "committed") > before
+
+
+async def until_serving(client: AsyncClient, worker_ids: set[str]) -> None:
+    """Wait until these decode workers serve, and no others. A block manager that is cut off from
+    Redis cannot say it."""
+    async with asyncio.timeout(60):
+        while True:
+            with suppress(Unavailable):
+                workers = await client.workers()
+                decode = (w for w in workers if (w.role, w.state) == ("decode", "serving"))
+                if {each.worker_id for each in decode} == worker_ids:
+                    return
+            await asyncio.sleep(0.02)
+
+
+@asynccontextmanager
+async def another_decode_worker(host: Host) -> AsyncIterator[str]:
+    """A decode worker for a while; it leaves by itself. Yields its id."""
+    name = f"decode-{secrets.token_hex(4)}"  # of its own log
+    host.start("decode", name)
+    found = await asyncio.to_thread(host.wait_for, name, "worker_ready")
+    yield found["worker_id"]
+    process = host.processes.pop(name)
+    process.terminate()
+    await asyncio.to_thread(process.wait, 30)
 
 
 @pytest.mark.full
