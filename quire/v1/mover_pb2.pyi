@@ -33,9 +33,11 @@ class PullRequest(_message.Message):
     def __init__(self, ticket: _Optional[_Union[_ticket_pb2.Ticket, _Mapping]] = ..., source_pool_id: _Optional[str] = ...) -> None: ...
 
 class PullResponse(_message.Message):
-    __slots__ = ("ticket", "num_blocks")
+    __slots__ = ("ticket", "num_blocks", "copying")
     TICKET_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    COPYING_FIELD_NUMBER: _ClassVar[int]
     ticket: _ticket_pb2.Ticket
     num_blocks: int
-    def __init__(self, ticket: _Optional[_Union[_ticket_pb2.Ticket, _Mapping]] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+    copying: bool
+    def __init__(self, ticket: _Optional[_Union[_ticket_pb2.Ticket, _Mapping]] = ..., num_blocks: _Optional[int] = ..., copying: _Optional[bool] = ...) -> None: ...

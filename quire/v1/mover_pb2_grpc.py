@@ -59,7 +59,7 @@ class MoverServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Pull(self, request, context):
-        """Copies a ticket's KV into this pool. The only message is the answer; then the mover keeps what it copied for the
+        """Copies a ticket's KV into this pool. The last message is the answer; then the mover keeps what it copied for the
         ticket until the call ends, or until a worker has claimed it. A call that ends early gives the copy up.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

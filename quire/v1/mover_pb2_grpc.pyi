@@ -36,7 +36,7 @@ class MoverStub:
     Describe: _grpc.UnaryUnaryMultiCallable[_mover_pb2.DescribeRequest, _mover_pb2.DescribeResponse]
     """What the mover of another pool needs to read this pool's blocks."""
     Pull: _grpc.UnaryStreamMultiCallable[_mover_pb2.PullRequest, _mover_pb2.PullResponse]
-    """Copies a ticket's KV into this pool. The only message is the answer; then the mover keeps what it copied for the
+    """Copies a ticket's KV into this pool. The last message is the answer; then the mover keeps what it copied for the
     ticket until the call ends, or until a worker has claimed it. A call that ends early gives the copy up.
     """
 
@@ -48,7 +48,7 @@ class MoverAsyncStub(MoverStub):
     Describe: _aio.UnaryUnaryMultiCallable[_mover_pb2.DescribeRequest, _mover_pb2.DescribeResponse]  # type: ignore[assignment]
     """What the mover of another pool needs to read this pool's blocks."""
     Pull: _aio.UnaryStreamMultiCallable[_mover_pb2.PullRequest, _mover_pb2.PullResponse]  # type: ignore[assignment]
-    """Copies a ticket's KV into this pool. The only message is the answer; then the mover keeps what it copied for the
+    """Copies a ticket's KV into this pool. The last message is the answer; then the mover keeps what it copied for the
     ticket until the call ends, or until a worker has claimed it. A call that ends early gives the copy up.
     """
 
@@ -69,7 +69,7 @@ class MoverServicer(metaclass=_abc_1.ABCMeta):
         request: _mover_pb2.PullRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_mover_pb2.PullResponse], _abc.AsyncIterator[_mover_pb2.PullResponse]]:
-        """Copies a ticket's KV into this pool. The only message is the answer; then the mover keeps what it copied for the
+        """Copies a ticket's KV into this pool. The last message is the answer; then the mover keeps what it copied for the
         ticket until the call ends, or until a worker has claimed it. A call that ends early gives the copy up.
         """
 

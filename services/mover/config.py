@@ -23,7 +23,7 @@ class MoverSettings(PoolServiceSettings):
         description="how long another pool keeps blocks for this mover without a renewal",
     )
     pull_timeout_s: float = Field(
-        20.0, gt=0, description="how long a copy may take before it is given up"
+        20.0, gt=0, description="how long 64 MiB of a copy may take before it is given up"
     )
     landing_timeout_s: float = Field(
         10.0,

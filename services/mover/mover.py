@@ -15,8 +15,8 @@ from services.common.runtime.metrics import MoverMetrics
 from services.common.runtime.ticks import until_tick
 from services.mover.config import MoverSettings
 from services.mover.own_pool import OwnPool
-from services.mover.pull import Pull, PullFailed, Side, Target
-from services.mover.source import Peer, open_peer
+from services.mover.pull import Pull, PullFailed, Target
+from services.mover.source import Side, Source, open_source
 from services.mover.transport import Transport, TransportError
 from services.protocol.ticket import Ticket
 
@@ -51,7 +51,7 @@ class Mover:
         self._registry = registry
         self._settings = settings
         self._metrics = metrics
-        self._peers: dict[str, Peer] = {}  # by member id of the other mover
+        self._sources: dict[str, Source] = {}  # by member id of the other mover
         self._opening: set[str] = set()
         self._different: set[str] = set()
         self._pulls: set[Pull] = set()
@@ -61,9 +61,9 @@ class Mover:
     def bandwidths(self) -> dict[str, str]:
         """The pools that can be pulled from, with their bandwidths, for the registry."""
         return {
-            BANDWIDTH + peer.source.spec.pool_id: str(round(peer.bandwidth.bytes_per_s))
-            for peer in self._peers.values()
-            if peer.has_lease
+            BANDWIDTH + source.pool_id: str(round(source.bandwidth.bytes_per_s))
+            for source in self._sources.values()
+            if source.has_lease
         }
 
     # Pulls.
@@ -71,43 +71,44 @@ class Mover:
     @asynccontextmanager
     async def pulling(
         self, ticket: Ticket, source_pool_id: str
-    ) -> AsyncIterator[tuple[Ticket | None, int]]:
-        """Pull a ticket. Yields it as it is in the own pool (None: only the prefix cache was
-        filled), and the number of copied blocks. When the body ends, what was pulled is released,
-        unless a worker has claimed it. A body or call that is cancelled gives the pull up.
+    ) -> AsyncIterator[tuple["asyncio.Future[Ticket | None]", Pull]]:
+        """Pull a ticket. Yields its future as it will be in the own pool (None: only the prefix
+        cache was filled; Unavailable: nothing was copied, and why), and the pull. When the body
+        ends, the pull is given up, and what was pulled is released, unless a worker has claimed it.
 
-        Unavailable: nothing was copied, and why."""
-        peer = self._peer_of(source_pool_id)
+        Unavailable: the mover does not read that pool."""
+        source = self._source_of(source_pool_id)
         pull = Pull(
-            *(self._transport, peer.source, self._target, ticket),
+            *(self._transport, source, self._target, ticket),
             self._settings.pull_timeout_s,
             self._settings.landing_timeout_s,
         )
         answer: asyncio.Future[Ticket | None] = asyncio.get_running_loop().create_future()
         over = asyncio.Event()
-        task = asyncio.create_task(self._run(peer, pull, answer, over))
+        task = asyncio.create_task(self._run(source, pull, answer, over))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         try:
-            yield await answer, pull.num_blocks
+            yield answer, pull
         finally:
+            answer.cancel()
             pull.give_up()
             over.set()
 
     async def _run(
         self,
-        peer: Peer,
+        source: Source,
         pull: Pull,
         answer: "asyncio.Future[Ticket | None]",
         over: asyncio.Event,
     ) -> None:
         """Run a pull to its end, even if nobody waits for it any more."""
-        labels, began = peer.source.spec.pool_id, asyncio.get_running_loop().time()
+        labels, began = source.pool_id, asyncio.get_running_loop().time()
         self._pulls.add(pull)
         moved: Ticket | None = None
         try:
             moved = await pull.run()
-            self._note(peer, pull, asyncio.get_running_loop().time() - began)
+            self._note(source, pull, asyncio.get_running_loop().time() - began)
             if not answer.done():
                 answer.set_result(moved)
                 await over.wait()
@@ -128,20 +129,20 @@ class Mover:
             if moved is not None:
                 await pull.release(moved)
 
-    def _note(self, peer: Peer, pull: Pull, seconds: float) -> None:
-        labels = peer.source.spec.pool_id
+    def _note(self, source: Source, pull: Pull, seconds: float) -> None:
+        labels = source.pool_id
         self._metrics.pulls.labels(labels, "done").inc()
         if pull.num_blocks:
             self._metrics.blocks.labels(labels).inc(pull.num_blocks)
             self._metrics.seconds.labels(labels).observe(seconds)
             num_bytes = pull.num_blocks * self._own.spec.block_bytes
-            peer.bandwidth.observe(num_bytes, pull.reading_s)
-            self._show_bandwidth(peer)
+            source.bandwidth.observe(num_bytes, pull.reading_s)
+            self._show_bandwidth(source)
 
-    def _peer_of(self, pool_id: str) -> Peer:
-        for peer in self._peers.values():
-            if peer.source.spec.pool_id == pool_id and peer.has_lease:
-                return peer
+    def _source_of(self, pool_id: str) -> Source:
+        for source in self._sources.values():
+            if source.pool_id == pool_id and source.has_lease:
+                return source
         raise Unavailable(f"this mover does not read pool {pool_id!r} now")
 
     def _preempt(self, side: Side, demands: tuple[str, ...]) -> None:
@@ -158,8 +159,8 @@ class Mover:
             pull.give_up()
         if self._running:
             await asyncio.wait(self._running)
-        for member_id in tuple(self._peers):
-            await self._close_peer(member_id)
+        for member_id in tuple(self._sources):
+            await self._close_source(member_id)
 
     # The own pool.
 
@@ -194,53 +195,53 @@ class Mover:
                         for member in await self._registry.members()
                         if member.role == "mover" and member.pool_id != self._own.spec.pool_id
                     }
-                    for member_id in self._peers.keys() - movers.keys():
-                        await self._close_peer(member_id)
-                    known = self._peers.keys() | self._opening | self._different
+                    for member_id in self._sources.keys() - movers.keys():
+                        await self._close_source(member_id)
+                    known = self._sources.keys() | self._opening | self._different
                     for member_id in movers.keys() - known:
                         self._opening.add(member_id)
-                        tasks.create_task(self._keep_peer(movers[member_id]))
+                        tasks.create_task(self._keep_source(movers[member_id]))
                 await asyncio.sleep(until_tick(_POLL_S))
 
-    async def _keep_peer(self, member: Member) -> None:
+    async def _keep_source(self, member: Member) -> None:
         """Join a mover's pool, and renew the lease there until it is lost."""
         try:
-            peer = await open_peer(member, self._own.header, self._transport, self._settings)
+            source = await open_source(member, self._own.header, self._transport, self._settings)
         except (QuireError, BlockStoreError, TransportError, BadHeader) as error:
             log.warning("source_not_joined", member_id=member.member_id, reason=str(error))
             await asyncio.sleep(until_tick(_POLL_S))
             return
         finally:
             self._opening.discard(member.member_id)
-        if peer is None:
+        if source is None:
             self._different.add(member.member_id)
             return
-        self._peers[member.member_id] = peer
-        self._show_bandwidth(peer)
-        while peer.has_lease:
-            await asyncio.sleep(peer.renewal_s)
+        self._sources[member.member_id] = source
+        self._show_bandwidth(source)
+        while source.has_lease:
+            await asyncio.sleep(source.renewal_s)
             try:
-                self._preempt(peer.source, await peer.renew())
+                self._preempt(source, await source.renew())
             except BlockStoreError as error:
                 log.warning("lease_not_renewed", member_id=member.member_id, reason=str(error))
-        await self._close_peer(member.member_id)
+        await self._close_source(member.member_id)
 
-    async def _close_peer(self, member_id: str) -> None:
-        peer = self._peers.pop(member_id, None)
-        if peer is None:
+    async def _close_source(self, member_id: str) -> None:
+        source = self._sources.pop(member_id, None)
+        if source is None:
             return
-        peer.source.is_broken = True
+        source.is_broken = True
         for pull in self._pulls:
-            if pull.reads(peer.source):
+            if pull.reads(source):
                 pull.give_up()
-        log.warning("source_left", pool_id=peer.source.spec.pool_id)
-        await peer.close(self._transport)
-        others = {other.source.spec.pool_id for other in self._peers.values()}
-        if peer.source.spec.pool_id not in others:  # else its mover came back under another name
-            self._metrics.forget(peer.source.spec.pool_id)
+        log.warning("source_left", pool_id=source.pool_id)
+        await source.close(self._transport)
+        others = {other.pool_id for other in self._sources.values()}
+        if source.pool_id not in others:  # else its mover came back under another name
+            self._metrics.forget(source.pool_id)
 
-    def _show_bandwidth(self, peer: Peer) -> None:
-        pool_id, bytes_per_s = peer.source.spec.pool_id, peer.bandwidth.bytes_per_s
+    def _show_bandwidth(self, source: Source) -> None:
+        pool_id, bytes_per_s = source.pool_id, source.bandwidth.bytes_per_s
         is_slow = bytes_per_s < parse_size(self._settings.min_bandwidth)
         self._metrics.bandwidth.labels(pool_id).set(bytes_per_s)
         self._metrics.slow.labels(pool_id).set(is_slow)

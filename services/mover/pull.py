@@ -19,7 +19,8 @@ import asyncio
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from time import monotonic
 from typing import Any
 
 from blockstore.errors import (
@@ -33,17 +34,20 @@ from blockstore.errors import (
     UnknownWorker,
     WorkerFenced,
 )
-from blockstore.records import Allocation, PoolSpec, PrefixHash
-from blockstore.store import BlockStore
+from blockstore.records import Allocation, PrefixHash
 from services.common.pool.stamps import Stamps
 from services.common.runtime.logging import get_logger
-from services.mover.transport import Area, State, Transfer, Transport, TransportError
+from services.mover.source import Copies, Side, Source
+from services.mover.transport import Area, Transport, TransportError, landed
 from services.protocol.block_keys import BlockKeys, Key
 from services.protocol.ticket import Ticket
 
 log = get_logger(__name__)
 
-_POLL_S = 0.0005
+PART_BLOCKS, PART_BYTES = 1024, 64 << 20
+"""The most that one read has. So few descriptors are in use at a time, a pull that is given up
+waits for one part only, and its time limit does not grow with the prompt."""
+
 _OVER = (StaleHolder, NotHeld, UnknownPool, UnknownWorker, StoreLost)
 """Errors of a release after which this mover holds nothing in the pool any more."""
 
@@ -54,38 +58,6 @@ class PullFailed(Exception):
     def __init__(self, reason: str, text: str = "") -> None:
         super().__init__(f"{reason}: {text}" if text else reason)
         self.reason = reason
-
-
-@dataclass(slots=True)
-class Side:
-    """A pool of a pull, and this mover's name on it."""
-
-    store: BlockStore
-    spec: PoolSpec
-    member_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Copies:
-    """Copies of a pool's stamps, each at its place. `prepared`: the memory, prepared for reads."""
-
-    stamps: Stamps
-    prepared: Any
-
-
-Stamping = tuple[Copies, Copies]
-"""Where one pull reads a source's stamps to: before its blocks, and after them."""
-
-
-@dataclass(slots=True)
-class Source(Side):
-    """The pool that a pull reads. `memory`: the transport's. `stampings`: those that no pull uses;
-    so many pulls of a source run at a time. `is_broken`: a call has failed, so nothing more is
-    pulled, and the lease is not renewed."""
-
-    memory: Any
-    stampings: "asyncio.Queue[Stamping]" = field(default_factory=asyncio.Queue)
-    is_broken: bool = False
 
 
 @dataclass(slots=True)
@@ -100,7 +72,8 @@ class Target(Side):
 
 
 class Pull:
-    """Copies the KV of one ticket, in a task that no cancellation ends: `give_up` tells it to."""
+    """Copies the KV of one ticket, in a task that no cancellation ends: `give_up` tells it to.
+    `timeout_s`: how long the calls of the stores, and each part of a read, may take."""
 
     def __init__(
         self,
@@ -120,9 +93,9 @@ class Pull:
         self._ticket = ticket
         self._is_prefix = not ticket.sequences[0].block_ids
         self._holder_id = f"pull-{secrets.token_hex(8)}" if self._is_prefix else ticket.holder_id
+        self._timeout_s = timeout_s
         self._landing_timeout_s = landing_timeout_s
-        self._clock = asyncio.get_running_loop().time
-        self._given_up_at = self._clock() + timeout_s
+        self._given_up_at = monotonic() + timeout_s
         self._pin: tuple[str, int] | None = None
         left_out = 0 if self._is_prefix else 1
         self._keys = BlockKeys.of(ticket, target.spec.block_size, num_left_out=left_out)
@@ -137,7 +110,7 @@ class Pull:
 
     def give_up(self) -> None:
         """End the pull as soon as nothing lands any more."""
-        self._given_up_at = min(self._given_up_at, self._clock())
+        self._given_up_at = min(self._given_up_at, monotonic())
 
     async def run(self) -> Ticket | None:
         """Returns the ticket, detached in the own pool; None: the prompt's blocks are in its prefix
@@ -289,9 +262,9 @@ class Pull:
             raise PullFailed("wrong_stamps", "the source's blocks hold other tokens")
         self._require_may_write()
         items = [sources[key] for key in copied]
-        began = self._clock()
+        began = monotonic()
         await self._read(Area.BLOCKS, items, target.blocks, tuple(copied.values()))
-        self.reading_s = self._clock() - began
+        self.reading_s = monotonic() - began
         self._note("blocks_read")
         after = await self._read_stamps(self._after, sources.values())
         if before != after:
@@ -315,34 +288,35 @@ class Pull:
     async def _read(
         self, area: Area, items: Sequence[int], target: Any, places: Sequence[int]
     ) -> None:
+        """Read part after part."""
         self._check()
-        if items:
-            read = self._transport.read
+        size = PART_BLOCKS
+        if area is Area.BLOCKS:
+            size = max(1, min(size, PART_BYTES // self._target.spec.block_bytes))
+        for begin in range(0, len(items), size):
+            part = slice(begin, begin + size)
             transfer = await asyncio.to_thread(
-                read, self._source.memory, area, items, target, places
+                self._transport.read,
+                *(self._source.memory, area, items[part], target, places[part]),
             )
-            await self._land(transfer)
+            await landed(transfer, self._end_if_late)
             self._check()
+            self._given_up_at = monotonic() + self._timeout_s
 
-    async def _land(self, transfer: Transfer) -> None:
-        """Wait until nothing lands any more. A read that does not end ends the process: nobody else
-        can know when its blocks are quiet."""
-        while (state := transfer.poll()) is State.RUNNING:
-            late_s = self._clock() - self._given_up_at
-            if late_s > 0:
-                await self._unpin()
-            if late_s > self._landing_timeout_s:
-                self._target.end_process(f"a read was given up {late_s:.1f} s ago and has no end")
-            await asyncio.sleep(_POLL_S)
-        transfer.release()
-        if state is State.FAILED:
-            raise TransportError("a read failed")
+    async def _end_if_late(self) -> None:
+        """A read that does not end ends the process: nobody else can know when its blocks are
+        quiet."""
+        late_s = monotonic() - self._given_up_at
+        if late_s > 0:
+            await self._unpin()
+        if late_s > self._landing_timeout_s:
+            self._target.end_process(f"a read was given up {late_s:.1f} s ago and has no end")
 
     def _note(self, step: str) -> None:
         log.debug("pull_step", step=step, holder_id=self._holder_id)
 
     def _check(self) -> None:
-        if self._clock() >= self._given_up_at:
+        if monotonic() >= self._given_up_at:
             raise PullFailed("given_up")
 
     def _require_may_write(self) -> None:

@@ -13,6 +13,9 @@ from services.mover.mover import Mover
 from services.protocol.codec import ticket_from_wire, ticket_to_wire
 from services.protocol.version import PROTOCOL_VERSION
 
+_COPYING_S = 5.0
+"""How often a pull that takes long says that it goes on. Each of its parts has a time limit."""
+
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Mover"].full_name
 
 
@@ -39,9 +42,12 @@ class MoverService(mover_pb2_grpc.MoverServicer):
         with_blocks = [bool(sequence.block_ids) for sequence in ticket.sequences]
         if len(set(with_blocks)) > 1:
             raise InvalidRequest("some sequences of the ticket have blocks, others have none")
-        async with self._mover.pulling(ticket, request.source_pool_id) as (moved, num_blocks):
+        async with self._mover.pulling(ticket, request.source_pool_id) as (answer, pull):
+            while not (await asyncio.wait({answer}, timeout=_COPYING_S))[0]:
+                yield pb.PullResponse(copying=True)
+            moved = answer.result()
             yield pb.PullResponse(
-                ticket=None if moved is None else ticket_to_wire(moved), num_blocks=num_blocks
+                ticket=None if moved is None else ticket_to_wire(moved), num_blocks=pull.num_blocks
             )
             if moved is not None:
                 await asyncio.Event().wait()  # until the gateway ends the call

@@ -2,12 +2,15 @@
 under a lease, and knows how fast it can be read."""
 
 import asyncio
+from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 from blockstore.errors import BlockStoreError
+from blockstore.records import PoolSpec
 from blockstore.redis_store import RedisStore
 from blockstore.registry import Member
-from blockstore.store import FUNCTION_LIBRARY
+from blockstore.store import FUNCTION_LIBRARY, BlockStore
 from quire.v1 import mover_pb2, mover_pb2_grpc
 from services.common.pool.header import PoolHeader
 from services.common.pool.names import REMOTE_ROLE, new_worker_id
@@ -20,13 +23,12 @@ from services.common.runtime import redis
 from services.common.runtime.logging import get_logger
 from services.common.runtime.secret import deployment_secret
 from services.mover.config import MoverSettings
-from services.mover.pull import Copies, Source, Stamping
 from services.mover.transport import (
     Area,
     OutOfReach,
-    State,
     Transport,
     TransportError,
+    landed,
     stamps_region,
 )
 from services.protocol.version import PROTOCOL_VERSION
@@ -35,7 +37,6 @@ log = get_logger(__name__)
 
 _DESCRIBE_S = 5.0
 _STORE_S = 5.0
-_POLL_S = 0.0005
 _RENEWALS = 4
 """How often a lease is renewed in its time: two renewals may fail."""
 
@@ -58,62 +59,88 @@ class Bandwidth:
             self.bytes_per_s = before + _WEIGHT * (value - before) if before else value
 
 
-class Peer:
-    """A joined source. `source.is_broken` ends it; the mover then opens another one."""
+@dataclass(slots=True)
+class Side:
+    """A pool of a pull, and this mover's name on it."""
 
-    def __init__(self, member: Member, source: Source, lease_s: float) -> None:
-        self.member = member
-        self.source = source
-        self.bandwidth = Bandwidth()
-        self._lease_s = lease_s
-        self._clock = asyncio.get_running_loop().time
-        self._lease_ends = self._clock()
+    store: BlockStore
+    spec: PoolSpec
+    member_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Copies of a pool's stamps, each at its place. `prepared`: the memory, prepared for reads."""
+
+    stamps: Stamps
+    prepared: Any
+
+
+Stamping = tuple[Copies, Copies]
+"""Where one pull reads a source's stamps to: before its blocks, and after them."""
+
+
+@dataclass(slots=True)
+class Source(Side):
+    """The pool that a pull reads. `memory`: the transport's. `stampings`: those that no pull uses;
+    so many pulls of a source run at a time. `is_broken`: a call has failed, so nothing more is
+    pulled, and the lease is not renewed; the mover then opens another one."""
+
+    memory: Any
+    lease_s: float
+    stampings: "asyncio.Queue[Stamping]" = field(default_factory=asyncio.Queue)
+    bandwidth: Bandwidth = field(default_factory=Bandwidth)
+    is_broken: bool = False
+    _lease_ends: float = 0.0
+
+    @property
+    def pool_id(self) -> str:
+        return self.spec.pool_id
 
     @property
     def has_lease(self) -> bool:
         """Whether this mover still has its lease, counted from before the renewal was sent: it ends
         here no later than at the store."""
-        return self._clock() < self._lease_ends and not self.source.is_broken
+        return asyncio.get_running_loop().time() < self._lease_ends and not self.is_broken
+
+    @property
+    def renewal_s(self) -> float:
+        return self.lease_s / _RENEWALS
 
     async def renew(self) -> tuple[str, ...]:
         """Join, or renew the lease. Returns the holders that the source demands back. Raises the
         store's errors."""
-        source, sent_at = self.source, self._clock()
-        lease_ms = round(self._lease_s * 1000)
-        await source.store.register_worker(source.spec, source.member_id, lease_ms=lease_ms)
-        self._lease_ends = sent_at + self._lease_s
-        heartbeat = await source.store.heartbeat(source.spec.pool_id, source.member_id)
-        if heartbeat.fenced:
-            source.is_broken = True
+        sent_at = asyncio.get_running_loop().time()
+        lease_ms = round(self.lease_s * 1000)
+        await self.store.register_worker(self.spec, self.member_id, lease_ms=lease_ms)
+        self._lease_ends = sent_at + self.lease_s
+        heartbeat = await self.store.heartbeat(self.pool_id, self.member_id)
+        self.is_broken |= heartbeat.fenced
         return heartbeat.demands
-
-    @property
-    def renewal_s(self) -> float:
-        return self._lease_s / _RENEWALS
 
     async def close(self, transport: Transport) -> None:
         """Leave the source once no pull reads it. Its block manager does what fails here."""
-        self.source.is_broken = True
-        unused = [await self.source.stampings.get() for _ in range(NUM_PULLS)]
+        self.is_broken = True
+        unused = [await self.stampings.get() for _ in range(NUM_PULLS)]
         try:
-            await self.source.store.leave(self.source.spec.pool_id, self.source.member_id)
+            await self.store.leave(self.pool_id, self.member_id)
         except BlockStoreError as error:
-            log.info("source_not_left", pool_id=self.source.spec.pool_id, reason=str(error))
-        await self.source.store.close()
+            log.info("source_not_left", pool_id=self.pool_id, reason=str(error))
+        await self.store.close()
         await asyncio.to_thread(self._forget, transport, unused)
 
     def _forget(self, transport: Transport, unused: list[Stamping]) -> None:
         try:
-            transport.disconnect(self.source.memory)
+            transport.disconnect(self.memory)
             for copies in chain.from_iterable(unused):
                 transport.forget(copies.prepared)
         except TransportError as error:
             log.warning("source_not_forgotten", reason=str(error))
 
 
-async def open_peer(
+async def open_source(
     member: Member, header: PoolHeader, transport: Transport, settings: MoverSettings
-) -> Peer | None:
+) -> Source | None:
     """Join the pool of another mover. None: that pool has other weights or another layout, or is
     out of reach. Raises QuireError, BlockStoreError or TransportError."""
     described = await _describe(member, settings)
@@ -127,17 +154,18 @@ async def open_peer(
         log.warning("source_out_of_reach", pool_id=theirs.pool_id, reason=str(error))
         return None
     store = await RedisStore.connect(redis.connection_url(settings), retry_for_s=_STORE_S)
-    source = Source(store, theirs.spec, new_worker_id(REMOTE_ROLE), memory)
+    source = Source(
+        store, theirs.spec, new_worker_id(REMOTE_ROLE), memory, lease_s=settings.lease_s
+    )
     for _ in range(NUM_PULLS):
         source.stampings.put_nowait((_copies(transport, theirs), _copies(transport, theirs)))
-    peer = Peer(member, source, settings.lease_s)
     try:
-        await peer.renew()
-        await _probe(peer, theirs, transport, parse_size(settings.probe_size))
+        await source.renew()
+        await _probe(source, theirs, transport, parse_size(settings.probe_size))
     except BaseException:
-        await peer.close(transport)
+        await source.close(transport)
         raise
-    return peer
+    return source
 
 
 async def _describe(member: Member, settings: MoverSettings) -> mover_pb2.DescribeResponse:
@@ -161,9 +189,10 @@ def _copies(transport: Transport, header: PoolHeader) -> Copies:
     return Copies(stamps, transport.prepare(stamps_region(stamps, header)))
 
 
-async def _probe(peer: Peer, header: PoolHeader, transport: Transport, num_bytes: int) -> None:
+async def _probe(source: Source, header: PoolHeader, transport: Transport, num_bytes: int) -> None:
     """Measure the bandwidth: read the first blocks of the pool to memory of the probe's own,
-    whatever they hold. The first read of all connects, and is not measured."""
+    whatever they hold. The first read of all connects, and is not measured. Without a time limit:
+    the memory may not be freed before a read has ended, however late."""
     block_bytes = header.layout.block_bytes
     num_blocks = max(1, min(header.num_blocks, num_bytes // block_bytes))
     parts = header.layout.tensor_parallel_size
@@ -171,26 +200,16 @@ async def _probe(peer: Peer, header: PoolHeader, transport: Transport, num_bytes
     for number in (1, num_blocks):
         blocks = range(number)
         began = asyncio.get_running_loop().time()
-        await _read_all(peer.source, transport, blocks, scratch)
+        read = source.memory, Area.BLOCKS, blocks, scratch, blocks
+        await landed(await asyncio.to_thread(transport.read, *read))
         seconds = asyncio.get_running_loop().time() - began
     transport.forget(scratch)
-    peer.bandwidth.observe(num_blocks * block_bytes * parts, seconds)
+    probe_bytes = num_blocks * header.spec.block_bytes
+    source.bandwidth.observe(probe_bytes, seconds)
     log.info(
         "source_joined",
         pool_id=header.pool_id,
-        member_id=peer.source.member_id,
-        bandwidth_bytes_per_s=round(peer.bandwidth.bytes_per_s),
-        probe_bytes=num_blocks * block_bytes * parts,
+        member_id=source.member_id,
+        bandwidth_bytes_per_s=round(source.bandwidth.bytes_per_s),
+        probe_bytes=probe_bytes,
     )
-
-
-async def _read_all(source: Source, transport: Transport, blocks: range, scratch: object) -> None:
-    """Without a time limit: the memory may not be freed before the read has ended, however late."""
-    transfer = await asyncio.to_thread(
-        transport.read, source.memory, Area.BLOCKS, blocks, scratch, blocks
-    )
-    while (state := transfer.poll()) is State.RUNNING:  # noqa: ASYNC110 - it sets no event
-        await asyncio.sleep(_POLL_S)
-    transfer.release()
-    if state is State.FAILED:
-        raise TransportError("the probe failed")

@@ -6,9 +6,10 @@ prepare    register memory of this process, into which reads land
 read       begin a read; it lands until `poll` says DONE or FAILED, whoever gave it up meanwhile
 """
 
+import asyncio
 import ctypes
 import mmap
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar, Protocol
@@ -99,6 +100,23 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Answer no reads any more. No read of this side is RUNNING."""
+
+
+_POLL_S = 0.0005
+
+
+async def landed(
+    transfer: Transfer, while_running: Callable[[], Awaitable[None]] | None = None
+) -> None:
+    """Wait, without a time limit, until nothing lands any more. `while_running`: called meanwhile.
+    TransportError: the read has failed."""
+    while (state := transfer.poll()) is State.RUNNING:
+        if while_running is not None:
+            await while_running()
+        await asyncio.sleep(_POLL_S)
+    transfer.release()
+    if state is State.FAILED:
+        raise TransportError("a read failed")
 
 
 def stamps_region(stamps: Stamps, header: PoolHeader) -> Region:

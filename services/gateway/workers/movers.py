@@ -23,8 +23,8 @@ from services.protocol.ticket import Ticket
 log = get_logger(__name__)
 
 _METHOD = "/quire.v1.Mover/Pull"
-_ANSWER_S = 30.0
-"""How long a pull may take; a mover gives up earlier."""
+_SILENCE_S = 30.0
+"""How long a mover may say nothing; a copy that takes longer is announced more often."""
 
 _AVOID_S = 5.0
 """How long a pair of pools is not used after a pull between them has failed."""
@@ -112,11 +112,9 @@ class Movers:
     async def _answer(self, call: Any, proof: Proof) -> Ticket | None:
         is_kept = False
         try:
-            async with asyncio.timeout(_ANSWER_S):
-                message = await call.read()
-                if message is aio.EOF:
-                    raise Unavailable(f"the mover ended the call: {await call.details()}")
-                proof.check(await call.initial_metadata())
+            message = await self._message(call, proof)
+            while message.copying:
+                message = await self._message(call, proof)
             is_kept = message.HasField("ticket")
             return ticket_from_wire(message.ticket) if is_kept else None
         except aio.AioRpcError as error:
@@ -127,13 +125,21 @@ class Movers:
                 raise
             raise Unavailable("the call of the mover was ended") from error
         except TimeoutError as error:
-            raise Unavailable(f"the mover did not answer in {_ANSWER_S:g} s") from error
+            raise Unavailable(f"the mover said nothing for {_SILENCE_S:g} s") from error
         except InvalidRequest as error:
             is_kept = False
             raise Unavailable(f"the mover sent a wrong ticket: {error}") from error
         finally:
             if not is_kept:
                 call.cancel()
+
+    async def _message(self, call: Any, proof: Proof) -> mover_pb2.PullResponse:
+        async with asyncio.timeout(_SILENCE_S):
+            message = await call.read()
+            if message is aio.EOF:
+                raise Unavailable(f"the mover ended the call: {await call.details()}")
+            proof.check(await call.initial_metadata())
+        return message  # type: ignore[no-any-return]
 
     async def close(self) -> None:
         """End all calls."""

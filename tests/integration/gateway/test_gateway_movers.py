@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from blockstore.registry import Member
-from quire.v1 import mover_pb2_grpc
+from quire.v1 import mover_pb2, mover_pb2_grpc
 from services.common.errors import Unavailable
+from services.common.rpc.proof import Guard
 from services.common.rpc.transport import RpcServer
 from services.gateway.workers.movers import Movers
 from services.protocol.ticket import SamplingParams, Ticket, TicketSequence
@@ -97,3 +98,46 @@ async def test_the_newest_mover_of_a_pool_is_called(
     pulling.cancel()
     await asyncio.gather(pulling, return_exceptions=True)
     await movers.close()
+
+
+class SlowMover(SilentMover):
+    """Says `num_messages` times that it still copies, and then, if `is_answered`, that a prefix is
+    there."""
+
+    def __init__(self, num_messages: int, is_answered: bool) -> None:
+        super().__init__()
+        self._num_messages = num_messages
+        self._is_answered = is_answered
+
+    async def Pull(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        for _ in range(self._num_messages):
+            await asyncio.sleep(SILENCE_S / 4)
+            yield mover_pb2.PullResponse(copying=True)
+        if self._is_answered:
+            yield mover_pb2.PullResponse(num_blocks=1)
+        await asyncio.Event().wait()
+
+
+SILENCE_S = 0.4
+
+
+@pytest.mark.parametrize("is_answered", [True, False])
+async def test_a_copy_may_take_long_while_its_mover_says_that_it_goes_on(
+    monkeypatch: pytest.MonkeyPatch, is_answered: bool
+) -> None:
+    monkeypatch.setattr("services.gateway.workers.movers._SILENCE_S", SILENCE_S)
+    server = RpcServer("quire.v1.Mover", guard=Guard(b"key", "mover-1"))
+    mover_pb2_grpc.add_MoverServicer_to_server(SlowMover(8, is_answered), server.aio)
+    address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
+    movers = Movers(b"key")
+    movers.follow([Member("mover-1", "mover", address, "serving", 1, 1, "b")])
+    began = asyncio.get_running_loop().time()
+    async with asyncio.timeout(20):
+        if is_answered:
+            assert await movers.pull(TICKET, "a", "b") is None
+        else:
+            with pytest.raises(Unavailable, match="said nothing for"):
+                await movers.pull(TICKET, "a", "b")
+    assert asyncio.get_running_loop().time() - began > SILENCE_S
+    await movers.close()
+    await server.stop()

@@ -9,7 +9,8 @@ from blockstore.hashing import prefix_hashes, root_hash
 from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolSpec
 from services.common.pool.stamps import Stamps
-from services.mover.pull import Copies, Pull, Source, Target
+from services.mover.pull import Pull, Target
+from services.mover.source import Copies, Source
 from services.mover.transport import Area, State, Transfer
 from services.protocol.ticket import SamplingParams, Ticket, TicketSequence
 
@@ -168,7 +169,7 @@ class World:
         a, b = await Pool.make(store, "a"), await Pool.make(store, "b")
         await store.register_worker(a.spec, "remote", lease_ms=10_000)
         await store.register_worker(b.spec, "mover", mark_owned=b.mark_owned)
-        source = Source(store, a.spec, "remote", None)
+        source = Source(store, a.spec, "remote", None, lease_s=10.0)
         before, after = (Stamps.private(NUM_BLOCKS, SIZE) for _ in range(2))
         source.stampings.put_nowait((Copies(before, before), Copies(after, after)))
         ended: list[str] = []
