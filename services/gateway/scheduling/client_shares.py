@@ -1,10 +1,10 @@
 """Shares a model queue and the prefill workers behind it among clients.
 
-Of each client, a few requests for each prefill worker are on the way to their first token: eight,
-or one while another client sends requests that do not have to wait outside. Its further requests
-wait outside, first come, first served, and only then are tokenized and get their arrival number. So
-a client that sends 500 requests at once delays another client's request by a few of them. See
-ADR 176 and ADR 169.
+Of each client, a few requests for each prefill worker are on the way to their first token: eight
+to 32, as many as get it in a short time, or one while another client sends requests that do not
+have to wait outside. Its further requests wait outside, first come, first served, and only then are
+tokenized and get their arrival number. So a client that sends 500 requests at once delays another
+client's request by a few of them. See ADR 176, ADR 169 and ADR 175.
 """
 
 import asyncio
@@ -16,6 +16,12 @@ from services.gateway.frontend.api import GenerationRequest
 
 PER_PREFILL_WORKER = 8
 """Enough to keep a prefill worker busy while the next requests are tokenized and placed."""
+MOST_PER_PREFILL_WORKER = 32
+"""With short prompts, a prefill worker computes more of them in a step."""
+DELAY_S = 0.15
+"""The number between these two: as many requests as get their first token in this time."""
+_NUM_INTERVALS = 16
+"""Over about how many requests the time between two of them is averaged."""
 BESIDE_LIGHT_CLIENTS = 1
 """The number for each prefill worker while there is a light client."""
 LIGHT_FOR_S = 1.0
@@ -41,6 +47,9 @@ class ClientShares:
         self._light: dict[str, float] = {}
         """Light clients, and when the last request of each entered; the earliest first."""
         self._clock = asyncio.get_running_loop().time
+        self._left_at = self._clock()
+        self._interval_s = 1.0
+        """The mean time between two requests that leave."""
 
     def __len__(self) -> int:
         """All requests that wait outside."""
@@ -94,13 +103,16 @@ class ClientShares:
             raise
 
     def _leave(self, key: tuple[str, int], share: _Share) -> None:
+        now = self._clock()
+        self._interval_s += (now - self._left_at - self._interval_s) / _NUM_INTERVALS
+        self._left_at = now
         share.num_inside -= 1
         self._let_in(share)
         if not share.num_inside:
             del self._shares[key]
 
     def _let_in(self, share: _Share) -> None:
-        """Let in as many as there is room for: it grows with the number of prefill workers."""
+        """Let in as many as there is room for, which changes."""
         while share.outside and self._has_room(share):
             first = next(iter(share.outside))
             del share.outside[first]
@@ -109,8 +121,11 @@ class ClientShares:
                 share.num_inside += 1
 
     def _has_room(self, share: _Share) -> bool:
-        per_worker = BESIDE_LIGHT_CLIENTS if self._others_are_light(share) else PER_PREFILL_WORKER
-        return share.num_inside < per_worker * share.num_prefill_workers
+        num_workers = share.num_prefill_workers
+        if self._others_are_light(share):
+            return share.num_inside < BESIDE_LIGHT_CLIENTS * num_workers
+        fewest, most = PER_PREFILL_WORKER * num_workers, MOST_PER_PREFILL_WORKER * num_workers
+        return share.num_inside < min(most, max(fewest, DELAY_S // max(self._interval_s, 1e-6)))
 
     def _others_are_light(self, share: _Share) -> bool:
         since = self._clock() - LIGHT_FOR_S

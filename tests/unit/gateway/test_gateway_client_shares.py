@@ -9,7 +9,9 @@ from services.gateway.access.caller import Caller
 from services.gateway.frontend.api import GenerationRequest
 from services.gateway.scheduling.client_shares import (
     BESIDE_LIGHT_CLIENTS,
+    DELAY_S,
     LIGHT_FOR_S,
+    MOST_PER_PREFILL_WORKER,
     PER_PREFILL_WORKER,
     ClientShares,
 )
@@ -60,6 +62,27 @@ async def test_room_grows_with_the_prefill_workers() -> None:
     clients.num_prefill_workers = 2
     await clients.send("a", "next")
     assert sorted(clients.entered) == sorted([*MANY, "next"])
+
+
+@pytest.mark.parametrize(
+    ("interval_s", "num_inside"),
+    [(0.001, MOST_PER_PREFILL_WORKER), (DELAY_S / 20.5, 20), (0.1, PER_PREFILL_WORKER)],
+)
+async def test_room_is_for_what_gets_its_first_token_soon(
+    interval_s: float, num_inside: int
+) -> None:
+    """It grows and shrinks with the time between requests that leave."""
+    clients = Clients()
+    now = clients.shares._clock()
+    clients.shares._clock = lambda: now
+    names = [f"a{number}" for number in range(500)]
+    await clients.send("a", *names)
+    left = iter(names)
+    for interval in [0.001] * 100 + [interval_s] * 200:
+        now += interval
+        clients.leave[next(left)]()
+        await clients.settle()
+    assert len(clients.entered) - 300 == num_inside
 
 
 async def test_another_client_and_a_more_urgent_request_enter_at_once() -> None:
