@@ -1,14 +1,19 @@
 """Times speculative decoding where a text repeats itself and where it never does.
 
     python -m bench.speculation [--shape small] [--streams 1 8] [--tokens 512] [--rounds 3]
+    python -m bench.speculation --draft-layers 1 --shape medium
 
-Two `quire.LLM` in this process, one with drafts by prompt lookup and one without, decode the same
-requests in turn, on random weights. Their tokens have to be equal. Texts:
+Two `quire.LLM` in this process, one with drafts and one without, decode the same requests in turn,
+on random weights. Their tokens have to be equal. Drafts come from prompt lookup, or with
+`--draft-layers` from a model that is so many first layers of the target, with its embedding and
+head. Texts:
 
-    repeats   a checkpoint whose greedy text goes round in a loop (`bench.make_checkpoint`)
+    repeats   a checkpoint whose greedy text goes round in a loop (`bench.make_checkpoint`). Its
+              next token follows from the last one, so that its first layers propose the same text
     edits     the same at a temperature that leaves the loop now and then
-    nothing   draws at temperature 1 from a vocabulary so small that each token is in the prompt:
-              n-grams of one token give drafts for every step, and hardly one is right
+    nothing   draws at temperature 1, with a draft at every step and hardly one right. Prompt
+              lookup: from a vocabulary so small that each token is in the prompt. Draft model: of
+              other weights
 
 Prints a markdown table: tokens per second of decode without and with drafts, medians of the rounds,
 the ratio (lowest and highest round), the same ratio per second of CPU time, which other programs on
@@ -36,19 +41,21 @@ SMALL_VOCABULARY = 512
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """`changes`: of the checkpoint. `shortest`: n-gram. `temperature`: of the draws."""
+    """`changes`: of the checkpoint. `shortest`: n-gram. `temperature`: of the draws. `draft_seed`:
+    of the draft model's weights; the target has 0."""
 
     name: str
     changes: dict[str, Any]
     shortest: int
     temperature: float
+    draft_seed: int = 0
 
 
 LOOPS: dict[str, Any] = {"embedding_std": 20.0, "tied": False}
 TEXTS = (
     Text("repeats", LOOPS, 2, 0.0),
     Text("edits", LOOPS, 2, 0.07),
-    Text("nothing", {"vocab_size": SMALL_VOCABULARY}, 1, 1.0),
+    Text("nothing", {"vocab_size": SMALL_VOCABULARY}, 1, 1.0, draft_seed=1),
 )
 
 
@@ -73,12 +80,14 @@ def pair_of_models(text: Text, args: argparse.Namespace) -> Iterator[tuple[LLM, 
             "quantize": args.quantize,
             "weights_cache": Path(folder) / "cache",
         }
-        speculative = {
-            "method": "ngram",
-            "num_speculative_tokens": args.drafts,
-            "prompt_lookup_min": text.shortest,
-            "prompt_lookup_max": 5,
-        }
+        speculative: dict[str, Any] = {"num_speculative_tokens": args.drafts}
+        if args.draft_layers:
+            changes = {**text.changes, "num_layers": args.draft_layers, "seed": text.draft_seed}
+            draft = make_checkpoint(Path(folder) / "draft", SHAPES[args.shape], **changes)
+            speculative |= {"model": str(draft)}
+        else:
+            speculative |= {"method": "ngram", "prompt_lookup_min": text.shortest}
+            speculative |= {"prompt_lookup_max": 5}
         with (
             LLM(str(model), **settings) as without,
             LLM(str(model), **settings, speculative_config=speculative) as with_drafts,
@@ -149,6 +158,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--drafts", type=int, default=8)
+    parser.add_argument("--draft-layers", type=int, default=0, help="0: prompt lookup")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--quantize", default=None)
     parser.add_argument("--pool-memory", default="1GiB")

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from services.engine.sequences.sequence import Sequence
-from services.engine.speculation.speculation import Speculation
+from services.engine.speculation.payoff import Drafting
+from services.engine.speculation.speculation import Drafter, Speculation
 
 Next = Callable[[Sequence, list[int]], int | None]
 """Returns the token after these tokens of a sequence, the last of which may be drafts; None:
@@ -21,6 +22,9 @@ class Oracle:
         self._wrong_every = wrong_every
         self.num_proposed = 0
 
+    def prepare(self, asked: Seq[tuple[Sequence, int]], *, may_catch_up: bool) -> list[int]:
+        return [number for _, number in asked]
+
     def propose(self, asked: Seq[tuple[Sequence, int]]) -> list[tuple[int, ...]]:
         found = [self._drafts(sequence, number) for sequence, number in asked]
         self.num_proposed += sum(map(len, found))
@@ -36,19 +40,47 @@ class Oracle:
         return tuple(drafts)
 
     def _is_wrong(self, sequence: Sequence, position: int) -> bool:
-        chance = (position * 7919 + sequence.index * 104_729) % 1009
-        return bool(self._wrong_every) and chance % self._wrong_every == 0
+        return is_wrong(sequence, position, self._wrong_every)
+
+
+def is_wrong(sequence: Sequence, position: int, wrong_every: int) -> bool:
+    chance = (position * 7919 + sequence.index * 104_729) % 1009
+    return bool(wrong_every) and chance % wrong_every == 0
+
+
+class SometimesWrong:
+    """Proposes the drafts of another drafter, but makes one of `wrong_every` wrong, as `Oracle`
+    does."""
+
+    def __init__(self, drafter: Drafter, wrong_every: int) -> None:
+        self._wrong_every = wrong_every
+        self._drafter = drafter
+        self.prepare = drafter.prepare
+
+    def propose(self, asked: Seq[tuple[Sequence, int]]) -> list[tuple[int, ...]]:
+        found = zip(asked, self._drafter.propose(asked), strict=True)
+        return [self._changed(sequence, drafts) for (sequence, _), drafts in found]
+
+    def _changed(self, sequence: Sequence, drafts: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(
+            abs(draft - 1) if is_wrong(sequence, position, self._wrong_every) else draft
+            for position, draft in enumerate(drafts, len(sequence.tokens) + 1)
+        )
 
 
 class AsMany:
     """Allows as many drafts as possible, whether they pay or not."""
+
+    may_catch_up = True
 
     def numbers(self, rows: Seq[tuple[Sequence, int]], num_rows: int) -> list[int]:
         return [most for _, most in rows]
 
     def verified(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None: ...
 
-    def measured(self, num_rows: int, num_drafts: int, duration_s: float) -> None: ...
+    def measured(
+        self, num_rows: int, num_drafts: int, num_accepted: int, duration_s: float, spent: Drafting
+    ) -> None: ...
 
 
 def oracle(next_token: Next, num_tokens: int = 4, wrong_every: int = 3) -> Speculation:

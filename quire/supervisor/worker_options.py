@@ -181,7 +181,8 @@ class WorkerOptions(SharedOptions):
         engine(
             metavar="JSON",
             help="speculative decoding, such as "
-            """'{"method": "ngram", "num_speculative_tokens": 5}'; default: none""",
+            """'{"method": "ngram", "num_speculative_tokens": 5}', or with a draft model: """
+            """'{"model": "DIRECTORY", "num_speculative_tokens": 5}'; default: none""",
         ),
     ] = None
     park_window_s: Annotated[

@@ -32,17 +32,20 @@ from services.engine.messages import (
 from services.engine.prefill_batching_delay import PrefillBatchingDelay
 from services.engine.scheduler import ScheduledSequence, Scheduler
 from services.engine.sequences.group import Group
+from services.engine.speculation.payoff import Drafting
 from services.engine.speculation.speculation import Speculation
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """A step that the device computes. `groups`: all groups whose blocks it reads or writes."""
+    """A step that the device computes. `groups`: all groups whose blocks it reads or writes.
+    `spent`: on its drafts, since `began`."""
 
     flight: Flight
     batch: Seq[ScheduledSequence]
     groups: Mapping[str, Group]
     began: float
+    spent: Drafting
 
 
 class Engine:
@@ -116,8 +119,9 @@ class Engine:
                 self._forward.on_idle()
             return False
         num_waiting = self._scheduler.num_runnable - len(batch)
+        spent = Drafting()
         if self._speculation is not None:
-            batch = self._speculation.with_drafts(batch, self._scheduler.budget)
+            batch, spent = self._speculation.with_drafts(batch, self._scheduler.budget)
         rows = [
             one.sequence.launch(one.num_tokens, place, one.drafts)
             for place, one in enumerate(batch)
@@ -128,7 +132,7 @@ class Engine:
         groups |= {one.group.key: one.group for one in batch}
         for group in groups.values():
             group.num_flights += 1
-        self._launched.append(LaunchedStep(flight, batch, groups, began))
+        self._launched.append(LaunchedStep(flight, batch, groups, began, spent))
         return True
 
     def _take_due(self, launched: bool) -> list[LaunchedStep]:
@@ -197,7 +201,7 @@ class Engine:
         duration_s = self._retired_at - began
         self._batching_delay.observe(num_tokens, duration_s)
         if self._speculation is not None:
-            self._speculation.retired(step.batch, num_accepted, duration_s)
+            self._speculation.retired(step.batch, num_accepted, duration_s, step.spent)
         return num_tokens, duration_s
 
     def _report(

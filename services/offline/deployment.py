@@ -40,6 +40,7 @@ from services.prefill.worker import PrefillWorker
 from services.protocol.version import PROTOCOL_VERSION
 from services.worker.adapters import WorkerAdapters
 from services.worker.config import WorkerSettings
+from services.worker.drafting import speculation
 from services.worker.grammars import Grammars
 from services.worker.loading import LoadedModel, load
 from services.worker.membership import Membership, join
@@ -127,7 +128,7 @@ async def offline_deployment(settings: WorkerSettings) -> AsyncIterator[Wiring]:
             worker_id = f"offline-{role}"
             membership = await join(store, "offline", root, loaded.layout, worker_id, loaded.plan)
             stack.callback(membership.close)
-            worker = kind(_parts(settings, loaded, membership, turn))
+            worker = kind(_parts(settings, role, loaded, membership, turn))
             for work in (worker.run(), membership.complete_memory()):
                 stack.callback(running.create_task(work).cancel)
             workers[worker_id] = worker
@@ -160,7 +161,11 @@ def _gateway_options(settings: WorkerSettings) -> GatewayOptions:
 
 
 def _parts(
-    settings: WorkerSettings, loaded: LoadedModel, membership: Membership, turn: threading.Lock
+    settings: WorkerSettings,
+    role: Role,
+    loaded: LoadedModel,
+    membership: Membership,
+    turn: threading.Lock,
 ) -> WorkerParts:
     runner = Runner(loaded.model, membership.pool.kv, loaded.layout.block_size, loaded.ops)
     runner.warm_up(_NUM_WARM_UP_TOKENS, loaded.limits.max_num_seqs)
@@ -173,6 +178,11 @@ def _parts(
             else None
         ),
         grammars=Grammars(settings.model, limits.vocab_size, limits.eos_token_ids),
+        speculation=(
+            speculation(settings, loaded.draft, lambda draft: TurnTaking(draft, turn).launch)
+            if role == "decode"
+            else None
+        ),
     )
 
 

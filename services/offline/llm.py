@@ -56,7 +56,7 @@ class LLM:
     `model`: a directory, a GGUF file, a Hugging Face id in the local cache, or "embedded".
     `settings`: those of workers, in lower case, such as `dtype`, `quantize`, `kv_dtype`,
     `pool_memory`, `max_model_len`, `max_num_seqs`, `max_num_batched_tokens`, `threads`, `isa`,
-    `max_loras`. `enable_lora`: as in vLLM; False takes no adapters.
+    `max_loras`, `speculative_config`. `enable_lora`: as in vLLM; False takes no adapters.
 
     Results are those of a service with the same settings. Prompts that begin alike share KV, also
     between calls. Use it as a context manager, or call `close`. Raises QuireError.

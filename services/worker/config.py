@@ -16,7 +16,7 @@ from services.common.pool.sizing import check_capacity, parse_size
 from services.common.runtime.config import PoolServiceSettings
 from services.common.text.model_config import ModelConfig
 from services.common.tracing.opening import TracedSettings, check_tracing
-from services.worker.speculative_config import SpeculativeConfig
+from services.worker.speculative_config import SpeculativeConfig, draft_config
 
 _BATCHED_TOKENS, _BATCHED_TOKENS_ON_GPU = 512, 8192
 
@@ -135,8 +135,9 @@ class WorkerSettings(TracedSettings, PoolServiceSettings):
     speculative_config: SpeculativeConfig | None = Field(
         None,
         description='speculative decoding, as JSON: {"method": "ngram", "num_speculative_tokens": '
-        '5}, and for n-grams of other sizes "prompt_lookup_min" and "prompt_lookup_max"; none: no '
-        "drafts; the backend cpu only",
+        '5}, and for n-grams of other sizes "prompt_lookup_min" and "prompt_lookup_max"; or '
+        '{"model": "DIRECTORY", "num_speculative_tokens": 5} for drafts of a smaller model, with '
+        '"draft_kv_memory" for its KV; none: no drafts; the backend cpu only',
     )
     step_limit_s: float = Field(
         default=120.0,
@@ -264,7 +265,9 @@ class WorkerSettings(TracedSettings, PoolServiceSettings):
         memory for the pools."""
         check_tracing(self)
         self.check_speculation()
-        self.check_ranks(ModelConfig.from_directory(self.model))
+        config = ModelConfig.from_directory(self.model)
+        self.check_ranks(config)
+        self.check_draft(config)
         in_files = (self.pool_bytes or 0) if self.device == "cpu" else 0
         check_capacity(in_files + (self.swap_bytes or 0), self.pool_root)
 
@@ -278,6 +281,18 @@ class WorkerSettings(TracedSettings, PoolServiceSettings):
                 f"{self.tensor_parallel_size}: only the backend 'cpu' in one process computes a "
                 "token among drafts to the same bits as alone; remove one of the two settings"
             )
+
+    def check_draft(self, config: ModelConfig) -> ModelConfig | None:
+        """The configuration of the draft model, if there is to be one. StartupError: it does not
+        fit to the model."""
+        speculative = self.speculative_config
+        if speculative is None or speculative.model is None:
+            return None
+        return draft_config(speculative.model, self.model, config, self.context(config))
+
+    def context(self, config: ModelConfig) -> int:
+        """The most positions of a sequence."""
+        return self.max_model_len or config.max_position_embeddings
 
     def check_ranks(self, config: ModelConfig) -> None:
         """Raises StartupError if this model cannot be divided among the ranks."""

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from services.common.pool.allotment import LOOK_AHEAD
-from services.engine.speculation.speculation import Speculation
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +14,6 @@ class Limits:
     long a detached ticket may stay unclaimed. `swapped_ttl_s`: the same for a ticket whose blocks
     are in the swap pool; it is longer because running requests do not need those blocks.
     `park_window_s`: how long a decode worker parks requests whose gateway is gone; 0: not at all.
-    `speculation`: of a decode worker; None: rows get no drafts.
     """
 
     max_num_seqs: int
@@ -27,4 +25,3 @@ class Limits:
     ticket_ttl_s: float = 30.0
     swapped_ttl_s: float = 600.0
     park_window_s: float = 0.0
-    speculation: Speculation | None = None

@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ from services.engine.weights.placement import SharedWeights
 from services.worker.config import WorkerSettings
 from services.worker.cpu.instruction_set import measured_isa
 from services.worker.cpu.place import Place
+from services.worker.drafting import DraftPlan, LoadedDraft, load_draft, plan_draft
 from services.worker.limits import Limits
 from services.worker.pool_memory import FileMemory, GpuMemory, PoolMemory
 from services.worker.ranks.processes import Ranks
@@ -54,6 +56,7 @@ class LoadedModel:
     engine: dict[str, str]
     ranks: Ranks | None = None
     weights: SharedWeights | None = None
+    draft: LoadedDraft | None = None
 
 
 def load(settings: WorkerSettings, progress: Progress, place: Place | None = None) -> LoadedModel:
@@ -76,11 +79,15 @@ def load(settings: WorkerSettings, progress: Progress, place: Place | None = Non
     if backend.native is not None:
         backend.native.assign([Lane()] * num_threads)
     shared = _shared_weights(settings, device, backend, progress)
+    draft, draft_plan = None, plan_draft(settings, config, kv_dtype)
     with place.weights.interleaved() if place else nullcontext():
         model, ranks = _load(
             *(settings, device, backend, dtype, kv_dtype),
             *(place, num_threads, shared, progress),
         )
+        if draft_plan is not None and settings.service == "decode":
+            cache = _cache(settings, place)
+            draft = load_draft(settings, draft_plan, backend, name, cache, progress)
     kinds = {
         "quantize": _quantized(settings, config) or "none",
         "kv_dtype": kv_dtype,
@@ -97,7 +104,8 @@ def load(settings: WorkerSettings, progress: Progress, place: Place | None = Non
         block_size=settings.block_size,
         tensor_parallel_size=settings.tensor_parallel_size,
     )
-    plan = replace(_plan(settings, config, dtype), arena=place.arena if place else None)
+    plan = _plan(settings, config, dtype, draft_plan)
+    plan = replace(plan, arena=place.arena if place else None)
     if device.driver is not None:
         pool_bytes = _pool_bytes_on_gpu(settings, device, model, backend, layout, shared, ranks)
         plan = replace(plan, pool_bytes=pool_bytes)
@@ -114,6 +122,7 @@ def load(settings: WorkerSettings, progress: Progress, place: Place | None = Non
         engine={**backend.describe(dtype), **kinds, "device": ",".join(dict.fromkeys(devices))},
         ranks=ranks,
         weights=shared,
+        draft=draft,
     )
 
 
@@ -129,7 +138,7 @@ def _load(
     progress: Progress,
 ) -> tuple[Model, Ranks | None]:
     """The model: that of this process, or divided among ranks, which are started."""
-    size, cache = settings.tensor_parallel_size, settings.weights_cache
+    size = settings.tensor_parallel_size
     if size > 1:
         ranks = Ranks(size, settings.log_level, settings.log_format)
         model = ranks.load(
@@ -145,11 +154,15 @@ def _load(
         *(settings.model, dtype, backend),
         device=str(device.torch),
         quantize=settings.quantize,
-        cache=place.weights_cache(cache) if place else cache,
+        cache=_cache(settings, place),
         context=settings.max_model_len,
         progress=progress,
         shared=shared,
     ), None
+
+
+def _cache(settings: WorkerSettings, place: Place | None) -> Path | None:
+    return place.weights_cache(settings.weights_cache) if place else settings.weights_cache
 
 
 def _shared_weights(
@@ -308,34 +321,43 @@ def _shape(settings: WorkerSettings, config: ModelConfig) -> ModelShape:
 
 def _limits(settings: WorkerSettings, config: ModelConfig) -> Limits:
     speculative = settings.speculative_config
-    speculation = None if speculative is None else speculative.speculation()
     return Limits(
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.num_batched_tokens,
-        max_model_len=settings.max_model_len or config.max_position_embeddings,
+        max_model_len=settings.context(config),
         vocab_size=config.vocab_size,
         eos_token_ids=frozenset(config.eos_token_ids),
         look_ahead=LOOK_AHEAD + (speculative.num_speculative_tokens if speculative else 0),
         park_window_s=settings.park_window_s,
-        speculation=speculation,
     )
 
 
-def _plan(settings: WorkerSettings, config: ModelConfig, dtype: torch.dtype) -> MemoryPlan:
+def _plan(
+    settings: WorkerSettings, config: ModelConfig, dtype: torch.dtype, draft: DraftPlan | None
+) -> MemoryPlan:
     """Estimate the memory of weights and activations. Activations: twice those at the widest point
-    of a layer, at each rank, and the logits of a full batch."""
+    of a layer, at each rank, and the logits of a full batch. A draft model has smaller ones, before
+    the step's; its KV counts for all workers, since a prefill worker does not know how many others
+    decode."""
     width = config.hidden_size + max(
         2 * config.intermediate_size, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     )
     num_values = settings.tensor_parallel_size * 2 * settings.num_batched_tokens * width
     num_values += settings.max_num_seqs * config.vocab_size
-    file_bytes = sum(path.stat().st_size for path in weight_files(settings.model))
+    weight_bytes = _weight_bytes(settings.model, config, dtype)
+    if draft is not None:
+        weight_bytes += _weight_bytes(draft.directory, draft.config, dtype)
     return MemoryPlan(
         pool_bytes=settings.pool_bytes,
         num_expected_workers=settings.num_expected_workers,
-        weight_bytes=int(file_bytes * dtype.itemsize / _stored_bytes(config, dtype)),
-        activation_bytes=num_values * torch.float32.itemsize,
+        weight_bytes=weight_bytes,
+        activation_bytes=num_values * torch.float32.itemsize + (draft.kv_bytes if draft else 0),
     )
+
+
+def _weight_bytes(directory: Path, config: ModelConfig, dtype: torch.dtype) -> int:
+    file_bytes = sum(path.stat().st_size for path in weight_files(directory))
+    return int(file_bytes * dtype.itemsize / _stored_bytes(config, dtype))
 
 
 def _stored_bytes(config: ModelConfig, dtype: torch.dtype) -> int:

@@ -19,6 +19,7 @@ from services.engine.forward import ForwardPass
 from services.engine.messages import FailedGroup, Start, StepOutcome
 from services.engine.scheduler import Scheduler
 from services.engine.sequences.sequence import Rules
+from services.engine.speculation.speculation import Speculation
 from services.engine.thread import EngineThread
 from services.protocol.messages import Abort, Began, Command
 from services.protocol.ticket import Adapter, Ticket
@@ -47,7 +48,8 @@ log = get_logger(__name__)
 @dataclass(frozen=True, slots=True)
 class WorkerParts:
     """The parts of a worker. Without `tracer` it reports no spans, without `adapters` it takes
-    no requests for adapters, without `grammars` none for structured output."""
+    no requests for adapters, without `grammars` none for structured output. Without `speculation`
+    rows get no drafts."""
 
     store: BlockStore
     membership: Membership
@@ -58,6 +60,7 @@ class WorkerParts:
     tracer: "Tracer | None" = None
     adapters: WorkerAdapters | None = None
     grammars: Grammars | None = None
+    speculation: Speculation | None = None
 
 
 class PoolWorker(ABC):
@@ -91,7 +94,7 @@ class PoolWorker(ABC):
             self.stamps,
             one_token=one_token,
             look_ahead=self.limits.look_ahead,
-            speculation=self.limits.speculation,
+            speculation=parts.speculation,
         )
         self.engine = EngineThread(engine, loop, self._after_step, self._fail)
 

@@ -30,6 +30,7 @@ from services.worker.adapters import WorkerAdapters
 from services.worker.config import WorkerSettings
 from services.worker.cpu.place import Place, take_place
 from services.worker.cpu.sharing import SharedCpus
+from services.worker.drafting import Launch, speculation
 from services.worker.grammars import Grammars
 from services.worker.liveness.fence_guard import FenceGuard, GuardedForward
 from services.worker.liveness.registration import Registration
@@ -168,6 +169,7 @@ class WorkerProcess:
             stack.callback(swap_pool.close)
         runner = await asyncio.to_thread(_warm_runner, settings, loaded, own)
         forward = _share_cpus(runner, loaded, settings, self._place, stack)
+        launch_on = forward.launch_on if isinstance(forward, SharedCpus) else _launch
         loras = settings.max_loras, settings.max_lora_rank
         worker = self._role.make(
             WorkerParts(
@@ -175,6 +177,7 @@ class WorkerProcess:
                 tracer=tracer,
                 adapters=WorkerAdapters(loaded.model, *loras) if settings.max_loras else None,
                 grammars=Grammars(settings.model, limits.vocab_size, limits.eos_token_ids),
+                speculation=await asyncio.to_thread(speculation, settings, loaded.draft, launch_on),
             )
         )
         end = end_process if loaded.ranks is None else loaded.ranks.end_stuck
@@ -206,6 +209,10 @@ class WorkerProcess:
 
 class _Stopped(Exception):
     pass
+
+
+def _launch(runner: Runner) -> Launch:
+    return runner.launch
 
 
 def _warm_runner(settings: WorkerSettings, loaded: LoadedModel, own: Membership) -> Runner:

@@ -1,12 +1,14 @@
 """Speculation in a deployment: the tokens are those without it, also when a decode worker is killed
-in mid-stream; usage and metrics count the drafts."""
+or drained in mid-stream; usage and metrics count the drafts."""
 
 import asyncio
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -19,89 +21,179 @@ from quire.types import Beam, Delta, StructuredOutput
 from tests.drafting import AsMany
 
 from .conftest import POOL_MEMORY
-from .decoders import decoders, pid_of
+from .decoders import busiest, decoders, figures, pid_of, until_two_serve
 from .deployment import Deployment, serving
 from .quiet import quiet
 
-NUM_TOKENS = 900
-CONFIG = {"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_min": 1}
 PROMPT = tuple(range(260, 300))
-STRATEGIES = {
-    "greedy": Sampling(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True),
-    "sampled": Sampling(temperature=0.3, seed=5, n=2, max_tokens=NUM_TOKENS, ignore_eos=True),
-    "logprobs": Sampling(
-        temperature=0.2, seed=6, logprobs=2, max_tokens=NUM_TOKENS, ignore_eos=True
-    ),
-    "penalties": Sampling(
-        temperature=0, repetition_penalty=1.02, max_tokens=NUM_TOKENS, ignore_eos=True
-    ),
-    "structured": Sampling(
-        temperature=0,
-        structured_outputs=StructuredOutput(regex=r"([a-z]{2,5}[.,] ){150}"),
-        max_tokens=NUM_TOKENS,
-    ),
-    "beams": Sampling(temperature=0, beam=Beam(2), max_tokens=100, ignore_eos=True),
+LOOPS: dict[str, Any] = {"embedding_std": 20.0, "tied": False}
+"""A checkpoint whose greedy text repeats itself, and is nearly the same with fewer layers."""
+LARGER: dict[str, Any] = {
+    **LOOPS,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_heads": 8,
+    "num_kv_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 2048,
+    "dtype": "bfloat16",
 }
-STREAMED = [name for name in STRATEGIES if name not in ("structured", "beams")]
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """`kill_at`: after how many tokens of each stream the decode workers die."""
+
+    config: dict[str, Any]
+    num_tokens: int
+    kill_at: tuple[int, int]
+    model: dict[str, Any]
+    pool_memory: int
+    draft: dict[str, Any] | None = None
+
+    @property
+    def strategies(self) -> dict[str, Sampling]:
+        whole = Sampling(max_tokens=self.num_tokens, ignore_eos=True)
+        words = StructuredOutput(regex=rf"([a-z]{{2,5}}[.,] ){{{self.num_tokens // 6}}}")
+        return {
+            "greedy": replace(whole, temperature=0),
+            "sampled": replace(whole, temperature=0.3, seed=5, n=2),
+            "logprobs": replace(whole, temperature=0.2, seed=6, logprobs=2),
+            "penalties": replace(whole, temperature=0, repetition_penalty=1.02),
+            "structured": replace(whole, temperature=0, structured_outputs=words, ignore_eos=False),
+            "beams": replace(whole, temperature=0, beam=Beam(2), max_tokens=self.num_tokens // 9),
+        }
+
+
+METHODS = {
+    "ngram": Method(
+        {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 4},
+        *(900, (100, 250), LOOPS, 8 * POOL_MEMORY),
+    ),
+    # So many layers that a draft of one layer pays.
+    "draft_model": Method(
+        {"method": "draft_model", "draft_kv_memory": "64MiB"},
+        *(360, (40, 100), {**LARGER, "num_layers": 16}, 128 << 20),
+        draft={**LARGER, "num_layers": 1},
+    ),
+}
+STREAMED = ("greedy", "sampled", "logprobs", "penalties")
+
+
+@pytest.fixture(scope="module", params=list(METHODS))
+def method(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Method:
+    """With a draft model, if the method has one."""
+    method = METHODS[request.param]
+    config = {**method.config, "num_speculative_tokens": 6}
+    if method.draft is not None:
+        folder = tmp_path_factory.mktemp("draft")
+        config["model"] = str(make_checkpoint(folder, **method.draft))
+    return replace(method, config=config)
 
 
 @pytest.fixture(scope="module")
-def looping(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose greedy text repeats itself."""
-    return make_checkpoint(tmp_path_factory.mktemp("looping"), embedding_std=20.0, tied=False)
+def looping(method: Method, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("looping"), **method.model)
 
 
 @pytest.fixture(scope="module")
-def deployment(looping: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    options = ["--decode", "2", "--pool-memory", str(8 * POOL_MEMORY)]
-    options += ["--speculative-config", json.dumps({**CONFIG, "prompt_lookup_max": 4})]
+def deployment(
+    method: Method, looping: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Deployment]:
+    options = ["--decode", "2", "--pool-memory", str(method.pool_memory)]
+    options += ["--speculative-config", json.dumps(method.config)]
     with serving(looping, tmp_path_factory.mktemp("run"), *options) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def expected(looping: Path) -> dict[str, tuple[Choice, ...]]:
+def expected(method: Method, looping: Path) -> dict[str, tuple[Choice, ...]]:
     """The answers without speculation."""
+    strategies = method.strategies
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("services.offline.llm.configure_logging", lambda *_: None)
-        with LLM(str(looping), pool_memory=str(8 * POOL_MEMORY), threads=1) as llm:
+        with LLM(str(looping), pool_memory=str(method.pool_memory), threads=1) as llm:
             answers = llm.generate(
-                [list(PROMPT)] * len(STRATEGIES), list(STRATEGIES.values()), use_tqdm=False
+                [list(PROMPT)] * len(strategies), list(strategies.values()), use_tqdm=False
             )
     assert not any(answer.usage.num_accepted_drafts for answer in answers)
-    return dict(zip(STRATEGIES, (answer.choices for answer in answers), strict=True))
+    return dict(zip(strategies, (answer.choices for answer in answers), strict=True))
 
 
 async def test_no_token_changes_when_a_worker_is_killed(
-    deployment: Deployment, expected: dict[str, tuple[Choice, ...]], client: AsyncClient
+    method: Method,
+    deployment: Deployment,
+    expected: dict[str, tuple[Choice, ...]],
+    client: AsyncClient,
 ) -> None:
     """All strategies run at once, and both decode workers die, one after the other."""
-    received: dict[str, list[Delta]] = {name: [] for name in STRATEGIES}
 
-    async def read(name: str) -> None:
-        async for delta in client.send(Request(PROMPT, STRATEGIES[name]), 60):
+    async def kill() -> None:
+        for worker in [one for one in await decoders(client) if one.num_running]:
+            os.kill(pid_of(deployment, worker), signal.SIGKILL)
+
+    received = await disturbed(method, client, kill, method.kill_at)
+    for name, deltas in received.items():
+        check(name, deltas, expected[name])
+
+
+async def test_no_token_changes_when_a_worker_is_drained(
+    method: Method,
+    deployment: Deployment,
+    expected: dict[str, tuple[Choice, ...]],
+    client: AsyncClient,
+) -> None:
+    """Its requests move to the other decode worker, with their blocks."""
+    await until_two_serve(client)
+    (num_moves,) = await figures(deployment, "num_moves")
+
+    async def drain() -> None:
+        await client.drain((await busiest(client)).worker_id)
+
+    received = await disturbed(method, client, drain, method.kill_at[:1])
+    for name, deltas in received.items():
+        check(name, deltas, expected[name])
+    (moved,) = await figures(deployment, "num_moves")
+    assert moved > num_moves
+    await until_two_serve(client)
+
+
+async def disturbed(
+    method: Method,
+    client: AsyncClient,
+    disturb: Callable[[], Awaitable[None]],
+    when: Sequence[int],
+) -> dict[str, list[Delta]]:
+    """What the streams of all strategies receive while the workers are disturbed: each time that
+    all streams have so many tokens."""
+    received: dict[str, list[Delta]] = {name: [] for name in method.strategies}
+
+    async def read(name: str, sampling: Sampling) -> None:
+        async for delta in client.send(Request(PROMPT, sampling), 60):
             received[name].append(delta)
 
     async with asyncio.timeout(90):
-        reading = [asyncio.create_task(read(name)) for name in STRATEGIES]
-        for least in (100, 250):
+        reading = [asyncio.create_task(read(*one)) for one in method.strategies.items()]
+        for least in when:
             while min(num_tokens(received[name]) for name in STREAMED) < least:
                 await asyncio.sleep(0.002)
-            for worker in [one for one in await decoders(client) if one.num_running]:
-                os.kill(pid_of(deployment, worker), signal.SIGKILL)
+            await disturb()
         await asyncio.gather(*reading)
         await quiet(client)
-    for name, deltas in received.items():
-        for choice in expected[name]:
-            own = [delta for delta in deltas if delta.index == choice.index]
-            assert tuple(t for delta in own for t in delta.token_ids) == choice.token_ids
-            assert tuple(one for delta in own for one in delta.logprobs) == choice.logprobs
-        usage = deltas[-1].usage
-        assert usage is not None
-        if name in ("greedy", "sampled", "logprobs"):
-            assert usage.num_accepted_drafts > 0
-        if name == "beams":
-            assert usage.num_accepted_drafts == usage.num_rejected_drafts == 0
+    return received
+
+
+def check(name: str, deltas: list[Delta], expected: tuple[Choice, ...]) -> None:
+    for choice in expected:
+        own = [delta for delta in deltas if delta.index == choice.index]
+        assert tuple(t for delta in own for t in delta.token_ids) == choice.token_ids
+        assert tuple(one for delta in own for one in delta.logprobs) == choice.logprobs
+    usage = deltas[-1].usage
+    assert usage is not None
+    if name in ("greedy", "sampled", "logprobs"):
+        assert usage.num_accepted_drafts > 0
+    if name == "beams":
+        assert usage.num_accepted_drafts == usage.num_rejected_drafts == 0
 
 
 def num_tokens(deltas: list[Delta]) -> int:
@@ -122,17 +214,19 @@ async def test_usage_over_http_counts_drafts(deployment: Deployment) -> None:
 
 
 def test_offline_with_as_many_drafts_as_there_are(
-    looping: Path, expected: dict[str, tuple[Choice, ...]], monkeypatch: pytest.MonkeyPatch
+    method: Method,
+    looping: Path,
+    expected: dict[str, tuple[Choice, ...]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Every possible draft is verified, whether it pays or not, also with penalties and with masks
     of a grammar."""
     monkeypatch.setattr("services.engine.speculation.speculation.Payoff", AsMany)
     monkeypatch.setattr("services.offline.llm.configure_logging", lambda *_: None)
-    with LLM(
-        str(looping), pool_memory=str(8 * POOL_MEMORY), threads=1, speculative_config=CONFIG
-    ) as llm:
+    settings: dict[str, Any] = {"pool_memory": str(method.pool_memory), "threads": 1}
+    with LLM(str(looping), speculative_config=method.config, **settings) as llm:
         for name in (*STREAMED, "structured"):
-            (answer,) = llm.generate(list(PROMPT), STRATEGIES[name], use_tqdm=False)
+            (answer,) = llm.generate(list(PROMPT), method.strategies[name], use_tqdm=False)
             assert answer.choices == expected[name]
             assert answer.usage.num_accepted_drafts > 20
             assert answer.usage.num_rejected_drafts > 0

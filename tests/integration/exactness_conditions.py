@@ -6,6 +6,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from itertools import count
 
+import pytest
+
 from quire.messages import Request
 from quire.types import Beam, Sampling
 from tests.exactness import SEED, Answer, is_streamed, strategies, width
@@ -279,18 +281,26 @@ for name in (
     CONDITIONS[f"speculation, {name}"] = replace(
         condition, setting=replace(condition.setting, speculates=True)
     )
+DRAFT_MODEL = ("greedy", "4 samples, adjusted", "structured", "4 beams")
+"""The strategies that `make test` runs with a draft model; `make test-full` runs all."""
+for name in [name for name in CONDITIONS if name.startswith("speculation, ")]:
+    condition = CONDITIONS[name]
+    CONDITIONS[name.replace("speculation", "draft model")] = replace(
+        condition, setting=replace(condition.setting, has_draft_model=True)
+    )
 for name in (
     *("alone", "batch of 64", "preempted", "preempted, nothing cached", "swapped", "drained"),
     *("decode worker dies", "decode worker dies, nothing cached", "prefill worker dies"),
     *("all of it", "prefix of its own", "chunks of 5", "late device, all of it"),
-    "speculation, all of it",
+    *("speculation, all of it", "draft model, all of it"),
 ):
     condition = CONDITIONS[name]
     CONDITIONS[f"adapter, {name}"] = replace(
         condition, setting=replace(condition.setting, adapts=True)
     )
 CELLS = [
-    (strategy, condition)
-    for condition in CONDITIONS
-    for strategy in (ADAPTED if CONDITIONS[condition].setting.adapts else STRATEGIES)
+    pytest.param(strategy, name, marks=() if strategy in sample else pytest.mark.full)
+    for name, condition in CONDITIONS.items()
+    for sample in [DRAFT_MODEL if condition.setting.has_draft_model else STRATEGIES]
+    for strategy in (ADAPTED if condition.setting.adapts else STRATEGIES)
 ]

@@ -22,7 +22,10 @@ from services.common.runtime.metrics import WorkerMetrics
 from services.decode.service import DecodeService
 from services.decode.worker import DecodeWorker
 from services.engine.forward import ForwardPass
+from services.engine.models import Model
 from services.engine.sequences.sequence import Sequence as DecodingSequence
+from services.engine.speculation.draft_model import DraftModel
+from services.engine.speculation.speculation import Speculation
 from services.gateway.adapters import GatewayAdapters
 from services.gateway.change_notifier import ChangeNotifier
 from services.gateway.config import GatewayOptions
@@ -42,13 +45,20 @@ from services.worker.limits import Limits
 from services.worker.pool_worker import WorkerParts
 from services.worker.requests.events import HANDED_OVER
 from services.worker.swap.pool import SwapPool
-from tests.drafting import oracle
+from tests.drafting import AsMany, SometimesWrong, oracle
 from tests.exactness import SEED, Answer
 from tests.grpc_context import FakeContext
 from tests.late_device import LateForward
 from tests.unit.workers.fakes import join, make_pool, make_stamps
 
-from .exactness_model import LIMIT_S, Logits, Models, Watched
+from .exactness_model import (
+    LIMIT_S,
+    NUM_DRAFT_BLOCKS,
+    Logits,
+    Models,
+    Watched,
+    draft_model,
+)
 from .exactness_setting import ADAPTER, MODEL, Setting, Store
 from .exactness_stream import Stream, through_wire
 
@@ -111,6 +121,7 @@ class ExactnessDeployment:
         self.store, self.registry = Store(), MemoryRegistry()
         self.prefills: list[DeployedWorker] = []
         self.decoders: list[DeployedWorker] = []
+        self.draft_models: dict[str, DraftModel] = {}
         self.request_metrics = CollectorRegistry()
         self._directory = directory
         self._models = models
@@ -189,7 +200,6 @@ class ExactnessDeployment:
             max_num_batched_tokens=setting.chunk if role == "prefill" else 256,
             max_model_len=MAX_MODEL_LEN,
             vocab_size=model.config.vocab_size,
-            speculation=oracle(self._next_known, 2, 2) if setting.speculates else None,
         )
         device = setting.device(forward)
         parts = WorkerParts(
@@ -198,6 +208,7 @@ class ExactnessDeployment:
             grammars=Grammars(
                 self._models.directory, limits.vocab_size, model.config.eos_token_ids
             ),
+            speculation=self._speculation(name, model, ops, arena) if role == "decode" else None,
         )
         make, serve = _CLASSES[role]
         worker = make(parts)
@@ -232,6 +243,17 @@ class ExactnessDeployment:
             max_num_seqs=max_num_seqs,
         )
         await self.registry.announce(member, ttl_s=1e6)
+
+    def _speculation(
+        self, name: str, model: Model, ops: Any, arena: torch.Tensor
+    ) -> Speculation | None:
+        if not self.setting.speculates:
+            return None
+        if not self.setting.has_draft_model:
+            return oracle(self._next_known, 2, 2)
+        draft = draft_model(model, ops, arena, self.setting.block_size)
+        self.draft_models[name] = draft
+        return Speculation(SometimesWrong(draft, 2), 2, AsMany())
 
     def _next_known(self, sequence: DecodingSequence, tokens: list[int]) -> int | None:
         """The next token of the compared request. Other requests get drafts that are hardly ever
@@ -291,6 +313,9 @@ class ExactnessDeployment:
             ledger = self.store.ledger(pool_id)
             await self.until(lambda ledger=ledger: not (ledger.holders or ledger.waiters))  # type: ignore[misc]
             assert (await self.store.audit(pool_id)).violations == ()
+        for name, draft in self.draft_models.items():
+            if not self._workers[name].running.done():
+                await self.until(lambda draft=draft: draft.num_free_blocks == NUM_DRAFT_BLOCKS)  # type: ignore[misc]
 
     @property
     def late_decoders(self) -> list[LateForward]:

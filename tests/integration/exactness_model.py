@@ -19,10 +19,12 @@ from services.engine.forward import Flight
 from services.engine.models import Model, load_model
 from services.engine.runner import Runner
 from services.engine.sampling.logit_queries import queries
+from services.engine.speculation.draft_model import DraftModel
 from services.gateway.intake import catalog
 from tests.exactness import SEED
 
 LIMIT_S = 30.0
+NUM_DRAFT_BLOCKS = 1200
 
 Logits = dict[tuple[int, int], set[bytes]]
 """By (sequence, position): the bytes of all logits that a token was ever drawn from."""
@@ -52,6 +54,17 @@ class Models:
         assert ops.native is not None
         ops.native.assign([Lane()] * num_threads)
         return load_model(self.directory, torch.bfloat16, ops), ops
+
+
+def draft_model(model: Model, ops: Any, arena: torch.Tensor, block_size: int) -> DraftModel:
+    """The model as its own draft model, with KV in blocks like those of `arena`."""
+    private = torch.full((NUM_DRAFT_BLOCKS, *arena.shape[1:]), float("nan"), dtype=arena.dtype)
+    runner = Runner(model, private, block_size, ops)
+
+    def compute(rows: Sequence[Row]) -> Sequence[RowResult]:
+        return runner.launch(rows).result()
+
+    return DraftModel(compute, NUM_DRAFT_BLOCKS, block_size, context=512)
 
 
 def _drawn_after_wrong_draft(

@@ -16,7 +16,9 @@ class Setting:
     """What a deployment consists of.
 
     `chunk`: how many tokens a prefill worker computes in one step. `speculates`: the decode workers
-    verify drafts, and every second draft is wrong. `adapts`: requests name a LoRA adapter.
+    verify drafts, and every second draft is wrong. `has_draft_model`: the drafts come from a draft
+    model, which is the model itself, and not from the answer that is known. `adapts`: requests name
+    a LoRA adapter.
     """
 
     block_size: int = 8
@@ -28,6 +30,7 @@ class Setting:
     num_decoders: int = 2
     device: Device = computes_at_launch
     speculates: bool = False
+    has_draft_model: bool = False
     adapts: bool = False
 
     @property

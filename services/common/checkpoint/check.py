@@ -20,14 +20,21 @@ _OTHER_FORMATS = {
 
 def check(directory: Path) -> None:
     """Raises StartupError, with the first reason, if Quire cannot serve this checkpoint."""
+    check_weights(directory)
+    read_tokenizer(directory)
+    ChatTemplate.from_directory(directory, special_tokens(directory))
+
+
+def check_weights(directory: Path) -> ModelConfig:
+    """The checkpoint's configuration. StartupError: its format, config or weights are wrong, or not
+    supported. Reads only the headers of the weights."""
     check_format(directory)
     config = ModelConfig.from_directory(directory)
     if (gguf := gguf_file(directory)) is not None:
         check_tensors(GgufFile.read(gguf), config)
     else:
         checked_weights(directory, config)
-    read_tokenizer(directory)
-    ChatTemplate.from_directory(directory, special_tokens(directory))
+    return config
 
 
 def check_format(directory: Path) -> None:

@@ -117,6 +117,10 @@ class Tokenizer:
         return Detokenizer(pieces, starts_text=starts_text)
 
 
+def has_tokenizer(directory: Path) -> bool:
+    return gguf_file(directory) is not None or (directory / TOKENIZER_FILE).is_file()
+
+
 def tokenizer_file(directory: Path) -> Path:
     """The path of tokenizer.json, or of the GGUF file that has the tokenizer. StartupError: it does
     not exist."""

@@ -254,6 +254,10 @@ class Sequence:
         sampling, grammar = self.rules.sampling, self._grammar_state
         return tuple(Draw(sampling, index, adjustment, grammar) for index in drawing)
 
+    def draw_behind(self, drafts: tuple[int, ...]) -> Draw:
+        """The draw of the token after its last one and `drafts`; it has one branch, which draws."""
+        return self._draws(drafts)[-1]
+
     def _draws_behind(self, drafts: tuple[int, ...]) -> tuple[Draw, ...]:
         num_draws = len(drafts) + 1
         adjustments: Seq[Adjustment | None] = [None] * num_draws

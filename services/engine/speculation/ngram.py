@@ -1,7 +1,6 @@
 """Drafts by prompt lookup: what followed the last tokens where they occurred before."""
 
 from collections.abc import Sequence as Seq
-from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -10,14 +9,6 @@ from numpy.typing import NDArray
 from services.engine.sequences.sequence import Sequence
 
 Tokens = NDArray[np.int32]
-
-
-class Drafter(Protocol):
-    """Proposes the next tokens of sequences."""
-
-    def propose(self, asked: Seq[tuple[Sequence, int]]) -> list[tuple[int, ...]]:
-        """Drafts for each (sequence, number): at most so many, none if there is nothing to propose.
-        All tokens of the sequences are known."""
 
 
 class NgramDrafter:
@@ -34,6 +25,9 @@ class NgramDrafter:
         self._shortest = shortest
         self._longest = longest
         self._histories: WeakKeyDictionary[Sequence, _History] = WeakKeyDictionary()
+
+    def prepare(self, asked: Seq[tuple[Sequence, int]], *, may_catch_up: bool) -> list[int]:
+        return [number for _, number in asked]
 
     def propose(self, asked: Seq[tuple[Sequence, int]]) -> list[tuple[int, ...]]:
         return [self._follow(self._history(sequence), number) for sequence, number in asked]

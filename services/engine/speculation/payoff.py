@@ -1,16 +1,17 @@
 """Decides how many drafts each row of a decode step gets: as many as raise the tokens per second.
 
-A draft that is not accepted costs the time by which it lengthens the step. How long a step takes is
-measured; how likely the next draft of a row is accepted follows from its last ones.
+A draft that is not accepted costs the time by which it lengthens the step, and the time in which it
+was proposed. How long these take is measured; how likely the next draft of a row is accepted
+follows from its last ones.
 
-See ADR 160.
+See ADR 160 and ADR 177.
 """
 
 from collections import defaultdict, deque
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
+from dataclasses import dataclass, field
 from statistics import median
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from services.engine.sequences.sequence import Sequence
@@ -29,17 +30,48 @@ _NUM_PLAIN, _NUM_DRAFTED = 5, 9
 _STEPS_BETWEEN_PLAIN = 50
 _STEPS_BETWEEN_DRAFTED = 100
 """What was measured long ago is measured again, with one draft: the machine may have been busy."""
+_FIRST_CREDIT, _MOST_CREDIT = 64.0, 500.0
+_INCOME = 0.005
+"""In the time of plain steps: what catching up may cost at first, what it may have saved up at
+most, and what each step adds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """What the drafts of a step cost before it was launched. `preparing_s`: to catch up with tokens
+    of earlier steps. `proposing_s`: to propose drafts, `depth` of them for a row."""
+
+    depth: int = 0
+    preparing_s: float = 0.0
+    proposing_s: float = 0.0
+
+
+class Cost(NamedTuple):
+    """By which share of a plain step each draft lengthens a step, and which share it takes to
+    propose the next draft of all rows."""
+
+    growth: float
+    depth: float
+
+
+def _first_growths() -> deque[float]:
+    return deque([_FIRST_GROWTH] * _NUM_FIRST, maxlen=_NUM_DRAFTED)
 
 
 @dataclass(slots=True)
 class _Durations:
-    """Decode steps of one number of rows. `plain`: seconds of steps without drafts. `growth`: by
-    which share of a plain step each draft lengthened others."""
+    """Decode steps of one number of rows. `plain`: seconds of steps without drafts. `growths`,
+    `depths`: the shares of a `Cost`, as others had them."""
 
-    plain: deque[float]
-    growth: deque[float]
+    plain: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_PLAIN))
+    growths: deque[float] = field(default_factory=_first_growths)
+    depths: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_DRAFTED))
     num_since_plain: int = 0
     num_since_drafted: int = 0
+
+    @property
+    def plain_s(self) -> float:
+        return max(median(self.plain), 1e-9)
 
 
 class StepCost:
@@ -47,73 +79,73 @@ class StepCost:
     interrupted."""
 
     def __init__(self) -> None:
-        self._by_rows: defaultdict[int, _Durations] = defaultdict(
-            lambda: _Durations(
-                deque(maxlen=_NUM_PLAIN),
-                deque([_FIRST_GROWTH] * _NUM_FIRST, maxlen=_NUM_DRAFTED),
-            )
-        )
+        self._by_rows: defaultdict[int, _Durations] = defaultdict(_Durations)
 
-    def observe(self, num_rows: int, num_drafts: int, duration_s: float) -> None:
+    def observe(self, num_rows: int, num_drafts: int, duration_s: float, spent: Drafting) -> None:
+        """`duration_s`: without what was spent."""
         known = self._by_rows[num_rows]
         if not num_drafts:
             known.plain.append(duration_s)
             known.num_since_plain = 0
             known.num_since_drafted += 1
         elif known.plain:
-            grown = duration_s / max(median(known.plain), 1e-9) - 1
-            known.growth.append(min(max(0.0, grown) / num_drafts, 1.0))
+            grown = duration_s / known.plain_s - 1
+            known.growths.append(min(max(0.0, grown) / num_drafts, 1.0))
+            known.depths.append(spent.proposing_s / known.plain_s / max(spent.depth, 1))
             known.num_since_plain += 1
             known.num_since_drafted = 0
 
-    def growth(self, num_rows: int) -> float | None:
-        """By which share of a plain step each draft lengthens a step of so many rows. None: a plain
-        step has to be measured, for the first time or again."""
+    def plain_s(self, num_rows: int) -> float | None:
+        known = self._by_rows[num_rows]
+        return known.plain_s if known.plain else None
+
+    def of(self, num_rows: int) -> Cost | None:
+        """The cost of drafts in a step of so many rows. None: a plain step has to be measured, for
+        the first time or again."""
         known = self._by_rows[num_rows]
         if not known.plain or known.num_since_plain >= _STEPS_BETWEEN_PLAIN:
             return None
-        return median(known.growth)
+        return Cost(median(known.growths), median(known.depths or [0.0]))
 
     def num_overdue(self, num_rows: int) -> int:
-        """For how many steps the growth should have been measured: for the first times, or because
-        it was not for long."""
+        """For how many steps the cost should have been measured: for the first times, or because it
+        was not for long."""
         known = self._by_rows[num_rows]
-        is_new = len(known.growth) < 2 * _NUM_FIRST
+        is_new = len(known.growths) < 2 * _NUM_FIRST
         return known.num_since_drafted + 1 - (not is_new) * _STEPS_BETWEEN_DRAFTED
 
 
 class Payoff:
-    """Chooses the numbers of drafts, and learns from what became of them."""
+    """Chooses the numbers of drafts, and learns from what became of them.
+
+    `_credit`: the time, in plain steps, that catching up may still cost. What drafts have saved is
+    added to it, and what they have cost is subtracted.
+    """
 
     def __init__(self) -> None:
         self._cost = StepCost()
         self._chances: WeakKeyDictionary[Sequence, float] = WeakKeyDictionary()
+        self._credit = _FIRST_CREDIT
+
+    @property
+    def may_catch_up(self) -> bool:
+        return self._credit > 0
 
     def numbers(self, rows: Seq[tuple[Sequence, int]], num_rows: int) -> list[int]:
-        """The number of drafts for each (sequence, most) of a step of `num_rows` rows.
-
-        The likeliest drafts come first. One more pays while its chance is above the tokens that the
-        step would lose by growing: growth * (tokens of the step) / (duration of the step).
-        """
-        growth = self._cost.growth(num_rows)
+        """The number of drafts for each (sequence, most) of a step of `num_rows` rows: those with
+        the most tokens by the step's duration."""
+        cost = self._cost.of(num_rows)
         numbers = [0] * len(rows)
-        if growth is None or not rows:
+        if cost is None or not rows:
             return numbers
-        chances = [self._chances.get(sequence, _FIRST_CHANCE) for sequence, _ in rows]
         if (num_overdue := self._cost.num_overdue(num_rows)) > 0:
             numbers[num_overdue % len(rows)] = 1  # in turn: a row may have nothing to propose
             return numbers
-        likeliest = [(-chance, place) for place, chance in enumerate(chances)]
-        heapify(likeliest)
-        num_tokens, duration = float(num_rows), 1.0
-        while likeliest:
-            gain, place = heappop(likeliest)
-            if -gain * duration <= growth * num_tokens:
-                break
-            numbers[place] += 1
-            num_tokens, duration = num_tokens - gain, duration + growth
-            if numbers[place] < rows[place][1]:
-                heappush(likeliest, (gain * chances[place], place))
+        chances = [self._chances.get(sequence, _FIRST_CHANCE) for sequence, _ in rows]
+        speed, faster = 0.0, float(num_rows)
+        while faster > speed:
+            speed = faster
+            numbers, faster = _worthwhile(rows, chances, cost, speed, num_rows)
         return numbers
 
     def verified(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
@@ -125,6 +157,45 @@ class Payoff:
         chance = 1 - (1 - chance) * (1 - _WEIGHT) ** num_accepted
         self._chances[sequence] = chance * (1 - _WEIGHT * (num_accepted < num_drafts))
 
-    def measured(self, num_rows: int, num_drafts: int, duration_s: float) -> None:
-        """Note the duration of a step of decoding rows."""
-        self._cost.observe(num_rows, num_drafts, duration_s)
+    def measured(
+        self,
+        num_rows: int,
+        num_drafts: int,
+        num_accepted: int,
+        duration_s: float,
+        spent: Drafting,
+    ) -> None:
+        """Note the duration of a step of decoding rows, with what was spent on its drafts."""
+        step_s = duration_s - spent.preparing_s - spent.proposing_s
+        self._cost.observe(num_rows, num_drafts, step_s, spent)
+        if (plain_s := self._cost.plain_s(num_rows)) is None:
+            return
+        saved = _INCOME - (spent.preparing_s + spent.proposing_s) / plain_s
+        if num_drafts:
+            saved += 1 + num_accepted / num_rows - step_s / plain_s
+        self._credit = min(self._credit + saved, _MOST_CREDIT)
+
+
+def _worthwhile(
+    rows: Seq[tuple[Sequence, int]], chances: Seq[float], cost: Cost, speed: float, num_rows: int
+) -> tuple[list[int], float]:
+    """The numbers of drafts that are worth their time where `speed` tokens are drawn in the time of
+    a plain step, and the speed with these drafts.
+
+    Draft j of a row is accepted with probability chance^j. One more draft of a row pays if this is
+    above what the step draws in the time of its growth; the next draft of all rows, if what they
+    gain together is above what the step draws in the time in which they are proposed.
+    """
+    numbers, gains = [0] * len(rows), list(chances)
+    tokens, duration = float(num_rows), 1.0
+    places = list(range(len(rows)))
+    least = cost.growth * speed
+    while places := [i for i in places if numbers[i] < rows[i][1] and gains[i] > least]:
+        if sum(gains[i] - least for i in places) <= cost.depth * speed:
+            break
+        for i in places:
+            numbers[i] += 1
+            tokens += gains[i]
+            gains[i] *= chances[i]
+        duration += cost.depth + cost.growth * len(places)
+    return numbers, tokens / duration

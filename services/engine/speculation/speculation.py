@@ -1,24 +1,47 @@
 """Adds drafts to the rows of a decode step, and learns from the tokens that were drawn."""
 
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from itertools import takewhile
 from typing import Protocol
 
 from services.engine.scheduler import ScheduledSequence
 from services.engine.sequences.sequence import Sequence
-from services.engine.speculation.ngram import Drafter
-from services.engine.speculation.payoff import Payoff
+from services.engine.speculation.payoff import Drafting, Payoff
+
+Asked = tuple[Sequence, int]
+"""A sequence whose tokens are all known, and how many drafts it may get at most."""
+
+
+class Drafter(Protocol):
+    """Proposes the next tokens of sequences."""
+
+    def prepare(self, asked: Seq[Asked], *, may_catch_up: bool) -> list[int]:
+        """Do a part of what has to be done once for each sequence, if `may_catch_up`. Returns how
+        many drafts `propose` may be asked for in this step; 0: the sequence is not ready."""
+        ...
+
+    def propose(self, asked: Seq[Asked]) -> list[tuple[int, ...]]:
+        """Drafts for each (sequence, number): at most so many, none if there is nothing to propose.
+        `prepare` has just returned these numbers."""
+        ...
 
 
 class DraftNumbers(Protocol):
     """Decides how many drafts rows get; see `Payoff`."""
 
-    def numbers(self, rows: Seq[tuple[Sequence, int]], num_rows: int) -> list[int]: ...
+    @property
+    def may_catch_up(self) -> bool: ...
+
+    def numbers(self, rows: Seq[Asked], num_rows: int) -> list[int]: ...
 
     def verified(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None: ...
 
-    def measured(self, num_rows: int, num_drafts: int, duration_s: float) -> None: ...
+    def measured(
+        self, num_rows: int, num_drafts: int, num_accepted: int, duration_s: float, spent: Drafting
+    ) -> None: ...
 
 
 class Speculation:
@@ -31,35 +54,56 @@ class Speculation:
         self._drafter = drafter
         self._numbers = Payoff() if numbers is None else numbers
 
-    def with_drafts(self, batch: list[ScheduledSequence], budget: int) -> list[ScheduledSequence]:
-        """The batch with drafts for the rows for which they pay, if all rows decode. `budget`: how
-        many tokens a step may compute."""
-        if len(batch) >= budget or any(one.num_tokens > 1 for one in batch):
-            return batch
-        most = [min(one.sequence.num_draftable, self.num_tokens) for one in batch]
-        places = [place for place, number in enumerate(most) if number > 0]
-        numbers = self._numbers.numbers([(batch[i].sequence, most[i]) for i in places], len(batch))
-        chosen = [(place, number) for place, number in zip(places, numbers, strict=True) if number]
+    def with_drafts(
+        self, batch: list[ScheduledSequence], budget: int
+    ) -> tuple[list[ScheduledSequence], Drafting]:
+        """The batch with drafts for the rows for which they pay, if all rows decode, and what it
+        cost to get them. `budget`: how many tokens a step may compute."""
+        chosen = self._chosen(batch) if len(batch) < budget else []
         if not chosen:
-            return batch
+            return batch, Drafting()
+        began = time.perf_counter()
+        asked = [(batch[i].sequence, number) for i, number in chosen]
+        ready = self._drafter.prepare(asked, may_catch_up=self._numbers.may_catch_up)
+        prepared = time.perf_counter()
+        chosen = [(i, number) for (i, _), number in zip(chosen, ready, strict=True) if number]
+        spent = Drafting(preparing_s=prepared - began)
+        if not chosen:
+            return batch, spent
         proposed = self._drafter.propose([(batch[i].sequence, number) for i, number in chosen])
         batch, left = list(batch), budget - len(batch)
         for (place, _), drafts in zip(chosen, proposed, strict=True):
             is_end = batch[place].sequence.rules.end_ids.__contains__
             batch[place] = batch[place]._replace(drafts=_until(is_end, drafts[:left]))
             left -= len(batch[place].drafts)
-        return batch
+        depth, proposing_s = max(map(len, proposed)), time.perf_counter() - prepared
+        return batch, replace(spent, depth=depth, proposing_s=proposing_s)
+
+    def _chosen(self, batch: Seq[ScheduledSequence]) -> list[tuple[int, int]]:
+        """The places of the rows for which drafts pay, and how many; none if a row does not
+        decode."""
+        if any(one.num_tokens > 1 for one in batch):
+            return []
+        most = [min(one.sequence.num_draftable, self.num_tokens) for one in batch]
+        places = [place for place, number in enumerate(most) if number > 0]
+        numbers = self._numbers.numbers([(batch[i].sequence, most[i]) for i in places], len(batch))
+        return [(place, number) for place, number in zip(places, numbers, strict=True) if number]
 
     def retired(
-        self, batch: Seq[ScheduledSequence], num_accepted: Seq[int], duration_s: float
+        self,
+        batch: Seq[ScheduledSequence],
+        num_accepted: Seq[int],
+        duration_s: float,
+        spent: Drafting,
     ) -> None:
-        """Learn from a retired step: how many drafts of each row were accepted."""
+        """Learn from a retired step: how many drafts of each row were accepted. `duration_s`: of
+        all of it, with what was spent on drafts."""
         if any(one.num_tokens > 1 for one in batch):
             return
         for one, number in zip(batch, num_accepted, strict=True):
             self._numbers.verified(one.sequence, len(one.drafts), number)
         num_drafts = sum(len(one.drafts) for one in batch)
-        self._numbers.measured(len(batch), num_drafts, duration_s)
+        self._numbers.measured(len(batch), num_drafts, sum(num_accepted), duration_s, spent)
 
 
 def _until(is_end: Callable[[int], bool], drafts: tuple[int, ...]) -> tuple[int, ...]:

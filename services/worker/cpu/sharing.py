@@ -52,7 +52,7 @@ class SharedCpus:
         self._words = torch.frombuffer(cpu_board.memory, dtype=torch.int32)
         self._sleep = sleep
         self._num_decoding = 0
-        self._step_s = 0.0
+        self._step_s = self._drafting_s = 0.0
         self._entries: tuple[CpuBoardEntry, ...] = ()
         self._wanted: tuple[Lane, ...] | None = None
         self.refresh()
@@ -60,14 +60,31 @@ class SharedCpus:
     def launch(
         self, rows: Sequence[Row], copies: Sequence[tuple[int, int]] = (), num_waiting: int = 0
     ) -> Flight:
+        self._begin(len(rows) + num_waiting)
+        began = time.perf_counter()
+        flight = self._runner.launch(rows, copies)
+        drafting_s, self._drafting_s = self._drafting_s, 0.0
+        self._num_decoding, self._step_s = len(rows), drafting_s + time.perf_counter() - began
+        return flight
+
+    def launch_on(self, draft_runner: Runner) -> Callable[[Sequence[Row]], Flight]:
+        """The launches of a draft model, which computes on the same CPUs before steps. Its time
+        counts as the next step's."""
+
+        def launch(rows: Sequence[Row]) -> Flight:
+            self._begin(len(rows))
+            began = time.perf_counter()
+            flight = draft_runner.launch(rows)
+            self._drafting_s += time.perf_counter() - began
+            return flight
+
+        return launch
+
+    def _begin(self, backlog: int) -> None:
         wanted, self._wanted = self._wanted, None
         if wanted is not None:
             self._native.assign(wanted, self._words)
-        began = time.perf_counter()
-        self._cpu_board.set_backlog(len(rows) + num_waiting)
-        flight = self._runner.launch(rows, copies)
-        self._num_decoding, self._step_s = len(rows), time.perf_counter() - began
-        return flight
+        self._cpu_board.set_backlog(backlog)
 
     def yield_device(self, wait: Wait) -> None:
         """Pause decode while prompts wait, so that its CPUs compute them. Prefill never pauses."""

@@ -1,0 +1,142 @@
+"""The draft model of a decode worker: its weights, and the memory of its KV.
+
+See ADR 165.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import kvops
+from services.common.errors import StartupError
+from services.common.pool.layout import KVDtype, PoolLayout
+from services.common.pool.sizing import MIN_BLOCKS, format_size, parse_size
+from services.common.runtime.logging import get_logger
+from services.common.text.model_config import ModelConfig
+from services.engine.batch import Row
+from services.engine.device.steps import attention_shape
+from services.engine.forward import Flight
+from services.engine.models import Model, load_model
+from services.engine.pool import DTYPES, KVPool
+from services.engine.runner import Runner
+from services.engine.speculation.draft_model import DraftModel
+from services.engine.speculation.ngram import NgramDrafter
+from services.engine.speculation.speculation import Speculation
+from services.engine.weights.packed_file import Progress
+from services.worker.config import WorkerSettings
+
+_NUM_WARM_UP_TOKENS = 32
+
+Launch = Callable[[Sequence[Row]], Flight]
+"""Launches rows of the draft model on the worker's device, between two steps of its own."""
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPlan:
+    """A draft model that can be loaded. `num_blocks`: of its KV in each decode worker. `context`:
+    the most positions of a sequence that gets drafts."""
+
+    directory: Path
+    config: ModelConfig
+    layout: PoolLayout
+    num_blocks: int
+    context: int
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.num_blocks * self.layout.block_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedDraft:
+    plan: DraftPlan
+    model: Model
+    ops: kvops.Backend
+
+    def drafter(self, launch_on: Callable[[Runner], Launch], max_rows: int) -> DraftModel:
+        """A drafter with KV of its own. `launch_on`: how its runner gets the worker's device."""
+        layout, num_blocks = self.plan.layout, self.plan.num_blocks
+        kv = KVPool.private(layout, num_blocks, "cpu").kv
+        runner = Runner(self.model, kv, layout.block_size, self.ops)
+        runner.warm_up(_NUM_WARM_UP_TOKENS, max_rows)
+        launch = launch_on(runner)
+        return DraftModel(
+            lambda rows: launch(rows).result(), num_blocks, layout.block_size, self.plan.context
+        )
+
+
+def plan_draft(
+    settings: WorkerSettings, config: ModelConfig, kv_dtype: KVDtype
+) -> DraftPlan | None:
+    """None: the settings have no draft model. StartupError: this draft model cannot be."""
+    speculative, found = settings.speculative_config, settings.check_draft(config)
+    if speculative is None or speculative.model is None or found is None:
+        return None
+    layout = PoolLayout(
+        model=speculative.model.name,
+        fingerprint="",  # no other process sees these blocks
+        num_layers=found.num_layers,
+        num_kv_heads=found.num_kv_heads,
+        head_dim=found.head_dim,
+        dtype=kv_dtype,
+        block_size=settings.block_size,
+    )
+    context = min(settings.context(config), found.max_position_embeddings)
+    most = settings.max_num_seqs * -(-context // settings.block_size)
+    num_bytes = parse_size(speculative.draft_kv_memory)
+    num_blocks = min(num_bytes // layout.block_bytes, most)
+    if num_blocks < MIN_BLOCKS:
+        raise StartupError(
+            f"draft_kv_memory {format_size(num_bytes)} holds {num_blocks} blocks of "
+            f"{format_size(layout.block_bytes)}: the draft model needs at least {MIN_BLOCKS}"
+        )
+    return DraftPlan(speculative.model, found, layout, num_blocks, context)
+
+
+def load_draft(
+    settings: WorkerSettings,
+    plan: DraftPlan,
+    ops: kvops.Backend,
+    dtype: KVDtype,
+    cache: Path | None,
+    progress: Progress,
+) -> LoadedDraft:
+    """Load the weights, to compute as the target does: in `dtype`, quantized as the settings say
+    unless the checkpoint is quantized already. Raises StartupError."""
+    shape = attention_shape(
+        plan.config, settings.block_size, DTYPES[dtype], DTYPES[plan.layout.dtype]
+    )
+    try:
+        ops.check_attention(shape)
+    except ValueError as error:
+        raise StartupError(f"the draft model {plan.directory}: {error}") from error
+    model = load_model(
+        *(plan.directory, DTYPES[dtype], ops),
+        quantize=None if plan.config.quantization else settings.quantize,
+        cache=cache,
+        context=plan.context,
+        progress=progress,
+    )
+    log.info(
+        "draft_model_loaded",
+        model=plan.layout.model,
+        kv_bytes=plan.kv_bytes,
+        num_kv_tokens=plan.num_blocks * plan.layout.block_size,
+        max_model_len=plan.context,
+    )
+    return LoadedDraft(plan, model, ops)
+
+
+def speculation(
+    settings: WorkerSettings, draft: LoadedDraft | None, launch_on: Callable[[Runner], Launch]
+) -> Speculation | None:
+    """The speculation of a new worker; None: its sequences get no drafts."""
+    config = settings.speculative_config
+    if config is None or settings.service != "decode":
+        return None
+    if draft is not None:
+        drafter = draft.drafter(launch_on, settings.max_num_seqs)
+        return Speculation(drafter, config.num_speculative_tokens)
+    return Speculation(NgramDrafter(*config.ngram_sizes), config.num_speculative_tokens)
