@@ -9,8 +9,10 @@ on random weights. Their tokens have to be equal. Drafts come from prompt lookup
 head. Texts:
 
     repeats   a checkpoint whose greedy text goes round in a loop (`bench.make_checkpoint`). Its
-              next token follows from the last one, so that its first layers propose the same text
+              next token follows from the last one, so that its first layers often propose the same
     edits     the same at a temperature that leaves the loop now and then
+    easy      the same as repeats, with layers that say still less: the first ones nearly always
+              propose the same
     nothing   draws at temperature 1, with a draft at every step and hardly one right. Prompt
               lookup: from a vocabulary so small that each token is in the prompt. Draft model: of
               other weights
@@ -55,6 +57,7 @@ LOOPS: dict[str, Any] = {"embedding_std": 20.0, "tied": False}
 TEXTS = (
     Text("repeats", LOOPS, 2, 0.0),
     Text("edits", LOOPS, 2, 0.07),
+    Text("easy", {**LOOPS, "embedding_std": 80.0}, 2, 0.0),
     Text("nothing", {"vocab_size": SMALL_VOCABULARY}, 1, 1.0, draft_seed=1),
 )
 

@@ -23,9 +23,10 @@ _REVIVAL = 0.001
 """By how much of the distance a chance returns to the first one with each step without drafts. So a
 row whose drafts failed tries again now and then: in the long run that costs at most
 _REVIVAL * _FIRST_CHANCE / _WEIGHT of the time, 0.5 %."""
-_FIRST_GROWTH = 0.05
+_FIRST_SHARE = 0.05
 _NUM_FIRST = 3
-"""As how many measurements the first growth counts: one interrupted step decides nothing."""
+"""Each share of a `Cost` at first, and as how many measurements it counts: one interrupted step
+decides nothing, nor does the first draft alone, which costs more than the ones behind it."""
 _NUM_PLAIN, _NUM_DRAFTED = 5, 9
 _STEPS_BETWEEN_PLAIN = 50
 _STEPS_BETWEEN_DRAFTED = 100
@@ -54,8 +55,8 @@ class Cost(NamedTuple):
     depth: float
 
 
-def _first_growths() -> deque[float]:
-    return deque([_FIRST_GROWTH] * _NUM_FIRST, maxlen=_NUM_DRAFTED)
+def _first_shares() -> deque[float]:
+    return deque([_FIRST_SHARE] * _NUM_FIRST, maxlen=_NUM_DRAFTED)
 
 
 @dataclass(slots=True)
@@ -64,8 +65,8 @@ class _Durations:
     `depths`: the shares of a `Cost`, as others had them."""
 
     plain: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_PLAIN))
-    growths: deque[float] = field(default_factory=_first_growths)
-    depths: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_DRAFTED))
+    growths: deque[float] = field(default_factory=_first_shares)
+    depths: deque[float] = field(default_factory=_first_shares)
     num_since_plain: int = 0
     num_since_drafted: int = 0
 
@@ -89,9 +90,11 @@ class StepCost:
             known.num_since_plain = 0
             known.num_since_drafted += 1
         elif known.plain:
-            grown = duration_s / known.plain_s - 1
-            known.growths.append(min(max(0.0, grown) / num_drafts, 1.0))
-            known.depths.append(spent.proposing_s / known.plain_s / max(spent.depth, 1))
+            growth = max(0.0, duration_s / known.plain_s - 1) / num_drafts
+            depth = spent.proposing_s / known.plain_s / max(spent.depth, 1)
+            # A draft that costs more than a plain step is as useless as one that costs as much.
+            known.growths.append(min(growth, 1.0))
+            known.depths.append(min(depth, 1.0 - known.growths[-1]))
             known.num_since_plain += 1
             known.num_since_drafted = 0
 
@@ -105,7 +108,7 @@ class StepCost:
         known = self._by_rows[num_rows]
         if not known.plain or known.num_since_plain >= _STEPS_BETWEEN_PLAIN:
             return None
-        return Cost(median(known.growths), median(known.depths or [0.0]))
+        return Cost(median(known.growths), median(known.depths))
 
     def num_overdue(self, num_rows: int) -> int:
         """For how many steps the cost should have been measured: for the first times, or because it
