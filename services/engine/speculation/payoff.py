@@ -29,8 +29,9 @@ _NUM_FIRST = 3
 decides nothing, nor does the first draft alone, which costs more than the ones behind it."""
 _NUM_PLAIN, _NUM_DRAFTED = 5, 9
 _STEPS_BETWEEN_PLAIN = 50
-_STEPS_BETWEEN_DRAFTED = 100
-"""What was measured long ago is measured again, with one draft: the machine may have been busy."""
+_STEPS_BETWEEN_DRAFTED, _STEPS_BETWEEN_IF_SAVED = 100, 25
+"""What was measured long ago is measured again, with one draft of each row: the machine may have
+been busy. Sooner, if drafts have saved time before."""
 _FIRST_CREDIT, _MOST_CREDIT = 64.0, 500.0
 _INCOME = 0.005
 """In the time of plain steps: what catching up may cost at first, what it may have saved up at
@@ -110,12 +111,11 @@ class StepCost:
             return None
         return Cost(median(known.growths), median(known.depths))
 
-    def num_overdue(self, num_rows: int) -> int:
-        """For how many steps the cost should have been measured: for the first times, or because it
-        was not for long."""
+    def is_overdue(self, num_rows: int, num_steps: int) -> bool:
+        """Whether the cost should be measured: for the first times, or because it was not for
+        `num_steps`."""
         known = self._by_rows[num_rows]
-        is_new = len(known.growths) < 2 * _NUM_FIRST
-        return known.num_since_drafted + 1 - (not is_new) * _STEPS_BETWEEN_DRAFTED
+        return len(known.growths) < 2 * _NUM_FIRST or known.num_since_drafted >= num_steps
 
 
 class Payoff:
@@ -141,9 +141,10 @@ class Payoff:
         numbers = [0] * len(rows)
         if cost is None or not rows:
             return numbers
-        if (num_overdue := self._cost.num_overdue(num_rows)) > 0:
-            numbers[num_overdue % len(rows)] = 1  # in turn: a row may have nothing to propose
-            return numbers
+        has_saved = self._credit > _FIRST_CREDIT
+        num_steps = _STEPS_BETWEEN_IF_SAVED if has_saved else _STEPS_BETWEEN_DRAFTED
+        if self._cost.is_overdue(num_rows, num_steps):
+            return [1] * len(rows)
         chances = [self._chances.get(sequence, _FIRST_CHANCE) for sequence, _ in rows]
         speed, faster = 0.0, float(num_rows)
         while faster > speed:
