@@ -17,8 +17,8 @@ from weakref import WeakKeyDictionary
 from services.engine.sequences.sequence import Sequence
 
 _FIRST_CHANCE = 0.5
-_WEIGHT = 0.1
-"""Of one verified draft in a row's chance."""
+_WEIGHT, _WEIGHT_OF_ALL = 0.1, 0.05
+"""Of one verified draft in a row's chance, and in that of all rows."""
 _REVIVAL = 0.001
 """By how much of the distance a chance returns to the first one with each step without drafts. So a
 row whose drafts failed tries again now and then: in the long run that costs at most
@@ -121,6 +121,8 @@ class StepCost:
 class Payoff:
     """Chooses the numbers of drafts, and learns from what became of them.
 
+    `_chance`: of the drafts of all rows, with which a row without drafts yet begins if it is above
+    the first one.
     `_credit`: the time, in plain steps, that catching up may still cost. What drafts have saved is
     added to it, and what they have cost is subtracted.
     """
@@ -128,6 +130,7 @@ class Payoff:
     def __init__(self) -> None:
         self._cost = StepCost()
         self._chances: WeakKeyDictionary[Sequence, float] = WeakKeyDictionary()
+        self._chance = _FIRST_CHANCE
         self._credit = _FIRST_CREDIT
 
     @property
@@ -145,7 +148,8 @@ class Payoff:
         num_steps = _STEPS_BETWEEN_IF_SAVED if has_saved else _STEPS_BETWEEN_DRAFTED
         if self._cost.is_overdue(num_rows, num_steps):
             return [1] * len(rows)
-        chances = [self._chances.get(sequence, _FIRST_CHANCE) for sequence, _ in rows]
+        first = max(self._chance, _FIRST_CHANCE)
+        chances = [self._chances.get(sequence, first) for sequence, _ in rows]
         speed, faster = 0.0, float(num_rows)
         while faster > speed:
             speed = faster
@@ -154,12 +158,13 @@ class Payoff:
 
     def verified(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
         """Note what became of the drafts of a row."""
-        chance = self._chances.get(sequence, _FIRST_CHANCE)
-        if not num_drafts:
+        chance = self._chances.get(sequence)
+        if num_drafts:
+            first = max(self._chance, _FIRST_CHANCE) if chance is None else chance
+            self._chances[sequence] = _learned(first, _WEIGHT, num_drafts, num_accepted)
+            self._chance = _learned(self._chance, _WEIGHT_OF_ALL, num_drafts, num_accepted)
+        elif chance is not None:
             self._chances[sequence] = chance + _REVIVAL * (_FIRST_CHANCE - chance)
-            return
-        chance = 1 - (1 - chance) * (1 - _WEIGHT) ** num_accepted
-        self._chances[sequence] = chance * (1 - _WEIGHT * (num_accepted < num_drafts))
 
     def measured(
         self,
@@ -178,6 +183,12 @@ class Payoff:
         if num_drafts:
             saved += 1 + num_accepted / num_rows - step_s / plain_s
         self._credit = min(self._credit + saved, _MOST_CREDIT)
+
+
+def _learned(chance: float, weight: float, num_drafts: int, num_accepted: int) -> float:
+    """The chance after so many accepted drafts, and a rejected one if not all were accepted."""
+    chance = 1 - (1 - chance) * (1 - weight) ** num_accepted
+    return chance * (1 - weight * (num_accepted < num_drafts))
 
 
 def _worthwhile(
