@@ -86,7 +86,7 @@ def test_all_checks_pass_tiny_with_nothing_but_pytorch_and_triton(tmp_path: Path
 
 
 def test_the_documentation_has_every_group() -> None:
-    page = (ROOT / "docs/operations.md").read_text()
+    page = (ROOT / "docs/operations/gpu.md").read_text()
     table = page[page.index("### What `bench/gpu_check.sh` checks") :].split("\n## ")[0]
     assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(program.GROUPS)
 

@@ -322,7 +322,7 @@ def test_workers_can_be_scaled(compose: Any) -> None:
 def test_several_gateways_have_a_port_each_as_the_documentation_scales_them() -> None:
     """A range of ports on the host for one port of the containers, with as many ports as
     gateways."""
-    text = (ROOT / "docs" / "operations.md").read_text()
+    text = (ROOT / "docs" / "operations" / "scaling.md").read_text()
     (command,) = re.findall(r"^(QUIRE_.*) docker compose up --scale gateway=2$", text, re.MULTILINE)
     env = dict(setting.split("=") for setting in command.split())
     file = yaml.safe_load((ROOT / "docker-compose.yml").read_text())

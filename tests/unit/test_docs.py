@@ -99,7 +99,7 @@ def test_make_targets_exist(document: Path) -> None:
 
 @pytest.mark.parametrize("section", SETTINGS)
 def test_every_setting_is_documented(section: str) -> None:
-    text = (ROOT / "docs" / "operations.md").read_text()
+    text = (ROOT / "docs" / "operations" / "settings.md").read_text()
     table = text.partition(f"### {section}\n")[2].partition("\n#")[0]
     documented = set(re.findall(r"^\| `([A-Z_]+)` \|", table, re.MULTILINE))
     fields = {name.upper() for name in SETTINGS[section].model_fields}
@@ -110,7 +110,7 @@ def test_every_setting_is_documented(section: str) -> None:
 
 def test_every_metric_is_documented() -> None:
     code = (ROOT / "services" / "common" / "runtime" / "metrics.py").read_text()
-    documented = (ROOT / "docs" / "operations.md").read_text()
+    documented = (ROOT / "docs" / "operations" / "observing.md").read_text()
     assert set(re.findall(r"`(quire:\w+)`", documented)) == set(re.findall(r'"(quire:\w+)"', code))
 
 
