@@ -27,7 +27,7 @@ class Checkout:
     """A process that runs the engine of a checkout. Ends with the `with` block."""
 
     def __init__(self, root: Path, options: list[str]) -> None:
-        program = [root / ".venv/bin/python", "-P", __file__, "--serve", *options]
+        program = [str(root / ".venv/bin/python"), "-P", __file__, "--serve", *options]
         self._process = subprocess.Popen(
             program, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
