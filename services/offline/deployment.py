@@ -10,7 +10,6 @@ The parts are those of the services. Only what lies between the processes is rep
 import asyncio
 import math
 import os
-import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -36,6 +35,7 @@ from services.gateway.config import GatewayOptions
 from services.gateway.request_metrics import RequestMetrics
 from services.gateway.wiring import Wiring, start_gateway
 from services.offline.connection import LocalConnection
+from services.offline.folder import locked_folder
 from services.prefill.worker import PrefillWorker
 from services.protocol.version import PROTOCOL_VERSION
 from services.worker.adapters import WorkerAdapters
@@ -119,8 +119,7 @@ async def offline_deployment(settings: WorkerSettings) -> AsyncIterator[Wiring]:
         )
     loaded = load(settings, progress=lambda: None)
     async with AsyncExitStack() as stack:
-        folder = tempfile.TemporaryDirectory(prefix="quire-offline-", dir=_POOL_ROOT)
-        root = Path(stack.enter_context(folder))
+        root = stack.enter_context(locked_folder(_POOL_ROOT))
         store, turn = MemoryStore(), threading.Lock()
         running = await stack.enter_async_context(asyncio.TaskGroup())
         registry, workers = MemoryRegistry(time.time), dict[str, PoolWorker]()
