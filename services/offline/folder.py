@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_PREFIX = "quire-offline-"
+_PREFIX = "quire-llm-"
 
 
 @contextmanager
