@@ -60,7 +60,8 @@ def test_a_stopped_run_continues_where_it_stopped(tmp_path: Path, number: signal
     whole = before[: before.rfind(b"\n") + 1]
     target.write_bytes(whole + b'{"id": "batch_req_3')  # the kill may cut a line off
     num_before = whole.count(b"\n")
-    assert num_before < 200
+    # Ctrl-C lets the requests that run end, which may be all of them.
+    assert num_before < 200 or number is signal.SIGINT
     done = run(source, target)
     assert done.returncode == 0, done.stderr
     assert (
