@@ -13,6 +13,8 @@ head. Texts:
     edits     the same at a temperature that leaves the loop now and then
     easy      the same as repeats, with layers that say still less: the first ones nearly always
               propose the same
+    code      a real text, for prompt lookup: the answer is the prompt with a class renamed
+    quotes    a real text, for prompt lookup: the answer quotes four sentences of the prompt
     nothing   draws at temperature 1, with a draft at every step and hardly one right. Prompt
               lookup: from a vocabulary so small that each token is in the prompt. Draft model: of
               other weights
@@ -27,30 +29,36 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import quire
 from bench.make_checkpoint import SHAPES, make_checkpoint
+from bench.speculation_texts import code_edit, prescribed, quotations
 from quire import LLM, Sampling
 from quire.types import Completion
+from services.common.text.tokenizer import Tokenizer
 
 NUM_PROMPT_TOKENS = 600
 SMALL_VOCABULARY = 512
+EMBEDDED = Path(quire.__file__).parent / "embedded"
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
     """`changes`: of the checkpoint. `shortest`: n-gram. `temperature`: of the draws. `draft_seed`:
-    of the draft model's weights; the target has 0."""
+    of the draft model's weights; the target has 0. `written`: the prompt and the answer of a real
+    text (`bench.speculation_texts`)."""
 
     name: str
     changes: dict[str, Any]
     shortest: int
     temperature: float
     draft_seed: int = 0
+    written: Callable[[], tuple[str, str]] | None = None
 
 
 LOOPS: dict[str, Any] = {"embedding_std": 20.0, "tied": False}
@@ -58,6 +66,8 @@ TEXTS = (
     Text("repeats", LOOPS, 2, 0.0),
     Text("edits", LOOPS, 2, 0.07),
     Text("easy", {**LOOPS, "embedding_std": 80.0}, 2, 0.0),
+    Text("code", {}, 2, 0.0, written=code_edit),
+    Text("quotes", {}, 2, 0.0, written=quotations),
     Text("nothing", {"vocab_size": SMALL_VOCABULARY}, 1, 1.0, draft_seed=1),
 )
 
@@ -111,18 +121,28 @@ def decode(
     return (num_tokens / (elapsed - first), num_tokens / cpu), answers
 
 
-def measure(text: Text, streams: int, args: argparse.Namespace) -> list[Pair]:
-    chance = random.Random(streams)
-    vocabulary = text.changes.get("vocab_size", 2048)
-    prompts = [
+def prompts_and_answer(text: Text, streams: int) -> tuple[list[list[int]], list[int]]:
+    """The tokens of the prompts, and those of the answer of a real text."""
+    if text.written is not None:
+        tokenizer = Tokenizer.from_directory(EMBEDDED)
+        prompt, answer = (list(tokenizer.encode(part)) for part in text.written())
+        return [prompt] * streams, answer
+    chance, vocabulary = random.Random(streams), text.changes.get("vocab_size", 2048)
+    return [
         [chance.randrange(260, vocabulary) for _ in range(NUM_PROMPT_TOKENS)]
         for _ in range(streams)
-    ]
+    ], []
+
+
+def measure(text: Text, streams: int, args: argparse.Namespace) -> list[Pair]:
+    prompts, answer = prompts_and_answer(text, streams)
+    num_tokens = min(args.tokens, len(answer) or args.tokens)
     sampling = Sampling(
-        temperature=text.temperature, seed=1, max_tokens=args.tokens, ignore_eos=True
+        temperature=text.temperature, seed=1, max_tokens=num_tokens, ignore_eos=True
     )
     pairs = []
-    with pair_of_models(text, args) as (without, with_drafts):
+    draws = prescribed([*prompts[0], *answer]) if answer else nullcontext()
+    with draws, pair_of_models(text, args) as (without, with_drafts):
         for llm in (without, with_drafts):
             llm.generate(prompts, Sampling(max_tokens=8, ignore_eos=True), use_tqdm=False)
         for _ in range(args.rounds):
@@ -169,7 +189,10 @@ def main() -> None:
     print("| text | streams | without, tok/s | with, tok/s | ratio | CPU time | accepted |")
     print("|---|---:|---:|---:|---:|---:|---:|")
     for text in TEXTS:
-        for streams in args.streams if not args.texts or text.name in args.texts else ():
+        is_asked = text.name in args.texts if args.texts else True
+        if text.written and args.draft_layers:
+            continue  # the draft model does not know the text
+        for streams in args.streams if is_asked else ():
             print(row(text, streams, measure(text, streams, args)), flush=True)
 
 
