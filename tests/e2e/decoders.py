@@ -15,14 +15,30 @@ from .deployment import Deployment
 
 async def busiest(client: AsyncClient) -> Worker:
     while True:
-        worker = max(await decoders(client), key=lambda worker: worker.num_running)
-        if worker.num_running > 0:
+        workers = await decoders(client)
+        worker = max(workers, key=lambda worker: worker.num_running, default=None)
+        if worker is not None and worker.num_running > 0:
             return worker
         await asyncio.sleep(0.01)
 
 
 async def decoders(client: AsyncClient) -> list[Worker]:
-    return [worker for worker in await client.workers() if worker.role == "decode"]
+    """The decode workers that accept connections. For a moment the gateway also lists a worker that
+    was just killed."""
+    listed = [worker for worker in await client.workers() if worker.role == "decode"]
+    return [worker for worker in listed if await accepts(worker)]
+
+
+async def accepts(worker: Worker) -> bool:
+    host, _, port = worker.address.rpartition(":")
+    if not port:  # it starts
+        return False
+    try:
+        _, writer = await asyncio.open_connection(host, int(port))
+    except ConnectionRefusedError:
+        return False
+    writer.close()
+    return True
 
 
 async def until_two_serve(client: AsyncClient, limit_s: float = 90.0) -> None:

@@ -103,8 +103,11 @@ def deployment(
 ) -> Iterator[Deployment]:
     options = ["--decode", "2", "--pool-memory", str(method.pool_memory)]
     options += ["--speculative-config", json.dumps(method.config)]
-    with serving(looping, tmp_path_factory.mktemp("run"), *options) as running:
-        yield running
+    with pytest.MonkeyPatch.context() as patch:
+        # While both decode workers are killed, no worker serves until one has loaded the models.
+        patch.setenv("QUIRE_GATEWAY_PATIENCE_S", "60")
+        with serving(looping, tmp_path_factory.mktemp("run"), *options) as running:
+            yield running
 
 
 @pytest.fixture(scope="module")
@@ -173,14 +176,14 @@ async def disturbed(
         async for delta in client.send(Request(PROMPT, sampling), 60):
             received[name].append(delta)
 
-    async with asyncio.timeout(90):
-        reading = [asyncio.create_task(read(*one)) for one in method.strategies.items()]
+    async with asyncio.timeout(90), asyncio.TaskGroup() as reading:
+        for one in method.strategies.items():
+            reading.create_task(read(*one))
         for least in when:
             while min(num_tokens(received[name]) for name in STREAMED) < least:
                 await asyncio.sleep(0.002)
             await disturb()
-        await asyncio.gather(*reading)
-        await quiet(client)
+    await quiet(client)
     return received
 
 
