@@ -248,9 +248,10 @@ async def until_serving(client: AsyncClient, worker_ids: set[str]) -> None:
 
 @asynccontextmanager
 async def another_decode_worker(host: Host) -> AsyncIterator[str]:
-    """A decode worker for a while; it leaves by itself. Yields its id."""
+    """A decode worker for a while, which leaves by itself. It takes two sequences, so that more go
+    to the other host. Yields its id."""
     name = f"decode-{secrets.token_hex(4)}"  # of its own log
-    host.start("decode", name)
+    host.start("decode", name, MAX_NUM_SEQS="2")
     found = await asyncio.to_thread(host.wait_for, name, "worker_ready")
     yield found["worker_id"]
     process = host.processes.pop(name)

@@ -13,7 +13,8 @@ from blockstore.registry import Member
 from quire.v1 import block_manager_pb2, block_manager_pb2_grpc
 from quire.v1.supervisor_pb2 import ScaleRequest
 from quire.v1.supervisor_pb2_grpc import SupervisorStub
-from services.common.errors import Unavailable, UnknownWorker
+from services.common.errors import UnknownWorker
+from services.common.rpc.error_table import RemoteError
 from services.common.rpc.transport import RpcServer, from_rpc_error, open_channel
 from services.gateway.frontend.relay import BLOCK_MANAGER, SUPERVISOR, Relay, Target
 from services.protocol.version import PROTOCOL_VERSION
@@ -118,7 +119,7 @@ async def test_a_block_manager_without_the_store_leaves_operations_to_another_on
         relay = Relay(BLOCK_MANAGER, lambda: found, SECRET.rpc_key)
         stack.push_async_callback(relay.close)
         request = block_manager_pb2.DrainWorkerRequest(worker_id="decode-1").SerializeToString()
-        with pytest.raises(Unavailable, match="the block store is not there"):
+        with pytest.raises(RemoteError, match="the block store is not there"):
             await relay.send("DrainWorker", request, 5.0)
         for _ in range(2):
             answer = await relay.send("DrainWorker", request, 5.0)
