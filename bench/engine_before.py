@@ -58,16 +58,15 @@ def serve(options: list[str]) -> None:
     loaded: Any = engine.load(args)
     model = loaded[0] if isinstance(loaded, tuple) else loaded
     extra = [False] * (len(inspect.signature(engine.Bench).parameters) - 3)
-    benches: dict[int, Any] = {}
+    benches: dict[tuple[str, int], Any] = {}
     for line in sys.stdin:
         what, size, steps = json.loads(line)
-        rows = size if what == "decode" else 1
-        if rows not in benches:
-            length = max(CONTEXT, size if what == "prefill" else 0)
-            benches[rows] = engine.Bench(model, rows, length, *extra)
+        if (what, size) not in benches:
+            rows, length = (size, CONTEXT) if what == "decode" else (1, max(CONTEXT, size))
+            benches[what, size] = bench = engine.Bench(model, rows, length, *extra)
             for row in range(rows):
-                benches[rows].prefill([7 + row] * PROMPT, 512, row)
-        print(sum(_work(benches[rows], what, size, steps)), flush=True)
+                bench.prefill([7 + row] * PROMPT, 512, row)
+        print(sum(_work(benches[what, size], what, size, steps)), flush=True)
 
 
 def _work(bench: Any, what: str, size: int, steps: int) -> Iterator[float]:
