@@ -61,7 +61,7 @@ def _graphs(machine: Machine, size: int) -> Passed:
 
 
 def _computed(machine: Machine, size: int, what: str) -> dict[str, Tensor]:
-    """What rank 0 of `size` ranks has saved."""
+    """The results that rank 0 of `size` ranks has saved."""
     num_gpus = torch.cuda.device_count()
     if not machine.dry_run and num_gpus < size:
         raise Skipped(f"{size} ranks need a GPU each; here are only {num_gpus}")

@@ -168,7 +168,7 @@ async def disturbed(
     disturb: Callable[[], Awaitable[None]],
     when: Sequence[int],
 ) -> dict[str, list[Delta]]:
-    """What the streams of all strategies receive while the workers are disturbed: each time that
+    """Returns the deltas of all strategies' streams. The workers are disturbed each time that
     all streams have so many tokens."""
     received: dict[str, list[Delta]] = {name: [] for name in method.strategies}
 

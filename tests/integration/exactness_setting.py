@@ -1,4 +1,4 @@
-"""What a deployment of the exactness tests consists of."""
+"""The parts and settings of a deployment of the exactness tests."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ ADAPTER = "toy with an adapter"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a deployment consists of.
+    """The parts and settings of one deployment.
 
     `chunk`: how many tokens a prefill worker computes in one step. `speculates`: the decode workers
     verify drafts, and every second draft is wrong. `has_draft_model`: the drafts come from a draft

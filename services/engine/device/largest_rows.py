@@ -29,7 +29,7 @@ class _AnyToken:
 
 
 class _Penalties:
-    """Whose adjustment it is: see `Adjustment.state`."""
+    """The sequence of an adjustment: see `Adjustment.state`."""
 
 
 def largest_rows(lens: Sequence[int], block_size: int, vocab_size: int) -> list[Row]:

@@ -41,7 +41,7 @@ def attention_shape(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepFacts:
-    """What the host knows of a step. `query_begins`, `context_lens`: the values of the batch's
+    """A step's facts on the host. `query_begins`, `context_lens`: the values of the batch's
     `cu_query_lens` and `context_lens`, with padded rows. `num_rows`: without them. `graph_size`:
     the rows of the graph that computes the step; None: no graph does. `wants_all`: whether the
     state of every row is wanted, in order."""

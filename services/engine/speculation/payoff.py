@@ -30,7 +30,7 @@ decides nothing, nor does the first draft alone, which costs more than the ones 
 _NUM_PLAIN, _NUM_DRAFTED = 5, 9
 _STEPS_BETWEEN_PLAIN = 50
 _STEPS_BETWEEN_DRAFTED, _STEPS_BETWEEN_IF_SAVED = 100, 25
-"""What was measured long ago is measured again, with one draft of each row: the machine may have
+"""Old measurements are repeated, with one draft of each row: the machine may have
 been busy. Sooner, if drafts have saved time before."""
 _FIRST_CREDIT, _MOST_CREDIT = 64.0, 500.0
 _INCOME = 0.005
@@ -40,7 +40,7 @@ most, and what each step adds."""
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """What the drafts of a step cost before it was launched. `preparing_s`: to catch up with tokens
+    """The cost of a step's drafts before its launch. `preparing_s`: to catch up with tokens
     of earlier steps. `proposing_s`: to propose drafts, `depth` of them for a row."""
 
     depth: int = 0
