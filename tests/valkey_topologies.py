@@ -2,7 +2,6 @@
 127.0.0.1."""
 
 import socket
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -13,16 +12,10 @@ from redis.crc import key_slot
 
 from tests.conftest import Valkey
 from tests.tls_front import Fronts
+from tests.waiting import wait_until
 
 LIMIT_S = 20.0
 NUM_SLOTS = 16384
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def free_ports(number: int) -> list[int]:

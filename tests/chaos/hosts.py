@@ -29,6 +29,7 @@ from tests.chaos.report import Report
 from tests.chaos.schedule import Fault, schedule
 from tests.e2e.hosts import Host
 from tests.e2e.network import ADDRESSES, Network
+from tests.waiting import until
 
 POOLS = {
     "a1": ("prefill-1", "prefill-2"),
@@ -244,12 +245,8 @@ class SeveralHosts:
             await self._until_healthy(role)
 
     async def _until_healthy(self, role: str) -> None:
-        try:
-            async with asyncio.timeout(RECOVERY_S):
-                while not await self._are_healthy(role):
-                    await asyncio.sleep(0.1)
-        except TimeoutError as error:
-            raise TimeoutError(f"not every {role} is healthy") from error
+        what = f"not every {role} is healthy"
+        await until(lambda: self._are_healthy(role), limit_s=RECOVERY_S, explain=lambda: what)
 
     async def _are_healthy(self, role: str) -> bool:
         pids = self._hosts.pids(role)

@@ -7,7 +7,9 @@ from typing import TypeVar
 
 from quire.async_client import AsyncClient
 from quire.errors import QuireError
+from quire.types import Pool
 from tests.chaos.limits import AUDIT_S, RELEASE_S
+from tests.waiting import until
 
 ANSWER_LIMIT_S = 3.0
 """After this time the next gateway is called, since a gateway may be stopped."""
@@ -69,12 +71,7 @@ class Operator:
     async def _until_clean(self) -> None:
         """Audit until no pool recovers: in a recovery, blocks have no state yet, and the audit does
         not count."""
-        try:
-            async with asyncio.timeout(AUDIT_S):
-                while not await self._is_clean():
-                    await asyncio.sleep(0.1)
-        except TimeoutError as error:
-            raise TimeoutError(f"no audit was clean within {AUDIT_S:g} s") from error
+        await until(self._is_clean, limit_s=AUDIT_S, explain=lambda: "no audit was clean")
 
     async def _is_clean(self) -> bool:
         audits = await self.call(AsyncClient.audit) or ()
@@ -85,14 +82,14 @@ class Operator:
     async def until_nothing_held(self, num_pools: int = 1) -> None:
         """Wait until at least `num_pools` pools exist and none holds a block. TimeoutError, with
         the pools: blocks are still held."""
-        pools = None
-        try:
-            async with asyncio.timeout(RELEASE_S):
-                while True:
-                    pools = await self.call(AsyncClient.pools)
-                    pools = pools or ()
-                    if len(pools) >= num_pools and not any(pool.num_held for pool in pools):
-                        return
-                    await asyncio.sleep(0.1)
-        except TimeoutError as error:
-            raise TimeoutError(f"blocks are held although no request runs: {pools}") from error
+
+        def nothing_held(pools: tuple[Pool, ...] | None) -> bool:
+            pools = pools or ()
+            return len(pools) >= num_pools and not any(pool.num_held for pool in pools)
+
+        await until(
+            lambda: self.call(AsyncClient.pools),
+            nothing_held,
+            limit_s=RELEASE_S,
+            explain=lambda: "blocks are held although no request runs",
+        )

@@ -13,6 +13,7 @@ from tests.chaos.hosts import Hosts, deployed, run_chaos
 from tests.e2e.hosts import Host
 from tests.e2e.network import why_not
 from tests.e2e.quiet import quiet
+from tests.waiting import until
 
 WHY_NOT = why_not()
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "it may")
@@ -53,12 +54,10 @@ async def test_requests_are_computed_again_after_a_cut(tmp_path: Path) -> None:
         filling = [
             asyncio.create_task(client.complete(f"Fill {n}", fill, timeout_s=120)) for n in range(6)
         ]
-        while await num_free_slots(client, hosts.pools["a2"]):
-            await asyncio.sleep(0.02)
+        await until(lambda: num_free_slots(client, hosts.pools["a2"]), lambda number: not number)
         system.network.bytes_per_s, before = 200_000, num_reading(hosts)
         asked = [asyncio.create_task(client.complete(p, short, timeout_s=90)) for p in prompts]
-        while num_reading(hosts) == before:
-            await asyncio.sleep(0.005)
+        await until(lambda: num_reading(hosts) != before, longest_pause_s=0.005)
         system.network.blocked = {("a", "b"), ("b", "a")}
         began = time.monotonic()
         for task in filling:

@@ -1,7 +1,6 @@
 """docker-compose.yml in a Docker engine: every stream has its undisturbed answer while containers
 are scaled, killed and restarted, and the audit is clean afterwards."""
 
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -10,6 +9,7 @@ from quire.client import Client
 from quire.connections import Tls
 from quire.errors import Unreachable
 from tests.chaos.cases import Case
+from tests.waiting import wait_until
 
 from .deployment import Deployment
 from .users import Users
@@ -21,10 +21,7 @@ DOWN_S = 40.0
 
 
 def wait_for(condition: Callable[[], bool], what: str, limit_s: float = BACK_S) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} not within {limit_s:g} s"
-        time.sleep(0.2)
+    wait_until(condition, limit_s=limit_s, explain=lambda: what)
 
 
 @pytest.fixture

@@ -4,10 +4,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+
+from tests.waiting import wait_until
 
 from .engine import NoEngine, left_by, own_engine
 
@@ -49,7 +50,4 @@ def test_nothing_is_left(how: signal.Signals) -> None:
         directory = Path(user.stdout.readline().strip()).parent
         assert len(left_by(directory, bridge)) > 3  # while it runs
         user.send_signal(how)
-    deadline = time.monotonic() + LIMIT_S
-    while left := left_by(directory, bridge):
-        assert time.monotonic() < deadline, left
-        time.sleep(0.2)
+    wait_until(lambda: left_by(directory, bridge), lambda left: not left, limit_s=LIMIT_S)

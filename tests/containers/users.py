@@ -13,6 +13,7 @@ from quire.messages import Request
 from quire.types import Sampling
 from tests.chaos.cases import Case, Output
 from tests.chaos.received import ReceivedStream, Violation
+from tests.waiting import wait_until
 
 REQUEST_LIMIT_S = 90.0
 _RETRY_S = 0.2
@@ -98,11 +99,15 @@ class Users:
         self._wait(lambda: min(self._last_begun) > now, limit_s)
 
     def _wait(self, condition: Callable[[], bool], limit_s: float) -> None:
-        deadline = time.monotonic() + limit_s
-        while not condition():
+        def no_violation_and_it_holds() -> bool:
             assert not self.violations, self.violations
-            assert time.monotonic() < deadline, f"{self.num_refused} requests were refused"
-            time.sleep(0.02)
+            return condition()
+
+        wait_until(
+            no_violation_and_it_holds,
+            limit_s=limit_s,
+            explain=lambda: f"{self.num_refused} requests were refused",
+        )
 
     def end(self) -> None:
         """End the users once their last streams have ended."""

@@ -9,24 +9,24 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire.async_client import AsyncClient
 from quire.types import Worker
+from tests.waiting import until
 
 from .deployment import Deployment
 
 
 async def busiest(client: AsyncClient) -> Worker:
-    while True:
-        workers = await decoders(client)
-        worker = max(workers, key=lambda worker: worker.num_running, default=None)
-        if worker is not None and worker.num_running > 0:
-            return worker
-        await asyncio.sleep(0.01)
+    workers = await until(lambda: decoders(client), lambda now: any(w.num_running for w in now))
+    return max(workers, key=lambda worker: worker.num_running)
 
 
 async def decoders(client: AsyncClient) -> list[Worker]:
-    """The decode workers that accept connections. For a moment the gateway also lists a worker that
-    was just killed."""
-    listed = [worker for worker in await client.workers() if worker.role == "decode"]
-    return [worker for worker in listed if await accepts(worker)]
+    return [worker for worker in await living(client) if worker.role == "decode"]
+
+
+async def living(client: AsyncClient) -> list[Worker]:
+    """The workers that accept connections. The registry keeps the entry of a worker that was killed
+    for some seconds, with the state that it had."""
+    return [worker for worker in await client.workers() if await accepts(worker)]
 
 
 async def accepts(worker: Worker) -> bool:
@@ -41,12 +41,27 @@ async def accepts(worker: Worker) -> bool:
     return True
 
 
-async def until_two_serve(client: AsyncClient, limit_s: float = 90.0) -> None:
+async def until_two_serve(client: AsyncClient) -> None:
     """Wait until two decode workers serve; asks for them, as tests before may have drained one."""
-    async with asyncio.timeout(limit_s):
-        while [worker.state for worker in await decoders(client)] != ["serving"] * 2:
-            await client.scale(num_decode=2)
-            await asyncio.sleep(0.05)
+
+    async def states() -> list[str]:
+        await client.scale(num_decode=2)
+        return await decoder_states(client)
+
+    await until(states, lambda now: now == ["serving"] * 2, limit_s=90)
+
+
+async def decoder_states(client: AsyncClient) -> list[str]:
+    return [worker.state for worker in await decoders(client)]
+
+
+async def until_left(client: AsyncClient, leaving: Worker) -> None:
+    """Wait until the worker is not a decode worker any more."""
+
+    async def ids() -> list[str]:
+        return [worker.worker_id for worker in await decoders(client)]
+
+    await until(ids, lambda now: leaving.worker_id not in now)
 
 
 def pid_of(deployment: Deployment, worker: Worker) -> int:

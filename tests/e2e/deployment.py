@@ -6,10 +6,10 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from quire.connections import Tls
 from quire.errors import QuireError
 from quire.sockets import living_sockets
 from quire.supervisor.run_directory import free_port
+from tests.waiting import wait_until
 
 START_LIMIT_S = 90.0
 
@@ -79,24 +80,22 @@ class Deployment:
         return pid
 
     def wait_until_ready(self, limit_s: float = START_LIMIT_S) -> None:
-        deadline = time.monotonic() + limit_s
+        def is_ready(client: Client) -> bool:
+            assert self.process.poll() is None, f"it has ended:\n{self.log_tail()}"
+            with suppress(QuireError):
+                return client.is_ready()
+            return False
+
         for address in self.address.split(","):
             with Client(address, tls=self.tls) as client:
-                while not _is_ready(client):
-                    if self.process.poll() is not None or time.monotonic() > deadline:
-                        raise AssertionError(f"not serving:\n{self.log.read_text()[-6000:]}")
-                    time.sleep(0.05)
+                wait_until(partial(is_ready, client), limit_s=limit_s, explain=self.log_tail)
+
+    def log_tail(self) -> str:
+        return self.log.read_text()[-6000:]
 
     def stop(self, limit_s: float = 40.0) -> int:
         self.process.send_signal(signal.SIGINT)
         return self.process.wait(limit_s)
-
-
-def _is_ready(client: Client) -> bool:
-    try:
-        return client.is_ready()
-    except QuireError:
-        return False
 
 
 def start(
@@ -145,7 +144,7 @@ def serving(
     try:
         deployment.wait_until_ready()
         yield deployment
-        assert deployment.process.poll() is None, deployment.log.read_text()[-6000:]
+        assert deployment.process.poll() is None, deployment.log_tail()
     finally:
         if deployment.process.poll() is None:
             deployment.stop()

@@ -7,12 +7,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from tests.waiting import wait_until
 
 LIMIT_S = 60.0
 SECRET = "a secret of this test, long enough"
@@ -77,9 +79,12 @@ class Host:
     def wait_for(self, name: str, event: str, number: int = 1) -> dict[str, Any]:
         """Wait until the log of a process has the event `number` times; returns its last line with
         it."""
-        what = f"{event} of {self.name} {name}"
-        wait_until(lambda: len(self.events(name, event)) >= number, what, lambda: self.tail(name))
-        return self.events(name, event)[-1]
+        found = wait_until(
+            partial(self.events, name, event),
+            lambda events: len(events) >= number,
+            explain=lambda: f"no {event} of {self.name} {name}\n{self.tail(name)}",
+        )
+        return found[-1]
 
     def events(self, name: str, event: str) -> list[dict[str, Any]]:
         lines = self.log(name).read_text().splitlines()
@@ -102,12 +107,3 @@ class Host:
                 process.kill()
                 process.wait()
         shutil.rmtree(self.run_dir, ignore_errors=True)
-
-
-def wait_until(
-    condition: Callable[[], bool], what: str, tail: Callable[[], str] = lambda: ""
-) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"no {what}\n{tail()}"
-        time.sleep(0.02)

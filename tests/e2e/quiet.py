@@ -1,9 +1,8 @@
 """Whether a deployment without requests has released everything."""
 
-import asyncio
-
 from quire.async_client import AsyncClient
 from quire.errors import QuireError
+from tests.waiting import until
 
 
 async def is_quiet(client: AsyncClient) -> bool:
@@ -23,6 +22,4 @@ async def is_quiet(client: AsyncClient) -> bool:
 
 async def quiet(client: AsyncClient, limit_s: float = 60.0) -> None:
     """Wait until no block is held and an audit is clean."""
-    async with asyncio.timeout(limit_s):
-        while not await is_quiet(client):
-            await asyncio.sleep(0.02)
+    await until(lambda: is_quiet(client), limit_s=limit_s)

@@ -20,8 +20,10 @@ from quire.async_client import AsyncClient
 from quire.errors import QuireError
 from quire.types import Sampling
 from services.common.pool.directory import PoolDirectory, pool_directories
+from tests.waiting import until
 
 from .conftest import POOL_MEMORY
+from .decoders import living
 from .deployment import Deployment, deploying
 from .quiet import is_quiet
 
@@ -87,15 +89,13 @@ async def streams_while(
 
 async def all_serve(client: AsyncClient) -> None:
     """Wait until two workers of each kind serve, nothing is held and the audit is clean."""
-    async with asyncio.timeout(LIMIT_S):
-        while not await is_whole(client, prefill=2, decode=2):
-            await asyncio.sleep(0.05)
+    await until(lambda: is_whole(client, prefill=2, decode=2), limit_s=LIMIT_S)
 
 
 async def is_whole(client: AsyncClient, prefill: int, decode: int) -> bool:
     """Whether so many workers of each kind serve, nothing is held and the audit is clean."""
     try:
-        workers = await client.workers()
+        workers = await living(client)
     except QuireError:  # the block manager is not back
         return False
     ready = [worker.role for worker in workers if worker.state == "serving"]
@@ -141,10 +141,7 @@ class PoolView:
         return await self.store.stats(self.pool_id)
 
     async def until(self, condition: Callable[[PoolStats], bool]) -> PoolStats:
-        async with asyncio.timeout(LIMIT_S):
-            while not condition(stats := await self.stats()):
-                await asyncio.sleep(0.02)
-        return stats
+        return await until(self.stats, condition, limit_s=LIMIT_S)
 
     async def both_decode(self) -> bool:
         """Whether two decode workers hold two sequences each."""

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ import pytest
 
 from quire.async_client import AsyncClient
 from tests.proxy import Proxy
+from tests.waiting import until
 
 from .conftest import POOL_MEMORY
 from .deployment import Deployment, deploying
@@ -92,12 +93,6 @@ async def both_serve(client: AsyncClient, proxied_worker: ProxiedWorker) -> bool
 
 async def has_rejoined(proxied_worker: ProxiedWorker) -> bool:
     return len(proxied_worker.names()) == 2
-
-
-async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while not await condition():
-            await asyncio.sleep(0.05)
 
 
 @asynccontextmanager

@@ -21,6 +21,7 @@ from quire.client import Client
 from quire.messages import Request
 from quire.types import Delta, Sampling, Worker
 from tests.exactness import SEED, Answer, is_streamed, strategies, width
+from tests.waiting import until
 
 from .conftest import BLOCK_BYTES, STAMP_BYTES
 from .decoders import decoders, pid_of, until_two_serve
@@ -89,8 +90,7 @@ class Call:
         return sum(len(delta.token_ids) for delta in self.deltas)
 
     async def has(self, num_tokens: int) -> None:
-        while self.num_tokens < num_tokens and not self.reading.done():
-            await asyncio.sleep(0.005)
+        await until(lambda: self.num_tokens >= num_tokens or self.reading.done())
 
 
 class Run:
@@ -117,13 +117,13 @@ class Run:
     async def ends(self, deployment: Deployment) -> dict[str, dict[str, Any]]:
         """The gateway's log line of each request's end, by strategy."""
         ids = {f"{self.name}: {name}": name for name in self.calls}
-        while True:
+
+        def logged() -> dict[str, dict[str, Any]]:
             lines = deployment.log.read_text().splitlines()
             events = [json.loads(line) for line in lines if '"request_ended"' in line]
-            ends = {ids[e["request_id"]]: e for e in events if e["request_id"] in ids}
-            if len(ends) == len(ids):
-                return ends
-            await asyncio.sleep(0.05)
+            return {ids[e["request_id"]]: e for e in events if e["request_id"] in ids}
+
+        return await until(logged, lambda ends: len(ends) == len(ids))
 
 
 @asynccontextmanager
@@ -187,11 +187,12 @@ async def until_all(
 
 async def idle_one(client: AsyncClient) -> Worker:
     """The only idle decode worker, once the gateway knows that the other one is busy."""
-    while True:
-        idle = [worker for worker in await decoders(client) if not worker.num_running]
-        if len(idle) == 1:
-            return idle[0]
-        await asyncio.sleep(0.02)
+
+    async def idle() -> list[Worker]:
+        return [worker for worker in await decoders(client) if not worker.num_running]
+
+    (one,) = await until(idle, lambda workers: len(workers) == 1)
+    return one
 
 
 async def test_tokens_are_exact_when_the_worker_is_drained(

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 from quire.async_client import AsyncClient
 from quire.errors import QuireError, Unavailable
 from quire.types import Sampling
+from tests.waiting import until, wait_until
 
 from .conftest import Oracle
 from .deployment import Deployment, deploying, remove, start
@@ -39,15 +39,12 @@ def expected(oracle: Oracle) -> list[int]:
 
 async def recovered(client: AsyncClient, expected: list[int]) -> None:
     """Wait, within the limit, until a request gets the right answer."""
-    async with asyncio.timeout(RECOVERY_LIMIT_S):
-        while True:
-            try:
-                completion = await client.complete(PROMPT, GREEDY, timeout_s=5.0)
-            except QuireError:
-                await asyncio.sleep(0.05)
-                continue
-            assert list(completion.token_ids) == expected
-            return
+    completion = await until(
+        lambda: client.complete(PROMPT, GREEDY, timeout_s=5.0),
+        limit_s=RECOVERY_LIMIT_S,
+        not_yet=(QuireError,),
+    )
+    assert list(completion.token_ids) == expected
 
 
 @pytest.mark.parametrize(
@@ -89,9 +86,7 @@ async def test_a_decode_worker_that_joins_takes_load(
     joining = _one_more_like(pid)
     try:
         load = [asyncio.create_task(_load(client)) for _ in range(2)]
-        async with asyncio.timeout(RECOVERY_LIMIT_S):
-            while not await _both_run(client):
-                await asyncio.sleep(0.05)
+        await until(lambda: _both_run(client), limit_s=RECOVERY_LIMIT_S)
         for task in load:
             task.cancel()
         await asyncio.gather(*load, return_exceptions=True)
@@ -134,10 +129,7 @@ def test_a_killed_supervisor_leaves_nothing(checkpoint: Path, tmp_path: Path) ->
         assert len(children) >= 5
         os.kill(first.process.pid, signal.SIGKILL)
         first.process.wait(10)
-        deadline = time.monotonic() + 10
-        while any(_alive(pid) for pid in children):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(lambda: not any(map(_alive, children)), limit_s=10)
         second = start(checkpoint, tmp_path, "--pool-memory", "16MiB")
         try:
             second.wait_until_ready()

@@ -11,6 +11,7 @@ import pytest
 from quire.async_client import AsyncClient
 from quire.types import Sampling
 from tests.integration.family_checkpoints import make_served
+from tests.waiting import until
 
 from .conftest import Oracle
 from .decoders import until_two_serve
@@ -42,8 +43,7 @@ async def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path
             reading = [
                 asyncio.create_task(read(p, a)) for p, a in zip(prompts, answers, strict=True)
             ]
-            while not all(answers):
-                await asyncio.sleep(0.001)
+            await until(lambda: all(answers))
             os.kill(deployment.running("services.decode")[0], signal.SIGKILL)
             await asyncio.gather(*reading)
         await quiet(client)

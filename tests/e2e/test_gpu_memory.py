@@ -10,6 +10,7 @@ from quire.async_client import AsyncClient
 from quire.errors import QuireError
 from quire.types import Sampling
 from services.common.pool.directory import PoolDirectory
+from tests.waiting import until
 
 from .conftest import POOL_MEMORY
 from .deployment import Deployment, deploying
@@ -57,9 +58,7 @@ async def test_a_pool_without_workers_waits_for_them(
     for name in ("decode", "prefill"):
         for pid in pids(deployment, name):
             os.kill(pid, signal.SIGKILL)
-    async with asyncio.timeout(LIMIT_S):
-        while not is_reaped(pool_view.directory):
-            await asyncio.sleep(0.02)
+    await until(lambda: is_reaped(pool_view.directory))
     await replaced(client, before, 4)
     assert await streams_of(client, prompt) == (first[0], 96)
 
@@ -74,12 +73,9 @@ async def worker_ids(client: AsyncClient) -> set[str]:
 
 async def replaced(client: AsyncClient, before: set[str], number: int) -> None:
     """Wait until `number` of the four workers are new and all four serve."""
-    async with asyncio.timeout(LIMIT_S):
-        while True:
-            now = await worker_ids(client)
-            if len(now) == 4 and len(now - before) == number:
-                break
-            await asyncio.sleep(0.05)
+    await until(
+        lambda: worker_ids(client), lambda now: (len(now), len(now - before)) == (4, number)
+    )
     await all_serve(client)
 
 

@@ -19,6 +19,7 @@ from quire.types import Sampling
 from services.common.runtime.secret import Secret
 from services.gateway.workers.movers import Movers
 from services.protocol.ticket import SamplingParams, Ticket
+from tests.waiting import until
 
 from .conftest import POOL_MEMORY, Oracle
 from .hosts import SECRET, Host
@@ -79,9 +80,7 @@ async def connected(a: Host) -> AsyncIterator[AsyncClient]:
     address = f"{a.ip}:{a.wait_for('gateway', 'gateway_listening')['port']}"
     sockets = ",".join(f"unix:{path}" for path in living_sockets(a.run_dir))
     client = AsyncClient(address, operations=sockets)
-    async with asyncio.timeout(60):
-        while not await client.is_ready():
-            await asyncio.sleep(0.05)
+    await until(client.is_ready)
     yield client
     await client.close()
 

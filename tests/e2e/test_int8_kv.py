@@ -12,9 +12,10 @@ from kvops.native import usable_kernels
 from quire.async_client import AsyncClient
 from services.common.pool.layout import PoolLayout
 from tests.integration.models_oracle import NUM_NEW_TOKENS, RecordingRunner
+from tests.waiting import until
 
 from .conftest import STAMP_BYTES
-from .decoders import busiest, decoders, figures, pid_of
+from .decoders import busiest, decoder_states, figures, pid_of, until_left
 from .deployment import serving
 from .quiet import quiet
 from .test_moves import LIMIT_S, NUM_STREAMS, Stream
@@ -43,15 +44,13 @@ async def test_streams_are_exact_through_swaps_moves_and_deaths(
     with serving(checkpoint, tmp_path, *options) as deployment:
         client = AsyncClient(deployment.address, operations=deployment.operations)
         async with asyncio.timeout(LIMIT_S):
-            while [worker.state for worker in await decoders(client)] != ["serving"] * 3:
-                await asyncio.sleep(0.05)
+            await until(lambda: decoder_states(client), lambda now: now == ["serving"] * 3)
             assert {pool.num_blocks for pool in await client.pools()} == {NUM_BLOCKS}
             assert {worker.engine["kv_dtype"] for worker in await client.workers()} == {"int8"}
             streams = [Stream(client, number) for number in range(NUM_STREAMS)]
             leaving = await busiest(client)
             await client.drain(leaving.worker_id)
-            while leaving.worker_id in [worker.worker_id for worker in await decoders(client)]:
-                await asyncio.sleep(0.02)
+            await until_left(client, leaving)
             os.kill(pid_of(deployment, await busiest(client)), signal.SIGKILL)
             await asyncio.gather(*(stream.reading for stream in streams))
             num_moves, num_preemptions = await figures(deployment, "num_moves", "num_preemptions")

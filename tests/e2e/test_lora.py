@@ -16,6 +16,7 @@ from quire.cli.app import main
 from quire.errors import QuireError
 from quire.types import Sampling
 from tests.adapters import ATTENTION, AdapterOracle, make_adapter
+from tests.waiting import until
 
 from .conftest import POOL_MEMORY
 from .deployment import Deployment, serving
@@ -62,9 +63,7 @@ def get(deployment: Deployment, path: str) -> httpx.Response:
 
 async def listed(client: AsyncClient, name: str) -> None:
     """Wait until the adapter is listed: a worker reads it after its start."""
-    async with asyncio.timeout(LIMIT_S):
-        while name not in {model.id for model in await client.models()}:
-            await asyncio.sleep(0.05)
+    await until(client.models, lambda models: name in {model.id for model in models})
 
 
 async def tokens(client: AsyncClient, model: str) -> list[int]:

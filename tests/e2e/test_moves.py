@@ -6,15 +6,18 @@ import os
 import random
 import signal
 from collections.abc import Iterator
+from functools import partial
+from operator import eq
 from pathlib import Path
 
 import pytest
 
 from quire.async_client import AsyncClient
 from quire.types import Sampling
+from tests.waiting import until
 
 from .conftest import Oracle
-from .decoders import busiest, decoders, figures, pid_of, until_two_serve
+from .decoders import busiest, decoder_states, figures, pid_of, until_left, until_two_serve
 from .deployment import Deployment, serving
 
 NUM_STREAMS, NUM_TOKENS = 6, 2000
@@ -55,8 +58,7 @@ async def test_a_worker_leaves_while_its_streams_go_on(
             await client.drain(leaving.worker_id)
         else:
             os.kill(pid_of(deployment, leaving), signal.SIGTERM)
-        while leaving.worker_id in [worker.worker_id for worker in await decoders(client)]:
-            await asyncio.sleep(0.05)
+        await until_left(client, leaving)
         await asyncio.gather(*(stream.reading for stream in streams))
     for stream in streams:
         again = await client.complete(stream.prompt, stream.sampling)
@@ -78,8 +80,7 @@ async def test_workers_come_and_go_under_load(
             await busiest(client)
             scaled = await client.scale(num_decode=number)
             assert scaled.num_decode == number
-            while [worker.state for worker in await decoders(client)] != ["serving"] * number:
-                await asyncio.sleep(0.05)
+            await until(lambda: decoder_states(client), partial(eq, ["serving"] * number))
             await asyncio.gather(*(stream.reading for stream in streams))
             assert all(len(stream.tokens) == NUM_TOKENS for stream in streams)
     for stream in streams[:4]:

@@ -3,8 +3,8 @@ are killed at each step of a pull: no token is wrong, and nothing stays held."""
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from quire.errors import Unavailable
 from quire.sockets import living_sockets
 from quire.types import Completion
 from tests.conftest import Valkey
+from tests.waiting import until
 
 from .conftest import POOL_MEMORY, Oracle
 from .hosts import Host
@@ -99,9 +100,7 @@ async def serving(cluster: Cluster) -> AsyncIterator[AsyncClient]:
     client = AsyncClient(f"{ADDRESSES['a']}:{GATEWAY_PORT}", operations=sockets)
     keeping = asyncio.create_task(keep_movers(cluster))
     try:
-        async with asyncio.timeout(60):
-            while not await client.is_ready():
-                await asyncio.sleep(0.05)
+        await until(client.is_ready)
         yield client
         cluster.network.heal()
         await quiet(client)
@@ -116,12 +115,6 @@ async def keep_movers(cluster: Cluster) -> None:
             if all(host.processes[name].poll() is not None for name in cluster.movers(host)):
                 cluster.start_mover(host)
         await asyncio.sleep(0.05)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 def ask(
@@ -236,14 +229,12 @@ async def test_a_host_comes_back_after_longer_than_lease_and_registration(
 async def until_serving(client: AsyncClient, worker_ids: set[str]) -> None:
     """Wait until these decode workers serve, and no others. A block manager that is cut off from
     Redis cannot say it."""
-    async with asyncio.timeout(60):
-        while True:
-            with suppress(Unavailable):
-                workers = await client.workers()
-                decode = (w for w in workers if (w.role, w.state) == ("decode", "serving"))
-                if {each.worker_id for each in decode} == worker_ids:
-                    return
-            await asyncio.sleep(0.02)
+
+    async def serving() -> set[str]:
+        workers = await client.workers()
+        return {w.worker_id for w in workers if (w.role, w.state) == ("decode", "serving")}
+
+    await until(serving, lambda now: now == worker_ids, not_yet=(Unavailable,))
 
 
 @asynccontextmanager

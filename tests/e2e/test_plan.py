@@ -10,6 +10,7 @@ import pytest
 
 from quire.async_client import AsyncClient
 from quire.types import Sampling
+from tests.waiting import until
 
 from .conftest import Oracle
 from .deployment import Deployment, serving
@@ -54,19 +55,16 @@ async def test_a_worker_changes_its_role_under_streams(
             tokens[number] += delta.token_ids
 
     async with asyncio.timeout(LIMIT_S):
-        while await numbers(client) != {"prefill": 2, "decode": 1}:
-            await asyncio.sleep(0.05)
+        await until(lambda: numbers(client), lambda now: now == {"prefill": 2, "decode": 1})
         idle = await plan(deployment, "--window", "0")
         assert [row["recommended"] for row in idle.values()] == [1, 1]
         streams = [asyncio.create_task(stream(number)) for number in range(NUM_STREAMS)]
-        while sum(map(bool, tokens)) < NUM_SLOTS:
-            await asyncio.sleep(0.02)
+        await until(lambda: sum(map(bool, tokens)) >= NUM_SLOTS)
         planned = await plan(deployment, "--total", "3", "--apply")
         assert f"{NUM_SLOTS} of {NUM_SLOTS} slots" in str(planned["decode"]["reason"])
         assert (planned["prefill"]["recommended"], planned["decode"]["recommended"]) == (1, 2)
         await asyncio.gather(*streams)
-        while await numbers(client) != {"prefill": 1, "decode": 2}:
-            await asyncio.sleep(0.05)
+        await until(lambda: numbers(client), lambda now: now == {"prefill": 1, "decode": 2})
     for prompt, found in zip(PROMPTS, tokens, strict=True):
         assert len(found) == NUM_TOKENS
         assert found == oracle.choices(prompt, found)

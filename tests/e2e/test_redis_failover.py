@@ -10,7 +10,8 @@ import pytest
 
 from blockstore.redis import keys
 from quire.async_client import AsyncClient
-from tests.valkey_topologies import Cluster, TcpValkey, cluster, replicated, sentinel, wait_until
+from tests.valkey_topologies import Cluster, TcpValkey, cluster, replicated, sentinel
+from tests.waiting import wait_until
 
 from .conftest import Oracle
 from .deployment import Deployment, serving

@@ -6,14 +6,15 @@ import os
 import signal
 import subprocess
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 import pytest
 import redis
 
 from quire.async_client import AsyncClient
 from quire.errors import QuireError
-from quire.types import Pool, Sampling
+from quire.types import Sampling
+from tests.waiting import until
 
 from .conftest import Oracle
 from .deployment import Deployment, deploying
@@ -75,8 +76,7 @@ async def streaming(
 
     async with asyncio.timeout(LIMIT_S):
         streams = [asyncio.create_task(stream(number)) for number in range(NUM_STREAMS)]
-        while not all(tokens):
-            await asyncio.sleep(0.01)
+        await until(lambda: all(tokens))
         yield tokens
         await asyncio.gather(*streams)
         assert tokens == expected
@@ -111,12 +111,11 @@ async def test_finished_requests_are_not_held_again(
     assert list(completion.token_ids) == expected[0]
     await quiet(client)
     Redis(deployment).flush()
-    pools: tuple[Pool, ...] = ()
-    async with asyncio.timeout(LIMIT_S):
-        while len(pools) < 2 or any(pool.recovering for pool in pools):  # the swap pool, too
-            with suppress(QuireError):  # the block manager is not in the registry yet
-                pools = await client.pools()
-            await asyncio.sleep(0.01)
+    pools = await until(
+        client.pools,
+        lambda pools: len(pools) == 2 and not any(pool.recovering for pool in pools),
+        not_yet=(QuireError,),  # the block manager is not in the registry yet
+    )
     assert not any(pool.num_held for pool in pools)
 
 

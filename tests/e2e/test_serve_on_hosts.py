@@ -15,10 +15,11 @@ from quire.certificates import write_certificates
 from quire.client import Client
 from quire.errors import Unavailable
 from tests.conftest import Valkey
+from tests.waiting import wait_until
 
 from .conftest import POOL_MEMORY, Oracle
 from .deployment import Deployment, remove
-from .hosts import SECRET, wait_until
+from .hosts import SECRET
 from .network import ADDRESSES, Network, why_not
 from .test_serving import greedy, prompt
 
@@ -74,12 +75,12 @@ def test_prefill_and_decode_workers_on_hosts_of_their_own(
 
         decode, decode_log = start("b", "--prefill", "0", "--decode", "2")
         waiting = "waiting for prefill workers of tiny on another host"
-        wait_until(lambda: waiting in decode_log.read_text(), waiting, decode_log.read_text)
+        wait_until(decode_log.read_text, lambda log: waiting in log)
         with pytest.raises(Unavailable, match="no prefill worker serves 'tiny' now"):
             decode.complete(prompt(1, 40), greedy(4))
         prefill, prefill_log = start("a", "--prefill", "1", "--decode", "0")
         for log in (prefill_log, decode_log):
-            wait_until(lambda: "Quire is serving" in log.read_text(), str(log), log.read_text)  # noqa: B023
+            wait_until(log.read_text, lambda text: "Quire is serving" in text)
         for number, client in enumerate((prefill, decode)):
             tokens = prompt(number, 100)
             assert list(client.complete(tokens, greedy(8)).token_ids) == oracle.greedy(tokens, 8)

@@ -18,6 +18,7 @@ from bench.make_checkpoint import make_checkpoint
 from quire.async_client import AsyncClient
 from quire.errors import InvalidRequest, NotFound
 from quire.types import Sampling
+from tests.waiting import until
 
 from .conftest import Oracle
 from .deployment import Deployment, serving
@@ -177,9 +178,7 @@ async def test_a_model_is_scaled_by_its_name(client: AsyncClient) -> None:
     assert scaled.leaving == ("two:decode-2",)
     scaled = await client.scale(num_decode=2, model="one")
     assert scaled.starting == ("one:decode-2",)
-    async with asyncio.timeout(60):
-        while await numbers(client) != {"one": 2, "two": 1}:
-            await asyncio.sleep(0.1)
+    await until(lambda: numbers(client), lambda now: now == {"one": 2, "two": 1})
 
 
 async def numbers(client: AsyncClient) -> dict[str, int]:

@@ -7,6 +7,8 @@ import os
 import signal
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from operator import le
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from quire.async_client import AsyncClient
 from quire.messages import Request
 from quire.types import Beam, Delta, StructuredOutput
 from tests.drafting import AsMany
+from tests.waiting import until
 
 from .conftest import POOL_MEMORY
 from .decoders import busiest, decoders, figures, pid_of, until_two_serve
@@ -176,12 +179,14 @@ async def disturbed(
         async for delta in client.send(Request(PROMPT, sampling), 60):
             received[name].append(delta)
 
+    def fewest_tokens() -> int:
+        return min(num_tokens(received[name]) for name in STREAMED)
+
     async with asyncio.timeout(90), asyncio.TaskGroup() as reading:
         for one in method.strategies.items():
             reading.create_task(read(*one))
         for least in when:
-            while min(num_tokens(received[name]) for name in STREAMED) < least:
-                await asyncio.sleep(0.002)
+            await until(fewest_tokens, partial(le, least), longest_pause_s=0.002)
             await disturb()
     await quiet(client)
     return received

@@ -13,6 +13,7 @@ import pytest
 from quire import InvalidRequest, StructuredOutput
 from quire.async_client import AsyncClient
 from quire.types import Sampling
+from tests.waiting import until
 
 from .deployment import Deployment, deploying
 
@@ -68,9 +69,8 @@ class Stream:
             jsonschema.validate(json.loads(text), NUMBERS)
 
     async def is_in_mid_object(self) -> None:
-        while min(map(len, self.tokens)) < 100:
-            assert not self.reading.done()
-            await asyncio.sleep(0.005)
+        await until(lambda: self.reading.done() or min(map(len, self.tokens)) >= 100)
+        assert not self.reading.done()
 
 
 async def test_forms_compose_with_other_parameters(client: AsyncClient, two_decoders: None) -> None:

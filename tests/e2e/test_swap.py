@@ -14,7 +14,8 @@ import pytest
 
 from quire.async_client import AsyncClient
 from quire.errors import Unavailable
-from quire.types import Beam, Completion, Sampling
+from quire.types import Beam, Completion, Pool, Sampling
+from tests.waiting import until
 
 from .conftest import BLOCK_BYTES, STAMP_BYTES, Oracle
 from .deployment import Deployment, serving
@@ -44,9 +45,7 @@ async def swapping(
     options = ("--prefill", "2", "--decode", "2", *memory, "--preemption", "swap", *DEVICE)
     with serving(checkpoint, folder, *options) as running:
         client = AsyncClient(running.address, operations=running.operations)
-        async with asyncio.timeout(60):
-            while [len(pool.worker_ids) for pool in await client.pools()] != [4, 4]:
-                await asyncio.sleep(0.05)
+        await until(client.pools, lambda pools: [len(p.worker_ids) for p in pools] == [4, 4])
         name, beside = sorted(pool.model for pool in await client.pools())
         assert beside == f"{name}-swap"
         yield running, client, beside
@@ -135,6 +134,8 @@ async def audited_when_whole(client: AsyncClient) -> None:
 
 async def until_swapped(client: AsyncClient, model: str) -> None:
     """Wait until a request is in the swap pool."""
-    async with asyncio.timeout(30):
-        while not any(p.num_held for p in await client.pools() if p.model == model):
-            await asyncio.sleep(0)
+
+    def has_swapped(pools: tuple[Pool, ...]) -> bool:
+        return any(pool.num_held for pool in pools if pool.model == model)
+
+    await until(client.pools, has_swapped, longest_pause_s=0)

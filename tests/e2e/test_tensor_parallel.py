@@ -12,6 +12,7 @@ import pytest
 from quire.async_client import AsyncClient
 from quire.types import Sampling
 from tests.adapters import AdapterOracle, make_adapter
+from tests.waiting import until
 
 from .conftest import POOL_MEMORY, Oracle
 from .decoders import figures
@@ -107,9 +108,7 @@ async def test_a_killed_rank_only_delays_streams(
         return (len(after), len(before & after)) == (4, num_kept)
 
     # The streams may have been at the other worker: then nobody has noticed the death yet.
-    async with asyncio.timeout(LIMIT_S):
-        while not is_replaced():
-            await asyncio.sleep(0.05)
+    await until(is_replaced, limit_s=LIMIT_S)
     await all_serve(client)
     assert is_replaced()
 

@@ -7,6 +7,8 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, replace
+from functools import partial
+from operator import lt
 from typing import Any
 
 import pytest
@@ -37,6 +39,7 @@ from services.common.rpc.proof import Guard
 from services.common.rpc.transport import RpcServer, open_channel
 from services.protocol.version import PROTOCOL_VERSION
 from tests.secret import OTHER, guard
+from tests.waiting import until
 
 from .deployment import Deployment
 
@@ -45,6 +48,10 @@ GREEDY = Sampling(temperature=0.0, max_tokens=8, ignore_eos=True)
 HELLO = worker_pb2.Hello(
     peer_id="another", protocol_version=PROTOCOL_VERSION, function_library=FUNCTION_LIBRARY
 )
+
+
+def num_refused(deployment: Deployment) -> int:
+    return deployment.log.read_text().count("peer_refused")
 
 
 async def worker_of(client: AsyncClient, role: str) -> Worker:
@@ -91,15 +98,13 @@ async def test_worker_refuses_a_client_without_the_secret(
     ]
     contacted = set()
     for role, stub, request, command in commands:
-        num_refused = deployment.log.read_text().count("peer_refused")
+        before = num_refused(deployment)
         worker = await worker_of(client, role)
         contacted.add(worker.worker_id)
         async with open_channel(worker.address) as channel, asyncio.timeout(LIMIT_S):
             outcome = await exchange(stub(channel), request, **command)
         assert outcome == (StatusCode.UNAUTHENTICATED, [])
-        async with asyncio.timeout(LIMIT_S):
-            while deployment.log.read_text().count("peer_refused") <= num_refused:
-                await asyncio.sleep(0.02)
+        await until(partial(num_refused, deployment), partial(lt, before))
     states = {worker.worker_id: worker.state for worker in await client.workers()}
     assert {states.get(worker_id) for worker_id in contacted} == {"serving"}
     await client.complete([300, 301], GREEDY, timeout_s=LIMIT_S)
@@ -203,13 +208,12 @@ async def test_a_forged_registry_entry_is_never_used(
 async def until_replaced(client: AsyncClient, gone: Worker) -> None:
     """Wait until another worker of the role serves, and the registry has dropped the old one's
     entry."""
-    while True:
-        workers = [worker for worker in await client.workers() if worker.role == gone.role]
-        if [worker.state for worker in workers] == ["serving"] and workers[
-            0
-        ].worker_id != gone.worker_id:
-            return
-        await asyncio.sleep(0.05)
+
+    def is_replaced(workers: tuple[Worker, ...]) -> bool:
+        found = [(w.state, w.worker_id != gone.worker_id) for w in workers if w.role == gone.role]
+        return found == [("serving", True)]
+
+    await until(client.workers, is_replaced)
 
 
 @pytest.mark.parametrize("guarded", [False, True])
@@ -223,8 +227,7 @@ async def test_a_replayed_entry_of_a_dead_worker_gets_a_hello_and_nothing_else(
         store = await stack.enter_async_context(store_of(deployment))
         raw, member = await entry_of(store, dead.worker_id)
         await client.drain(dead.worker_id, force=True)
-        while dead.worker_id in {worker.worker_id for worker in await client.workers()}:
-            await asyncio.sleep(0.05)
+        await until(client.workers, lambda now: dead.worker_id not in {w.worker_id for w in now})
         server = ServerWithoutSecret(member)
         port = int(member.address.rpartition(":")[2])
         await listening(server, stack, port, guard(member.member_id) if guarded else None)

@@ -1,11 +1,11 @@
 """The log of a run is a workload that `quire advise` understands."""
 
-import asyncio
 import random
 
 from advisor.workload import RecordedRequest, WorkloadError, read_workload
 from quire.async_client import AsyncClient
 from quire.types import Sampling
+from tests.waiting import until
 
 from .deployment import Deployment
 
@@ -20,10 +20,8 @@ async def test_the_log_of_a_run_is_a_workload(client: AsyncClient, deployment: D
     sampling = Sampling(temperature=0.0, max_tokens=NUM_GENERATED, ignore_eos=True)
     for _ in range(2):
         await client.complete(tokens, sampling)
-    async with asyncio.timeout(5):
-        while len(found := logged(deployment)) < 2:  # lines come through the supervisor
-            await asyncio.sleep(0.01)
-    first, second = found
+    lines = await until(lambda: logged(deployment), lambda lines: len(lines) == 2, limit_s=5)
+    first, second = lines  # they come through the supervisor
     assert (first.prefix, second.prefix) == ("", "32 tokens")
     assert second.num_shared_tokens == 32
     assert first.arrival_s < second.arrival_s

@@ -51,6 +51,7 @@ from tests.secret import SECRET, guard
 from tests.unit.workers.conftest import running
 from tests.unit.workers.fakes import Arena, FakeForward, join, make_pool, make_stamps
 from tests.unit.workers.fakes import next_token as any_token
+from tests.waiting import until
 
 LIMIT_S = 30.0
 VOCAB = 300
@@ -131,9 +132,7 @@ class Deployment:
         await self.until(self.assembly.gateway.ready)
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(LIMIT_S):
-            while not holds():
-                await asyncio.sleep(0.001)
+        await until(holds, limit_s=LIMIT_S)
 
     async def until_idle(self) -> None:
         """Wait until no request waits or runs and nothing is held; then check the ledger's laws."""

@@ -30,6 +30,7 @@ from services.worker.limits import Limits
 from services.worker.swap.pool import SwapPool
 from tests.unit.workers.fake_pools import FakePools
 from tests.unit.workers.fakes import VOCAB, Arena, FakeForward
+from tests.waiting import until
 
 LIMIT_S = 20.0
 POOLS = ("pool", "colder")
@@ -164,11 +165,13 @@ class Workers:
         self._decoder.preempt([holder_id])
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(LIMIT_S):
-            while not holds():
-                for task in self._tasks:
-                    assert not task.done(), task.exception()
-                await asyncio.sleep(0.001)
+
+        def all_run_and_it_holds() -> bool:
+            for task in self._tasks:
+                assert not task.done(), task.exception()
+            return holds()
+
+        await until(all_run_and_it_holds, limit_s=LIMIT_S)
 
     async def check_empty(self) -> None:
         """Nothing is held, all laws hold, and no row read a block of another holder."""

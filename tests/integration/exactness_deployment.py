@@ -50,6 +50,7 @@ from tests.exactness import SEED, Answer
 from tests.grpc_context import FakeContext
 from tests.late_device import LateForward
 from tests.unit.workers.fakes import join, make_pool, make_stamps
+from tests.waiting import until
 
 from .exactness_model import (
     LIMIT_S,
@@ -297,15 +298,14 @@ class ExactnessDeployment:
         self._calls.clear()
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(LIMIT_S):
-            while not holds():
-                for worker in self._workers.values():
-                    if worker.running.done() and not worker.running.cancelled():
-                        worker.running.result()
-                for call in self._calls:
-                    if call.reading.done() and not call.reading.cancelled():
-                        call.reading.result()
-                await asyncio.sleep(0.001)
+        def nothing_failed_and_it_holds() -> bool:
+            running = (worker.running for worker in self._workers.values())
+            for task in (*running, *(call.reading for call in self._calls)):
+                if task.done() and not task.cancelled():
+                    task.result()
+            return holds()
+
+        await until(nothing_failed_and_it_holds, limit_s=LIMIT_S, longest_pause_s=0.001)
 
     async def until_empty(self) -> None:
         """Wait until no request holds or waits for blocks; then audit the ledgers."""

@@ -16,7 +16,8 @@ from blockstore.registry import Member
 from blockstore.store import FUNCTION_LIBRARY
 from tests.integration.ledger_workers import Worker, assert_whole, joined, make_directory
 from tests.secret import SECRET
-from tests.valkey_topologies import Cluster, TcpValkey, cluster, wait_until
+from tests.valkey_topologies import Cluster, TcpValkey, cluster
+from tests.waiting import until, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -130,9 +131,7 @@ async def test_the_set_of_pools_is_filled_again(nodes: Cluster, pools: list[list
     ids = {workers[0].pool_id for workers in pools}
     restart(lost)
     store = await RedisStore.connect(nodes.url)
-    async with asyncio.timeout(10):
-        while not ids <= set(await store.pool_ids()):
-            await asyncio.sleep(0.02)
+    await until(store.pool_ids, lambda now: ids <= set(now), limit_s=10)
     await store.close()
 
 

@@ -13,7 +13,8 @@ from blockstore.redis_store import RedisStore
 from services.common.pool.directory import PoolDirectory
 from tests.integration.ledger_workers import assert_whole, joined, make_directory
 from tests.secret import SECRET
-from tests.valkey_topologies import TcpValkey, replicated, sentinel, wait_until
+from tests.valkey_topologies import TcpValkey, replicated, sentinel
+from tests.waiting import wait_until
 
 
 @pytest.fixture

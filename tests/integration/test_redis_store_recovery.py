@@ -4,6 +4,7 @@ are answered."""
 import asyncio
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from tests.integration.ledger_workers import (
     joined,
     make_directory,
 )
+from tests.waiting import until
 
 ROOT = b"r" * 16
 TOKENS = (1, 2, 3, 4), (5, 6, 7, 8)
@@ -144,8 +146,7 @@ async def test_a_worker_that_is_stuck_keeps_what_it_may_write(
         flush(own_valkey)
         waiting = asyncio.create_task(v.allocate("a", 2, NUM_BLOCKS - 2))
         manager = await RedisStore.connect(own_valkey.url)
-        while "w" not in await missing(manager):
-            await asyncio.sleep(0.01)
+        await until(lambda: missing(manager), lambda names: "w" in names)
         assert not waiting.done()
         await manager.fence("pool", "w")
         got = await waiting
@@ -170,8 +171,8 @@ async def test_a_worker_without_heartbeats_is_asked_to_report(
         await v.allocate("a", 1, 3)
         w.beating.cancel()
         listening = asyncio.create_task(w.store.wait_for_room("pool", 10 * LIMIT_S))
-        while own_valkey.command("PUBSUB", "SHARDNUMSUB", "{pool}:room")[1] != 1:
-            await asyncio.sleep(0.01)
+        count = partial(own_valkey.command, "PUBSUB", "SHARDNUMSUB", "{pool}:room")
+        await until(count, lambda found: found[1] == 1)
         flush(own_valkey)
         grown = asyncio.create_task(v.grow("a", 1, 3, 4))
         await listening
@@ -223,9 +224,8 @@ async def test_a_report_to_a_server_that_is_lost_meanwhile_is_given_up(own_valke
     await single_use.drop_pool("pool")
     flush_all_there_is(own_valkey)
     asked = asyncio.create_task(single_use.drop_pool("pool"))
+    await until(lambda: single_use._link("pool").server.in_doubt)
     async with asyncio.timeout(LIMIT_S):
-        while not single_use._link("pool").server.in_doubt:
-            await asyncio.sleep(0.001)
         await asyncio.to_thread(restart, own_valkey)
         with pytest.raises(StoreLost, match="restarted"):
             await asked

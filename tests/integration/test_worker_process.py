@@ -22,11 +22,13 @@ from quire.supervisor.supervisor import GRACE_S
 from services.common.pool.directory import pool_directories
 from services.common.pool.locks import revoke_lock
 from services.engine.models import load_model
+from tests.waiting import wait_until
 
 LIMIT_S = 60.0
 
 COUNTED_AT_ITS_END = """
 import atexit, gc, runpy
+from tests.waiting import wait_until
 ENDED = '{"event": "ended", "num_collected_from": %d}'
 atexit.register(lambda: print(ENDED % len(gc.get_objects())))
 runpy.run_module("services.decode", run_name="__main__")
@@ -105,13 +107,6 @@ def start(valkey: Valkey, checkpoint: Path, tmp_path: Path) -> Iterator[Callable
         worker.process.communicate()
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def test_a_serving_worker_leaves_and_removes_its_pool(start: Callable[[], Worker]) -> None:
     worker = start()
     worker.wait_for("worker_ready")
@@ -154,7 +149,7 @@ def test_a_worker_that_waits_for_packed_weights_can_stop(
     with lock.open("ab") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         worker = start()
-        until(lambda: worker.has_open(lock))
+        wait_until(lambda: worker.has_open(lock))
         assert worker.stop() == 0
     assert not packed.exists()
 

@@ -21,6 +21,7 @@ from tests.property.gateway import Gateway, Request
 from tests.property.late import LateColderPool, LateStore
 from tests.unit.workers.fake_pools import FakePools
 from tests.unit.workers.fakes import Arena, FakeForward
+from tests.waiting import until
 
 HANG_S = 60.0
 
@@ -84,11 +85,13 @@ class Pair:
 
     async def until(self, holds: Callable[[], bool]) -> None:
         """Wait for the condition; fails if a worker fails, or if it takes too long."""
-        async with asyncio.timeout(HANG_S):
-            while not holds():
-                for task in self._tasks:
-                    assert not task.done(), task.exception()
-                await asyncio.sleep(0.01)
+
+        def all_run_and_it_holds() -> bool:
+            for task in self._tasks:
+                assert not task.done(), task.exception()
+            return holds()
+
+        await until(all_run_and_it_holds, limit_s=HANG_S)
 
     async def drain(self) -> None:
         """Drain the workers; returns when they have no request left."""

@@ -2,72 +2,34 @@
 
 import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import pytest
-import yaml  # type: ignore[import-untyped]
 
-from services.block_manager.config import BlockManagerSettings
 from services.common.rpc.tls import TlsFiles, service_tls
-from services.common.runtime.config import PoolServiceSettings, ServiceSettings, load_settings
+from services.common.runtime.config import PoolServiceSettings, ServiceSettings
 from services.credentials.__main__ import ACL_FILE, PASSWORD_FILE, TLS_DIR, CredentialsSettings
-from services.decode.config import DecodeSettings
-from services.gateway.config import GatewaySettings
-from services.mover.config import MoverSettings
-from services.prefill.config import PrefillSettings
 from services.worker.config import WorkerSettings
+from tests.compose import CLASSES, OURS, compose_file, settings_in
 from tests.programs import BIN, DOCKERFILE, ROOT, run
 
-CLASSES: dict[str, type[ServiceSettings]] = {
-    "block-manager": BlockManagerSettings,
-    "prefill": PrefillSettings,
-    "decode": DecodeSettings,
-    "gateway": GatewaySettings,
-}
 POOL_USERS = ("block-manager", "prefill", "decode")
-OURS = tuple(CLASSES)
-EMPTY: Mapping[str, str] = MappingProxyType({})
-
-
-def interpolated(node: Any, env: Mapping[str, str] = EMPTY) -> Any:
-    """The files as `docker compose` interpolates them: a variable that .env does not set has its
-    default."""
-    if isinstance(node, dict):
-        return {key: interpolated(value, env) for key, value in node.items()}
-    if isinstance(node, list):
-        return [interpolated(item, env) for item in node]
-    if not isinstance(node, str):
-        return node
-    text = re.sub(r"\$\{(\w+):-([^}]*)\}", lambda found: env.get(found[1], found[2]), node)
-    assert "$" not in text, f"a variable without a default: {node}"
-    return text
 
 
 @pytest.fixture(scope="module")
 def compose() -> Any:
-    return interpolated(yaml.safe_load((ROOT / "docker-compose.yml").read_text()))
-
-
-@pytest.fixture(scope="module")
-def host() -> Any:
-    return interpolated(yaml.safe_load((ROOT / "deploy" / "host.yml").read_text()))
+    return compose_file("docker-compose.yml")
 
 
 @pytest.fixture
 def settings(compose: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, ServiceSettings]:
     """The settings of each service, read from its environment by its own class."""
-    loaded = {}
-    for name, settings_class in CLASSES.items():
-        with monkeypatch.context() as patch:
-            for variable in [name for name in os.environ if name.startswith("QUIRE_")]:
-                patch.delenv(variable)
-            for variable, value in compose["services"][name]["environment"].items():
-                patch.setenv(variable, value)
-            loaded[name] = load_settings(settings_class)
-    return loaded
+    services = compose["services"]
+    return {
+        name: settings_in(monkeypatch, settings_class, services[name]["environment"])
+        for name, settings_class in CLASSES.items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -87,7 +49,7 @@ def test_the_compose_files_follow_the_specification(file: str) -> None:
 
 
 def test_valkey_with_tls_is_the_same_valkey_and_all_services_use_it(compose: Any) -> None:
-    file = yaml.safe_load((ROOT / "deploy" / "valkey-tls.yml").read_text())["services"]
+    file = compose_file("deploy/valkey-tls.yml")["services"]
     plain, over_tls = compose["services"]["redis"]["command"], file["redis"]["command"]
     assert [word for word in over_tls if word in plain] == plain
     assert file.keys() == {"redis", "preflight", *OURS}
@@ -137,11 +99,9 @@ def test_credentials_are_made_before_anybody_needs_them(
 def test_the_credentials_service_understands_its_environment(
     given: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
-    environment = interpolated(file, given)["services"]["credentials"]["environment"]
-    for variable, value in environment.items():
-        monkeypatch.setenv(variable, value)
-    loaded = load_settings(CredentialsSettings)
+    services = compose_file("docker-compose.yml", given)["services"]
+    environment = services["credentials"]["environment"]
+    loaded = settings_in(monkeypatch, CredentialsSettings, environment)
     assert (loaded.secret is None, loaded.redis_password is None) == (not given, not given)
 
 
@@ -211,17 +171,8 @@ def test_prefill_and_decode_make_the_same_pool(settings: dict[str, ServiceSettin
     prefill, decode = settings["prefill"], settings["decode"]
     assert isinstance(prefill, WorkerSettings)
     assert isinstance(decode, WorkerSettings)
-    for field in (
-        "model",
-        "model_name",
-        "dtype",
-        "backend",
-        "block_size",
-        "pool_memory",
-        "swap_memory",
-        "preemption",
-        "quantize",
-    ):
+    pool = "model model_name dtype backend block_size pool_memory swap_memory preemption quantize"
+    for field in pool.split():
         assert getattr(prefill, field) == getattr(decode, field), field
 
 
@@ -230,7 +181,7 @@ def test_on_a_gpu_all_that_touch_a_pool_see_its_device_and_each_others_processes
 ) -> None:
     """All use one user and one volume for the keeper's socket, as on the CPU, and one PID
     namespace, which NVML lists; no other service does."""
-    gpu = interpolated(yaml.safe_load((ROOT / "deploy" / "gpu.yml").read_text()))["services"]
+    gpu = compose_file("deploy/gpu.yml")["services"]
     assert gpu.keys() == {"preflight", *POOL_USERS}
     for name, service in gpu.items():
         assert service["pid"] == "host", name
@@ -243,72 +194,11 @@ def test_on_a_gpu_all_that_touch_a_pool_see_its_device_and_each_others_processes
     assert gpu["preflight"] == gpu["prefill"]
     for name in ("prefill", "decode"):
         merged = compose["services"][name]["environment"] | gpu[name]["environment"]
-        for variable, value in merged.items():
-            monkeypatch.setenv(variable, value)
-        settings = load_settings(CLASSES[name])
+        settings = settings_in(monkeypatch, CLASSES[name], merged)
         assert isinstance(settings, WorkerSettings)
         assert (settings.device, settings.kernels) == ("cuda:0", "triton")
         assert (settings.gpu_memory_utilization, settings.pool_bytes) == (0.9, None)
         assert merged["TRITON_CACHE_DIR"].startswith("/weights/")
-
-
-def test_a_host_runs_the_parts_that_its_profiles_name(compose: Any, host: Any) -> None:
-    """Every other service is off, and nothing that runs waits for one that may be off: Redis is on
-    one host, and both roles need the block manager, the preflight and the mover."""
-    roles = ["prefill", "decode"]
-    profiles = {name: service["profiles"] for name, service in host["services"].items()}
-    assert profiles == {
-        "credentials": ["store"],
-        "redis": ["store"],
-        "gateway": ["gateway"],
-        "block-manager": roles,
-        "preflight": roles,
-        "prefill": ["prefill"],
-        "decode": ["decode"],
-        "mover": roles,
-    }
-    profile_less = {name for name, each in compose["services"].items() if "profiles" not in each}
-    assert profile_less <= profiles.keys()
-    for name, service in host["services"].items():
-        waits_for = compose["services"].get(name, {}).get("depends_on", {})
-        waits_for = waits_for | service.get("depends_on", {})
-        for other, condition in waits_for.items():
-            is_on = set(profiles[name]) <= set(profiles[other])
-            assert is_on or condition.get("required") is False, (name, other)
-    assert host["networks"] == {"default": {"name": "quire", "external": True}}
-
-
-def test_a_host_takes_its_credentials_from_a_directory() -> None:
-    """On the host that makes them, they are in the volume `run`."""
-    file = yaml.safe_load((ROOT / "deploy" / "host.yml").read_text())
-    for directory, place in (({}, "run"), ({"QUIRE_CREDENTIALS_DIR": "/etc/quire"}, "/etc/quire")):
-        services = interpolated(file, directory)["services"]
-        for name in ("block-manager", "preflight", "prefill", "decode", "mover"):
-            assert services[name]["volumes"][0] == f"{place}:/run/quire:ro", name
-        assert services["gateway"]["volumes"] == [f"{place}:/run/quire"]
-
-
-def test_a_mover_is_a_service_like_the_others(
-    compose: Any, host: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It shares the pool and the processes' numbers with the block manager, which waits until a
-    dead mover has exited."""
-    mover, manager = host["services"]["mover"], compose["services"]["block-manager"]
-    same = "restart init read_only tmpfs cap_drop security_opt stop_grace_period healthcheck"
-    for field in same.split():
-        assert mover[field] == manager[field], field
-    assert "pools:/pools" in mover["volumes"]
-    assert (mover["pid"], host["services"]["block-manager"]["pid"]) == ("host", "host")
-    assert mover["build"]["target"] == "mover"
-    environment = {
-        name.replace("QUIRE_MOVER_", "QUIRE_BLOCK_MANAGER_"): value
-        for name, value in mover["environment"].items()
-        if name.startswith("QUIRE_")
-    }
-    assert environment == manager["environment"]
-    for variable, value in mover["environment"].items():
-        monkeypatch.setenv(variable, value)
-    assert load_settings(MoverSettings).port == 50051
 
 
 def test_workers_can_be_scaled(compose: Any) -> None:
@@ -325,8 +215,7 @@ def test_several_gateways_have_a_port_each_as_the_documentation_scales_them() ->
     text = (ROOT / "docs" / "operations" / "scaling.md").read_text()
     (command,) = re.findall(r"^(QUIRE_.*) docker compose up --scale gateway=2$", text, re.MULTILINE)
     env = dict(setting.split("=") for setting in command.split())
-    file = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
-    ports = interpolated(file, env)["services"]["gateway"]["ports"]
+    ports = compose_file("docker-compose.yml", env)["services"]["gateway"]["ports"]
     found = [re.fullmatch(r"(\d+)-(\d+):(\d+)", port) for port in ports]
     ranges = [tuple(map(int, port.groups())) for port in found if port]
     assert ranges == [(50051, 50052, 50051), (8000, 8001, 8000)]
@@ -334,12 +223,8 @@ def test_several_gateways_have_a_port_each_as_the_documentation_scales_them() ->
 
 def test_only_workers_carry_torch(compose: Any) -> None:
     targets = {name: compose["services"][name]["build"]["target"] for name in OURS}
-    assert targets == {
-        "block-manager": "control",
-        "prefill": "worker",
-        "decode": "worker",
-        "gateway": "control",
-    }
+    roles = {"prefill": "worker", "decode": "worker"}
+    assert targets == {"block-manager": "control", **roles, "gateway": "control"}
 
 
 @pytest.mark.parametrize("name", ["redis", *OURS])
@@ -366,7 +251,7 @@ def test_the_health_check_probes_the_port_of_the_service(
 def test_only_the_file_for_newer_engines_has_a_start_interval() -> None:
     """Compose refuses it for an engine before 25."""
     assert "start_interval:" not in (ROOT / "docker-compose.yml").read_text()
-    services = yaml.safe_load((ROOT / "deploy" / "start-interval.yml").read_text())["services"]
+    services = compose_file("deploy/start-interval.yml")["services"]
     assert services.keys() == {"redis", *OURS}
     for service in services.values():
         assert service == {"healthcheck": {"interval": "30s", "start_interval": "1s"}}
@@ -395,9 +280,8 @@ def test_a_second_model_has_workers_of_its_own(
 ) -> None:
     """They are those of the first model, except for the model, its name and its pool's size. They
     start after a preflight of their own, so `up` fails if the model does not exist."""
-    text = (ROOT / "deploy" / "second-model.yml").read_text()
-    text = re.sub(r"\$\{QUIRE_SECOND_MODEL:\?[^}]*\}", "/models/local/big", text)
-    second = interpolated(yaml.safe_load(text), {"QUIRE_SECOND_POOL_MEMORY": "2GiB"})["services"]
+    given = {"QUIRE_SECOND_MODEL": "/models/local/big", "QUIRE_SECOND_POOL_MEMORY": "2GiB"}
+    second = compose_file("deploy/second-model.yml", given)["services"]
     assert set(second) == {"preflight-second", "prefill-second", "decode-second"}
     for name, service in second.items():
         role = name.removesuffix("-second")
@@ -409,8 +293,6 @@ def test_a_second_model_has_workers_of_its_own(
         assert service["depends_on"] == waits
         variables = compose["services"][role]["environment"] | service["environment"]
         assert variables.keys() == compose["services"][role]["environment"].keys()
-        for variable, value in variables.items():
-            monkeypatch.setenv(variable, value)
-        settings = load_settings(CLASSES[role])
+        settings = settings_in(monkeypatch, CLASSES[role], variables)
         assert isinstance(settings, WorkerSettings)
         assert (settings.model, settings.pool_memory) == (Path("/models/local/big"), "2GiB")

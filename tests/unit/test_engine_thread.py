@@ -1,7 +1,7 @@
 """The engine's thread: which commands it gets with which step, and when the outcome is reported."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from services.engine.messages import (
     StepOutcome,
 )
 from services.engine.thread import EngineThread
+from tests.waiting import until
 
 
 class FakeEngine:
@@ -83,12 +84,6 @@ async def running(engine: FakeEngine) -> AsyncIterator[EngineThread]:
         await asyncio.to_thread(thread.stop)
     assert not failed
     assert engine.is_settled
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 async def has_received(engine: FakeEngine, num_commands: int) -> None:

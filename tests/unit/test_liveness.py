@@ -22,6 +22,7 @@ from services.block_manager.liveness import Liveness, ProcessRecord, WorkerProce
 from services.block_manager.watcher import Watcher
 from services.common.pool.directory import PoolDirectory
 from services.common.pool.locks import WorkerLock
+from tests.waiting import until
 
 PID, GPU = 4711, "GPU-0001"
 
@@ -199,8 +200,7 @@ async def test_no_reap_while_a_condition_is_unmet(pool: PoolDirectory) -> None:
             assert pool.live_worker_ids() == ("decode-1",)
         nvml.listed = frozenset()
         await reaped.wait()
-        while pool.worker_ids():
-            await asyncio.sleep(0.005)
+        await until(pool.worker_ids, lambda ids: not ids)
     watching.cancel()
     assert len(times) == 1
     assert times[0] > 0.02

@@ -25,7 +25,7 @@ from services.gateway.workers.worker import Worker
 
 log = get_logger(__name__)
 
-_ABSENT_S = 5.0
+ABSENT_S = 5.0
 """How long a connected worker may be missing from the registry before it is removed: the registry
 may have lost its registration."""
 
@@ -94,7 +94,7 @@ class WorkerDirectory:
         self._models: dict[str, Model] = {}
         self.unusable: dict[str, str] = {}
         """Why a worker's pool or model cannot be read, by worker."""
-        self._absent = GraceTimer[str](_ABSENT_S, clock)
+        self._absent = GraceTimer[str](ABSENT_S, clock)
         self._starting = False
         self.block_managers: tuple[Member, ...] = ()
 

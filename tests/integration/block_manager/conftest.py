@@ -155,14 +155,6 @@ async def managed(
             await running
 
 
-async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    """Wait for the condition; `managed` limits the time."""
-    while True:
-        if await condition():
-            return
-        await asyncio.sleep(0.005)
-
-
 def gone(
     host: PoolHost, pool: PoolDirectory, worker_id: str = "decode-1"
 ) -> Callable[..., Awaitable[bool]]:

@@ -2,7 +2,9 @@
 
 import signal
 
-from .conftest import PoolHost, assert_laws_hold, equals, gone, managed, until
+from tests.waiting import until
+
+from .conftest import PoolHost, assert_laws_hold, equals, gone, managed
 
 
 async def test_a_stopped_worker_is_fenced_and_its_blocks_are_quarantined_until_it_dies(

@@ -14,8 +14,9 @@ from services.block_manager.gpu.processes import MappedProcesses
 from services.common.pool.directory import PoolDirectory, new_directory
 from services.common.pool.header import PoolHeader
 from services.common.pool.stamps import record_bytes
+from tests.waiting import until
 
-from .conftest import LAYOUT, NUM_BLOCKS, PoolHost, assert_laws_hold, equals, gone, managed, until
+from .conftest import LAYOUT, NUM_BLOCKS, PoolHost, assert_laws_hold, equals, gone, managed
 
 SIZE = 2 << 20
 WORKER = """

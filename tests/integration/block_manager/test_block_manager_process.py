@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -23,6 +23,7 @@ from quire.v1 import block_manager_pb2_grpc
 from services.common.pool.directory import pool_directories
 from services.common.rpc.transport import open_channel
 from tests.secret import SECRET, proven
+from tests.waiting import until
 
 LIMIT_S = 60.0
 SERVICE = "quire.v1.BlockManager"
@@ -35,6 +36,7 @@ from blockstore.redis_store import RedisStore
 from services.common.pool.layout import PoolLayout
 from services.common.pool.sizing import MemoryPlan
 from services.worker.membership import join
+from tests.waiting import until
 
 async def beat(store, pool_id, worker_id):
     while True:
@@ -122,14 +124,6 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
     processes = Processes(tmp_path / "pools")
     yield processes
     processes.end()
-
-
-async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while True:
-            if await condition():
-                return
-            await asyncio.sleep(0.002)
 
 
 async def announced(url: str) -> Member:

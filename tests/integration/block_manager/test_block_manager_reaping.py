@@ -10,6 +10,7 @@ from services.block_manager.watcher import Watcher
 from services.common.pool.directory import PoolDirectory
 from services.common.pool.locks import WorkerLock
 from services.common.pool.stamps import Stamps
+from tests.waiting import until
 
 from .conftest import (
     H0,
@@ -25,7 +26,6 @@ from .conftest import (
     gone,
     managed,
     observed,
-    until,
 )
 
 

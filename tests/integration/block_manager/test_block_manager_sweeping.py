@@ -9,8 +9,9 @@ from blockstore.memory_registry import MemoryRegistry
 from services.block_manager.rounds import Connection
 from services.common.pool.directory import pool_directories
 from services.common.pool.locks import host_lock
+from tests.waiting import until
 
-from .conftest import PoolHost, Store, assert_laws_hold, equals, gone, managed, observed, until
+from .conftest import PoolHost, Store, assert_laws_hold, equals, gone, managed, observed
 
 
 async def test_a_pool_without_workers_goes_after_a_grace(host: PoolHost) -> None:

@@ -24,7 +24,9 @@ from services.gateway.frontend.service import SERVICE_NAME, InferenceService
 from services.gateway.gateway import Gateway
 from services.gateway.request_metrics import RequestMetrics
 from services.gateway.wiring import Wiring, start_gateway
+from services.gateway.workers import directory as worker_directory
 from tests.secret import SECRET
+from tests.waiting import until
 
 from .fakes import FakeDecode, FakePrefill, member, start
 
@@ -70,13 +72,6 @@ def write_model(directory: Path) -> None:
     said = "{% if m.name %}{{ m.name }}@{% endif %}{{ m.role }}:{{ m.content }}{{ mark }};"
     template = "{% for m in messages %}" + said + "{% endfor %}"
     (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for a condition, checked at every iteration of the loop."""
-    async with asyncio.timeout(LIMIT_S):
-        while not condition():
-            await asyncio.sleep(0.001)  # what fakes and gateway have seen rings no bell of ours
 
 
 OPTIONS = GatewayOptions(
@@ -213,6 +208,12 @@ def asked(request_id: str = "r1", max_tokens: int | None = 8, **fields: Any) -> 
     )
     fields = {"prompt": PROMPT, "resume_token": TOKEN} | fields
     return GenerationRequest(request_id=request_id, sampling=sampling, **fields)
+
+
+@pytest.fixture(autouse=True)
+def short_absence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that leaves the registry is soon disconnected."""
+    monkeypatch.setattr(worker_directory, "ABSENT_S", 0.1)
 
 
 @pytest.fixture

@@ -30,8 +30,9 @@ from services.gateway.access.guards import KeyGuard
 from services.gateway.frontend.service import SERVICE_NAME, InferenceService
 from services.gateway.request_metrics import MAX_TENANT_LABELS, OTHER_TENANTS, RequestMetrics
 from tests.api_keys import ALICE, BOB, OPERATOR, bearer, keyring, text_of
+from tests.waiting import until
 
-from .conftest import PROMPT, GatewayHarness, until
+from .conftest import PROMPT, GatewayHarness
 from .fakes import FakeDecode, FakePrefill, Verbatim, expected
 from .test_gateway_process import ALL_SERVICES, free_port, launch, services_at, stack
 from .test_gateway_resume import message, tokens_of
@@ -247,9 +248,7 @@ async def test_a_gateway_serves_clients_over_tls_at_both_ports(
     await launch_keyed(PORT=str(port), HTTP_PORT=str(http_port), waits=False, **tls)
     ca = tmp_path / "ca.crt"
     async with AsyncClient(f"127.0.0.1:{port}", api_key=BOB, tls=Tls(ca)) as client:
-        async with asyncio.timeout(10):
-            while not await _answers(client):
-                await asyncio.sleep(0.05)
+        await until(lambda: _answers(client), limit_s=10)
         assert await client.models() == ()
         with pytest.raises(NotAllowed):
             await client.workers()

@@ -14,8 +14,9 @@ from services.common.errors import DeadlineExceeded, DuplicateRequest, InvalidRe
 from services.gateway.frontend.api import Received
 from services.protocol.ticket import FinishReason
 from tests.proxy import Proxy
+from tests.waiting import until
 
-from .conftest import PROMPT, Call, GatewayHarness, asked, until
+from .conftest import PROMPT, Call, GatewayHarness, asked
 from .fakes import FakeDecode, FakePrefill, expected, logprobs_of
 
 NUM, NUM_BEST, NUM_TOKENS = 8, 3, 8

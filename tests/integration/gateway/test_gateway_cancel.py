@@ -7,8 +7,9 @@ import pytest
 from quire.v1 import decode_pb2, prefill_pb2, worker_pb2
 from services.common.errors import DeadlineExceeded
 from services.protocol.ticket import FinishReason
+from tests.waiting import until
 
-from .conftest import PROMPT, Call, asked, until
+from .conftest import PROMPT, Call, asked
 from .fakes import FakeDecode, FakePrefill, expected
 
 PREEMPTED = worker_pb2.Requeue.REASON_PREEMPTED

@@ -8,8 +8,9 @@ import pytest
 
 from quire.v1 import prefill_pb2
 from services.common.errors import DeadlineExceeded, WouldBeLate
+from tests.waiting import until
 
-from .conftest import Call, GatewayHarness, asked, until
+from .conftest import Call, GatewayHarness, asked
 from .fakes import FakeDecode, FakePrefill
 
 

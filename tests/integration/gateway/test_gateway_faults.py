@@ -9,8 +9,9 @@ import pytest
 
 from quire.v1 import decode_pb2, worker_pb2
 from services.common.errors import DeadlineExceeded, NoWorker, PoisonRequest
+from tests.waiting import until
 
-from .conftest import PROMPT, SPEC, Call, asked, until
+from .conftest import PROMPT, SPEC, Call, asked
 from .fakes import FakeDecode, FakePrefill, expected
 
 PREEMPTED = worker_pb2.Requeue.REASON_PREEMPTED

@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
+from operator import not_
 from typing import Any
 
 import pytest
@@ -13,8 +15,9 @@ from services.common.errors import InvalidRequest, NoWorker, PromptTooLong
 from services.gateway.frontend.api import Delta
 from services.gateway.streaming import output
 from tests.proxy import Proxy
+from tests.waiting import until
 
-from .conftest import PROMPT, SPEC, Call, GatewayHarness, asked, until
+from .conftest import PROMPT, SPEC, Call, GatewayHarness, asked
 from .fakes import FakeDecode, FakePrefill, expected
 
 NUM = 3
@@ -118,7 +121,7 @@ async def test_a_group_gets_its_slots_before_those_behind_it(make_harness: Any) 
             )
         )
         await first[number].cancel()
-        await until(lambda number=number: f"first-{number}" not in decode.running)  # type: ignore[misc]
+        await until(partial(decode.running.get, f"first-{number}"), not_)
     decode.go_on(pause_after=8)
     for call in (group, *later):
         await call.result()

@@ -10,8 +10,9 @@ from quire.v1 import inference_pb2, sampling_pb2
 from services.common.rpc.transport import open_channel
 from services.gateway.frontend.service import SERVICE_NAME
 from services.gateway.intake.prompts import MAX_MESSAGES
+from tests.waiting import until
 
-from .conftest import PROMPT, until
+from .conftest import PROMPT
 from .fakes import FakeDecode, FakePrefill, expected
 
 

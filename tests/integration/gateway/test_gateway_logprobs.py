@@ -12,8 +12,9 @@ from quire.messages import Request
 from quire.types import Candidate, Delta, Sampling, TokenLogprobs
 from quire.v1 import decode_pb2, prefill_pb2
 from services.common.errors import DuplicateRequest, InvalidRequest
+from tests.waiting import until
 
-from .conftest import TOKEN, Call, GatewayHarness, asked, until
+from .conftest import TOKEN, Call, GatewayHarness, asked
 from .fakes import FakeDecode, FakePrefill, expected, logprobs_of
 
 PROMPT = tuple(b"qwertyuiop")

@@ -6,8 +6,9 @@ import pytest
 
 from blockstore.registry import Load
 from quire.v1 import decode_pb2, prefill_pb2
+from tests.waiting import until
 
-from .conftest import PROMPT, Call, GatewayHarness, asked, until
+from .conftest import PROMPT, Call, GatewayHarness, asked
 from .fakes import FakeDecode, FakePrefill, expected
 
 

@@ -19,8 +19,8 @@ from services.common.rpc.transport import RpcServer, from_rpc_error, open_channe
 from services.gateway.frontend.relay import BLOCK_MANAGER, SUPERVISOR, Relay, Target
 from services.protocol.version import PROTOCOL_VERSION
 from tests.secret import SECRET, guard
+from tests.waiting import until
 
-from .conftest import until
 from .fakes import FakeDecode, FakePrefill
 
 

@@ -12,8 +12,9 @@ from quire import AsyncClient, connections
 from quire.types import Sampling
 from services.common.rpc import transport as rpc
 from tests.proxy import Proxy
+from tests.waiting import until
 
-from .conftest import PROMPT, Call, GatewayHarness, asked, until
+from .conftest import PROMPT, Call, GatewayHarness, asked
 from .fakes import FakeDecode, FakePrefill, expected, member, start
 
 QUICK_KEEPALIVE = (

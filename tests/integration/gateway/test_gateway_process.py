@@ -25,8 +25,9 @@ from quire.v1.block_manager_pb2 import ListWorkersRequest
 from quire.v1.block_manager_pb2_grpc import BlockManagerStub
 from services.common.rpc.transport import open_channel
 from tests.secret import SECRET
+from tests.waiting import until
 
-from .conftest import LIMIT_S, PROMPT, SPEC, until
+from .conftest import LIMIT_S, PROMPT, SPEC
 from .fakes import FakeDecode, FakePrefill, expected, member, start
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -180,9 +181,7 @@ async def test_grpc_and_http_serve_once_there_are_workers(
     async def states() -> list[str]:
         return [entry.state for entry in await registry.members() if entry.role == "gateway"]
 
-    async with asyncio.timeout(LIMIT_S):
-        while await states() != ["serving"]:
-            await asyncio.sleep(0.01)  # a registry is polled: it rings no bell
+    await until(states, lambda now: now == ["serving"])
     gateway.process.send_signal(signal.SIGTERM)
     assert await gateway.ended() == 0
     assert await states() == []
@@ -199,9 +198,7 @@ async def test_stopped_it_gives_what_runs_its_grace_and_then_says_so(
     call = gateway.generate("r1", 8)
     await call.read()
     gateway.process.send_signal(signal.SIGTERM)
-    async with asyncio.timeout(LIMIT_S):
-        while (await gateway.http.get("/health")).status_code == 200:
-            await asyncio.sleep(0.01)
+    await until(lambda: gateway.http.get("/health"), lambda health: health.status_code != 200)
     refused = await gateway.http.post("/v1/completions", json={"prompt": "Hi"})
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
     assert refused.json()["error"]["code"] == "draining"

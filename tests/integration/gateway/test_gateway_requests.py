@@ -24,8 +24,9 @@ from services.gateway.frontend.api import (
 )
 from services.gateway.intake import admission
 from services.gateway.streaming import output
+from tests.waiting import until
 
-from .conftest import PROMPT, SPEC, Call, asked, until
+from .conftest import PROMPT, SPEC, Call, asked
 from .fakes import FakeDecode, FakePrefill, Verbatim, expected
 
 POOL_TOKENS = SPEC.num_blocks * SPEC.block_size

@@ -15,8 +15,9 @@ from quire.messages import Request
 from quire.types import Sampling
 from quire.v1 import decode_pb2, inference_pb2, sampling_pb2
 from tests.proxy import Proxy
+from tests.waiting import until
 
-from .conftest import PROMPT, TOKEN, GatewayHarness, until
+from .conftest import PROMPT, TOKEN, GatewayHarness
 from .fakes import FakeDecode, FakePrefill, Verbatim, expected
 
 TEXT = bytes(expected(PROMPT, 8)).decode()

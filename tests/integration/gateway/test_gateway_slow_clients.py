@@ -17,8 +17,9 @@ from services.gateway.frontend.http.app import create_app
 from services.gateway.frontend.http.transport.open_connections import ConnectionLimits
 from services.gateway.frontend.http.transport.server import http_server
 from services.gateway.streaming import output
+from tests.waiting import until
 
-from .conftest import PROMPT, Call, GatewayHarness, asked, until
+from .conftest import PROMPT, Call, GatewayHarness, asked
 from .fakes import FakeDecode, FakePrefill, expected
 
 NUM_TOKENS = 100

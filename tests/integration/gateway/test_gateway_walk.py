@@ -10,8 +10,9 @@ from services.common.errors import QueueFull
 from services.gateway.access.caller import Caller
 from services.gateway.scheduling.client_shares import PER_PREFILL_WORKER
 from services.protocol.ticket import FinishReason
+from tests.waiting import until
 
-from .conftest import PROMPT, Call, asked, until
+from .conftest import PROMPT, Call, asked
 from .fakes import FakeDecode, FakePrefill, expected
 
 PREEMPTED = worker_pb2.Requeue.REASON_PREEMPTED

@@ -11,8 +11,9 @@ from services.gateway.workers.connection import WorkerConnection
 from services.protocol.messages import Reserve
 from services.protocol.version import PROTOCOL_VERSION
 from tests.secret import SECRET
+from tests.waiting import until
 
-from .conftest import PROMPT, Call, GatewayHarness, asked, until
+from .conftest import PROMPT, Call, GatewayHarness, asked
 from .fakes import FakeDecode, FakePrefill, expected
 
 

@@ -17,6 +17,7 @@ from services.gateway.frontend.http.middleware.body_limits import MAX_BODY_BYTES
 from services.gateway.frontend.http.transport import open_connections
 from services.gateway.frontend.http.transport.open_connections import ConnectionLimits
 from services.gateway.frontend.http.transport.server import http_server
+from tests.waiting import until
 
 from .conftest import FakeGenerator, soon
 from .raw import HEALTH, Connection, connected, post
@@ -258,9 +259,7 @@ async def test_too_many_busy_connections_are_refused(
                         assert (answer.status, answer.headers["retry-after"]) == (503, "1")
                         assert answer.error["code"] == "unavailable"
                         assert await refused.closed() == b""
-            async with soon():
-                while not logs:
-                    await asyncio.sleep(0.01)
+            await until(lambda: logs)
             await ask_health(port)
     (line,) = logs
     assert line["event"] == "http_connections_at_limit"

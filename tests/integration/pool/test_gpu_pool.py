@@ -25,6 +25,7 @@ from services.common.pool.recovery import PoolRecovery
 from services.common.pool.sizing import MemoryPlan
 from services.worker.membership import Membership, join, join_swap_pool
 from services.worker.pool_memory import FileMemory, GpuMemory, OtherRanks, PoolMemory
+from tests.waiting import until
 
 from .conftest import LAYOUT, NUM_BLOCKS, RUN_ID, die, names
 
@@ -333,9 +334,7 @@ async def test_hostile_messages_do_not_harm_the_keeper(
     second.pool.kv[0] = 3.0
     assert torch.all(first.pool.kv[0] == 3.0)
     second.close()
-    async with asyncio.timeout(LIMIT_S):
-        while len(os.listdir("/proc/self/fd")) > open_before + 4:
-            await asyncio.sleep(0.01)
+    await until(lambda: len(os.listdir("/proc/self/fd")) <= open_before + 4)
 
 
 def test_blocks_are_of_what_the_device_has_free(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from services.common.pool.keeper import KeptMemory
 from services.engine.models import Model, load_model
 from services.engine.weights import placement
 from services.engine.weights.placement import SharedWeights
+from tests.waiting import until
 
 from .test_gpu_pool import keeper, keeping
 
@@ -90,12 +91,6 @@ def tensors(model: Model) -> list[Tensor]:
         *(layer.qkv.weight for layer in layers),
         *(layer.down.weight for layer in layers),
     ]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def test_all_workers_have_the_first_ones_weights(

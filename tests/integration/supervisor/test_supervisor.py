@@ -18,6 +18,7 @@ import pytest
 from quire.supervisor.run_directory import free_port
 from quire.v1.supervisor_pb2 import ScaleRequest, ScaleResponse
 from quire.v1.supervisor_pb2_grpc import SupervisorStub
+from tests.waiting import wait_until
 
 TOYS = Path(__file__).parent / "toys"
 LIMIT_S = 20.0
@@ -67,7 +68,7 @@ class Run:
         return [pid for role in roles for pid in self.pids(role)]
 
     def wait_until_serving(self) -> None:
-        wait_for(lambda: "Quire is serving" in self.text(), self.text)
+        wait_until(lambda: "Quire is serving" in self.text(), explain=self.text)
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> int:
         self.process.send_signal(number)
@@ -86,13 +87,6 @@ def start(short_path: Path) -> Iterator[Callable[..., Run]]:
     for run in runs:
         run.process.kill()
         run.process.wait()
-
-
-def wait_for(condition: Callable[[], object], explain: Callable[[], str] = str) -> None:
-    give_up_at = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < give_up_at, f"waited in vain:\n{explain()}"
-        time.sleep(0.02)
 
 
 def _pids() -> list[int]:
@@ -149,7 +143,7 @@ def test_a_killed_service_is_restarted(start: Callable[..., Run], role: str) -> 
     run.wait_until_serving()
     (victim,) = run.pids(role)
     os.kill(victim, signal.SIGKILL)
-    wait_for(lambda: run.pids(role) not in ([], [victim]), run.text)
+    wait_until(lambda: run.pids(role) not in ([], [victim]), explain=run.text)
     assert run.end() == 0
 
 
@@ -159,7 +153,7 @@ def test_a_service_that_exits_unasked_is_restarted(start: Callable[..., Run], ro
     run.wait_until_serving()
     (victim,) = run.pids(role)
     os.kill(victim, signal.SIGTERM)
-    wait_for(lambda: run.pids(role) not in ([], [victim]), run.text)
+    wait_until(lambda: run.pids(role) not in ([], [victim]), explain=run.text)
     assert "ended (status 0); it starts again" in run.text()
     assert run.end() == 0
 
@@ -170,7 +164,7 @@ def test_a_killed_supervisor_leaves_no_orphans(start: Callable[..., Run]) -> Non
     run.wait_until_serving()
     everyone, directory = run.everyone(), run.directory
     run.end(signal.SIGKILL)
-    wait_for(lambda: not any(map(_is_alive, everyone)))
+    wait_until(lambda: not any(map(_is_alive, everyone)))
     assert directory.exists()
     following = start(grpc_port=run.grpc_port)
     following.wait_until_serving()
@@ -214,9 +208,9 @@ def test_a_run_that_has_served_never_gives_up(start: Callable[..., Run]) -> None
     hindrance.touch()
     (victim,) = run.pids("decode")
     os.kill(victim, signal.SIGKILL)
-    wait_for(lambda: run.text().count("decode-1 ended (status 2: error: ") == 4, run.text)
+    wait_until(lambda: run.text().count("decode-1 ended (status 2: error: ") == 4, explain=run.text)
     hindrance.unlink()
-    wait_for(lambda: run.pids("decode"), run.text)
+    wait_until(lambda: run.pids("decode"), explain=run.text)
     assert run.end() == 0
 
 
@@ -232,11 +226,11 @@ def test_a_worker_that_was_drained_is_replaced(start: Callable[..., Run], role: 
     run = start()
     run.wait_until_serving()
     scale(run, **{f"num_{role}": 2})
-    wait_for(lambda: len(run.pids(role)) == 2, run.text)
+    wait_until(lambda: len(run.pids(role)) == 2, explain=run.text)
     for number in (1, 2, 3):
         drained, other = run.pids(role)
         os.kill(drained, signal.SIGUSR1)
-        wait_for(partial(is_replaced, run, role, number), run.text)
+        wait_until(partial(is_replaced, run, role, number), explain=run.text)
         assert other in run.pids(role)
     assert run.end() == 0
 
@@ -259,7 +253,7 @@ def test_a_second_signal_ends_the_run_at_once(start: Callable[..., Run]) -> None
     run.wait_until_serving()
     everyone = run.everyone()
     run.process.send_signal(signal.SIGINT)
-    wait_for(lambda: "once more ends it at once" in run.text(), run.text)
+    wait_until(lambda: "once more ends it at once" in run.text(), explain=run.text)
     assert run.end(signal.SIGINT) == 0
     assert "did not end" not in run.text()
     assert not any(map(_is_alive, everyone))
@@ -277,14 +271,14 @@ def test_workers_are_started_and_the_youngest_leave(start: Callable[..., Run]) -
     up = scale(run, num_decode=3)
     assert (up.num_prefill, up.num_decode) == (1, 3)
     assert (list(up.starting), list(up.leaving)) == (["decode-2", "decode-3"], [])
-    wait_for(lambda: len(run.pids("decode")) == 3, run.text)
+    wait_until(lambda: len(run.pids("decode")) == 3, explain=run.text)
     down = scale(run, num_decode=1, num_prefill=2)
     assert list(down.starting) == ["prefill-2"]
     assert sorted(down.leaving) == ["decode-2", "decode-3"]
-    wait_for(lambda: run.pids("decode") == [oldest], run.text)
+    wait_until(lambda: run.pids("decode") == [oldest], explain=run.text)
     again = scale(run, num_decode=2)
     assert list(again.starting) == ["decode-4"]  # names are not used twice
-    wait_for(lambda: len(run.pids("decode")) == len(run.pids("prefill")) == 2, run.text)
+    wait_until(lambda: len(run.pids("decode")) == len(run.pids("prefill")) == 2, explain=run.text)
     everyone = run.everyone()
     assert run.end() == 0
     assert not any(map(_is_alive, everyone))
@@ -298,11 +292,13 @@ def test_a_worker_that_does_not_start_is_named_with_its_reason(start: Callable[.
     hindrance = run.directory / "decode-cannot-start"
     hindrance.touch()
     assert scale(run, num_decode=2).failing == {}
-    wait_for(lambda: scale(run).failing == {"decode-2": "error: there is no memory"}, run.text)
+    wait_until(
+        lambda: scale(run).failing == {"decode-2": "error: there is no memory"}, explain=run.text
+    )
     assert "decode-2 ended (status 2: error: there is no memory); it starts again" in run.text()
     hindrance.unlink()
-    wait_for(lambda: len(run.pids("decode")) == 2, run.text)
-    wait_for(lambda: not scale(run).failing, run.text)
+    wait_until(lambda: len(run.pids("decode")) == 2, explain=run.text)
+    wait_until(lambda: not scale(run).failing, explain=run.text)
     assert run.end() == 0
 
 
@@ -321,11 +317,11 @@ def test_workers_of_one_role_never_share_a_port(
 
     assert ports() == ["9092"]
     scale(run, num_decode=3)
-    wait_for(lambda: ports() == ["9092", "9093", "9094"], run.text)
+    wait_until(lambda: ports() == ["9092", "9093", "9094"], explain=run.text)
     scale(run, num_decode=1)
-    wait_for(lambda: ports() == ["9092"], run.text)
+    wait_until(lambda: ports() == ["9092"], explain=run.text)
     scale(run, num_decode=2)
-    wait_for(lambda: ports() == ["9092", "9093"], run.text)
+    wait_until(lambda: ports() == ["9092", "9093"], explain=run.text)
     assert run.end() == 0
 
 
@@ -348,7 +344,10 @@ def test_a_host_without_prefill_workers_waits_for_another_one(
     secret.write_text("a secret that is long enough")
     hosts = ("--redis-url", "redis://127.0.0.1:1", "--service-host", "127.0.0.1", "--mover")
     run = start(flags=("--prefill", "0", "--decode", "2", *hosts, "--secret-file", str(secret)))
-    wait_for(lambda: "waiting for prefill workers of toys on another host" in run.text(), run.text)
+    wait_until(
+        lambda: "waiting for prefill workers of toys on another host" in run.text(),
+        explain=run.text,
+    )
     assert len(run.pids("decode")) == 2
     assert not run.pids("prefill")
     assert len(run.pids("mover")) == 1
@@ -358,7 +357,7 @@ def test_a_host_without_prefill_workers_waits_for_another_one(
         scale(run, num_decode=0)
     changed = scale(run, num_decode=0, num_prefill=1)
     assert (list(changed.starting), len(changed.leaving)) == (["prefill-1"], 2)
-    wait_for(lambda: run.pids("prefill") and not run.pids("decode"), run.text)
+    wait_until(lambda: run.pids("prefill") and not run.pids("decode"), explain=run.text)
     assert run.end() == 0
 
 

@@ -15,6 +15,7 @@ from services.common.errors import Overloaded
 from services.gateway.dashboard import feed as feed_module
 from services.gateway.dashboard.access import check_local
 from services.gateway.dashboard.feed import MAX_VIEWERS, Feed, merge_patch
+from tests.waiting import until
 
 KEYS = st.sampled_from("abc")
 DOCUMENTS = st.recursive(
@@ -109,8 +110,7 @@ async def test_slow_viewer_skips_updates_and_gets_the_whole_document() -> None:
     slow = feed.events()
     document = await following(slow)
     missed = source.num_built + 3
-    while source.num_built < missed:
-        await asyncio.sleep(0.001)
+    await until(lambda: source.num_built >= missed)
     name, document = parsed(await anext(slow))
     assert (name, document["number"] >= missed) == ("whole", True)
     document = await following(slow, document)

@@ -11,7 +11,7 @@ from services.mover.transport import Area
 from tests.clock import Clock
 
 from .pools import BLOCK_BYTES, World
-from .test_pull import TOKENS, nothing_came, until
+from .test_pull import TOKENS, has_read, nothing_came
 
 TIMEOUT_S = 20.0
 
@@ -93,9 +93,9 @@ async def test_a_pull_that_is_given_up_waits_for_its_part_only(
     pull = world.pull(await world.detached(TOKENS))
     running = asyncio.create_task(pull.run())
     for number in range(2):
-        await until(world, number + 1)
+        await has_read(world, number + 1)
         world.transport.reads[number].land()
-    await until(world, 3)
+    await has_read(world, 3)
     pull.give_up()
     assert await world.num_held("b") == 3, "the second block may still land"
     world.transport.reads[2].land()
@@ -115,10 +115,10 @@ async def test_a_part_without_an_end_ends_the_process(monkeypatch: pytest.Monkey
         world.pull(await world.detached(TOKENS), TIMEOUT_S, landing_s=10.0).run()
     )
     for number in range(5):
-        await until(world, number + 1)
+        await has_read(world, number + 1)
         clock.now_s += 0.9 * TIMEOUT_S
         world.transport.reads[number].land()
-    await until(world, 6)
+    await has_read(world, 6)
     clock.now_s += TIMEOUT_S + 10.0
     await asyncio.sleep(0.01)
     assert not running.done()

@@ -8,6 +8,7 @@ from blockstore.hashing import prefix_hashes
 from services.mover.pull import PullFailed
 from services.mover.transport import State
 from services.protocol.ticket import TicketSequence
+from tests.waiting import until
 
 from .pools import NUM_BLOCKS, ROOT, SIZE, ProcessEnded, World
 
@@ -113,23 +114,19 @@ async def nothing_came(world: World) -> None:
     assert await world.store.match("b", prefix_hashes(ROOT, tuple(TOKENS), SIZE)) == 0
 
 
-async def until(world: World, num_reads: int) -> None:
-    async with asyncio.timeout(5):
-        while len(world.transport.reads) < num_reads:
-            await asyncio.sleep(0)
+async def has_read(world: World, num_reads: int) -> None:
+    await until(lambda: len(world.transport.reads) >= num_reads, longest_pause_s=0)
 
 
 async def test_target_blocks_stay_held_until_the_read_is_over() -> None:
     world = await World.make(lands=False)
     pull = world.pull(await world.detached(TOKENS))
     running = asyncio.create_task(pull.run())
-    await until(world, 1)
+    await has_read(world, 1)
     world.transport.reads[0].land()
-    await until(world, 2)
+    await has_read(world, 2)
     pull.give_up()
-    async with asyncio.timeout(5):
-        while await world.num_held("a"):
-            await asyncio.sleep(0)
+    await until(lambda: world.num_held("a"), lambda num_held: not num_held)
     assert await world.num_held("b") == 3, "parts of the read may still land"
     world.transport.reads[1].land()
     with pytest.raises(PullFailed, match="given_up"):
@@ -150,7 +147,7 @@ async def test_a_read_without_an_end_ends_the_process() -> None:
 async def test_a_failed_read_breaks_the_source() -> None:
     world = await World.make(lands=False)
     running = asyncio.create_task(world.pull(await world.detached(TOKENS)).run())
-    await until(world, 1)
+    await has_read(world, 1)
     world.transport.reads[0].land(State.FAILED)
     with pytest.raises(PullFailed, match="source_lost"):
         await running

@@ -18,6 +18,7 @@ from services.prefill.worker import PrefillWorker
 from services.worker.limits import Limits
 from services.worker.pool_worker import PoolWorker
 from tests.late_device import DEVICES, Device, LateForward
+from tests.waiting import until
 
 from .fake_pools import FakePools
 from .fakes import Arena, FakeForward, FakeSession
@@ -41,23 +42,20 @@ class WorkerPair:
     """Whether steps are in flight while others are launched (`tests.late_device`)."""
 
     async def until(self, condition: Callable[[], bool], limit_s: float = 10.0) -> None:
-        async with asyncio.timeout(limit_s):
-            while not condition():
-                await asyncio.sleep(0.001)
+        await until(condition, limit_s=limit_s)
 
     async def until_empty(self) -> None:
         """Wait until no block is held, and check every law of the ledger."""
-        async with asyncio.timeout(10):
-            while (await self.store.stats("pool")).num_held:
-                await asyncio.sleep(0.001)
+        await self._until_nothing_held("pool")
         for pool_id in await self.store.pool_ids():
             assert (await self.store.audit(pool_id)).violations == ()
 
     async def until_colder_is_empty(self) -> None:
         """Wait until no block of the swap pool is held."""
-        async with asyncio.timeout(10):
-            while (await self.store.stats("colder")).num_held:
-                await asyncio.sleep(0.001)
+        await self._until_nothing_held("colder")
+
+    async def _until_nothing_held(self, pool_id: str) -> None:
+        await until(lambda: self.store.stats(pool_id), lambda stats: not stats.num_held)
 
 
 MakePair = Callable[..., "asyncio.Future[WorkerPair]"]

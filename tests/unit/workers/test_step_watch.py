@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import pytest
 
 from services.worker.liveness.step_watch import Stepping, watch_steps
+from tests.waiting import until
 
 LIMIT_S = 0.05
 
@@ -44,8 +45,6 @@ async def test_running_and_waiting_engines_are_not_stuck(steps: list[int | None]
             return steps[looks % len(steps)]
 
     watching = watch(Changing())
-    async with asyncio.timeout(10):
-        while looks < 30:
-            await asyncio.sleep(0.001)
+    await until(lambda: looks >= 30)
     assert not watching.done()
     watching.cancel()
