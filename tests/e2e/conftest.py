@@ -76,6 +76,15 @@ def deployment(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> It
         yield running
 
 
+@pytest.fixture(scope="session")
+def roomy(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """The same with room for all requests of a test. A module whose `deployment` it is leaves any
+    number of decode workers."""
+    options = ("--decode", "2", "--pool-memory", "64MiB")
+    with serving(checkpoint, tmp_path_factory.mktemp("run"), *options) as running:
+        yield running
+
+
 @pytest.fixture
 async def client(deployment: Deployment) -> AsyncIterator[AsyncClient]:
     client = AsyncClient(deployment.address, operations=deployment.operations)

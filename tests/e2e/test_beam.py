@@ -14,14 +14,15 @@ from quire.async_client import AsyncClient
 from quire.errors import InvalidRequest
 from quire.types import Beam, Delta, Sampling
 
-from .deployment import Deployment, deploying
+from .deployment import Deployment
 from .quiet import quiet
 
 LIMIT_S = 90.0
-POOL_MEMORY = "16MiB"
 
 
-deployment = deploying("--decode", "2", "--pool-memory", POOL_MEMORY)
+@pytest.fixture(scope="module")
+def deployment(roomy: Deployment) -> Deployment:
+    return roomy
 
 
 @pytest.fixture(scope="module")

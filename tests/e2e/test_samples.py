@@ -14,11 +14,14 @@ from quire.async_client import AsyncClient
 from quire.types import Sampling
 
 from .conftest import Oracle
-from .deployment import Deployment, deploying
+from .deployment import Deployment
 
 LIMIT_S = 90.0
 
-deployment = deploying("--decode", "2", "--pool-memory", "64MiB")
+
+@pytest.fixture(scope="module")
+def deployment(roomy: Deployment) -> Deployment:
+    return roomy
 
 
 def prompt(number: int) -> list[int]:

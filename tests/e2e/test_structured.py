@@ -15,7 +15,7 @@ from quire.async_client import AsyncClient
 from quire.types import Sampling
 from tests.waiting import until
 
-from .deployment import Deployment, deploying
+from .deployment import Deployment
 
 LIMIT_S = 90.0
 PROMPT = [300, 280, 310, 299]
@@ -43,7 +43,9 @@ HOSTILE = {
 }
 
 
-deployment = deploying("--decode", "2", "--pool-memory", "64MiB")
+@pytest.fixture(scope="module")
+def deployment(roomy: Deployment) -> Deployment:
+    return roomy
 
 
 def numbers(**changes: Any) -> Sampling:

@@ -15,6 +15,7 @@ from blockstore.memory_store import MemoryStore
 from quire.v1 import prefill_pb2
 from services.protocol.codec import ticket_to_wire
 from services.protocol.ticket import Ticket
+from services.worker.requests import holder_writes
 from tests.fuzz.correct_gateway import CORRECT_REQUESTS, NUM_TOKENS, Answer, Gateway, expected_of
 from tests.fuzz.hostile_gateway import (
     FORGED_COMMANDS,
@@ -108,6 +109,12 @@ async def run_attack(
         await workers.check_empty()
     finally:
         await workers.close()
+
+
+@pytest.fixture(autouse=True)
+def short_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The preempted request does not delay the others for long."""
+    monkeypatch.setattr(holder_writes, "_RETURNING_WAITER_S", 0.02)
 
 
 @pytest.mark.parametrize("kind", ["one", pytest.param("group", marks=pytest.mark.full), "search"])
