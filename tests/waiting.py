@@ -46,7 +46,7 @@ async def until(
     last: Any = None
     try:
         async with asyncio.timeout(limit_s) as limit:
-            for pause_s in _pauses(longest_pause_s):
+            for pause_s in _pauses(longest_pause_s, asyncio.get_running_loop().time):
                 try:
                     asked = ask()
                     last = await asked if isawaitable(asked) else asked
@@ -72,7 +72,7 @@ def wait_until(
 ) -> T:
     """`until` outside of an event loop. It does not interrupt `ask`."""
     deadline = time.monotonic() + limit_s
-    for pause_s in _pauses(LONGEST_PAUSE_S):
+    for pause_s in _pauses(LONGEST_PAUSE_S, time.monotonic):
         if holds(answer := ask()):
             return answer
         if time.monotonic() > deadline:
@@ -81,11 +81,10 @@ def wait_until(
     raise AssertionError("there is always a next pause")
 
 
-def _pauses(longest_s: float) -> Iterator[float]:
-    began = time.monotonic()
+def _pauses(longest_s: float, clock: Callable[[], float]) -> Iterator[float]:
+    began = clock()
     while True:
-        waited_s = time.monotonic() - began
-        yield min(max(SHORTEST_PAUSE_S, waited_s / 10), longest_s)
+        yield min(max(SHORTEST_PAUSE_S, (clock() - began) / 10), longest_s)
 
 
 def _in_vain(limit_s: float, last: object, explain: Callable[[], str]) -> str:
