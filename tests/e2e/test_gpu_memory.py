@@ -13,6 +13,7 @@ from services.common.pool.directory import PoolDirectory
 from tests.waiting import until
 
 from .conftest import POOL_MEMORY
+from .decoders import living
 from .deployment import Deployment, deploying
 from .test_crashes import LIMIT_S, PoolView, all_serve, arena_of, pool_view, streams
 
@@ -45,7 +46,8 @@ async def test_the_pool_outlives_the_processes_that_made_it(
         await replaced(client, before, 0 if name == "block_manager" else 1)
     assert no_pid_of(victims, deployment)
     assert arena_of(deployment, pool_view.directory).stat().st_ino == memory
-    assert deployment.log.read_text().count('"event": "worker_reaped"') == 4
+    reaped = '"event": "worker_reaped"'
+    await until(deployment.log.read_text, lambda log: log.count(reaped) == 4)
 
 
 async def test_a_pool_without_workers_waits_for_them(
@@ -64,9 +66,8 @@ async def test_a_pool_without_workers_waits_for_them(
 
 
 async def worker_ids(client: AsyncClient) -> set[str]:
-    """The worker ids in the registry, which lists a dead worker for some seconds."""
     try:
-        return {worker.worker_id for worker in await client.workers()}
+        return {worker.worker_id for worker in await living(client)}
     except QuireError:  # the block manager is not back
         return set()
 

@@ -15,7 +15,15 @@ from quire.types import Sampling
 from tests.waiting import until
 
 from .conftest import Oracle
-from .decoders import busiest, decoder_states, figures, pid_of, until_left, until_two_serve
+from .decoders import (
+    busiest,
+    decoder_states,
+    decoders,
+    figures,
+    pid_of,
+    until_left,
+    until_two_serve,
+)
 from .deployment import Deployment
 
 NUM_STREAMS, NUM_TOKENS = 6, 2000
@@ -81,7 +89,7 @@ async def test_workers_come_and_go_under_load(
         before = await figures(deployment, "num_moves", "num_preemptions")
         for number in (3, 1):
             streams = [Stream(client, number) for number in range(2 * NUM_STREAMS)]
-            await busiest(client)
+            await until(lambda: decoders(client), lambda now: all(w.num_running for w in now))
             scaled = await client.scale(num_decode=number)
             assert scaled.num_decode == number
             await until(lambda: decoder_states(client), partial(eq, ["serving"] * number))
