@@ -6,11 +6,10 @@ from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor
 
 import kvops
 from bench.gpu.check import Check, Machine, Passed, Skipped, compare, same_bits, worst
-from bench.gpu.paged import Geometry, PagedBatch, paged_batch
+from bench.gpu.paged import Geometry, PagedBatch, attend, paged_batch
 from kvops import AttentionShape, Backend
 from kvops.step import AttentionStep, page_facts
 
@@ -63,22 +62,6 @@ def checks(machine: Machine) -> Iterator[Check]:
     yield "flashinfer in several runs", lambda: _several_runs(machine)
 
 
-def attend(
-    ops: Backend, batch: PagedBatch, window: int | None = None, sinks: Tensor | None = None
-) -> Tensor:
-    return ops.paged_attention(
-        batch.q,
-        batch.kv_layer,
-        batch.block_tables,
-        batch.cu_query_lens,
-        batch.context_lens,
-        batch.q.shape[-1] ** -0.5,
-        window,
-        max_query_len=batch.max_query_len,
-        sinks=sinks,
-    )
-
-
 def _against_reference(
     machine: Machine, ops: Backend, reference: Backend, geometry: Geometry
 ) -> Passed:
@@ -104,17 +87,9 @@ def _invariance(machine: Machine, ops: Backend, geometry: Geometry) -> Passed:
         together = attend(ops, batch)
         same_bits(attend(ops, batch), together, "the same call again")
         begins = batch.cu_query_lens.tolist()
-        for row, (new, context) in enumerate(rows):
-            num_blocks = -(-context // geometry.block_size)
-            alone = replace(
-                batch,
-                q=batch.q[begins[row] : begins[row + 1]],
-                block_tables=batch.block_tables[row : row + 1, :num_blocks],
-                cu_query_lens=torch.tensor([0, new], dtype=torch.int32, device=machine.device),
-                context_lens=batch.context_lens[row : row + 1],
-            )
+        for row, (new, _) in enumerate(rows):
             same = together[begins[row] : begins[row + 1]]
-            same_bits(attend(ops, alone), same, f"row {row} of {new} tokens alone")
+            same_bits(attend(ops, batch.row(row)), same, f"row {row} of {new} tokens alone")
     return Passed(f"{len(decode) * machine.pick(8, 1)} decoding rows and {len(prefill)} prompts")
 
 
@@ -146,8 +121,8 @@ def _sinks(machine: Machine, ops: Backend, reference: Backend) -> Passed:
     for rows in machine.pick(ROWS, TINY_ROWS):
         for window in (None, 128):
             batch = paged_batch(geometry, rows, seed=len(rows), window=window)
-            found = attend(ops, machine.moved(batch), window, sinks.to(machine.device))
-            shares.append(compare(found, attend(reference, batch, window, sinks)))
+            found = attend(ops, machine.moved(batch), window, sinks=sinks.to(machine.device))
+            shares.append(compare(found, attend(reference, batch, window, sinks=sinks)))
     return worst(shares, f"{len(shares)} batches")
 
 

@@ -2,12 +2,12 @@
 contexts of the batch are written: of each, what its queries see."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from kvops import int8_kv
+from kvops import Backend, int8_kv
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,41 @@ class PagedBatch:
     @property
     def max_query_len(self) -> int:
         return int(self.cu_query_lens.diff().max())
+
+    def row(self, number: int) -> "PagedBatch":
+        """The batch of one row alone, with no more of its block table than it needs."""
+        begin, end = self.cu_query_lens[number : number + 2].tolist()
+        num_blocks = -(-int(self.context_lens[number]) // self.kv_layer.shape[2])
+        return replace(
+            self,
+            q=self.q[begin:end],
+            block_tables=self.block_tables[number : number + 1, :num_blocks],
+            cu_query_lens=self.cu_query_lens[number : number + 2] - begin,
+            context_lens=self.context_lens[number : number + 1],
+            keys=self.keys[number : number + 1],
+            values=self.values[number : number + 1],
+        )
+
+
+def attend(
+    ops: Backend,
+    batch: PagedBatch,
+    window: int | None = None,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    return ops.paged_attention(
+        batch.q,
+        batch.kv_layer,
+        batch.block_tables,
+        batch.cu_query_lens,
+        batch.context_lens,
+        batch.q.shape[-1] ** -0.5,
+        window,
+        max_query_len=batch.max_query_len,
+        cap=cap,
+        sinks=sinks,
+    )
 
 
 def paged_batch(

@@ -1,11 +1,13 @@
 """paged_attention: the reference equals attention without pages, and every backend equals the
 reference."""
 
+from dataclasses import replace
+from itertools import pairwise
+
 import pytest
 import torch
-from torch import Tensor
 
-from bench.gpu.paged import Geometry, PagedBatch, paged_batch
+from bench.gpu.paged import Geometry, attend, paged_batch
 from kvops import Backend
 
 TOLERANCE = {torch.float32: (1e-5, 5e-6), torch.bfloat16: (1.6e-2, 8e-3)}
@@ -29,22 +31,6 @@ ROWS = {
 
 # Within a block, whole blocks, over the ends of blocks, above all contexts.
 WINDOWS = [1, 5, 16, 40, 1000]
-
-
-def attend(
-    ops: Backend, batch: PagedBatch, window: int | None = None, cap: float | None = None
-) -> Tensor:
-    return ops.paged_attention(
-        batch.q,
-        batch.kv_layer,
-        batch.block_tables,
-        batch.cu_query_lens,
-        batch.context_lens,
-        batch.q.shape[-1] ** -0.5,
-        window,
-        max_query_len=batch.max_query_len,
-        cap=cap,
-    )
 
 
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS.keys())
@@ -118,18 +104,8 @@ def test_the_reference_is_softmax_attention_over_the_contiguous_context(
 def test_a_row_comes_out_the_same_alone_and_in_a_batch(ops: Backend) -> None:
     batch = paged_batch(GEOMETRIES[0], ROWS["mixed, with an empty row"], seed=3)
     together = attend(ops, batch)
-    for row, context in enumerate(batch.context_lens.tolist()):
-        begin, end = batch.cu_query_lens[row : row + 2].tolist()
-        alone = ops.paged_attention(
-            batch.q[begin:end],
-            batch.kv_layer,
-            batch.block_tables[row : row + 1],
-            torch.tensor([0, end - begin]),
-            torch.tensor([context]),
-            16**-0.5,
-            max_query_len=end - begin,
-        )
-        assert torch.equal(alone, together[begin:end])
+    for row, (begin, end) in enumerate(pairwise(batch.cu_query_lens.tolist())):
+        assert torch.equal(attend(ops, batch.row(row)), together[begin:end])
 
 
 def test_a_window_of_one_is_the_value_of_the_query_s_own_position(ops: Backend) -> None:
@@ -142,13 +118,5 @@ def test_queries_may_be_a_strided_view(ops: Backend) -> None:
     batch = paged_batch(GEOMETRIES[0], ROWS["mixed, with an empty row"], seed=4)
     qkv = torch.full((batch.q.shape[0], 8, 16), float("nan"))
     qkv[:, 2:6] = batch.q
-    strided = ops.paged_attention(
-        qkv[:, 2:6],
-        batch.kv_layer,
-        batch.block_tables,
-        batch.cu_query_lens,
-        batch.context_lens,
-        16**-0.5,
-        max_query_len=batch.max_query_len,
-    )
-    assert torch.equal(strided, attend(ops, batch))
+    strided = replace(batch, q=qkv[:, 2:6])
+    assert torch.equal(attend(ops, strided), attend(ops, batch))

@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 import kvops
-from bench.gpu.paged import Geometry, PagedBatch, paged_batch
+from bench.gpu.paged import Geometry, PagedBatch, attend, paged_batch
 from kvops import AttentionShape, Backend, BackendUnavailable, choose_attention
 from kvops.step import AttentionStep, page_facts
 
 from . import flash_stand_in, flashinfer_stand_in
-from .test_attention import ROWS, TOLERANCE, attend
+from .test_attention import ROWS, TOLERANCE
 from .test_flash import BF16, GEOMETRIES, finite, shape_of
 
 Gpu = Callable[..., None]

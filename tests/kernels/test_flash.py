@@ -6,17 +6,18 @@ not the speed. `bench/gpu_check.sh` calls the package itself.
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 import kvops
-from bench.gpu.paged import Geometry, PagedBatch, paged_batch
+from bench.gpu.paged import Geometry, PagedBatch, attend, paged_batch
 from kvops import AttentionShape, Backend, BackendUnavailable
 
 from . import flash_stand_in
-from .test_attention import ROWS, TOLERANCE, attend
+from .test_attention import ROWS, TOLERANCE
 
 BF16 = torch.bfloat16
 GEOMETRIES = [
@@ -137,15 +138,7 @@ def test_a_launch_has_no_more_programs_than_the_longest_row_needs(
     batch = paged_batch(GEOMETRIES[0], [(1, 20)] * len(rows), seed=1)
     attend(flash, batch)
     batch.cu_query_lens.copy_(torch.tensor([0, *(new for new, _ in rows)]).cumsum(0))
-    flash.paged_attention(
-        torch.zeros(int(batch.cu_query_lens[-1]), 4, 64, dtype=BF16),
-        batch.kv_layer,
-        batch.block_tables,
-        batch.cu_query_lens,
-        batch.context_lens,
-        1.0,
-        max_query_len=batch.max_query_len,
-    )
+    attend(flash, replace(batch, q=torch.zeros(int(batch.cu_query_lens[-1]), 4, 64, dtype=BF16)))
     assert asked == [("flash_attn_with_kvcache", None), (function, longest)]
 
 
@@ -164,17 +157,12 @@ def test_indices_may_be_int64_and_queries_a_strided_view(
     batch = paged_batch(GEOMETRIES[0], SEVERAL_BLOCKS, seed=12)
     qkv = torch.full((len(batch.q), 8, 64), float("nan"), dtype=BF16)
     qkv[:, 2:6] = batch.q
-    out = flash.paged_attention(
-        qkv[:, 2:6],
-        batch.kv_layer,
-        batch.block_tables.long(),
-        batch.cu_query_lens.long(),
-        batch.context_lens.long(),
-        64**-0.5,
-        max_query_len=batch.max_query_len,
-    )
+    fields = ("block_tables", "cu_query_lens", "context_lens")
+    strided = replace(batch, q=qkv[:, 2:6], **{f: getattr(batch, f).long() for f in fields})
     rtol, atol = TOLERANCE[BF16]
-    torch.testing.assert_close(out, attend(reference, batch), rtol=rtol, atol=atol)
+    torch.testing.assert_close(
+        attend(flash, strided), attend(reference, batch), rtol=rtol, atol=atol
+    )
 
 
 @pytest.mark.parametrize(

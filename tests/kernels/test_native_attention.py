@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import kvops
+from bench.gpu import paged
 from bench.gpu.paged import Geometry, PagedBatch, corrupt, paged_batch
 from kvops import Backend
 from kvops.native import NativeCpu, emulated_kernels, usable_kernels
@@ -155,17 +156,7 @@ def test_native_attention_equals_the_reference(
         dataclasses.replace(GEOMETRIES[1], dtype=dtype, in_int8=in_int8), ROWS, seed=2, window=70
     )
     sinks = torch.linspace(-2, 2, batch.q.shape[1])
-    expected = reference.paged_attention(
-        batch.q,
-        batch.kv_layer,
-        batch.block_tables,
-        batch.cu_query_lens,
-        batch.context_lens,
-        96**-0.5,
-        70,
-        max_query_len=batch.max_query_len,
-        sinks=sinks,
-    )
+    expected = paged.attend(reference, batch, 70, sinks=sinks)
     tolerance = 2e-6 if dtype == FP32 else 1.6e-2
     actual = attend(cpu, batch, 70, sinks=sinks)
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
@@ -282,14 +273,7 @@ def test_a_row_s_bits_depend_neither_on_other_rows_nor_on_threads(
     together = attend(cpu, batch)
     assert torch.equal(attend(NativeCpu(2, cpu.isa), batch), together)
     for row, (begin, end) in enumerate(itertools.pairwise(batch.cu_query_lens.tolist())):
-        alone = dataclasses.replace(
-            batch,
-            q=batch.q[begin:end],
-            block_tables=batch.block_tables[row : row + 1],
-            cu_query_lens=torch.tensor([0, end - begin], dtype=torch.int32),
-            context_lens=batch.context_lens[row : row + 1],
-        )
-        assert torch.equal(attend(cpu, alone), together[begin:end])
+        assert torch.equal(attend(cpu, batch.row(row)), together[begin:end])
 
 
 # What a row's context has in common with that of another row, which is named by its index: in whole
@@ -323,16 +307,6 @@ def sharing_batch(geometry: Geometry, rows: list[tuple[int, int, int]]) -> Paged
     return batch
 
 
-def row_of(batch: PagedBatch, row: int) -> PagedBatch:
-    return dataclasses.replace(
-        batch,
-        q=batch.q[row : row + 1],
-        block_tables=batch.block_tables[row : row + 1],
-        cu_query_lens=torch.tensor([0, 1], dtype=torch.int32),
-        context_lens=batch.context_lens[row : row + 1],
-    )
-
-
 @pytest.mark.parametrize("sharing", SHARING)
 @pytest.mark.parametrize(
     "geometry",
@@ -357,7 +331,7 @@ def test_a_row_s_bits_do_not_depend_on_who_shares_its_blocks(
     together = attend(cpu, batch, window)
     assert torch.equal(attend(NativeCpu(2, cpu.isa), batch, window), together)
     for row in range(len(rows)):
-        assert torch.equal(attend(cpu, row_of(batch, row), window), together[row : row + 1])
+        assert torch.equal(attend(cpu, batch.row(row), window), together[row : row + 1])
 
 
 def test_non_finite_values_behind_shared_blocks_stay_in_their_row(cpu: NativeCpu) -> None:
@@ -374,12 +348,4 @@ def test_heads_that_the_kernels_cannot_do_are_refused(head_dim: int) -> None:
     geometry = Geometry(block_size=4, num_heads=2, num_kv_heads=1, head_dim=head_dim)
     batch = paged_batch(geometry, [(1, 5)], seed=0)
     with pytest.raises(ValueError, match="odd size or of more than 256"):
-        kvops.backend("cpu").paged_attention(
-            batch.q,
-            batch.kv_layer,
-            batch.block_tables,
-            batch.cu_query_lens,
-            batch.context_lens,
-            1.0,
-            max_query_len=5,
-        )
+        paged.attend(kvops.backend("cpu"), batch)

@@ -10,7 +10,7 @@ import torch
 
 import kvops
 from bench.gpu.experts import in_dtype, randn, weights_of
-from bench.gpu.paged import Geometry, paged_batch
+from bench.gpu.paged import Geometry, attend, paged_batch
 from kvops import Backend
 from kvops.experts import ExpertWeights
 from kvops.triton.experts import experts
@@ -18,7 +18,6 @@ from kvops.triton.experts import experts
 from . import flash_stand_in
 from .test_attention import (
     TOLERANCE,
-    attend,
     test_a_window_of_one_is_the_value_of_the_query_s_own_position,
     test_every_backend_attends_as_the_reference,
     test_every_backend_caps_scores_as_the_reference,
@@ -108,17 +107,8 @@ def test_a_decoded_row_has_the_same_bits_in_every_batch(ops: Backend) -> None:
     rows = [(1, 1), (1, 200), (1, 300), (1, 2000)]
     batch = paged_batch(SMALL, rows, seed=8)
     together = attend(ops, batch)
-    for row, (_, context) in enumerate(rows):
-        alone = ops.paged_attention(
-            batch.q[row : row + 1],
-            batch.kv_layer,
-            batch.block_tables[row : row + 1, : -(-context // SMALL.block_size)],
-            torch.tensor([0, 1]),
-            torch.tensor([context]),
-            16**-0.5,
-            max_query_len=1,
-        )
-        assert torch.equal(alone[0], together[row])
+    for row in range(len(rows)):
+        assert torch.equal(attend(ops, batch.row(row))[0], together[row])
 
 
 @pytest.mark.parametrize("longest", [20, 700], ids=["whole", "splits"])
@@ -149,20 +139,9 @@ def test_sinks_join_the_softmax(
     batch = paged_batch(geometry, [(new, longest), (new, 40), (new, new)], seed=3, window=window)
     batch.context_lens[2] = 0
 
-    def attend_with(backend: Backend) -> torch.Tensor:
-        return backend.paged_attention(
-            batch.q,
-            batch.kv_layer,
-            batch.block_tables,
-            batch.cu_query_lens,
-            batch.context_lens,
-            0.25,
-            window,
-            max_query_len=new,
-            sinks=level + torch.linspace(-2, 2, 4),
-        )
-
-    torch.testing.assert_close(attend_with(ops), attend_with(reference), rtol=1e-5, atol=5e-6)
+    sinks = level + torch.linspace(-2, 2, 4)
+    found, expected = (attend(backend, batch, window, sinks=sinks) for backend in (ops, reference))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=5e-6)
 
 
 # Experts. A tile has 64 lines and 64 outputs, and reads 128 bytes of each line at once.
