@@ -5,13 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from quire.async_client import AsyncClient
-from quire.errors import InvalidRequest
 from quire.types import Beam, Delta, Sampling
 
 from .deployment import Deployment
@@ -99,38 +97,3 @@ async def test_beam_search_equals_transformers(
     expected = by_transformers(model, prompt, ending, n)
     check(await search(client, prompt, ending), expected)
     await quiet(client)
-
-
-async def test_over_http(deployment: Deployment, model: Any) -> None:
-    prompt = prompt_of(7)
-    body = {
-        "prompt": prompt,
-        "use_beam_search": True,
-        "best_of": 4,
-        "n": 2,
-        "length_penalty": 0.5,
-        "early_stopping": True,
-        "max_tokens": 12,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
-    async with httpx.AsyncClient(timeout=LIMIT_S) as http:
-        answer = (await http.post(f"{deployment.http}/v1/completions", json=body)).json()
-    sampling = Sampling(beam=Beam(4, 0.5, True), max_tokens=12)
-    expected = by_transformers(model, prompt, sampling, 2)
-    assert [choice["token_ids"] for choice in answer["choices"]] == [t for t, _ in expected]
-    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
-
-
-async def test_contradictory_beam_parameters_are_refused(client: AsyncClient) -> None:
-    refused: list[tuple[Beam, dict[str, Any], str]] = [
-        (Beam(17), {}, "width"),
-        (Beam(2), {"n": 3}, "n is 3"),
-        (Beam(2), {"temperature": 0.7}, "temperature"),
-        (Beam(2), {"stop": ("a",)}, "stop"),
-        (Beam(2, 9.0), {}, "length_penalty"),
-    ]
-    for beam, others, said in refused:
-        with pytest.raises(InvalidRequest, match=said):
-            await client.complete(prompt_of(1), Sampling(beam=beam, max_tokens=4, **others))

@@ -5,16 +5,12 @@ import asyncio
 import os
 import random
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
-import httpx
 import pytest
 
 from quire.async_client import AsyncClient
-from quire.client import Client
 from quire.types import Choice, Completion, Sampling
 
 from .decoders import busiest, until_two_serve
@@ -95,39 +91,3 @@ async def test_best_of_does_not_change_when_a_gateway_is_killed(
     assert not completing.done()
     check(await completing, ranked)
     deployment.wait_until_ready()
-
-
-async def test_over_http(deployment: Deployment, client: AsyncClient) -> None:
-    ranked = await undisturbed(client, 4, 40)
-    body = {
-        "prompt": prompt(4),
-        "n": NUM_BEST,
-        "best_of": NUM,
-        "seed": 5,
-        "temperature": 1.0,
-        "max_tokens": 40,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
-    async with httpx.AsyncClient(timeout=LIMIT_S, trust_env=False) as http:
-        answer = (await http.post(f"{deployment.http}/v1/completions", json=body)).json()
-    assert [choice["index"] for choice in answer["choices"]] == list(range(NUM_BEST))
-    best = [list(each.token_ids) for each in ranked[:NUM_BEST]]
-    assert [choice["token_ids"] for choice in answer["choices"]] == best
-    assert answer["usage"]["completion_tokens"] == NUM * 40
-
-
-def test_the_command_shows_the_best_samples(deployment: Deployment) -> None:
-    flags = "--raw --n 2 --best-of 4 --max-tokens 20 --seed 1 --temperature 1 --ignore-eos"
-    command = [sys.executable, "-m", "quire.cli", "generate", "Once upon", *flags.split()]
-    shown = subprocess.run(
-        [*command, "--address", deployment.address],
-        capture_output=True,
-        check=True,
-        timeout=LIMIT_S,
-    ).stdout.decode(errors="replace")
-    sampling = drawn(20, n=2, best_of=4, seed=1)
-    with Client(deployment.address) as client:
-        completion = client.complete("Once upon", sampling, timeout_s=LIMIT_S)
-    texts = [choice.text for choice in completion.choices]
-    assert shown == f"--- 1 of 2 ---\n{texts[0]}\n--- 2 of 2 ---\n{texts[1]}\n"

@@ -1,18 +1,16 @@
-"""Logprobs of a whole deployment, over gRPC and HTTP, equal those of transformers."""
+"""Logprobs of a whole deployment equal those of transformers."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import httpx
 import pytest
 import torch
 from torch import Tensor
 
 from quire.async_client import AsyncClient
-from quire.types import Candidate, Completion, Sampling, TokenLogprobs
+from quire.types import Completion, Sampling, TokenLogprobs
 
 from .conftest import Oracle
-from .deployment import Deployment
 from .quiet import quiet
 from .test_serving import prompt
 
@@ -110,29 +108,3 @@ async def test_logprobs_of_several_sequences_of_one_request(
     assert again.prompt_logprobs == first.prompt_logprobs
     assert again.choices == first.choices
     await quiet(client)
-
-
-@pytest.fixture
-async def http(deployment: Deployment) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=deployment.http, timeout=30, trust_env=False) as client:
-        yield client
-
-
-def numbers(candidates: Sequence[Candidate]) -> list[float]:
-    return [each.logprob for each in candidates]
-
-
-async def test_a_prompt_is_scored_over_http(client: AsyncClient, http: httpx.AsyncClient) -> None:
-    """echo with max_tokens=0 gives the same numbers as gRPC."""
-    tokens = prompt(980, 30)
-    scored = await client.complete(tokens, asking(1))
-    body = {"prompt": tokens, "echo": True, "max_tokens": 0, "logprobs": NUM_TOP}
-    answer = (await http.post("/v1/completions", json=body)).json()
-    (choice,) = answer["choices"]
-    found = choice["logprobs"]
-    wanted = numbers([each.chosen for each in scored.prompt_logprobs])
-    assert found["token_logprobs"][0] is None
-    assert found["token_logprobs"][1:] == pytest.approx(wanted, rel=1e-6)
-    assert len(found["tokens"]) == len(found["text_offset"]) == len(tokens)
-    assert answer["usage"]["completion_tokens"] == 0
-    assert choice["text"].startswith(found["tokens"][0])

@@ -1,13 +1,8 @@
 """Several samples of one prompt through real processes: each is drawn as it is alone."""
 
-import json
 import random
-import subprocess
-import sys
-from collections.abc import AsyncIterator
 from typing import Any
 
-import httpx
 import pytest
 
 from quire.async_client import AsyncClient
@@ -58,57 +53,3 @@ async def test_greedy_samples_are_the_oracles(
     same = await samples(client, 2, drawn(4, 40, temperature=0.0))
     assert same == [same[0]] * 4
     assert oracle.choices(prompt(2), same[0]) == same[0]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_samples_over_http(
-    deployment: Deployment, client: AsyncClient, two_decoders: None, stream: bool
-) -> None:
-    """Two prompts of three samples each are six choices, in the order of the prompts."""
-    expected = [
-        tokens for number in (5, 6) for tokens in await samples(client, number, drawn(3, 50))
-    ]
-    body = {
-        "prompt": [prompt(5), prompt(6)],
-        "n": 3,
-        "seed": 5,
-        "temperature": 1.0,
-        "max_tokens": 50,
-        "ignore_eos": True,
-        "return_token_ids": True,
-        "stream": stream,
-    }
-    got: dict[int, list[int]] = {index: [] for index in range(6)}
-    async with httpx.AsyncClient(timeout=LIMIT_S, trust_env=False) as http:
-        if stream:
-            async with http.stream(
-                "POST", f"{deployment.http}/v1/completions", json=body
-            ) as answer:
-                async for part in _events(answer):
-                    for choice in part["choices"]:
-                        got[choice["index"]] += choice["token_ids"]
-        else:
-            answer = await http.post(f"{deployment.http}/v1/completions", json=body)
-            for choice in answer.json()["choices"]:
-                got[choice["index"]] += choice["token_ids"]
-            assert answer.json()["usage"]["completion_tokens"] == 6 * 50
-    assert list(got.values()) == expected
-
-
-def test_the_command_shows_samples_apart(deployment: Deployment) -> None:
-    flags = "--raw --n 3 --max-tokens 20 --seed 1 --temperature 1 --ignore-eos"
-    command = [sys.executable, "-m", "quire.cli", "generate", "Once upon", *flags.split()]
-    shown = subprocess.run(
-        [*command, "--address", deployment.address],
-        capture_output=True,
-        check=True,
-        timeout=LIMIT_S,
-    ).stdout.decode(errors="replace")
-    headings = [line for line in shown.splitlines() if line.startswith("--- ")]
-    assert headings == [f"--- {number} of 3 ---" for number in (1, 2, 3)]
-
-
-async def _events(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    async for line in answer.aiter_lines():
-        if line.startswith("data: {"):
-            yield json.loads(line.removeprefix("data: "))

@@ -52,25 +52,6 @@ async def test_sequences_come_with_their_indices(make_harness: Any) -> None:
     await until(lambda: not decode.slots)
 
 
-@pytest.mark.parametrize("received", [1, 3])
-async def test_a_group_whose_worker_dies_goes_on_elsewhere(
-    make_harness: Any, received: int
-) -> None:
-    prefill = FakePrefill()
-    dies, other = FakeDecode("decode-1", num_slots=64), FakeDecode("decode-2", num_slots=8)
-    harness = await make_harness(prefill, dies, other)
-    dies.pause_after = received
-    call = Call(harness.gateway, asked(sampling=N))
-    await until(lambda: len(call.tokens) == NUM * received and "r1" in dies.running)
-    dies.die()
-    last = await call.result()
-    assert tokens_of(call.deltas) == all_of()
-    assert last.usage is not None
-    assert last.usage.num_generated_tokens == NUM * 8
-    again = prefill.submitted[-1]
-    assert [list(s.token_ids) for s in again.sequences] == list(all_of(received).values())
-
-
 async def test_ended_sequences_are_not_computed_again(make_harness: Any) -> None:
     """A stop string ends one sequence, and then the worker dies."""
     texts = {index: bytes(tokens).decode() for index, tokens in all_of().items()}
@@ -178,21 +159,6 @@ async def test_a_group_whose_worker_has_gone_for_good_is_told_so(make_harness: A
     large.die()
     with pytest.raises(NoWorker, match="8 sequences at a time"):
         await call.result()
-
-
-async def test_a_group_moves_from_a_worker_that_leaves(make_harness: Any) -> None:
-    leaving, staying = FakeDecode("decode-1", num_slots=64), FakeDecode("decode-2", num_slots=8)
-    prefill = FakePrefill()
-    harness = await make_harness(prefill, leaving, staying)
-    leaving.pause_after = 3
-    call = Call(harness.gateway, asked(sampling=N))
-    await until(lambda: len(call.tokens) == 9 and "r1" in leaving.running)
-    leaving.report(leaving.load, draining=True)
-    await call.result()
-    assert tokens_of(call.deltas) == all_of()
-    assert len(prefill.submitted) == 1
-    (admit,) = staying.commands(decode_pb2.Admit)
-    assert [len(s.token_ids) for s in admit.ticket.sequences] == [3, 3, 3]
 
 
 async def test_an_unread_group_is_paused(

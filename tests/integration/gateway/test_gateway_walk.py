@@ -81,20 +81,6 @@ async def test_a_preempted_request_goes_on_with_the_same_tokens(
     assert first.sampling.seed == again.sampling.seed
 
 
-async def test_cached_tokens_are_those_of_the_first_prefill(make_harness: Any) -> None:
-    prefill, decode = FakePrefill(), FakeDecode()
-    harness = await make_harness(prefill, decode)
-    prefill.num_cached = 3
-    decode.pause_after = 2
-    call = Call(harness.gateway, asked())
-    await until(lambda: len(call.tokens) == 2)
-    decode.pause_after = None
-    decode.requeue("r1", PREEMPTED)
-    last = await call.result()
-    assert last.usage is not None
-    assert last.usage.num_cached_tokens == 3
-
-
 async def test_cached_tokens_are_reported_only_to_a_client_with_a_salt(make_harness: Any) -> None:
     """Among requests that share prefixes, the number would reveal what others have sent. The
     gateway's metrics have it in any case."""
@@ -140,26 +126,6 @@ async def test_a_draining_worker_gets_nothing_new(make_harness: Any) -> None:
     assert call.tokens == expected(PROMPT, 8)
     await Call(harness.gateway, asked("r2")).result()
     assert [c.request_id for c in staying.commands(decode_pb2.Reserve)] == ["r1", "r2"]
-
-
-async def test_events_of_an_earlier_attempt_are_dropped(make_harness: Any) -> None:
-    """The first decode worker goes on with the request that it gave back: none of its tokens
-    reaches the client."""
-    prefill, decode = FakePrefill(), FakeDecode()
-    harness = await make_harness(prefill, decode)
-    decode.pause_after = 3
-    call = Call(harness.gateway, asked(max_tokens=6))
-    await until(lambda: len(call.tokens) == 3)
-    session = decode.running["r1"].session
-    prefill.holds = True
-    decode.requeue("r1", PREEMPTED)
-    late = worker_pb2.SequenceOutput(request_id="r1", attempt=1, position=99, token_ids=[120])
-    session.send(step=decode_pb2.StepOutput(outputs=[late]))
-    await until(lambda: bool(prefill.held))
-    decode.pause_after = None
-    prefill.let_go()
-    await call.result()
-    assert call.tokens == expected(PROMPT, 6)
 
 
 async def test_requests_are_served_strictly_in_order(make_harness: Any) -> None:
