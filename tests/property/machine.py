@@ -5,17 +5,9 @@ and 3 hold in both, and both have the same contents."""
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
-from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from blockstore.errors import LedgerError, OutOfBlocks
 from blockstore.memory.holders import Holder
@@ -51,7 +43,6 @@ STEP_S = 7.0
 test itself takes does not matter."""
 _TOMBSTONES_LAST_S = 500.0
 
-T = TypeVar("T")
 Call = Callable[[BlockStore], Awaitable[object]]
 
 
@@ -375,14 +366,7 @@ class StoresAgree(RuleBasedStateMachine):
     @invariant()
     def laws_hold(self) -> None:
         for store in self.stores:
-            report = self.runner.run(_awaited(store.audit("pool")))
-            assert report.ledger_checked
-            assert report.violations == ()
-            num_blocks = report.num_free + report.num_cached + report.num_held
-            assert num_blocks == self.spec.num_blocks
-            stats = self.runner.run(_awaited(store.stats("pool")))
-            holders = self.runner.run(_awaited(store.holders("pool")))
-            assert {holder.worker_id for holder in holders} <= set(stats.worker_ids)
+            self.runner.run(_laws_hold(store, self.spec.num_blocks))
 
 
 async def _outcome(awaitable: Awaitable[object]) -> object:
@@ -406,30 +390,10 @@ async def _view(store: BlockStore, worker_ids: Sequence[str]) -> object:
     )
 
 
-async def _awaited(awaitable: Awaitable[T]) -> T:
-    return await awaitable
-
-
-def drive(
-    others: Sequence[BlockStore],
-    runner: asyncio.Runner,
-    max_examples: int,
-    *,
-    clock: Clock,
-    shrink: bool = True,
-) -> None:
-    """Run the machine. AssertionError: two stores differ or a law is broken; `shrink`: with the
-    shortest such run. `clock`: of all stores."""
-    known = {"others": tuple(others), "runner": runner, "clock": clock}
-    machine = type("Machine", (StoresAgree,), known)
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=max_examples,
-            stateful_step_count=40,
-            deadline=None,
-            database=None,
-            phases=[Phase.generate, Phase.shrink] if shrink else [Phase.generate],
-            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-        ),
-    )
+async def _laws_hold(store: BlockStore, num_blocks: int) -> None:
+    report = await store.audit("pool")
+    assert report.ledger_checked
+    assert report.violations == ()
+    assert report.num_free + report.num_cached + report.num_held == num_blocks
+    worker_ids = (await store.stats("pool")).worker_ids
+    assert {holder.worker_id for holder in await store.holders("pool")} <= set(worker_ids)

@@ -5,6 +5,8 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
 
 from blockstore.memory.blocks import Blocks
 from blockstore.memory.holders import Holder
@@ -12,9 +14,10 @@ from blockstore.memory.ledger import Ledger
 from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolSpec
 from blockstore.redis_store import RedisStore
+from blockstore.store import BlockStore
 from tests.clock import Clock
 from tests.conftest import Valkey
-from tests.property.machine import drive
+from tests.property.machine import StoresAgree
 
 
 class ServerClock(Clock):
@@ -30,6 +33,31 @@ class ServerClock(Clock):
         for worker_id, ends_ms in leases.items():
             ends_ms = int(ends_ms) - round(1000 * seconds)
             self._valkey.command("HSET", "{pool}:leases", worker_id, ends_ms)
+
+
+def drive(
+    others: Sequence[BlockStore],
+    runner: asyncio.Runner,
+    max_examples: int,
+    *,
+    clock: Clock,
+    shrink: bool = True,
+) -> None:
+    """Run the machine. AssertionError: two stores differ or a law is broken; `shrink`: with the
+    shortest such run. `clock`: of all stores."""
+    known = {"others": tuple(others), "runner": runner, "clock": clock}
+    machine = type("Machine", (StoresAgree,), known)
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=max_examples,
+            stateful_step_count=40,
+            deadline=None,
+            database=None,
+            phases=[Phase.generate, Phase.shrink] if shrink else [Phase.generate],
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+        ),
+    )
 
 
 @pytest.fixture
