@@ -90,6 +90,28 @@ struct Activations {
   int64_t sums_stride = 0;
 };
 
+// An adapter's part in a linear (LoRA): y += B (A x). Both are fp32 beside fp32 linears, else bf16.
+struct LowRank {
+  const void* down;       // A [rank, k]
+  int64_t rank, k;        // a multiple of kRanks; the linear's inputs
+  const Linear* up;       // B [N, a part of the ranks]; null: the adapter has no part in it
+  const int32_t* firsts;  // of each 16 columns of a panel: the first rank that their B is for
+};
+inline constexpr int kRanks = 4;  // of A that are computed at once
+
+// The parts of several adapters in a linear.
+struct LowRanks {
+  const LowRank* const* of_row = nullptr;  // the parts that a row's adapter has, or null; or null
+  int64_t site = 0;                        // which of these is the one in the linear
+  const void* z = nullptr;                 // A x: fp32 or bf16 [M, z_stride]
+  int64_t z_stride = 0;
+
+  const LowRank* of(int64_t row) const {
+    if (!of_row || !of_row[row] || !of_row[row][site].up) return nullptr;
+    return &of_row[row][site];
+  }
+};
+
 // What a linear does with its result y = x W^T + bias (fp32).
 enum class Epilogue : int {
   store_f32 = 0,  // out[m, n] = y
@@ -137,9 +159,7 @@ struct LinearCall {
   // by the soft cap `cap` (0: none): cap * tanh(y / cap).
   float factor = 1.0f, cap = 0.0f;
   float alpha = 0.0f, limit = 0.0f;  // of swiglu
-  // fp32 [M, added_stride]: what rows from `added_from` on get beside y; null: nothing.
-  const float* added = nullptr;
-  int64_t added_stride = 0, added_from = 0;
+  LowRanks added = {};
 };
 
 // ---- keys and values ---------------------------------------------------------------------------
@@ -272,6 +292,9 @@ struct Kernels {
   // Computes a linear for panels [panel_begin, panel_end) and rows [row_begin, row_end).
   void (*linear)(const LinearCall&, int64_t panel_begin, int64_t panel_end, int64_t row_begin,
                  int64_t row_end);
+  // Computes kRanks of A x, from `rank` on, of rows [row_begin, row_end): z as in `LowRanks`.
+  void (*shrink)(const LowRank&, const Activations& x, int64_t rank, void* z, int64_t z_stride,
+                 int64_t row_begin, int64_t row_end);
   // The most panels times rows of such a call, for many rows: it takes about a millisecond.
   int64_t (*most_panel_rows)(WeightKind);
   // Packs weights into panels [panel_begin, panel_end): row n is the K values, f32 or bf16, at

@@ -141,7 +141,7 @@ class Layer:
         sin: Tensor | None,
     ) -> None: ...
 
-LowRank = tuple[PackedLinear, PackedLinear]
+LowRank = tuple[Tensor, PackedLinear, Tensor]
 
 class Adapter:
     def __init__(self, layers: list[Layer], added: list[list[LowRank | None]]) -> None: ...

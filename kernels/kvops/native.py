@@ -43,6 +43,7 @@ __all__ = [
     "Kind",
     "Lane",
     "Layer",
+    "LowRank",
     "NativeAdjustment",
     "NativeCpu",
     "NativeDraw",
@@ -57,6 +58,10 @@ __all__ = [
 Kind = Literal["float32", "bfloat16", "int8", "int4-32", "int4-64", "int4-128"]
 """The kinds of packed weights; int4 with its group."""
 
+LowRank = tuple[Tensor, PackedLinear, Tensor]
+"""An adapter's part in a linear: A [rank, K], B [N, ranks of a part], and of each 16 outputs the
+first rank that their B is for, int32."""
+
 NativeDraw = tuple[float, float, int, float, int, int, int, NativeAdjustment | None]
 """(temperature, the least scaled logit, top_k, top_p, seed, sequence index, position, adjustment).
 Temperature 0 chooses the likeliest token."""
@@ -64,7 +69,7 @@ Temperature 0 chooses the likeliest token."""
 PACKING = "panels-32.1"
 """The name of the layout of packed weights; a change of the layout changes the name."""
 
-NUMERICS = "4"
+NUMERICS = "5"
 """The version of the kernels' results. It changes with every change to a bit of a result, such as
 another order of summation or another draw."""
 

@@ -64,8 +64,13 @@ class PermissionDenied(QuireError):
 
 
 class UnknownModel(QuireError):
+    """`param`: as in `InvalidRequest`."""
+
     code = "model_not_found"
-    param = "model"
+
+    def __init__(self, message: str, param: str = "model") -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class UnknownWorker(QuireError):

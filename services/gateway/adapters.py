@@ -117,12 +117,11 @@ class GatewayAdapters:
         BlockStoreError."""
         async with self._changing:
             await self.refresh()
-            if not 0 < len(name) <= MAX_NAME_CHARS or not name.isprintable():
-                raise InvalidRequest(f"lora_name has {len(name)} characters", "lora_name")
+            _check_name(name)
             if name in self._models():
                 raise InvalidRequest(f"{name} is the name of a model", "lora_name")
             models = self._models()
-            base = choose_model(model, {name: name for name in models})
+            base = choose_model(model, {name: name for name in models}, "base_model_name")
             path = _absolute(directory)
             files = await asyncio.to_thread(AdapterFiles.read, path, models[base], self._max_rank)
             loaded = ServedAdapter(Adapter(name, str(path), files.digest), base)
@@ -149,10 +148,21 @@ class GatewayAdapters:
         async with self._changing:
             await self.refresh()
             if name not in self._served:
-                raise UnknownModel(f"no adapter {name!r} is loaded")
+                raise UnknownModel(f"no adapter {name!r} is loaded", "lora_name")
             await self._listed.remove_adapter(name)
             del self._served[name]
             log.info("adapter_unloaded", adapter=name)
+
+
+def _check_name(name: str) -> None:
+    if not 0 < len(name) <= MAX_NAME_CHARS:
+        raise InvalidRequest(
+            f"lora_name has {len(name)} characters, not 1 to {MAX_NAME_CHARS}", "lora_name"
+        )
+    if not name.isprintable() or name != name.strip():
+        raise InvalidRequest(
+            f"lora_name {name!r} has control characters, or spaces at an end", "lora_name"
+        )
 
 
 def _absolute(directory: str) -> Path:

@@ -33,6 +33,11 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "mlp, rslora": {"r": 4, "use_rslora": True, "target_modules": MLP},
     "one linear of three": {"r": 20, "target_modules": ["v_proj"]},
     "one layer": {"layers_to_transform": [1]},
+    "ranks and alphas by name": {
+        "target_modules": "all-linear",
+        "rank_pattern": {"layers.0.self_attn.[qv]_proj": 3, "q_proj": 12, "down_proj": 20},
+        "alpha_pattern": {"v_proj": 7, r"layers\.1\.mlp\..*": 5},
+    },
 }
 
 
@@ -78,6 +83,7 @@ def fields_of(row: Row) -> dict[str, Any]:
     [
         *(("qwen3-gqa-tied", kind) for kind in ADAPTERS),
         *((model, "all linears") for model in ("qwen2-mha", "llama3-rope-mqa", "mistral-window")),
+        ("qwen2-mqa-tied", "ranks and alphas by name"),  # no head is a multiple of 16 outputs
     ],
 )
 def test_greedy_tokens_are_those_of_peft(
@@ -161,7 +167,7 @@ def test_ranks_forget_adapters_that_are_gone(tmp_path: Path) -> None:
 
     shard: Any = SimpleNamespace(load_adapter=lambda files: files, weights_digest="")
     others: Any = Others()
-    model, files = LeadModel(shard, None, others), AdapterFiles(tmp_path, {}, 1.0, "")  # type: ignore[arg-type]
+    model, files = LeadModel(shard, None, others), AdapterFiles(tmp_path, {}, "")  # type: ignore[arg-type]
     kept = [model.load_adapter(files), model.load_adapter(files)]
     assert [one.number for one in kept] == [0, 1]
     del kept[0]
@@ -265,8 +271,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"bias": "all"}, "bias 'all' is not supported"),
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save \['lm_head'\] is not supported"),
         ({"peft_type": "IA3"}, "peft_type 'IA3' is not supported"),
-        ({"rank_pattern": {"q_proj": 2}}, r"rank_pattern \{'q_proj': 2\} is not supported"),
+        ({"rank_pattern": {"q_proj": 2}}, r"0.self_attn.q_proj has rank 8; r is 2, lora_alpha 16"),
+        ({"rank_pattern": {"(": 2}}, r"rank_pattern \{'\(': 2\}: missing \)"),
+        ({"rank_pattern": [2]}, r"rank_pattern \[2\]: "),
+        ({"alpha_pattern": {"v_proj": "x"}}, "v_proj has rank 8; r is 8, lora_alpha 'x'"),
+        ({"lora_alpha": float("nan")}, "r is 8, lora_alpha nan"),
+        ({"kasa_config": {"beta": 1}}, r"kasa_config \{'beta': 1\} is not supported"),
+        ({"use_something_new": True}, "use_something_new True is not supported"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out True is not supported"),
         ({"init_lora_weights": "pissa"}, "'pissa' changes the base model's weights"),
+        ({"init_lora_weights": "lora_ga"}, "'lora_ga' changes the base model's weights"),
+        ({"r": 16}, "q_proj has rank 8; r is 16"),
         ({"r": 0}, "r is 0, lora_alpha 16"),
         ({"r": "8"}, "r is '8'"),
     ],

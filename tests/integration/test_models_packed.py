@@ -18,7 +18,7 @@ from services.engine.batch import Row
 from services.engine.models import fused, load_model
 from services.engine.models.fused import FusedModel
 from services.engine.weights.checkpoint import weights_digest
-from services.engine.weights.fused_weights import GATE_UP_COLUMNS
+from services.engine.weights.fused_weights import COLUMNS
 from services.engine.weights.packed_file import packed_file
 
 from .models_oracle import GREEDY, RecordingRunner
@@ -223,11 +223,11 @@ def test_gate_and_up_alternate_by_sixteen_outputs() -> None:
     """Of 20 outputs each: 16 and 16, then 4 and 4 followed by zeros."""
     gate, up = torch.arange(1, 21), torch.arange(101, 121)
     zeros = [0] * 12
-    assert joined([gate, up], GATE_UP_COLUMNS).tolist() == [
+    assert joined([gate, up], COLUMNS).tolist() == [
         *range(1, 17),
         *range(101, 117),
         *[17, 18, 19, 20, *zeros],
         *[117, 118, 119, 120, *zeros],
     ]
     columns = torch.arange(40).view(20, 2)
-    assert torch.equal(joined([columns, columns], GATE_UP_COLUMNS)[16:32], columns[:16])
+    assert torch.equal(joined([columns, columns], COLUMNS)[16:32], columns[:16])

@@ -123,38 +123,54 @@ class LayerWeights {
   int window;
 };
 
-// An adapter; Python keeps its packed linears alive (`keep_alive` in `bind_decoder`).
+// An adapter; Python keeps its weights alive (`keep_alive` in `bind_decoder`).
 class BoundAdapter {
  public:
-  using Pair = std::optional<std::pair<const PackedLinear*, const PackedLinear*>>;
+  // A, B, and `LowRank::firsts`.
+  using Part = std::optional<std::tuple<Array, const PackedLinear*, Array>>;
 
   BoundAdapter(const std::vector<const LayerWeights*>& layers,
-               const std::vector<std::vector<Pair>>& added) {
+               const std::vector<std::vector<Part>>& added)
+      : num_layers_(layers.size()) {
     require(layers.size() == added.size(), "an adapter of other layers");
-    for (size_t i = 0; i < layers.size(); ++i) {
+    for (size_t i = 0; i < num_layers_; ++i) {
       const auto bases = layers[i]->linears();
-      require(added[i].size() == kNumSites, "an adapter has a pair or none for each linear");
-      std::array<LowRank, kNumSites> sites{};
+      require(added[i].size() == kNumSites, "an adapter has a part or none for each linear");
       for (size_t site = 0; site < kNumSites; ++site) {
-        if (!added[i][site]) continue;
-        const auto& [down, up] = *added[i][site];
-        require(bases[site] != nullptr, "an adapter of experts");
-        const Linear& base = *bases[site];
-        const bool is_f32 = base.kind == WeightKind::f32;
-        require(down->get().kind == (is_f32 ? WeightKind::f32 : WeightKind::bf16) &&
-                    up->get().kind == WeightKind::f32,
-                "an adapter's A is fp32 beside fp32 linears and else bf16, its B fp32");
-        check_linear(*down, up->get().k, base.k, "A");
-        check_linear(*up, base.n, down->get().n, "B");
-        sites[site] = {&down->get(), &up->get()};
+        require(!added[i][site] || bases[site], "an adapter of experts");
+        adapter_.parts.push_back(added[i][site] ? checked(*added[i][site], *bases[site])
+                                                : LowRank{});
       }
-      adapter_.layers.push_back(sites);
     }
   }
 
   const Adapter& get() const { return adapter_; }
+  size_t num_layers() const { return num_layers_; }
 
  private:
+  static LowRank checked(const std::tuple<Array, const PackedLinear*, Array>& part,
+                         const Linear& base) {
+    const auto& [down, packed, firsts] = part;
+    const Linear& up = packed->get();
+    const WeightKind kind = base.kind == WeightKind::f32 ? WeightKind::f32 : WeightKind::bf16;
+    check_rank(down, 2, "A");
+    require(up.kind == kind && is_f32(down) == (kind == WeightKind::f32) &&
+                is_bf16(down) == (kind == WeightKind::bf16),
+            "an adapter's A and B are fp32 beside fp32 linears, else bf16");
+    const auto rank = static_cast<int64_t>(down.shape(0)), k = static_cast<int64_t>(down.shape(1));
+    require(k == base.k && down.stride(0) == k && rank % kRanks == 0 && up.k % kRanks == 0,
+            "A is not a contiguous [ranks, inputs] of whole groups of ranks");
+    check_linear(*packed, base.n, up.k, "B");
+    check_rank(firsts, 1, "firsts");
+    const int32_t* values = data<int32_t>(firsts, "firsts");
+    require(static_cast<int64_t>(firsts.size()) == 2 * packed->num_panels(),
+            "firsts is not of each 16 columns");
+    for (size_t i = 0; i < firsts.size(); ++i)
+      require(values[i] >= 0 && values[i] + up.k <= rank, "firsts are not ranks of A");
+    return {down.data(), rank, k, &up, values};
+  }
+
+  size_t num_layers_;
   Adapter adapter_;
 };
 
@@ -228,7 +244,7 @@ class BoundDecoder {
   std::vector<AdapterRun> runs_of(const std::vector<Run>& runs, int64_t num_tokens) const {
     std::vector<AdapterRun> found;
     for (const auto& [adapter, begin, end] : runs) {
-      require(adapter->get().layers.size() == num_layers_, "an adapter of other layers");
+      require(adapter->num_layers() == num_layers_, "an adapter of other layers");
       require(begin >= 0 && begin < end && (found.empty() || begin == found.back().end),
               "runs of adapters that do not follow one another");
       found.push_back({&adapter->get(), begin, end});
@@ -293,7 +309,7 @@ void bind_decoder(nb::module_& m) {
            nb::keep_alive<1, 10>(), nb::keep_alive<1, 11>());
   nb::class_<BoundAdapter>(m, "Adapter")
       .def(nb::init<const std::vector<const LayerWeights*>&,
-                    const std::vector<std::vector<BoundAdapter::Pair>>&>(),
+                    const std::vector<std::vector<BoundAdapter::Part>>&>(),
            "layers"_a, "added"_a, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>());
   nb::class_<BoundDecoder>(m, "Decoder",
                            "One call computes a step: all layers of a batch, below the head.")

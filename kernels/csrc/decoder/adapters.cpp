@@ -1,74 +1,54 @@
 #include "decoder/adapters.h"
 
 #include <algorithm>
-#include <cstring>
-#include <utility>
-
-#include "linear/packed_linear.h"
 
 namespace quire {
+namespace {
 
-void Adapters::begin(std::vector<AdapterRun> runs, int64_t num_tokens, int64_t width) {
-  runs_ = std::move(runs);
-  if (runs_.empty()) return;
+constexpr int64_t kTokensAtOnce = 32;
+
+}  // namespace
+
+void Adapters::begin(const std::vector<AdapterRun>& runs, int64_t num_tokens) {
+  pieces_.clear();
+  if (runs.empty()) return;
+  of_row_.assign(num_tokens, nullptr);
   int64_t rank = 0;
-  for (const AdapterRun& run : runs_)
-    for (const auto& layer : run.adapter->layers)
-      for (const LowRank& one : layer) rank = std::max<int64_t>(rank, one.down ? one.down->n : 0);
-  z_stride_ = round_up(rank, kPanel);
-  stride_ = round_up(width, kPanel);
-  z_ = static_cast<float*>(ranks_.get(num_tokens * z_stride_ * sizeof(float)));
-  sums_ = static_cast<float*>(added_.get(num_tokens * stride_ * sizeof(float)));
+  for (const AdapterRun& run : runs) {
+    const std::vector<LowRank>& parts = run.adapter->parts;
+    for (const LowRank& part : parts) rank = std::max(rank, part.rank);
+    std::fill(of_row_.begin() + run.begin, of_row_.begin() + run.end, parts.data());
+    for (int64_t begin = run.begin; begin < run.end; begin += kTokensAtOnce)
+      pieces_.push_back({run.adapter, begin, std::min(begin + kTokensAtOnce, run.end)});
+  }
+  z_stride_ = spaced(rank, sizeof(float));
+  z_ = memory_.get(num_tokens * z_stride_ * sizeof(float));
 }
 
 void Adapters::keep(const int64_t* wanted, int64_t num_wanted) {
+  if (empty()) return;
   const int64_t* end = wanted + num_wanted;
-  for (AdapterRun& run : runs_) {
-    run.begin = std::lower_bound(wanted, end, run.begin) - wanted;
-    run.end = std::lower_bound(wanted, end, run.end) - wanted;
+  for (AdapterRun& piece : pieces_) {
+    piece.begin = std::lower_bound(wanted, end, piece.begin) - wanted;
+    piece.end = std::lower_bound(wanted, end, piece.end) - wanted;
   }
-}
-
-template <typename Body>
-void Adapters::each_panel(ThreadPool::Lane& lane, size_t layer, Site site, bool up,
-                          const Body& body) {
-  const auto num_panels = [&](const AdapterRun& run) {
-    const LowRank& one = run.adapter->layers[layer][site];
-    const Linear* linear = up ? one.up : one.down;
-    return linear ? round_up(linear->n, kPanel) / kPanel : int64_t{1};
-  };
-  int64_t total = 0;
-  for (const AdapterRun& run : runs_) total += num_panels(run);
-  const int64_t grain = std::max<int64_t>(1, total / 64);
-  lane.loop(total, grain, [&](int64_t begin, int64_t end) {
-    for (const AdapterRun& run : runs_) {
-      const int64_t count = num_panels(run), last = std::min(end, count);
-      if (begin < last && run.begin < run.end) body(run, std::max<int64_t>(begin, 0), last);
-      begin -= count;
-      end -= count;
-      if (end <= 0) return;
-    }
-  });
+  for (int64_t i = 0; i < num_wanted; ++i) of_row_[i] = of_row_[wanted[i]];
 }
 
 void Adapters::add(const Kernels& kernels, ThreadPool::Lane& lane, size_t layer, Site site,
                    const Activations& x, LinearCall& call) {
-  each_panel(lane, layer, site, false, [&](const AdapterRun& run, int64_t begin, int64_t end) {
-    if (const Linear* down = run.adapter->layers[layer][site].down)
-      kernels.linear({down, x, Epilogue::store_f32, z_, z_stride_}, begin, end, run.begin, run.end);
+  const size_t index = layer * kNumSites + site;
+  int64_t most = 0;  // of all tokens of the step: a lane that comes late may read this in `keep`
+  for (const AdapterRun& piece : pieces_)
+    most = std::max(most, piece.adapter->parts[index].rank / kRanks);
+  if (most == 0) return;
+  lane.loop(static_cast<int64_t>(pieces_.size()) * most, 1, [&](int64_t i, int64_t) {
+    const AdapterRun& piece = pieces_[i / most];
+    const LowRank& part = piece.adapter->parts[index];
+    const int64_t rank = i % most * kRanks;
+    if (rank < part.rank) kernels.shrink(part, x, rank, z_, z_stride_, piece.begin, piece.end);
   });
-  each_panel(lane, layer, site, true, [&](const AdapterRun& run, int64_t begin, int64_t end) {
-    const Linear* up = run.adapter->layers[layer][site].up;
-    if (up)
-      kernels.linear({up, {z_, z_stride_}, Epilogue::store_f32, sums_, stride_}, begin, end,
-                     run.begin, run.end);
-    else
-      std::memset(sums_ + run.begin * stride_, 0,
-                  static_cast<size_t>((run.end - run.begin) * stride_) * sizeof(float));
-  });
-  call.added = sums_;
-  call.added_stride = stride_;
-  call.added_from = runs_.front().begin;
+  call.added = {of_row_.data(), static_cast<int64_t>(index), z_, z_stride_};
 }
 
 }  // namespace quire

@@ -88,9 +88,7 @@ void Decoder::forward(const Batch& batch, const Arena& arena, float* hidden) {
   for (const Layer& layer : layers_)
     if (layer.experts) expert_step_.prepare(*layer.experts, batch.num_tokens);
   plan_.make(attention_call(batch, arena, b), static_cast<int>(batch.num_rows), pool_.num_lanes());
-  adapters_.begin(batch.adapters, batch.num_tokens,
-                  std::max({shape_.qkv_size(), shape_.hidden,
-                            2 * static_cast<int>(round_up(shape_.intermediate, kPanel / 2))}));
+  adapters_.begin(batch.adapters, batch.num_tokens);
   pool_.run([&](Lane& lane) {
     int64_t m = batch.num_tokens;
     embed(lane, batch, b);

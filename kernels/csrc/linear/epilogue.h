@@ -3,12 +3,9 @@
 
 #include "isa/simd.h"
 #include "kernels.h"
+#include "linear/low_rank.h"
 
 namespace quire::QUIRE_ISA {
-
-struct Columns {  // of a panel
-  f32x16 low, high;
-};
 
 // From sums to y = x W^T + bias, for the columns of one panel.
 struct Scaling {
@@ -132,12 +129,6 @@ inline void keep_best(Best& best, const Columns& y, int64_t column, int64_t coun
   }
 }
 
-inline Columns with_added(const LinearCall& call, int64_t row, int64_t column, const Columns& y) {
-  if (!call.added || row < call.added_from) return y;
-  const float* added = call.added + row * call.added_stride + column;
-  return {y.low + load_f32(added), y.high + load_f32(added + kLanes)};
-}
-
 // Sums: f32x16, or i32x16 of int8.
 template <WeightKind kind, typename Sums>
 inline void finish(const LinearCall& call, int64_t row, int64_t num_rows, int64_t panel,
@@ -148,7 +139,8 @@ inline void finish(const LinearCall& call, int64_t row, int64_t num_rows, int64_
   const Scaling scaling(*call.weights, column);
   const auto each_row = [&](auto body) {
     for (int64_t i = 0; i < num_rows; ++i)
-      body(row + i, with_added(call, row + i, column, scaling.apply<kind>(call, row + i, sums[i])));
+      body(row + i,
+           with_added(call.added, row + i, panel, scaling.apply<kind>(call, row + i, sums[i])));
   };
   auto* f32 = static_cast<float*>(call.out);
   auto* bf16 = static_cast<uint16_t*>(call.out);

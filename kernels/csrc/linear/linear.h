@@ -35,9 +35,6 @@ inline constexpr int tile_rows(WeightKind kind) {
                                                                                : 3;
 }
 
-inline constexpr int64_t kStepBytes = 4 * kPanel;  // of a panel
-inline constexpr int64_t kCacheLine = 64;
-
 // Up to here the loop asks for lines faster than memory has them, which keeps the CPU's own
 // prefetching ahead of it at all that one core can read. Hints into L2 cost it a third of that; one
 // into L1, two steps ahead, costs nothing.
@@ -204,6 +201,8 @@ inline void compute_panel(const LinearCall& call, int64_t panel, bool is_first, 
   const int64_t num_fetching = num_tiles - num_streaming;
   const bool is_streamed = num_rows <= kStreamedRows;
   const bool is_far = !is_streamed && num_rows <= kMemoryBoundRows;
+  if (call.added.of_row && num_rows <= kMemoryBoundRows)
+    fetch_added(call.added, panel, row_begin, row_end);
   int64_t row = row_begin;
   for (int64_t i = 0; i < num_tiles; ++i) {
     Tile tile = {static_cast<const char*>(call.x.data) + row * x_stride,

@@ -35,8 +35,6 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "modules_to_save": (None, []),
     "fan_in_fan_out": (False, None),
     "lora_bias": (False, None),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
     "layer_replication": (None, []),
     "trainable_token_indices": (None, []),
     "megatron_config": (None,),
@@ -47,23 +45,38 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "arrow_config": (None,),
 }
 """Fields of adapter_config.json that change the arithmetic, with the values that are supported."""
-_CHANGES_BASE = ("pissa", "olora", "loftq", "corda")
+_IGNORED = (
+    *("auto_mapping", "inference_mode", "target_modules", "exclude_modules", "layers_to_transform"),
+    *("layers_pattern", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights"),
+    *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "velora_config"),
+    *("runtime_config", "ensure_weight_tying"),
+)
+"""Other fields that may be true, a list or an object: those of training, those that the tensors'
+names tell, and those that are read below."""
+_CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
 """Values of `init_lora_weights` with which training changes the base model's weights too."""
 
 
 @dataclass(frozen=True, slots=True)
+class AdaptedLinear:
+    """`scale`: what B (A x) is multiplied by."""
+
+    rank: int
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterFiles:
-    """An adapter that fits a model. `linears`: the names of the linears that it adds to, with the
-    rank of each. `scale`: what B (A x) is multiplied by. `digest`: of both files."""
+    """An adapter that fits a model. `linears`: those that it adds to, by name. `digest`: of both
+    files."""
 
     directory: Path
-    linears: Mapping[str, int]
-    scale: float
+    linears: Mapping[str, AdaptedLinear]
     digest: str
 
     @property
     def rank(self) -> int:
-        return max(self.linears.values())
+        return max(linear.rank for linear in self.linears.values())
 
     @property
     def weights(self) -> Path:
@@ -85,8 +98,9 @@ class AdapterFiles:
             raise _refused(directory, str(error)) from error
         _check_config(directory, fields)
         shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in header.items()}
-        linears = _linears(directory, shapes, weight_shapes(config))
-        files = cls(directory, linears, _scale(directory, fields), digest)
+        ranks = _ranks(directory, shapes, weight_shapes(config))
+        linears = {name: _adapted(directory, fields, name, rank) for name, rank in ranks.items()}
+        files = cls(directory, linears, digest)
         if files.rank > max_rank:
             raise _refused(directory, f"rank {files.rank} is above max_lora_rank {max_rank}")
         return files
@@ -100,19 +114,39 @@ def _check_config(directory: Path, fields: Mapping[str, Any]) -> None:
     for name, supported in _PLAIN.items():
         if (value := fields.get(name, supported[0])) not in supported:
             raise _refused(directory, f"{name} {value!r} is not supported")
+    for name in fields.keys() - _PLAIN.keys() - set(_IGNORED):
+        if (value := fields[name]) is True or (value and isinstance(value, dict | list)):
+            raise _refused(directory, f"{name} {value!r} is not supported")
     initial = fields.get("init_lora_weights", True)
     if isinstance(initial, str) and initial.lower().startswith(_CHANGES_BASE):
         raise _refused(directory, f"init_lora_weights {initial!r} changes the base model's weights")
 
 
-def _scale(directory: Path, fields: Mapping[str, Any]) -> float:
-    rank, alpha = fields.get("r"), fields.get("lora_alpha")
-    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
-        raise _refused(directory, f"r is {rank!r}, lora_alpha {alpha!r}")
-    return alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank)
+def _adapted(directory: Path, fields: Mapping[str, Any], name: str, rank: int) -> AdaptedLinear:
+    """`rank`: of the tensors."""
+    wanted = _of_linear(directory, fields, name, "rank_pattern", "r")
+    alpha = _of_linear(directory, fields, name, "alpha_pattern", "lora_alpha")
+    if rank != wanted or not isinstance(alpha, int | float) or not abs(alpha) < 2**31:
+        raise _refused(directory, f"{name} has rank {rank}; r is {wanted!r}, lora_alpha {alpha!r}")
+    return AdaptedLinear(rank, alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank))
 
 
-def _linears(
+def _of_linear(
+    directory: Path, fields: Mapping[str, Any], name: str, pattern: str, default: str
+) -> Any:
+    """The value of the first key in the field `pattern` that is an end of the linear's name, as a
+    regular expression; else that of the field `default`."""
+    values = fields.get(pattern) or {}
+    try:
+        for key, value in values.items():
+            if re.match(rf"(.*\.)?({key})$", name):
+                return value
+    except (AttributeError, re.error) as error:
+        raise _refused(directory, f"{pattern} {values!r}: {error}") from error
+    return fields.get(default)
+
+
+def _ranks(
     directory: Path, tensors: Mapping[str, tuple[Shape, str]], base: Mapping[str, Shape]
 ) -> dict[str, int]:
     """The rank of each linear; every tensor is checked against the base model's."""

@@ -100,7 +100,7 @@ class ComposedModel:
             return values.to(self.device, self.dtype)
 
         return {
-            (one.layer, one.site): (there(one.down), there(torch.cat(one.ups)))
+            (one.layer, one.site): (there(one.down), there(one.whole_up()))
             for one in joined_adapters(files, self.whole_config, self.shard)
         }
 

@@ -20,6 +20,7 @@ from kvops.native import (
     Head,
     Kind,
     Layer,
+    LowRank,
     NativeAdjustment,
     NativeCpu,
     NativeDraw,
@@ -41,9 +42,10 @@ from services.engine.models.rope import rope_tables
 from services.engine.sampling.logprobs import scores_of
 from services.engine.sampling.sampler import SMALLEST_TEMPERATURE, least_scaled
 from services.engine.sampling.sampling_head import join_answers
-from services.engine.weights.adapter_weights import joined_adapters
+from services.engine.weights.adapter_weights import JoinedAdapter, joined_adapters
 from services.engine.weights.checkpoint import load_weights, weights_digest
 from services.engine.weights.fused_weights import (
+    COLUMNS,
     HEAD_SECTION,
     Section,
     all_sections,
@@ -92,17 +94,10 @@ class FusedModel:
         self._head = cpu.head(packed[HEAD_SECTION], config.logit_scale, config.logit_cap or 0.0)
 
     def load_adapter(self, files: AdapterFiles) -> Adapter:
-        added: list[list[tuple[PackedLinear, PackedLinear] | None]] = [
-            [None] * len(_SITES) for _ in self._layers
-        ]
+        added: list[list[LowRank | None]] = [[None] * len(_SITES) for _ in self._layers]
         cpu = NativeCpu(isa=self._isa)  # steps use the threads of the model's own
-        kind: Kind = "float32" if self.dtype == torch.float32 else "bfloat16"
         for one in joined_adapters(files, self.config):
-            n, rank = one.section.num_outputs, len(one.down)
-            pieces = cpu.packed_pieces("float32", n, one.ups, one.section.turn)
-            memory = _gather(packed_bytes("float32", n, rank), pieces)
-            up = PackedLinear("float32", n, rank, memory, None)
-            added[one.layer][_SITES.index(one.site)] = cpu.pack(kind, one.down), up
+            added[one.layer][_SITES.index(one.site)] = _low_rank(cpu, self.dtype, one)
         return Adapter(self._layers, added)
 
     def forward(self, batch: Batch, kv: Tensor, wanted: Tensor) -> Tensor:
@@ -175,6 +170,26 @@ def load_fused(
         c = config
         shape = f"hidden_size is {c.hidden_size}, with {c.num_heads} heads of {c.head_dim}"
         raise StartupError(f"{directory}: {error}: {shape}") from error
+
+
+def _low_rank(cpu: NativeCpu, dtype: torch.dtype, one: JoinedAdapter) -> LowRank:
+    """A, B and, for each `COLUMNS` outputs, the first rank of A x that their B is for."""
+    kind: Kind = "float32" if dtype == torch.float32 else "bfloat16"
+    n, turn, ups, firsts = one.section.num_outputs, one.section.turn, one.ups, one.firsts
+    if not turn and any(len(up) % COLUMNS for up in ups[:-1]):  # some have outputs of two sources
+        ups, firsts = [one.whole_up()], [0]
+    rank, num_firsts = ups[0].shape[1], 2 * -(-n // (2 * COLUMNS))
+    if turn:
+        firsts = firsts * (num_firsts // len(firsts))
+    else:
+        firsts = [
+            at for up, at in zip(ups, firsts, strict=True) for _ in range(0, len(up), COLUMNS)
+        ]
+        firsts += [0] * (num_firsts - len(firsts))
+    ups = [up.to(dtype) for up in ups]
+    memory = _gather(packed_bytes(kind, n, rank), cpu.packed_pieces(kind, n, ups, turn))
+    up = PackedLinear(kind, n, rank, memory, None)
+    return one.down.to(dtype), up, torch.tensor(firsts, dtype=torch.int32)
 
 
 def _gather(num_bytes: int, pieces: Iterable[Tensor]) -> Tensor:

@@ -4,8 +4,11 @@ The linears of one section (such as q, k and v) have the same input x. Their A a
 has a B that takes its own part of A x:
 
     y = W x + | B_q        | | A_q |
-              |     B_k    | | A_k | x        the B of a linear without an adapter is zero
+              |     B_k    | | A_k | x
               |        B_v | | A_v |
+
+The parts have the same number of ranks; A and B end with zeros. A linear without an adapter has no
+part of A x: its B is zero.
 
 A rank of several has the A of its inputs and the B of its outputs: the linear's own division
 (`services.common.checkpoint.shards`). Where the inputs are divided, the ranks' B (A x) are added up
@@ -17,6 +20,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from services.common.checkpoint.adapter import AdapterFiles
 from services.common.checkpoint.layout import weight_shapes
@@ -24,19 +28,26 @@ from services.common.checkpoint.shards import INPUTS, Shard, split_of
 from services.common.text.model_config import ModelConfig
 from services.engine.weights.fused_weights import Section, layer_sections
 
-_RANKS = 16  # the joined rank is a multiple, which suits every kernel
+_RANKS = 4  # of a part: a multiple, which suits every kernel
 
 
 @dataclass(frozen=True, slots=True)
 class JoinedAdapter:
-    """The addition to one section. `down`: [rank, K]. `ups`: of each source, [n, rank], times the
-    adapter's scale. fp32."""
+    """The addition to one section. `down`: [rank, K]. Of each source: `ups`, [n, ranks of a part],
+    times the adapter's scale; `firsts`, the first rank of its part. fp32."""
 
     layer: int
     site: str
     section: Section
     down: Tensor
     ups: list[Tensor]
+    firsts: list[int]
+
+    def whole_up(self) -> Tensor:
+        """The sources' B below one another, each at its own ranks: [sum of n, rank]."""
+        rank = len(self.down)
+        pairs = zip(self.ups, self.firsts, strict=True)
+        return torch.cat([pad(up, (at, rank - at - up.shape[1])) for up, at in pairs])
 
 
 def joined_adapters(
@@ -57,21 +68,23 @@ def joined_adapters(
 
         for layer in range(config.num_layers):
             for site, section in layer_sections(config, layer).items():
-                ranks = [files.linears.get(source, 0) for source in section.sources]
-                if not any(ranks):
+                parts = [files.linears.get(source) for source in section.sources]
+                if not any(parts):
                     continue
-                rank = -(-sum(ranks) // _RANKS) * _RANKS
-                down, ups, begin = torch.zeros(rank, section.num_inputs), [], 0
-                for source, own in zip(section.sources, ranks, strict=True):
+                rank = max(part.rank for part in parts if part)
+                rank = -(-rank // _RANKS) * _RANKS
+                downs, ups, firsts = [], [], []
+                for source, part in zip(section.sources, parts, strict=True):
                     up = torch.zeros(shapes[f"{source}.weight"][0], rank)
-                    if own:
-                        down[begin : begin + own] = side(source, "A")
-                        up[:, begin : begin + own] = side(source, "B") * files.scale
+                    firsts.append(rank * len(downs) if part else 0)
+                    if part:
+                        up[:, : part.rank] = side(source, "B") * part.scale
+                        downs.append(pad(side(source, "A"), (0, 0, 0, rank - part.rank)))
                     ups.append(up)
-                    begin += own
+                down = torch.cat(downs)
                 if shard is not None:
                     down, ups = _divided(section, down, ups, shard)
-                yield JoinedAdapter(layer, site, section, down, ups)
+                yield JoinedAdapter(layer, site, section, down, ups, firsts)
 
 
 def _divided(

@@ -12,8 +12,9 @@ from services.common.text.model_config import ModelConfig
 
 HEAD_SECTION = "head"
 
-GATE_UP_COLUMNS = 16
-"""Outputs of `gate` and `up` alternate in runs of this length: a panel has both of a pair."""
+COLUMNS = 16
+"""Half of a panel's. Outputs of `gate` and `up` alternate in runs of this length: a panel has both
+of a pair."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ def layer_sections(config: ModelConfig, layer: int) -> dict[str, Section]:
     if expert_linears(config, layer) is not None:
         return sections
     return sections | {
-        "gate_up": section("gate_up", pair, 2 * wide, hidden, GATE_UP_COLUMNS),
+        "gate_up": section("gate_up", pair, 2 * wide, hidden, COLUMNS),
         "down": section("down", "mlp.down_proj", hidden, config.intermediate_size),
     }
 
@@ -78,7 +79,7 @@ def expert_sections(config: ModelConfig, layer: int) -> ExpertSections | None:
     return ExpertSections(
         Section(f"{name}.router", (linears.router,), experts.num, hidden, is_exact=True),
         tuple(
-            Section(f"{name}.{number}.gate_up", pair, wide, hidden, GATE_UP_COLUMNS)
+            Section(f"{name}.{number}.gate_up", pair, wide, hidden, COLUMNS)
             for number, pair in enumerate(pairs)
         ),
         tuple(
@@ -99,4 +100,4 @@ def all_sections(config: ModelConfig) -> Iterator[Section]:
 
 
 def _padded(n: int) -> int:
-    return -(-n // GATE_UP_COLUMNS) * GATE_UP_COLUMNS
+    return -(-n // COLUMNS) * COLUMNS

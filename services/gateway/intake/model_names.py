@@ -28,16 +28,17 @@ def with_aliases(names: Sequence[str], aliases: Mapping[str, str]) -> dict[str, 
     return {**served, **{name: name for name in names}}
 
 
-def choose_model(name: str, models: Mapping[str, str]) -> str:
+def choose_model(name: str, models: Mapping[str, str], param: str = "model") -> str:
     """The model that `name` means; an empty name means the only one. `models`: by their names.
-    UnknownModel: it is not served. InvalidRequest: the name is empty and several are served."""
+    `param`: the request's parameter. UnknownModel: it is not served. InvalidRequest: the name is
+    empty and several are served."""
     if name in models:
         return models[name]
     served = ", ".join(sorted(models)) or "none"
     if name or not models:
-        raise UnknownModel(f"model {name!r} is not served here; these are: {served}")
+        raise UnknownModel(f"model {name!r} is not served here; these are: {served}", param)
     if len(set(models.values())) > 1:
         raise InvalidRequest(
-            f"several models are served, so the request names one: {served}", "model"
+            f"several models are served, so the request names one: {served}", param
         )
     return next(iter(models.values()))

@@ -1,0 +1,141 @@
+// What adapters add to a linear: y += B (A x), with the A and B of each row's own adapter.
+//
+// A is as in its file, a row for each rank; an element of A x is summed in 16 lanes over K, from
+// front to back, and these are added in one tree. B is packed as the linear is, so the sums of a
+// row's columns are added while the linear's own are in registers, rank after rank. Neither depends
+// on other rows.
+//
+// See ADR 191.
+#pragma once
+
+#include "isa/dot.h"
+#include "isa/simd.h"
+#include "kernels.h"
+
+namespace quire::QUIRE_ISA {
+
+inline constexpr int64_t kStepBytes = 4 * kPanel;  // of a panel
+inline constexpr int64_t kCacheLine = 64;
+
+struct Columns {  // of a panel
+  f32x16 low, high;
+};
+
+inline constexpr int kShrunkRows = kWide == 16 ? 4 : 1;  // whose sums fit in registers
+
+// 4 bytes a lane: one float, or two bf16.
+template <typename T>
+inline f32x16 add_products(f32x16 sum, u32x16 a, u32x16 b) {
+  if constexpr (sizeof(T) == sizeof(bf16))
+    return dot_bf16(sum, a, b);
+  else
+    return fma((f32x16)a, (f32x16)b, sum);
+}
+
+// The first `count` values; behind them are zeros.
+template <typename T>
+inline u32x16 load_first(const T* from, int64_t count) {
+  T values[sizeof(u32x16) / sizeof(T)] = {};
+  std::memcpy(values, from, count * sizeof(T));
+  return load<u32x16>(values);
+}
+
+inline void store_value(float* to, float value) { *to = value; }
+inline void store_value(bf16* to, float value) { *to = to_bf16(value); }
+
+template <typename T, int rows>
+inline void shrink_tile(const LowRank& one, const T* x, int64_t x_stride, int64_t rank, T* z,
+                        int64_t z_stride) {
+  constexpr int64_t kValues = sizeof(u32x16) / sizeof(T);
+  const T* down = static_cast<const T*>(one.down) + rank * one.k;
+  f32x16 sums[rows][kRanks] = {};
+  const auto add = [&](int64_t k, auto loaded) {
+    u32x16 a[kRanks];
+#pragma GCC unroll 4
+    for (int i = 0; i < kRanks; ++i) a[i] = loaded(down + i * one.k + k);
+#pragma GCC unroll 4
+    for (int row = 0; row < rows; ++row) {
+      const u32x16 values = loaded(x + row * x_stride + k);
+#pragma GCC unroll 4
+      for (int i = 0; i < kRanks; ++i) sums[row][i] = add_products<T>(sums[row][i], a[i], values);
+    }
+  };
+  int64_t k = 0;
+  for (; k + kValues <= one.k; k += kValues)
+    add(k, [](const T* from) { return load<u32x16>(from); });
+  if (k < one.k) add(k, [&](const T* from) { return load_first(from, one.k - k); });
+  f32x16 lanes[rows][kRanks];  // a copy: the loop's sums stay in registers
+  std::memcpy(lanes, sums, sizeof lanes);
+  for (int row = 0; row < rows; ++row)
+    for (int i = 0; i < kRanks; ++i)
+      store_value(z + row * z_stride + rank + i, reduce_add(lanes[row][i]));
+}
+
+template <typename T>
+inline void shrink_rows(const LowRank& one, const Activations& x, int64_t rank, void* z,
+                        int64_t z_stride, int64_t row, int64_t row_end) {
+  const T* from = static_cast<const T*>(x.data);
+  T* to = static_cast<T*>(z);
+  for (; row + kShrunkRows <= row_end; row += kShrunkRows)
+    shrink_tile<T, kShrunkRows>(one, from + row * x.stride, x.stride, rank, to + row * z_stride,
+                                z_stride);
+  for (; row < row_end; ++row)
+    shrink_tile<T, 1>(one, from + row * x.stride, x.stride, rank, to + row * z_stride, z_stride);
+}
+
+inline void shrink(const LowRank& one, const Activations& x, int64_t rank, void* z,
+                   int64_t z_stride, int64_t row_begin, int64_t row_end) {
+  if (one.up->kind == WeightKind::f32)
+    shrink_rows<float>(one, x, rank, z, z_stride, row_begin, row_end);
+  else
+    shrink_rows<bf16>(one, x, rank, z, z_stride, row_begin, row_end);
+}
+
+// B (A x) of one row for the columns of a panel.
+template <typename T>
+inline Columns expanded(const LowRank& one, const T* z, int64_t panel) {
+  constexpr int64_t kValues = sizeof(uint32_t) / sizeof(T);
+  const int64_t num_steps = one.up->k / kValues;
+  const char* weights = static_cast<const char*>(one.up->panels) + panel * num_steps * kStepBytes;
+  const T* low = z + one.firsts[2 * panel];
+  const T* high = z + one.firsts[2 * panel + 1];
+  Columns y{};
+  for (int64_t step = 0; step < num_steps; ++step, weights += kStepBytes) {
+    const u32x16 a = load<uint32_t>(low + step * kValues) - u32x16{};
+    const u32x16 b = load<uint32_t>(high + step * kValues) - u32x16{};
+    y.low = add_products<T>(y.low, a, load<u32x16>(weights));
+    y.high = add_products<T>(y.high, b, load<u32x16>(weights + kStepBytes / 2));
+  }
+  return y;
+}
+
+// Not inlined: each epilogue would have a copy.
+[[gnu::noinline]] inline Columns expanded_row(const LowRanks& added, const LowRank& one,
+                                              int64_t row, int64_t panel) {
+  const int64_t begin = row * added.z_stride;
+  if (one.up->kind == WeightKind::f32)
+    return expanded(one, static_cast<const float*>(added.z) + begin, panel);
+  return expanded(one, static_cast<const bf16*>(added.z) + begin, panel);
+}
+
+inline Columns with_added(const LowRanks& added, int64_t row, int64_t panel, const Columns& y) {
+  const LowRank* one = added.of(row);
+  if (!one) return y;
+  const Columns sums = expanded_row(added, *one, row, panel);
+  return {y.low + sums.low, y.high + sums.high};
+}
+
+// Asks for the B of a panel, which nobody has read before.
+inline void fetch_added(const LowRanks& added, int64_t panel, int64_t row, int64_t row_end) {
+  const LowRank* last = nullptr;
+  for (; row < row_end; ++row) {
+    const LowRank* one = added.of(row);
+    if (!one || one == last) continue;
+    last = one;
+    const int64_t size = panel_steps(one->up->kind, one->up->k, 0) * kStepBytes;
+    const char* panels = static_cast<const char*>(one->up->panels) + panel * size;
+    for (int64_t i = 0; i < size; i += kCacheLine) __builtin_prefetch(panels + i);
+  }
+}
+
+}  // namespace quire::QUIRE_ISA
