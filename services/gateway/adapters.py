@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import NoReturn
 
 from blockstore.errors import BlockStoreError
@@ -22,7 +23,7 @@ from services.common.errors import InvalidRequest, StartupError, UnknownModel
 from services.common.runtime.logging import get_logger
 from services.common.runtime.ticks import until_tick
 from services.common.text.model_config import ModelConfig
-from services.gateway.intake.model_names import choose_model
+from services.gateway.intake.model_names import choose_model, with_aliases
 from services.protocol.ticket import Adapter
 
 log = get_logger(__name__)
@@ -43,7 +44,7 @@ class ServedAdapter:
 
 class GatewayAdapters:
     """The adapters of one gateway. `models`: the served models by name, with their configs.
-    `initial`: adapters to load, (name, directory) each."""
+    `initial`: adapters to load, (name, directory) each. `aliases`: the model of each alias."""
 
     def __init__(
         self,
@@ -52,11 +53,12 @@ class GatewayAdapters:
         max_loras: int,
         max_rank: int,
         initial: Sequence[tuple[str, str]] = (),
+        aliases: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._listed = listed
         self._models = models
         self._max_loras, self._max_rank = max_loras, max_rank
-        self._initial = initial
+        self._initial, self._aliases = initial, aliases
         self._served: dict[str, ServedAdapter] = {}
         self._changing = asyncio.Lock()
         self._read_at = -_REFRESH_S
@@ -71,7 +73,8 @@ class GatewayAdapters:
 
     async def find(self, name: str) -> ServedAdapter | None:
         """The adapter `name`, also if another gateway has loaded it just now. BlockStoreError."""
-        is_known = not name or name in self._served or name in self._models()
+        known = self._served, self._models(), self._aliases
+        is_known = not name or any(name in names for names in known)
         if not is_known and time.monotonic() - self._read_at > _MIN_REFRESH_S:
             await self.refresh()
         return self.get(name)
@@ -109,24 +112,28 @@ class GatewayAdapters:
             found[name] = ServedAdapter(Adapter(**fields["adapter"]), fields["model"])
         self._served = found
 
-    async def load(self, name: str, directory: str, model: str = "") -> ServedAdapter:
+    async def load(
+        self, name: str, directory: str, model: str = "", replaces: bool = False
+    ) -> ServedAdapter:
         """Serve the adapter in `directory` as `name`, on `model` ("": the only one). Loading the
-        same adapter again changes nothing.
+        same adapter again changes nothing. `replaces`: another one may have the name; its running
+        requests go on.
 
         InvalidRequest: the adapter cannot be served, or the name is taken. UnknownModel.
         BlockStoreError."""
         async with self._changing:
             await self.refresh()
             _check_name(name)
-            if name in self._models():
-                raise InvalidRequest(f"{name} is the name of a model", "lora_name")
             models = self._models()
-            base = choose_model(model, {name: name for name in models}, "base_model_name")
+            names = with_aliases(list(models), self._aliases)
+            if name in names:
+                raise InvalidRequest(f"{name} is the name of a model", "lora_name")
+            base = choose_model(model, names, "base_model_name")
             path = _absolute(directory)
             files = await asyncio.to_thread(AdapterFiles.read, path, models[base], self._max_rank)
             loaded = ServedAdapter(Adapter(name, str(path), files.digest), base)
             known = self._served.get(name)
-            if known is not None and known != loaded:
+            if known is not None and known != loaded and not replaces:
                 raise InvalidRequest(
                     f"{name} is another adapter, of {known.adapter.path}; unload it first",
                     "lora_name",

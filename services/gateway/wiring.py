@@ -22,6 +22,7 @@ from services.gateway.dashboard.document import EndedRequests
 from services.gateway.gateway import Gateway
 from services.gateway.intake.catalog import load_model
 from services.gateway.intake.generation_config import GenerationConfig
+from services.gateway.intake.model_names import parse_aliases
 from services.gateway.parsing.choice import Parsers
 from services.gateway.request.lifecycle import RequestLifecycle
 from services.gateway.request_metrics import RequestMetrics, outcome_of
@@ -126,6 +127,7 @@ async def start_gateway(
         adapters = GatewayAdapters(
             *(registry, directory.configs, options.max_loras, options.max_lora_rank),
             options.lora,
+            parse_aliases(options.model_aliases),
         )
     gateway = Gateway(directory, dispatcher, changes, request_metrics, options, tracer, adapters)
     async with asyncio.TaskGroup() as tasks:

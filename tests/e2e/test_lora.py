@@ -136,7 +136,8 @@ async def test_adapters_over_http(
     assert wrong.status_code == 400
     assert "No such file" in wrong.json()["error"]["message"]
     assert post(deployment, "load_lora_adapter", lora_name="x").status_code == 400
-    assert post(deployment, "unload_lora_adapter", lora_name="x").status_code == 404
+    unknown = post(deployment, "unload_lora_adapter", lora_name="x")
+    assert (unknown.status_code, unknown.json()["error"]["param"]) == (404, "lora_name")
 
 
 def test_adapters_by_the_command_line(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from bench.make_checkpoint import CheckpointSpec, make_checkpoint
+from kvops.native import emulated_kernels, usable_kernels
 from services.common.checkpoint.adapter import CONFIG_FILE, AdapterFiles
 from services.common.checkpoint.quantization import Quantization
 from services.common.errors import InvalidRequest, StartupError
@@ -104,6 +105,32 @@ def test_greedy_tokens_are_those_of_peft(
         torch.testing.assert_close(torch.stack(trial.logits), logits, rtol=1e-3, atol=1e-3)
         differing += tokens != alone.greedy(prompt, NUM_NEW_TOKENS)[0]
     assert differing, "the adapter changes something"
+
+
+@pytest.mark.parametrize("isa", [*usable_kernels()[1:], *emulated_kernels()])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_instruction_set_computes_adapters(
+    dtype: torch.dtype, isa: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The logits of PEFT, and a row's bits are the same alone and beside rows of another adapter.
+    Heads of 10 and ranks of 5 are no whole vectors."""
+    monkeypatch.setattr("kvops.native.usable_kernels", lambda: [isa])
+    checkpoint = make_checkpoint(tmp_path / "model", SPECS["qwen2-mqa-tied"])
+    directories = [
+        make_adapter(tmp_path / "first", checkpoint, 3, r=5),
+        make_adapter(tmp_path / "second", checkpoint, 4, target_modules=["v_proj", "up_proj"]),
+    ]
+    runner = AdapterRunner(checkpoint, 4, 200, dtype=dtype)
+    loaded = [runner.load(directory) for directory in directories]
+    prompt = random_prompt(30, 2)
+    together = [runner.with_adapter(prompt, one) for one in [*loaded, None, *loaded]]
+    runner.decode_all(together, chunk=9)
+    for one, trial, directory in zip(loaded, together, directories, strict=False):
+        alone = runner.with_adapter(prompt, one)
+        runner.decode_all([alone], chunk=100)
+        assert all(map(torch.equal, alone.logits, trial.logits))
+        wanted = AdapterOracle(checkpoint, directory).greedy(prompt, 1)[1][0]
+        assert error([trial.logits[0]], [wanted]) < (1e-3 if dtype == torch.float32 else 0.05)
 
 
 class RankedAdapterRunner(AdapterRunner, RankedRunner):

@@ -73,7 +73,8 @@ def joined_adapters(
                     continue
                 rank = max(part.rank for part in parts if part)
                 rank = -(-rank // _RANKS) * _RANKS
-                downs, ups, firsts = [], [], []
+                downs: list[Tensor] = []
+                ups, firsts = [], []
                 for source, part in zip(section.sources, parts, strict=True):
                     up = torch.zeros(shapes[f"{source}.weight"][0], rank)
                     firsts.append(rank * len(downs) if part else 0)

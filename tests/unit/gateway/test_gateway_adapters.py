@@ -75,8 +75,9 @@ async def test_an_adapter_loaded_at_one_gateway_is_served_by_all(
     await other.unload("poet")
     await one.refresh()
     assert one.served() == ()
-    with pytest.raises(UnknownModel, match="no adapter 'poet' is loaded"):
+    with pytest.raises(UnknownModel, match="no adapter 'poet' is loaded") as unknown:
         await one.unload("poet")
+    assert unknown.value.param == "lora_name"
 
 
 async def test_names_and_limits(
@@ -90,15 +91,38 @@ async def test_names_and_limits(
         await one.load("a", str(another))
     with pytest.raises(InvalidRequest, match="base is the name of a model"):
         await one.load("base", str(adapter))
-    with pytest.raises(InvalidRequest, match="lora_name has 0 characters"):
-        await one.load("", str(adapter))
-    with pytest.raises(UnknownModel, match="'other' is not served here; these are: base"):
+    for name, problem in {
+        "": "lora_name has 0 characters, not 1 to 200",
+        "x" * 201: "lora_name has 201 characters",
+        "a\n": r"lora_name 'a\\n' has control characters",
+        " a": "or spaces at an end",
+    }.items():
+        with pytest.raises(InvalidRequest, match=problem) as refused:
+            await one.load(name, str(adapter))
+        assert refused.value.param == "lora_name"
+    with pytest.raises(UnknownModel, match="'other' is not served here; these are: base") as wrong:
         await one.load("b", str(adapter), "other")
+    assert wrong.value.param == "base_model_name"
     await one.load("b", str(another))
+    assert (await one.load("b", str(adapter), replaces=True)).adapter.path == str(adapter)
     with pytest.raises(InvalidRequest, match="2 adapters are loaded, max_loras is 2"):
         await one.load("c", str(adapter))
     with pytest.raises(InvalidRequest, match="No such file"):
         await one.load("d", str(tmp_path / "nowhere"))
+
+
+async def test_aliases_of_models(
+    registry: MemoryRegistry, config: ModelConfig, adapter: Path
+) -> None:
+    """An alias names the base model, and no adapter takes its name."""
+    models = {"base": config, "other": config}
+    one = GatewayAdapters(registry, lambda: models, 2, 8, aliases={"b": "base"})
+    assert (await one.load("poet", str(adapter), "b")).model == "base"
+    with pytest.raises(InvalidRequest, match="b is the name of a model"):
+        await one.load("b", str(adapter), "base")
+    with pytest.raises(InvalidRequest, match="one: b, base, other") as several:
+        await one.load("a", str(adapter))
+    assert several.value.param == "base_model_name"
 
 
 async def test_adapters_of_the_start_must_load(

@@ -19,6 +19,7 @@ class LoadBody(BaseModel):
     lora_name: str
     lora_path: str = Field(max_length=4096)
     base_model_name: str = ""
+    load_inplace: bool = False
 
 
 class UnloadBody(BaseModel):
@@ -37,7 +38,9 @@ def adapter_routes(
     async def load(request: Request) -> Response:
         check_caller(request)
         body = await read_body(request, LoadBody)
-        await adapters.load(body.lora_name, body.lora_path, body.base_model_name)
+        await adapters.load(
+            body.lora_name, body.lora_path, body.base_model_name, replaces=body.load_inplace
+        )
         return Json({"message": f"LoRA adapter {body.lora_name!r} is loaded"})
 
     async def unload(request: Request) -> Response:
