@@ -96,11 +96,11 @@ class ComposedModel:
         return self.config if self.shard is None else self.shard.config
 
     def load_adapter(self, files: AdapterFiles) -> LowRanks:
-        def there(values: Tensor) -> Tensor:
-            return values.to(self.device, self.dtype)
+        def there(down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+            return down.to(self.device, self.dtype), up.to(self.device, self.dtype)
 
         return {
-            (one.layer, one.site): (there(one.down), there(one.whole_up()))
+            (one.layer, one.site): there(*one.whole())
             for one in joined_adapters(files, self.whole_config, self.shard)
         }
 

@@ -175,9 +175,11 @@ def load_fused(
 def _low_rank(cpu: NativeCpu, dtype: torch.dtype, one: JoinedAdapter) -> LowRank:
     """A, B and, for each `COLUMNS` outputs, the first rank of A x that their B is for."""
     kind: Kind = "float32" if dtype == torch.float32 else "bfloat16"
-    n, turn, ups, firsts = one.section.num_outputs, one.section.turn, one.ups, one.firsts
+    n, turn = one.section.num_outputs, one.section.turn
+    down, ups, firsts = one.down, one.ups, one.firsts
     if not turn and any(len(up) % COLUMNS for up in ups[:-1]):  # some have outputs of two sources
-        ups, firsts = [one.whole_up()], [0]
+        down, up = one.whole()
+        ups, firsts = [up], [0]
     rank, num_firsts = ups[0].shape[1], 2 * -(-n // (2 * COLUMNS))
     if turn:
         firsts = firsts * (num_firsts // len(firsts))
@@ -188,8 +190,8 @@ def _low_rank(cpu: NativeCpu, dtype: torch.dtype, one: JoinedAdapter) -> LowRank
         firsts += [0] * (num_firsts - len(firsts))
     ups = [up.to(dtype) for up in ups]
     memory = _gather(packed_bytes(kind, n, rank), cpu.packed_pieces(kind, n, ups, turn))
-    up = PackedLinear(kind, n, rank, memory, None)
-    return one.down.to(dtype), up, torch.tensor(firsts, dtype=torch.int32)
+    packed = PackedLinear(kind, n, rank, memory, None)
+    return down.to(dtype), packed, torch.tensor(firsts, dtype=torch.int32)
 
 
 def _gather(num_bytes: int, pieces: Iterable[Tensor]) -> Tensor:

@@ -28,7 +28,8 @@ from services.common.checkpoint.shards import INPUTS, Shard, split_of
 from services.common.text.model_config import ModelConfig
 from services.engine.weights.fused_weights import Section, layer_sections
 
-_RANKS = 4  # of a part: a multiple, which suits every kernel
+_RANKS = 4  # of a part: a multiple, which suits the native kernels
+_WHOLE_RANKS = 16  # of a whole adapter: a multiple, which suits every device
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +44,12 @@ class JoinedAdapter:
     ups: list[Tensor]
     firsts: list[int]
 
-    def whole_up(self) -> Tensor:
-        """The sources' B below one another, each at its own ranks: [sum of n, rank]."""
-        rank = len(self.down)
+    def whole(self) -> tuple[Tensor, Tensor]:
+        """A and one B, which has zeros where the ranks are those of another source."""
+        rank = -(-len(self.down) // _WHOLE_RANKS) * _WHOLE_RANKS
         pairs = zip(self.ups, self.firsts, strict=True)
-        return torch.cat([pad(up, (at, rank - at - up.shape[1])) for up, at in pairs])
+        up = torch.cat([pad(up, (at, rank - at - up.shape[1])) for up, at in pairs])
+        return pad(self.down, (0, 0, 0, rank - len(self.down))), up
 
 
 def joined_adapters(
