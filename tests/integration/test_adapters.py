@@ -308,7 +308,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"fan_in_fan_out": True}, "fan_in_fan_out True is not supported"),
         ({"init_lora_weights": "pissa"}, "'pissa' changes the base model's weights"),
         ({"init_lora_weights": "lora_ga"}, "'lora_ga' changes the base model's weights"),
-        ({"r": 16}, "q_proj has rank 8; r is 16"),
+        ({"r": 16}, "_proj has rank 8; r is 16"),
         ({"r": 0}, "r is 0, lora_alpha 16"),
         ({"r": "8"}, "r is '8'"),
     ],

@@ -137,10 +137,16 @@ inline void finish(const LinearCall& call, int64_t row, int64_t num_rows, int64_
   const int64_t rest = call.weights->n - column;
   const int64_t count = rest < kPanel ? rest : kPanel;
   const Scaling scaling(*call.weights, column);
+  Columns added[kMostRows];
+  if (call.added.of_row) expand(call.added, row, num_rows, panel, added);
   const auto each_row = [&](auto body) {
-    for (int64_t i = 0; i < num_rows; ++i)
-      body(row + i,
-           with_added(call.added, row + i, panel, scaling.apply<kind>(call, row + i, sums[i])));
+    for (int64_t i = 0; i < num_rows; ++i) {
+      const Columns y = scaling.apply<kind>(call, row + i, sums[i]);
+      if (!call.added.of_row)
+        body(row + i, y);
+      else
+        body(row + i, Columns{y.low + added[i].low, y.high + added[i].high});
+    }
   };
   auto* f32 = static_cast<float*>(call.out);
   auto* bf16 = static_cast<uint16_t*>(call.out);

@@ -21,7 +21,8 @@ struct Columns {  // of a panel
   f32x16 low, high;
 };
 
-inline constexpr int kShrunkRows = kWide == 16 ? 4 : 1;  // whose sums fit in registers
+inline constexpr int kRowsAtOnce = kWide == 16 ? 4 : 1;  // whose sums fit in registers
+inline constexpr int kMostRows = 32;                     // of a tile of a linear
 
 // 4 bytes a lane: one float, or two bf16.
 template <typename T>
@@ -76,8 +77,8 @@ inline void shrink_rows(const LowRank& one, const Activations& x, int64_t rank, 
                         int64_t z_stride, int64_t row, int64_t row_end) {
   const T* from = static_cast<const T*>(x.data);
   T* to = static_cast<T*>(z);
-  for (; row + kShrunkRows <= row_end; row += kShrunkRows)
-    shrink_tile<T, kShrunkRows>(one, from + row * x.stride, x.stride, rank, to + row * z_stride,
+  for (; row + kRowsAtOnce <= row_end; row += kRowsAtOnce)
+    shrink_tile<T, kRowsAtOnce>(one, from + row * x.stride, x.stride, rank, to + row * z_stride,
                                 z_stride);
   for (; row < row_end; ++row)
     shrink_tile<T, 1>(one, from + row * x.stride, x.stride, rank, to + row * z_stride, z_stride);
@@ -91,38 +92,55 @@ inline void shrink(const LowRank& one, const Activations& x, int64_t rank, void*
     shrink_rows<bf16>(one, x, rank, z, z_stride, row_begin, row_end);
 }
 
-// B (A x) of one row for the columns of a panel.
-template <typename T>
-inline Columns expanded(const LowRank& one, const T* z, int64_t panel) {
+// B (A x) of some rows for the columns of a panel.
+template <typename T, int rows>
+inline void expand_tile(const LowRank& one, const T* z, int64_t z_stride, int64_t panel,
+                        Columns* out) {
   constexpr int64_t kValues = sizeof(uint32_t) / sizeof(T);
   const int64_t num_steps = one.up->k / kValues;
   const char* weights = static_cast<const char*>(one.up->panels) + panel * num_steps * kStepBytes;
   const T* low = z + one.firsts[2 * panel];
   const T* high = z + one.firsts[2 * panel + 1];
-  Columns y{};
+  Columns sums[rows] = {};
   for (int64_t step = 0; step < num_steps; ++step, weights += kStepBytes) {
-    const u32x16 a = load<uint32_t>(low + step * kValues) - u32x16{};
-    const u32x16 b = load<uint32_t>(high + step * kValues) - u32x16{};
-    y.low = add_products<T>(y.low, a, load<u32x16>(weights));
-    y.high = add_products<T>(y.high, b, load<u32x16>(weights + kStepBytes / 2));
+    const u32x16 left = load<u32x16>(weights), right = load<u32x16>(weights + kStepBytes / 2);
+#pragma GCC unroll 4
+    for (int row = 0; row < rows; ++row) {
+      const int64_t at = row * z_stride + step * kValues;
+      const u32x16 a = load<uint32_t>(low + at) - u32x16{};
+      const u32x16 b = load<uint32_t>(high + at) - u32x16{};
+      sums[row].low = add_products<T>(sums[row].low, a, left);
+      sums[row].high = add_products<T>(sums[row].high, b, right);
+    }
   }
-  return y;
+  std::memcpy(out, sums, sizeof sums);
 }
 
-// Not inlined: each epilogue would have a copy.
-[[gnu::noinline]] inline Columns expanded_row(const LowRanks& added, const LowRank& one,
-                                              int64_t row, int64_t panel) {
-  const int64_t begin = row * added.z_stride;
-  if (one.up->kind == WeightKind::f32)
-    return expanded(one, static_cast<const float*>(added.z) + begin, panel);
-  return expanded(one, static_cast<const bf16*>(added.z) + begin, panel);
+template <typename T>
+inline void expand_rows(const LowRank& one, const LowRanks& added, int64_t row, int64_t num_rows,
+                        int64_t panel, Columns* out) {
+  const T* z = static_cast<const T*>(added.z) + row * added.z_stride;
+  if (num_rows == kRowsAtOnce)
+    return expand_tile<T, kRowsAtOnce>(one, z, added.z_stride, panel, out);
+  for (int64_t i = 0; i < num_rows; ++i)
+    expand_tile<T, 1>(one, z + i * added.z_stride, added.z_stride, panel, out + i);
 }
 
-inline Columns with_added(const LowRanks& added, int64_t row, int64_t panel, const Columns& y) {
-  const LowRank* one = added.of(row);
-  if (!one) return y;
-  const Columns sums = expanded_row(added, *one, row, panel);
-  return {y.low + sums.low, y.high + sums.high};
+// What is added to each of some rows for the columns of a panel. Not inlined: each kind of sums
+// would have a copy.
+[[gnu::noinline]] inline void expand(const LowRanks& added, int64_t row, int64_t num_rows,
+                                     int64_t panel, Columns* out) {
+  const Columns nothing = {splat(-0.0f), splat(-0.0f)};  // 0 would change -0 to 0
+  for (int64_t begin = 0, end = 0; begin < num_rows; begin = end) {
+    const LowRank* one = added.of(row + begin);
+    while (end < num_rows && end < begin + kRowsAtOnce && added.of(row + end) == one) ++end;
+    if (!one)
+      for (int64_t i = begin; i < end; ++i) out[i] = nothing;
+    else if (one->up->kind == WeightKind::f32)
+      expand_rows<float>(*one, added, row + begin, end - begin, panel, out + begin);
+    else
+      expand_rows<bf16>(*one, added, row + begin, end - begin, panel, out + begin);
+  }
 }
 
 // Asks for the B of a panel, which nobody has read before.
