@@ -1,9 +1,9 @@
 // What adapters add to a linear: y += B (A x), with the A and B of each row's own adapter.
 //
 // A is as in its file, a row for each rank; an element of A x is summed in 16 lanes over K, from
-// front to back, and these are added in one tree. B is packed as the linear is, so the sums of a
-// row's columns are added while the linear's own are in registers, rank after rank. Neither depends
-// on other rows.
+// front to back, and these are added in one tree. B is packed as the linear is:
+// when a tile of the linear is finished, the sums of its rows and columns are computed, rank after
+// rank. Neither depends on other rows.
 //
 // See ADR 191.
 #pragma once
