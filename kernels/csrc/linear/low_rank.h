@@ -152,7 +152,7 @@ inline void fetch_added(const LowRanks& added, int64_t panel, int64_t row, int64
     last = one;
     const int64_t size = panel_steps(one->up->kind, one->up->k, 0) * kStepBytes;
     const char* panels = static_cast<const char*>(one->up->panels) + panel * size;
-    for (int64_t i = 0; i < size; i += kCacheLine) __builtin_prefetch(panels + i);
+    for (int64_t i = 0; i < size; i += kCacheLine) __builtin_prefetch(panels + i, 0, 2);
   }
 }
 
