@@ -22,6 +22,9 @@ class Oracle:
         self._wrong_every = wrong_every
         self.num_proposed = 0
 
+    def chances(self, sequence: Sequence, most: int) -> list[float]:
+        return [1.0] * most
+
     def prepare(self, asked: Seq[tuple[Sequence, int]], *, may_catch_up: bool) -> list[int]:
         return [number for _, number in asked]
 
@@ -55,7 +58,7 @@ class SometimesWrong:
     def __init__(self, drafter: Drafter, wrong_every: int) -> None:
         self._wrong_every = wrong_every
         self._drafter = drafter
-        self.prepare = drafter.prepare
+        self.chances, self.prepare = drafter.chances, drafter.prepare
 
     def propose(self, asked: Seq[tuple[Sequence, int]]) -> list[tuple[int, ...]]:
         found = zip(asked, self._drafter.propose(asked), strict=True)
@@ -73,10 +76,8 @@ class AsMany:
 
     may_catch_up = True
 
-    def numbers(self, rows: Seq[tuple[Sequence, int]], num_rows: int) -> list[int]:
-        return [most for _, most in rows]
-
-    def verified(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None: ...
+    def numbers(self, chances: Seq[Seq[float]], num_rows: int) -> list[int]:
+        return [len(row) for row in chances]
 
     def measured(
         self, num_rows: int, num_drafts: int, num_accepted: int, duration_s: float, spent: Drafting

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary, finalize
 
 from services.engine.batch import Draw, Fault, Row, RowOutput, RowResult
 from services.engine.sequences.sequence import Sequence
+from services.engine.speculation.chance import Chance
 
 Compute = Callable[[Seq[Row]], Seq[RowResult]]
 """Computes rows with the draft model, and stores their KV in its blocks."""
@@ -20,30 +21,44 @@ CHUNK = 64
 _AT_MOST_BEHIND = 2
 """After a step in which all drafts were accepted: the last draft, and the token drawn behind it."""
 
+_FIRST_CHANCE = 0.7
+_NUM_OF_ALL = 64
+"""How many drafts of all sequences tell the chance with which a new sequence begins."""
+_REVIVAL = 0.0005
+"""By how much of the distance a chance returns to the first one with each step without drafts. So a
+sequence whose drafts failed tries again now and then: in the long run that costs at most
+_REVIVAL * _FIRST_CHANCE * 16 of the time, 0.6 %, since 16 drafts make a chance."""
+
 
 @dataclass(slots=True)
 class _Cache:
-    """The draft model's KV of a sequence.
+    """The draft model's KV of a sequence, and the chance of its drafts.
 
     tokens       |--------- tokens of the sequence ---------|
     KV computed  |==================================|            num_computed
-    KV drafted                                      |xxxxxx|     drafts of the last step: KV of
-                                                                 those that are tokens now counts
+    drafts                                          |xxxxxx|     of the last step. All but the last
+                                                                 have KV, which counts for those
+                                                                 that are tokens now
     """
 
+    chance: Chance
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
     drafted: tuple[int, ...] = ()
 
-    def update(self, tokens: Seq[int]) -> None:
-        """Count the KV of drafts that have become tokens. The last token is always computed again:
-        the next draft is drawn after it."""
-        for draft in self.drafted:
-            if self.num_computed == len(tokens) or tokens[self.num_computed] != draft:
+    def verify(self, tokens: Seq[int]) -> list[bool]:
+        """Which of the drafts have become tokens, up to the first that has not. Counts their KV,
+        but not that of the last token: the next draft is drawn after it."""
+        right: list[bool] = []
+        new = tokens[self.num_computed : self.num_computed + len(self.drafted)]
+        for draft, token in zip(self.drafted, new, strict=False):
+            right.append(draft == token)
+            if draft != token:
                 break
-            self.num_computed += 1
+        num_stored = max(len(self.drafted) - 1, 0)
+        self.num_computed = min(self.num_computed + min(sum(right), num_stored), len(tokens) - 1)
         self.drafted = ()
-        self.num_computed = min(self.num_computed, len(tokens) - 1)
+        return right
 
     def is_behind(self, tokens: Seq[int]) -> bool:
         return len(tokens) - self.num_computed > _AT_MOST_BEHIND
@@ -72,10 +87,23 @@ class DraftModel:
         self._free = list(range(num_blocks))
         self._caches: WeakKeyDictionary[Sequence, _Cache] = WeakKeyDictionary()
         """In the order of their last use."""
+        self._chance = Chance(_FIRST_CHANCE, _NUM_OF_ALL)
 
     @property
     def num_free_blocks(self) -> int:
         return len(self._free)
+
+    def chances(self, sequence: Sequence, most: int) -> list[float]:
+        cache = self._caches.get(sequence)
+        if cache is None:
+            return _powers(max(self._chance.value, _FIRST_CHANCE), most)
+        right = cache.verify(sequence.tokens)
+        for is_right in right:
+            cache.chance.learn(is_right)
+            self._chance.learn(is_right)
+        if not right:
+            cache.chance.revive(_FIRST_CHANCE, _REVIVAL)
+        return _powers(cache.chance.value, most)
 
     def prepare(self, asked: Seq[tuple[Sequence, int]], *, may_catch_up: bool) -> list[int]:
         """Compute at most `CHUNK` tokens of sequences that are behind. Those still behind get no
@@ -84,7 +112,6 @@ class DraftModel:
         numbers, kept = [], {sequence for sequence, _ in asked}
         for sequence, most in asked:
             cache, tokens = self._cache(sequence), sequence.tokens
-            cache.update(tokens)
             number = min(most, self._context + 1 - len(tokens))
             can_run = number > 0 and (left > 0 or not cache.is_behind(tokens))
             has_blocks = can_run and self._reserve(cache, len(tokens) + number - 1, kept)
@@ -105,7 +132,7 @@ class DraftModel:
             going = [i for i, result in results if _goes_on(drafts[i], result, *asked[i])]
         for (sequence, _), drafted in zip(asked, drafts, strict=True):
             cache = self._caches[sequence]
-            cache.num_computed, cache.drafted = len(sequence.tokens), tuple(drafted[:-1])
+            cache.num_computed, cache.drafted = len(sequence.tokens), tuple(drafted)
         return [tuple(drafted) for drafted in drafts]
 
     def _row(self, sequence: Sequence, drafts: tuple[int, ...]) -> Row:
@@ -118,7 +145,7 @@ class DraftModel:
     def _cache(self, sequence: Sequence) -> _Cache:
         cache = self._caches.pop(sequence, None)
         if cache is None:
-            cache = _Cache()
+            cache = _Cache(Chance(max(self._chance.value, _FIRST_CHANCE)))
             finalize(sequence, self._free.extend, cache.blocks).atexit = False
         self._caches[sequence] = cache
         return cache
@@ -137,6 +164,10 @@ class DraftModel:
             return False
         cache.blocks += [self._free.pop() for _ in range(num_missing)]
         return True
+
+
+def _powers(chance: float, most: int) -> list[float]:
+    return [chance**number for number in range(1, most + 1)]
 
 
 def _goes_on(drafts: list[int], result: RowResult, sequence: Sequence, most: int) -> bool:

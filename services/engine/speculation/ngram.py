@@ -1,14 +1,44 @@
-"""Drafts by prompt lookup: what followed the last tokens where they occurred before."""
+"""Drafts by prompt lookup: what followed the last tokens where they occurred before.
 
+See ADR 187.
+"""
+
+from collections import defaultdict
 from collections.abc import Sequence as Seq
+from itertools import islice
 from weakref import WeakKeyDictionary
 
-import numpy as np
-from numpy.typing import NDArray
-
 from services.engine.sequences.sequence import Sequence
+from services.engine.speculation.chance import Chance
 
-Tokens = NDArray[np.int32]
+_LONGEST = 8
+"""Longer matches are as good as this one."""
+_NUM_OF_ALL = 64
+_MOST_PLACES = 256
+"""So many places of a pair of tokens are looked at, the latest first."""
+
+
+class Chances:
+    """The chance of a draft by the length of the match before it, from 1 on; at first m / (m + 2).
+    `most`: how many drafts of a length count."""
+
+    def __init__(self, before: "Chances | None" = None) -> None:
+        """`before`: of all sequences, with which a new one begins."""
+        if before is None:
+            self._of = [Chance(m / (m + 2), _NUM_OF_ALL) for m in range(1, _LONGEST + 1)]
+        else:
+            self._of = [Chance(one.value) for one in before._of]
+
+    def of(self, length: int) -> Chance:
+        return self._of[min(length, _LONGEST) - 1]
+
+    def ahead(self, length: int, number: int) -> list[float]:
+        """The chance of each draft behind a match, and of all before it: they lengthen it."""
+        chances, product = [], 1.0
+        for drafted in range(number):
+            product *= self.of(length + drafted).value
+            chances.append(product)
+        return chances
 
 
 class NgramDrafter:
@@ -18,64 +48,91 @@ class NgramDrafter:
         tokens   a b c d e f ... x b c d e y ... b c        match: b c, from the second b on
         drafts                                       d e y
 
-    A match that ends shortly before the end of the sequence repeats, as a loop does.
+    A match that ends shortly before the end of the sequence repeats, as a loop does. A match goes
+    on, and becomes longer, as long as the tokens behind it come again, whether they were drafts or
+    not. So each token tells how good the matches of a length are, and costs nothing to learn from.
     """
 
     def __init__(self, shortest: int, longest: int) -> None:
-        self._shortest = shortest
-        self._longest = longest
-        self._histories: WeakKeyDictionary[Sequence, _History] = WeakKeyDictionary()
+        self._sizes = shortest, longest
+        self._matches: WeakKeyDictionary[Sequence, _Match] = WeakKeyDictionary()
+        self._chances = Chances()
+
+    def chances(self, sequence: Sequence, most: int) -> list[float]:
+        match = self._matches.get(sequence)
+        if match is None:
+            match = self._matches[sequence] = _Match(*self._sizes, self._chances)
+        match.update(sequence.tokens)
+        return match.chances.ahead(match.length, most) if match.length else []
 
     def prepare(self, asked: Seq[tuple[Sequence, int]], *, may_catch_up: bool) -> list[int]:
         return [number for _, number in asked]
 
     def propose(self, asked: Seq[tuple[Sequence, int]]) -> list[tuple[int, ...]]:
-        return [self._follow(self._history(sequence), number) for sequence, number in asked]
-
-    def _history(self, sequence: Sequence) -> Tokens:
-        history = self._histories.get(sequence)
-        if history is None:
-            history = self._histories[sequence] = _History()
-        return history.update(sequence.tokens)
-
-    def _follow(self, tokens: Tokens, number: int) -> tuple[int, ...]:
-        if (begin := self._after_match(tokens)) is None:
-            return ()
-        period = len(tokens) - begin
-        return tuple(tokens[begin + np.arange(number) % period].tolist())
-
-    def _after_match(self, tokens: Tokens) -> int | None:
-        """The position after the match; None: there is none."""
-        size, last = self._shortest, len(tokens) - 1
-        if last < size:
-            return None
-        is_match = tokens[size - 1 : last] == tokens[last]
-        for back in range(1, size):
-            is_match &= tokens[size - 1 - back : last - back] == tokens[last - back]
-        ends = np.flatnonzero(is_match) + size
-        for longer in range(size, self._longest):
-            if not len(ends):
-                break
-            candidates = ends[ends > longer]
-            candidates = candidates[tokens[candidates - longer - 1] == tokens[last - longer]]
-            if not len(candidates):
-                break
-            ends = candidates
-        return int(ends[-1]) if len(ends) else None
+        return [
+            self._matches[sequence].follow(sequence.tokens, number) for sequence, number in asked
+        ]
 
 
-class _History:
-    """The tokens of a sequence as an array, which grows with the sequence."""
+class _Match:
+    """Where the last tokens of a sequence occurred before.
 
-    def __init__(self) -> None:
-        self._array: Tokens = np.zeros(0, np.int32)
+    `length`: how many tokens match; 0: none. `_after`: the position behind them. `_after_one`,
+    `_after_two`: the positions behind each token and each pair of tokens, but those behind the last
+    token; of a token only the latest.
+    """
+
+    def __init__(self, shortest: int, longest: int, of_all: Chances) -> None:
+        self._shortest = shortest
+        self._longest = longest
+        self._of_all = of_all
+        self.chances = Chances(of_all)
+        self._after_one: dict[int, int] = {}
+        self._after_two: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         self._size = 0
+        self._after = 0
+        self.length = 0
 
-    def update(self, tokens: list[int]) -> Tokens:
-        if len(tokens) > len(self._array):
-            array = np.zeros(len(tokens) * 3 // 2 + 64, np.int32)
-            array[: self._size] = self._array[: self._size]
-            self._array = array
-        self._array[self._size : len(tokens)] = tokens[self._size :]
+    def update(self, tokens: list[int]) -> None:
+        """Take the new tokens, and go on with the match while they are those behind it."""
+        new = range(self._size, len(tokens))
         self._size = len(tokens)
-        return self._array[: self._size]
+        for place in new if self.length else ():
+            is_right = tokens[self._after] == tokens[place]
+            for chances in (self.chances, self._of_all):
+                chances.of(self.length).learn(is_right)
+            if not is_right:
+                self.length = 0
+                break
+            self._after += 1
+            self.length += 1
+        for place in new:
+            if place > 0:
+                self._after_one[tokens[place - 1]] = place
+            if place > 1:
+                self._after_two[tokens[place - 2], tokens[place - 1]].append(place)
+        if new and not self.length:
+            self._find(tokens)
+
+    def follow(self, tokens: list[int], number: int) -> tuple[int, ...]:
+        period = self._size - self._after
+        return tuple(tokens[self._after + i % period] for i in range(number))
+
+    def _find(self, tokens: list[int]) -> None:
+        """Find the latest of the longest matches."""
+        if self._longest > 1 and self._size > 1:
+            pair = tokens[-2], tokens[-1]
+            for after in islice(reversed(self._after_two.get(pair, ())), _MOST_PLACES):
+                length = 2
+                while length < min(self._longest, after):
+                    if tokens[after - 1 - length] != tokens[-1 - length]:
+                        break
+                    length += 1
+                if length > self.length:
+                    self._after, self.length = after, length
+                if length == self._longest:
+                    break
+        if not self.length and tokens[-1] in self._after_one:
+            self._after, self.length = self._after_one[tokens[-1]], 1
+        if self.length < self._shortest:
+            self.length = 0

@@ -16,7 +16,12 @@ Asked = tuple[Sequence, int]
 
 
 class Drafter(Protocol):
-    """Proposes the next tokens of sequences."""
+    """Proposes the next tokens of sequences, and learns from their tokens how often it is right."""
+
+    def chances(self, sequence: Sequence, most: int) -> Seq[float]:
+        """How likely the first draft would be accepted, the first two, and so on, up to `most`;
+        fewer: it has no more to propose. Asked before each step of the sequence."""
+        ...
 
     def prepare(self, asked: Seq[Asked], *, may_catch_up: bool) -> list[int]:
         """Do a part of what has to be done once for each sequence, if `may_catch_up`. Returns how
@@ -35,9 +40,7 @@ class DraftNumbers(Protocol):
     @property
     def may_catch_up(self) -> bool: ...
 
-    def numbers(self, rows: Seq[Asked], num_rows: int) -> list[int]: ...
-
-    def verified(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None: ...
+    def numbers(self, chances: Seq[Seq[float]], num_rows: int) -> list[int]: ...
 
     def measured(
         self, num_rows: int, num_drafts: int, num_accepted: int, duration_s: float, spent: Drafting
@@ -86,7 +89,8 @@ class Speculation:
             return []
         most = [min(one.sequence.num_draftable, self.num_tokens) for one in batch]
         places = [place for place, number in enumerate(most) if number > 0]
-        numbers = self._numbers.numbers([(batch[i].sequence, most[i]) for i in places], len(batch))
+        chances = [self._drafter.chances(batch[i].sequence, most[i]) for i in places]
+        numbers = self._numbers.numbers(chances, len(batch))
         return [(place, number) for place, number in zip(places, numbers, strict=True) if number]
 
     def retired(
@@ -96,12 +100,9 @@ class Speculation:
         duration_s: float,
         spent: Drafting,
     ) -> None:
-        """Learn from a retired step: how many drafts of each row were accepted. `duration_s`: of
-        all of it, with what was spent on drafts."""
+        """Learn from a retired step of `duration_s`, with what was spent on drafts."""
         if any(one.num_tokens > 1 for one in batch):
             return
-        for one, number in zip(batch, num_accepted, strict=True):
-            self._numbers.verified(one.sequence, len(one.drafts), number)
         num_drafts = sum(len(one.drafts) for one in batch)
         self._numbers.measured(len(batch), num_drafts, sum(num_accepted), duration_s, spent)
 

@@ -55,6 +55,7 @@ class Drafts:
     ) -> list[tuple[int, ...]]:
         """The drafts of one step."""
         asked = [(one, most) for one in sequences]
+        self.chances = [self.model.chances(*each) for each in asked]
         numbers = self.model.prepare(asked, may_catch_up=may_catch_up)
         ready = [(one, n) for (one, _), n in zip(asked, numbers, strict=True) if n]
         found = iter(self.model.propose(ready) if ready else ())
@@ -181,6 +182,32 @@ def test_sequences_that_are_asked_for_together_take_no_blocks_from_each_other() 
     for _ in range(3):
         assert drafts.ask(*rows) == [right(rows[0]), right(rows[1]), ()]
     assert drafts.computing.num_tokens == 2 * (29 + 3 * 4)
+
+
+def test_chances_follow_from_the_drafts_that_became_tokens() -> None:
+    """Of a sequence, and of all of them, with which a new one begins if that is not less."""
+    drafts, good, bad = Drafts(), sequence(10), sequence(10, index=1)
+    drafts.ask(good, bad)
+    assert drafts.chances == [[0.7, 0.7**2, 0.7**3, 0.7**4]] * 2
+    for _ in range(20):
+        good.tokens += right(good, 5)
+        bad.tokens.append(right(bad, 1)[0] - 1)
+        drafts.ask(good, bad)
+    assert [round(row[0], 2) for row in drafts.chances] == [1.0, 0.06]
+    drafts.ask(sequence(10, index=2))
+    assert 0.7 < drafts.chances[0][0] < 0.95
+
+
+def test_a_chance_returns_slowly_while_nothing_is_proposed() -> None:
+    drafts, one = Drafts(), sequence(10)
+    for _ in range(30):
+        drafts.ask(one)
+        one.tokens.append(right(one, 1)[0] - 1)
+    (low, *_) = drafts.model.chances(one, 4)
+    for _ in range(1000):
+        (found, *_) = drafts.model.chances(one, 4)
+    assert low < 0.05
+    assert 0.25 < found < 0.3
 
 
 def test_no_draft_needs_a_position_behind_the_context() -> None:

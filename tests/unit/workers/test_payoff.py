@@ -4,9 +4,8 @@ from collections.abc import Sequence as Seq
 
 import pytest
 
+from services.engine.speculation.chance import Chance
 from services.engine.speculation.payoff import Drafting, Payoff
-
-from .sequences import sequence
 
 
 class Simulated:
@@ -24,12 +23,16 @@ class Simulated:
     ) -> None:
         self.payoff, self.growth, self.depth, self.catch_up = Payoff(), growth, depth, catch_up
         self.behind = [0] * num_rows
-        self.rows = [sequence([1, 2, 3]) for _ in range(num_rows)]
+        self.rows = [Chance(0.7) for _ in range(num_rows)]
         self.right = list(right)
         self.num_tokens, self.duration, self.num_drafts = 0, 0.0, 0
 
+    def numbers(self, most: int = 8) -> list[int]:
+        chances = [[one.value**n for n in range(1, most + 1)] for one in self.rows]
+        return self.payoff.numbers(chances, len(self.rows))
+
     def step(self, most: int = 8) -> None:
-        numbers = self.payoff.numbers([(one, most) for one in self.rows], len(self.rows))
+        numbers = self.numbers(most)
         num_caught_up, left = 0, 64 * self.payoff.may_catch_up
         for place, number in enumerate(numbers):
             if self.catch_up and number and self.behind[place]:
@@ -46,7 +49,10 @@ class Simulated:
             accepted = 0
             while accepted < number and self.right[(self.num_tokens + accepted) % len(self.right)]:
                 accepted += 1
-            self.payoff.verified(one, number, accepted)
+            for draft in range(min(accepted + 1, number)):
+                one.learn(draft < accepted)
+            if not number:
+                one.revive(0.7, 0.0005)
             self.num_tokens += accepted + 1
         num_accepted = self.num_tokens - before - len(self.rows)
         self.payoff.measured(len(self.rows), sum(numbers), num_accepted, duration, spent)
@@ -71,7 +77,7 @@ def test_drafts_that_are_always_accepted_become_as_many_as_may_be() -> None:
     """Except for the steps that measure the time without drafts."""
     simulated = Simulated(0.05, [True])
     assert simulated.run(1000) > 5
-    assert simulated.payoff.numbers([(simulated.rows[0], 8)], 1) == [8]
+    assert simulated.numbers() == [8]
 
 
 def test_drafts_begin_again_when_the_text_repeats() -> None:
@@ -102,16 +108,71 @@ def test_a_growth_that_was_measured_in_a_busy_moment_is_measured_again() -> None
     assert simulated.num_drafts - before > 70
 
 
+def known(num_rows: int, *steps: tuple[int, float]) -> Payoff:
+    """With plain steps that take 1, and steps of (drafts, duration), 9 of each."""
+    payoff = Payoff()
+    for _ in range(3):
+        payoff.measured(num_rows, 0, 0, 1.0, Drafting())
+    for num_drafts, duration in steps:
+        for _ in range(9):
+            payoff.measured(num_rows, num_drafts, 0, duration, Drafting())
+    payoff.measured(num_rows, 0, 0, 1.0, Drafting())
+    return payoff
+
+
 def test_the_likeliest_rows_get_the_drafts() -> None:
-    payoff, rows = Payoff(), [sequence([1, 2, 3]) for _ in range(3)]
-    payoff.measured(3, 0, 0, 1.0, Drafting())
-    for _ in range(20):
-        payoff.verified(rows[0], 3, 3)
-        payoff.verified(rows[2], 3, 0)
-        payoff.measured(3, 10, 3, 1.9, Drafting())
-    first, second, third = payoff.numbers([(one, 5) for one in rows], 3)
-    assert first == 5
-    assert second > third == 0
+    payoff = known(3, (3, 1.3), (5, 1.5), (8, 1.8))
+    chances = [[0.95**n for n in range(1, 6)], [0.5, 0.25], [0.2, 0.1, 0.05]]
+    assert payoff.numbers(chances, 3) == [5, 1, 0]
+
+
+def test_a_first_draft_that_costs_more_than_the_next_ones_is_not_taken_alone() -> None:
+    """A step with drafts takes 1.3, whether there is 1 or 8: 8 unlikely ones pay, 1 does not."""
+    payoff = known(1, (1, 1.3), (2, 1.3), (4, 1.3), (8, 1.3))
+    assert payoff.numbers([[0.25]], 1) == [0]
+    assert payoff.numbers([[0.25, 0.2]], 1) == [2]
+    assert payoff.numbers([[0.7**n for n in range(1, 9)]], 1) == [8]
+
+
+def test_no_more_drafts_than_the_arithmetic_of_a_step_allows() -> None:
+    """Up to 7 drafts cost nearly nothing, 8 of them as much as 3 steps."""
+    payoff = known(1, (1, 1.1), (2, 1.1), (4, 1.1), (8, 4.0))
+    assert payoff.numbers([[0.95**n for n in range(1, 17)]], 1) == [7]
+
+
+def test_no_step_tries_more_than_twice_the_drafts_of_the_longest_one_before() -> None:
+    payoff, chances = Payoff(), [[0.95**n for n in range(1, 17)]]
+    for _ in range(3):
+        payoff.measured(1, 0, 0, 1.0, Drafting())
+    for number in (1, 3, 7, 15, 16, 16):
+        assert payoff.numbers(chances, 1) == [number]
+        payoff.measured(1, number, 0, 1.2, Drafting())
+    assert payoff.numbers([[]] * 8, 8) == [0] * 8
+    for _ in range(3):
+        payoff.measured(8, 0, 0, 1.0, Drafting())
+    assert payoff.numbers(chances * 8, 8) == [1] * 8
+
+
+def test_one_interrupted_step_stops_no_drafts() -> None:
+    payoff, chances = known(1, (4, 1.2)), [[0.9**n for n in range(1, 9)]]
+    payoff.measured(1, 8, 8, 20.0, Drafting())
+    assert payoff.numbers(chances, 1) == [8]
+    for _ in range(4):
+        payoff.measured(1, 8, 8, 20.0, Drafting())
+    assert payoff.numbers(chances, 1) != [8]
+
+
+def test_steps_without_drafts_come_first_and_are_repeated() -> None:
+    payoff, chances = Payoff(), [[0.99] * 8]
+    for _ in range(3):
+        assert payoff.numbers(chances, 1) == [0]
+        payoff.measured(1, 0, 0, 1.0, Drafting())
+    for _ in range(50):
+        (number,) = payoff.numbers(chances, 1)
+        assert number > 0
+        payoff.measured(1, number, number, 1.1, Drafting())
+    assert payoff.numbers(chances, 1) == [0]
+    assert payoff.numbers([chances[0]] * 2, 2) == [0, 0]  # two rows have figures of their own
 
 
 def test_drafts_are_proposed_for_all_rows_in_the_time_of_one() -> None:
@@ -119,7 +180,7 @@ def test_drafts_are_proposed_for_all_rows_in_the_time_of_one() -> None:
     one row, and little for 8."""
     simulated = Simulated(0.01, [True], num_rows=8, depth=0.15)
     assert simulated.run(600) > 3.0 * 8
-    assert simulated.payoff.numbers([(one, 8) for one in simulated.rows], 8) == [8] * 8
+    assert simulated.numbers() == [8] * 8
 
 
 @pytest.mark.parametrize("depth", [0.15, 0.6, 1.0])
@@ -139,7 +200,7 @@ def test_a_draft_model_that_is_never_right_costs_little(depth: float, num_rows: 
 
 def test_a_draft_model_as_slow_as_its_target_is_not_used() -> None:
     """Though all its drafts are right."""
-    simulated = Simulated(0.02, [True], depth=0.95)
+    simulated = Simulated(0.02, [True], depth=1.0)
     assert simulated.run(1000) > 0.97
     assert simulated.num_drafts < 60
 
@@ -148,7 +209,7 @@ def test_a_new_row_begins_with_the_chance_of_those_before_it() -> None:
     """Drafts that pay only if most are right, for 4 rows of which each ends after 200 tokens."""
     simulated = Simulated(0.1, [True], num_rows=4, depth=0.2)
     for number in range(10):
-        simulated.rows = [sequence([1, 2, 3]) for _ in range(4)]
+        simulated.rows = [Chance(0.7) for _ in range(4)]
         speed = simulated.run(200 * (number + 1)) / 4
     assert speed > 1.3
 

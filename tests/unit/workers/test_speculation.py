@@ -1,5 +1,4 @@
-"""Speculation: where drafts come from, how many a row gets, and what a step does with them. Blocks
-of 4."""
+"""Speculation: which rows may get drafts, and what a step does with them. Blocks of 4."""
 
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -18,7 +17,6 @@ from services.engine.scheduler import ScheduledSequence, Scheduler
 from services.engine.sequences.group import Group
 from services.engine.sequences.penalty_state import PenaltyState
 from services.engine.sequences.sequence import Rules, Sequence
-from services.engine.speculation.ngram import NgramDrafter
 from services.protocol.ticket import BeamParams, FinishReason, Ticket
 from tests.drafting import oracle
 from tests.late_device import Device
@@ -27,36 +25,6 @@ from .conftest import MakePair
 from .fakes import PROMPT, SAMPLED, Arena, FakeForward, expected, make_stamps, next_token, ticket
 from .runs import finished, outputs, start
 from .sequences import KEY, SIZE, sequence
-
-# ── n-grams ──────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize(
-    ("tokens", "drafts"),
-    [
-        ([1, 2, 3, 4, 5, 1, 2], (3, 4, 5, 1)),
-        ([1, 2, 9, 8, 1, 2, 7, 6, 1, 2], (7, 6, 1, 2)),  # the latest
-        ([5, 1, 2, 9, 9, 6, 1, 2, 8, 8, 5, 1, 2], (9, 9, 6, 1)),  # the longest, though earlier
-        ([1, 2, 3, 1, 2, 3], (1, 2, 3, 1)),  # a loop goes on
-        ([4, 4, 4], (4, 4, 4, 4)),
-        ([1, 2, 3, 4], ()),
-        ([1, 2, 3, 2], ()),  # one token is no match
-        ([1], ()),
-        ([7, 7], ()),
-    ],
-)
-def test_drafts_follow_the_last_tokens(tokens: list[int], drafts: tuple[int, ...]) -> None:
-    assert NgramDrafter(2, 4).propose([(sequence(tokens), 4)]) == [drafts]
-
-
-def test_a_drafter_sees_the_tokens_that_were_appended() -> None:
-    drafter, one = NgramDrafter(1, 3), sequence([1, 2, 3])
-    assert drafter.propose([(one, 2)]) == [()]
-    for number in range(200):
-        one.tokens.append(number % 3 + 1)
-        drafts = [(number + 1) % 3 + 1, (number + 2) % 3 + 1]
-        assert drafter.propose([(one, 2)]) == [tuple(drafts)]
-
 
 # ── which rows ───────────────────────────────────────────────────────────────────────────────────
 
