@@ -14,14 +14,18 @@ head. Texts:
     easy      the same as repeats, with layers that say still less: the first ones nearly always
               propose the same
     code      a real text, for prompt lookup: the answer is the prompt with a class renamed
-    quotes    a real text, for prompt lookup: the answer quotes four sentences of the prompt
+    function  a real text, for prompt lookup: the answer is one function of the prompt with a
+              variable renamed, and says so
+    hotel ... real texts, for prompt lookup: answers that quote more or less of three documents
     nothing   draws at temperature 1, with a draft at every step and hardly one right. Prompt
               lookup: from a vocabulary so small that each token is in the prompt. Draft model: of
               other weights
 
 Prints a markdown table: tokens per second of decode without and with drafts, medians of the rounds,
 the ratio (lowest and highest round), the same ratio per second of CPU time, which other programs on
-the machine change less, and how many of the drafts were accepted.
+the machine change less, and how many of the drafts were accepted. For real texts also the share of
+quoted tokens, and the tokens by step of a prompt lookup that knows the answer: no ratio can be
+higher.
 """
 
 import argparse
@@ -32,15 +36,24 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import quire
 from bench.make_checkpoint import SHAPES, make_checkpoint
-from bench.speculation_texts import code_edit, prescribed, quotations
+from bench.speculation_answers import ANSWERS
+from bench.speculation_texts import (
+    code_edit,
+    fewest_steps,
+    function_edit,
+    prescribed,
+    quoted_share,
+    quoting,
+)
 from quire import LLM, Sampling
 from quire.types import Completion
-from services.common.text.tokenizer import Tokenizer
+from services.common.text.tokenizer import Tokenizer, read_tokenizer
 
 NUM_PROMPT_TOKENS = 600
 SMALL_VOCABULARY = 512
@@ -49,13 +62,12 @@ EMBEDDED = Path(quire.__file__).parent / "embedded"
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """`changes`: of the checkpoint. `shortest`: n-gram. `temperature`: of the draws. `draft_seed`:
-    of the draft model's weights; the target has 0. `written`: the prompt and the answer of a real
-    text (`bench.speculation_texts`)."""
+    """`changes`: of the checkpoint. `temperature`: of the draws. `draft_seed`: of the draft model's
+    weights; the target has 0. `written`: the prompt and the answer of a real text
+    (`bench.speculation_texts`)."""
 
     name: str
     changes: dict[str, Any]
-    shortest: int
     temperature: float
     draft_seed: int = 0
     written: Callable[[], tuple[str, str]] | None = None
@@ -63,12 +75,13 @@ class Text:
 
 LOOPS: dict[str, Any] = {"embedding_std": 20.0, "tied": False}
 TEXTS = (
-    Text("repeats", LOOPS, 2, 0.0),
-    Text("edits", LOOPS, 2, 0.07),
-    Text("easy", {**LOOPS, "embedding_std": 80.0}, 2, 0.0),
-    Text("code", {}, 2, 0.0, written=code_edit),
-    Text("quotes", {}, 2, 0.0, written=quotations),
-    Text("nothing", {"vocab_size": SMALL_VOCABULARY}, 1, 1.0, draft_seed=1),
+    Text("repeats", LOOPS, 0.0),
+    Text("edits", LOOPS, 0.07),
+    Text("easy", {**LOOPS, "embedding_std": 80.0}, 0.0),
+    Text("code", {}, 0.0, written=code_edit),
+    Text("function", {}, 0.0, written=function_edit),
+    *(Text(name, {}, 0.0, written=partial(quoting, name)) for name in ANSWERS),
+    Text("nothing", {"vocab_size": SMALL_VOCABULARY}, 1.0, draft_seed=1),
 )
 
 
@@ -99,8 +112,7 @@ def pair_of_models(text: Text, args: argparse.Namespace) -> Iterator[tuple[LLM, 
             draft = make_checkpoint(Path(folder) / "draft", SHAPES[args.shape], **changes)
             speculative |= {"model": str(draft)}
         else:
-            speculative |= {"method": "ngram", "prompt_lookup_min": text.shortest}
-            speculative |= {"prompt_lookup_max": 5}
+            speculative |= {"method": "ngram"}
         with (
             LLM(str(model), **settings) as without,
             LLM(str(model), **settings, speculative_config=speculative) as with_drafts,
@@ -156,7 +168,21 @@ def measure(text: Text, streams: int, args: argparse.Namespace) -> list[Pair]:
     return pairs
 
 
-def row(text: Text, streams: int, pairs: Sequence[Pair]) -> str:
+def of_text(text: Text, args: argparse.Namespace) -> tuple[str, str]:
+    """The share of quoted tokens, and the tokens by step at best; empty unless it is a real
+    text."""
+    if text.written is None:
+        return "", ""
+    tokenizer = read_tokenizer(EMBEDDED)
+    prompt, answer = text.written()
+    encoded = tokenizer.encode(answer, add_special_tokens=False)
+    ids = encoded.ids[: args.tokens]
+    best = len(ids) / fewest_steps(tokenizer.encode(prompt).ids, ids, args.drafts)
+    is_quoting = text.name in ANSWERS
+    return f"{quoted_share(answer, encoded.offsets):.0%}" if is_quoting else "", f"{best:.2f}"
+
+
+def row(text: Text, streams: int, pairs: Sequence[Pair], args: argparse.Namespace) -> str:
     ratios = [
         sorted(pair.with_drafts[kind] / pair.without[kind] for pair in pairs) for kind in (0, 1)
     ]
@@ -167,6 +193,7 @@ def row(text: Text, streams: int, pairs: Sequence[Pair]) -> str:
         f"{statistics.median(pair.with_drafts[0] for pair in pairs):,.0f}",
         *(f"{statistics.median(each):.2f} ({each[0]:.2f} to {each[-1]:.2f})" for each in ratios),
         f"{sum(p.num_accepted for p in pairs):,} of {sum(p.num_drafts for p in pairs):,}",
+        *of_text(text, args),
     ]
     return f"| {' | '.join(cells)} |"
 
@@ -186,14 +213,17 @@ def main() -> None:
     parser.add_argument("--quantize", default=None)
     parser.add_argument("--pool-memory", default="1GiB")
     args = parser.parse_args()
-    print("| text | streams | without, tok/s | with, tok/s | ratio | CPU time | accepted |")
-    print("|---|---:|---:|---:|---:|---:|---:|")
+    print(
+        "| text | streams | without, tok/s | with, tok/s | ratio | CPU time | accepted "
+        "| quoted | at best |"
+    )
+    print("|---|---:|---:|---:|---:|---:|---:|---:|---:|")
     for text in TEXTS:
         is_asked = text.name in args.texts if args.texts else True
         if text.written and args.draft_layers:
             continue  # the draft model does not know the text
         for streams in args.streams if is_asked else ():
-            print(row(text, streams, measure(text, streams, args)), flush=True)
+            print(row(text, streams, measure(text, streams, args), args), flush=True)
 
 
 if __name__ == "__main__":

@@ -56,11 +56,11 @@ devices, to removable disks or to storage services that the company has not appr
 """
 
 ANSWERS = {
-    "rag-a": (
+    "pending": (
         "My claim is still pending after two weeks. Is that normal, and what can I do?",
         """\
-Two weeks are still within what the guide describes, if only just. According to the user guide [2], a
-claim "is pending while the head of the department and the accounting team look at it, which takes
+Two weeks are still within what the guide describes, if only just. According to the user guide [2],
+a claim "is pending while the head of the department and the accounting team look at it, which takes
 up to ten working days." Two calendar weeks contain exactly ten working days, so I would expect an
 answer today or tomorrow. Public holidays do not count, which may move the end by a day.
 
@@ -75,7 +75,7 @@ used in another claim", so compare your older claims first. For anything else yo
 help desk.
 """,
     ),
-    "rag-b": (
+    "hotel": (
         "Which hotel may I book in Zurich, and who pays if everything is more expensive?",
         """\
 For Zurich the limit for Switzerland applies. The travel policy [1] says: "Hotels cost at most 140
@@ -94,7 +94,7 @@ departure." When you are back, do not wait too long with the bill, because the c
 in time.
 """,
     ),
-    "rag-c": (
+    "laptop": (
         "My laptop was stolen in Lisbon, where I work for three weeks. What do I have to do?",
         """\
 Call the security team at once. The rules for working abroad [3] are strict here: "A lost or stolen
@@ -112,7 +112,7 @@ for up to 20 working days a year." Three weeks are 15 working days. Keep the cer
 abroad."
 """,
     ),
-    "rag-d": (
+    "receipts": (
         "How do I get my money back after a trip with the train and a private car?",
         """\
 The travel policy [1] sets the deadlines: "Receipts are submitted within 30 days after the end of
@@ -131,7 +131,7 @@ it, which takes up to ten working days. It is closed when the money has been tra
 claim has been rejected."
 """,
     ),
-    "rag-e": (
+    "extract": (
         "Quote what the documents say about errors of the tool and about bookings.",
         """\
 On errors, from [2]: "If the tool shows the error E-17, the receipt has been used in another claim.

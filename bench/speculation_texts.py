@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import ClassVar
 from unittest.mock import patch
 
+from bench.speculation_answers import ANSWERS, DOCUMENTS
 from services.engine.batch import Row, RowResult
 from services.engine.forward import CompleteFlight, Flight
 from services.engine.runner import Runner
@@ -26,24 +27,53 @@ def code_edit() -> tuple[str, str]:
     return prompt, source.replace("ScheduledSequence", "StepRow")
 
 
-def quotations() -> tuple[str, str]:
-    """A question about a page, and an answer that quotes four of its sentences."""
-    page = (ROOT / "docs/concepts.md").read_text()
-
-    def quoted(begin: str) -> str:
-        found = re.search(re.escape(begin) + r".*?\.(?=\s)", page, re.DOTALL)
-        assert found is not None, begin
-        return found[0]
-
-    answer = (
-        "Nothing that a client has seen changes when a worker dies, for three reasons. First, the "
-        f"gateway keeps what it sent. The page says: {quoted('If a worker dies, the request')} "
-        f"Second, little work is lost: {quoted('The dead worker')} Third, draws do not depend on "
-        f"the worker. In the words of the page: {quoted('Sampling depends on')} Blocks of a dead "
-        f"worker are safe as well, because of its lock: {quoted('A worker locks a file')} A worker "
-        "that hangs is fenced instead, and keeps its blocks until it dies or gives them back."
+def function_edit() -> tuple[str, str]:
+    """A request to rename a variable in a file, and the function that changes."""
+    source = (ROOT / "services/worker/drafting.py").read_text()
+    found = re.search(r"def plan_draft.*?(?=\n\n\n)", source, re.DOTALL)
+    assert found is not None
+    prompt = f"{source}\n\nRename num_bytes to size_bytes. Answer with what changes.\n\n"
+    return prompt, (
+        "Only `plan_draft` has this variable. Here is the function with the new name:\n\n"
+        f"```python\n{found[0].replace('num_bytes', 'size_bytes')}\n```\n\nThe message of the "
+        "error still names the size and the number of blocks, so its test need not change.\n"
     )
-    return f"{page}\n\nWhat does a client notice when a worker dies? Quote the page.\n\n", answer
+
+
+def quoting(name: str) -> tuple[str, str]:
+    """Three documents with a question, and the answer of this name (`bench.speculation_answers`),
+    without the line breaks of their paragraphs."""
+    question, answer = ANSWERS[name]
+    return unwrapped(f"{DOCUMENTS}\n{question} Answer with quotations.\n\n"), unwrapped(answer)
+
+
+def unwrapped(text: str) -> str:
+    return re.sub(r"(?<!\n)\n(?!\n|$)", " ", text)
+
+
+def quoted_share(answer: str, spans: Sequence[tuple[int, int]]) -> float:
+    """The share of the answer's tokens that are in quotations. `spans`: of each token in the
+    text."""
+    quotations = [found.span(1) for found in re.finditer(r'"([^"]*)"', answer)]
+    return sum(any(s <= (a + b) / 2 < e for s, e in quotations) for a, b in spans) / len(spans)
+
+
+def fewest_steps(prompt: Sequence[int], answer: Sequence[int], most: int) -> int:
+    """The steps of a prompt lookup that always knows where the longest continuation is which the
+    text before has, if there is one behind the last token."""
+    text, steps, end = [*prompt, *answer], 0, len(prompt) + 1
+    while end < len(text):
+        longest = 0
+        for place in (i for i in range(1, end) if text[i - 1] == text[end - 1]):
+            length = 0
+            while length < min(most, len(text) - 1 - end):
+                if text[place + length] != text[end + length]:
+                    break
+                length += 1
+            longest = max(longest, length)
+        end += longest + 1
+        steps += 1
+    return steps
 
 
 class PrescribedRunner(Runner):

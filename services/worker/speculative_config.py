@@ -21,7 +21,7 @@ class SpeculativeConfig(BaseModel):
     """Where drafts come from, and how many a row gets in a step at most.
 
     A bound of the n-grams that is missing is the other one; without both, n-grams have
-    2 to 5 tokens. `model`: the checkpoint of the draft model. `draft_kv_memory`: the most memory of
+    1 to 5 tokens. `model`: the checkpoint of the draft model. `draft_kv_memory`: the most memory of
     its KV in each decode worker.
     """
 
@@ -71,7 +71,7 @@ class SpeculativeConfig(BaseModel):
         """The shortest and the longest n-gram."""
         low, high = self.prompt_lookup_min, self.prompt_lookup_max
         if low is None and high is None:
-            return 2, 5
+            return 1, 5
         return low or high or 0, high or low or 0
 
 

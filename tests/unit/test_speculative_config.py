@@ -23,7 +23,7 @@ def settings(monkeypatch: pytest.MonkeyPatch, **values: str) -> DecodeSettings:
 @pytest.mark.parametrize(
     ("bounds", "sizes"),
     [
-        ({}, (2, 5)),
+        ({}, (1, 5)),
         ({"prompt_lookup_max": 4}, (4, 4)),
         ({"prompt_lookup_min": 3}, (3, 3)),
         ({"prompt_lookup_min": 2, "prompt_lookup_max": 7}, (2, 7)),

@@ -176,7 +176,7 @@ class Payoff:
     ) -> None:
         """Note the duration of a step of decoding rows, with what was spent on its drafts."""
         cost, step_s = self._costs[num_rows], duration_s - spent.preparing_s - spent.proposing_s
-        has_saved = self._credit > _FIRST_CREDIT
+        has_saved = self._credit > 2 * _FIRST_CREDIT
         num_kept = _STEPS_IF_SAVED if has_saved else _STEPS_UNTIL_OLD
         cost.observe(num_drafts, step_s, spent, num_kept)
         if cost.plain_s is None:
