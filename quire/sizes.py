@@ -6,7 +6,7 @@ import re
 
 def memory_size(text: str) -> str:
     """Returns `text` if it is a size; the worker parses it. ValueError: it is not a size."""
-    if not re.fullmatch(r"\d+(\.\d+)?\s*([KMGT]i?B?|B)?", text, re.IGNORECASE):
+    if not re.fullmatch(r"\s*\d+(\.\d+)?\s*([KMGT]iB|[kMGT]?B)?\s*", text):
         raise ValueError(f"{text!r} is not a size such as 512MiB or 2GiB")
     return text
 

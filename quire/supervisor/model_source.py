@@ -2,9 +2,11 @@
 package), and checks whether Quire can serve them."""
 
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from quire.module_command import module_command
 from quire.supervisor.errors import ModelNotFound, ModelUnusable
@@ -40,6 +42,14 @@ def find_model(name: str) -> ModelSource:
     if not _may_be_id(name):
         raise ModelNotFound(f"there is no directory {name}")
     return ModelSource(name, _cached(name))
+
+
+def with_draft_directory(speculative_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The setting with the directory of its draft model, if it has one. Raises ModelNotFound."""
+    found = dict(speculative_config)
+    if found.get("model") is not None:
+        found["model"] = str(find_model(str(found["model"])).directory)
+    return found
 
 
 def check_model(directory: Path) -> None:

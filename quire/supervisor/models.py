@@ -1,12 +1,14 @@
 """The models of one run: their names, their files, and the options that each has of its own."""
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import get_type_hints
 
 from quire.supervisor.errors import WrongModels
-from quire.supervisor.model_source import EMBEDDED, find_model
+from quire.supervisor.model_source import EMBEDDED, find_model, with_draft_directory
 from quire.supervisor.options import MAX_SERVICES, ServeOptions
 from quire.supervisor.worker_options import EMBEDDED_POOL_MEMORY, WorkerOptions
 
@@ -69,13 +71,20 @@ def _split(text: str) -> tuple[str, str]:
 
 def _model(names: str, source: str, options: ServeOptions) -> ModelOptions:
     found = find_model(source)
-    settings = options.settings(WorkerOptions)
+    settings = _with_draft_directory(options.settings(WorkerOptions))
     if source == EMBEDDED:
         settings.setdefault("POOL_MEMORY", EMBEDDED_POOL_MEMORY)
     name, *others = _names(names) if names else [found.name]
     return ModelOptions(
         *(name, found.directory, options.num_prefill, options.num_decode, tuple(others)), settings
     )
+
+
+def _with_draft_directory(settings: dict[str, str]) -> dict[str, str]:
+    """The settings with the directory of the draft model in the place of its name."""
+    if text := settings.get("SPECULATIVE_CONFIG"):
+        settings["SPECULATIVE_CONFIG"] = json.dumps(with_draft_directory(json.loads(text)))
+    return settings
 
 
 def _names(text: str) -> list[str]:
@@ -116,8 +125,17 @@ def _with_own_options(models: list[ModelOptions], given: list[str] | None) -> li
                 )
             by_name[name] = replace(model, **{f"num_{option}": int(value)})  # type: ignore[arg-type]
         elif option in known:
-            settings = {**model.settings, option.upper(): value}
-            by_name[name] = replace(model, settings=settings)
+            settings = {**model.settings, option.upper(): _parsed(text, option, value)}
+            by_name[name] = replace(model, settings=_with_draft_directory(settings))
         else:
             raise WrongModels(f"--set {text}: {option!r} is no option of one model")
     return list(by_name.values())
+
+
+def _parsed(text: str, option: str, value: str) -> str:
+    """The value of an option as its flag takes it. WrongModels: it does not."""
+    parser = get_type_hints(WorkerOptions, include_extras=True)[option].__metadata__[0].parser
+    try:
+        return value if parser is None else str(parser(value))
+    except ValueError as error:
+        raise WrongModels(f"--set {text}: {error}") from error

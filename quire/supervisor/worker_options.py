@@ -17,6 +17,13 @@ engine = partial(Option, rich_help_panel="Engine", show_default=False)
 network = partial(Option, rich_help_panel="Network", show_default=False)
 
 
+def _speculative_config(text: str) -> str:
+    # Imported here because only this option needs pydantic.
+    from quire.speculative_config import check_speculative_config
+
+    return check_speculative_config(text)
+
+
 @dataclass(frozen=True)
 class SharedOptions:
     """The options that workers and gateways get."""
@@ -75,7 +82,7 @@ class WorkerOptions(SharedOptions):
     ] = None
     block_size: Annotated[
         int | None,
-        engine(min=1, metavar="TOKENS", help="positions of a block; default: 16"),
+        engine(min=1, max=1024, metavar="TOKENS", help="positions of a block; default: 16"),
     ] = None
     dtype: Annotated[
         Dtype | None,
@@ -164,7 +171,7 @@ class WorkerOptions(SharedOptions):
     max_model_len: Annotated[
         int | None,
         engine(
-            min=1,
+            min=2,
             metavar="TOKENS",
             help="longest prompt + generation; default: the model's context",
         ),
@@ -180,9 +187,10 @@ class WorkerOptions(SharedOptions):
         str | None,
         engine(
             metavar="JSON",
+            parser=_speculative_config,
             help="speculative decoding, such as "
             """'{"method": "ngram", "num_speculative_tokens": 5}', or with a draft model: """
-            """'{"model": "DIRECTORY", "num_speculative_tokens": 5}'; default: none""",
+            """'{"model": "DIR|FILE|ID", "num_speculative_tokens": 5}'; default: none""",
         ),
     ] = None
     park_window_s: Annotated[

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, contextmanager
 from dataclasses import asdict, replace
@@ -17,7 +17,7 @@ from tqdm import tqdm
 from quire import messages
 from quire.errors import InvalidRequest, QuireError, ServerError
 from quire.messages import Request
-from quire.supervisor.model_source import find_model
+from quire.supervisor.model_source import find_model, with_draft_directory
 from quire.types import ChatMessage, Completion, Embedding, LoRARequest, Prompt, Sampling
 from quire.v1.inference_pb2 import EmbedRequest
 from services.common.errors import Draining
@@ -71,6 +71,8 @@ class LLM:
         from services.offline.deployment import offline_settings
 
         source = find_model(model)
+        if isinstance(speculative := settings.get("speculative_config"), Mapping):
+            settings["speculative_config"] = with_draft_directory(speculative)
         if not enable_lora:
             settings["max_loras"] = 0
         with _domain_errors():

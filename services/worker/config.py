@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from quire.choices import Attention, Backend, Dtype, Isa, KvDtype, Numa, Preemption
+from quire.speculative_config import SpeculativeConfig
 from services.common.checkpoint.quantization import Quantization
 from services.common.checkpoint.shards import SIZES, check_shards, refuse_kind
 from services.common.errors import StartupError
@@ -16,7 +17,7 @@ from services.common.pool.sizing import check_capacity, parse_size
 from services.common.runtime.config import PoolServiceSettings
 from services.common.text.model_config import ModelConfig
 from services.common.tracing.opening import TracedSettings, check_tracing
-from services.worker.speculative_config import SpeculativeConfig, draft_config
+from services.worker.draft_config import draft_config
 
 _BATCHED_TOKENS, _BATCHED_TOKENS_ON_GPU = 512, 8192
 

@@ -116,6 +116,12 @@ def test_a_wrong_setting_is_named(checkpoint: Path, settings: dict[str, Any], pr
         LLM(str(checkpoint), **settings)
 
 
+def test_a_draft_model_that_is_not_there_is_named(checkpoint: Path) -> None:
+    speculative = {"model": "/no/where", "num_speculative_tokens": 4}
+    with pytest.raises(ModelNotFound, match="there is no directory /no/where"):
+        LLM(str(checkpoint), speculative_config=speculative)
+
+
 def test_broken_tokenizer_is_named(checkpoint: Path, tmp_path: Path) -> None:
     for file in checkpoint.iterdir():
         (tmp_path / file.name).symlink_to(file)

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from bench.make_checkpoint import make_checkpoint
+from quire.speculative_config import SpeculativeConfig
 from services.common.errors import StartupError
 from services.common.runtime.config import load_settings
 from services.common.text.model_config import ModelConfig
 from services.decode.config import DecodeSettings
 from services.worker.drafting import plan_draft
-from services.worker.speculative_config import SpeculativeConfig
 
 
 def settings(monkeypatch: pytest.MonkeyPatch, **values: str) -> DecodeSettings:

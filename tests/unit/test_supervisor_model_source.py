@@ -6,6 +6,7 @@ import pytest
 
 from quire.supervisor.errors import ModelNotFound
 from quire.supervisor.model_source import find_model
+from tests.hub_cache import cached, use_empty_cache
 
 
 def test_a_directory(tmp_path: Path) -> None:
@@ -34,10 +35,7 @@ def test_a_path_that_is_not_there(name: str) -> None:
 
 
 def test_an_id_that_is_cached(hub_cache: Path) -> None:
-    snapshot = hub_cache / "models--org--tiny" / "snapshots" / "0123abcd"
-    snapshot.mkdir(parents=True)
-    (hub_cache / "models--org--tiny" / "refs").mkdir()
-    (hub_cache / "models--org--tiny" / "refs" / "main").write_text("0123abcd")
+    snapshot = cached(hub_cache, "org/tiny")
     source = find_model("org/tiny")
     assert (source.name, source.directory) == ("org/tiny", snapshot)
 
@@ -49,8 +47,4 @@ def test_an_id_that_is_not_cached_says_how_to_get_it(hub_cache: Path) -> None:
 
 @pytest.fixture
 def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty Hugging Face cache; the library reads its path once, when it is imported."""
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    return tmp_path
+    return use_empty_cache(monkeypatch, tmp_path)

@@ -1,5 +1,6 @@
 """`quire serve` with invalid arguments."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from quire.cli import main
 from quire.supervisor.models import find_models
 from quire.supervisor.options import ServeOptions
+from tests.hub_cache import cached, use_empty_cache
 
 
 @pytest.mark.parametrize(
@@ -23,6 +25,23 @@ from quire.supervisor.options import ServeOptions
         ("--decode", "65", "less than or equal to 64"),
         ("--dtype", "float8", "'auto', 'bfloat16', 'float32'"),
         ("--pool-memory", "much", "'much' is not a size such as 512MiB or 2GiB"),
+        ("--pool-memory", "2gib", "'2gib' is not a size"),  # as workers read sizes
+        ("--block-size", "0", "greater than or equal to 1"),
+        ("--block-size", "1025", "less than or equal to 1024"),
+        ("--max-model-len", "1", "greater than or equal to 2"),
+        ("--speculative-config", "ngram", "Invalid JSON"),
+        ("--speculative-config", "5", "valid dictionary"),
+        ("--speculative-config", '{"method": "ngram"}', "num_speculative_tokens: Field required"),
+        (
+            "--speculative-config",
+            '{"model": "/d", "num_speculative_tokens": 5, "draft_kv_memory": "much"}',
+            "draft_kv_memory: 'much' is not a size",
+        ),
+        (
+            "--speculative-config",
+            '{"num_speculative_tokens": 5, "method": "draft_model"}',
+            "the method draft_model needs a model",
+        ),
     ],
 )
 def test_a_value_that_cannot_be_is_named(capsys: Any, flag: str, value: str, message: str) -> None:
@@ -55,6 +74,8 @@ SMALL, LARGE = "small=embedded", "large={}"
         ([SMALL, "--set", "small.decode=65"], "'65' is not a number of workers, at most 64"),
         ([SMALL, "--set", "small.host=x"], "'host' is no option of one model"),
         ([SMALL, "/no/where"], "there is no directory /no/where"),
+        ([SMALL, "--set", "small.pool_memory=much"], "'much' is not a size"),
+        ([SMALL, "--set", "small.speculative_config={{}}"], "method: Field required"),
     ],
 )
 def test_models_that_do_not_fit_together_are_named(
@@ -115,6 +136,43 @@ def test_each_model_has_names_and_options_of_its_own(tmp_path: Path) -> None:
     assert (named.name, named.aliases) == ("a", ("b",))
 
 
+DRAFT = '{{"model": "{}", "num_speculative_tokens": 5}}'
+
+
+def test_a_draft_model_is_found_as_a_model_is(hub_cache: Path, tmp_path: Path) -> None:
+    """By its id in the cache, or by its directory; for all models, or for one of them."""
+    (tmp_path / "small").mkdir()
+    snapshot = cached(hub_cache, "org/tiny")
+    text, other = DRAFT.format("org/tiny"), DRAFT.format(tmp_path / "small")
+    first, second = find_models(
+        ServeOptions(
+            models=["one=embedded", f"two={snapshot}"],
+            speculative_config=text,
+            pool_memory="1GiB",
+            own=[f"two.speculative_config={other}"],
+        )
+    )
+    found = [json.loads(one.settings["SPECULATIVE_CONFIG"]) for one in (first, second)]
+    assert [one["model"] for one in found] == [str(snapshot), str(tmp_path / "small")]
+    assert [one["num_speculative_tokens"] for one in found] == [5, 5]
+
+
+@pytest.mark.parametrize(
+    ("draft", "message"),
+    [
+        ("/no/where", "there is no directory /no/where"),
+        ("org/other", "download it with: hf download org/other"),
+    ],
+)
+def test_a_draft_model_that_is_not_there_is_named(
+    capsys: Any, hub_cache: Path, tmp_path: Path, draft: str, message: str
+) -> None:
+    arguments = ["--speculative-config", DRAFT.format(draft), "--run-root", str(tmp_path / "runs")]
+    assert main(["serve", *arguments]) == 1
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
 def test_cpus_and_threads_exclude_each_other(capsys: Any) -> None:
     assert main(["serve", "--cpus", "0-3", "--threads", "2"]) == 2
     assert "--cpus and --threads exclude each other" in capsys.readouterr().err
@@ -129,11 +187,13 @@ def test_cpus_and_threads_exclude_each_other(capsys: Any) -> None:
     ],
 )
 def test_a_model_that_is_not_there_is_named(
-    capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: str, message: str
+    capsys: Any, hub_cache: Path, tmp_path: Path, model: str, message: str
 ) -> None:
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     assert main(["serve", "--model", model, "--run-root", str(tmp_path / "runs")]) == 1
     assert message in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return use_empty_cache(monkeypatch, tmp_path)

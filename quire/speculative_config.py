@@ -3,13 +3,16 @@
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
-from services.common.checkpoint.check import check_weights
-from services.common.errors import StartupError
-from services.common.pool.sizing import parse_size
-from services.common.text.model_config import ModelConfig
-from services.common.text.tokenizer import has_tokenizer, read_tokenizer
+from quire.sizes import memory_size
 
 _OF_METHOD = {
     "ngram": ("prompt_lookup_min", "prompt_lookup_max"),
@@ -49,8 +52,7 @@ class SpeculativeConfig(BaseModel):
     @field_validator("draft_kv_memory")
     @classmethod
     def _check_size(cls, size: str) -> str:
-        parse_size(size)
-        return size
+        return memory_size(size)
 
     @model_validator(mode="after")
     def _check_method(self) -> Self:
@@ -75,32 +77,14 @@ class SpeculativeConfig(BaseModel):
         return low or high or 0, high or low or 0
 
 
-def draft_config(draft: Path, target: Path, config: ModelConfig, context: int) -> ModelConfig:
-    """The configuration of a draft model for a target with this configuration, whose sequences have
-    at most `context` tokens. A draft model of a shorter context is used up to its end.
-
-    StartupError: Quire cannot compute the draft model, or its tokens are not the target's.
-    """
-    found = check_weights(draft)
-    if found.vocab_size != config.vocab_size:
-        raise StartupError(
-            f"the draft model {draft} has a vocabulary of {found.vocab_size} tokens, and the model "
-            f"{target} one of {config.vocab_size}: choose a draft model of the same family"
+def check_speculative_config(text: str) -> str:
+    """Returns the JSON `text` if workers take it. ValueError: they would refuse it."""
+    try:
+        SpeculativeConfig.model_validate_json(text)
+    except ValidationError as error:
+        problems = (
+            ": ".join([*map(str, each["loc"]), each["msg"].removeprefix("Value error, ")])
+            for each in error.errors()
         )
-    if has_tokenizer(draft) and has_tokenizer(target):
-        _check_same_tokens(draft, target)
-    return found.for_context(min(context, found.max_position_embeddings))
-
-
-def _check_same_tokens(draft: Path, target: Path) -> None:
-    ids, others = (
-        read_tokenizer(path).get_vocab(with_added_tokens=True) for path in (draft, target)
-    )
-    different = {token for token, _ in ids.items() ^ others.items()}
-    if different:
-        token = min(different, key=lambda one: min(ids.get(one, 1 << 31), others.get(one, 1 << 31)))
-        raise StartupError(
-            f"the draft model {draft} has other tokens than the model {target}: {len(different)} "
-            f"differ, such as {token!r}, which is {ids.get(token, 'none')} there and "
-            f"{others.get(token, 'none')} here"
-        )
+        raise ValueError("; ".join(problems)) from error
+    return text
