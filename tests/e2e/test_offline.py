@@ -24,6 +24,7 @@ from quire import (
     Sampling,
     ServerError,
 )
+from quire.supervisor.errors import ModelNotFound
 from services.gateway.frontend.http.app import create_app
 from services.gateway.wiring import Wiring
 from services.offline.batch import _post

@@ -11,7 +11,7 @@ class Chance:
     how many drafts count at most; older ones fade."""
 
     value: float
-    most: int = 16
+    most: int
     weight: int = _FIRST_WEIGHT
 
     def learn(self, is_right: bool) -> None:

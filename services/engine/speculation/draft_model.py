@@ -22,12 +22,14 @@ _AT_MOST_BEHIND = 2
 """After a step in which all drafts were accepted: the last draft, and the token drawn behind it."""
 
 _FIRST_CHANCE = 0.7
-_NUM_OF_ALL = 64
-"""How many drafts of all sequences tell the chance with which a new sequence begins."""
-_REVIVAL = 0.0005
-"""By how much of the distance a chance returns to the first one with each step without drafts. So a
-sequence whose drafts failed tries again now and then: in the long run that costs at most
-_REVIVAL * _FIRST_CHANCE * 16 of the time, 0.6 %, since 16 drafts make a chance."""
+_MOST_DRAFTS = 64
+"""How many drafts make a chance, of a sequence and of all of them. Of a few, a chance would often
+be so low by accident that none were tried any more."""
+_RETURN, _REVIVAL = 0.05, 0.0002
+"""With each step of a sequence without drafts: by which share of the distance its chance returns to
+that of all sequences, if it is lower, and that of all to the first one. So drafts that failed are
+tried again now and then: in the long run that costs at most _REVIVAL * _FIRST_CHANCE * _MOST_DRAFTS
+of the time, 0.9 %."""
 
 
 @dataclass(slots=True)
@@ -87,7 +89,7 @@ class DraftModel:
         self._free = list(range(num_blocks))
         self._caches: WeakKeyDictionary[Sequence, _Cache] = WeakKeyDictionary()
         """In the order of their last use."""
-        self._chance = Chance(_FIRST_CHANCE, _NUM_OF_ALL)
+        self._chance = Chance(_FIRST_CHANCE, _MOST_DRAFTS)
 
     @property
     def num_free_blocks(self) -> int:
@@ -102,7 +104,9 @@ class DraftModel:
             cache.chance.learn(is_right)
             self._chance.learn(is_right)
         if not right:
-            cache.chance.revive(_FIRST_CHANCE, _REVIVAL)
+            self._chance.revive(_FIRST_CHANCE, _REVIVAL)
+            if self._chance.value > cache.chance.value:
+                cache.chance.revive(self._chance.value, _RETURN)
         return _powers(cache.chance.value, most)
 
     def prepare(self, asked: Seq[tuple[Sequence, int]], *, may_catch_up: bool) -> list[int]:
@@ -145,7 +149,7 @@ class DraftModel:
     def _cache(self, sequence: Sequence) -> _Cache:
         cache = self._caches.pop(sequence, None)
         if cache is None:
-            cache = _Cache(Chance(max(self._chance.value, _FIRST_CHANCE)))
+            cache = _Cache(Chance(max(self._chance.value, _FIRST_CHANCE), _MOST_DRAFTS))
             finalize(sequence, self._free.extend, cache.blocks).atexit = False
         self._caches[sequence] = cache
         return cache

@@ -13,21 +13,22 @@ from services.engine.speculation.chance import Chance
 
 _LONGEST = 8
 """Longer matches are as good as this one."""
-_NUM_OF_ALL = 64
+_NUM_OF_ONE, _NUM_OF_ALL = 16, 64
+"""How many drafts after matches of a length make its chance, in one sequence and in all of them."""
 _MOST_PLACES = 256
 """So many places of a pair of tokens are looked at, the latest first."""
 
 
 class Chances:
-    """The chance of a draft by the length of the match before it, from 1 on; at first m / (m + 2).
-    `most`: how many drafts of a length count."""
+    """The chance of a draft by the length of the match before it, from 1 on; at first about what
+    it is in answers that quote documents."""
 
     def __init__(self, before: "Chances | None" = None) -> None:
         """`before`: of all sequences, with which a new one begins."""
         if before is None:
-            self._of = [Chance(m / (m + 2), _NUM_OF_ALL) for m in range(1, _LONGEST + 1)]
+            self._of = [Chance(min(0.2 * m, 0.95), _NUM_OF_ALL) for m in range(1, _LONGEST + 1)]
         else:
-            self._of = [Chance(one.value) for one in before._of]
+            self._of = [Chance(one.value, _NUM_OF_ONE) for one in before._of]
 
     def of(self, length: int) -> Chance:
         return self._of[min(length, _LONGEST) - 1]

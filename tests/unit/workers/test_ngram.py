@@ -70,11 +70,11 @@ def test_a_match_goes_on_though_the_last_tokens_occur_elsewhere_too() -> None:
 
 
 def test_a_longer_match_is_likelier_and_each_draft_lengthens_it() -> None:
-    """At first m / (m + 2) after m tokens."""
+    """At first 0.2 for each token that matches, at most 0.95."""
     drafter, one = NgramDrafter(1, 5), sequence([1, 2, 3, 4, 1])
-    assert drafter.chances(one, 3) == pytest.approx([1 / 3, 1 / 3 * 2 / 4, 1 / 3 * 2 / 4 * 3 / 5])
+    assert drafter.chances(one, 3) == pytest.approx([0.2, 0.2 * 0.4, 0.2 * 0.4 * 0.6])
     one = sequence([1, 2, 3, 4, 9, 9, 1, 2, 3])
-    assert drafter.chances(one, 2) == pytest.approx([3 / 5, 3 / 5 * 4 / 6])
+    assert drafter.chances(one, 3) == pytest.approx([0.6, 0.6 * 0.8, 0.6 * 0.8 * 0.95])
 
 
 def test_chances_are_learned_without_drafts() -> None:

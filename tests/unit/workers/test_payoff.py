@@ -23,7 +23,7 @@ class Simulated:
     ) -> None:
         self.payoff, self.growth, self.depth, self.catch_up = Payoff(), growth, depth, catch_up
         self.behind = [0] * num_rows
-        self.rows = [Chance(0.7) for _ in range(num_rows)]
+        self.rows = [Chance(0.7, 64) for _ in range(num_rows)]
         self.right = list(right)
         self.num_tokens, self.duration, self.num_drafts = 0, 0.0, 0
 
@@ -52,7 +52,7 @@ class Simulated:
             for draft in range(min(accepted + 1, number)):
                 one.learn(draft < accepted)
             if not number:
-                one.revive(0.7, 0.0005)
+                one.revive(0.7, 0.0002)
             self.num_tokens += accepted + 1
         num_accepted = self.num_tokens - before - len(self.rows)
         self.payoff.measured(len(self.rows), sum(numbers), num_accepted, duration, spent)
@@ -209,7 +209,7 @@ def test_a_new_row_begins_with_the_chance_of_those_before_it() -> None:
     """Drafts that pay only if most are right, for 4 rows of which each ends after 200 tokens."""
     simulated = Simulated(0.1, [True], num_rows=4, depth=0.2)
     for number in range(10):
-        simulated.rows = [Chance(0.7) for _ in range(4)]
+        simulated.rows = [Chance(0.7, 64) for _ in range(4)]
         speed = simulated.run(200 * (number + 1)) / 4
     assert speed > 1.3
 
