@@ -18,8 +18,8 @@ _LEAST_GAIN = 1.01
 """Steps with drafts have to be faster by this factor: chances and costs are estimates."""
 _FIRST_SHARE = 0.05
 _NUM_FIRST = 2
-"""A share of a `Measured` at first, and as how many measurements it counts: one interrupted
-step decides nothing."""
+"""A share at first, and as how many measurements what was expected counts: one interrupted step
+decides nothing."""
 _NUM_PLAIN, _NUM_DRAFTED = 5, 9
 _LEAST_PLAIN = 3
 _STEPS_BETWEEN_PLAIN = 50
@@ -109,9 +109,8 @@ class StepCost:
     @property
     def most_drafts(self) -> int:
         """Twice as many as were measured: a step of which nothing is known may be long."""
-        return (
-            2 << max((k for k, shares in self._growths.items() if shares.measured), default=0)
-        ) - 1
+        kinds = [kind for kind, shares in self._growths.items() if shares.measured]
+        return (2 << max(kinds, default=0)) - 1
 
     def duration(self, num_drafts: int, depth: int) -> float:
         kind = num_drafts.bit_length()

@@ -17,6 +17,9 @@ from services.engine.scheduler import ScheduledSequence, Scheduler
 from services.engine.sequences.group import Group
 from services.engine.sequences.penalty_state import PenaltyState
 from services.engine.sequences.sequence import Rules, Sequence
+from services.engine.speculation.ngram import NgramDrafter
+from services.engine.speculation.payoff import Drafting, Payoff
+from services.engine.speculation.speculation import Speculation
 from services.protocol.ticket import BeamParams, FinishReason, Ticket
 from tests.drafting import oracle
 from tests.late_device import Device
@@ -86,6 +89,21 @@ def test_no_draft_ends_the_text() -> None:
     one, nobody = sequence([1, 2, 3], stop_token_ids=(6,)), cast("Group", None)
     (scheduled,), _ = speculation.with_drafts([ScheduledSequence(nobody, one, 1)], 64)
     assert scheduled.drafts == (3, 4, 5)
+
+
+def test_a_row_gets_the_drafts_that_its_drafter_finds_likely() -> None:
+    """Of two rows, only one repeats what it has had; later the other does."""
+    payoff, nobody = Payoff(), cast("Group", None)
+    for _ in range(3):
+        payoff.measured(2, 0, 0, 1.0, Drafting())
+    speculation = Speculation(NgramDrafter(1, 5), 8, payoff)
+    rows = [sequence([1, 2, 3, 4, 5, 6, 1, 2, 3, 4]), sequence([1, 2, 3])]
+    batch = [ScheduledSequence(nobody, one, 1) for one in rows]
+    assert [one.drafts for one in speculation.with_drafts(batch, 64)[0]] == [(5, 6), ()]
+    rows[0].tokens, rows[1].tokens = [*rows[0].tokens, 9], [1, 2, 3, 1, 2]
+    for one in rows:
+        one.num_computed = one.num_launched = len(one.tokens) - 1
+    assert [one.drafts for one in speculation.with_drafts(batch, 64)[0]] == [(), (3, 1)]
 
 
 # ── what a step does ─────────────────────────────────────────────────────────────────────────────
