@@ -3,9 +3,8 @@
 See ADR 187.
 """
 
-from collections import defaultdict
+from array import array
 from collections.abc import Sequence as Seq
-from itertools import islice
 from weakref import WeakKeyDictionary
 
 from services.engine.sequences.sequence import Sequence
@@ -79,8 +78,8 @@ class _Match:
     """Where the last tokens of a sequence occurred before.
 
     `length`: how many tokens match; 0: none. `_after`: the position behind them. `_after_one`,
-    `_after_two`: the positions behind each token and each pair of tokens, but those behind the last
-    token; of a token only the latest.
+    `_after_two`: the latest position behind each token and each pair of tokens, but those behind
+    the last token. `_before`: for each position, the one before it behind the same pair; 0: none.
     """
 
     def __init__(self, shortest: int, longest: int, of_all: Chances) -> None:
@@ -89,15 +88,14 @@ class _Match:
         self._of_all = of_all
         self.chances = Chances(of_all)
         self._after_one: dict[int, int] = {}
-        self._after_two: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
-        self._size = 0
+        self._after_two: dict[int, int] = {}
+        self._before = array("I")
         self._after = 0
         self.length = 0
 
     def update(self, tokens: list[int]) -> None:
         """Take the new tokens, and go on with the match while they are those behind it."""
-        new = range(self._size, len(tokens))
-        self._size = len(tokens)
+        new = range(len(self._before), len(tokens))
         for place in new if self.length else ():
             is_right = tokens[self._after] == tokens[place]
             for chances in (self.chances, self._of_all):
@@ -108,32 +106,46 @@ class _Match:
             self._after += 1
             self.length += 1
         for place in new:
+            before = 0
+            if place > 1:
+                pair = _pair(tokens, place)
+                before = self._after_two.get(pair, 0)
+                self._after_two[pair] = place
             if place > 0:
                 self._after_one[tokens[place - 1]] = place
-            if place > 1:
-                self._after_two[tokens[place - 2], tokens[place - 1]].append(place)
+            self._before.append(before)
         if new and not self.length:
             self._find(tokens)
 
     def follow(self, tokens: list[int], number: int) -> tuple[int, ...]:
-        period = self._size - self._after
+        period = len(tokens) - self._after
         return tuple(tokens[self._after + i % period] for i in range(number))
 
     def _find(self, tokens: list[int]) -> None:
         """Find the latest of the longest matches."""
-        if self._longest > 1 and self._size > 1:
-            pair = tokens[-2], tokens[-1]
-            for after in islice(reversed(self._after_two.get(pair, ())), _MOST_PLACES):
-                length = 2
-                while length < min(self._longest, after):
-                    if tokens[after - 1 - length] != tokens[-1 - length]:
-                        break
-                    length += 1
-                if length > self.length:
-                    self._after, self.length = after, length
-                if length == self._longest:
-                    break
+        after = 0
+        if self._longest > 1 and len(tokens) > 1:
+            after = self._after_two.get(_pair(tokens, len(tokens)), 0)
+        for _ in range(_MOST_PLACES):
+            if not after or self.length == self._longest:
+                break
+            length = self._length(tokens, after)
+            if length > self.length:
+                self._after, self.length = after, length
+            after = self._before[after]
         if not self.length and tokens[-1] in self._after_one:
             self._after, self.length = self._after_one[tokens[-1]], 1
         if self.length < self._shortest:
             self.length = 0
+
+    def _length(self, tokens: list[int], after: int) -> int:
+        """How many tokens before `after` are the last ones; two are."""
+        length, most = 2, min(self._longest, after)
+        while length < most and tokens[after - 1 - length] == tokens[-1 - length]:
+            length += 1
+        return length
+
+
+def _pair(tokens: list[int], place: int) -> int:
+    """The two tokens before a place, from 2 on, as a number."""
+    return tokens[place - 2] << 32 | tokens[place - 1]
