@@ -30,7 +30,7 @@ from tests.hub_cache import cached, use_empty_cache
         ("--block-size", "1025", "less than or equal to 1024"),
         ("--max-model-len", "1", "greater than or equal to 2"),
         ("--speculative-config", "ngram", "Invalid JSON"),
-        ("--speculative-config", "5", "valid dictionary"),
+        ("--speculative-config", "5", "Input should be an object"),
         ("--speculative-config", '{"method": "ngram"}', "num_speculative_tokens: Field required"),
         (
             "--speculative-config",
