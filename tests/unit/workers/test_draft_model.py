@@ -193,7 +193,7 @@ def test_chances_follow_from_the_drafts_that_became_tokens() -> None:
         good.tokens += right(good, 5)
         bad.tokens.append(right(bad, 1)[0] - 1)
         drafts.ask(good, bad)
-    assert [round(row[0], 2) for row in drafts.chances] == [1.0, 0.06]
+    assert [round(row[0], 2) for row in drafts.chances] == [0.99, 0.06]
     drafts.ask(sequence(10, index=2))
     assert 0.7 < drafts.chances[0][0] < 0.95
 
