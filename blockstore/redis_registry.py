@@ -1,11 +1,10 @@
-"""The registry in Redis: plain keys under `{quire}`.
+"""The registry in Redis: keys under `{quire}`.
 
 {quire}:members         SET     ids of members, including some that have expired
 {quire}:member:<id>     STRING  one member, signed: HMAC-SHA256 in hex, a space, the member as JSON;
                                 expires unless renewed
 {quire}:arrivals        ZSET    "arrivals" -> the last arrival: the server's clock in ms, or 1 more
-                                than the arrival before (a sorted set, because ZADD GT only raises
-                                a score)
+                                than the arrival before
 {quire}:usage           HASH    <API key>/<period>/<gateway> -> the tokens used of a budget
 {quire}:adapters        HASH    name of a LoRA adapter -> a signature as above, a space, the entry
 
@@ -27,10 +26,13 @@ from dataclasses import asdict, fields
 from itertools import chain
 from typing import Any, Self
 
+from blockstore.errors import StoreLost
 from blockstore.redis import keys
+from blockstore.redis.library import load_functions
 from blockstore.redis.server import Server
 from blockstore.redis.stream import CommandStream
 from blockstore.registry import Load, Member
+from blockstore.store import FUNCTION_LIBRARY
 
 
 def encode(member: Member, key: bytes) -> str:
@@ -64,19 +66,21 @@ class RedisRegistry:
 
     def __init__(
         self,
+        url: str,
         server: Server,
         stream: CommandStream,
         key: bytes,
         on_refused: Callable[[str], None] = lambda member_id: None,
     ) -> None:
         """Use `connect`."""
+        self._url = url
         self._server = server
         self._stream = stream
         self._key = key
         self._on_refused = on_refused
         self.refused: frozenset[str] = frozenset()
         self._last_arrival = 0
-        server.set_renew(_follow)
+        server.set_renew(self._renew)
 
     @classmethod
     async def connect(
@@ -88,10 +92,10 @@ class RedisRegistry:
         on_refused: Callable[[str], None] = lambda member_id: None,
     ) -> Self:
         """Connect; `key` signs entries. StoreUnavailable, StoreUnsuitable."""
-        server = Server(url, timeout_s=min(2.0, retry_for_s / 2), key=keys.MEMBERS)
+        server = _server(url, min(2.0, retry_for_s / 2))
         await server.check_suitable()
         stream = CommandStream(server, retry_for_s, renews=True)
-        return cls(server, stream, key, on_refused)
+        return cls(url, server, stream, key, on_refused)
 
     @property
     def run_id(self) -> str:
@@ -140,17 +144,10 @@ class RedisRegistry:
     async def next_arrival(self) -> int:
         """Return the next arrival; after a lost answer a number may be left out, but none is given
         twice."""
-        while True:
-            seconds, microseconds = map(int, await self._stream.send("TIME"))
-            ahead = max(1000 * seconds + microseconds // 1000, self._last_arrival)
-            _, answer = await asyncio.gather(
-                self._stream.submit(("ZADD", keys.ARRIVALS, "GT", ahead, "arrivals")),
-                self._stream.submit(("ZINCRBY", keys.ARRIVALS, 1, "arrivals")),
-            )
-            if (arrival := int(float(answer))) > ahead:
-                self._last_arrival = max(self._last_arrival, arrival)
-                return arrival
-            # The server lost the first command's effect before the second one arrived.
+        command = "FCALL", f"{FUNCTION_LIBRARY}_next_arrival", 1, keys.REGISTRY, self._last_arrival
+        arrival = int(await self._stream.submit(command, is_loss=_has_no_functions))
+        self._last_arrival = max(self._last_arrival, arrival)
+        return arrival
 
     async def exchange_usage(
         self, changed: Mapping[str, int], ended: Sequence[str] = ()
@@ -183,6 +180,14 @@ class RedisRegistry:
     async def close(self) -> None:
         await self._stream.close()
 
+    async def _renew(self, run_id: str) -> None:
+        """Load the functions. Members announce themselves again to a server that lost its data."""
+        await _server(self._url, self._server.timeout_s).check_suitable()
 
-async def _follow(run_id: str) -> None:
-    """Renew nothing: members announce themselves again to a server that lost its data."""
+
+def _server(url: str, timeout_s: float) -> Server:
+    return Server(url, timeout_s, keys.MEMBERS, load_functions)
+
+
+def _has_no_functions(error: Exception) -> bool:
+    return isinstance(error, StoreLost)

@@ -74,7 +74,7 @@ TOMBSTONE_S = 600
 """How long the store remembers the ids of released holders and reaped workers, to refuse late
 calls."""
 
-FUNCTION_LIBRARY = "quire_v6"
+FUNCTION_LIBRARY = "quire_v7"
 """Name of the function library in the server, with its version; services compare it when they
 connect to each other."""
 

@@ -1,6 +1,8 @@
 """Names of the keys that Python code uses. functions/10_keys.lua lists the keys of the functions;
 all keys of a pool begin with its `pool_tag`."""
 
+REGISTRY = "{quire}"
+"""The hash tag of the registry's keys, KEYS[1] of its function."""
 MEMBERS = "{quire}:members"
 ARRIVALS = "{quire}:arrivals"
 USAGE = "{quire}:usage"

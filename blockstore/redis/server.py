@@ -39,6 +39,7 @@ class Server:
     ) -> None:
         """`timeout_s` limits connecting and each reply. StoreUnsuitable: the URL is not one for
         Redis."""
+        self.timeout_s = timeout_s
         self.run_id = ""
         self.process_id = ""
         self.in_doubt = False

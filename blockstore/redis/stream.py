@@ -191,7 +191,8 @@ class CommandStream:
         with translate_errors(self._server.url):
             await connection.send_packed_command([call.command for call in calls])
             for call in calls:
-                reply = self._translated(await read_reply(connection))
+                async with asyncio.timeout(self._server.timeout_s):
+                    reply = self._translated(await read_reply(connection))
                 if isinstance(reply, NotPrimary):
                     raise reply
                 if isinstance(reply, Exception) and call.is_loss(reply):
@@ -231,6 +232,9 @@ class CommandStream:
         except BaseException:
             await connection.disconnect(nowait=True)
             raise
+        # With this limit, redis-py writes in a task of its own and waits for it, which takes three
+        # turns of the event loop. `_exchange` and `_answer_queued` limit the time instead.
+        connection.socket_timeout = None
         self._connection, self._client = connection, (self._server.process_id, client_id)
         return connection
 

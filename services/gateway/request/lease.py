@@ -1,6 +1,7 @@
 """The leases of a request at workers. Each lease is released once, by `abort` or by `finish`."""
 
 import asyncio
+from contextlib import suppress
 
 from services.common.runtime.logging import get_logger
 from services.gateway.intake.identity import client_id
@@ -67,28 +68,32 @@ class DecodeReservation(Lease):
         super().__init__(worker, request_id, attempt)
         self._num_asked = self._num_taken = num_sequences
         self._is_hand_over_requested = False
-        self._answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._answer: bool | None = None
+        self._answered = asyncio.Event()
         worker.num_taken_slots += num_sequences
         worker.send(Reserve(request_id, attempt, num_sequences))
 
     @property
     def granted(self) -> bool:
-        return self._answer.done() and self._answer.result()
+        return self._answer is True
 
     @property
     def refused(self) -> bool:
-        return self._answer.done() and not self._answer.result()
+        return self._answer is False
 
     def set_answer(self, granted: bool) -> None:
         """Note the worker's answer. Only the first one counts."""
-        if not self._answer.done():
-            self._answer.set_result(granted)
+        if self._answer is None:
+            self._answer = granted
+            self._answered.set()
 
     async def wait_for_answer(self, timeout_s: float) -> None:
         """Wait for the answer, the release or the timeout. A worker that does not answer in time
         gets no further reservation until it has answered."""
-        await asyncio.wait([self._answer], timeout=timeout_s)
-        if not self._answer.done():  # the worker may still grant it, after the request has gone on
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._answered.wait()
+        if self._answer is None:  # the worker may still grant it, after the request has gone on
             log.warning(
                 "reservation_unanswered",
                 request_id=client_id(self.request_id),

@@ -72,22 +72,22 @@ class EventStream(Response):
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of `work`, or None if the client disconnects first.
-
-    In that case `work` is cancelled, and has ended when this function returns. The caller must have
-    read the request's body before.
-    """
-    working = asyncio.create_task(work)
-    leaving = asyncio.create_task(_disconnected(receive))
+    """The result of `work`, or None if the client disconnects first: then `work` is cancelled, and
+    has ended when this function returns. The caller must have read the request's body before."""
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
-    finally:
-        working.cancel()
-        leaving.cancel()
-        await asyncio.wait({working, leaving})
+        async with asyncio.timeout(None) as limit:
+            leaving = asyncio.create_task(_expire_at_disconnect(receive, limit))
+            try:
+                return await work
+            finally:
+                leaving.cancel()
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        return None
 
 
-async def _disconnected(receive: Receive) -> None:
+async def _expire_at_disconnect(receive: Receive, limit: asyncio.Timeout) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+    limit.reschedule(asyncio.get_running_loop().time())
