@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import AsyncIterator
 from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 
@@ -93,6 +94,37 @@ async def test_an_arrival_is_the_servers_clock_in_milliseconds(registry: RedisRe
     wait_for_the_clock(await registry.next_arrival())
     arrival = await registry.next_arrival()
     assert began - 1 <= arrival <= time.time() * 1000 + 1
+
+
+async def test_an_arrival_takes_one_exchange_and_no_task(registry: RedisRegistry) -> None:
+    """Every task and every exchange costs a request turns of the event loop. The stream's own task
+    exists before."""
+    await registry.next_arrival()
+    loop, made, sent = asyncio.get_running_loop(), [], []
+    submit = registry._stream.submit
+
+    def counted(command: Any, **options: Any) -> Any:
+        sent.append(command)
+        return submit(command, **options)
+
+    registry._stream.submit = counted  # type: ignore[method-assign]
+    loop.set_task_factory(lambda _, coro, **options: _task(made, coro, options))
+    await registry.next_arrival()
+    loop.set_task_factory(None)
+    assert (len(sent), made) == (1, [])
+
+
+def _task(made: list[Any], coro: Any, options: Any) -> asyncio.Task[Any]:
+    made.append(coro)
+    return asyncio.Task(coro, **options)
+
+
+async def test_arrivals_go_on_after_a_loss_of_the_functions(own_valkey: Valkey) -> None:
+    registry = await RedisRegistry.connect(own_valkey.url, KEY)
+    first = await registry.next_arrival()
+    own_valkey.command("FUNCTION", "FLUSH")
+    assert await registry.next_arrival() > first
+    await registry.close()
 
 
 def wait_for_the_clock(arrival: int) -> None:
