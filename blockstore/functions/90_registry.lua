@@ -2,11 +2,13 @@
 --
 --   T:arrivals  ZSET  "arrivals" -> the last arrival
 
--- Returns the server's clock in milliseconds, or the last arrival + 1 if that is later. `args`: the
--- last arrival that the caller knows, in case the server has lost the key.
+-- Returns 1 more than the server's clock in milliseconds, or than the last arrival if that is later.
+-- So a server that has lost the key gives no number twice: its clock is later than every arrival.
+-- `args`: the last arrival that the caller knows.
 define('next_arrival', WRITES, { NUMBER }, function(tag, args)
-  local stored = redis.call('ZSCORE', tag .. ':arrivals', 'arrivals')
-  local arrival = math.max(now_ms(), tonumber(stored or 0) + 1, tonumber(args[1]) + 1)
-  redis.call('ZADD', tag .. ':arrivals', string.format('%d', arrival), 'arrivals')
+  local key = tag .. ':arrivals'
+  local last = math.max(redis.call('ZSCORE', key, 'arrivals') or 0, args[1])
+  local arrival = math.max(now_ms(), last) + 1
+  redis.call('ZADD', key, string.format('%d', arrival), 'arrivals')
   return arrival
 end)
