@@ -1,10 +1,10 @@
--- The registry: one function, so that an arrival takes one exchange. Its tag is `{quire}`.
+-- The registry's function. Its tag is `{quire}`, and no pool has that name.
 --
---   T:arrivals  ZSET  "arrivals" -> the last arrival
+-- next_arrival  last           -> 1 more than the server's clock in ms, or than the last arrival if
+--                                 that is later. `last`: the last one that the caller knows.
 
--- Returns 1 more than the server's clock in milliseconds, or than the last arrival if that is later.
--- So a server that has lost the key gives no number twice: its clock is later than every arrival.
--- `args`: the last arrival that the caller knows.
+-- The clock of a server that has lost the key is later than every arrival, but for a part of a
+-- millisecond; hence 1 more than the clock.
 define('next_arrival', WRITES, { NUMBER }, function(tag, args)
   local key = tag .. ':arrivals'
   local last = math.max(redis.call('ZSCORE', key, 'arrivals') or 0, args[1])

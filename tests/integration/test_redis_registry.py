@@ -96,27 +96,30 @@ async def test_an_arrival_is_the_servers_clock_in_milliseconds(registry: RedisRe
     assert began - 1 <= arrival <= time.time() * 1000 + 1
 
 
-async def test_an_arrival_takes_one_exchange_and_no_task(registry: RedisRegistry) -> None:
+async def test_an_arrival_takes_one_exchange_and_no_task(
+    registry: RedisRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every task and every exchange costs a request turns of the event loop. The stream's own task
     exists before."""
     await registry.next_arrival()
-    loop, made, sent = asyncio.get_running_loop(), [], []
+    loop = asyncio.get_running_loop()
+    tasks: list[Any] = []
+    commands: list[Any] = []
     submit = registry._stream.submit
 
-    def counted(command: Any, **options: Any) -> Any:
-        sent.append(command)
+    def count_command(command: Any, **options: Any) -> Any:
+        commands.append(command)
         return submit(command, **options)
 
-    registry._stream.submit = counted  # type: ignore[method-assign]
-    loop.set_task_factory(lambda _, coro, **options: _task(made, coro, options))
+    def count_task(_: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
+        tasks.append(work)
+        return asyncio.Task(work, **options)
+
+    monkeypatch.setattr(registry._stream, "submit", count_command)
+    loop.set_task_factory(count_task)
     await registry.next_arrival()
     loop.set_task_factory(None)
-    assert (len(sent), made) == (1, [])
-
-
-def _task(made: list[Any], coro: Any, options: Any) -> asyncio.Task[Any]:
-    made.append(coro)
-    return asyncio.Task(coro, **options)
+    assert (len(commands), tasks) == (1, [])
 
 
 async def test_arrivals_go_on_after_a_loss_of_the_functions(own_valkey: Valkey) -> None:
