@@ -35,7 +35,7 @@ _ATTACKER = "127.0.0.2"
 """The attacker's address: without API keys the gateway tells clients apart by their addresses."""
 _NICE = 19
 """Of the attacker, whose processor would be another one: beside a busy process on the same core it
-gets 1.6 % of the core. `--idle-class` leaves it 0.3 %, but also makes the attack slower."""
+gets 1.6 % of the core."""
 BODY_BYTES = 16 * 1024 * 1024 - 256
 _BODY = {"prompt": "A block table", "max_tokens": 200, "stream": True, "ignore_eos": True}
 _GONE = (ConnectionError, asyncio.IncompleteReadError, TimeoutError, OSError)
@@ -219,22 +219,19 @@ ATTACKS: dict[str, tuple[Attack, int, str]] = {
 """Name -> attack, its number, and the port that it attacks."""
 
 
-def run_attack(name: str, ports: dict[str, int], seconds: float, idle_class: bool = False) -> None:
+def run_attack(name: str, ports: dict[str, int], seconds: float) -> None:
     if name == "none":
         time.sleep(seconds)
         return
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
-    if idle_class:
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    else:
-        os.nice(_NICE)
+    os.nice(_NICE)
     attack, number, kind = ATTACKS[name]
     asyncio.run(attack(ports[kind], number, seconds))  # type: ignore[arg-type]
 
 
 async def neighbour(url: str, process: multiprocessing.Process, num_tokens: int) -> str:
-    """Asks while the attack runs, and for at least 100 requests of 4 tokens or fewer longer ones;
-    returns its times as cells of a table."""
+    """Asks while the attack runs, for 400 tokens and 20 answers at least; returns its times as cells
+    of a table."""
     target = HttpTarget(url, "", fields={"temperature": 0, "ignore_eos": True})
     load = Load(target)
     at_least = max(20, 400 // num_tokens)
@@ -273,16 +270,13 @@ async def main() -> None:
     parser.add_argument(
         "--tokens", type=int, nargs="+", default=[4], help="of the neighbour's answers"
     )
-    parser.add_argument(
-        "--idle-class", action="store_true", help="run attackers in SCHED_IDLE, not at nice 19"
-    )
     args = parser.parse_args()
     ports = {"http": args.http_port, "grpc": args.grpc_port}
     print("| tokens | attack | p50, ms | p99 | TTFT p50 | p99 | gap p99 | requests | peak, MiB |")
     print("|---:|---|---:|---:|---:|---:|---:|---:|---:|")
     for num_tokens in args.tokens:
         for name in ("none", *args.attacks):
-            arguments = name, ports, args.seconds, args.idle_class
+            arguments = name, ports, args.seconds
             attacker = multiprocessing.Process(target=run_attack, args=arguments)
             attacker.start()
             cells = await neighbour(f"http://{HOST}:{args.http_port}", attacker, num_tokens)
