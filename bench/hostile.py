@@ -230,8 +230,7 @@ def run_attack(name: str, ports: dict[str, int], seconds: float) -> None:
 
 
 async def neighbour(url: str, process: multiprocessing.Process, num_tokens: int) -> str:
-    """Asks while the attack runs, for 400 tokens and 20 answers at least; returns its times as cells
-    of a table."""
+    """Asks while the attack runs, for at least 400 tokens and 20 answers; its times, as cells."""
     target = HttpTarget(url, "", fields={"temperature": 0, "ignore_eos": True})
     load = Load(target)
     at_least = max(20, 400 // num_tokens)
