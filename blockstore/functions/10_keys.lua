@@ -35,7 +35,7 @@
 --   T:tombs                HASH  h:<holder> or w:<worker> -> "epoch until_ms"
 --   T:graves               LIST  the fields of T:tombs, oldest first
 --   T:room                 shard channel on which freed blocks, and waits that ended, are announced
---   T:arrivals             ZSET  of the registry, whose tag is `{quire}`: "arrivals" -> the last one
+--   T:arrivals             ZSET  of the registry (T is `{quire}`): "arrivals" -> the last one
 --
 -- A function is defined with its signature, and checks its arguments against it first.
 --
