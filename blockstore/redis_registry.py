@@ -3,8 +3,8 @@
 {quire}:members         SET     ids of members, including some that have expired
 {quire}:member:<id>     STRING  one member, signed: HMAC-SHA256 in hex, a space, the member as JSON;
                                 expires unless renewed
-{quire}:arrivals        ZSET    "arrivals" -> the last arrival: 1 more than the server's clock in ms,
-                                or than the arrival before
+{quire}:arrivals        ZSET    "arrivals" -> the last arrival: 1 more than the server's clock in
+                                ms, or than the arrival before
 {quire}:usage           HASH    <API key>/<period>/<gateway> -> the tokens used of a budget
 {quire}:adapters        HASH    name of a LoRA adapter -> a signature as above, a space, the entry
 
