@@ -15,6 +15,8 @@ from services.common.checkpoint.check import check_format
 from services.common.checkpoint.shards import Shard
 from services.common.checkpoint.weights import weight_files
 from services.common.errors import StartupError
+from services.common.gguf.config import served_bytes
+from services.common.gguf.file import GgufFile, gguf_file
 from services.common.pool.allotment import LOOK_AHEAD
 from services.common.pool.layout import Dtype, KVDtype, PoolLayout
 from services.common.pool.sizing import MemoryPlan
@@ -356,6 +358,8 @@ def _plan(
 
 
 def _weight_bytes(directory: Path, config: ModelConfig, dtype: torch.dtype) -> int:
+    if (gguf := gguf_file(directory)) is not None:
+        return served_bytes(GgufFile.read(gguf), dtype.itemsize)
     file_bytes = sum(path.stat().st_size for path in weight_files(directory))
     return int(file_bytes * dtype.itemsize / _stored_bytes(config, dtype))
 

@@ -130,7 +130,7 @@ def test_quantized_weights_in_floating_point_are_divided(
         twin = write_quantized(plain, model, fp8_block())
     else:
         model = tmp_path / "model.gguf"
-        kinds = write_gguf(plain, model, lambda name: "Q8_0" if "_proj" in name else "F32")
+        kinds = write_gguf(plain, model, lambda name: "Q8_0" if "blk." in name else "F32")
         twin = write_twin(plain, tmp_path / "twin", kinds)
     runner = RankedRunner(model, tmp_path, crews[2])
     trial = runner.place(random_prompt(30, 1))

@@ -12,7 +12,12 @@ from tokenizers import Tokenizer
 from bench.make_checkpoint import SPECIAL_TOKENS, make_checkpoint
 from services.common.errors import StartupError
 from services.common.gguf.file import GgufFile
-from services.common.gguf.tokenizer import gguf_special_tokens, gguf_tokenizer
+from services.common.gguf.tokenizer import (
+    gguf_chat_template,
+    gguf_end_tokens,
+    gguf_special_tokens,
+    gguf_tokenizer,
+)
 from services.common.text.pieces import pieces_of
 
 TEXTS = [
@@ -71,8 +76,13 @@ def words(tokenizer: Tokenizer, text: str) -> list[str]:
         ("qwen2", "We'll pay 123", ["We", "'ll", " pay", " ", "1", "2", "3"]),
         ("qwen2", "!!\nx_y", ["!!\n", "x", "_y"]),
         ("tekken", "camelCase It's 12/\n", ["camel", "Case", " It", "'s", " ", "1", "2", "/\n"]),
+        ("gpt-4o", "camelCase It's 1234/\n", ["camel", "Case", " It's", " ", "123", "4", "/\n"]),
+        ("gpt-4o", "HTTPServer we'LL", ["HTTPServer", " we'LL"]),
+        ("dbrx", "We'LL pay 12345$ now", ["We", "'LL", " pay", " ", "123", "45", "$", " now"]),
+        ("glm4", "a\n\n  b (c)", ["a", "\n\n", " ", " b", " (", "c", ")"]),
         ("gpt-2", "We'll pay 123  x", ["We", "'ll", " pay", " 123", " ", " x"]),
         ("smollm", "pay 12 x", ["pay", " ", "1", "2", " x"]),
+        ("refact", "pay 12 x", ["pay", " ", "1", "2", " x"]),
     ],
 )
 def test_text_is_split_as_the_model_expects(
@@ -87,11 +97,51 @@ def test_qwen2_composes_characters(reference: Tokenizer) -> None:
 
 
 def test_the_start_token_is_added_if_the_file_says_so(reference: Tokenizer) -> None:
-    plain = byte_level(reference, "llama-bpe", bos_token_id=257)
-    with_start = byte_level(reference, "llama-bpe", bos_token_id=257, add_bos_token=True)
+    plain = byte_level(reference, "qwen2", bos_token_id=257)
+    with_start = byte_level(reference, "qwen2", bos_token_id=257, add_bos_token=True)
     ids = plain.encode("hello").ids
     assert with_start.encode("hello").ids == [257, *ids]
     assert with_start.encode("hello", add_special_tokens=False).ids == ids
+
+
+def test_start_token_of_llama_3_is_added_unless_the_file_says_no(reference: Tokenizer) -> None:
+    """As llama.cpp does. A file without a start token has nothing to add."""
+    found = {
+        name: byte_level(reference, "llama-bpe", **fields).encode("hello").ids[0] == 257
+        for name, fields in {
+            "unsaid": {"bos_token_id": 257},
+            "no": {"bos_token_id": 257, "add_bos_token": False},
+            "none": {},
+        }.items()
+    }
+    assert found == {"unsaid": True, "no": False, "none": False}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "fields", "expected"),
+    [
+        (["a", "<end_of_turn>", "<eos>"], {"eos_token_id": 2}, (2, 1)),
+        (["<|im_end|>", "<|endoftext|>"], {"eos_token_id": 0, "eot_token_id": 0}, (0, 1)),
+        (["<|end|>", "<|endoftext|>", "b"], {"eos_token_id": 1}, (1, 0)),
+        (["<|end|>", "<|call|>", "<|return|>"], {"eos_token_id": 2}, (2, 1)),
+        (["a", "b"], {}, ()),
+    ],
+)
+def test_ends_of_answers_are_those_of_the_fields_and_those_known_by_text(
+    tokens: list[str], fields: dict[str, int], expected: tuple[int, ...]
+) -> None:
+    """Where `<|return|>` ends an answer, `<|end|>` ends one of its messages."""
+    metadata = {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
+    file = GgufFile(Path("model.gguf"), {"tokenizer.ggml.tokens": tokens, **metadata}, {})
+    assert gguf_end_tokens(file.fields) == expected
+
+
+def test_chat_template_for_tools_may_be_another() -> None:
+    metadata = {"tokenizer.chat_template": "a", "tokenizer.chat_template.tool_use": "b"}
+    assert gguf_chat_template(GgufFile(Path("model.gguf"), metadata, {})) == ("a", "b")
+    del metadata["tokenizer.chat_template.tool_use"]
+    assert gguf_chat_template(GgufFile(Path("model.gguf"), metadata, {})) == ("a", None)
+    assert gguf_chat_template(GgufFile(Path("model.gguf"), {}, {})) is None
 
 
 SCORED = {"\u2581": -1.0, "a": -2.0, "b": -3.0, "c": -4.0, "ab": -0.5, "bc": -0.25, "abc": -0.75}

@@ -117,8 +117,11 @@ def _expert_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
         return _stacked_shapes(config, layer)
     inner = dict.fromkeys((*linears.gate, *linears.up), (experts.width, hidden))
     outer = dict.fromkeys(linears.down, (hidden, experts.width))
-    shapes = {linears.router: (experts.num, hidden), **inner, **outer}
-    return {f"{name}.weight": shape for name, shape in shapes.items()}
+    shapes: dict[str, Shape] = {linears.router: (experts.num, hidden), **inner, **outer}
+    weights = {f"{name}.weight": shape for name, shape in shapes.items()}
+    if config.family.experts is None or not config.family.experts.biases:
+        return weights
+    return weights | {f"{name}.bias": shape[:1] for name, shape in shapes.items()}
 
 
 def _layer_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:

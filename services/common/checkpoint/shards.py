@@ -131,8 +131,10 @@ def check_shards(config: ModelConfig, size: int) -> None:
         raise _refusal(size, f"the norm over all heads of {config.architecture} is not divided")
     if config.vocab_size < size:
         raise _refusal(size, f"a vocabulary of {config.vocab_size} has fewer tokens")
-    if config.quantization is not None and config.quantization.kind is not None:
-        raise refuse_kind(size, config.quantization.kind)
+    stored = config.quantization
+    if stored is None or stored.kind is None or (stored.format, stored.kind) == ("gguf", "int8"):
+        return
+    raise refuse_kind(size, stored.kind)
 
 
 def refuse_kind(size: int, kind: str) -> StartupError:

@@ -9,7 +9,7 @@ from typing import Any
 from services.common.checkpoint.layout import Shape, ignored_weights
 from services.common.checkpoint.stored_tensors import FLOATS, Expected, expected_tensors
 from services.common.errors import StartupError
-from services.common.gguf.file import gguf_file
+from services.common.gguf.file import GgufFile, gguf_file
 from services.common.text.model_config import ModelConfig
 
 SINGLE_FILE = "model.safetensors"
@@ -34,10 +34,10 @@ class StoredTensor:
 
 
 def weight_files(directory: Path) -> tuple[Path, ...]:
-    """The GGUF file or the safetensors files of a checkpoint, sorted by name. StartupError: there
-    are none, or the index is invalid or names a missing file."""
+    """The GGUF or safetensors files of a checkpoint, sorted by name. StartupError: there are none,
+    or the index is invalid or names a missing file."""
     if (gguf := gguf_file(directory)) is not None:
-        return (gguf,)
+        return GgufFile.read(gguf).paths
     single, index = directory / SINGLE_FILE, directory / INDEX_FILE
     if single.is_file():
         return (single,)

@@ -1,95 +1,94 @@
 """Makes a model's configuration from a GGUF file's metadata and tensors."""
 
-import struct
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from typing import Any
 
-from services.common.checkpoint.layout import EMBEDDING, FINAL_NORM, HEAD, weight_shapes
 from services.common.checkpoint.quantization import StoredKind, StoredQuantization
 from services.common.errors import StartupError
+from services.common.gguf.families import (
+    GGUF_FAMILIES,
+    GgufFamily,
+    stored_family,
+    stored_shapes,
+    tensor_places,
+)
 from services.common.gguf.file import GgufFile
-from services.common.text.families import FAMILIES
+from services.common.gguf.rope import DIVISORS, LONG, SHORT, read_ropes
+from services.common.gguf.tokenizer import gguf_end_tokens
+from services.common.text.expert_config import ExpertConfig
+from services.common.text.families import FAMILIES, Family, Number
 from services.common.text.json_fields import JsonFields
 from services.common.text.model_config import GenerationDefaults, ModelConfig
-from services.common.text.rope_config import FrequencyDivisors, LinearScaling, RopeConfig
+from services.common.text.neutral_fields import check_all_read
 
 TOKENS = "tokenizer.ggml.tokens"
-ROPE_FACTORS = "rope_freqs.weight"
+_EMBEDDING = "token_embd.weight"
 _FLOATS = ("F32", "F16", "BF16")
-_END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_EXACT = "MXFP4"
+"""A type that is converted to bf16, which has all its values."""
 
-_OUTSIDE_LAYERS = {
-    EMBEDDING: "token_embd.weight",
-    FINAL_NORM: "output_norm.weight",
-    HEAD: "output.weight",
+_ROUTER = "ffn_gate_inp.weight"
+_IGNORED = (
+    *("vocab_size", "tensor_data_layout", "attention.layer_norm_epsilon", "pooling_type"),
+    "rope.scaling.finetuned",
+)
+"""Fields that do not change what a model computes."""
+
+_NEUTRAL: Mapping[str, object] = {
+    "rope.scaling.attn_factor": 1.0,
+    "rope.scaling.yarn_ext_factor": 1.0,
+    "expert_weights_scale": 1.0,
+    "expert_group_count": 1,
+    "expert_group_used_count": 1,
 }
-_IN_LAYERS = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
+"""Fields that say nothing with this value."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """`pairs`: llama.cpp stores the rows of queries and keys in its own order, in which the two
-    halves of a rotation are neighbours."""
-
-    architecture: str
-    pairs: bool
-
-
-_FAMILIES = {
-    "llama": _Family("LlamaForCausalLM", pairs=True),
-    "qwen2": _Family("Qwen2ForCausalLM", pairs=False),
-    "qwen3": _Family("Qwen3ForCausalLM", pairs=False),
-}
-
-
-def gguf_name(name: str) -> str:
-    """The name in GGUF of a tensor that has this name in Hugging Face checkpoints."""
-    if name in _OUTSIDE_LAYERS:
-        return _OUTSIDE_LAYERS[name]
-    layer, _, rest = name.removeprefix("model.layers.").partition(".")
-    linear, _, part = rest.rpartition(".")
-    return f"blk.{layer}.{_IN_LAYERS[linear]}.{part}"
-
-
-def has_paired_rows(file: GgufFile) -> bool:
-    return _family(file).pairs
+_SOFTMAX, _SOFTMAX_OF_CHOSEN = 1, 3
+"""Values of `expert_gating_func`. The second is the first with weights divided by their sum."""
 
 
 def form_of(file: GgufFile, name: str) -> StoredKind | None:
     """The kind of linear for the tensor with this name, which is GGUF's; None: floating point. Four
     bits in blocks of 32 are the linears' own form; the others become 8 bits."""
     kind = file.tensors[name].type.name
-    if kind in _FLOATS:
+    if kind in _FLOATS or kind == _EXACT:
         return None
     return "int4-32" if kind.startswith("Q4") else "int8"
+
+
+def served_bytes(file: GgufFile, itemsize: int) -> int:
+    """The bytes of a model's weights in memory, with `itemsize` bytes for a floating-point one."""
+    sizes = {None: itemsize, "int8": 1.0, "int4-32": 0.625}  # with scales and zero points
+    values = {name: math.prod(tensor.shape) for name, tensor in file.tensors.items()}
+    return int(sum(number * sizes[form_of(file, name)] for name, number in values.items()))
+
+
+def gguf_family(file: GgufFile) -> GgufFamily:
+    name = file.fields.text("general.architecture")
+    if name not in GGUF_FAMILIES:
+        known = ", ".join(GGUF_FAMILIES)
+        raise file.fields.wrong("general.architecture", f"{name!r} is not supported, only {known}")
+    return GGUF_FAMILIES[name]
 
 
 def gguf_config(file: GgufFile) -> ModelConfig:
     """StartupError, with file and field: the metadata is incomplete, or a feature is not
     supported."""
-    family = _family(file)
-    fields = _of_architecture(file)
-    if fields.integer("expert_count", 0, least=0):
-        raise fields.wrong("expert_count", "mixtures of experts are not supported")
+    kind, fields = gguf_family(file), _of_architecture(file)
+    architecture = kind.architecture
+    if kind.with_experts is not None and fields.integer("expert_count", 0, least=0):
+        architecture = kind.with_experts
+    family = FAMILIES[architecture]
     num_heads = fields.integer("attention.head_count")
     hidden_size = fields.integer("embedding_length")
     vocab_size = _vocab_size(file)
     num_layers = fields.integer("block_count")
     head_dim = _head_dim(fields, hidden_size, num_heads)
-    return ModelConfig(
-        architecture=family.architecture,
-        family=FAMILIES[family.architecture],
+    windows = _windows(fields, kind, num_layers)
+    found = ModelConfig(
+        architecture=architecture,
+        family=stored_family(architecture),
         hidden_size=hidden_size,
         num_layers=num_layers,
         num_heads=num_heads,
@@ -99,25 +98,28 @@ def gguf_config(file: GgufFile) -> ModelConfig:
         vocab_size=vocab_size,
         max_position_embeddings=fields.integer("context_length"),
         rms_norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
-        ropes=(_rope(file, fields),) * num_layers,
-        attention_scale=head_dim**-0.5,
-        tied_embeddings=gguf_name(HEAD) not in file.tensors,
-        qkv_bias="blk.0.attn_q.bias" in file.tensors,
-        o_bias="blk.0.attn_output.bias" in file.tensors,
-        mlp_bias="blk.0.ffn_up.bias" in file.tensors,
-        windows=(_window(fields, family),) * num_layers,
+        ropes=read_ropes(file, fields, family, head_dim, windows),
+        tied_embeddings="output.weight" not in file.tensors,
+        qkv_bias=_has(file, "attn_q.bias"),
+        o_bias=_has(file, "attn_output.bias"),
+        mlp_bias=_has(file, "ffn_up.bias"),
+        windows=tuple(windows),
         dtype=_dtype(file),
         eos_token_ids=_eos_token_ids(file.fields, vocab_size),
-        generation=GenerationDefaults(),
+        generation=_generation(file.fields),
         quantization=_quantization(file),
+        experts=_experts(fields, family, num_layers),
+        **_numbers(fields, kind, family, (hidden_size, num_heads, head_dim, num_layers)),
     )
+    _check_all_read(fields, family)
+    return found
 
 
 def check_tensors(file: GgufFile, config: ModelConfig) -> None:
     """Raises StartupError, with the tensor: one is missing, unknown or of another shape, or a
     vector is quantized; or there are more tokens than rows of the embedding."""
-    shapes = {gguf_name(name): shape for name, shape in weight_shapes(config).items()}
-    if unknown := sorted(file.tensors.keys() - shapes.keys() - {ROPE_FACTORS}):
+    shapes = stored_shapes(config, tensor_places(config, gguf_family(file)))
+    if unknown := sorted(file.tensors.keys() - shapes.keys() - {DIVISORS, LONG, SHORT}):
         raise StartupError(f"{file.path}: unknown tensors: {', '.join(unknown[:3])}")
     for name, shape in shapes.items():
         if name not in file.tensors:
@@ -126,21 +128,14 @@ def check_tensors(file: GgufFile, config: ModelConfig) -> None:
         if tensor.shape != shape:
             found, wanted = list(tensor.shape), list(shape)
             raise StartupError(
-                f"{file.path}: {name}: shape {found}, but metadata makes it {wanted}"
+                f"{tensor.path}: {name}: shape {found}, but metadata makes it {wanted}"
             )
-        if len(shape) == 1 and tensor.type.name not in _FLOATS:
-            raise StartupError(f"{file.path}: {name}: {tensor.type.name} is not a float type")
+        is_linear = len(shape) > 1 and name.endswith(".weight")
+        if not is_linear and tensor.type.name not in _FLOATS:
+            raise StartupError(f"{tensor.path}: {name}: {tensor.type.name} is not a float type")
     tokens = file.metadata.get(TOKENS, [])
     if len(tokens) > config.vocab_size:
         raise file.fields.wrong(TOKENS, f"{len(tokens)}, but the model has {config.vocab_size}")
-
-
-def _family(file: GgufFile) -> _Family:
-    name = file.fields.text("general.architecture")
-    if name not in _FAMILIES:
-        known = ", ".join(_FAMILIES)
-        raise file.fields.wrong("general.architecture", f"{name!r} is not supported, only {known}")
-    return _FAMILIES[name]
 
 
 def _of_architecture(file: GgufFile) -> JsonFields:
@@ -154,11 +149,26 @@ def _of_architecture(file: GgufFile) -> JsonFields:
     return JsonFields(file.path, values, prefix)
 
 
+def _check_all_read(fields: JsonFields, family: Family) -> None:
+    """Raises StartupError, with the name, for a field that may change what the model computes."""
+    if not fields.boolean("attention.causal", default=True):
+        raise fields.wrong("attention.causal", "false is not supported")
+    if "attention_multiplier" in family.numbers and not fields.boolean(
+        "rope.scaling.finetuned", default=True
+    ):  # llama.cpp's mark of Granite models without a rotation
+        raise fields.wrong("rope.scaling.finetuned", "false is not supported for this architecture")
+    neutral = [name for name, value in _NEUTRAL.items() if fields.values.get(name) == value]
+    check_all_read(fields, [*_IGNORED, *neutral])
+
+
+def _has(file: GgufFile, name: str) -> bool:
+    return f"blk.0.{name}" in file.tensors
+
+
 def _vocab_size(file: GgufFile) -> int:
-    embedding = gguf_name(EMBEDDING)
-    if embedding not in file.tensors:
-        raise StartupError(f"{file.path}: missing tensor: {embedding}")
-    return file.tensors[embedding].shape[0]
+    if _EMBEDDING not in file.tensors:
+        raise StartupError(f"{file.path}: missing tensor: {_EMBEDDING}")
+    return file.tensors[_EMBEDDING].shape[0]
 
 
 def _num_kv_heads(fields: JsonFields, num_heads: int) -> int:
@@ -170,47 +180,98 @@ def _num_kv_heads(fields: JsonFields, num_heads: int) -> int:
 
 def _head_dim(fields: JsonFields, hidden_size: int, num_heads: int) -> int:
     head_dim = fields.integer("attention.key_length", hidden_size // num_heads)
-    for name in ("attention.value_length", "rope.dimension_count"):
-        if (other := fields.integer(name, head_dim)) != head_dim:
-            raise fields.wrong(name, f"{other}, but the size of a head is {head_dim}")
+    if (other := fields.integer("attention.value_length", head_dim)) != head_dim:
+        raise fields.wrong(
+            "attention.value_length", f"{other}, but the size of a head is {head_dim}"
+        )
     if head_dim % 2:
         raise fields.wrong("attention.key_length", f"{head_dim} is odd")
     return head_dim
 
 
-def _window(fields: JsonFields, family: _Family) -> int | None:
-    if not fields.has("attention.sliding_window"):
+def _windows(fields: JsonFields, kind: GgufFamily, num_layers: int) -> list[int | None]:
+    """The attention window of each layer."""
+    if kind.period is None:
+        return [None] * num_layers
+    window = fields.integer("attention.sliding_window", kind.default_window, least=0) or None
+    name = "attention.sliding_window_pattern"
+    match fields.value(name):
+        case None:
+            period = kind.period
+        case [*flags]:
+            if len(flags) != num_layers or not all(isinstance(flag, bool) for flag in flags):
+                raise fields.wrong(name, f"not a list of {num_layers} of true and false")
+            return [window if flag else None for flag in flags]
+        case _:
+            period = fields.integer(name, least=0)
+    return [window if period == 0 or (layer + 1) % period else None for layer in range(num_layers)]
+
+
+def _experts(fields: JsonFields, family: Family, num_layers: int) -> ExpertConfig | None:
+    if family.experts is None:
         return None
-    if family.architecture != "LlamaForCausalLM":
-        raise fields.wrong("attention.sliding_window", "not supported for this architecture")
-    return fields.integer("attention.sliding_window")
+    num, top_k = fields.integer("expert_count"), fields.integer("expert_used_count")
+    if top_k > num:
+        raise fields.wrong("expert_used_count", f"{top_k} of {num} experts")
+    function = fields.integer("expert_gating_func", _SOFTMAX, least=0)
+    normalizes = fields.boolean("expert_weights_norm", True) or function == _SOFTMAX_OF_CHOSEN
+    if function not in (0, _SOFTMAX, _SOFTMAX_OF_CHOSEN):
+        raise fields.wrong("expert_gating_func", f"{function} is not supported, only softmax (1)")
+    width = fields.integer("expert_feed_forward_length", fields.integer("feed_forward_length"))
+    swiglu = family.defaults if family.experts.swiglu else {}
+    return ExpertConfig(
+        *(num, top_k, width, normalizes, (True,) * num_layers),
+        swiglu.get("swiglu_alpha", 0.0),
+        swiglu.get("swiglu_limit", 0.0),
+    )
 
 
-def _rope(file: GgufFile, fields: JsonFields) -> RopeConfig:
-    theta = fields.number("rope.freq_base", 10_000.0)
-    kind = fields.text("rope.scaling.type", "none")
-    if kind not in ("none", "linear"):
-        raise fields.wrong("rope.scaling.type", f"{kind!r} is not supported, only none and linear")
-    if ROPE_FACTORS in file.tensors:
-        if kind == "linear":
-            raise fields.wrong("rope.scaling.type", f"'linear' beside {ROPE_FACTORS}")
-        return RopeConfig(theta, FrequencyDivisors(_floats(file, ROPE_FACTORS)))
-    if kind == "linear":
-        return RopeConfig(theta, LinearScaling(fields.number("rope.scaling.factor")))
-    return RopeConfig(theta)
+def _numbers(
+    fields: JsonFields, kind: GgufFamily, family: Family, sizes: tuple[int, int, int, int]
+) -> dict[str, Any]:
+    """The fields of a ModelConfig that scale and bound values."""
+    hidden_size, num_heads, head_dim, num_layers = sizes
+    numbers = family.numbers
+    scalar = hidden_size // num_heads if num_layers == kind.largest else head_dim
+
+    def cap(name: Number) -> float | None:
+        usual = family.defaults.get(name, 0.0)
+        return fields.number(name, usual, positive=False) or None if name in numbers else None
+
+    def factor(name: str, usual: float = 1.0) -> float:
+        """llama.cpp takes 0 for an absent field."""
+        is_read = "attention_multiplier" in numbers
+        return fields.number(name, usual, positive=False) or usual if is_read else usual
+
+    root = hidden_size**0.5
+    return {
+        "attention_scale": factor("attention.scale", scalar**-0.5),
+        "attention_cap": cap("attn_logit_softcapping"),
+        "embedding_scale": root if family.scaled_embedding else factor("embedding_scale"),
+        "residual_scale": factor("residual_scale"),
+        "logit_scale": 1.0 / factor("logit_scale"),
+        "logit_cap": cap("final_logit_softcapping"),
+    }
 
 
-def _floats(file: GgufFile, name: str) -> tuple[float, ...]:
-    tensor = file.tensors[name]
-    if tensor.type.name != "F32" or len(tensor.shape) != 1:
-        raise StartupError(f"{file.path}: {name}: not a vector of F32")
-    with file.path.open("rb") as opened:
-        opened.seek(tensor.begin)
-        return struct.unpack(f"<{tensor.shape[0]}f", opened.read(tensor.num_bytes))
+def _generation(fields: JsonFields) -> GenerationDefaults:
+    """The sampling parameters that newer files recommend, as `llama-server` applies them."""
+    names = {
+        "temperature": "temp",
+        "top_k": "top_k",
+        "top_p": "top_p",
+        "min_p": "min_p",
+        "repetition_penalty": "penalty_repeat",
+    }
+    prefix = "general.sampling."
+    values = {name: fields.values.get(f"{prefix}{theirs}") for name, theirs in names.items()}
+    return GenerationDefaults.from_fields(JsonFields(fields.path, values, prefix))
 
 
 def _dtype(file: GgufFile) -> str:
-    kinds = {tensor.type.name for tensor in file.tensors.values() if len(tensor.shape) > 1}
+    """The router is always in fp32."""
+    matrices = {n: t for n, t in file.tensors.items() if len(t.shape) > 1 and n.endswith(".weight")}
+    kinds = {tensor.type.name for name, tensor in matrices.items() if not name.endswith(_ROUTER)}
     if kinds == {"F32"}:
         return "float32"
     return "float16" if kinds == {"F16"} else "bfloat16"
@@ -218,18 +279,14 @@ def _dtype(file: GgufFile) -> str:
 
 def _quantization(file: GgufFile) -> StoredQuantization | None:
     """`kind`: the narrowest of those of the linears in layers."""
-    layers = (name for name, t in file.tensors.items() if "blk." in name and len(t.shape) == 2)
+    layers = (name for name, t in file.tensors.items() if "blk." in name and len(t.shape) > 1)
     kinds = sorted({kind for name in layers if (kind := form_of(file, name))})
     return StoredQuantization("gguf", kinds[0]) if kinds else None
 
 
 def _eos_token_ids(fields: JsonFields, vocab_size: int) -> tuple[int, ...]:
-    found = []
-    for name in (f"tokenizer.ggml.{end}" for end in _END_TOKENS):
-        if not fields.has(name):
-            continue
-        token_id = fields.integer(name, least=0)
+    """Tokens beyond the vocabulary are refused."""
+    for token_id in (found := gguf_end_tokens(fields)):
         if token_id >= vocab_size:
-            raise fields.wrong(name, f"{token_id} is outside the vocabulary {vocab_size}")
-        found.append(token_id)
-    return tuple(dict.fromkeys(found))
+            raise fields.wrong(TOKENS, f"the end {token_id} is outside the vocabulary {vocab_size}")
+    return found

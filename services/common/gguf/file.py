@@ -7,19 +7,25 @@
     the tensors' bytes, from the next multiple of `general.alignment`
 
 All numbers are little-endian. A string is its length (u64) and UTF-8.
+
+A large model is several files, `NAME-00001-of-00003.gguf` and so on. Each has tensors and a header
+of its own; the first has the metadata.
 """
 
 import mmap
+import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from services.common.checkpoint.layout import Shape
 from services.common.errors import StartupError
 from services.common.text.json_fields import JsonFields
+
+V = TypeVar("V")
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -62,29 +68,36 @@ TYPES = {
     13: TensorType("Q5_K", 256, 176),
     14: TensorType("Q6_K", 256, 210),
     30: TensorType("BF16", 1, 2),
+    39: TensorType("MXFP4", 32, 17),
 }
 _OTHER_TYPES = {
     **{10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"},
     **{20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0"},
-    39: "MXFP4",
 }
+
+_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+"""The name of one of several files of a model."""
 
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """`shape`: outermost dimension first. `begin`: the offset of its bytes in the file."""
+    """`shape`: outermost dimension first. `begin`: the offset of its bytes in the file `path`."""
 
     type: TensorType
     shape: Shape
+    path: Path
     begin: int
     num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
+    """A model's file, or the first of several. `paths`: all of them."""
+
     path: Path
     metadata: Mapping[str, Any]
     tensors: Mapping[str, GgufTensor]
+    paths: tuple[Path, ...] = ()
 
     @property
     def fields(self) -> JsonFields:
@@ -93,28 +106,34 @@ class GgufFile:
 
     @classmethod
     def read(cls, path: Path) -> "GgufFile":
-        """Read the header. StartupError: the file is not GGUF, is truncated, or has a tensor of a
-        type that is not supported."""
+        """Read the header, or the headers of all files of the model, of which `path` is the first.
+        StartupError: a file is missing, is not GGUF, is truncated, or has a tensor of a type that
+        is not supported."""
         try:
             status = path.stat()
             return _cached(path, status.st_ino, status.st_size, status.st_mtime_ns)
-        except (OSError, ValueError) as error:  # An empty file cannot be mapped.
-            raise StartupError(f"{path}: not a readable GGUF file: {error}") from error
+        except (OSError, ValueError) as error:
+            raise _unreadable(path, error) from error
 
 
 def gguf_file(path: Path) -> Path | None:
     """The GGUF file that a checkpoint's path means: the path itself, or the only such file in a
-    directory without safetensors; None: the checkpoint is in another format. StartupError: the
-    directory has several such files."""
+    directory without safetensors (of a model in several files the first one); None: the checkpoint
+    is in another format. StartupError: the directory has several models."""
     if path.is_file():
         return path
     if not path.is_dir() or any(path.glob("*.safetensors*")):
         return None
     found = sorted(path.glob("*.gguf"))
-    if len(found) > 1:
-        names = ", ".join(file.name for file in found[:3])
-        raise StartupError(f"{path}: {len(found)} GGUF files ({names} ...); name one of them")
+    models = {_PART.sub(r"\1", file.name): file for file in reversed(found)}
+    if len(models) > 1:
+        names = ", ".join(sorted(file.name for file in models.values())[:3])
+        raise StartupError(f"{path}: {len(models)} GGUF models ({names} ...); name one of them")
     return found[0] if found else None
+
+
+def _unreadable(path: Path, error: Exception) -> StartupError:
+    return StartupError(f"{path}: not a readable GGUF file: {error}")
 
 
 class _Reader:
@@ -146,6 +165,8 @@ class _Reader:
     def _array(self, kind: int, length: int) -> list[Any]:
         if length > len(self.data):
             raise ValueError(f"an array of {length} values")
+        if kind == _ARRAY:
+            raise ValueError("an array of arrays")
         if code := _NUMBERS.get(kind):
             form = struct.Struct(f"<{length}{code}")
             return list(form.unpack_from(self.data, self._taken(form.size)))
@@ -164,8 +185,43 @@ class _Reader:
 def _cached(path: Path, *_status: int) -> GgufFile:
     """A start reads the header several times: for the configuration, the tokenizer, the template.
     With 150,000 tokens that takes 0.3 s each time."""
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return _read(path, _Reader(data))
+    first = _one(path)
+    num_files = first.fields.integer("split.count", 1, least=0)
+    if num_files <= 1:
+        return first
+    others = [_one(other) for other in _others(first, num_files)]
+    for number, other in enumerate(others, start=1):
+        if (found := other.fields.integer("split.no", least=0)) != number:
+            raise other.fields.wrong("split.no", f"{found}, but by its name {number}")
+    tensors = _unique((n, t) for file in (first, *others) for n, t in file.tensors.items())
+    wanted = first.fields.integer("split.tensors.count", len(tensors), least=0)
+    if len(tensors) != wanted:
+        raise first.fields.wrong("split.tensors.count", f"{wanted}, but there are {len(tensors)}")
+    return replace(first, tensors=tensors, paths=(path, *(other.path for other in others)))
+
+
+def _others(first: GgufFile, num_files: int) -> list[Path]:
+    """The paths of a model's files after the first one."""
+    number = first.fields.integer("split.no", least=0) + 1
+    name = _PART.fullmatch(first.path.name)
+    if name is None or (int(name[2]), int(name[3])) != (number, num_files):
+        ending = f"-{number:05}-of-{num_files:05}.gguf"
+        raise first.fields.wrong("split.count", f"{num_files}; then the name ends with {ending}")
+    paths = [
+        first.path.with_name(f"{name[1]}-{part:05}-of-{num_files:05}.gguf")
+        for part in range(1, num_files + 1)
+    ]
+    if number != 1:
+        raise StartupError(f"{first.path}: part {number} of {num_files}; name {paths[0].name}")
+    return paths[1:]
+
+
+def _one(path: Path) -> GgufFile:
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _read(path, _Reader(data))
+    except (OSError, ValueError) as error:  # An empty file cannot be mapped.
+        raise _unreadable(path, error) from error
 
 
 def _read(path: Path, reader: _Reader) -> GgufFile:
@@ -175,20 +231,26 @@ def _read(path: Path, reader: _Reader) -> GgufFile:
     if (version := reader.number("I")) not in _VERSIONS:
         raise ValueError(f"version {version} is none of {_VERSIONS}")
     num_tensors, num_fields = reader.number("Q"), reader.number("Q")
-    metadata = {reader.text(): reader.value(reader.number("I")) for _ in range(num_fields)}
-    fields = JsonFields(path, metadata)
-    if fields.integer("split.count", 1, least=0) > 1:
-        raise fields.wrong("split.count", "split files are not supported; merge them first")
-    places = [_place(path, reader) for _ in range(num_tensors)]
-    alignment = fields.integer("general.alignment", _ALIGNMENT)
-    if alignment % 8 or any(tensor.begin % alignment for _, tensor in places):
+    metadata = _unique((reader.text(), reader.value(reader.number("I"))) for _ in range(num_fields))
+    places = _unique(_place(path, reader) for _ in range(num_tensors))
+    alignment = JsonFields(path, metadata).integer("general.alignment", _ALIGNMENT)
+    if alignment % 8 or any(tensor.begin % alignment for tensor in places.values()):
         raise ValueError(f"tensors are not aligned to {alignment} bytes, a multiple of 8")
     begin = -(-reader.position // alignment) * alignment
-    tensors = {name: replace(tensor, begin=begin + tensor.begin) for name, tensor in places}
+    tensors = {name: replace(tensor, begin=begin + tensor.begin) for name, tensor in places.items()}
     for name, tensor in tensors.items():
         if tensor.begin + tensor.num_bytes > len(reader.data):
             raise ValueError(f"the file ends within tensor {name}")
-    return GgufFile(path, metadata, tensors)
+    return GgufFile(path, metadata, tensors, (path,))
+
+
+def _unique(items: Iterable[tuple[str, V]]) -> dict[str, V]:
+    found: dict[str, V] = {}
+    for name, value in items:
+        if name in found:
+            raise ValueError(f"{name} occurs twice")
+        found[name] = value
+    return found
 
 
 def _place(path: Path, reader: _Reader) -> tuple[str, GgufTensor]:
@@ -209,4 +271,5 @@ def _place(path: Path, reader: _Reader) -> tuple[str, GgufTensor]:
         raise ValueError(f"tensor {name}: rows of {shape[-1]} in blocks of {stored.values}")
     for size in shape[:-1]:
         num_blocks *= size
-    return name, GgufTensor(stored, shape, reader.number("Q"), num_blocks * stored.num_bytes)
+    begin = reader.number("Q")
+    return name, GgufTensor(stored, shape, path, begin, num_blocks * stored.num_bytes)

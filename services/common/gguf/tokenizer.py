@@ -6,7 +6,7 @@ made from the scores.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
@@ -31,20 +31,50 @@ _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
     rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
 )
-_SPLITS: Mapping[str, str | None] = {
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-    "tekken": _TEKKEN,
-    "gpt-2": None,
-    "smollm": None,
-}
-"""The expression whose matches are split from a text, by `tokenizer.ggml.pre`. None: GPT-2's."""
+_ENDING = rf"{_CONTRACTIONS}?"
+_GPT_4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDING}"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDING}"
+    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+)
 
-_WHOLE_WORDS = (_LLAMA3, _TEKKEN)
-"""The vocabularies whose words are tokens even if no merges lead to them."""
+
+class _Split(NamedTuple):
+    """`expression`: its matches are split from a text; None: GPT-2's. `digits`: each is split from
+    the others before. `whole_words`: words of the vocabulary are tokens even if no merges lead to
+    them. `starts`: texts begin with the start token where the file does not say whether they do."""
+
+    expression: str | None
+    digits: bool = False
+    whole_words: bool = False
+    starts: bool = False
+
+
+_LLAMA_BPE = _Split(_LLAMA3, whole_words=True, starts=True)
+_SPLITS: Mapping[str, _Split] = {
+    "llama-bpe": _LLAMA_BPE,
+    "llama3": _LLAMA_BPE,
+    "llama-v3": _LLAMA_BPE,
+    "dbrx": _Split(_LLAMA3),
+    "glm4": _Split(_LLAMA3, whole_words=True),
+    "chatglm-bpe": _Split(_LLAMA3),
+    "qwen2": _Split(_QWEN2),
+    "deepseek-r1-qwen": _Split(_QWEN2),
+    "tekken": _Split(_TEKKEN, whole_words=True, starts=True),
+    "gpt-4o": _Split(_GPT_4O),
+    "gpt-2": _Split(None),
+    "olmo": _Split(None),
+    "smollm": _Split(None, digits=True),
+    "refact": _Split(None, digits=True),
+}
+"""How text is split, by `tokenizer.ggml.pre`."""
+
+_END_FIELDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_ENDS = (
+    *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>"),
+    *("<end_of_turn>", "<|endoftext|>", "<|end_of_text|>"),
+)
+"""Tokens that end an answer although no field says so: llama.cpp finds them by their text."""
 
 
 def gguf_tokenizer(file: GgufFile) -> tokenizers.Tokenizer:
@@ -82,9 +112,27 @@ def gguf_special_tokens(file: GgufFile) -> dict[str, str]:
     }
 
 
-def gguf_chat_template(file: GgufFile) -> str | None:
-    name = "tokenizer.chat_template"
-    return file.fields.text(name) if file.fields.has(name) else None
+def gguf_end_tokens(fields: JsonFields) -> tuple[int, ...]:
+    """The tokens that end an answer; some may be beyond the vocabulary."""
+    ids = [
+        fields.integer(f"{_FIELD}{name}", least=0)
+        for name in _END_FIELDS
+        if fields.has(f"{_FIELD}{name}")
+    ]
+    tokens = fields.values.get(f"{_FIELD}tokens")
+    found = {t: i for i, t in enumerate(tokens) if t in _ENDS} if isinstance(tokens, list) else {}
+    if "<|return|>" in found and "<|call|>" in found:  # then it ends a message of several
+        found.pop("<|end|>", None)
+    return tuple(dict.fromkeys([*ids, *found.values()]))
+
+
+def gguf_chat_template(file: GgufFile) -> tuple[str, str | None] | None:
+    """The template, and that for requests with tools, if it is another."""
+    name, fields = "tokenizer.chat_template", file.fields
+    if not fields.has(name):
+        return None
+    with_tools = f"{name}.tool_use"
+    return fields.text(name), fields.text(with_tools) if fields.has(with_tools) else None
 
 
 def _byte_level(fields: JsonFields, tokens: Sequence[str]) -> tokenizers.Tokenizer:
@@ -96,16 +144,17 @@ def _byte_level(fields: JsonFields, tokens: Sequence[str]) -> tokenizers.Tokeniz
     merges = [merge.partition(" ")[::2] for merge in _list(fields, "merges", str)]
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
     try:
-        model = models.BPE(vocab, merges, ignore_merges=split in _WHOLE_WORDS)
+        model = models.BPE(vocab, merges, ignore_merges=split.whole_words)
     except Exception as error:  # tokenizers raises a plain Exception
         raise fields.wrong(f"{_FIELD}merges", str(error)) from error
     tokenizer = tokenizers.Tokenizer(model)
-    steps: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)]
-    if split is not None:
-        steps.insert(0, pre_tokenizers.Split(Regex(split), "isolated"))
-    if name == "smollm":
+    is_gpt_2 = split.expression is None
+    steps: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=is_gpt_2)]
+    if split.expression is not None:
+        steps.insert(0, pre_tokenizers.Split(Regex(split.expression), "isolated"))
+    if split.digits:
         steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
-    if split == _QWEN2:
+    if split.expression == _QWEN2:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
@@ -153,7 +202,9 @@ def _add_start(
     fields: JsonFields, kind: str, tokens: Sequence[str], tokenizer: tokenizers.Tokenizer
 ) -> None:
     """Make `encode` begin with the start token, if the file says so or as its kind does."""
-    if fields.boolean(f"{_FIELD}add_bos_token", default=kind == "llama"):
+    split = _SPLITS.get(fields.text(f"{_FIELD}pre", ""))
+    starts = split is not None and split.starts and fields.has(f"{_FIELD}bos_token_id")
+    if fields.boolean(f"{_FIELD}add_bos_token", default=kind == "llama" or starts):
         token_id = _token_id(fields, "bos_token_id", tokens)
         name = tokens[token_id]
         tokenizer.post_processor = processors.TemplateProcessing(

@@ -102,8 +102,7 @@ def _sources(directory: Path) -> tuple[str, str | None] | None:
     """The template's source, and that of the one for tools, if it is another. Their own files take
     precedence over the entry in tokenizer_config.json, which may be a list of named templates."""
     if (gguf := gguf_file(directory)) is not None:
-        source = gguf_chat_template(GgufFile.read(gguf))
-        return None if source is None else (source, None)
+        return gguf_chat_template(GgufFile.read(gguf))
     path, tool_path = directory / TEMPLATE_FILE, directory / TOOL_TEMPLATE_FILE
     if path.is_file():
         with_tools = tool_path.read_text(encoding="utf-8") if tool_path.is_file() else None

@@ -66,8 +66,8 @@ class ExpertNames:
     and their linears; `numbers` and `width`: the fields of config.json that say how many there are
     (any of some; `number` if all are absent), and their inner dimension. `normalizes`: the weights
     of a token's experts are divided by their sum; None: as `norm_topk_prob` says. `some_layers`:
-    `mlp_only_layers` and `decoder_sparse_step` say which layers have experts. `stacked`: each
-    tensor has all experts of a layer, with biases, and the router has one too
+    `mlp_only_layers` and `decoder_sparse_step` say which layers have experts. `biases`: router and
+    experts have biases. `stacked`: each tensor has all experts of a layer
     (`services.engine.weights.stacked_experts`).
     `swiglu`: the gate is that of `swiglu_alpha` and `swiglu_limit`."""
 
@@ -81,6 +81,7 @@ class ExpertNames:
     number: int | None = None
     normalizes: bool | None = None
     some_layers: bool = False
+    biases: bool = False
     stacked: bool = False
     swiglu: bool = False
 
@@ -212,6 +213,7 @@ FAMILIES: Mapping[str, Family] = {
             numbers=("num_local_experts",),
             width="intermediate_size",
             normalizes=True,
+            biases=True,
             stacked=True,
             swiglu=True,
         ),

@@ -175,25 +175,36 @@ def _yarn(config: JsonFields, fields: JsonFields, theta: float, width: int) -> Y
     factor = fields.number("factor", config.integer("max_position_embeddings") / original)
     fast, slow = fields.number("beta_fast", 32.0), fields.number("beta_slow", 1.0)
     fields.value("finetuned")  # says how the checkpoint was made
-
-    def pair_of(num_turns: float) -> float:
-        """The pair, perhaps between two, that makes so many turns in the original context."""
-        turns_of_first = original / (2 * math.pi)
-        return width * math.log(turns_of_first / num_turns) / (2 * math.log(theta))
-
-    low, high = pair_of(fast), pair_of(slow)
-    if fields.boolean("truncate", default=True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, width - 1)
+    truncate = fields.boolean("truncate", default=True)
+    low, high = yarn_band(theta, width, original, (fast, slow), truncate=truncate)
     return YarnScaling(factor, low, high, _yarn_magnitude(fields, factor))
 
 
-def _yarn_magnitude(fields: JsonFields, factor: float) -> float:
-    def growth(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+def yarn_band(
+    theta: float, width: int, original: int, turns: tuple[float, float], *, truncate: bool
+) -> tuple[float, float]:
+    """The pairs between which YaRN interpolates: those that make so many turns in the original
+    context. `truncate`: they are whole numbers."""
 
+    def pair_of(num_turns: float) -> float:
+        turns_of_first = original / (2 * math.pi)
+        return width * math.log(turns_of_first / num_turns) / (2 * math.log(theta))
+
+    low, high = map(pair_of, turns)
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    return max(low, 0), min(high, width - 1)
+
+
+def yarn_growth(factor: float, weight: float = 1.0) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _yarn_magnitude(fields: JsonFields, factor: float) -> float:
     mscale, of_all = (fields.number(name, 0.0, False) for name in ("mscale", "mscale_all_dim"))
-    usual = growth(mscale) / growth(of_all) if mscale and of_all else growth(1.0)
+    usual = yarn_growth(factor)
+    if mscale and of_all:
+        usual = yarn_growth(factor, mscale) / yarn_growth(factor, of_all)
     return fields.number("attention_factor", usual)
 
 

@@ -1,7 +1,7 @@
 """Reads the weights of a GGUF file.
 
 Types of four bits in blocks of 32 become four-bit linears with groups of 32. The other quantized
-types are dequantized, and become linears of eight bits.
+types are dequantized, and become linears of eight bits; MXFP4 becomes bf16, which has its values.
 
     Q4_0   fp16 scale, 16 bytes: weight = scale * (code - 8)
     Q4_1   fp16 scale, fp16 minimum, 16 bytes: weight = scale * code + minimum
@@ -12,6 +12,7 @@ In Q4_0 and Q4_1, byte i has code i in its low bits and code i + 16 in its high 
 bytes have two blocks, one in the low bits.
 """
 
+import math
 import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,13 +22,17 @@ import torch
 from torch import Tensor
 
 from kvops.int4 import Int4Weight
-from services.common.checkpoint.layout import EMBEDDING, weight_shapes
+from services.common.checkpoint.layout import EMBEDDING, expert_linears, weight_shapes
 from services.common.checkpoint.stored_tensors import is_linear
-from services.common.gguf.config import check_tensors, form_of, gguf_name, has_paired_rows
+from services.common.gguf.config import check_tensors, form_of, gguf_family
+from services.common.gguf.families import Place, tensor_places
 from services.common.gguf.file import GgufFile, GgufTensor
+from services.common.runtime.logging import get_logger
 from services.common.text.model_config import ModelConfig
-from services.engine.weights.llama_order import neighbours_apart, rows_of
+from services.engine.weights.llama_order import as_llama, neighbours_apart, rows_of
 from services.engine.weights.weights import Form, Weight, Weights
+
+log = get_logger(__name__)
 
 _GROUP = 32
 _MOST_ZERO = 32768.0
@@ -39,22 +44,65 @@ _ROWS = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class GgufWeights:
-    """`Weights` of a GGUF file. `data`: the mapped file."""
+class _Stored:
+    """The tensors of GGUF files, by the names of Hugging Face checkpoints. `data`: the bytes of
+    each mapped file. `has_pairs`: rows of queries and keys are in llama.cpp's order."""
 
     file: GgufFile
     config: ModelConfig
-    data: Tensor
+    places: Mapping[str, Place]
+    data: Mapping[Path, Tensor]
+    has_pairs: bool
+
+    def tensor(self, name: str) -> GgufTensor:
+        return self.file.tensors[self.places[name].name]
+
+    def raw(self, name: str) -> Tensor:
+        """A tensor's bytes: uint8 [rows, bytes of a row]; of a vector [1, bytes]."""
+        tensor, expert = self.tensor(name), self.places[name].expert
+        begin, num_bytes = tensor.begin, tensor.num_bytes
+        if expert is not None:
+            num_bytes //= tensor.shape[0]
+            begin += expert * num_bytes
+        raw = self.data[tensor.path][begin : begin + num_bytes]
+        return raw.view(len(raw) // _row_bytes(tensor), -1)
+
+    def floats(self, name: str) -> Tensor:
+        """The tensor in the floating-point type of the file, or dequantized."""
+        values = _float(self.raw(name), self.tensor(name))
+        num_dimensions = len(self.tensor(name).shape) - (self.places[name].expert is not None)
+        return values if num_dimensions == 2 else values.flatten()
+
+    def order(self, linear: str) -> Tensor | None:
+        """Which row of the file is which output of a linear; None: the order is the same. llama.cpp
+        puts outputs i and i + head_dim / 2 of each head, which rotate together, next to each
+        other."""
+        config = self.config
+        heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
+        num_heads = heads.get(linear.rpartition(".")[2])
+        if num_heads is None or not self.has_pairs:
+            return None
+        return neighbours_apart(num_heads, config.head_dim, config.head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class GgufWeights:
+    """`Weights` of GGUF files."""
+
+    stored: _Stored
     tensors: Mapping[str, Tensor]
 
     def form(self, linear: str) -> Form:
-        return form_of(self.file, gguf_name(f"{linear}.weight")) or "float"
+        place = self.stored.places[f"{linear}.weight"]
+        return form_of(self.stored.file, place.name) or "float"
 
     def linear(self, linear: str) -> Weight:
-        tensor = self.file.tensors[gguf_name(f"{linear}.weight")]
-        raw = _raw(self.data, tensor)
-        weight = _in_4_bits(raw, tensor) if self.form(linear) == "int4-32" else _float(raw, tensor)
-        order = _order(self.file, self.config, linear)
+        name, stored = f"{linear}.weight", self.stored
+        in_4_bits = self.form(linear) == "int4-32"
+        weight: Weight = (
+            _in_4_bits(stored.raw(name), stored.tensor(name)) if in_4_bits else stored.floats(name)
+        )
+        order = stored.order(linear)
         return weight if order is None else rows_of(weight, order)
 
 
@@ -62,50 +110,64 @@ def load_gguf(path: Path, config: ModelConfig) -> Weights:
     """StartupError: as `check_tensors`."""
     file = GgufFile.read(path)
     check_tensors(file, config)
+    _log_growth(file)
+    family = gguf_family(file)
+    data = {part: _mapped(part) for part in file.paths}
+    stored = _Stored(file, config, tensor_places(config, family), data, family.pairs)
+    experts = (expert_linears(config, layer) for layer in range(config.num_layers))
+    routers = {f"{linears.router}.weight" for linears in experts if linears is not None}
+    tensors = {EMBEDDING: _embedding(stored)}
+    for name, shape in weight_shapes(config).items():
+        if name == EMBEDDING or (is_linear(name, shape) and name not in routers):
+            continue
+        value, order = stored.floats(name), stored.order(name.removesuffix(".bias"))
+        tensors[name] = value if order is None else value[order]
+    return as_llama(GgufWeights(stored, tensors), config)
+
+
+def _log_growth(file: GgufFile) -> None:
+    """Say what MXFP4 costs in memory: it is the only type that grows much."""
+    grown = [tensor for tensor in file.tensors.values() if tensor.type.name == "MXFP4"]
+    if grown:
+        in_bf16 = sum(2 * math.prod(tensor.shape) for tensor in grown)
+        stored = sum(tensor.num_bytes for tensor in grown)
+        log.info("mxfp4_becomes_bf16", stored_bytes=stored, bf16_bytes=in_bf16)
+
+
+def _mapped(path: Path) -> Tensor:
     with path.open("rb") as opened:
         # torch needs a writable buffer, so the mapping is copy-on-write; nothing writes to it.
         mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
-    data = torch.frombuffer(mapped, dtype=torch.uint8)
-    tensors = {EMBEDDING: _embedding(data, file.tensors[gguf_name(EMBEDDING)])}
-    for name, shape in weight_shapes(config).items():
-        if name == EMBEDDING or is_linear(name, shape):
-            continue
-        stored = file.tensors[gguf_name(name)]
-        value = _float(_raw(data, stored), stored)
-        order = _order(file, config, name.removesuffix(".bias"))
-        tensors[name] = value if order is None else value[order]
-    return GgufWeights(file, config, data, tensors)
+    return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
-def _embedding(data: Tensor, tensor: GgufTensor) -> Tensor:
+def _embedding(stored: _Stored) -> Tensor:
     """The embedding as it is stored, or in bf16 if it is quantized."""
-    raw = _raw(data, tensor)
+    tensor = stored.tensor(EMBEDDING)
     if tensor.type.name in _FLOATS:
-        return _float(raw, tensor)
-    table = torch.empty(tensor.shape, dtype=torch.bfloat16)
+        return stored.floats(EMBEDDING)
+    raw, table = stored.raw(EMBEDDING), torch.empty(tensor.shape, dtype=torch.bfloat16)
     for begin in range(0, len(table), _ROWS):
         rows = slice(begin, begin + _ROWS)
         table[rows] = _float(raw[rows], tensor)
     return table
 
 
-def _raw(data: Tensor, tensor: GgufTensor) -> Tensor:
-    """A tensor's bytes: uint8 [rows, bytes of a row]; of a vector [1, bytes]."""
-    stored = data[tensor.begin : tensor.begin + tensor.num_bytes]
-    return stored.view(tensor.shape[0] if len(tensor.shape) == 2 else 1, -1)
+def _row_bytes(tensor: GgufTensor) -> int:
+    return tensor.shape[-1] // tensor.type.values * tensor.type.num_bytes
 
 
 def _float(raw: Tensor, tensor: GgufTensor) -> Tensor:
-    """The rows `raw` of a tensor in the floating-point type of the file, or dequantized to fp32."""
+    """The rows `raw` of a tensor in the floating-point type of the file, or dequantized: MXFP4 to
+    bf16, others to fp32."""
     name = tensor.type.name
     if name in _FLOATS:
-        values = raw.view(_FLOATS[name])
-    else:
-        import gguf  # takes a third of a second, which only these files need
+        return raw.view(_FLOATS[name])
+    import gguf  # takes a third of a second, which only these files need
 
-        kind = gguf.GGMLQuantizationType[name]
-        values = torch.from_numpy(gguf.dequantize(raw.numpy(), kind))
-    return values if len(tensor.shape) == 2 else values.flatten()
+    kind = gguf.GGMLQuantizationType[name]
+    values = torch.from_numpy(gguf.dequantize(raw.numpy(), kind))
+    return values.bfloat16() if name == "MXFP4" else values
 
 
 def _in_4_bits(raw: Tensor, tensor: GgufTensor) -> Int4Weight:
@@ -157,13 +219,3 @@ def _half(blocks: Tensor, begin: int) -> Tensor:
 
 def _halves(octets: Tensor) -> Tensor:
     return torch.cat([octets & 15, octets >> 4], dim=2)
-
-
-def _order(file: GgufFile, config: ModelConfig, linear: str) -> Tensor | None:
-    """Which row of the file is which output of a linear; None: the order is the same. llama.cpp
-    puts outputs i and i + head_dim / 2 of each head, which rotate together, next to each other."""
-    heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
-    num_heads = heads.get(linear.rpartition(".")[2])
-    if num_heads is None or not has_paired_rows(file):
-        return None
-    return neighbours_apart(num_heads, config.head_dim, config.head_dim)

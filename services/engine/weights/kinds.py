@@ -24,7 +24,8 @@ def section_kinds(
     quantize: Quantization | None,
 ) -> dict[str, Kind]:
     """The kind of each section. Stored quantized weights keep their kind; a section of several
-    kinds gets the widest of them. `quantize` is for weights in floating point.
+    kinds gets the widest of them. `quantize` is for weights in floating point, which may be beside
+    quantized ones.
 
     StartupError: the checkpoint is quantized, and `quantize` is another kind.
     """
@@ -38,7 +39,7 @@ def section_kinds(
                 f"the checkpoint is already quantized ({narrowest}); "
                 f"it cannot be quantized again, to {wanted}"
             )
-        wanted, dtype = None, torch.bfloat16
+        dtype = torch.bfloat16
     plain: Kind = wanted or ("float32" if dtype == torch.float32 else "bfloat16")
     kinds: dict[str, Kind] = {
         name: plain if form == "float" else form for name, form in forms.items()
