@@ -284,6 +284,24 @@ def test_other_types_and_architectures_are_refused_by_name(plain: Path, tmp_path
         ModelConfig.from_directory(path)
 
 
+def test_names_that_occur_twice_are_refused(plain: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(plain, path)
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"blk.0.attn_q.w", b"blk.0.attn_k.w"))
+    with pytest.raises(StartupError, match=r"blk.0.attn_k.weight occurs twice"):
+        ModelConfig.from_directory(path)
+
+
+def test_array_of_arrays_is_refused(tmp_path: Path) -> None:
+    """However deep: reading it would end in a RecursionError."""
+    path = tmp_path / "model.gguf"
+    nested = struct.pack("<IQ", 9, 1) * 5000 + struct.pack("<IQ", 0, 0)
+    path.write_bytes(b"GGUF" + struct.pack("<IQQQ1sI", 3, 0, 1, 1, b"a", 9) + nested)
+    with pytest.raises(StartupError, match="an array of arrays"):
+        ModelConfig.from_directory(path)
+
+
 @pytest.mark.parametrize("size", [0, 3, 20, 3000, -1])
 def test_a_truncated_file_is_named(plain: Path, tmp_path: Path, size: int) -> None:
     path = tmp_path / "model.gguf"

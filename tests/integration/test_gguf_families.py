@@ -16,6 +16,8 @@ from bench.make_checkpoint import make_checkpoint
 from services.common.checkpoint.check import check_weights
 from services.common.checkpoint.weights import weight_files
 from services.common.errors import StartupError
+from services.common.gguf.config import served_bytes
+from services.common.gguf.file import GgufFile
 from services.common.text.model_config import ModelConfig
 from services.engine.weights.checkpoint import load_weights
 from services.engine.weights.fused_weights import all_sections
@@ -101,6 +103,15 @@ def pattern_of(plain: Path) -> Callable[[Metadata], object]:
     return change
 
 
+def setting(values: Metadata) -> Callable[[Metadata], object]:
+    return lambda metadata: metadata.update(values)
+
+
+def in_tensors(part: str, kind: str, others: str = "BF16") -> Callable[[str], str]:
+    """The type of the tensors whose names contain `part`, and of the others."""
+    return lambda tensor: kind if part in tensor else others
+
+
 def decoded(path: Path, case: Case, backend: str = "cpu") -> list[Trial]:
     recording = RecordingRunner(path, 16, 60, backend, context=case.context)
     trials = [recording.place(random_prompt(length, seed=length)) for length in case.lengths]
@@ -145,7 +156,7 @@ def test_experts_of_exact_types_give_the_tokens_of_their_values(
 ) -> None:
     case, path = EXPERTS[name], tmp_path / "model.gguf"
     plain = made(tmp_path / "plain", case)
-    exact = write_gguf(plain, path, lambda tensor: kind if "exps" in tensor else "F32")
+    exact = write_gguf(plain, path, in_tensors("exps", kind, "F32"))
     twin = write_twin(plain, tmp_path / "twin", exact)
     assert_answers(decoded(path, case), Oracle(twin))
     assert ModelConfig.from_directory(path).quantization is None
@@ -158,7 +169,7 @@ def test_answers_of_quantized_experts_are_those_of_their_values(
 ) -> None:
     path = tmp_path / "model.gguf"
     plain = made(tmp_path / "plain", EXPERTS[name])
-    exact = write_gguf(plain, path, lambda tensor: kind if "blk." in tensor else "F32")
+    exact = write_gguf(plain, path, in_tensors("blk.", kind, "F32"))
     kinds = kinds_of(path)
     assert {kinds["0.experts.2.gate_up"], kinds["1.experts.0.down"]} == {
         "int8" if kind in ("Q8_0", "Q6_K") else "int4-32"
@@ -177,7 +188,7 @@ def test_mxfp4_beside_8_bits_is_quantized_on_request(tmp_path: Path) -> None:
     """As gpt-oss is published: attention in Q8_0, experts in MXFP4."""
     path = tmp_path / "model.gguf"
     plain = made(tmp_path / "plain", EXPERTS["gpt-oss"])
-    write_gguf(plain, path, lambda tensor: "MXFP4" if "exps" in tensor else "Q8_0")
+    write_gguf(plain, path, in_tensors("exps", "MXFP4", "Q8_0"))
     found = kinds_of(path)
     assert (found["0.qkv"], found["0.experts.1.down"]) == ("int8", "bfloat16")
     found = kinds_of(path, "int8")
@@ -266,7 +277,7 @@ def test_wrong_metadata_of_experts_are_named(
 ) -> None:
     plain = made(tmp_path / "plain", FILES["gpt-oss"])
     path = tmp_path / "model.gguf"
-    write_gguf(plain, path, change=lambda metadata: metadata.update(change))
+    write_gguf(plain, path, change=setting(change))
     with pytest.raises(StartupError) as error:
         check_weights(path)
     assert message in str(error.value)
@@ -275,7 +286,7 @@ def test_wrong_metadata_of_experts_are_named(
 def test_broken_files_of_experts_raise_no_other_error(tmp_path: Path) -> None:
     """A file cut anywhere is refused; with a wrong bit in its header it is refused or read."""
     plain, path = made(tmp_path / "plain", EXPERTS["gpt-oss"]), tmp_path / "model.gguf"
-    write_gguf(plain, path, lambda tensor: "MXFP4" if "exps" in tensor else "Q8_0")
+    write_gguf(plain, path, in_tensors("exps", "MXFP4", "Q8_0"))
     content = path.read_bytes()
     header = gguf.GGUFReader(path).tensors[0].data_offset
     rng = np.random.default_rng(0)
@@ -295,10 +306,39 @@ def test_broken_files_of_experts_raise_no_other_error(tmp_path: Path) -> None:
     assert refused > 50
 
 
+@pytest.mark.parametrize(("name", "num_layers"), [("gemma2", 46), ("gemma3", 62)])
+def test_scores_of_the_largest_gemma_are_scaled_by_hidden_size_and_heads(
+    tmp_path: Path, name: str, num_layers: int
+) -> None:
+    path = tmp_path / "model.gguf"
+    plain = made(tmp_path / "plain", FILES[name])
+    scales = []
+    for number in (num_layers - 1, num_layers):
+        change: Metadata = {f"{name}.block_count": number, f"{name}.attention.key_length": 32}
+        change[f"{name}.attention.value_length"] = change[f"{name}.rope.dimension_count"] = 32
+        write_gguf(plain, path, change=setting(change))
+        scales.append(ModelConfig.from_directory(path).attention_scale)
+    assert scales == [32**-0.5, 16**-0.5]
+
+
+def test_planned_memory_is_that_of_the_served_kinds(tmp_path: Path) -> None:
+    """MXFP4 has two bytes for each value, 8 bits one, 4 bits 5/8 with scales and zero points."""
+    plain = made(tmp_path / "plain", EXPERTS["gpt-oss"])
+    path = tmp_path / "model.gguf"
+    kinds = {"ffn_gate_exps": "MXFP4", "ffn_up_exps": "Q8_0", "ffn_down_exps": "Q4_0"}
+    sizes = {}
+    for name, kind in kinds.items():
+        write_gguf(plain, path, in_tensors(name, kind))
+        sizes[name] = served_bytes(GgufFile.read(path), 2)
+    values = 3 * 3 * 256 * 256  # in 3 layers of 3 experts
+    full = sizes["ffn_gate_exps"]
+    assert (sizes["ffn_up_exps"], sizes["ffn_down_exps"]) == (full - values, full - 1.375 * values)
+
+
 def test_sampling_that_a_file_recommends_is_the_default(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     more: Metadata = {"general.sampling.temp": 0.5, "general.sampling.top_k": 20}
     plain = made(tmp_path / "plain", FILES["qwen2"])
-    write_gguf(plain, path, change=lambda metadata: metadata.update(more))
+    write_gguf(plain, path, change=setting(more))
     found = ModelConfig.from_directory(path).generation
     assert (found.temperature, found.top_k, found.top_p) == (0.5, 20, None)
