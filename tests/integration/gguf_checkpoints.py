@@ -55,8 +55,15 @@ _MERGED = {
 }
 """How the converter calls the tensors of all experts, by a linear of one expert."""
 
-_K_BLOCKS = {"Q4_K": (144, [0, 2]), "Q5_K": (176, [0, 2]), "Q6_K": (210, [208])}
-"""The bytes of a block of 256 values, and the places of its fp16 scales."""
+_SCALES = {
+    **{"Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]},
+    **{"IQ4_NL": [0], "IQ4_XS": [0], "IQ3_S": [0], "IQ3_XXS": [0]},
+    **{"IQ2_S": [0], "IQ2_XS": [0], "IQ2_XXS": [0]},
+}
+"""The places of a block's fp16 scale, and of its fp16 minimum."""
+
+_MIDDLES = {"Q2_K": 1.5, "Q4_K": 7.5, "Q5_K": 15.5}
+"""Half of the largest code, of types that have a minimum too."""
 
 
 def write_gguf(
@@ -269,22 +276,23 @@ def _add(writer: gguf.GGUFWriter, name: str, value: object) -> None:
 
 
 def _quantized(values: np.ndarray[Any, Any], kind: Type, seed: int) -> np.ndarray[Any, Any]:
-    """The gguf package quantizes only to the simple types. Blocks of 256 are random bytes, with
+    """The gguf package quantizes only to the simple types. Blocks of others are random bytes, with
     scales that give weights of the same size."""
-    if kind.name not in _K_BLOCKS:
+    if kind.name not in _SCALES:
         return np.asarray(gguf.quantize(values, kind))
     if values.ndim == 3:
         return np.stack([_quantized(v, kind, seed + i) for i, v in enumerate(values)])
-    num_bytes, places = _K_BLOCKS[kind.name]
+    places, (size, num_bytes) = _SCALES[kind.name], gguf.GGML_QUANT_SIZES[kind]
     rows, columns = values.shape
     random = np.random.default_rng(seed)
-    blocks = random.integers(0, 256, (rows, columns // 256, num_bytes), dtype=np.uint8)
+    blocks = random.integers(0, 256, (rows, columns // size, num_bytes), dtype=np.uint8)
     for place in places:
         scales = random.uniform(0.5, 1.0, blocks.shape[:2]).astype(np.float16)
         blocks[:, :, place : place + 2] = scales[:, :, None].view(np.uint8)
     if len(places) == 2:  # so that the mean is about 0: half of the codes times the scales
-        half = blocks[:, :, :2].copy().view(np.float16) * (7.5 if kind == Type.Q4_K else 15.5)
-        blocks[:, :, 2:4] = half.astype(np.float16).view(np.uint8)
+        scale, minimum = (slice(place, place + 2) for place in places)
+        half = blocks[:, :, scale].copy().view(np.float16) * _MIDDLES[kind.name]
+        blocks[:, :, minimum] = half.astype(np.float16).view(np.uint8)
     spread = gguf.dequantize(blocks.reshape(rows, -1), kind).std()
     for place in places:
         scales = blocks[:, :, place : place + 2].copy().view(np.float16)

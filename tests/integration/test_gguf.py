@@ -39,7 +39,10 @@ from .quantized_checkpoints import compare_answers
 SPEC = CheckpointSpec(hidden_size=256, head_dim=64, intermediate_size=512, tied=False)
 FLOATS = ("F32", "F16", "BF16")
 IN_4_BITS = ("Q4_0", "Q4_1", "Q4_K")
-IN_8_BITS = ("Q8_0", "Q5_0", "Q5_1", "Q5_K", "Q6_K")
+IN_8_BITS = (
+    *("Q8_0", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q3_K", "Q2_K"),
+    *("IQ4_NL", "IQ4_XS", "IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS"),
+)
 FAMILIES: tuple[Family, ...] = ("llama", "qwen2", "qwen3")
 
 
@@ -276,8 +279,8 @@ def test_other_types_and_architectures_are_refused_by_name(plain: Path, tmp_path
     content = path.read_bytes()
     at = content.index(b"blk.0.ffn_up.weight") + len(b"blk.0.ffn_up.weight") + 4 + 16
     assert struct.unpack_from("<I", content, at) == (8,)
-    path.write_bytes(content[:at] + struct.pack("<I", 23) + content[at + 4 :])
-    with pytest.raises(StartupError, match=r"blk.0.ffn_up.weight: IQ4_XS is not supported, only"):
+    path.write_bytes(content[:at] + struct.pack("<I", 29) + content[at + 4 :])
+    with pytest.raises(StartupError, match=r"blk.0.ffn_up.weight: IQ1_M is not supported, only"):
         ModelConfig.from_directory(path)
     path.write_bytes(content.replace(b"llama", b"gemma"))
     with pytest.raises(StartupError, match=r"general.architecture: 'gemma' is not supported"):
