@@ -206,6 +206,7 @@ def _as_stored(
         name.format(layer): (layer, linear)
         for linear, name in _MERGED.items()
         for layer in range(config["num_hidden_layers"])
+        if architecture != "gpt-oss"  # whose checkpoints have the experts in one tensor too
     }
     for name, values in found.items():
         if name.startswith("rope_factors"):
@@ -231,7 +232,7 @@ def _as_stored(
             stored[name.replace(".bias", "_bias")] = values
         elif ".experts.up_proj." not in name:
             stored[name] = values
-    return {name: torch.from_numpy(np.array(values)) for name, values in stored.items()}
+    return {name: torch.from_numpy(np.array(values, order="C")) for name, values in stored.items()}
 
 
 def _heads(name: str, config: dict[str, Any], architecture: str) -> int | None:

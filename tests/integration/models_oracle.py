@@ -92,11 +92,12 @@ class Answer:
 
 
 class Oracle:
-    """The greedy decoding of transformers for one checkpoint in fp32, cached by prompt."""
+    """The greedy decoding of transformers for one checkpoint in fp32, cached by prompt. `options`:
+    of `from_pretrained`."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, **options: Any) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, local_files_only=True
+            directory, dtype=torch.float32, local_files_only=True, **options
         )
         self._answers: dict[tuple[int, ...], Answer] = {}
 
