@@ -342,5 +342,13 @@ def test_adapters_that_do_not_fit_are_refused(checkpoint: Path, tmp_path: Path) 
     (tmp_path / "good" / "adapter_model.safetensors").write_bytes(b"cut")
     with pytest.raises(InvalidRequest, match="not a readable safetensors file"):
         AdapterFiles.read(tmp_path / "good", config, 64)
+    for text, problem in {
+        "{": "Expecting",
+        "[]": "is not a JSON",
+        "[" * 10**5: "recursion",
+    }.items():
+        (tmp_path / "good" / CONFIG_FILE).write_text(text)
+        with pytest.raises(InvalidRequest, match=rf"good: {CONFIG_FILE}.*{problem}"):
+            AdapterFiles.read(tmp_path / "good", config, 64)
     with pytest.raises(InvalidRequest, match="No such file"):
         AdapterFiles.read(tmp_path / "nowhere", config, 64)

@@ -87,14 +87,12 @@ class AdapterFiles:
         """InvalidRequest, with file and field: the adapter is unreadable, is not for this model,
         has features that are not supported, or a rank above `max_rank`."""
         try:
-            fields = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
-            if not isinstance(fields, dict):
-                raise ValueError("not a JSON object")
+            fields = _fields((directory / CONFIG_FILE).read_text(encoding="utf-8"))
             header = read_header(directory / WEIGHTS_FILE)
             digest = _digest(directory)
         except OSError as error:
             raise _refused(directory, f"{error.filename}: {error.strerror}") from error
-        except (ValueError, StartupError) as error:
+        except (ValueError, RecursionError, StartupError) as error:
             raise _refused(directory, str(error)) from error
         _check_config(directory, fields)
         shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in header.items()}
@@ -108,6 +106,17 @@ class AdapterFiles:
 
 def _refused(directory: Path, problem: str) -> InvalidRequest:
     return InvalidRequest(f"adapter {directory}: {problem}", "lora_path")
+
+
+def _fields(config: str) -> dict[str, Any]:
+    """ValueError: the text of adapter_config.json is not a JSON object."""
+    try:
+        fields = json.loads(config)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{CONFIG_FILE}: {error}") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{CONFIG_FILE} is not a JSON object")
+    return fields
 
 
 def _check_config(directory: Path, fields: Mapping[str, Any]) -> None:
