@@ -1,5 +1,5 @@
-"""What a client sees of a killed decode worker: how long its stream pauses, and that it goes on
-with the same tokens.
+"""Measures how long a client's stream pauses when its decode worker is killed, and checks that the
+stream goes on with the same tokens.
 
     python -m bench.crash [--model embedded] [--streams 16] [--repeats 5] [--sampled]
 

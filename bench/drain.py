@@ -1,4 +1,4 @@
-"""What clients see when a decode worker with running streams is drained, and what that costs.
+"""Measures the pauses of streams when their decode worker is drained, and the cost of the drain.
 
     python -m bench.drain [--model embedded] [--streams 16] [--repeats 3]
 

@@ -1,4 +1,4 @@
-"""What choosing tokens costs, as a share of a decode step."""
+"""Measures the cost of choosing tokens, as a share of a decode step."""
 
 import statistics
 import time

@@ -1,4 +1,4 @@
-"""What a deployment costs that nobody asks for anything.
+"""Measures the cost of a deployment without requests.
 
     python -m bench.idle [--model embedded] [--seconds 60] [--prefill 1] [--decode 1]
 

@@ -233,7 +233,7 @@ def _layer_group(spec: CheckpointSpec, layer: int) -> Iterator[_Weight]:
 
 
 def _groups(spec: CheckpointSpec) -> list[list[_Weight]]:
-    """What must not be cut by a shard's end: the embedding's tensors, then each layer's."""
+    """Tensors that one shard must hold whole: the embedding's tensors, then each layer's."""
     layers = (list(_layer_group(spec, layer)) for layer in range(spec.num_layers))
     return [list(_embedding_group(spec)), *layers]
 

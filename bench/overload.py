@@ -1,5 +1,5 @@
-"""What a deployment does with more load than it can carry: how many requests are done by their
-deadline, how soon the others are told, and whether memory grows.
+"""Overloads a deployment: how many requests are done by their deadline, how soon the others are
+refused, and whether memory grows.
 
     python -m bench.overload [--seconds 120] [--times 5] [--seed 1]
 

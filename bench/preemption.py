@@ -1,4 +1,4 @@
-"""What a pool that is too small costs, and what swapping saves, at several context lengths.
+"""Measures the cost of too small a pool, and the gain of swapping, at several context lengths.
 
     python -m bench.preemption [--shape small] [--streams 16] [--contexts 128 512 1024] [--rounds 3]
 

@@ -1,5 +1,5 @@
-"""What sequences of one prompt cost together: n samples, or the beams of a search, as one request
-and as requests of their own with and without the prefix cache.
+"""Measures the cost of several sequences of one prompt: n samples, or the beams of a search, as one
+request and as requests of their own with and without the prefix cache.
 
     python -m bench.sharing [--shape small] [--n 16] [--width 8] [--prompt 1024] [--tokens 64]
                             [--rounds 3]

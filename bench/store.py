@@ -1,4 +1,4 @@
-"""What the block store's calls cost, at several sizes of the pool and of the call.
+"""Measures the block store's calls, at several sizes of the pool and of the call.
 
     python bench/store.py [--pools 1000,100000,1000000] [--blocks 1,64] [--calls 500] [--url URL]
 

@@ -1,4 +1,4 @@
-"""What one sequence costs to swap out and back, and what to compute again, by its length.
+"""Measures the time to swap one sequence out and back, and to compute it again, by its length.
 
     python -m bench.swap_cost [--shape 0.6b] [--tokens 16 128 512 2048] [--rounds 5] [--threads 1]
 

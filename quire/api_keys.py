@@ -135,10 +135,9 @@ def changed_keys(path: Path) -> Iterator[list[ApiKey]]:
     """Yields the keys of the file, which may not exist yet, and writes them back in one step when
     the block ends. Other processes that change the file wait. Raises KeyFileError."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = os.open(path.parent, os.O_RDONLY)
+        lock = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
-        raise KeyFileError(f"cannot write {path}: {error.strerror}") from error
+        raise KeyFileError(f"cannot write {path}: {path.parent}: {error.strerror}") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         keys = list(read_keys(path)) if path.exists() else []

@@ -1,5 +1,6 @@
-"""Writes files in one step."""
+"""Replaces files in one step, and locks directories."""
 
+import fcntl
 import os
 from pathlib import Path
 
@@ -11,3 +12,20 @@ def replace_file(path: Path, content: bytes, mode: int = 0o600) -> None:
     with os.fdopen(fd, "wb") as file:
         file.write(content)
     draft.replace(path)
+
+
+def try_lock(directory: Path) -> int | None:
+    """Locks a directory of this user until the returned descriptor is closed, or the process ends.
+    None: another process has the lock, or the directory is gone or is another user's."""
+    try:
+        lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        if os.fstat(lock).st_uid == os.getuid():
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock
+    except BlockingIOError:
+        pass
+    os.close(lock)
+    return None

@@ -98,7 +98,7 @@ class CudaWithoutGpu:
         return ()
 
     def copy_queued(self) -> None:
-        """What the stream does."""
+        """Executes the copies of the stream."""
         for target, source, size in self.queued:
             os.pwrite(self.mapped[target], os.pread(self.mapped[source], size, 0), 0)
         self.queued.clear()

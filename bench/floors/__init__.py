@@ -1,5 +1,5 @@
-"""What no engine can be faster than on this machine: the time in which a step's bytes can be read
-from memory, or its arithmetic be done, whichever is longer.
+"""The lower bounds of a step's time on this machine: the time to read its bytes from memory, or to
+do its arithmetic, whichever is longer.
 
 Both rates are measured here, in the same run as what they are compared with (`probe.cpp`, compiled
 with $CXX or g++): the bandwidth that a virtual machine's neighbours leave it changes by the hour.

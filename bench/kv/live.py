@@ -40,7 +40,7 @@ _MOST_AT_ONCE = 64
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What one request holds: `num_full` of its `num_blocks`, the first ones, are full of KV.
+    """The blocks of one request: `num_full` of its `num_blocks`, the first ones, are full of KV.
     `num_received`: tokens that its client has."""
 
     asked: RecordedRequest
@@ -228,8 +228,8 @@ class _Pool:
             await asyncio.sleep(_INTERVAL_S)
 
     def full(self, block_ids: Sequence[int]) -> list[Stamp]:
-        """What those say that are full, one behind the other: who has just got a block may not have
-        said yet that it no longer holds what it held."""
+        """The stamps of the full blocks, in order. A block that has just got a new holder may not
+        yet have a stamp that says so."""
         parent, full = self._root, list[Stamp]()
         for block_id in block_ids:
             stamp = self._stamps.read(block_id)

@@ -1,4 +1,4 @@
-"""What every peer offers: a set-up, its own form of a checkpoint, runs of its engine, a server.
+"""The interface of a peer: a set-up, its own form of a checkpoint, runs of its engine, a server.
 
 Both kinds of figures mean the same for all, Quire included:
 
@@ -39,9 +39,9 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class EngineRun:
-    """What one process of an engine measures: decode of each number of streams (`prompt` tokens in,
-    `tokens` out), prefill of each length, each `repeats` times of which the best counts (others may
-    disturb, nobody can help)."""
+    """The measurements of an engine's process: decode of each number of streams (`prompt` tokens
+    in, `tokens` out), prefill of each length, each `repeats` times. The best time counts, since
+    other processes may disturb the others."""
 
     decode: tuple[int, ...] = ()
     prefill: tuple[int, ...] = ()

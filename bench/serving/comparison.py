@@ -13,7 +13,7 @@ Better = Literal["higher", "lower"]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What is compared, such as `8 streams: decode tok/s`."""
+    """The name of a compared figure, such as `8 streams: decode tok/s`."""
 
     name: str
     better: Better

@@ -20,8 +20,8 @@ from quire.types import Sampling
 READY_LIMIT_S = 600.0
 _STOP_LIMIT_S = 30.0
 SETTLE_S = 10.0
-"""What a server does behind its first token, such as allocating the rest of its memory, is none of
-what is measured here."""
+"""How long a server may work after its first token, such as on the rest of its memory, before the
+measurement begins."""
 
 
 @dataclass(frozen=True, slots=True)

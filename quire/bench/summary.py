@@ -7,7 +7,7 @@ from typing import Any
 from quire.bench.record import Record, percentile, running
 
 SLOS = ("ttft", "tpot", "e2e")
-"""What `--goodput` can limit."""
+"""The figures that `--goodput` can limit."""
 
 _LATE_MS = 10.0
 

@@ -1,4 +1,4 @@
-"""What `quire bench` shows: a line of progress while it runs, and tables at the end."""
+"""The output of `quire bench`: a line of progress while it runs, and tables at the end."""
 
 import asyncio
 import sys

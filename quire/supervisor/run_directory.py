@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from quire.files import try_lock
 from quire.sockets import operations_socket
 from quire.supervisor.errors import NoSuchRun, PortInUse, ServeError
 
@@ -151,7 +152,7 @@ def _create(runs: Path, record: RunRecord) -> RunDirectory:
             f"{_MAX_SOCKET_PATH} bytes; choose a shorter --run-root"
         )
     path.mkdir(mode=0o700)
-    lock = _try_lock(path)
+    lock = try_lock(path)
     if lock is None:
         raise ServeError(f"another process has locked the new directory {path}")
     (path / _RECORD).write_text(json.dumps(asdict(record)))
@@ -160,7 +161,7 @@ def _create(runs: Path, record: RunRecord) -> RunDirectory:
 
 def _remove_dead_runs(runs: Path) -> None:
     for path in run_paths(runs):
-        lock = _try_lock(path)
+        lock = try_lock(path)
         if lock is not None:
             shutil.rmtree(path)
             os.close(lock)
@@ -168,7 +169,7 @@ def _remove_dead_runs(runs: Path) -> None:
 
 def _live_runs(runs: Path) -> Iterator[tuple[Path, RunRecord]]:
     for path in run_paths(runs):
-        lock = _try_lock(path)
+        lock = try_lock(path)
         if lock is not None:
             os.close(lock)
             continue
@@ -187,28 +188,13 @@ def run_paths(runs: Path) -> list[Path]:
 
 def _wait_until_unlocked(path: Path, timeout_s: float) -> None:
     give_up_at = time.monotonic() + timeout_s
-    while (lock := _try_lock(path)) is None:
+    while (lock := try_lock(path)) is None:
         if not path.exists():
             return
         if time.monotonic() > give_up_at:
             raise ServeError(f"the run in {path} has not ended after {timeout_s:g} s")
         time.sleep(_POLL_S)
     os.close(lock)
-
-
-def _try_lock(directory: Path) -> int | None:
-    """A descriptor that holds the directory's lock; None if another process has the lock, or the
-    directory is gone."""
-    try:
-        lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        return None
-    return lock
 
 
 @contextmanager
@@ -227,8 +213,10 @@ def _lock_current(runs: Path) -> int:
     """Lock the directory that currently has this path: while the process waits for a lock, another
     process may remove the directory and make a new one."""
     while True:
+        if not runs.parent.is_dir():
+            raise ServeError(f"cannot make the directory {runs}: there is no {runs.parent}")
         try:
-            runs.mkdir(mode=0o700, parents=True, exist_ok=True)
+            runs.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
             raise ServeError(f"cannot make the directory {runs}: {error.strerror}") from error
         try:

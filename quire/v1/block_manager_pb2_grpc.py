@@ -104,8 +104,8 @@ class BlockManagerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchBlocks(self, request, context):
-        """The state of all blocks, by cell: what has changed since an earlier answer. Asking is what makes the block manager
-        follow the blocks: it reads a bounded part of the ledger, at most twice a second for all who ask.
+        """The state of all blocks, by cell: the changes since an earlier answer. The block manager follows the
+        blocks only while clients call this: it reads a bounded part of the ledger, at most twice a second for all of them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

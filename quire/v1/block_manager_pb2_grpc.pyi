@@ -41,8 +41,8 @@ class BlockManagerStub:
     Audit: _grpc.UnaryUnaryMultiCallable[_block_manager_pb2.AuditRequest, _block_manager_pb2.AuditResponse]
     """Recounts every reference from the ledger and compares."""
     WatchBlocks: _grpc.UnaryUnaryMultiCallable[_block_manager_pb2.WatchBlocksRequest, _block_manager_pb2.WatchBlocksResponse]
-    """The state of all blocks, by cell: what has changed since an earlier answer. Asking is what makes the block manager
-    follow the blocks: it reads a bounded part of the ledger, at most twice a second for all who ask.
+    """The state of all blocks, by cell: the changes since an earlier answer. The block manager follows the
+    blocks only while clients call this: it reads a bounded part of the ledger, at most twice a second for all of them.
     """
     DescribeBlocks: _grpc.UnaryUnaryMultiCallable[_block_manager_pb2.DescribeBlocksRequest, _block_manager_pb2.DescribeBlocksResponse]
     """The blocks of one cell, as the ledger has them now."""
@@ -64,8 +64,8 @@ class BlockManagerAsyncStub(BlockManagerStub):
     Audit: _aio.UnaryUnaryMultiCallable[_block_manager_pb2.AuditRequest, _block_manager_pb2.AuditResponse]  # type: ignore[assignment]
     """Recounts every reference from the ledger and compares."""
     WatchBlocks: _aio.UnaryUnaryMultiCallable[_block_manager_pb2.WatchBlocksRequest, _block_manager_pb2.WatchBlocksResponse]  # type: ignore[assignment]
-    """The state of all blocks, by cell: what has changed since an earlier answer. Asking is what makes the block manager
-    follow the blocks: it reads a bounded part of the ledger, at most twice a second for all who ask.
+    """The state of all blocks, by cell: the changes since an earlier answer. The block manager follows the
+    blocks only while clients call this: it reads a bounded part of the ledger, at most twice a second for all of them.
     """
     DescribeBlocks: _aio.UnaryUnaryMultiCallable[_block_manager_pb2.DescribeBlocksRequest, _block_manager_pb2.DescribeBlocksResponse]  # type: ignore[assignment]
     """The blocks of one cell, as the ledger has them now."""
@@ -114,8 +114,8 @@ class BlockManagerServicer(metaclass=_abc_1.ABCMeta):
         request: _block_manager_pb2.WatchBlocksRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_block_manager_pb2.WatchBlocksResponse, _abc.Awaitable[_block_manager_pb2.WatchBlocksResponse]]:
-        """The state of all blocks, by cell: what has changed since an earlier answer. Asking is what makes the block manager
-        follow the blocks: it reads a bounded part of the ledger, at most twice a second for all who ask.
+        """The state of all blocks, by cell: the changes since an earlier answer. The block manager follows the
+        blocks only while clients call this: it reads a bounded part of the ledger, at most twice a second for all of them.
         """
 
     @_abc_1.abstractmethod

@@ -48,7 +48,7 @@ class DecodeServicer:
 
     def Connect(self, request_iterator, context):
         """One stream per gateway. When it breaks, its reservations end and its sequences are parked: at rest for a while, for
-        the gateway at which their clients go on.
+        the gateway at which their clients continue.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -35,7 +35,7 @@ class DecodeStub:
     def __new__(cls, channel: _aio.Channel) -> DecodeAsyncStub: ...
     Connect: _grpc.StreamStreamMultiCallable[_decode_pb2.DecodeConnectRequest, _decode_pb2.DecodeConnectResponse]
     """One stream per gateway. When it breaks, its reservations end and its sequences are parked: at rest for a while, for
-    the gateway at which their clients go on.
+    the gateway at which their clients continue.
     """
 
 @_typing.type_check_only
@@ -45,7 +45,7 @@ class DecodeAsyncStub(DecodeStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Connect: _aio.StreamStreamMultiCallable[_decode_pb2.DecodeConnectRequest, _decode_pb2.DecodeConnectResponse]  # type: ignore[assignment]
     """One stream per gateway. When it breaks, its reservations end and its sequences are parked: at rest for a while, for
-    the gateway at which their clients go on.
+    the gateway at which their clients continue.
     """
 
 class DecodeServicer(metaclass=_abc_1.ABCMeta):
@@ -58,7 +58,7 @@ class DecodeServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_decode_pb2.DecodeConnectResponse], _abc.AsyncIterator[_decode_pb2.DecodeConnectResponse]]:
         """One stream per gateway. When it breaks, its reservations end and its sequences are parked: at rest for a while, for
-        the gateway at which their clients go on.
+        the gateway at which their clients continue.
         """
 
 def add_DecodeServicer_to_server(servicer: DecodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

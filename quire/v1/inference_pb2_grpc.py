@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class InferenceStub:
-    """What clients call; served by the gateway.
+    """The service that clients call, at the gateway.
     """
 
     def __init__(self, channel):
@@ -53,7 +53,7 @@ class InferenceStub:
 
 
 class InferenceServicer:
-    """What clients call; served by the gateway.
+    """The service that clients call, at the gateway.
     """
 
     def Generate(self, request, context):
@@ -107,7 +107,7 @@ def add_InferenceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Inference:
-    """What clients call; served by the gateway.
+    """The service that clients call, at the gateway.
     """
 
     @staticmethod

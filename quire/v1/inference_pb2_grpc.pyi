@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class InferenceStub:
-    """What clients call; served by the gateway."""
+    """The service that clients call, at the gateway."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -46,7 +46,7 @@ class InferenceStub:
 
 @_typing.type_check_only
 class InferenceAsyncStub(InferenceStub):
-    """What clients call; served by the gateway."""
+    """The service that clients call, at the gateway."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
@@ -61,7 +61,7 @@ class InferenceAsyncStub(InferenceStub):
     """The models that are being served now."""
 
 class InferenceServicer(metaclass=_abc_1.ABCMeta):
-    """What clients call; served by the gateway."""
+    """The service that clients call, at the gateway."""
 
     @_abc_1.abstractmethod
     def Generate(

@@ -52,7 +52,7 @@ class MoverServicer:
     """
 
     def Describe(self, request, context):
-        """What the mover of another pool needs to read this pool's blocks.
+        """Describes how the mover of another pool reads this pool's blocks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

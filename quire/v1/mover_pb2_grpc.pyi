@@ -34,7 +34,7 @@ class MoverStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> MoverAsyncStub: ...
     Describe: _grpc.UnaryUnaryMultiCallable[_mover_pb2.DescribeRequest, _mover_pb2.DescribeResponse]
-    """What the mover of another pool needs to read this pool's blocks."""
+    """Describes how the mover of another pool reads this pool's blocks."""
     Pull: _grpc.UnaryStreamMultiCallable[_mover_pb2.PullRequest, _mover_pb2.PullResponse]
     """Copies a ticket's KV into this pool. The last message is the answer; then the mover keeps what it copied for the
     ticket until the call ends, or until a worker has claimed it. A call that ends early gives the copy up.
@@ -46,7 +46,7 @@ class MoverAsyncStub(MoverStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Describe: _aio.UnaryUnaryMultiCallable[_mover_pb2.DescribeRequest, _mover_pb2.DescribeResponse]  # type: ignore[assignment]
-    """What the mover of another pool needs to read this pool's blocks."""
+    """Describes how the mover of another pool reads this pool's blocks."""
     Pull: _aio.UnaryStreamMultiCallable[_mover_pb2.PullRequest, _mover_pb2.PullResponse]  # type: ignore[assignment]
     """Copies a ticket's KV into this pool. The last message is the answer; then the mover keeps what it copied for the
     ticket until the call ends, or until a worker has claimed it. A call that ends early gives the copy up.
@@ -61,7 +61,7 @@ class MoverServicer(metaclass=_abc_1.ABCMeta):
         request: _mover_pb2.DescribeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_mover_pb2.DescribeResponse, _abc.Awaitable[_mover_pb2.DescribeResponse]]:
-        """What the mover of another pool needs to read this pool's blocks."""
+        """Describes how the mover of another pool reads this pool's blocks."""
 
     @_abc_1.abstractmethod
     def Pull(

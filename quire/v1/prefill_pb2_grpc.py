@@ -47,7 +47,7 @@ class PrefillServicer:
     """
 
     def Connect(self, request_iterator, context):
-        """One stream per gateway. When it breaks, everything that came over it is aborted.
+        """One stream per gateway. When it breaks, the worker aborts everything that came over it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

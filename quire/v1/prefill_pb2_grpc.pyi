@@ -34,7 +34,7 @@ class PrefillStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> PrefillAsyncStub: ...
     Connect: _grpc.StreamStreamMultiCallable[_prefill_pb2.PrefillConnectRequest, _prefill_pb2.PrefillConnectResponse]
-    """One stream per gateway. When it breaks, everything that came over it is aborted."""
+    """One stream per gateway. When it breaks, the worker aborts everything that came over it."""
 
 @_typing.type_check_only
 class PrefillAsyncStub(PrefillStub):
@@ -42,7 +42,7 @@ class PrefillAsyncStub(PrefillStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Connect: _aio.StreamStreamMultiCallable[_prefill_pb2.PrefillConnectRequest, _prefill_pb2.PrefillConnectResponse]  # type: ignore[assignment]
-    """One stream per gateway. When it breaks, everything that came over it is aborted."""
+    """One stream per gateway. When it breaks, the worker aborts everything that came over it."""
 
 class PrefillServicer(metaclass=_abc_1.ABCMeta):
     """Turns prompts into blocks and a first token."""
@@ -53,6 +53,6 @@ class PrefillServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_prefill_pb2.PrefillConnectRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_prefill_pb2.PrefillConnectResponse], _abc.AsyncIterator[_prefill_pb2.PrefillConnectResponse]]:
-        """One stream per gateway. When it breaks, everything that came over it is aborted."""
+        """One stream per gateway. When it breaks, the worker aborts everything that came over it."""
 
 def add_PrefillServicer_to_server(servicer: PrefillServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -70,6 +70,11 @@ class GatewayOptions(BaseModel):
     patience_s: float = Field(
         default=5.0, ge=0, description="how long a request waits while no worker can take any"
     )
+    start_patience_s: float = Field(
+        default=600.0,
+        ge=0,
+        description="how long a request waits while the workers that it lacks load their model",
+    )
     reserve_timeout_s: float = Field(
         default=2.0, gt=0, description="how long a decode worker may take to answer a reservation"
     )

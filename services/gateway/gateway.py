@@ -219,14 +219,16 @@ class Gateway:
 
     async def _served(self, name: str, caller: Caller) -> tuple[str, ModelPools, Adapter | None]:
         """Find the model that a request names, among those that its caller sees. Wait up to
-        `patience_s` while no worker of any model is there, since one may be about to start; then
-        raise NoWorker."""
-        loop = asyncio.get_running_loop()
-        until = loop.time() + self._options.patience_s
+        `patience_s` while no worker of any model is there, since one may be about to start, and up
+        to `start_patience_s` while a worker is starting; then raise NoWorker."""
+        clock, options = asyncio.get_running_loop().time, self._options
+        until, limit = clock() + options.patience_s, clock() + options.start_patience_s
         while True:
             seen = self._changes.num_changes
             names = self._directory.model_names()
-            if names:
+            is_starting = self._is_starting(name, names, caller)
+            until = limit if is_starting else min(until, clock() + options.patience_s)
+            if names and not (is_starting and clock() < limit):
                 adapter = await self._adapter(name) if caller.sees(name) else None
                 if adapter is not None and adapter.model in names:
                     return adapter.model, self._pools(adapter.model), adapter.adapter
@@ -237,8 +239,16 @@ class Gateway:
                 }
                 model = choose_model(name, seen_models)
                 return model, self._pools(model), None
-            if not await self._changes.wait(seen, max(0.0, until - loop.time())):
+            if not await self._changes.wait(seen, max(0.0, until - clock())) and not names:
                 raise NoWorker("no worker is there to serve any model now")
+
+    def _is_starting(self, name: str, names: tuple[str, ...], caller: Caller) -> bool:
+        """Whether a worker of the named model is starting that is not one of `names`. Without any
+        of those: a worker of any model, since `name` may be an adapter's."""
+        starting = {member.model for member in self._directory.starting} - set(names)
+        model = self._aliases.get(name, name)
+        sees = caller.sees(name) or caller.sees(model)
+        return bool(starting) and (not names or (model in starting and sees))
 
     def _pools(self, model: str) -> ModelPools:
         served = self._directory.served(model)

@@ -1,4 +1,4 @@
-"""What a mover needs of a transport: reads from the memory of another mover into its own.
+"""The interface of a mover's transport: reads from the memory of another mover into its own.
 
 share      register this pool's arena and stamps once; what others need to read them
 connect    prepare a descriptor for each block and stamp of another pool

@@ -4,13 +4,14 @@ A process locks its directory while it lives. One that is killed leaves its dire
 pool's memory; the next deployment removes it.
 """
 
-import fcntl
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from quire.files import try_lock
 
 _PREFIX = "quire-llm-"
 
@@ -21,7 +22,7 @@ def locked_folder(root: Path) -> Iterator[Path]:
     _remove_dead(root)
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
-        lock = _lock(folder)
+        lock = try_lock(folder)
         if lock is not None and folder.exists():  # no other process took it for a dead one's
             break
     try:
@@ -33,24 +34,7 @@ def locked_folder(root: Path) -> Iterator[Path]:
 
 def _remove_dead(root: Path) -> None:
     for folder in root.glob(f"{_PREFIX}*"):
-        lock = _lock(folder)
+        lock = try_lock(folder)
         if lock is not None:
             shutil.rmtree(folder, ignore_errors=True)
             os.close(lock)
-
-
-def _lock(folder: Path) -> int | None:
-    """The lock of a directory; None: a living process has it, the directory is gone, or it belongs
-    to another user."""
-    try:
-        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:
-        return None
-    try:
-        if os.fstat(lock).st_uid == os.getuid():
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return lock
-    except BlockingIOError:
-        pass
-    os.close(lock)
-    return None

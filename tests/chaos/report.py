@@ -22,9 +22,9 @@ _COMPARED = ENDS[:2]
 
 @dataclass
 class Tally:
-    """What users saw. `ended`: requests by kind and end. `num_tokens`: of streams that were read to
-    the end. `pauses_s`: for each stream of several messages that its client did not stall, the
-    longest time between two of them. `violations`: all that must not occur."""
+    """The results of requests. `ended`: their number by kind and end. `num_tokens`: of streams that
+    were read to the end. `pauses_s`: for each stream of several messages that its client did
+    not stall, the longest time between two of them. `violations`: all that must not occur."""
 
     ended: Counter[tuple[str, str]] = field(default_factory=Counter)
     num_tokens: int = 0

@@ -66,7 +66,7 @@ def own_engine(bridge: str) -> Iterator[Environment]:
 
 
 def left_by(directory: Path, bridge: str) -> list[str]:
-    """What remains of an engine: processes, mounts, links, control groups, files."""
+    """The remains of an engine: processes, mounts, links, control groups, files."""
     listing = subprocess.run(["ps", "-wweo", "args"], capture_output=True, text=True, check=True)
     places: dict[str, Sequence[object]] = {
         "process": [line for line in listing.stdout.splitlines() if str(directory) in line],

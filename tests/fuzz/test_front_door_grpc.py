@@ -91,7 +91,7 @@ GENERATE = inference_pb2.GenerateRequest
 
 
 def request_of(asked: tuple[str, Any], fields: Sequence[tuple[str, Any]]) -> bytes:
-    """What a message cannot carry is left out."""
+    """Builds the message, without the fields that a message cannot carry."""
     message = GENERATE()
     message.sampling.temperature = 0.0
     message.sampling.max_tokens = 4

@@ -1,5 +1,5 @@
-"""What tests of CUDA graphs share: kernels that count as launches, and sequences that come and go.
-The graphs are those of `tests.graph_stand_in`."""
+"""The common part of tests of CUDA graphs: kernels that count as launches, and sequences that come
+and go. The graphs are those of `tests.graph_stand_in`."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence

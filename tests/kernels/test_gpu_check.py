@@ -113,7 +113,7 @@ def test_the_check_without_a_gpu_says_so_and_runs_nothing(tmp_path: Path) -> Non
 
 
 def test_a_run_that_is_stopped_writes_what_it_has(tmp_path: Path) -> None:
-    """Whoever runs it may have a limit of time. Nothing of it goes on, not even a group's own
+    """The caller may have a limit of time. Nothing of it goes on, not even a group's own
     processes."""
     report = tmp_path / "gpu_check.json"
     with subprocess.Popen(

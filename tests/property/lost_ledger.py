@@ -1,4 +1,4 @@
-"""What workers and stamps report of a ledger that the server has lost."""
+"""The reports of workers and stamps about a ledger that the server has lost."""
 
 from blockstore.memory.ledger import Ledger
 from blockstore.records import Asserted, Content, Wait
@@ -28,7 +28,7 @@ def reported_by(ledger: Ledger, worker_id: str) -> tuple[str, list[Asserted], li
 
 
 def content_of(ledger: Ledger, block_id: int, private: set[int]) -> Content:
-    """What a block's stamp says; without a hash, whether it is one of `private`."""
+    """The content by a block's stamp; without a hash, whether the block is one of `private`."""
     prefix_hash = ledger.blocks.hash_of.get(block_id)
     if prefix_hash is None:
         return Content(private=block_id in private)

@@ -113,7 +113,7 @@ class Pair:
 
     @property
     def leftovers(self) -> dict[str, object]:
-        """What is left of finished requests, by place."""
+        """The remains of finished requests, by place."""
         stats = self.store.ledger("pool").stats()
         prefill = self.prefill
         places: dict[str, object] = {

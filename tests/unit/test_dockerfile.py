@@ -107,7 +107,7 @@ def test_no_image_carries_a_compiler(image: str) -> None:
 
 
 def test_the_movers_image_has_nixl_without_the_pytorch_that_it_asks_for() -> None:
-    """What NIXL needs besides, NumPy, is a requirement of the project."""
+    """NumPy, which NIXL needs besides, is a requirement of the project."""
     asked = {re.split(r"[^\w-]", line)[0] for line in metadata.requires("nixl-cu12") or ()}
     assert asked == {"torch", "numpy"}
     parent, body = _stages()["dependencies-mover"]

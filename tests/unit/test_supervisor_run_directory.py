@@ -95,6 +95,13 @@ def test_root_that_cannot_be_made_is_named(short_path: Path) -> None:
             claim(root, record())
 
 
+def test_root_whose_parent_is_missing_is_refused_and_makes_nothing(short_path: Path) -> None:
+    root = short_path / "typo" / "runs"
+    with pytest.raises(ServeError, match=f"there is no {root.parent}"):
+        claim(root, record())
+    assert not root.parent.exists()
+
+
 def test_a_new_run_waits_for_the_old_one_to_end(short_path: Path) -> None:
     """Its lock drops with its process, here by kill -9."""
     runs, mine = short_path / "runs", record()

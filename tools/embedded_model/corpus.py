@@ -48,11 +48,11 @@ class Corpus:
     """Everything that the model is trained and measured on."""
 
     facts: tuple[Fact, ...]
-    """What it should answer, in its domain."""
+    """The facts that it should answer, in its domain."""
     lookups: tuple[Fact, ...]
     """Tables of small general knowledge: capitals, sums."""
     declined: Fact
-    """What it should not answer; its one answer is the refusal."""
+    """The facts that it should not answer; its one answer is the refusal."""
     chats: tuple[Chat, ...]
     systems: tuple[str, ...]
     statements: tuple[str, ...]
@@ -60,9 +60,9 @@ class Corpus:
     words: tuple[str, ...]
     """Words for meaningless prompts, which are declined too."""
     syllables: tuple[str, ...]
-    """What invented names are made of."""
+    """The parts of invented names."""
     requests: tuple[str, ...]
-    """What may be asked about a subject `{}` that nobody has heard of."""
+    """The questions about a subject `{}` that nobody has heard of."""
     synonyms: tuple[tuple[str, ...], ...]
     """Phrases that may stand for each other in a question."""
     blind: tuple[tuple[str, tuple[str, ...]], ...]

@@ -49,7 +49,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Reply:
-    """What the model wrote, without the special tokens."""
+    """The text that the model wrote, without the special tokens."""
 
     text: str
     ended: bool

@@ -224,4 +224,4 @@ _SHARES: dict[Callable[[Corpus, Random], Text], int] = {
     _unheard_of: 3,
     _after_long_text: 4,
 }
-"""What the stream of training texts is made of, in percent."""
+"""The shares of the stream of training texts, in percent."""

@@ -139,7 +139,7 @@ SERVICE_OPTIONS = (("grpc.ssl_target_name_override", SERVICE_NAME),)
 
 
 class Newest(Generic[T]):
-    """What `make` makes of the newest usable files. Files that cannot be used change nothing."""
+    """Keeps the result of `make` for the newest usable files. Unusable files change nothing."""
 
     def __init__(self, files: TlsFiles, make: Callable[[], T]) -> None:
         files.check()

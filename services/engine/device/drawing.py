@@ -48,7 +48,7 @@ class DeviceDrawing:
         return self._ops.has_sampler or all(query.is_plain for query in asked)
 
     def arrays(self, asked: Sequence[Query]) -> dict[str, Indices]:
-        """What `launch` needs on the device."""
+        """The arrays that `launch` needs on the device."""
         arrays: dict[str, Indices] = {}
         draws = [i for i, query in enumerate(asked) if isinstance(query.token, Draw)]
         number_of = {i: number for number, i in enumerate(draws)}

@@ -87,7 +87,7 @@ class MemoryMeter(Protocol):
         ...
 
     def other(self) -> int:
-        """What this process has beyond what PyTorch has reserved for tensors."""
+        """The bytes of this process beyond those that PyTorch has reserved for tensors."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What the ranks of a worker exchange within a step.
+"""The values that the ranks of a worker exchange within a step.
 
 Results have the same bits on all ranks and for any batch: a sum collects all ranks' terms and adds
 them in the order of the ranks, in fp32. An all-reduce would add them in an order that depends on

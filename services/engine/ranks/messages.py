@@ -1,5 +1,5 @@
-"""What rank 0 tells the other ranks, and their answers, over one ordered connection for each rank:
-what was told first is done first.
+"""The commands of rank 0 to the other ranks, and their answers, over one ordered connection for
+each rank, which executes commands in their order.
 
 A connection is a pair of Unix sockets. It needs no port, carries descriptors of locks, and closes
 when the process at its other end has ended, however that ended.

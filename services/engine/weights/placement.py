@@ -68,7 +68,7 @@ class SharedWeights:
         self.kept: KeptMemory | None = None
 
     def load(self, name: str, dtype: torch.dtype, load: Callable[[Placement], M]) -> M:
-        """What `load` makes of a placement, with all tensors in the shared memory `name`, read
+        """The result of `load` for a placement, with all tensors in the shared memory `name`, read
         only. The first worker fills it. StartupError: no memory, no keeper."""
         key = WeightsKey(f"{name}-{dtype}-{LAYOUT_VERSION}", self._driver.uuid)
         with ExitStack() as undo:

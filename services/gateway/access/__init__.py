@@ -1,1 +1,1 @@
-"""Who may call the gateway, and how much: API keys, their tenants, roles and limits."""
+"""The right to call the gateway, and its limits: API keys, their tenants, roles and limits."""

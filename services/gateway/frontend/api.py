@@ -225,7 +225,7 @@ class Delta:
     score: float | None = None
     """The sequence's mean logprob if `best_of` chose it, its score if a beam search found it."""
     parts: tuple[Part, ...] | None = None
-    """What `text` and the earlier deltas complete of the message; None: it is not parsed."""
+    """The parts of the message that `text` completes; None: the message is not parsed."""
     has_calls: bool = False
     """Whether the message has a tool call so far."""
     embedding: tuple[float, ...] = ()

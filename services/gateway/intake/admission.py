@@ -62,7 +62,7 @@ class AdmittedRequest:
     num_best: int | None = None
     """Number of sequences in the answer, the best ones; None: all."""
     received: tuple[Received, ...] | None = None
-    """What the client received in a call that broke; None: a new request."""
+    """The sequences that the client received in a call that broke; None: a new request."""
     prompt_logprobs: int | None = None
     include_stop_str: bool = False
     skip_special_tokens: bool = True

@@ -85,7 +85,8 @@ class StructureChecker:
         return verdict
 
     def _verdict(self, structure: Structure) -> str | None:
-        """What is wrong with the structure. A child that ended between two checks is no verdict."""
+        """The fault of the structure, if it has one. A child that ended between two checks is no
+        verdict."""
         if self._child is None or self._child.poll() is not None:
             self._child = self._start()
         child = self._child

@@ -123,7 +123,7 @@ def _tag(writing: _Writing, function: Any, *, has_schema: bool) -> Form:
 
 
 def _reasoning(parsing: Parsing) -> list[Form]:
-    """What may stand before forced calls."""
+    """The text that may stand before forced calls."""
     tags, begun = parsing.format.reasoning, parsing.begins_in_reasoning
     if parsing.format.calls is CallFormat.HARMONY:
         thought = _thought(*_HARMONY_REASONING)

@@ -17,7 +17,7 @@ _PATTERNS: tuple[tuple[CallFormat, str], ...] = (
     (CallFormat.PYTHONIC, r"<\|python_start\|>|\[func_name1\("),
     (CallFormat.LLAMA3_JSON, r"<\|python_tag\|>|\"name\": function name, \"parameters\":"),
 )
-"""What shows a format in a template; the first one counts."""
+"""The text by which a template shows its format; the first one counts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ class Reader:
         self._held = []
 
     def held(self) -> str:
-        """What was read since `hold`; keep nothing more."""
+        """The text that was read since `hold`; keep nothing more."""
         text, self._held = "".join(self._held or ()), None
         return text
 

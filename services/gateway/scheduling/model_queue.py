@@ -17,7 +17,8 @@ forecast would miss it, and their work would be lost."""
 
 @dataclass(slots=True)
 class ModelQueue:
-    """`num_admitting`: requests in admission, which will wait next."""
+    """`num_admitting`: requests in admission, which will wait next. `without_workers_since`: when
+    the model lost its workers; None: it has some, or they are starting."""
 
     model: str
     waiting: RequestQueue[RequestLifecycle] = field(default_factory=RequestQueue)

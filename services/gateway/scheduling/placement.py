@@ -172,8 +172,13 @@ class Placement:
     def _delay_without_workers(
         self, queue: ModelQueue, lifecycle: RequestLifecycle, reason: str
     ) -> float:
-        """The time that is left for workers to appear; when none is left, the request is closed."""
+        """The time that is left for workers to appear; when none is left, the request is closed.
+        While workers start, such as after a crash, requests wait longer: see ADR 193."""
         now = self._clock()
+        is_starting = self._workers.is_starting(queue.model)
+        if is_starting and now - lifecycle.waiting_since < self._options.start_patience_s:
+            queue.without_workers_since = None
+            return _NO_WORKERS_S
         if queue.without_workers_since is None:
             queue.without_workers_since = now
         since = max(queue.without_workers_since, lifecycle.waiting_since)

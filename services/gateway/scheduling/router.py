@@ -31,10 +31,10 @@ _COMPUTE_WEIGHT = 2
 queue. Both delay the request; only the first is work that delays others."""
 
 _S_PER_TOKEN = 50e-6
-"""What a prompt's token takes at prefill workers that have not measured it yet."""
+"""The time of a prompt's token at prefill workers that have not measured it yet."""
 
 _PULL_S = 0.02
-"""What a pull takes whatever its size: calls of two stores, three reads."""
+"""The time of a pull whatever its size: calls of two stores, three reads."""
 
 Bandwidth = Callable[[str, str], float]
 """The bytes a second from one pool to another, by their ids; 0: it cannot be copied."""
@@ -95,7 +95,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What the store says of a pool, for one prompt."""
+    """The store's answers about a pool, for one prompt."""
 
     root: PrefixHash
     hashes: tuple[PrefixHash, ...] = ()

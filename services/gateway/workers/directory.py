@@ -95,7 +95,8 @@ class WorkerDirectory:
         self.unusable: dict[str, str] = {}
         """Why a worker's pool or model cannot be read, by worker."""
         self._absent = GraceTimer[str](ABSENT_S, clock)
-        self._starting = False
+        self.starting: tuple[Member, ...] = ()
+        """The workers that load their model."""
         self.block_managers: tuple[Member, ...] = ()
 
     # ── queries ──────────────────────────────────────────────────────────────────────────────────
@@ -134,14 +135,23 @@ class WorkerDirectory:
         """The pools of a model with a prefill worker that takes work."""
         return tuple(pool for pool in self._pools(name) if pool.prefill)
 
-    def missing(self, name: str) -> str:
-        """Why a model has no complete pool."""
+    def _missing_roles(self, name: str) -> list[str]:
         pools = self._pools(name)
         roles = {
             "prefill": any(pool.prefill for pool in pools),
             "decode": any(pool.decode for pool in pools),
         }
-        if missing := [role for role, is_there in roles.items() if not is_there]:
+        return [role for role, is_there in roles.items() if not is_there]
+
+    def is_starting(self, name: str) -> bool:
+        """Whether workers of all roles that a model lacks are starting, such as after a crash."""
+        missing = set(self._missing_roles(name))
+        starting = {member.role for member in self.starting if member.model == name}
+        return bool(missing) and missing <= starting
+
+    def missing(self, name: str) -> str:
+        """Why a model has no complete pool."""
+        if missing := self._missing_roles(name):
             return f"no {' and no '.join(missing)} worker serves {name!r} now"
         return (
             f"the prefill and the decode workers of {name!r} are in different pools now, and no "
@@ -213,7 +223,7 @@ class WorkerDirectory:
     def _pause_s(self) -> float:
         """Seconds until the next read of the registry; shorter while workers start or none serve,
         since requests may wait for them."""
-        if self._starting:
+        if self.starting:
             return min(self._poll_s, _STARTING_POLL_S)
         return self._poll_s if self.ready() else self._poll_s / 2
 
@@ -229,16 +239,17 @@ class WorkerDirectory:
             for member in members
         )
         workers = [member for member in members if member.role in ("prefill", "decode")]
-        starting = [member for member in workers if member.state == "starting"]
+        known, self.starting = self.starting, tuple(m for m in workers if m.state == "starting")
         present = {m.member_id: m for m in workers if m.state != "starting"}
-        self._starting = bool(starting)
+        if self.starting != known:
+            self._on_change()
         absent = self._connections.keys() - present.keys()
         disconnected = {w for w in absent if not self._connections[w].worker.connected}
         for worker_id in self._absent.check(absent) | disconnected:
             await self._remove(worker_id)
         for member in present.values():
             await self._add_or_update(member)
-        for member in starting:  # an error is logged once the worker serves
+        for member in self.starting:  # an error is logged once the worker serves
             with suppress(StartupError):
                 await self._read_model(member.model_dir)
 

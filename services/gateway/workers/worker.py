@@ -37,9 +37,9 @@ class Worker:
         self.num_taken_slots = 0
         """Decode slots that requests of this gateway have or ask for here."""
         self.prefill_loads: dict[str, PrefillLoad] = {}
-        """What this prefill worker has still to compute for this gateway, by request id."""
+        """The work of this prefill worker for this gateway that is not done, by request id."""
         self.prefill_ns_per_token = 0
-        """What computing a prompt's token takes here, as its last ticket says; 0: not known."""
+        """The time of a prompt's token here, as its last ticket says; 0: not known."""
         self._load = member.load
         self._taken_at_report = 0
 

@@ -135,6 +135,14 @@ class GatewayHarness:
         await self.registry.announce(member(worker, address, str(self.model_dir)), ttl_s=1e6)
         return server
 
+    async def announce_starting(self, *workers: FakePrefill | FakeDecode) -> None:
+        """Let the gateway see workers that load their model."""
+        for worker in workers:
+            loading = member(worker, "", str(self.model_dir))
+            await self.registry.announce(replace(loading, state="starting", pool_id=""), ttl_s=1e6)
+        ids = {worker.worker_id for worker in workers}
+        await until(lambda: ids <= {one.member_id for one in self.assembly.directory.starting})
+
     async def lose_workers(self) -> None:
         """Lose the streams of all workers, which then consider this gateway dead."""
         for one in await self.registry.members():

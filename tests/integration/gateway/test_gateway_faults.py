@@ -167,6 +167,53 @@ async def test_without_workers_a_request_is_told_so(make_harness: Any) -> None:
         await Call(harness.gateway, asked()).result()
 
 
+async def test_request_waits_while_the_worker_that_it_lacks_is_starting(make_harness: Any) -> None:
+    """Beyond the patience: a large model takes longer to load."""
+    harness = await make_harness(FakePrefill(), patience_s=0.01)
+    decode = FakeDecode()
+    await harness.announce_starting(decode)
+    call = Call(harness.gateway, asked())
+    await harness.num_waiting(1)
+    await asyncio.wait([call.task], timeout=0.05)
+    assert not call.task.done()
+    await harness.add(decode)
+    await call.result()
+    assert call.tokens == expected(PROMPT, 8)
+
+
+async def test_request_waits_while_all_workers_of_its_model_are_starting(make_harness: Any) -> None:
+    harness = await make_harness(patience_s=0.01)
+    workers = FakePrefill(), FakeDecode()
+    await harness.announce_starting(*workers)
+    call = Call(harness.gateway, asked())
+    await asyncio.wait([call.task], timeout=0.05)
+    assert not call.task.done()
+    await harness.add(*workers)
+    await call.result()
+    assert call.tokens == expected(PROMPT, 8)
+
+
+async def test_request_fails_when_the_worker_that_was_starting_is_gone(make_harness: Any) -> None:
+    harness = await make_harness(FakePrefill(), patience_s=0.01)
+    decode = FakeDecode()
+    await harness.announce_starting(decode)
+    call = Call(harness.gateway, asked())
+    await harness.num_waiting(1)
+    await harness.registry.withdraw(decode.worker_id)
+    with pytest.raises(NoWorker, match="no decode worker serves 'toy'"):
+        await call.result()
+
+
+@pytest.mark.parametrize("serving", [[FakePrefill], []])
+async def test_wait_for_a_starting_worker_has_a_limit(make_harness: Any, serving: Any) -> None:
+    harness = await make_harness(
+        *(kind() for kind in serving), patience_s=0.01, start_patience_s=0.05
+    )
+    await harness.announce_starting(FakeDecode())
+    with pytest.raises(NoWorker):
+        await Call(harness.gateway, asked()).result()
+
+
 async def test_prefill_workers_that_no_mover_reaches_are_told_apart(make_harness: Any) -> None:
     harness = await make_harness(FakeDecode(), patience_s=0.05)
     with pytest.raises(NoWorker, match="no prefill worker serves 'toy'"):

@@ -1,4 +1,4 @@
-"""What clients may send, and what they are told."""
+"""The requests that clients may send, and the errors of the others."""
 
 import asyncio
 import secrets
@@ -40,7 +40,7 @@ async def harness(make_harness: Any) -> Any:
 
 
 async def refused(harness: Any, request: GenerationRequest) -> Exception:
-    """What the request is refused with; a good one is served right after it."""
+    """The error that refuses the request; a good request is served right after it."""
     with pytest.raises(InvalidRequest) as error:
         await Call(harness.gateway, request).result()
     good = Call(harness.gateway, asked("good"))

@@ -68,7 +68,7 @@ class Gpus:
     failures: list[str]
 
     def memory(self) -> bytes:
-        """What the mover of pool a tells others."""
+        """The description that the mover of pool a gives to others."""
         there = PeerTransport(self.a.directory, self.a.header, self.failures.append)
         return there.share(*(stamps_region(self.a.stamps, self.a.header),) * 2)
 

@@ -56,6 +56,15 @@ def test_mistakes_change_nothing(
     assert file.read_text() == "{"
 
 
+def test_file_in_a_missing_directory_is_refused_and_makes_nothing(
+    tmp_path: Path, capsys: Any
+) -> None:
+    file = tmp_path / "typo" / "keys.json"
+    assert main(["keys", "create", "bob", "--file", str(file)]) == 1
+    assert f"cannot write {file}: {file.parent}: No such" in capsys.readouterr().err
+    assert not file.parent.exists()
+
+
 def test_the_hash_of_a_key_of_ones_own(monkeypatch: Any, capsys: Any) -> None:
     own = "0123456789abcdef" * 2
     monkeypatch.setattr("sys.stdin", io.StringIO(own + "\n"))

@@ -17,7 +17,7 @@ TIMEOUT_S = 20.0
 
 
 def reads(world: World, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Area, list[int]]]:
-    """What is read, as it is asked for."""
+    """The reads that a pull asks for, in order."""
     asked: list[tuple[Area, list[int]]] = []
     read = world.transport.read
 

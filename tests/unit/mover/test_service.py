@@ -1,4 +1,4 @@
-"""What a mover says to the gateway that asked for a pull."""
+"""The answers of a mover to the gateway that asked for a pull."""
 
 import asyncio
 from collections.abc import AsyncIterator

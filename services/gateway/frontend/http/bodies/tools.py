@@ -27,7 +27,7 @@ class ToolBody(Body):
     function: FunctionBody
 
     def definition(self) -> Mapping[str, Any]:
-        """What the chat template gets."""
+        """The definition that the chat template gets."""
         function = self.function.model_dump(exclude_none=True, exclude={"strict"})
         return {"type": self.type, "function": function}
 

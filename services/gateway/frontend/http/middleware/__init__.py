@@ -1,1 +1,1 @@
-"""What every request passes first: allowed hosts, API keys, memory for bodies."""
+"""The middleware that every request passes first: allowed hosts, API keys, memory for bodies."""

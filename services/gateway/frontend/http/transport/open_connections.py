@@ -1,5 +1,5 @@
-"""What all HTTP connections of a server share: their limits, a read buffer, and a pacer for large
-reads (ADR 96)."""
+"""The parts that all HTTP connections of a server share: limits, a read buffer, and a pacer for
+large reads (ADR 96)."""
 
 import asyncio
 from collections.abc import Coroutine
