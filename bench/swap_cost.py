@@ -27,9 +27,9 @@ from blockstore.records import Allocation
 from services.common.runtime.metrics import WorkerMetrics
 from services.engine.batch import Row
 from services.engine.runner import Runner
-from services.prefill.config import PrefillSettings
 from services.protocol.block_keys import BlockKeys
 from services.protocol.ticket import SamplingParams, Ticket, TicketSequence
+from services.worker.config import PrefillSettings
 from services.worker.loading import LoadedModel, load
 from services.worker.membership import Membership, join, join_swap_pool
 from services.worker.swap.pool import SwapPool

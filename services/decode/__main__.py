@@ -6,7 +6,7 @@ if __name__ == "__main__":
     begin_start()
 
 from services.common.runtime.process import run_service
-from services.decode.config import DecodeSettings
+from services.worker.config import DecodeSettings
 from services.worker.liveness.rejoin import serve_worker
 
 if __name__ == "__main__":

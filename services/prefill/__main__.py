@@ -6,7 +6,7 @@ if __name__ == "__main__":
     begin_start()
 
 from services.common.runtime.process import run_service
-from services.prefill.config import PrefillSettings
+from services.worker.config import PrefillSettings
 from services.worker.liveness.rejoin import serve_worker
 
 if __name__ == "__main__":

@@ -5,16 +5,16 @@ before a worker reads wrong memory.
 """
 
 import math
-from dataclasses import asdict, fields
+from dataclasses import fields
 from itertools import pairwise
 
 from blockstore.registry import Load
 from quire.v1 import logprobs_pb2, sampling_pb2, ticket_pb2, worker_pb2
 from services.common.tracing.context import MAX_TRACEPARENT_CHARS
-from services.protocol.fields import require, values
+from services.protocol.fields import FINISH_REASONS, require, to_fields, values
 from services.protocol.logprobs import MAX_LOGPROBS, Logprobs
 from services.protocol.messages import LoadReport
-from services.protocol.sampling_codec import sampling_from_wire, sampling_to_wire
+from services.protocol.sampling_codec import sampling_from_wire
 from services.protocol.ticket import (
     MAX_SEQUENCES,
     Adapter,
@@ -35,12 +35,6 @@ MAX_PATH_CHARS = 4096
 MAX_REQUEST_ID_CHARS = 320
 """256 characters of the client's id, and what the gateway adds to it."""
 
-_FINISH_REASONS = {
-    None: sampling_pb2.FINISH_REASON_UNSPECIFIED,  # the sequence runs
-    FinishReason.STOP: sampling_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: sampling_pb2.FINISH_REASON_LENGTH,
-}
-_FINISH_REASONS_FROM_WIRE = {number: reason for reason, number in _FINISH_REASONS.items()}
 _PLAIN_OF_TICKET = (
     "request_id",
     "attempt",
@@ -55,22 +49,12 @@ _PLAIN_OF_TICKET = (
     "traceparent",
 )
 _ADAPTER = ("name", "path", "digest")
-_SEQUENCE = ("index", "token_ids", "block_ids", "num_computed_tokens")
-_HOLDER, _TABLE = ("pool_id", "holder_id", "holder_epoch"), ("index", "block_ids")
 _LOAD = tuple(field.name for field in fields(Load))
 """Fields that are equal in the dataclass and in the message."""
 
 
 def ticket_to_wire(ticket: Ticket) -> ticket_pb2.Ticket:
-    return ticket_pb2.Ticket(
-        **values(ticket, _PLAIN_OF_TICKET),
-        prompt_token_ids=ticket.prompt_token_ids,
-        sampling=sampling_to_wire(ticket.sampling),
-        sequences=map(_sequence_to_wire, ticket.sequences),
-        swapped=None if ticket.swapped is None else _swapped_to_wire(ticket.swapped),
-        beams=None if ticket.beams is None else _beams_to_wire(ticket.beams),
-        adapter=None if ticket.adapter is None else values(ticket.adapter, _ADAPTER),
-    )
+    return ticket_pb2.Ticket(**to_fields(ticket))
 
 
 def ticket_from_wire(message: ticket_pb2.Ticket, *, may_have_ended: bool = False) -> Ticket:
@@ -115,24 +99,9 @@ def check_request_id(request_id: str) -> None:
     require(len(request_id) <= MAX_REQUEST_ID_CHARS, "request_id is too long")
 
 
-def finish_reason_to_wire(reason: FinishReason | None) -> sampling_pb2.FinishReason:
-    """`reason`: None while the sequence runs."""
-    return _FINISH_REASONS[reason]
-
-
 def finish_reason_from_wire(number: sampling_pb2.FinishReason) -> FinishReason | None:
     """The reason; None while the sequence runs. Raises InvalidRequest if it is unknown."""
-    require(number in _FINISH_REASONS_FROM_WIRE, f"finish_reason {number} is unknown")
-    return _FINISH_REASONS_FROM_WIRE[number]
-
-
-def logprobs_to_wire(logprobs: Logprobs) -> logprobs_pb2.Logprobs:
-    return logprobs_pb2.Logprobs(
-        logprob=logprobs.logprob,
-        rank=logprobs.rank,
-        top_token_ids=logprobs.top_token_ids,
-        top_logprobs=logprobs.top_logprobs,
-    )
+    return FINISH_REASONS.member(number, "finish_reason") if number else None
 
 
 def logprobs_from_wire(message: logprobs_pb2.Logprobs) -> Logprobs:
@@ -149,26 +118,13 @@ def logprobs_from_wire(message: logprobs_pb2.Logprobs) -> Logprobs:
 
 
 def load_to_wire(report: LoadReport) -> worker_pb2.WorkerLoad:
-    return worker_pb2.WorkerLoad(
-        **asdict(report.load), draining=report.draining, stalled=report.stalled
-    )
+    flags = values(report, ("draining", "stalled"))
+    return worker_pb2.WorkerLoad(**to_fields(report.load), **flags)
 
 
 def load_from_wire(message: worker_pb2.WorkerLoad) -> LoadReport:
     load = Load(**values(message, _LOAD))
     return LoadReport(load, message.draining, message.stalled)
-
-
-def _beams_to_wire(beams: BeamState) -> ticket_pb2.BeamState:
-    finished = [
-        ticket_pb2.Hypothesis(
-            token_ids=one.token_ids,
-            score=one.score,
-            finish_reason=finish_reason_to_wire(one.finish),
-        )
-        for one in beams.finished
-    ]
-    return ticket_pb2.BeamState(scores=beams.scores, finished=finished)
 
 
 def _beams_from_wire(message: ticket_pb2.Ticket) -> BeamState | None:
@@ -205,10 +161,6 @@ def _hypothesis_from_wire(message: ticket_pb2.Hypothesis) -> Hypothesis:
     return Hypothesis(tuple(message.token_ids), message.score, finish)
 
 
-def _sequence_to_wire(sequence: TicketSequence) -> ticket_pb2.TicketSequence:
-    return ticket_pb2.TicketSequence(**values(sequence, _SEQUENCE))
-
-
 def _sequence_from_wire(
     message: ticket_pb2.TicketSequence, num_prompt_tokens: int
 ) -> TicketSequence:
@@ -227,11 +179,6 @@ def _sequence_from_wire(
         block_ids=tuple(message.block_ids),
         num_computed_tokens=message.num_computed_tokens,
     )
-
-
-def _swapped_to_wire(swapped: Swapped) -> ticket_pb2.Swapped:
-    tables = [ticket_pb2.SwappedTable(**values(each, _TABLE)) for each in swapped.tables]
-    return ticket_pb2.Swapped(**values(swapped, _HOLDER), tables=tables)
 
 
 def _swapped_from_wire(message: ticket_pb2.Ticket) -> Swapped:

@@ -9,32 +9,26 @@ from google.protobuf.message import Message
 
 from quire.v1 import decode_pb2, prefill_pb2, worker_pb2
 from services.common.errors import InvalidRequest
-from services.protocol.codec import check_request_id, ticket_from_wire, ticket_to_wire
+from services.protocol.codec import check_request_id, ticket_from_wire
+from services.protocol.fields import to_fields
 from services.protocol.messages import Abort, Admit, Command, HandOver, Reserve, Resume, Submit
 from services.protocol.sampling_codec import num_top_from_wire
+
+_MESSAGES: dict[type[Command], tuple[str, type[Message]]] = {
+    Reserve: ("reserve", decode_pb2.Reserve),
+    Admit: ("admit", decode_pb2.Admit),
+    Submit: ("submit", prefill_pb2.PrefillSubmit),
+    Abort: ("abort", worker_pb2.Abort),
+    HandOver: ("hand_over", decode_pb2.HandOver),
+    Resume: ("resume", decode_pb2.Resume),
+}
+"""The field of a request that carries each command, and its message."""
 
 
 def command_to_wire(command: Command) -> dict[str, Message]:
     """The field of a request to a worker that carries the command."""
-    match command:
-        case Reserve(request_id, attempt, num_sequences):
-            reserve = decode_pb2.Reserve(
-                request_id=request_id, attempt=attempt, num_sequences=num_sequences
-            )
-            return {"reserve": reserve}
-        case Admit(ticket, suspect):
-            return {"admit": decode_pb2.Admit(ticket=ticket_to_wire(ticket), suspect=suspect)}
-        case Submit(ticket, prompt_logprobs, suspect):
-            submit = prefill_pb2.PrefillSubmit(
-                ticket=ticket_to_wire(ticket), prompt_logprobs=prompt_logprobs, suspect=suspect
-            )
-            return {"submit": submit}
-        case Abort(request_id, attempt, index):
-            return {"abort": worker_pb2.Abort(request_id=request_id, attempt=attempt, index=index)}
-        case HandOver(request_id, attempt):
-            return {"hand_over": decode_pb2.HandOver(request_id=request_id, attempt=attempt)}
-        case Resume(ticket):
-            return {"resume": decode_pb2.Resume(ticket=ticket_to_wire(ticket))}
+    name, message = _MESSAGES[type(command)]
+    return {name: message(**to_fields(command))}
 
 
 def command_from_wire(request: Any) -> Command:

@@ -9,18 +9,16 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from quire.v1 import decode_pb2, prefill_pb2, worker_pb2
+from quire.v1 import decode_pb2, logprobs_pb2, prefill_pb2, worker_pb2
 from services.common.errors import InvalidRequest
 from services.protocol.codec import (
     finish_reason_from_wire,
-    finish_reason_to_wire,
     load_from_wire,
     logprobs_from_wire,
-    logprobs_to_wire,
     ticket_from_wire,
     ticket_to_wire,
 )
-from services.protocol.fields import require
+from services.protocol.fields import FINISH_REASONS, REQUEUE_REASONS, require, to_fields
 from services.protocol.messages import (
     Began,
     DrainNotice,
@@ -40,44 +38,27 @@ from services.protocol.ticket import MAX_DIMENSIONS
 Fields = dict[str, Message]
 """One field of a response message, by its name."""
 
-_REASONS = {
-    RequeueReason.PREEMPTED: worker_pb2.Requeue.REASON_PREEMPTED,
-    RequeueReason.DRAINING: worker_pb2.Requeue.REASON_DRAINING,
-    RequeueReason.STALE_TICKET: worker_pb2.Requeue.REASON_STALE_TICKET,
-    RequeueReason.HANDED_OVER: worker_pb2.Requeue.REASON_HANDED_OVER,
+_MESSAGES: dict[type[WorkerEvent], tuple[str, type[Message]]] = {
+    Began: ("began", worker_pb2.Began),
+    Prefilled: ("prefilled", prefill_pb2.Prefilled),
+    Reserved: ("reserved", decode_pb2.Reserved),
+    Failed: ("failed", worker_pb2.RequestFailed),
+    DrainNotice: ("draining", worker_pb2.Draining),
 }
-_REASONS_FROM_WIRE = {number: reason for reason, number in _REASONS.items()}
+"""The field of a response that carries each event, and its message."""
 
 
 def event_to_wire(event: WorkerEvent) -> Fields:
     """The field of a worker's response that carries the event."""
-    match event:
-        case Step(outputs):
-            return {"step": decode_pb2.StepOutput(outputs=map(_output_to_wire, outputs))}
-        case Began(request_id, attempt):
-            return {"began": worker_pb2.Began(request_id=request_id, attempt=attempt)}
-        case Prefilled(ticket, outputs, prompt_logprobs):
-            prefilled = prefill_pb2.Prefilled(
-                ticket=ticket_to_wire(ticket),
-                outputs=map(_output_to_wire, outputs),
-                prompt_logprobs=map(logprobs_to_wire, prompt_logprobs),
-            )
-            return {"prefilled": prefilled}
-        case Reserved(request_id, attempt, granted):
-            reserved = decode_pb2.Reserved(request_id=request_id, attempt=attempt, granted=granted)
-            return {"reserved": reserved}
-        case Failed(request_id, attempt, code, message):
-            failed = worker_pb2.RequestFailed(
-                request_id=request_id, attempt=attempt, code=code, message=message
-            )
-            return {"failed": failed}
-        case Requeued(reason=reason, ticket=ticket, progress=progress):
-            returned = ticket or progress
-            assert returned is not None
-            requeue = worker_pb2.Requeue(ticket=ticket_to_wire(returned), reason=_REASONS[reason])
-            return {"requeue": requeue}
-        case DrainNotice(num_running):
-            return {"draining": worker_pb2.Draining(num_running=num_running)}
+    if isinstance(event, Requeued):
+        returned = event.ticket or event.progress
+        assert returned is not None
+        reason = REQUEUE_REASONS.numbers[event.reason]
+        return {"requeue": worker_pb2.Requeue(ticket=ticket_to_wire(returned), reason=reason)}
+    if isinstance(event, Step):
+        return {"step": decode_pb2.StepOutput(outputs=map(_output_to_wire, event.outputs))}
+    name, message = _MESSAGES[type(event)]
+    return {name: message(**to_fields(event))}
 
 
 def events_from_wire(message: Any) -> Iterator[Event]:
@@ -123,7 +104,7 @@ def _generated(output: worker_pb2.SequenceOutput) -> Generated | Malformed:
 def _requeued(message: worker_pb2.Requeue) -> Requeued | Malformed:
     ticket = message.ticket
     # A reason that this version does not know requeues the request, too.
-    reason = _REASONS_FROM_WIRE.get(message.reason, RequeueReason.STALE_TICKET)
+    reason = REQUEUE_REASONS.members.get(message.reason, RequeueReason.STALE_TICKET)
     try:
         has_blocks = any(sequence.block_ids for sequence in ticket.sequences)
         is_detached = has_blocks or ticket.HasField("swapped")
@@ -136,14 +117,15 @@ def _requeued(message: worker_pb2.Requeue) -> Requeued | Malformed:
 
 
 def _output_to_wire(output: Generated) -> worker_pb2.SequenceOutput:
+    """As `to_fields` does, in a quarter of the time: a worker sends one for each token."""
     return worker_pb2.SequenceOutput(
         request_id=output.request_id,
         attempt=output.attempt,
         index=output.index,
         position=output.position,
         token_ids=output.token_ids,
-        finish_reason=finish_reason_to_wire(output.finish_reason),
-        logprobs=map(logprobs_to_wire, output.logprobs),
+        finish_reason=output.finish_reason and FINISH_REASONS.numbers[output.finish_reason],
+        logprobs=[logprobs_pb2.Logprobs(**to_fields(each)) for each in output.logprobs],
         score=output.score,
         embedding=output.embedding,
         num_drafts=output.num_drafts,

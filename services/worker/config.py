@@ -1,4 +1,4 @@
-"""Settings that prefill and decode workers share."""
+"""Settings of prefill and decode workers."""
 
 import os
 import re
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
+from pydantic_settings import SettingsConfigDict
 
 from quire.choices import Attention, Backend, Dtype, Isa, KvDtype, Numa, Preemption
 from quire.speculative_config import SpeculativeConfig
@@ -303,6 +304,16 @@ class WorkerSettings(TracedSettings, PoolServiceSettings):
             return
         if self.quantize:
             raise refuse_kind(self.tensor_parallel_size, self.quantize)
+
+
+class PrefillSettings(WorkerSettings):
+    model_config = SettingsConfigDict(env_prefix="QUIRE_PREFILL_")
+    service: ClassVar[Literal["prefill", "decode"]] = "prefill"
+
+
+class DecodeSettings(WorkerSettings):
+    model_config = SettingsConfigDict(env_prefix="QUIRE_DECODE_")
+    service: ClassVar[Literal["prefill", "decode"]] = "decode"
 
 
 def _parse_bytes(name: str, size: str) -> int | None:

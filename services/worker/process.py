@@ -67,12 +67,13 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WorkerRole:
-    """The differences between the processes of prefill and decode workers. `serve(worker, server)`
-    adds the role's gRPC service, `service_name`, to the server."""
+    """The differences between the processes of prefill and decode workers. `add`: adds the service
+    to a server."""
 
     service_name: str
     make: Callable[[WorkerParts], PoolWorker]
-    serve: Callable[[Any, RpcServer], None]
+    service: Callable[[PoolWorker], Any]
+    add: Callable[[Any, Any], None]
 
 
 class WorkerProcess:
@@ -278,7 +279,7 @@ async def _listen(
     """Start the gRPC server; return it with the address at which gateways reach it."""
     guard = Guard(deployment_secret(settings).rpc_key, worker.worker_id)
     server = RpcServer(role.service_name, guard=guard, tls=service_tls(settings))
-    role.serve(worker, server)
+    role.add(role.service(worker), server.aio)
     address = settings.address(await server.start(settings.host, settings.port))
     stack.push_async_exit(partial(_end_streams, worker, server))
     await server.set_serving(True)

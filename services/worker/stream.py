@@ -3,9 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from typing import Any
-
-from google.protobuf.message import Message
+from typing import Any, ClassVar
 
 from blockstore.store import FUNCTION_LIBRARY
 from quire.v1 import worker_pb2
@@ -78,27 +76,30 @@ class StreamSession:
 
 
 class WorkerStream:
-    """Serves the `Connect` calls of one worker.
+    """The `Connect` calls of one worker's gRPC service.
 
     If a command raises InvalidRequest, the request that it names fails. `response`: the message
     type of the stream's responses.
     """
 
-    def __init__(self, worker: PoolWorker, response: Callable[..., Any]) -> None:
-        self._worker = worker
-        self._response = response
+    response: ClassVar[Callable[..., Any]]
 
-    async def serve(self, requests: AsyncIterator[Any]) -> AsyncIterator[Message]:
+    def __init__(self, worker: PoolWorker) -> None:
+        self._worker = worker
+
+    async def Connect(
+        self, request_iterator: AsyncIterator[Any], context: Any
+    ) -> AsyncIterator[Any]:
         """Serve one stream from its hello to its end, and then close its session at the worker."""
-        session = StreamSession(await self._read_hello(requests))
+        session = StreamSession(await self._read_hello(request_iterator))
         self._worker.sessions.add(session)
         log.info("peer_connected", peer_id=session.peer_id)
-        reading = asyncio.create_task(self._read(session, requests))
+        reading = asyncio.create_task(self._read(session, request_iterator))
         reporting = asyncio.create_task(self._report_load(session))
         try:
-            yield self._response(welcome=self._welcome())
+            yield self.response(welcome=self._welcome())
             async for batch in session.messages():
-                yield pack_batch([self._response(**fields) for fields in batch])
+                yield pack_batch([self.response(**fields) for fields in batch])
             if reading.done():
                 reading.result()
         finally:

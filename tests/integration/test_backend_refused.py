@@ -12,7 +12,7 @@ import torch
 from bench.make_checkpoint import CheckpointSpec, make_checkpoint
 from services.common.errors import StartupError
 from services.common.runtime.config import load_settings
-from services.prefill.config import PrefillSettings
+from services.worker.config import PrefillSettings
 from services.worker.liveness.registration import Registration
 from services.worker.process import WorkerProcess, WorkerRole
 from tests.kernels import flash_stand_in

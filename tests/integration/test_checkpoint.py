@@ -18,7 +18,7 @@ from quire.supervisor.model_source import check_model, find_model
 from quire.supervisor.run_directory import free_port
 from services.common.errors import StartupError
 from services.common.runtime.config import load_settings
-from services.prefill.config import PrefillSettings
+from services.worker.config import PrefillSettings
 from services.worker.loading import load
 
 FIRST, LAST = "model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors"

@@ -44,18 +44,13 @@ class CrashingWorker:
     def close(self, session: StreamSession) -> None: ...
 
 
-class Service(prefill_pb2_grpc.PrefillServicer):
-    def __init__(self, worker: Any) -> None:
-        self._stream = WorkerStream(worker, prefill_pb2.PrefillConnectResponse)
-
-    async def Connect(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
-        async for response in self._stream.serve(request_iterator):
-            yield response
+class Service(WorkerStream, prefill_pb2_grpc.PrefillServicer):
+    response = prefill_pb2.PrefillConnectResponse
 
 
 async def serve() -> None:
     server = RpcServer("quire.v1.Prefill")
-    prefill_pb2_grpc.add_PrefillServicer_to_server(Service(CrashingWorker()), server.aio)
+    prefill_pb2_grpc.add_PrefillServicer_to_server(Service(cast(Any, CrashingWorker())), server.aio)
     print(await server.start("127.0.0.1", 0), flush=True)
     await asyncio.Event().wait()
 

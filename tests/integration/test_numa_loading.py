@@ -8,7 +8,7 @@ import pytest
 from bench.make_checkpoint import SHAPES, make_checkpoint
 from services.common.numa.policy import InterleavePolicy
 from services.common.numa.topology import HostCpus, Node
-from services.decode.config import DecodeSettings
+from services.worker.config import DecodeSettings
 from services.worker.cpu.board import CpuBoard, CpuBoardEntry
 from services.worker.cpu.place import Place
 from services.worker.loading import LoadedModel, load

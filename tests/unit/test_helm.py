@@ -26,10 +26,9 @@ from quire.certificates import SERVICE_NAME
 from services.block_manager.config import BlockManagerSettings
 from services.common.runtime.config import ServiceSettings, load_settings
 from services.common.runtime.metrics import GatewayMetrics
-from services.decode.config import DecodeSettings
 from services.gateway.config import GatewaySettings
 from services.mover.config import MoverSettings
-from services.prefill.config import PrefillSettings
+from services.worker.config import DecodeSettings, PrefillSettings
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy" / "helm" / "quire"

@@ -10,7 +10,7 @@ from quire.speculative_config import SpeculativeConfig
 from services.common.errors import StartupError
 from services.common.runtime.config import load_settings
 from services.common.text.model_config import ModelConfig
-from services.decode.config import DecodeSettings
+from services.worker.config import DecodeSettings
 from services.worker.drafting import plan_draft
 
 

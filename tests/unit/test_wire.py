@@ -18,15 +18,14 @@ from services.common.errors import InvalidRequest
 from services.common.structured.structure import MAX_STRUCTURE_BYTES, Structure, StructureKind
 from services.protocol.codec import (
     finish_reason_from_wire,
-    finish_reason_to_wire,
     load_from_wire,
     load_to_wire,
     logprobs_from_wire,
-    logprobs_to_wire,
     ticket_from_wire,
     ticket_to_wire,
 )
 from services.protocol.event_codec import event_to_wire, events_from_wire
+from services.protocol.fields import to_fields
 from services.protocol.logprobs import Logprobs
 from services.protocol.messages import Generated, LoadReport, Malformed, Step
 from services.protocol.ticket import (
@@ -310,7 +309,10 @@ def test_a_search_that_makes_no_sense_is_refused(
 
 @pytest.mark.parametrize("reason", [None, *FinishReason])
 def test_finish_reasons_come_back(reason: FinishReason | None) -> None:
-    assert finish_reason_from_wire(finish_reason_to_wire(reason)) is reason
+    output = Generated("r", 1, 0, 9, (5,), reason)
+    step: Any = event_to_wire(Step((output,)))["step"]
+    (message,) = step.outputs
+    assert finish_reason_from_wire(message.finish_reason) is reason
 
 
 @pytest.mark.parametrize(("num_drafts", "num_accepted"), [(1, 2), (4, 3)])
@@ -350,7 +352,7 @@ def logprobs(draw: st.DrawFn) -> Logprobs:
 @no_deadline
 @given(logprobs())
 def test_logprobs_come_back(logprobs: Logprobs) -> None:
-    message = LogprobsMessage.FromString(logprobs_to_wire(logprobs).SerializeToString())
+    message = LogprobsMessage.FromString(LogprobsMessage(**to_fields(logprobs)).SerializeToString())
     assert logprobs_from_wire(message) == logprobs
 
 

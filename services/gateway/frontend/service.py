@@ -25,7 +25,8 @@ from services.gateway.frontend.api import (
 from services.gateway.frontend.embedding import embed, embedding_request
 from services.gateway.intake.identity import with_resume_token
 from services.gateway.intake.prompts import check_num_messages
-from services.protocol.codec import finish_reason_from_wire, finish_reason_to_wire
+from services.protocol.codec import finish_reason_from_wire
+from services.protocol.fields import FINISH_REASONS
 from services.protocol.sampling_codec import early_stopping_from_wire, structure_from_wire
 
 SERVICE_NAME: str = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
@@ -183,7 +184,7 @@ def response_to_wire(delta: Delta, resume_token: str) -> inference_pb2.GenerateR
         index=delta.index,
         token_ids=delta.token_ids,
         text=delta.text,
-        finish_reason=finish_reason_to_wire(delta.finish_reason),
+        finish_reason=delta.finish_reason and FINISH_REASONS.numbers[delta.finish_reason],
         logprobs=map(_token_logprobs, delta.logprobs),
         score=delta.score,
     )

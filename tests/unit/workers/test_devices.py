@@ -6,7 +6,7 @@ import pytest
 
 from services.common.errors import StartupError
 from services.common.runtime.config import load_settings
-from services.decode.config import DecodeSettings
+from services.worker.config import DecodeSettings
 
 Settings = Callable[[str, int], DecodeSettings]
 
