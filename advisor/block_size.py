@@ -12,10 +12,10 @@ from advisor.step import DecodeStep
 from advisor.store_cost import counted_us, embedded_valkey, measured_us
 from advisor.timing import DEFAULT_BLOCK_SIZE, Engine, ModelTimings, time_model
 from advisor.workload import RecordedRequest, Workload
+from quire.sizes import parse_size
 from quire.supervisor.errors import NoValkey
 from services.common.errors import StartupError
 from services.common.pool.layout import ITEM_BYTES, Dtype
-from services.common.pool.sizing import parse_size
 from services.common.text.model_config import ModelConfig
 
 FLASH_PAGE = 256

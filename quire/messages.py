@@ -1,7 +1,7 @@
 """Translates the dataclasses of `quire.types` to protobuf and back."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
@@ -267,15 +267,7 @@ def models(response: inference_pb2.ListModelsResponse) -> tuple[Model, ...]:
 
 
 def pools(response: block_manager_pb2.ListPoolsResponse) -> tuple[Pool, ...]:
-    return tuple(
-        _from_message(
-            Pool,
-            pool,
-            worker_ids=tuple(pool.worker_ids),
-            missing_worker_ids=tuple(pool.missing_worker_ids),
-        )
-        for pool in response.pools
-    )
+    return tuple(_from_message(Pool, pool) for pool in response.pools)
 
 
 def workers(response: block_manager_pb2.ListWorkersResponse) -> tuple[Worker, ...]:
@@ -285,30 +277,27 @@ def workers(response: block_manager_pb2.ListWorkersResponse) -> tuple[Worker, ..
             worker,
             state=_WORKER_STATES.get(worker.state, "unknown"),
             **{name: getattr(worker.load, name) for name in _LOAD},
-            engine=dict(worker.engine),
         )
         for worker in response.workers
     )
 
 
 def scaled(response: supervisor_pb2.ScaleResponse) -> Scaled:
-    return _from_message(
-        Scaled,
-        response,
-        starting=tuple(response.starting),
-        leaving=tuple(response.leaving),
-        failing=dict(response.failing),
-    )
+    return _from_message(Scaled, response)
 
 
 def audits(response: block_manager_pb2.AuditResponse) -> tuple[PoolAudit, ...]:
-    return tuple(
-        _from_message(PoolAudit, pool, violations=tuple(pool.violations)) for pool in response.pools
-    )
+    return tuple(_from_message(PoolAudit, pool) for pool in response.pools)
 
 
 def _from_message(cls: type[D], message: Message, **converted: object) -> D:
     """A dataclass with the fields of the same name in `message`, and the `converted` fields, which
     have another name or type there."""
     names = {field.name for field in fields(cls)} - converted.keys()
-    return cls(**{name: getattr(message, name) for name in names}, **converted)
+    values = {name: getattr(message, name) for name in names}
+    for name, value in values.items():
+        if isinstance(value, MutableMapping):
+            values[name] = dict(value)
+        elif isinstance(value, MutableSequence):
+            values[name] = tuple(value)
+    return cls(**values, **converted)

@@ -3,11 +3,25 @@
 import math
 import re
 
+_UNITS = {
+    **{"": 1, "B": 1},
+    **{"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40},
+    **{"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12},
+}
+
+
+def parse_size(text: str) -> int:
+    """The bytes of a size such as "2GiB", "1.5 GB" or "4096". Raises ValueError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2] not in _UNITS:
+        units = ", ".join(unit for unit in _UNITS if unit)
+        raise ValueError(f"{text!r} is not a size such as 512MiB: a number and one of {units}")
+    return int(float(match[1]) * _UNITS[match[2]])
+
 
 def memory_size(text: str) -> str:
-    """Returns `text` if it is a size; the worker parses it. ValueError: it is not a size."""
-    if not re.fullmatch(r"\s*\d+(\.\d+)?\s*([KMGT]iB|[kMGT]?B)?\s*", text):
-        raise ValueError(f"{text!r} is not a size such as 512MiB or 2GiB")
+    """Returns `text` if it is a size; the worker parses it again. ValueError: it is not a size."""
+    parse_size(text)
     return text
 
 

@@ -5,7 +5,7 @@ from typing import ClassVar
 from pydantic import Field, field_validator
 from pydantic_settings import SettingsConfigDict
 
-from services.common.pool.sizing import parse_size
+from quire.sizes import parse_size
 from services.common.runtime.config import PoolServiceSettings
 
 

@@ -7,9 +7,9 @@ from typing import NoReturn
 
 from blockstore.errors import BlockStoreError, WorkerFenced
 from blockstore.registry import Member, Registry
+from quire.sizes import parse_size
 from services.common.errors import QuireError, Unavailable
 from services.common.pool.header import BadHeader
-from services.common.pool.sizing import parse_size
 from services.common.runtime.logging import get_logger
 from services.common.runtime.metrics import MoverMetrics
 from services.common.runtime.ticks import until_tick

@@ -6,25 +6,20 @@ has exited.
 """
 
 import asyncio
-import mmap
 import os
-from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from blockstore.errors import FingerprintMismatch, GeometryMismatch
 from blockstore.records import PoolSpec
 from blockstore.redis_store import RedisStore
 from services.common.errors import StartupError
 from services.common.pool.directory import PoolDirectory, pool_directories
 from services.common.pool.header import BadHeader, PoolHeader
 from services.common.pool.keeper import KeptMemory, Registration, register
-from services.common.pool.leaving import leave_pool
 from services.common.pool.locks import WorkerLock, host_lock
-from services.common.pool.recovery import PoolRecovery
-from services.common.pool.stamps import Stamps
+from services.common.pool.members import leave_pool, register_member
+from services.common.pool.stamps import Stamps, map_file
 from services.mover.transport import Region
 
 
@@ -90,7 +85,7 @@ async def join_pool(store: RedisStore, directory: PoolDirectory, member_id: str)
     """Join a live pool. FileNotFoundError or BadHeader: it was just removed. StartupError: the
     block manager or the store refuses this member."""
     async with host_lock(directory.path.parent):
-        header, recovery = directory.read_header(), PoolRecovery(directory)
+        header = directory.read_header()
         with ExitStack() as undo:
             if header.kind != "file":
                 await asyncio.to_thread(_open_gpus, header)
@@ -104,15 +99,9 @@ async def join_pool(store: RedisStore, directory: PoolDirectory, member_id: str)
             lock = WorkerLock.create(directory.lock_path(member_id))
             undo.callback(lock.close)
             undo.callback(lock.unlink)
-            block_size = header.layout.block_size
-            stamps = Stamps(directory.stamps, header.num_blocks, block_size)
+            stamps = Stamps(directory.stamps, header.num_blocks, header.layout.block_size)
             blocks = await asyncio.to_thread(_blocks, directory, header, kept)
-            try:
-                await recovery.begin(store, store.run_id)
-                own = partial(_stamp_owner, stamps, lock)
-                await store.register_worker(header.spec, member_id, recovery, own)
-            except (GeometryMismatch, FingerprintMismatch) as error:
-                raise StartupError(f"pool {header.pool_id} refuses {member_id}: {error}") from error
+            await register_member(store, store.run_id, directory, header, member_id, stamps, lock)
             undo.pop_all()
     return OwnPool(store, directory, header, member_id, lock, kept, stamps, blocks)
 
@@ -127,25 +116,8 @@ def _open_gpus(header: PoolHeader) -> None:
 def _blocks(directory: PoolDirectory, header: PoolHeader, kept: KeptMemory) -> Region:
     """The mapped arenas of the pool. StartupError: a GPU's memory cannot be mapped."""
     if header.kind == "file":
-        arenas = [_map(path, header.arena_bytes) for path in directory.arenas]
+        arenas = [map_file(path, header.arena_bytes) for path in directory.arenas]
         return Region.of(arenas, header.layout.block_bytes, header.num_blocks)
     from services.mover.peer_transport import map_own  # imports torch
 
     return map_own(header, [os.dup(fd) for fd in kept.fds])
-
-
-def _map(path: Path, num_bytes: int) -> mmap.mmap:
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        return mmap.mmap(fd, num_bytes)
-    finally:
-        os.close(fd)
-
-
-def _stamp_owner(
-    stamps: Stamps, lock: WorkerLock, holder_id: str, block_ids: Sequence[int]
-) -> None:
-    """Stamp new blocks with their holder, unless this member was given up: see
-    `services.worker.liveness.fence_guard`."""
-    if not lock.is_revoked:
-        stamps.mark_owned(block_ids, holder_id)

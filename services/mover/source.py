@@ -11,10 +11,10 @@ from blockstore.records import PoolSpec
 from blockstore.redis_store import RedisStore
 from blockstore.registry import Member
 from blockstore.store import FUNCTION_LIBRARY, BlockStore
+from quire.sizes import parse_size
 from quire.v1 import mover_pb2, mover_pb2_grpc
 from services.common.pool.header import PoolHeader
 from services.common.pool.names import REMOTE_ROLE, new_worker_id
-from services.common.pool.sizing import parse_size
 from services.common.pool.stamps import Stamps
 from services.common.rpc.proof import Proof
 from services.common.rpc.tls import service_tls

@@ -9,12 +9,13 @@ from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from quire.choices import Attention, Backend, Dtype, Isa, KvDtype, Numa, Preemption
+from quire.sizes import parse_size
 from quire.speculative_config import SpeculativeConfig
 from services.common.checkpoint.quantization import Quantization
 from services.common.checkpoint.shards import SIZES, check_shards, refuse_kind
 from services.common.errors import StartupError
 from services.common.numa.topology import parse_cpus
-from services.common.pool.sizing import check_capacity, parse_size
+from services.common.pool.sizing import check_capacity
 from services.common.runtime.config import PoolServiceSettings
 from services.common.text.model_config import ModelConfig
 from services.common.tracing.opening import TracedSettings, check_tracing

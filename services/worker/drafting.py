@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import kvops
+from quire.sizes import parse_size
 from services.common.errors import StartupError
 from services.common.pool.layout import KVDtype, PoolLayout
-from services.common.pool.sizing import MIN_BLOCKS, format_size, parse_size
+from services.common.pool.sizing import MIN_BLOCKS, format_size
 from services.common.runtime.logging import get_logger
 from services.common.text.model_config import ModelConfig
 from services.engine.batch import Row

@@ -15,14 +15,12 @@ If a worker dies in between, the block manager or the next worker that joins com
 import asyncio
 import os
 import threading
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
-from blockstore.errors import BlockStoreError, FingerprintMismatch, GeometryMismatch, PoolGone
+from blockstore.errors import BlockStoreError, PoolGone
 from blockstore.records import PoolSpec
 from blockstore.store import BlockStore
 from services.common.errors import StartupError
@@ -38,10 +36,9 @@ from services.common.pool.directory import (
 from services.common.pool.header import BadHeader, PoolHeader
 from services.common.pool.keeper import KeptMemory, release_removed
 from services.common.pool.layout import PoolLayout
-from services.common.pool.leaving import leave_pool
 from services.common.pool.locks import WorkerLock, host_lock
+from services.common.pool.members import leave_pool, register_member
 from services.common.pool.names import new_pool_id
-from services.common.pool.recovery import PoolRecovery
 from services.common.pool.sizing import MemoryPlan
 from services.common.pool.stamps import Stamps, record_bytes
 from services.common.runtime.ticks import until_tick
@@ -297,7 +294,7 @@ async def _enter(
 ) -> Membership:
     """Map, lock, register. In this order, a worker that the store knows always has a lock, so the
     block manager notices its death."""
-    header, recovery = directory.read_header(), PoolRecovery(directory)
+    header = directory.read_header()
     with ExitStack() as undo:
         undo.callback(directory.process_path(worker_id).unlink, missing_ok=True)
         opened = await asyncio.to_thread(memory.open, directory, header, worker_id)
@@ -311,20 +308,6 @@ async def _enter(
         undo.callback(pool.close)
         stamps = Stamps(directory.stamps, header.num_blocks, header.layout.block_size)
         undo.callback(stamps.close)
-        try:
-            await recovery.begin(store, run_id)
-            own = partial(_stamp_owner, stamps, lock)
-            await store.register_worker(header.spec, worker_id, recovery, own)
-        except (GeometryMismatch, FingerprintMismatch) as error:
-            raise StartupError(f"pool {header.pool_id} refuses {worker_id}: {error}") from error
+        await register_member(store, run_id, directory, header, worker_id, stamps, lock)
         undo.pop_all()
     return Membership(store, directory, header, worker_id, lock, pool, stamps, opened.kept)
-
-
-def _stamp_owner(
-    stamps: Stamps, lock: WorkerLock, holder_id: str, block_ids: Sequence[int]
-) -> None:
-    """Stamp new blocks with their holder. Not if the worker was marked as fenced or has left the
-    pool: other workers may have these blocks by then, and this one writes into none of them."""
-    if not stamps.is_closed and not lock.is_revoked:
-        stamps.mark_owned(block_ids, holder_id)

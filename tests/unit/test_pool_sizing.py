@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from quire.sizes import parse_size
 from services.common.errors import StartupError
 from services.common.pool.memory import available_bytes
 from services.common.pool.sizing import (
@@ -12,7 +13,6 @@ from services.common.pool.sizing import (
     check_capacity,
     format_size,
     num_blocks_for,
-    parse_size,
 )
 
 GIB = 1 << 30

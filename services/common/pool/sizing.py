@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,27 +16,14 @@ if TYPE_CHECKING:  # bench.gpu computes without its imports
 MIN_BLOCKS = 4
 """A smaller pool cannot run two short sequences."""
 
-_UNITS = {
-    **{"": 1, "B": 1},
-    **{"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40},
-    **{"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12},
-}
-
-
-def parse_size(text: str) -> int:
-    """The bytes of a size such as "2GiB", "1.5 GB" or "4096". Raises ValueError."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if match is None or match[2] not in _UNITS:
-        units = ", ".join(unit for unit in _UNITS if unit)
-        raise ValueError(f"{text!r} is not a size: a number and one of {units}")
-    return int(float(match[1]) * _UNITS[match[2]])
+_UNITS = {"TiB": 1 << 40, "GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
 
 
 def format_size(num_bytes: int) -> str:
     """A readable and exact text: "1.50 GiB (1610612736 bytes)"."""
-    for unit in ("TiB", "GiB", "MiB", "KiB"):
-        if num_bytes >= _UNITS[unit]:
-            return f"{num_bytes / _UNITS[unit]:.2f} {unit} ({num_bytes} bytes)"
+    for unit, size in _UNITS.items():
+        if num_bytes >= size:
+            return f"{num_bytes / size:.2f} {unit} ({num_bytes} bytes)"
     return f"{num_bytes} bytes"
 
 

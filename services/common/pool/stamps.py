@@ -67,7 +67,7 @@ class Stamps:
 
     def __init__(self, path: Path, num_blocks: int, block_size: int) -> None:
         """Map the file. Raises ValueError if its size does not fit this geometry."""
-        self._take(_map(path, num_blocks * record_bytes(block_size)), num_blocks, block_size)
+        self._take(map_file(path, num_blocks * record_bytes(block_size)), num_blocks, block_size)
 
     @classmethod
     def private(cls, num_blocks: int, block_size: int) -> Self:
@@ -250,7 +250,8 @@ def _depths(parent_of: Mapping[PrefixHash, PrefixHash]) -> dict[PrefixHash, int]
     return depths
 
 
-def _map(path: Path, num_bytes: int) -> mmap.mmap:
+def map_file(path: Path, num_bytes: int) -> mmap.mmap:
+    """Map a file of a pool. Raises ValueError if it has another size."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         if os.fstat(fd).st_size != num_bytes:

@@ -29,11 +29,10 @@ from services.gateway.intake.identity import client_id
 from services.gateway.request.attempt import Attempt
 from services.gateway.request.beam_tickets import BeamTickets
 from services.gateway.request.crash_attribution import CrashAttribution
-from services.gateway.request.embedding_tickets import EmbeddingTickets
 from services.gateway.request.lease import DecodeReservation, DetachedTicket
 from services.gateway.request.pulling import Pull, Pulling
 from services.gateway.request.status import RequestStatus
-from services.gateway.request.tickets import Tickets
+from services.gateway.request.tickets import EmbeddingTickets, Tickets
 from services.gateway.request.timeline import Phase, Timeline
 from services.gateway.scheduling.request_queue import QueuePosition
 from services.gateway.streaming.client import Client

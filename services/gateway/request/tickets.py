@@ -15,7 +15,7 @@ from services.gateway.streaming.client import Client
 from services.gateway.streaming.output import Output
 from services.protocol.logprobs import Logprobs
 from services.protocol.messages import Generated, Prefilled
-from services.protocol.ticket import Swapped, Ticket, TicketSequence, first_holder_id
+from services.protocol.ticket import FinishReason, Swapped, Ticket, TicketSequence, first_holder_id
 
 
 def ticket_sequences(output: Output) -> tuple[TicketSequence, ...]:
@@ -247,3 +247,21 @@ class Tickets:
     @property
     def _num_sequences(self) -> int:
         return self._client.request.num_sequences
+
+
+class EmbeddingTickets(Tickets):
+    """Checks the answer to a request for an embedding, which ends with its prefill."""
+
+    def problem_of_prefilled(self, event: Prefilled) -> str:
+        pooling = self._client.request.sampling.pooling
+        assert pooling is not None
+        if len(event.outputs) != 1 or event.outputs[0].key != event.ticket.key:
+            return "sent no embedding of the ticket"
+        output = event.outputs[0]
+        if output.index or output.token_ids or output.finish_reason is not FinishReason.STOP:
+            return "sent tokens instead of an embedding"
+        if len(output.embedding) != pooling.dimensions:
+            return f"sent {len(output.embedding)} of {pooling.dimensions} dimensions"
+        if problem := self._problem_of_identity(event.ticket):
+            return f"answered with a wrong ticket: {problem}"
+        return "continues an ended sequence" if event.ticket.sequences else ""

@@ -24,7 +24,7 @@ from tests.hub_cache import cached, use_empty_cache
         ("--decode", "-1", "greater than or equal to 0"),
         ("--decode", "65", "less than or equal to 64"),
         ("--dtype", "float8", "'auto', 'bfloat16', 'float32'"),
-        ("--pool-memory", "much", "'much' is not a size such as 512MiB or 2GiB"),
+        ("--pool-memory", "much", "'much' is not a size such as 512MiB:"),
         ("--pool-memory", "2gib", "'2gib' is not a size"),  # as workers read sizes
         ("--block-size", "0", "greater than or equal to 1"),
         ("--block-size", "1025", "less than or equal to 1024"),

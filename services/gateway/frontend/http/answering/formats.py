@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from quire.types import Usage
 from services.gateway.frontend.api import Delta, PromptReport, TokenLogprobs
 from services.gateway.frontend.http.answering.logprobs import JSON, chat_logprobs, text_logprobs
-from services.gateway.frontend.http.answering.messages import delta_fields, message_fields
-from services.gateway.parsing.parts import Part
+from services.gateway.parsing.parts import CallArguments, CallStart, Content, Part, Reasoning
 
 
 @dataclass(slots=True)
@@ -62,13 +61,53 @@ class AnswerFormat:
 def _chat_deltas(text: str, parts: Sequence[Part] | None) -> list[JSON]:
     if parts is None:
         return [{"delta": {"content": text}}]
-    return [{"delta": delta_fields(part)} for part in parts]
+    return [{"delta": _delta_fields(part)} for part in parts]
 
 
 def _chat_message(text: str, parts: Sequence[Part] | None) -> JSON:
     if parts is None:
         return {"message": {"role": "assistant", "content": text}}
-    return {"message": message_fields(parts)}
+    return {"message": _message_fields(parts)}
+
+
+def _delta_fields(part: Part) -> JSON:
+    """The field `delta` of a choice, for one part of its message."""
+    match part:
+        case Content(text):
+            return {"content": text}
+        case Reasoning(text):
+            return {"reasoning_content": text}
+        case CallStart(index, call_id, name):
+            return {"tool_calls": [{"index": index, **_call(call_id, name, "")}]}
+        case CallArguments(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+
+def _message_fields(parts: Sequence[Part]) -> JSON:
+    """The field `message` of a choice. Its content is null if it has none but calls."""
+    content, reasoning = "", ""
+    calls: list[JSON] = []
+    for part in parts:
+        match part:
+            case Content(text):
+                content += text
+            case Reasoning(text):
+                reasoning += text
+            case CallStart(_, call_id, name):
+                calls.append(_call(call_id, name, ""))
+            case CallArguments(index, text):
+                calls[index]["function"]["arguments"] += text
+    return {
+        "role": "assistant",
+        "content": content or (None if calls else ""),
+        **({"reasoning_content": reasoning} if reasoning else {}),
+        **({"tool_calls": calls} if calls else {}),
+    }
+
+
+def _call(call_id: str, name: str, arguments: str) -> JSON:
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
 
 
 COMPLETION_FORMAT = AnswerFormat(
