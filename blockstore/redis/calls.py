@@ -105,10 +105,8 @@ class RedisCalls(ABC):
         return self._set_link.server.run_id
 
     async def close(self) -> None:
-        await asyncio.gather(*(link.close() for link in (self._set_link, *self._links())))
-
-    def _links(self) -> tuple[Link, ...]:
-        return tuple(self._pool_links.values())
+        links = self._set_link, *self._pool_links.values()
+        await asyncio.gather(*(link.close() for link in links))
 
     def _link(self, pool_id: str) -> Link:
         if (link := self._pool_links.get(pool_id)) is None:

@@ -12,7 +12,6 @@ from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 from starlette.routing import Route
 
-from blockstore.registry import Member
 from quire.sockets import operations_socket, remove_dead_sockets
 from quire.v1 import adapters_pb2_grpc, inference_pb2_grpc
 from services.common.rpc.tls import service_tls
@@ -159,8 +158,12 @@ def _relays(
     """Relays of all operations."""
     supervisors = [Target(settings.supervisor)] if settings.supervisor else []
     key, tls = secret.rpc_key, service_tls(settings)
+
+    def block_managers() -> list[Target]:
+        return [Target(each.address, each.member_id) for each in wiring.directory.block_managers]
+
     relays = (
-        Relay(BLOCK_MANAGER, lambda: _targets(wiring.directory.block_managers), key, tls),
+        Relay(BLOCK_MANAGER, block_managers, key, tls),
         Relay(SUPERVISOR, lambda: supervisors, tls=tls),
     )
     for relay in relays:
@@ -244,10 +247,6 @@ class _Listeners:
         address = settings.host, settings.http_port
         serving = http_server(app, *address, _LAST_WRITES_S, limits, settings.public_tls())
         return await stack.enter_async_context(serving)
-
-
-def _targets(members: Sequence[Member]) -> list[Target]:
-    return [Target(member.address, member.member_id) for member in members]
 
 
 def _max_connections(settings: GatewaySettings) -> int:

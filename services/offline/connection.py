@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Callable
 
 from blockstore.registry import Member
-from services.gateway.workers.connection import WorkerEventSink
+from services.gateway.workers.connection import WorkerEventSink, deliver
 from services.gateway.workers.worker import Worker
-from services.protocol.messages import Command, DrainNotice, LoadReport, Step, WorkerEvent
+from services.protocol.messages import Command, LoadReport, Step, WorkerEvent
 from services.worker.pool_worker import PoolWorker
 
 _REPORT_INTERVAL_S = 0.25
@@ -43,23 +43,16 @@ class LocalConnection:
     def _deliver(self, event: WorkerEvent, then: Callable[[], None] | None) -> None:
         if not self.worker.connected:
             return
-        match event:
-            case Step(outputs=outputs):
-                for output in outputs:
-                    self._sink.on_event(self.worker, output)
-            case DrainNotice():
-                self.worker.draining = True
-                self._sink.on_change()
-            case _:
-                self._sink.on_event(self.worker, event)
+        for one in event.outputs if isinstance(event, Step) else (event,):
+            deliver(one, self.worker, self._sink)
         if then is not None:
             then()
 
     async def _report_load(self) -> None:
         while True:
             local = self._local_worker
-            self.worker.report(LoadReport(local.load(), local.draining, local.stalled))
-            self._sink.on_report(self.worker)
+            report = LoadReport(local.load(), local.draining, local.stalled)
+            deliver(report, self.worker, self._sink)
             await asyncio.sleep(_REPORT_INTERVAL_S)
 
     # The gateway's view: `Worker.send`.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -30,7 +31,7 @@ from services.worker.adapters import WorkerAdapters
 from services.worker.config import WorkerSettings
 from services.worker.cpu.place import Place, take_place
 from services.worker.cpu.sharing import SharedCpus
-from services.worker.drafting import Launch, speculation
+from services.worker.drafting import speculation
 from services.worker.grammars import Grammars
 from services.worker.liveness.fence_guard import FenceGuard, GuardedForward
 from services.worker.liveness.registration import Registration
@@ -170,7 +171,7 @@ class WorkerProcess:
             stack.callback(swap_pool.close)
         runner = await asyncio.to_thread(_warm_runner, settings, loaded, own)
         forward = _share_cpus(runner, loaded, settings, self._place, stack)
-        launch_on = forward.launch_on if isinstance(forward, SharedCpus) else _launch
+        launch_on = forward.launch_on if isinstance(forward, SharedCpus) else attrgetter("launch")
         loras = settings.max_loras, settings.max_lora_rank
         worker = self._role.make(
             WorkerParts(
@@ -210,10 +211,6 @@ class WorkerProcess:
 
 class _Stopped(Exception):
     pass
-
-
-def _launch(runner: Runner) -> Launch:
-    return runner.launch
 
 
 def _warm_runner(settings: WorkerSettings, loaded: LoadedModel, own: Membership) -> Runner:

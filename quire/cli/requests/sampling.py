@@ -76,7 +76,7 @@ class SamplingFlags:
         """The sampling parameters; `more`: further fields of `Sampling`."""
         names = {field.name for field in fields(Sampling)}
         values = {name: value for name, value in vars(self).items() if name in names}
-        lists = {name: tuple(value) for name, value in values.items() if _is_list(value)}
+        lists = {n: tuple(value) for n, value in values.items() if isinstance(value, list | tuple)}
         copied = values | lists | more
         return Sampling(
             **copied,
@@ -133,10 +133,6 @@ class SeveralFlags:
             return None
         early_stopping = _EARLY_STOPPING[self.early_stopping or "false"]
         return Beam(self.beam_width, self.length_penalty, early_stopping)
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, list | tuple)
 
 
 def _bias(text: str) -> tuple[int, float]:

@@ -145,7 +145,8 @@ class BlockMap:
             self._seen.add(info.holder_id)
             self.holders[info.holder_id] = info
             if known is None:
-                self.slots[info.holder_id] = self._new_slot()
+                slot = self._free_slots.pop() if self._free_slots else len(self.slots) + 1
+                self.slots[info.holder_id] = slot
             if known is None or known.num_blocks != info.num_blocks:
                 self._to_list[info.holder_id] = None
             elif known.worker_id != info.worker_id and self.stats.fenced_worker_ids:
@@ -155,9 +156,6 @@ class BlockMap:
             for holder_id in self.holders.keys() - self._seen:
                 self._drop_holder(holder_id)
             self._seen, self._next_holder = set(), 0
-
-    def _new_slot(self) -> int:
-        return self._free_slots.pop() if self._free_slots else len(self.slots) + 1
 
     def _drop_holder(self, holder_id: str) -> None:
         self._dirty |= dict.fromkeys(self._held.pop(holder_id, ()))

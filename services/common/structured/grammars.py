@@ -47,13 +47,9 @@ def _choice(text: str) -> str:
     return LLMatcher.grammar_from_lark("start: " + " | ".join(quoted))
 
 
-def _grammar(text: str) -> str:
-    return LLMatcher.grammar_from_lark(any_to_lark(text))
-
-
 _GRAMMARS: dict[StructureKind, Callable[[str], str]] = {
     StructureKind.JSON: _json,
     StructureKind.REGEX: lambda text: LLMatcher.grammar_from_lark(lark_of_regex(text)),
     StructureKind.CHOICE: _choice,
-    StructureKind.GRAMMAR: _grammar,
+    StructureKind.GRAMMAR: lambda text: LLMatcher.grammar_from_lark(any_to_lark(text)),
 }

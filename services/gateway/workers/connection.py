@@ -64,6 +64,22 @@ class WorkerEventSink(Protocol):
         """A worker connected, disconnected or began to drain."""
 
 
+def deliver(event: Event, worker: Worker, sink: WorkerEventSink) -> None:
+    """Note what an event says about its worker, and pass it on."""
+    match event:
+        case LoadReport():
+            worker.report(event)
+            sink.on_report(worker)
+        case Reserved():
+            worker.unresponsive = False
+            sink.on_event(worker, event)
+        case DrainNotice():
+            worker.draining = True
+            sink.on_change()
+        case _:
+            sink.on_event(worker, event)
+
+
 class WorkerConnection:
     """Keeps a stream to one worker open until `close`.
 
@@ -218,18 +234,4 @@ class WorkerConnection:
             message = await read(stream)
             self._has_message = True
             for event in self._stream_type.events(message):
-                self._on_event(event)
-
-    def _on_event(self, event: Event) -> None:
-        match event:
-            case LoadReport():
-                self.worker.report(event)
-                self._sink.on_report(self.worker)
-            case Reserved():
-                self.worker.unresponsive = False
-                self._sink.on_event(self.worker, event)
-            case DrainNotice():
-                self.worker.draining = True
-                self._sink.on_change()
-            case _:
-                self._sink.on_event(self.worker, event)
+                deliver(event, self.worker, self._sink)
