@@ -55,9 +55,9 @@ from bench.serving.scenarios import (
     prompts_of,
 )
 from bench.serving.server import running
+from quire.bench.options import WorkloadOptions
 from quire.bench.prompts import Prompts
 from quire.bench.target import RequestFailed, Target
-from quire.bench.workload import Shape
 
 Options = argparse.Namespace
 ENGINE = ("decode", "prefill")
@@ -125,7 +125,7 @@ async def serving_rows(
     async with running(who.peer, model, who.dtype, server) as served:
         rows = [(Row("server: seconds to the first token", "lower"), served.ready_s)]
         # Sizes that were never seen are prepared at first use: not while it is measured.
-        await closed(served.target, prompts, max(options.streams), Shape(64, 8))
+        await closed(served.target, prompts, max(options.streams), WorkloadOptions(64, 8))
         async for kind, measurement in scenarios(served.target, prompts, options):
             if kind != "poisson" and measurement.values.get("failed"):
                 raise PeerFailed(f"requests failed: {measurement}")
@@ -142,16 +142,16 @@ async def scenarios(
 ) -> AsyncIterator[tuple[str, Measurement]]:
     if "closed" in options.only:
         for streams in options.streams:
-            yield "closed", await closed(target, prompts, streams, Shape(128, 128))
+            yield "closed", await closed(target, prompts, streams, WorkloadOptions(128, 128))
     if "interference" in options.only:
         yield "interference", await interference(target, prompts, 4, 128, 2048)
     if "prefix" in options.only:
-        shape = Shape(64, options.tokens, prefix=1024)
+        shape = WorkloadOptions(64, options.tokens, prefix_len=1024)
         for measurement in await prefixed(target, prompts, 16, shape):
             yield "prefix", measurement
     if "poisson" in options.only:
         for rate in options.rate:
-            asked = rate, options.requests, Shape(512, 128), options.seed
+            asked = rate, options.requests, WorkloadOptions(512, 128), options.seed
             yield "poisson", await poisson(target, prompts, *asked)
 
 

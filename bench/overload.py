@@ -20,12 +20,13 @@ from pathlib import Path
 
 from bench.serving.server import gateway_target
 from quire.bench.load import Load
+from quire.bench.options import WorkloadOptions
 from quire.bench.prompts import Prompts
 from quire.bench.record import percentile
-from quire.bench.workload import Session, Shape, poisson, synthetic
+from quire.bench.workload import Session, poisson, synthetic
 from tests.e2e.deployment import Deployment, serving
 
-SHAPE = Shape(32, 256)
+SHAPE = WorkloadOptions(32, 256)
 NUM_SLOTS = 16
 DEADLINE_IN_SERVICE_TIMES = 4.0
 REFUSED = ("overloaded", "queue_full", "would_be_late")
@@ -81,8 +82,8 @@ async def offer_apart(
         "timeout": deadline_s,
         "seed": seed,
         "prompts": "ids",
-        "prompt-len": SHAPE.prompt,
-        "output-len": SHAPE.output,
+        "prompt-len": SHAPE.prompt_len,
+        "output-len": SHAPE.output_len,
         "warmup": 0,
     }
     with tempfile.NamedTemporaryFile() as file:

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire.bench.load import Load
+from quire.bench.options import LoadOptions, WorkloadOptions
 from quire.bench.prompts import Prompts
 from quire.bench.record import Record
-from quire.bench.run import Result, Schedule, run
+from quire.bench.run import Result, run
 from quire.bench.target import RequestFailed, Target
-from quire.bench.workload import Session, Shape, Turn, synthetic
+from quire.bench.workload import Session, Turn, synthetic
 
 _TTFT_LIMIT_S, _GAP_LIMIT_S = 5.0, 0.15
 """A good request has its first token within the one, and no gap of the other."""
@@ -43,19 +44,21 @@ def prompts_of(checkpoint: Path, seed: int) -> Prompts:
     return Prompts(seed, None, json.loads((checkpoint / "config.json").read_text())["vocab_size"])
 
 
-async def closed(target: Target, prompts: Prompts, streams: int, shape: Shape) -> Measurement:
+async def closed(
+    target: Target, prompts: Prompts, streams: int, shape: WorkloadOptions
+) -> Measurement:
     """`streams` requests at a time, one of each stream."""
-    schedule = Schedule(concurrency=streams, num_sessions=streams)
-    result = await _run(target, synthetic(prompts, shape), schedule, shape.output)
+    schedule = LoadOptions(concurrency=streams, num_requests=streams, warmup=0)
+    result = await _run(target, synthetic(prompts, shape), schedule, shape.output_len)
     return Measurement(f"{streams} streams, {_named(shape)}", _figures(result))
 
 
 async def poisson(
-    target: Target, prompts: Prompts, rate: float, count: int, shape: Shape, seed: int
+    target: Target, prompts: Prompts, rate: float, count: int, shape: WorkloadOptions, seed: int
 ) -> Measurement:
     """`count` requests at random times, whether the server keeps up or not."""
-    schedule = Schedule(rate=rate, num_sessions=count, seed=seed)
-    result = await _run(target, synthetic(prompts, shape), schedule, shape.output)
+    schedule = LoadOptions(request_rate=rate, num_requests=count, warmup=0, seed=seed)
+    result = await _run(target, synthetic(prompts, shape), schedule, shape.output_len)
     values, num_good = _figures(result), sum(map(_is_good, result.records))
     values["good %"] = 100 * num_good / count
     values["goodput req/s"] = num_good / values["seconds"]
@@ -63,14 +66,15 @@ async def poisson(
 
 
 async def prefixed(
-    target: Target, prompts: Prompts, count: int, shape: Shape
+    target: Target, prompts: Prompts, count: int, shape: WorkloadOptions
 ) -> tuple[Measurement, Measurement]:
     """`count` requests at once that share a prefix that nobody has computed, then as many others
     with the same prefix."""
-    sessions, schedule = synthetic(prompts, shape), Schedule(concurrency=count, num_sessions=count)
-    cold = await _run(target, sessions, schedule, shape.output)
-    warm = await _run(target, sessions, schedule, shape.output)
-    name = f"{count} requests, {shape.prefix} shared + {_named(shape)}"
+    sessions = synthetic(prompts, shape)
+    schedule = LoadOptions(concurrency=count, num_requests=count, warmup=0)
+    cold = await _run(target, sessions, schedule, shape.output_len)
+    warm = await _run(target, sessions, schedule, shape.output_len)
+    name = f"{count} requests, {shape.prefix_len} shared + {_named(shape)}"
     return (
         Measurement(f"{name}, cold", _figures(cold)),
         Measurement(f"{name}, warm", _figures(warm)),
@@ -133,7 +137,7 @@ async def _reached(records: Sequence[Record], count: int, since: float = 0.0) ->
 
 
 async def _run(
-    target: Target, sessions: Iterator[Session], schedule: Schedule, num_tokens: int
+    target: Target, sessions: Iterator[Session], schedule: LoadOptions, num_tokens: int
 ) -> Result:
     """RequestFailed: not one request was answered. An answer of another length counts as failed."""
     result = await run(
@@ -192,5 +196,5 @@ def _is_good(record: Record) -> bool:
     )
 
 
-def _named(shape: Shape) -> str:
-    return f"{shape.prompt} in, {shape.output} out"
+def _named(shape: WorkloadOptions) -> str:
+    return f"{shape.prompt_len} in, {shape.output_len} out"

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from quire.bench.load import Load
+from quire.bench.options import LoadOptions
 from quire.bench.record import Record
 from quire.bench.summary import summarize
 from quire.bench.target import RequestFailed, Target
@@ -15,20 +16,6 @@ from quire.bench.workload import Session, poisson
 
 Progress = Callable[[Load, int | None], AbstractAsyncContextManager[None]]
 """Shows a load while it runs, of which the number of requests may be known."""
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """When sessions are sent: at random (`rate` a second), `concurrency` at a time, or by the times
-    of a trace (neither). `num_sessions` or `duration_s` ends it, whichever is reached first."""
-
-    rate: float | None = None
-    concurrency: int | None = None
-    num_sessions: int | None = None
-    duration_s: float | None = None
-    ramp_s: float = 0.0
-    warmup: int = 0
-    seed: int = 0
 
 
 @dataclass(slots=True)
@@ -45,7 +32,7 @@ class Result:
 async def run(
     target: Target,
     sessions: Callable[[bool], Iterator[Session]],
-    schedule: Schedule,
+    options: LoadOptions,
     *,
     as_chat: bool,
     slo_ms: Mapping[str, float],
@@ -54,9 +41,9 @@ async def run(
 ) -> Result:
     """`sessions`: a function of whether it is the warm-up. Raises RequestFailed if a request of the
     warm-up fails."""
-    await _warm_up(target, sessions(True), schedule.warmup, as_chat)
+    await _warm_up(target, sessions(True), options.warmup, as_chat)
     load = Load(target, as_chat)
-    work, num_requests = _work(load, sessions(False), schedule)
+    work, num_requests = _work(load, sessions(False), options)
     async with progress(load, num_requests):
         duration_s = await work()
     return Result(config, summarize(load.records, duration_s, slo_ms), load.records)
@@ -71,17 +58,16 @@ async def _warm_up(target: Target, sessions: Iterator[Session], number: int, as_
 
 
 def _work(
-    load: Load, sessions: Iterator[Session], schedule: Schedule
+    load: Load, sessions: Iterator[Session], options: LoadOptions
 ) -> tuple[Callable[[], Awaitable[float]], int | None]:
-    sessions = itertools.islice(sessions, schedule.num_sessions)
-    if schedule.concurrency is not None:
-        concurrency, limit_s = schedule.concurrency, schedule.duration_s
-        return lambda: load.closed_loop(sessions, concurrency, schedule.ramp_s, limit_s), None
-    if schedule.rate is not None:
-        times = poisson(schedule.rate, schedule.ramp_s, schedule.seed)
+    sessions = itertools.islice(sessions, options.num_requests)
+    concurrency, limit_s = options.concurrency, options.duration
+    if concurrency is not None:
+        return lambda: load.closed_loop(sessions, concurrency, options.ramp, limit_s), None
+    if options.request_rate is not None:
+        times = poisson(options.request_rate, options.ramp, options.seed)
         timed = (Session(each.turns, due) for due, each in zip(times, sessions, strict=False))
     else:
         timed = (each for each in sessions)
-    limit_s = schedule.duration_s
     planned = list(itertools.takewhile(lambda s: limit_s is None or s.due < limit_s, timed))
     return lambda: load.open_loop(planned), sum(len(each.turns) for each in planned)

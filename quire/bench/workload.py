@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from quire.bench.options import WorkloadOptions
 from quire.bench.prompts import Prompts, joined
 
 TRACE_BLOCK = 512
@@ -33,32 +34,19 @@ class Session:
     due: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Lengths in tokens. `spread`: 0.2 draws lengths from 80 to 120 % of the given ones.
-    `num_prefixes`: different shared prefixes of `prefix` tokens; sessions take them in turn."""
-
-    prompt: int = 512
-    output: int = 128
-    spread: float = 0.0
-    prefix: int = 0
-    num_prefixes: int = 1
-    turns: int = 1
-
-
-def synthetic(prompts: Prompts, shape: Shape) -> Iterator[Session]:
+def synthetic(prompts: Prompts, shape: WorkloadOptions) -> Iterator[Session]:
     """Sessions without end."""
-    prefixes = [prompts.draw(shape.prefix) for _ in range(shape.num_prefixes)]
+    prefixes = [prompts.draw(shape.prefix_len) for _ in range(shape.num_prefixes)]
     for prefix in itertools.cycle(prefixes):
         # Only the first turn has the prefix: the later ones repeat the conversation.
         heads = [prefix, *(prompts.draw(0) for _ in range(shape.turns - 1))]
         yield Session([_turn(prompts, shape, head) for head in heads])
 
 
-def _turn(prompts: Prompts, shape: Shape, head: "str | list[int]") -> Turn:
+def _turn(prompts: Prompts, shape: WorkloadOptions, head: "str | list[int]") -> Turn:
     length, num_tokens = (
         prompts.between(max(1, math.ceil(n * (1 - shape.spread))), int(n * (1 + shape.spread)))
-        for n in (shape.prompt, shape.output)
+        for n in (shape.prompt_len, shape.output_len)
     )
     prompt = joined([head, prompts.draw(length)])
     return Turn(lambda: prompt, num_tokens)

@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,24 +11,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, BadParameter
 
 from quire.async_client import AsyncClient
-from quire.cli.bench_flags import LoadFlags, ResultFlags, ServerFlags, WorkloadFlags
+from quire.bench.options import LoadOptions, ResultOptions, ServerOptions, WorkloadOptions
 from quire.cli.flags import GatewayFlags
 from quire.errors import QuireError, Unreachable
 from quire.sizes import duration
 from quire.types import Sampling
 
 if TYPE_CHECKING:
-    from quire.bench.run import Result, Schedule
+    from quire.bench.run import Result
     from quire.bench.target import Target
     from quire.bench.workload import Session
 
 
 def bench(
     gateway: GatewayFlags,
-    server: ServerFlags,
-    load: LoadFlags,
-    workload: WorkloadFlags,
-    results: ResultFlags,
+    server: ServerOptions,
+    load: LoadOptions,
+    workload: WorkloadOptions,
+    results: ResultOptions,
     limits: Annotated[
         list[str] | None, Argument(metavar="[NAME:MS]...", help="further limits of --goodput")
     ] = None,
@@ -51,9 +51,8 @@ def bench(
     }
     try:
         sessions, num_sessions = _sessions(workload, load)
-        result = asyncio.run(
-            _run(gateway, server, sessions, _schedule(load, num_sessions), slo_ms, config)
-        )
+        load = replace(load, num_requests=num_sessions)
+        result = asyncio.run(_run(gateway, server, sessions, load, slo_ms, config))
     except RequestFailed as error:
         kind = Unreachable if error.kind == "no connection" else QuireError
         raise kind(str(error), "bench") from error
@@ -64,7 +63,7 @@ def bench(
 
 
 def _check(
-    server: ServerFlags, load: LoadFlags, workload: WorkloadFlags, results: ResultFlags
+    server: ServerOptions, load: LoadOptions, workload: WorkloadOptions, results: ResultOptions
 ) -> None:
     """Raises BadParameter for flags that do not go together."""
     chosen = [load.request_rate is not None, load.concurrency is not None, bool(workload.trace)]
@@ -100,42 +99,20 @@ def _limit(text: str) -> tuple[str, float]:
         raise BadParameter(f"{text!r} is none of {names}", param_hint="--goodput") from error
 
 
-def _schedule(load: LoadFlags, num_sessions: int | None) -> "Schedule":
-    from quire.bench.run import Schedule
-
-    return Schedule(
-        load.request_rate,
-        load.concurrency,
-        num_sessions,
-        load.duration,
-        load.ramp,
-        load.warmup,
-        load.seed,
-    )
-
-
 def _sessions(
-    flags: WorkloadFlags, load: LoadFlags
+    flags: WorkloadOptions, load: LoadOptions
 ) -> tuple[Callable[[bool], "Iterator[Session]"], int | None]:
     """Returns a function of whether it is the warm-up, whose sessions are others, and the number of
     sessions to run."""
     from quire.bench.prompts import COMMON_WORDS, Prompts, single_token_words
-    from quire.bench.workload import Shape, block_drawer, read_trace, synthetic, trace
+    from quire.bench.workload import block_drawer, read_trace, synthetic, trace
 
     words = single_token_words(flags.tokenizer) if flags.tokenizer else COMMON_WORDS
     chosen = None if flags.prompts == "ids" else words
-    shape = Shape(
-        flags.prompt_len,
-        flags.output_len,
-        flags.spread,
-        flags.prefix_len,
-        flags.num_prefixes,
-        flags.turns,
-    )
 
     def drawn(is_warmup: bool) -> "Iterator[Session]":
         seed = load.seed + (1 << 32) * is_warmup
-        return synthetic(Prompts(seed, chosen, flags.vocab_size), shape)
+        return synthetic(Prompts(seed, chosen, flags.vocab_size), flags)
 
     if flags.trace is None:
         default = 100 if load.duration is None else None
@@ -148,9 +125,9 @@ def _sessions(
 
 async def _run(
     gateway: GatewayFlags,
-    server: ServerFlags,
+    server: ServerOptions,
     sessions: Callable[[bool], "Iterator[Session]"],
-    schedule: "Schedule",
+    load: LoadOptions,
     slo_ms: dict[str, float],
     config: dict[str, Any],
 ) -> "Result":
@@ -162,7 +139,7 @@ async def _run(
         return await run(
             target,
             sessions,
-            schedule,
+            load,
             as_chat=server.chat or config["turns"] > 1,
             slo_ms=slo_ms,
             config=config | {"model": model},
@@ -172,7 +149,7 @@ async def _run(
         await target.close()
 
 
-async def _target(gateway: GatewayFlags, server: ServerFlags) -> "tuple[Target, str]":
+async def _target(gateway: GatewayFlags, server: ServerOptions) -> "tuple[Target, str]":
     """The server, and the name of the model."""
     from quire.bench.target import GrpcTarget, HttpTarget
 
@@ -207,7 +184,7 @@ async def _target(gateway: GatewayFlags, server: ServerFlags) -> "tuple[Target, 
     return http(model), model
 
 
-def _report(result: "Result", flags: ResultFlags) -> None:
+def _report(result: "Result", flags: ResultOptions) -> None:
     from quire.bench.report import html
     from quire.cli.bench_live import print_report
 

@@ -15,10 +15,10 @@ from bench.serving.scenarios import (
     prefixed,
     worst_gap_s,
 )
+from quire.bench.options import WorkloadOptions
 from quire.bench.prompts import Prompts
 from quire.bench.record import Record
 from quire.bench.target import Call, Chunk, RequestFailed
-from quire.bench.workload import Shape
 
 LONG = 1000
 
@@ -64,7 +64,7 @@ def drawn(seed: int = 0) -> Prompts:
 
 async def test_a_closed_loop_keeps_its_streams_busy() -> None:
     server = Fake()
-    seen = await closed(server, drawn(), 3, Shape(7, 5))
+    seen = await closed(server, drawn(), 3, WorkloadOptions(7, 5))
     assert server.most_running == 3
     assert [len(prompt) for prompt in server.prompts] == [7] * 3
     assert seen.values["failed"] == 0
@@ -73,14 +73,14 @@ async def test_a_closed_loop_keeps_its_streams_busy() -> None:
 
 async def test_goodput_counts_whole_answers_in_time() -> None:
     server = Fake(num_refused=5)
-    seen = await poisson(server, drawn(), 10_000.0, 20, Shape(7, 3), seed=1)
+    seen = await poisson(server, drawn(), 10_000.0, 20, WorkloadOptions(7, 3), seed=1)
     assert len(server.prompts) == 20
     assert (seen.values["good %"], seen.values["failed"]) == (75, 5)
 
 
 async def test_warm_requests_share_the_prefix_of_the_cold_ones_and_nothing_else() -> None:
     server = Fake()
-    await prefixed(server, drawn(), 2, Shape(8, 1, prefix=32))
+    await prefixed(server, drawn(), 2, WorkloadOptions(8, 1, prefix_len=32))
     assert len(server.prompts) == 4
     assert len({tuple(prompt[:32]) for prompt in server.prompts}) == 1
     assert len({tuple(prompt[32:]) for prompt in server.prompts}) == 4
@@ -103,7 +103,7 @@ async def test_a_stream_that_fails_fails_the_scenario(num_refused: int) -> None:
 
 async def test_an_answer_of_another_length_is_none() -> None:
     with pytest.raises(RequestFailed, match="4 tokens instead of 5"):
-        await closed(Fake(num_missing=1), drawn(), 1, Shape(1, 5))
+        await closed(Fake(num_missing=1), drawn(), 1, WorkloadOptions(1, 5))
 
 
 def record(*arrivals: tuple[float, int]) -> Record:

@@ -1,4 +1,4 @@
-"""The flags of `quire bench`."""
+"""The options of `quire bench`. A field is a flag."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +14,7 @@ _result = partial(Option, rich_help_panel="Results", show_default=False)
 
 
 @dataclass(frozen=True)
-class ServerFlags:
+class ServerOptions:
     """The server and its API. Without --url: Quire's gateway at --address, over gRPC."""
 
     url: Annotated[
@@ -44,8 +44,9 @@ class ServerFlags:
 
 
 @dataclass(frozen=True)
-class LoadFlags:
-    """When requests are sent."""
+class LoadOptions:
+    """When sessions are sent: at random, several at a time, or by the times of a trace. The number
+    of sessions or the duration ends it, whichever is reached first."""
 
     request_rate: Annotated[
         float | None,
@@ -71,8 +72,8 @@ class LoadFlags:
 
 
 @dataclass(frozen=True)
-class WorkloadFlags:
-    """The requests. Lengths are in tokens."""
+class WorkloadOptions:
+    """The requests. Lengths are in tokens. Sessions take the shared prefixes in turn."""
 
     prompt_len: Annotated[int, _work(metavar="N", min=1)] = 512
     output_len: Annotated[int, _work(metavar="N", min=1)] = 128
@@ -105,7 +106,7 @@ class WorkloadFlags:
 
 
 @dataclass(frozen=True)
-class ResultFlags:
+class ResultOptions:
     """Outputs for the figures, and limits on them."""
 
     goodput: Annotated[
