@@ -102,7 +102,7 @@ class Hypothesis:
 
     token_ids: tuple[int, ...]
     score: float
-    finish: FinishReason
+    finish_reason: FinishReason
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,9 @@ def check(
     assert [one.token_ids for one in found] == [tokens for _, tokens in expected]
     for one, (score, tokens) in zip(found, expected, strict=True):
         assert one.score == pytest.approx(score, abs=tolerance)
-        assert one.finish is (FinishReason.STOP if tokens[-1] in stop_ids else FinishReason.LENGTH)
+        assert one.finish_reason is (
+            FinishReason.STOP if tokens[-1] in stop_ids else FinishReason.LENGTH
+        )
 
 
 class Table(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]

@@ -115,7 +115,7 @@ def test_beam_search_equals_exhaustive_search(case: Case) -> None:
     assert [(one.score, one.token_ids) for one in found] == by_looking_at_all(case)
     for one in found:
         stopped = one.token_ids[-1] in case.stop_ids
-        assert one.finish is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+        assert one.finish_reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
 
 
 @settings(max_examples=100)

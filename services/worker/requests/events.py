@@ -64,7 +64,7 @@ def token_events(
 def hypothesis_events(ticket: Ticket, hypotheses: Sequence[Hypothesis]) -> list[Generated]:
     position = len(ticket.prompt_token_ids)
     return [
-        Generated(*ticket.key, index, position, one.token_ids, one.finish, score=one.score)
+        Generated(*ticket.key, index, position, one.token_ids, one.finish_reason, score=one.score)
         for index, one in enumerate(hypotheses)
     ]
 

@@ -189,7 +189,7 @@ async def test_a_step_waits_for_all_beams(make_pair: MakePair) -> None:
     )
     second = await prefill(pair, again)
     assert [len(one.token_ids) for one in second.ticket.sequences] == [2] * 4
-    assert all(one.finish is FinishReason.LENGTH for one in right(wanted))
+    assert all(one.finish_reason is FinishReason.LENGTH for one in right(wanted))
     pair.prefill.abort(FakeSession(), "r1", 1)
     pair.prefill.requeue_all()
     await pair.until_empty()
