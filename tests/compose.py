@@ -12,9 +12,8 @@ import yaml  # type: ignore[import-untyped]
 
 from services.block_manager.config import BlockManagerSettings
 from services.common.runtime.config import ServiceSettings, load_settings
-from services.decode.config import DecodeSettings
 from services.gateway.config import GatewaySettings
-from services.prefill.config import PrefillSettings
+from services.worker.config import DecodeSettings, PrefillSettings
 from tests.programs import ROOT
 
 CLASSES: dict[str, type[ServiceSettings]] = {
