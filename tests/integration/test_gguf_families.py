@@ -1,6 +1,5 @@
 """Every family and every kind of expert from GGUF files: transformers' greedy tokens."""
 
-import json
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -24,7 +23,7 @@ from services.engine.weights.fused_weights import all_sections
 from services.engine.weights.kinds import section_kinds
 
 from .family_checkpoints import CASES, Case, make
-from .gguf_checkpoints import Metadata, write_gguf, write_twin
+from .gguf_checkpoints import ARCHITECTURES, Metadata, write_gguf, write_twin
 from .models_oracle import Oracle, RecordingRunner, Trial, random_prompt
 from .quantized_checkpoints import compare_answers
 
@@ -90,17 +89,11 @@ def made(directory: Path, case: Case) -> Path:
     return make(directory, case)
 
 
-def pattern_of(plain: Path) -> Callable[[Metadata], object]:
-    """Say which layers have a window, if the config does."""
-    config = json.loads((plain / "config.json").read_text())
-    flags = [kind == "sliding_attention" for kind in config.get("layer_types") or []]
-    name = {"gpt_oss": "gpt-oss", "gemma3_text": "gemma3"}.get(config["model_type"])
-
-    def change(metadata: Metadata) -> None:
-        if name is not None:
-            metadata[f"{name}.attention.sliding_window_pattern"] = flags
-
-    return change
+def pattern_of(case: Case) -> Callable[[Metadata], object]:
+    """Say which layers have a window, if they are not those of the family."""
+    flags = [kind == "sliding_attention" for kind in case.config.get("layer_types", ())]
+    name = ARCHITECTURES.get(case.model_type, case.model_type)
+    return setting({f"{name}.attention.sliding_window_pattern": flags} if flags else {})
 
 
 def setting(values: Metadata) -> Callable[[Metadata], object]:
@@ -131,7 +124,7 @@ def test_file_is_the_same_model(tmp_path: Path, name: str) -> None:
     """The metadata give the config.json's configuration, and tokens are transformers'."""
     case, path = FILES[name], tmp_path / "model.gguf"
     plain = made(tmp_path / "plain", case)
-    write_gguf(plain, path, change=pattern_of(plain))
+    write_gguf(plain, path, change=pattern_of(case))
     ours, theirs = ModelConfig.from_directory(path), ModelConfig.from_directory(plain)
     for field in fields(ModelConfig):
         if field.name not in ("family", "eos_token_ids", "ropes"):  # the tokenizer says the ends
@@ -204,7 +197,7 @@ def test_transformers_reads_the_same_weights_from_the_file(
     case, path = FILES[name], tmp_path / "model.gguf"
     wide = {"intermediate_size": 96, "moe_intermediate_size": 32}
     plain = made(tmp_path / "plain", Case(case.model_type, {**case.config, **wide}))
-    write_gguf(plain, path, lambda tensor: kind, change=pattern_of(plain))
+    write_gguf(plain, path, lambda tensor: kind, change=pattern_of(case))
     config = AutoConfig.from_pretrained(plain)
     oracle = Oracle(tmp_path, gguf_file=path.name, config=config)
     if kind == "F32":
