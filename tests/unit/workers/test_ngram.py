@@ -50,6 +50,14 @@ def test_the_sizes_of_ngrams_decide_between_matches(
     assert drafts_of(NgramDrafter(*sizes), sequence(tokens), 2) == drafts
 
 
+def test_no_more_than_the_longest_size_is_compared() -> None:
+    """1, 2, 3 match at both places, and 9, 1, 2, 3 at the earlier one."""
+    tokens = [9, 1, 2, 3, 5, 1, 2, 3, 6, 9, 1, 2, 3]
+    assert drafts_of(NgramDrafter(1, 2), sequence(tokens), 1) == (6,)
+    assert drafts_of(NgramDrafter(1, 3), sequence(tokens), 1) == (6,)
+    assert drafts_of(NgramDrafter(1, 4), sequence(tokens), 1) == (5,)
+
+
 def test_a_drafter_sees_the_tokens_that_were_appended() -> None:
     drafter, one = NgramDrafter(1, 3), sequence([1, 2, 3])
     assert drafts_of(drafter, one, 2) == ()
