@@ -134,6 +134,13 @@ def test_a_first_draft_that_costs_more_than_the_next_ones_is_not_taken_alone() -
     assert payoff.numbers([[0.7**n for n in range(1, 9)]], 1) == [8]
 
 
+def test_after_a_single_draft_that_was_dear_more_are_tried() -> None:
+    """The next ones may cost nothing. After two or more, they are expected to cost as much each."""
+    chances = [[0.35, 0.33, 0.3, 0.28]]
+    assert known(1, (1, 1.4)).numbers(chances, 1) == [3]
+    assert known(1, (1, 1.4), (2, 1.8)).numbers(chances, 1) == [0]
+
+
 def test_no_more_drafts_than_the_arithmetic_of_a_step_allows() -> None:
     """Up to 7 drafts cost nearly nothing, 8 of them as much as 3 steps."""
     payoff = known(1, (1, 1.1), (2, 1.1), (4, 1.1), (8, 4.0))
