@@ -143,7 +143,7 @@ def test_a_draft_model_is_found_as_a_model_is(hub_cache: Path, tmp_path: Path) -
     """By its id in the cache, or by its directory; for all models, or for one of them."""
     (tmp_path / "small").mkdir()
     snapshot = cached(hub_cache, "org/tiny")
-    text, other = DRAFT.format("org/tiny"), DRAFT.format(tmp_path / "small")
+    text, other = DRAFT.format(tmp_path / "small"), DRAFT.format("org/tiny")
     first, second = find_models(
         ServeOptions(
             models=["one=embedded", f"two={snapshot}"],
@@ -153,7 +153,7 @@ def test_a_draft_model_is_found_as_a_model_is(hub_cache: Path, tmp_path: Path) -
         )
     )
     found = [json.loads(one.settings["SPECULATIVE_CONFIG"]) for one in (first, second)]
-    assert [one["model"] for one in found] == [str(snapshot), str(tmp_path / "small")]
+    assert [one["model"] for one in found] == [str(tmp_path / "small"), str(snapshot)]
     assert [one["num_speculative_tokens"] for one in found] == [5, 5]
 
 

@@ -134,6 +134,15 @@ def test_drafts_that_were_proposed_but_not_verified_may_still_be_tokens() -> Non
     assert len(drafts.computing.steps[-4][0].token_ids) == 1
 
 
+def test_drafts_behind_a_wrong_one_do_not_count_though_they_became_tokens() -> None:
+    """Their KV is that behind the wrong one. Here the sequence was not asked for in between."""
+    drafts, one = Drafts(), sequence(10)
+    (found,) = drafts.ask(one)
+    one.tokens += [found[0] + 1, *found[1:3]]
+    assert drafts.ask(one) in ([()], [right(one)])
+    assert drafts.ask(one) == [right(one)]
+
+
 def test_a_sequence_that_got_no_drafts_for_a_while_catches_up_with_the_tokens_since() -> None:
     drafts, one = Drafts(), sequence(10)
     drafts.ask(one)

@@ -134,6 +134,13 @@ def test_a_first_draft_that_costs_more_than_the_next_ones_is_not_taken_alone() -
     assert payoff.numbers([[0.7**n for n in range(1, 9)]], 1) == [8]
 
 
+def test_a_draft_that_is_hardly_ever_right_is_not_tried() -> None:
+    """Even if it costs nothing."""
+    payoff = known(1, (1, 1.0), (2, 1.0))
+    assert payoff.numbers([[0.06, 0.04]], 1) == [1]
+    assert payoff.numbers([[0.04]], 1) == [0]
+
+
 def test_after_a_single_draft_that_was_dear_more_are_tried() -> None:
     """The next ones may cost nothing. After two or more, they are expected to cost as much each."""
     chances = [[0.35, 0.33, 0.3, 0.28]]
