@@ -1,7 +1,8 @@
-"""Replaces files in one step, and locks directories."""
+"""Replaces files in one step, locks directories, and names models by their files."""
 
 import fcntl
 import os
+import re
 from pathlib import Path
 
 
@@ -29,3 +30,11 @@ def try_lock(directory: Path) -> int | None:
         pass
     os.close(lock)
     return None
+
+
+def default_name(path: Path) -> str:
+    """The default name of a model for clients, by its directory or GGUF file. If the model is in
+    several files, `path` is the first of them: `NAME-00001-of-00003.gguf`."""
+    if path.suffix != ".gguf":
+        return path.name
+    return re.sub(r"-\d{5}-of-\d{5}$", "", path.stem)

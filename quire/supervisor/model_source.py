@@ -8,6 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from quire.files import default_name
 from quire.module_command import module_command
 from quire.supervisor.errors import ModelNotFound, ModelUnusable
 
@@ -31,10 +32,8 @@ def find_model(name: str) -> ModelSource:
     if name == EMBEDDED:
         return ModelSource("quire-embedded", _embedded())
     directory = Path(name).expanduser()
-    if directory.is_dir():
-        return ModelSource(directory.resolve().name, directory.resolve())
-    if directory.exists() and _is_gguf(directory):
-        return ModelSource(directory.resolve().stem, directory.resolve())
+    if directory.is_dir() or (directory.exists() and _is_gguf(directory)):
+        return ModelSource(default_name(directory.resolve()), directory.resolve())
     if directory.exists():
         raise ModelNotFound(
             f"{name} is a file; a model is a directory in Hugging Face format, or a GGUF file"

@@ -9,6 +9,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from quire.choices import Attention, Backend, Dtype, Isa, KvDtype, Numa, Preemption
+from quire.files import default_name
 from quire.sizes import parse_size
 from quire.speculative_config import SpeculativeConfig
 from services.common.checkpoint.quantization import Quantization
@@ -247,8 +248,7 @@ class WorkerSettings(TracedSettings, PoolServiceSettings):
 
     @property
     def served_name(self) -> str:
-        path = self.model.resolve()
-        return self.model_name or (path.stem if path.suffix == ".gguf" else path.name)
+        return self.model_name or default_name(self.model.resolve())
 
     @property
     def pool_bytes(self) -> int | None:

@@ -21,8 +21,9 @@ def test_a_file_is_no_model(tmp_path: Path) -> None:
         find_model(str(tmp_path / "model.safetensors"))
 
 
-def test_a_gguf_file_is_a_model(tmp_path: Path) -> None:
-    path = tmp_path / "tiny-q4.gguf"
+@pytest.mark.parametrize("file", ["tiny-q4.gguf", "tiny-q4-00001-of-00003.gguf"])
+def test_a_gguf_file_is_a_model(tmp_path: Path, file: str) -> None:
+    path = tmp_path / file
     path.write_bytes(b"GGUF\x03\x00\x00\x00")
     source = find_model(str(path))
     assert (source.name, source.directory) == ("tiny-q4", path)
