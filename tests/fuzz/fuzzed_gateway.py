@@ -119,6 +119,7 @@ class FakeDirectory:
     connections: list[FakeConnection]
     served_model: Any
     another_gateway_serves: bool = False
+    starting: tuple[()] = ()
 
     @property
     def _workers(self) -> list[Worker]:

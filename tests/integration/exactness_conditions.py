@@ -64,6 +64,7 @@ async def in_a_batch(deployment: ExactnessDeployment, request: Request) -> Answe
     deployment.call(second)  # its step stops the prefill engine until the next requests are there
     await deployment.until_paused([prefill])
     call = deployment.call(request)
+    await deployment.until(lambda: prefill.worker.num_busy > 1)  # a grammar takes a while
     for other in after:
         deployment.call(other)
     await deployment.until(lambda: prefill.worker.num_busy > 2)

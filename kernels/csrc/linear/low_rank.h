@@ -41,6 +41,11 @@ inline u32x16 load_first(const T* from, int64_t count) {
   return load<u32x16>(values);
 }
 
+// A step's values in every lane: one float, or two bf16. GCC 12 cannot compile all kernels for AVX2
+// if a float is splat as an integer.
+inline u32x16 splat_step(const float* from) { return (u32x16)splat(*from); }
+inline u32x16 splat_step(const bf16* from) { return load<uint32_t>(from) - u32x16{}; }
+
 inline void store_value(float* to, float value) { *to = value; }
 inline void store_value(bf16* to, float value) { *to = to_bf16(value); }
 
@@ -107,8 +112,8 @@ inline void expand_tile(const LowRank& one, const T* z, int64_t z_stride, int64_
 #pragma GCC unroll 4
     for (int row = 0; row < rows; ++row) {
       const int64_t at = row * z_stride + step * kValues;
-      const u32x16 a = load<uint32_t>(low + at) - u32x16{};
-      const u32x16 b = load<uint32_t>(high + at) - u32x16{};
+      const u32x16 a = splat_step(low + at);
+      const u32x16 b = splat_step(high + at);
       sums[row].low = add_products<T>(sums[row].low, a, left);
       sums[row].high = add_products<T>(sums[row].high, b, right);
     }
