@@ -15,6 +15,9 @@ from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file, save_file
 
 from bench.make_checkpoint import CHAT_TEMPLATE
+from services.common.errors import StartupError
+from services.common.text.model_config import ModelConfig
+from services.engine.weights.checkpoint import load_weights
 
 Choose = Callable[[str], str]
 """Chooses the type of a linear or of the embedding, by its name in GGUF."""
@@ -112,8 +115,23 @@ def write_twin(plain: Path, directory: Path, weights: dict[str, torch.Tensor]) -
     return directory
 
 
+def number_refused(path: Path, header_bytes: int) -> int:
+    """How many of 200 copies with one wrong bit in the header are refused. The others are read: no
+    error but StartupError is raised."""
+    content, rng, refused = path.read_bytes(), np.random.default_rng(0), 0
+    for place in rng.integers(4, header_bytes, 200):
+        broken = bytearray(content)
+        broken[place] ^= 1 << int(rng.integers(8))
+        path.write_bytes(broken)
+        try:
+            load_weights(path, ModelConfig.from_directory(path))
+        except StartupError:
+            refused += 1
+    return refused
+
+
 def _metadata(config: dict[str, Any], architecture: str) -> Metadata:
-    """What the converter writes for this config.json."""
+    """The metadata that the converter writes for this config.json."""
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rope = rope.get("full_attention", rope)

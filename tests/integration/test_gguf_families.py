@@ -23,7 +23,7 @@ from services.engine.weights.fused_weights import all_sections
 from services.engine.weights.kinds import section_kinds
 
 from .family_checkpoints import CASES, Case, make
-from .gguf_checkpoints import ARCHITECTURES, Metadata, write_gguf, write_twin
+from .gguf_checkpoints import ARCHITECTURES, Metadata, number_refused, write_gguf, write_twin
 from .models_oracle import Oracle, RecordingRunner, Trial, random_prompt
 from .quantized_checkpoints import compare_answers
 
@@ -281,16 +281,8 @@ def test_broken_files_of_experts_raise_no_other_error(tmp_path: Path) -> None:
         path.write_bytes(content[:size])
         with pytest.raises(StartupError):
             load_weights(path, ModelConfig.from_directory(path))
-    refused = 0
-    for place in rng.integers(4, header, 200):
-        broken = bytearray(content)
-        broken[place] ^= 1 << int(rng.integers(8))
-        path.write_bytes(broken)
-        try:
-            load_weights(path, ModelConfig.from_directory(path))
-        except StartupError:
-            refused += 1
-    assert refused > 50
+    path.write_bytes(content)
+    assert number_refused(path, header) > 50
 
 
 @pytest.mark.parametrize(("name", "num_layers"), [("gemma2", 46), ("gemma3", 62)])

@@ -1,4 +1,4 @@
-// What adapters add to a linear: y += B (A x), with the A and B of each row's own adapter.
+// Adapters add to a linear: y += B (A x), with the A and B of each row's own adapter.
 //
 // A is as in its file, a row for each rank; an element of A x is summed in 16 lanes over K, from
 // front to back, and these are added in one tree. B is packed as the linear is:
@@ -131,7 +131,7 @@ inline void expand_rows(const LowRank& one, const LowRanks& added, int64_t row, 
     expand_tile<T, 1>(one, z + i * added.z_stride, added.z_stride, panel, out + i);
 }
 
-// What is added to each of some rows for the columns of a panel. Not inlined: each kind of sums
+// Computes the additions to some rows for the columns of a panel. Not inlined: each kind of sums
 // would have a copy.
 [[gnu::noinline]] inline void expand(const LowRanks& added, int64_t row, int64_t num_rows,
                                      int64_t panel, Columns* out) {
