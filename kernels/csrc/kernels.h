@@ -112,7 +112,7 @@ struct LowRanks {
   }
 };
 
-// What a linear does with its result y = x W^T + bias (fp32).
+// The ways in which a linear uses its result y = x W^T + bias (fp32).
 enum class Epilogue : int {
   store_f32 = 0,  // out[m, n] = y
   store_bf16 = 1,

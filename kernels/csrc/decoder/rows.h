@@ -1,4 +1,4 @@
-// What happens to rows between linears and attention: norms, rotation, quantization.
+// The work on rows between linears and attention: norms, rotation, quantization.
 //
 // A row's sums run over lanes and vectors in an order that only its width decides. What is not
 // finite stays so: a row of bytes that held an infinity or a NaN has a scale that is not finite,

@@ -1,4 +1,4 @@
-// What becomes of the finished sums of some rows of a panel.
+// The last part of a linear: it takes the finished sums of some rows of a panel.
 #pragma once
 
 #include "isa/simd.h"
