@@ -8,7 +8,7 @@ CXX_FILES := $(shell find kernels/csrc -name '*.cpp' -o -name '*.h')
 HOW_LOUD := $(if $(shell test -t 2 && echo yes),--verbose,--quiet)
 
 .PHONY: help setup proto lint type test test-failed test-fast test-browser test-clients \
-  test-containers test-full check chaos bench docs wheel images up down clean
+  test-containers test-full check chaos bench docs wheel wheels images up down clean
 .NOTPARALLEL:
 
 # Tests run beside the services that they start, so each process has one OpenMP thread, which does
@@ -92,6 +92,11 @@ wheel: setup ## Build a wheel for this platform into dist/, for any Linux with i
 	$(BIN)/pip wheel --quiet --no-deps --wheel-dir build/wheel .
 	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/auditwheel repair --wheel-dir dist build/wheel/*.whl
 	ls dist/*.whl
+
+wheels: setup ## Build the wheels of a release into dist/: amd64 and arm64, all Pythons (cibuildwheel; needs Docker)
+	rm -rf build/sdist
+	$(BIN)/python -m build --sdist --no-isolation --outdir build/sdist
+	$(BIN)/cibuildwheel --platform linux --output-dir dist build/sdist/*.tar.gz
 
 images: ## Build the images for amd64 and arm64 (docker buildx; PUSH=1 IMAGE=registry/name pushes them)
 	VERSION=$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml) \
