@@ -87,20 +87,21 @@ bench: setup ## Print the benchmark tables
 docs: setup ## Build the documentation site into build/site; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
+DIST := dist
+VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+
 wheel: setup ## Build a wheel for this platform into dist/, for any Linux with its glibc or a later one
 	rm -rf build/wheel
 	$(BIN)/pip wheel --quiet --no-deps --wheel-dir build/wheel .
-	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/auditwheel repair --wheel-dir dist build/wheel/*.whl
-	ls dist/*.whl
+	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/auditwheel repair --wheel-dir $(DIST) build/wheel/*.whl
+	ls $(DIST)/*.whl
 
-wheels: setup ## Build the wheels of a release into dist/: amd64 and arm64, all Pythons (cibuildwheel; needs Docker)
-	rm -rf build/sdist
-	$(BIN)/python -m build --sdist --no-isolation --outdir build/sdist
-	$(BIN)/cibuildwheel --platform linux --output-dir dist build/sdist/*.tar.gz
+wheels: .venv/.installed ## Build a release's source distribution and wheels for amd64 and arm64 into dist/ (cibuildwheel, in Docker)
+	$(BIN)/python -m build --sdist --no-isolation --outdir $(DIST)
+	$(BIN)/cibuildwheel --platform linux --output-dir $(DIST) $(DIST)/quire_serve-$(VERSION).tar.gz
 
 images: ## Build the images for amd64 and arm64 (docker buildx; PUSH=1 IMAGE=registry/name pushes them)
-	VERSION=$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml) \
-	  docker buildx bake $(if $(PUSH),--push)
+	VERSION=$(VERSION) docker buildx bake --file docker-bake.hcl $(if $(PUSH),--push)
 
 up: setup ## Serve the embedded model in the foreground (ARGS="--decode 2": flags of quire serve)
 	$(BIN)/quire serve $(ARGS)
