@@ -1,8 +1,9 @@
 """A server interceptor: lets the server's guard admit calls, and maps exceptions of handlers to
 gRPC statuses, for unary and streaming handlers.
 
-A failed call has the trailer `quire-error-code`, and `grpc-retry-pushback-ms` if a retry may help.
-Cancellation passes through unchanged, because it is not an error.
+A call is admitted before its message is read, so that a client that may not call takes no memory
+(ADR 198). A failed call has the trailer `quire-error-code`, and `grpc-retry-pushback-ms` if a retry
+may help. Cancellation passes through unchanged, because it is not an error.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import grpc
 from grpc import aio
 
+from services.common.rpc.arrivals import SLOW_IF_OPEN_S, SLOW_S, Arrivals
 from services.common.rpc.error_table import Failure, failure_of
 from services.common.rpc.message_bounds import SMALL_BYTES, check_counts
 from services.common.runtime.logging import bind_request_id
@@ -30,6 +32,7 @@ if TYPE_CHECKING:  # these classes are generic only in the stubs
 else:
     _Handler, _Context = grpc.RpcMethodHandler, aio.ServicerContext
 _Call = Callable[[Any, _Context], Awaitable[Any]]
+_Read = Callable[[Any, _Context], Awaitable[Any]]
 _Decode = Callable[[bytes], Any]
 _Admit = Callable[[_Context], Awaitable[None]]
 
@@ -49,6 +52,8 @@ class ErrorInterceptor(aio.ServerInterceptor):
 
     def __init__(self, guard: Guard | None = None) -> None:
         self._guard = guard
+        self._arrivals = Arrivals(SLOW_S)
+        self._open_arrivals = Arrivals(SLOW_IF_OPEN_S)
 
     async def intercept_service(
         self,
@@ -56,12 +61,11 @@ class ErrorInterceptor(aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> _Handler | None:
         handler = await continuation(handler_call_details)
-        return handler and _wrapped(handler, self._admit(handler_call_details.method))
-
-    def _admit(self, method: str) -> _Admit | None:
-        if self._guard is None or method.startswith(_UNGUARDED_PREFIX):
-            return None
-        return partial(self._guard.admit, method)
+        method = handler_call_details.method
+        is_open = method.startswith(_UNGUARDED_PREFIX)
+        admit = None if self._guard is None or is_open else partial(self._guard.admit, method)
+        arrivals = self._open_arrivals if is_open else self._arrivals
+        return handler and _wrapped(handler, admit, arrivals, is_open=is_open)
 
 
 def trailers(failure: Failure) -> tuple[tuple[str, str], ...]:
@@ -72,19 +76,29 @@ def trailers(failure: Failure) -> tuple[tuple[str, str], ...]:
     return (*code, (RETRY_TRAILER, str(round(failure.retry_delay_s * 1000))))
 
 
-def _wrapped(handler: _Handler, admit: _Admit | None) -> _Handler:
-    # A single request is decoded inside the wrapper: gRPC would answer a malformed request with
-    # UNKNOWN and the decoder's text. A stream's messages are decoded when the method reads them.
-    decode_inside = None if handler.request_streaming else handler.request_deserializer
-    call = _guarded(_call_of(handler), decode_inside, admit)
-    make = {
-        (False, False): grpc.unary_unary_rpc_method_handler,
-        (False, True): grpc.unary_stream_rpc_method_handler,
-        (True, False): grpc.stream_unary_rpc_method_handler,
-        (True, True): grpc.stream_stream_rpc_method_handler,
-    }[handler.request_streaming, handler.response_streaming]
-    decode = handler.request_deserializer if handler.request_streaming else None
-    return make(call, decode, handler.response_serializer)
+def _wrapped(
+    handler: _Handler, admit: _Admit | None, arrivals: Arrivals, *, is_open: bool
+) -> _Handler:
+    """The handler with its guard. It takes a stream, also where the method takes one message: gRPC
+    would read that message before the guard admits the call. `is_open`: anybody may call."""
+    decode: Any = handler.request_deserializer
+
+    async def message(_stream: Any, context: _Context) -> Any:
+        data = await arrivals.message(context)
+        return await _decoded(data, decode) if decode else data
+
+    async def messages(stream: Any, context: _Context) -> Any:
+        return arrivals.messages(context, decode) if is_open else stream
+
+    read = messages if handler.request_streaming else message
+    call = _guarded(_call_of(handler), read, admit)
+    make = (
+        grpc.stream_stream_rpc_method_handler
+        if handler.response_streaming
+        else grpc.stream_unary_rpc_method_handler
+    )
+    reads_itself = is_open or not handler.request_streaming
+    return make(call, None if reads_itself else decode, handler.response_serializer)
 
 
 def _call_of(handler: _Handler) -> _Call:
@@ -104,13 +118,13 @@ def _call_of(handler: _Handler) -> _Call:
     return write_all
 
 
-def _guarded(call: _Call, decode: _Decode | None, admit: _Admit | None) -> _Call:
-    async def guarded(request: Any, context: _Context) -> Any:
+def _guarded(call: _Call, read: _Read, admit: _Admit | None) -> _Call:
+    async def guarded(stream: Any, context: _Context) -> Any:
         _bind_metadata(context)
         try:
             if admit is not None:
                 await admit(context)
-            return await call(await _decoded(request, decode) if decode else request, context)
+            return await call(await read(stream, context), context)
         except aio.BaseError:  # the handler called abort, or gRPC raised it
             raise
         except Exception as error:
