@@ -188,7 +188,8 @@ def _chunk(event: dict[str, Any]) -> Chunk | None:
 def _text(choice: dict[str, Any]) -> str:
     """Text of a completion or a chat; reasoning is generated text too."""
     delta = choice.get("delta") or {}
-    parts = (choice.get("text"), delta.get("reasoning_content"), delta.get("content"))
+    reasoning = delta.get("reasoning") or delta.get("reasoning_content")  # newer and older name
+    parts = (choice.get("text"), reasoning, delta.get("content"))
     return "".join(filter(None, parts))
 
 

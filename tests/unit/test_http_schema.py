@@ -263,6 +263,13 @@ def test_fields_without_effect_are_accepted(fields: dict[str, Any]) -> None:
             'messages[0].content: a text part is {"type": "text", "text": "..."}',
         ),
         (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "", "age": 3}]}]},
+            "messages[0].content: a text part has only type and text, not age",
+        ),
+        ({"max_tokens": 1e300}, "max_tokens: Input should be a valid integer"),
+        ({"guided_json": {}}, "guided_json is not supported; use structured_outputs.json"),
+        ({"functions": [{"name": "f"}]}, "functions is not supported; use tools"),
+        (
             {"messages": [{"role": "user", "content": "", "tool_call_id": "x"}]},
             "messages[0]: tool_call_id is of messages with role tool",
         ),
@@ -337,6 +344,35 @@ async def test_every_wrong_field_is_named() -> None:
 )
 async def test_bodies_that_are_no_json_object_are_refused(body: bytes) -> None:
     assert (await problem(CompletionBody, body)).startswith("the body is not ")
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_earlier_reasoning_reaches_the_chat_template(name: str) -> None:
+    (message,) = chat(messages=[{"role": "assistant", "content": "", name: "Hm"}]).prompt
+    assert isinstance(message, ChatMessage)
+    assert message.fields["reasoning_content"] == "Hm"
+
+
+@pytest.mark.parametrize("number", [5, 5.0])
+def test_whole_number_may_have_a_fraction_of_0(number: float) -> None:
+    assert chat(max_tokens=number).sampling.max_tokens == 5
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"chat_template": None, "guided_json": None, "web_search_options": None},
+        {"return_tokens_as_token_ids": False, "vllm_xargs": {}, "mm_processor_kwargs": {}},
+        {"kv_transfer_params": None, "logits_processors": [], "verbosity": "medium"},
+    ],
+)
+def test_fields_that_request_nothing_are_dropped(fields: dict[str, Any]) -> None:
+    assert chat(**fields) == chat()
+
+
+def test_text_part_with_cache_control_is_its_text() -> None:
+    part = {"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}
+    assert chat(messages=[{"role": "user", "content": [part]}]) == chat()
 
 
 def test_tools_and_calls_reach_the_chat_template() -> None:

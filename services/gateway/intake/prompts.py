@@ -148,8 +148,9 @@ def _render(
             raise InvalidRequest(f"message {number} has no role", PROMPT)
     if options.tools and not model.chat_template.takes_tools:
         raise InvalidRequest("this model's chat template has no place for tools", "tools")
+    own_name = "system" if "developer" not in model.chat_template.source else "developer"
     written = {
-        "messages": list(map(_fields, messages)),
+        "messages": [_fields(message, developer=own_name) for message in messages],
         "arguments": options.arguments,
         "tools": options.tools,
     }
@@ -164,8 +165,11 @@ def _render(
     return text, hidden
 
 
-def _fields(message: ChatMessage) -> dict[str, Any]:
-    fields = {"role": message.role, "content": message.content, **message.fields}
+def _fields(message: ChatMessage, developer: str) -> dict[str, Any]:
+    """A message as the template gets it. `developer`: its name of the role `developer`, which
+    most templates do not know: some of them would leave the message out."""
+    role = developer if message.role == "developer" else message.role
+    fields = {"role": role, "content": message.content, **message.fields}
     return {**fields, "name": message.name} if message.name else fields
 
 

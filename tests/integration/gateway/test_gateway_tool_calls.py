@@ -11,7 +11,13 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from services.gateway.frontend.api import ChatMessage, Delta, Received, RequestedTools
+from services.gateway.frontend.api import (
+    ChatMessage,
+    Delta,
+    Received,
+    RequestedTools,
+    TokenizeRequest,
+)
 from services.gateway.frontend.http.app import create_app
 from services.gateway.frontend.http.transport.server import http_server
 from services.gateway.parsing.parts import Part, joined
@@ -105,12 +111,16 @@ def fields(**more: Any) -> Any:
     return {"model": "toy", "messages": USER, "stop": "END", "tools": TOOLS} | more
 
 
+REASONING = dict.fromkeys(("reasoning", "reasoning_content"), "The user asks.")
+"""vLLM's two names, the newer one first."""
+
+
 async def test_a_whole_answer_has_the_calls(client: openai.AsyncOpenAI) -> None:
     answer = await client.chat.completions.create(**fields())
     (choice,) = answer.choices
     message = choice.message
     assert (choice.finish_reason, message.content) == ("tool_calls", "Look:")
-    assert message.model_extra == {"reasoning_content": "The user asks."}
+    assert message.model_extra == REASONING
     assert message.tool_calls is not None
     called = [(each.function.name, each.function.arguments) for each in message.tool_calls]
     assert called == [("get_weather", '{"city": "Genève"}'), ("get_time", "{}")]
@@ -123,15 +133,16 @@ async def test_a_streamed_answer_has_openais_shape(client: openai.AsyncOpenAI) -
     choices = [part.choices[0] async for part in stream]
     deltas = [choice.delta.model_dump(exclude_unset=True) for choice in choices]
     assert deltas[0] == {"role": "assistant", "content": ""}
-    joined = {"content": "", "reasoning_content": ""}
+    joined = {"content": "", "reasoning": "", "reasoning_content": ""}
     starts, arguments = [], ["", ""]
     for delta in deltas[1:]:
-        (name, value), *others = delta.items() or [("content", "")]
-        assert not others
-        if name in joined:
-            joined[name] += value
+        if "tool_calls" not in delta:
+            assert set(delta) in (set(), {"content"}, set(REASONING))
+            for name, value in delta.items():
+                joined[name] += value
             continue
-        (call,) = value
+        assert set(delta) == {"tool_calls"}
+        (call,) = delta["tool_calls"]
         if "id" in call:
             assert list(call) == ["index", "id", "function", "type"]
             assert call["function"]["arguments"] == ""
@@ -139,7 +150,7 @@ async def test_a_streamed_answer_has_openais_shape(client: openai.AsyncOpenAI) -
         else:
             assert (set(call), set(call["function"])) == ({"index", "function"}, {"arguments"})
             arguments[call["index"]] += call["function"]["arguments"]
-    assert joined == {"content": "Look:", "reasoning_content": "The user asks."}
+    assert joined == {"content": "Look:", **REASONING}
     assert starts == [(0, "get_weather", "function"), (1, "get_time", "function")]
     assert arguments == ['{"city": "Genève"}', "{}"]
     assert [c.finish_reason for c in choices if c.finish_reason] == ["tool_calls"]
@@ -201,7 +212,7 @@ async def test_reasoning_can_be_left_out_or_begun_by_the_prompt(
     thinks = {"chat_template_kwargs": {"thinks": True}}
     answer = await client.chat.completions.create(**fields(extra_body=thinks))
     message = answer.choices[0].message
-    assert (message.content, message.model_extra) == ("Yes.", {"reasoning_content": "Hm."})
+    assert (message.content, message.model_extra) == ("Yes.", dict.fromkeys(REASONING, "Hm."))
 
 
 async def test_a_cut_call_ends_with_length(client: openai.AsyncOpenAI, script: Script) -> None:
@@ -250,6 +261,19 @@ async def test_a_forced_call_has_a_form_of_its_own(client: openai.AsyncOpenAI, c
     tools = [{"type": "function", "function": wrong}]
     with pytest.raises(openai.BadRequestError, match="structured output"):
         await client.chat.completions.create(**fields(tool_choice="required", tools=tools))
+
+
+@pytest.mark.parametrize(("more", "role"), [("", "system"), ("{# developer #}", "developer")])
+async def test_developers_message_is_the_systems_unless_the_template_knows_it(
+    make_harness: Callable[..., Awaitable[GatewayHarness]], model_dir: Path, more: str, role: str
+) -> None:
+    """A template that leaves out the roles that it does not know must not lose it."""
+    template = "{% for m in messages %}{{ m.role }}{% endfor %}" + more
+    (model_dir / "chat_template.jinja").write_text(template)
+    harness = await make_harness(fakes.prefill.FakePrefill(), fakes.decode.FakeDecode())
+    request = TokenizeRequest((ChatMessage("developer", "Be brief."),), "toy")
+    rendered = (await harness.gateway.tokenize(request)).token_ids
+    assert await harness.gateway.detokenize(rendered, "toy") == role
 
 
 async def test_tools_need_a_template_and_a_format(

@@ -55,6 +55,17 @@ async def test_a_refusal_names_a_parameter_as_the_body_does(
     assert error["message"] == "max_completion_tokens is 0, not 1 or more"
 
 
+async def test_refusal_for_its_length_names_the_limit_as_the_body_does(
+    http: httpx.AsyncClient, generator: FakeGenerator
+) -> None:
+    text = "you requested 12 tokens: the prompt's 3 and {} 9"
+    generator.error = errors.PromptTooLong(text.format("max_tokens"), "max_tokens")
+    answer = await http.post("/v1/responses", json={"input": "Hi", "max_output_tokens": 9})
+    error = answer.json()["error"]
+    assert error["param"] == "max_output_tokens"
+    assert error["message"] == text.format("max_output_tokens")
+
+
 async def test_the_openai_client_raises_its_own_errors(
     client: openai.AsyncOpenAI, generator: FakeGenerator
 ) -> None:

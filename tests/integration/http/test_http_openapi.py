@@ -9,7 +9,7 @@ from jsonschema import Draft202012Validator
 from prometheus_client import CollectorRegistry
 
 from services.common import errors
-from services.gateway.frontend.api import ChatMessage, TokenizeRequest
+from services.gateway.frontend.api import ChatMessage, ServedModel, TokenizeRequest
 from services.gateway.frontend.http.app import create_app
 
 from .conftest import HI, FakeGenerator
@@ -39,6 +39,17 @@ def test_every_route_is_listed(generator: FakeGenerator) -> None:
 
     api = {path for path in routes if path != "/" and not path.startswith("/dashboard")}
     assert set(openapi_document("1")["paths"]) == api
+
+
+async def test_list_with_an_adapter_fits_the_document(
+    generator: FakeGenerator, http: httpx.AsyncClient, document: dict[str, Any]
+) -> None:
+    adapter = ServedModel("sql", 512, 16, "float32", "/adapters/sql", parent="org/tiny")
+    generator.models = lambda: (adapter,)  # type: ignore[method-assign]
+    answer = (await http.get("/v1/models")).json()
+    assert answer["data"][0]["parent"] == "org/tiny"
+    content = document["paths"]["/v1/models"]["get"]["responses"]["200"]["content"]
+    assert fits(document, content["application/json"]["schema"], answer)
 
 
 BODIES: list[tuple[str, dict[str, Any]]] = [

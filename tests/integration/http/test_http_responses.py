@@ -39,6 +39,14 @@ async def test_a_response_has_the_text_and_the_usage(
     assert (request.sampling.max_tokens, request.sampling.temperature) == (9, 0.5)
 
 
+async def test_format_of_the_text_is_repeated(client: openai.AsyncOpenAI) -> None:
+    wanted: Any = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
+    response = await client.responses.create(model=MODEL, input="Hi", text={"format": wanted})
+    assert response.text is not None
+    assert response.text.format is not None
+    assert response.text.format.model_dump(by_alias=True, exclude_none=True) == wanted
+
+
 async def test_a_conversation_goes_on_with_the_output_items(
     client: openai.AsyncOpenAI, generator: FakeGenerator
 ) -> None:
@@ -53,7 +61,7 @@ async def test_a_conversation_goes_on_with_the_output_items(
     ]
     await client.responses.create(model=MODEL, input=items)
     assert generator.requests[-1].prompt == (
-        ChatMessage("system", "Be brief."),
+        ChatMessage("developer", "Be brief."),
         ChatMessage("user", "Hi"),
         ChatMessage("assistant", "".join(TEXTS)),
         ChatMessage("user", "Go on"),

@@ -54,5 +54,8 @@ def test_chats_have_content_and_reasoning_and_a_first_event_without_either() -> 
     assert _chunk({"choices": [{"delta": {"role": "assistant", "content": ""}}]}) is None
     assert _chunk({"choices": [{"delta": {"content": "a"}}]}) == Chunk(1, "a")
     assert _chunk({"choices": [{"delta": {"reasoning_content": "b"}}]}) == Chunk(1, "b")
+    both = {"reasoning": "b", "reasoning_content": "b"}
+    assert _chunk({"choices": [{"delta": {"reasoning": "b"}}]}) == Chunk(1, "b")
+    assert _chunk({"choices": [{"delta": both}]}) == Chunk(1, "b")
     last = {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 2}}
     assert _chunk(last) == Chunk(0, "", 5, 2)

@@ -1,6 +1,7 @@
 """Turns errors into answers as OpenAI's clients expect them: a status, and one JSON format."""
 
 import math
+import re
 import secrets
 from collections.abc import Mapping
 from http import HTTPStatus
@@ -42,8 +43,7 @@ def error_response(error: Exception, names: Mapping[str, str]) -> Json:
     if isinstance(error, InvalidRequest) and error.param is not None and error.param in names:
         name, own = error.param, names[error.param]
         error.param = own
-        if str(error).startswith(f"{name} "):
-            error.args = (str(error).replace(name, own, 1),)
+        error.args = (re.sub(rf"(^|and ){name} ", rf"\1{own} ", str(error), count=1),)
     failure = failure_of(error)
     headers = _retry_headers(failure.retry_delay_s)
     if failure.http_status == HTTPStatus.UNAUTHORIZED:

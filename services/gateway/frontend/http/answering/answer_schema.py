@@ -99,6 +99,7 @@ class ToolCall(_Exact):
 class Message(_Exact):
     role: Literal["assistant"]
     content: str | None
+    reasoning: NotRequired[str]
     reasoning_content: NotRequired[str]
     tool_calls: NotRequired[list[ToolCall]]
 
@@ -209,6 +210,7 @@ class Text(_Exact):
 
 class Model(_Exact):
     id: str
+    parent: NotRequired[str]
     object: Literal["model"]
     created: int
     owned_by: str

@@ -76,7 +76,7 @@ def _delta_fields(part: Part) -> JSON:
         case Content(text):
             return {"content": text}
         case Reasoning(text):
-            return {"reasoning_content": text}
+            return _reasoning(text)
         case CallStart(index, call_id, name):
             return {"tool_calls": [{"index": index, **_call(call_id, name, "")}]}
         case CallArguments(index, text):
@@ -100,9 +100,14 @@ def _message_fields(parts: Sequence[Part]) -> JSON:
     return {
         "role": "assistant",
         "content": content or (None if calls else ""),
-        **({"reasoning_content": reasoning} if reasoning else {}),
+        **(_reasoning(reasoning) if reasoning else {}),
         **({"tool_calls": calls} if calls else {}),
     }
+
+
+def _reasoning(text: str) -> JSON:
+    """Under both names: vLLM 0.11 renamed `reasoning_content` to `reasoning`."""
+    return {"reasoning": text, "reasoning_content": text}
 
 
 def _call(call_id: str, name: str, arguments: str) -> JSON:

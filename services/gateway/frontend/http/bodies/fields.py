@@ -45,6 +45,9 @@ MAX_INPUTS = 2048
 MAX_PROMPTS = 128
 """Limit for the prompts of one body; each becomes a request of its own."""
 
+_LARGEST_WHOLE = 1 << 53
+"""Up to here, every whole number is a float."""
+
 _MOST_DIGITS = 20
 _TOKEN_ID = re.compile(f"[0-9]{{1,{_MOST_DIGITS}}}")
 
@@ -53,7 +56,8 @@ Strings = Annotated[list[str], Field(fail_fast=True)]
 
 
 class Body(BaseModel):
-    """An object of a body. Drops the fields of `ignored_fields`, and refuses unknown ones."""
+    """An object of a body. Drops the fields of `ignored_fields`, and refuses unknown ones. A whole
+    number may have a fraction of 0, as in JSON Schema: 5.0 is an integer."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
@@ -64,7 +68,10 @@ class Body(BaseModel):
             return fields
         if len(fields) > MAX_FIELDS:
             raise ValueError(f"an object of {len(fields)} fields, at most {MAX_FIELDS}")
-        return without_ignored(fields, cls.model_fields)
+        return {
+            name: int(value) if isinstance(value, float) and _is_whole(value) else value
+            for name, value in without_ignored(fields, cls.model_fields).items()
+        }
 
     @classmethod
     def __get_pydantic_json_schema__(
@@ -78,6 +85,10 @@ class Body(BaseModel):
                 schema.setdefault("properties", {})[name] = {"enum": [None, *values]}
         schema["maxProperties"] = MAX_FIELDS
         return reference
+
+
+def _is_whole(number: float) -> bool:
+    return number.is_integer() and abs(number) <= _LARGEST_WHOLE
 
 
 class StreamOptions(Body):
@@ -169,17 +180,26 @@ def _content(value: Any) -> str:
 
 def _part(part: Any) -> str:
     match part:
-        case {"type": "text", "text": str(text), **others} if not others:
+        case {"type": "text", "text": str(text), **others} if others.keys() <= _PART_EXTRAS:
             return text
+        case {"type": "text", "text": str(), **others}:
+            names = ", ".join(sorted(others.keys() - _PART_EXTRAS))
+            raise ValueError(f"a text part has only type and text, not {names[:_MAX_SHOWN]}")
         case {"type": str(kind)} if kind != "text":
-            raise ValueError(f"content parts of type {kind!r} are not supported, only 'text'")
+            text = f"content parts of type {kind[:_MAX_SHOWN]!r} are not supported, only 'text'"
+            raise ValueError(text)
     raise ValueError('a text part is {"type": "text", "text": "..."}')
 
+
+_PART_EXTRAS = {"cache_control"}
+"""Asks to cache the prompt up to a part, which Quire always does."""
+
+_MAX_SHOWN = 64
 
 _IDS = {"type": "array", "items": {"type": "integer"}}
 _TEXT_PART = {
     "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}, "cache_control": {}},
     "required": ["type", "text"],
     "additionalProperties": False,
 }

@@ -15,6 +15,7 @@ NO_EFFECT_VALUES: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (True,),
     "annotations": _EMPTY,
     "audio": (),
+    "chat_template": (),
     "chat_template_kwargs": _EMPTY,
     "continue_final_message": _OFF,
     "detokenize": (True,),
@@ -22,7 +23,14 @@ NO_EFFECT_VALUES: dict[str, tuple[Any, ...]] = {
     "echo": _OFF,
     "function_call": ("none", "auto"),
     "functions": _EMPTY,
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
     "include_obfuscation": _OFF,
+    "kv_transfer_params": (),
+    "logits_processors": _EMPTY,
+    "mm_processor_kwargs": _EMPTY,
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "phase": (),
@@ -30,6 +38,7 @@ NO_EFFECT_VALUES: dict[str, tuple[Any, ...]] = {
     "prompt_logprobs": (),
     "reasoning_effort": (),
     "refusal": (),
+    "return_tokens_as_token_ids": _OFF,
     # Both values have the same effect: no supported model family's decoder adds such spaces.
     "spaces_between_special_tokens": (True, False),
     "suffix": ("",),
@@ -38,9 +47,21 @@ NO_EFFECT_VALUES: dict[str, tuple[Any, ...]] = {
     "tools": _EMPTY,
     "top_logprobs": (0,),
     "truncate_prompt_tokens": (),
-    "verbosity": (),
+    "verbosity": ("medium",),
+    "vllm_xargs": _EMPTY,
+    "web_search_options": (),
 }
 """Field -> the values that request nothing, in addition to null."""
+
+SUCCESSORS = {
+    "function_call": "tool_choice",
+    "functions": "tools",
+    "guided_choice": "structured_outputs.choice",
+    "guided_grammar": "structured_outputs.grammar",
+    "guided_json": "structured_outputs.json",
+    "guided_regex": "structured_outputs.regex",
+}
+"""Fields of older APIs -> the fields that took their places."""
 
 
 def without_ignored(fields: dict[str, Any], supported: Collection[str]) -> dict[str, Any]:

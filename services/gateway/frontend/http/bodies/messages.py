@@ -19,8 +19,10 @@ class MessageBody(Body):
     """Of an assistant's message: its calls."""
     tool_call_id: str | None = None
     """Of a tool's message: the call that it answers."""
+    reasoning: str | None = None
     reasoning_content: str | None = None
-    """Of an assistant's message, for templates that show earlier reasoning."""
+    """Of an assistant's message, for templates that show earlier reasoning; `reasoning` is vLLM's
+    newer name for it."""
 
     @model_validator(mode="after")
     def _check_fields(self) -> Self:
@@ -33,7 +35,8 @@ class MessageBody(Body):
         return self
 
     def to_message(self) -> ChatMessage:
-        fields = assistant_fields(self.tool_calls or (), self.reasoning_content or "")
+        reasoning = self.reasoning_content or self.reasoning or ""
+        fields = assistant_fields(self.tool_calls or (), reasoning)
         if self.tool_call_id is not None:
             fields["tool_call_id"] = self.tool_call_id
         return ChatMessage(self.role, self.content, self.name or "", fields)

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from services.common.errors import InvalidRequest
 from services.gateway.frontend.http.bodies.bounds import check_counts
 from services.gateway.frontend.http.bodies.fields import FieldError
+from services.gateway.frontend.http.bodies.ignored_fields import SUCCESSORS
 
 _MAX_PROBLEMS = 5
 
@@ -94,7 +95,8 @@ def _location(steps: tuple[int | str, ...], kind: str, body: Any) -> Iterator[in
 
 def _text(path: str, kind: str, message: str) -> str:
     if kind == "extra_forbidden":
-        return f"{path} is not supported"
+        successor = SUCCESSORS.get(path)
+        return f"{path} is not supported" + (f"; use {successor}" if successor else "")
     message = message.removeprefix("Value error, ")
     return f"{path}: {message}" if path else message
 

@@ -92,7 +92,7 @@ class ResponseAnswer:
             "service_tier": "default",
             "store": False,
             "temperature": body.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": body.format_json},
             "tool_choice": body.chosen_json,
             "tools": [tool.model_dump() for tool in body.tools or ()],
             "top_logprobs": body.top_logprobs or 0,

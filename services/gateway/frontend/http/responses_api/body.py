@@ -81,7 +81,7 @@ class FunctionChoiceBody(Body):
 
 class TextBody(Body):
     format: ResponsesFormat | None = None
-    verbosity: Annotated[Any, *_only("verbosity is not supported")] = None
+    verbosity: Annotated[Any, *_only("only medium verbosity is supported", "medium")] = None
 
 
 class ReasoningBody(Body):
@@ -145,6 +145,12 @@ class ResponsesBody(SampledBody):
     def _check(self) -> Self:
         _ = self.structure, self.requested_tools()
         return self
+
+    @property
+    def format_json(self) -> Any:
+        """The field `text.format` of the response."""
+        given = None if self.text is None else self.text.format
+        return {"type": "text"} if given is None else given.model_dump(by_alias=True)
 
     @property
     def chosen_json(self) -> Any:

@@ -120,7 +120,5 @@ def messages_of(items: Iterable[Item]) -> Iterator[ChatMessage]:
         elif item.role == "assistant":
             content = item.content
         else:
-            # Chat templates know no developer, whose place the system message takes.
-            role = "system" if item.role == "developer" else item.role or ""
-            yield ChatMessage(role, item.content)
+            yield ChatMessage(item.role or "", item.content)
     yield from turn()
