@@ -348,7 +348,7 @@ async def test_bodies_that_are_no_json_object_are_refused(body: bytes) -> None:
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
 def test_earlier_reasoning_reaches_the_chat_template(name: str) -> None:
-    (message,) = chat(messages=[{"role": "assistant", "content": "", name: "Hm"}]).prompt
+    message = chat(messages=[{"role": "assistant", "content": "", name: "Hm"}]).prompt[0]
     assert isinstance(message, ChatMessage)
     assert message.fields["reasoning_content"] == "Hm"
 

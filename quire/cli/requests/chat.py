@@ -18,7 +18,7 @@ _HELP = """\
 /system TEXT  set the system message, without TEXT remove it; the conversation goes on
 /reset        forget the conversation, keep the system message
 /history      show the conversation
-/exit         end (also Ctrl-D); Ctrl-C cancels an answer"""
+/exit, /quit  end (also Ctrl-D); Ctrl-C cancels an answer"""
 
 
 def chat(
@@ -58,7 +58,7 @@ class _Chat:
             print("/help lists the commands, Ctrl-D ends")
         while (text := self._read()) is not None:
             if text.startswith("/"):
-                if text == "/exit":
+                if text in ("/exit", "/quit"):
                     return
                 self._obey(text)
             elif text:

@@ -22,7 +22,9 @@ class TopFlags(AccessFlags):
     url: Annotated[str, Option(metavar="URL", help="the HTTP port of a gateway")] = (
         "http://127.0.0.1:8000"
     )
-    once: Annotated[bool, Option("--once", help="print the state once, and end")] = False
+    once: Annotated[
+        bool, Option("--once", help="print the state once, and end; always so without a terminal")
+    ] = False
 
 
 def top(flags: TopFlags) -> None:
@@ -36,10 +38,10 @@ def top(flags: TopFlags) -> None:
     from quire.cli.state.top_screen import render
 
     console = Console()
-    if flags.once:
+    if flags.once or not console.is_terminal:
         console.print(render(next(documents(flags.url, flags.api_key, flags.tls_files))))
         return
-    with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
+    with Live(console=console, screen=True, auto_refresh=False) as live:
         shown: RenderableType = ""
         while True:
             try:

@@ -183,7 +183,7 @@ def _part(part: Any) -> str:
         case {"type": "text", "text": str(text), **others} if others.keys() <= _PART_EXTRAS:
             return text
         case {"type": "text", "text": str(), **others}:
-            names = ", ".join(sorted(others.keys() - _PART_EXTRAS))
+            names = ", ".join(sorted(map(str, others.keys() - _PART_EXTRAS)))
             raise ValueError(f"a text part has only type and text, not {names[:_MAX_SHOWN]}")
         case {"type": str(kind)} if kind != "text":
             text = f"content parts of type {kind[:_MAX_SHOWN]!r} are not supported, only 'text'"
