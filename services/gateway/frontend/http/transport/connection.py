@@ -120,6 +120,10 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
     def _is_closing(self) -> bool:
         return self._lingers or self._socket.is_closing()
 
+    @property
+    def address(self) -> str:
+        return self.client[0] if self.client else ""
+
     def evict(self) -> None:
         """Closes this idle connection at once, to make room for a new one."""
         self._socket.abort()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from services.common.runtime.logging import get_logger
+from services.gateway.frontend.http.transport.addresses import Addresses
 from services.gateway.streaming.pacer import StreamPacer
 
 _READ_BYTES = 16 * 1024
@@ -32,6 +33,10 @@ class ConnectionLimits:
 
 
 class Evictable(Protocol):
+    @property
+    def address(self) -> str:
+        """The client's."""
+
     def evict(self) -> None: ...
 
 
@@ -51,39 +56,65 @@ class Connections:
         self._open: set[Evictable] = set()
         self._idle: dict[Evictable, None] = {}
         """Connections without a request, the longest idle first."""
+        self.addresses = Addresses()
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_evicted = 0
         self._num_refused = 0
         self._log_timer: asyncio.TimerHandle | None = None
 
+    @property
+    def num_idle(self) -> int:
+        return len(self._idle)
+
+    def is_full(self, num_waiting: int = 0) -> bool:
+        """`num_waiting`: accepted sockets that are to become connections."""
+        return len(self._open) + num_waiting >= self.limits.max_connections
+
     def add(self, connection: Evictable) -> bool:
         """Adds a new, idle connection. False: all `max_connections` connections have requests."""
-        if len(self._open) >= self.limits.max_connections:
-            self._log_soon()
-            if not self._idle:
-                self._num_refused += 1
-                return False
-            self._num_evicted += 1
-            longest_idle = next(iter(self._idle))
-            self.remove(longest_idle)
-            longest_idle.evict()
+        if self.is_full() and not self.evict_idle():
+            self.count_refused()
+            return False
         self._open.add(connection)
         self._idle[connection] = None
+        self.addresses.opened(connection.address)
         return True
+
+    def evict_idle(self) -> bool:
+        """Closes the connection that has been idle longest. False: none is idle."""
+        longest_idle = next(iter(self._idle), None)
+        if longest_idle is None:
+            return False
+        self._log_soon()
+        self._num_evicted += 1
+        self.remove(longest_idle)
+        longest_idle.evict()
+        return True
+
+    def count_refused(self) -> None:
+        """Counts a connection that is closed although its client may wait for an answer."""
+        self._log_soon()
+        self._num_refused += 1
 
     def remove(self, connection: Evictable) -> None:
         """Removes a connection, if it is there."""
-        self._open.discard(connection)
-        self._idle.pop(connection, None)
+        if connection in self._open:
+            self.mark_idle(connection)
+            self._open.discard(connection)
+            del self._idle[connection]
+            self.addresses.closed(connection.address)
 
     def mark_idle(self, connection: Evictable) -> None:
         """Records that all requests of the connection are answered."""
-        if connection in self._open:
+        if connection in self._open and connection not in self._idle:
             self._idle[connection] = None
+            self.addresses.answered(connection.address)
 
     def mark_busy(self, connection: Evictable) -> None:
         """Records that the connection has a request."""
-        self._idle.pop(connection, None)
+        if connection in self._idle:
+            del self._idle[connection]
+            self.addresses.asks(connection.address)
 
     def spawn(self, work: Coroutine[None, None, None]) -> None:
         """Runs `work` in a task, and holds a reference to the task, since the loop holds none."""

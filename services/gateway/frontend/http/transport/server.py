@@ -17,6 +17,7 @@ from services.common.errors import StartupError
 from services.common.rpc.tls import Newest, TlsFiles
 from services.common.runtime.config import join_host_port
 from services.common.runtime.ticks import until_tick
+from services.gateway.frontend.http.transport.acceptor import Acceptor
 from services.gateway.frontend.http.transport.connection import Connection
 from services.gateway.frontend.http.transport.open_connections import (
     ConnectionLimits,
@@ -26,8 +27,6 @@ from services.gateway.frontend.http.transport.open_connections import (
 _BACKLOG = 2048
 """Connections that wait in the kernel to be accepted."""
 _DATE_INTERVAL_S = 1.0
-_ACCEPTED_AT_ONCE = 2
-"""Connections that one turn of the event loop accepts."""
 _MAX_UNSENT_BYTES = 16 * 1024
 """Limit for the unsent bytes of one connection in the kernel, which would otherwise buffer
 megabytes for a client that does not read."""
@@ -59,7 +58,6 @@ async def http_server(
         uvicorn.Config(
             app,
             http=partial(Connection, connections=connections),  # type: ignore[arg-type]
-            backlog=_ACCEPTED_AT_ONCE,
             log_config=None,
             log_level="warning",
             access_log=False,
@@ -70,7 +68,7 @@ async def http_server(
             timeout_graceful_shutdown=math.ceil(grace_s),
         ),
         context,
-        limits.header_timeout_s,
+        connections,
     )
     serving = asyncio.create_task(server.serve([listening]), name="http")
     try:
@@ -85,11 +83,12 @@ async def http_server(
 
 class _Server(uvicorn.Server):
     def __init__(
-        self, config: uvicorn.Config, tls: ssl.SSLContext | None, handshake_timeout_s: float
+        self, config: uvicorn.Config, tls: ssl.SSLContext | None, connections: Connections
     ) -> None:
         super().__init__(config)
         self._tls = tls
-        self._handshake_timeout_s = None if tls is None else handshake_timeout_s
+        self._handshake_timeout_s = None if tls is None else connections.limits.header_timeout_s
+        self._connections = connections
         self._leaving = asyncio.Event()
 
     def leave(self) -> None:
@@ -111,25 +110,19 @@ class _Server(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Unlike uvicorn's, limits the time of TLS handshakes, and raises the kernel's backlog to
-        `_BACKLOG`. asyncio uses one `backlog` for two things: the kernel's backlog, and the number
-        of connections that it accepts in one turn."""
+        """Unlike uvicorn's, accepts by an `Acceptor`, and limits the time of TLS handshakes."""
         config = self.config
         protocol: Any = config.http_protocol_class
         protocol = partial(protocol, config, self.server_state, self.lifespan.state)
-        loop = asyncio.get_running_loop()
-        self.servers = []
-        for listening in sockets or ():
-            server = await loop.create_server(
-                protocol,
-                sock=listening,
-                backlog=config.backlog,
-                ssl=self._tls,
-                ssl_handshake_timeout=self._handshake_timeout_s,
-                ssl_shutdown_timeout=self._handshake_timeout_s,
-            )
-            listening.listen(_BACKLOG)
-            self.servers.append(server)
+        enter = partial(
+            asyncio.get_running_loop().connect_accepted_socket,
+            protocol,
+            ssl=self._tls,
+            ssl_handshake_timeout=self._handshake_timeout_s,
+            ssl_shutdown_timeout=self._handshake_timeout_s,
+        )
+        servers: Any = [Acceptor(each, self._connections, enter) for each in sockets or ()]
+        self.servers = servers
         self.started = True
 
 

@@ -1,0 +1,52 @@
+"""The addresses that have connections and requests now."""
+
+import asyncio
+from collections import Counter
+
+CROWD = 16
+"""Open connections of an address from which on it may be crowded."""
+ASKS_FOR_S = 1.0
+"""An address asks for this long after the end of its last request."""
+
+
+class Addresses:
+    """Tells which addresses have many connections while another address asks for something."""
+
+    def __init__(self) -> None:
+        self._num_open: Counter[str] = Counter()
+        self._num_busy: Counter[str] = Counter()
+        """Connections that have a request."""
+        self._asked: dict[str, float] = {}
+        """When the last request of each address ended; the earliest first."""
+        self._clock = asyncio.get_running_loop().time
+
+    def opened(self, address: str) -> None:
+        self._num_open[address] += 1
+
+    def closed(self, address: str) -> None:
+        _decrease(self._num_open, address)
+
+    def asks(self, address: str) -> None:
+        """Records that one more connection has a request."""
+        self._num_busy[address] += 1
+
+    def answered(self, address: str) -> None:
+        """Records that one fewer connection has a request."""
+        _decrease(self._num_busy, address)
+        self._asked.pop(address, None)
+        self._asked[address] = self._clock()
+
+    def is_crowded(self, address: str) -> bool:
+        if self._num_open[address] < CROWD:
+            return False
+        since = self._clock() - ASKS_FOR_S
+        while self._asked and self._asked[first := next(iter(self._asked))] < since:
+            del self._asked[first]
+        return any(len(asking) > (address in asking) for asking in (self._num_busy, self._asked))
+
+
+def _decrease(counter: Counter[str], key: str) -> None:
+    """Keeps only the keys of numbers above 0."""
+    counter[key] -= 1
+    if not counter[key]:
+        del counter[key]
