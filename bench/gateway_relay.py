@@ -46,6 +46,7 @@ from quire.types import Sampling
 from quire.v1 import inference_pb2_grpc
 from services.common.rpc.tls import TlsFiles
 from services.common.rpc.transport import RpcServer
+from services.common.runtime.logging import configure_logging
 from services.common.runtime.metrics import KeyringMetrics
 from services.gateway.access.control import AccessControl
 from services.gateway.access.guards import KeyGuard
@@ -85,6 +86,7 @@ async def run_gateway(
     pipe: Connection, ports: list[int], num_slots: int, model_dir: str, front: Front
 ) -> None:
     """Sends its port; then its CPU seconds whenever it is asked."""
+    configure_logging("gateway")  # a line for each request, as in life
     store, registry = MemoryStore(), MemoryRegistry()
     await store.register_pool(SPEC)
     roles: tuple[Role, Role] = ("prefill", "decode")

@@ -51,9 +51,12 @@ class Connection:
 
 
 @asynccontextmanager
-async def connected(port: int, *, receive_bytes: int | None = None) -> AsyncIterator[Connection]:
-    """A connection; `receive_bytes`: the approximate size of its receive buffer."""
+async def connected(
+    port: int, *, receive_bytes: int | None = None, address: str = "127.0.0.1"
+) -> AsyncIterator[Connection]:
+    """A connection from `address`; `receive_bytes`: the approximate size of its receive buffer."""
     sock = socket.socket()
+    sock.bind((address, 0))
     if receive_bytes is not None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
     sock.setblocking(False)

@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from services.common.runtime.logging import get_logger
+from services.gateway.frontend.http.transport.addresses import CROWD
 from services.gateway.frontend.http.transport.open_connections import Connections
 
 log = get_logger(__name__)
@@ -92,10 +93,10 @@ class Acceptor:
         self._turn_at(0.0)
 
     def _make_room(self) -> None:
-        """At the bound of connections, a new one replaces another: one that waits or one that is
-        idle, whichever there are more of."""
+        """At the bound of connections, a new one replaces another: one that waits, if many do and
+        fewer are idle, and otherwise one that is idle. If none is, it enters and is refused."""
         if self._connections.is_full(self._num_waiting):
-            if self._num_waiting > self._connections.num_idle:
+            if self._num_waiting > max(CROWD, self._connections.num_idle):
                 self._drop()
                 self._connections.count_refused()
             else:

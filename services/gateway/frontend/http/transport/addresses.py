@@ -1,7 +1,7 @@
 """The addresses that have connections and requests now."""
 
-import asyncio
 from collections import Counter
+from collections.abc import Callable
 
 CROWD = 16
 """Open connections of an address from which on it may be crowded."""
@@ -12,13 +12,13 @@ ASKS_FOR_S = 1.0
 class Addresses:
     """Tells which addresses have many connections while another address asks for something."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self._num_open: Counter[str] = Counter()
         self._num_busy: Counter[str] = Counter()
         """Connections that have a request."""
         self._asked: dict[str, float] = {}
         """When the last request of each address ended; the earliest first."""
-        self._clock = asyncio.get_running_loop().time
 
     def opened(self, address: str) -> None:
         self._num_open[address] += 1

@@ -56,7 +56,7 @@ class Connections:
         self._open: set[Evictable] = set()
         self._idle: dict[Evictable, None] = {}
         """Connections without a request, the longest idle first."""
-        self.addresses = Addresses()
+        self.addresses = Addresses(asyncio.get_running_loop().time)
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_evicted = 0
         self._num_refused = 0

@@ -1,0 +1,145 @@
+"""Connections of an address that has many enter one after another while another address asks."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+from structlog.testing import capture_logs
+
+from services.gateway.frontend.http.transport import acceptor
+from services.gateway.frontend.http.transport.addresses import CROWD
+from services.gateway.frontend.http.transport.open_connections import ConnectionLimits
+from services.gateway.frontend.http.transport.server import http_server
+from tests.waiting import until
+
+from .raw import LIMIT_S, Connection, connected
+
+BUSY = "127.0.0.2"
+SLOW = b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n"
+QUICK = b"GET /quick HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+class Application:
+    """Answers at once, but `/slow` only after `release`."""
+
+    def __init__(self) -> None:
+        self.paths: list[str] = []
+        self.release = asyncio.Event()
+
+    async def __call__(self, scope, receive, send) -> None:  # type: ignore[no-untyped-def]
+        self.paths.append(scope["path"])
+        if scope["path"] == "/slow":
+            await self.release.wait()
+        headers = [(b"content-length", b"0")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body"})
+
+
+@asynccontextmanager
+async def serving(application: Application, max_connections: int = 4096) -> AsyncIterator[int]:
+    limits = ConnectionLimits(max_connections)
+    async with http_server(application, "127.0.0.1", 0, 1, limits) as port:
+        yield port
+
+
+@asynccontextmanager
+async def asking(
+    port: int, number: int, request: bytes, address: str
+) -> AsyncIterator[list[Connection]]:
+    """So many connections, which have sent a request each."""
+    async with AsyncExitStack() as stack:
+        opened = [
+            await stack.enter_async_context(connected(port, address=address)) for _ in range(number)
+        ]
+        for connection in opened:
+            connection.send(request)
+        yield opened
+
+
+async def test_a_crowd_waits_while_another_client_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One more enters than make the address crowded, and then the pace holds the others. New
+    connections of other clients enter at once, and sockets that still wait close with the server.
+    """
+    monkeypatch.setattr(acceptor, "PACE_S", 3600.0)
+    application = Application()
+    async with AsyncExitStack() as stack:
+        async with serving(application) as port:
+            (slow,) = await stack.enter_async_context(asking(port, 1, SLOW, "127.0.0.1"))
+            await until(lambda: application.paths)
+            crowd = await stack.enter_async_context(asking(port, CROWD + 20, QUICK, BUSY))
+            for connection in crowd[: CROWD + 1]:
+                assert (await connection.answer()).status == 200
+            async with asking(port, 5, QUICK, "127.0.0.1") as others:
+                for connection in others:
+                    assert (await connection.answer()).status == 200
+            assert application.paths == ["/slow"] + ["/quick"] * (CROWD + 1 + 5)
+            application.release.set()
+            assert (await slow.answer()).status == 200
+        for connection in crowd[CROWD + 1 :]:
+            assert await connection.closed() == b""
+
+
+async def test_a_crowd_enters_in_the_end() -> None:
+    application = Application()
+    async with serving(application) as port, asking(port, 1, SLOW, "127.0.0.1") as (slow,):
+        await until(lambda: application.paths)
+        async with asking(port, 100, QUICK, BUSY) as crowd:
+            for connection in crowd:
+                assert (await connection.answer()).status == 200
+        application.release.set()
+        assert (await slow.answer()).status == 200
+
+
+async def test_a_client_that_is_alone_has_no_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acceptor, "PACE_S", 3600.0)
+    application = Application()
+    async with serving(application) as port, asking(port, 100, SLOW, BUSY) as crowd:
+        await until(lambda: len(application.paths) == 100)
+        application.release.set()
+        for connection in crowd:
+            assert (await connection.answer()).status == 200
+
+
+async def test_a_client_that_leaves_while_it_waits_takes_no_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The one behind it enters instead."""
+    monkeypatch.setattr(acceptor, "PACE_S", 0.5)
+    application = Application()
+    async with serving(application) as port, asking(port, 1, SLOW, "127.0.0.1") as (slow,):
+        await until(lambda: application.paths)
+        async with asking(port, CROWD + 1, SLOW, BUSY):
+            await until(lambda: len(application.paths) == CROWD + 2)
+            async with AsyncExitStack() as leaving:
+                for _ in range(100):
+                    await leaving.enter_async_context(connected(port, address=BUSY))
+                async with asking(port, 1, QUICK, BUSY) as (stays,):
+                    await leaving.aclose()
+                    async with asyncio.timeout(LIMIT_S):  # a pace for each would take 50 s
+                        assert (await stays.answer()).status == 200
+            application.release.set()
+            assert (await slow.answer()).status == 200
+
+
+async def test_at_the_bound_the_sockets_that_wait_make_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A flood replaces its own sockets that wait, not the idle connection of another client."""
+    monkeypatch.setattr(acceptor, "PACE_S", 3600.0)
+    application = Application()
+    async with (
+        serving(application, max_connections=60) as port,
+        asking(port, 1, SLOW, "127.0.0.1") as (slow,),
+        asking(port, 1, QUICK, "127.0.0.1") as (idle,),
+    ):
+        assert (await idle.answer()).status == 200
+        with capture_logs() as logs:
+            async with asking(port, CROWD + 100, b"", BUSY) as crowd:
+                for connection in crowd[CROWD + 1 : CROWD + 11]:
+                    assert await connection.closed() == b""
+            idle.send(QUICK)
+            assert (await idle.answer()).status == 200
+        assert not logs
+        application.release.set()
+        assert (await slow.answer()).status == 200
