@@ -1,4 +1,4 @@
-"""Connections of an address that has many enter one after another while another address asks."""
+"""While others ask, new connections of an address with many unserved ones enter one by one."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -67,15 +67,15 @@ async def test_a_crowd_waits_while_another_client_asks(monkeypatch: pytest.Monke
         async with serving(application) as port:
             (slow,) = await stack.enter_async_context(asking(port, 1, SLOW, "127.0.0.1"))
             await until(lambda: application.paths)
-            crowd = await stack.enter_async_context(asking(port, CROWD + 20, QUICK, BUSY))
-            for connection in crowd[: CROWD + 1]:
-                assert (await connection.answer()).status == 200
+            crowd = await stack.enter_async_context(asking(port, CROWD + 20, SLOW, BUSY))
+            await until(lambda: len(application.paths) == 1 + CROWD + 1)
             async with asking(port, 5, QUICK, "127.0.0.1") as others:
                 for connection in others:
                     assert (await connection.answer()).status == 200
-            assert application.paths == ["/slow"] + ["/quick"] * (CROWD + 1 + 5)
+            assert application.paths == ["/slow"] * (1 + CROWD + 1) + ["/quick"] * 5
             application.release.set()
-            assert (await slow.answer()).status == 200
+            for connection in (slow, *crowd[: CROWD + 1]):
+                assert (await connection.answer()).status == 200
         for connection in crowd[CROWD + 1 :]:
             assert await connection.closed() == b""
 
@@ -84,9 +84,23 @@ async def test_a_crowd_enters_in_the_end() -> None:
     application = Application()
     async with serving(application) as port, asking(port, 1, SLOW, "127.0.0.1") as (slow,):
         await until(lambda: application.paths)
-        async with asking(port, 100, QUICK, BUSY) as crowd:
-            for connection in crowd:
+        async with asking(port, 60, SLOW, BUSY) as crowd:
+            await until(lambda: len(application.paths) == 61)
+            application.release.set()
+            for connection in (slow, *crowd):
                 assert (await connection.answer()).status == 200
+
+
+async def test_connections_that_are_answered_make_no_crowd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if they stay open: a client that is served quickly enters quickly."""
+    monkeypatch.setattr(acceptor, "PACE_S", 0.5)
+    application = Application()
+    async with serving(application) as port, asking(port, 1, SLOW, "127.0.0.1") as (slow,):
+        await until(lambda: application.paths)
+        async with asyncio.timeout(LIMIT_S):  # a pace for each would take 50 s
+            async with asking(port, 100, QUICK, BUSY) as quick:
+                for connection in quick:
+                    assert (await connection.answer()).status == 200
         application.release.set()
         assert (await slow.answer()).status == 200
 

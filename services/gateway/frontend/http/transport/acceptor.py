@@ -25,9 +25,8 @@ _ACCEPTED_AT_ONCE = 8
 """Sockets that one turn of the event loop accepts."""
 _ENTER_AT_ONCE = 2
 """Connections that enter in one turn of the event loop."""
-PACE_S = 0.004
-"""Between two connections of crowded addresses that enter: they take about a quarter of the loop's
-time."""
+PACE_S = 0.01
+"""Between two connections of crowded addresses that enter."""
 _RETRY_S = 1.0
 """After the process could not open another file."""
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)

@@ -4,27 +4,33 @@ from collections import Counter
 from collections.abc import Callable
 
 CROWD = 16
-"""Open connections of an address from which on it may be crowded."""
+"""Unserved connections of an address from which on it may be crowded."""
 ASKS_FOR_S = 1.0
 """An address asks for this long after the end of its last request."""
 
 
 class Addresses:
-    """Tells which addresses have many connections while another address asks for something."""
+    """Tells which addresses have many unserved connections while another address asks.
+
+    A connection is unserved from its start, and from the headers of each request, until an answer
+    begins. An address asks while a connection of it has a request, and for a moment after that.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._num_open: Counter[str] = Counter()
+        self._num_unserved: Counter[str] = Counter()
         self._num_busy: Counter[str] = Counter()
         """Connections that have a request."""
         self._asked: dict[str, float] = {}
         """When the last request of each address ended; the earliest first."""
 
-    def opened(self, address: str) -> None:
-        self._num_open[address] += 1
+    def waits(self, address: str) -> None:
+        """Records that one more connection is unserved."""
+        self._num_unserved[address] += 1
 
-    def closed(self, address: str) -> None:
-        _decrease(self._num_open, address)
+    def served(self, address: str) -> None:
+        """Records that one fewer connection is unserved."""
+        _decrease(self._num_unserved, address)
 
     def asks(self, address: str) -> None:
         """Records that one more connection has a request."""
@@ -37,7 +43,7 @@ class Addresses:
         self._asked[address] = self._clock()
 
     def is_crowded(self, address: str) -> bool:
-        if self._num_open[address] < CROWD:
+        if self._num_unserved[address] < CROWD:
             return False
         since = self._clock() - ASKS_FOR_S
         while self._asked and self._asked[first := next(iter(self._asked))] < since:

@@ -245,9 +245,10 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         the connection."""
 
         async def send_on(message: Message) -> None:
-            is_first = message["type"] == "http.response.start"
-            if is_first and scope is self.scope and self._receives_body:
-                message["headers"] = [*message.get("headers", ()), CLOSE_HEADER]
+            if message["type"] == "http.response.start":
+                self._connections.mark_served(self)
+                if scope is self.scope and self._receives_body:
+                    message["headers"] = [*message.get("headers", ()), CLOSE_HEADER]
             await send(message)
 
         await self._application(scope, receive, send_on)

@@ -56,6 +56,7 @@ class Connections:
         self._open: set[Evictable] = set()
         self._idle: dict[Evictable, None] = {}
         """Connections without a request, the longest idle first."""
+        self._unserved: set[Evictable] = set()
         self.addresses = Addresses(asyncio.get_running_loop().time)
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_evicted = 0
@@ -77,7 +78,7 @@ class Connections:
             return False
         self._open.add(connection)
         self._idle[connection] = None
-        self.addresses.opened(connection.address)
+        self._mark_unserved(connection)
         return True
 
     def evict_idle(self) -> bool:
@@ -99,10 +100,10 @@ class Connections:
     def remove(self, connection: Evictable) -> None:
         """Removes a connection, if it is there."""
         if connection in self._open:
+            self.mark_served(connection)
             self.mark_idle(connection)
             self._open.discard(connection)
             del self._idle[connection]
-            self.addresses.closed(connection.address)
 
     def mark_idle(self, connection: Evictable) -> None:
         """Records that all requests of the connection are answered."""
@@ -115,6 +116,18 @@ class Connections:
         if connection in self._idle:
             del self._idle[connection]
             self.addresses.asks(connection.address)
+            self._mark_unserved(connection)
+
+    def mark_served(self, connection: Evictable) -> None:
+        """Records that an answer begins."""
+        if connection in self._unserved:
+            self._unserved.remove(connection)
+            self.addresses.served(connection.address)
+
+    def _mark_unserved(self, connection: Evictable) -> None:
+        if connection not in self._unserved:
+            self._unserved.add(connection)
+            self.addresses.waits(connection.address)
 
     def spawn(self, work: Coroutine[None, None, None]) -> None:
         """Runs `work` in a task, and holds a reference to the task, since the loop holds none."""
