@@ -1,15 +1,22 @@
 """While others ask, new connections of an address with many unserved ones enter one by one."""
 
 import asyncio
+import errno
+import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
-from services.gateway.frontend.http.transport import acceptor
+from services.gateway.frontend.http.transport import acceptor, server
+from services.gateway.frontend.http.transport.acceptor import Acceptor
 from services.gateway.frontend.http.transport.addresses import CROWD
-from services.gateway.frontend.http.transport.open_connections import ConnectionLimits
+from services.gateway.frontend.http.transport.open_connections import (
+    ConnectionLimits,
+    Connections,
+)
 from services.gateway.frontend.http.transport.server import http_server
 from tests.waiting import until
 
@@ -157,3 +164,47 @@ async def test_at_the_bound_the_sockets_that_wait_make_room(
         assert not logs
         application.release.set()
         assert (await slow.answer()).status == 200
+
+
+async def test_a_process_without_files_accepts_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not ask the kernel again in each turn, which would log each time."""
+
+    class Full(socket.socket):
+        num_failures = 0
+
+        def accept(self) -> tuple[socket.socket, Any]:
+            if self.num_failures < 2:
+                self.num_failures += 1
+                raise OSError(errno.EMFILE, "Too many open files")
+            return super().accept()
+
+    listen = server._listen
+    monkeypatch.setattr(server, "_listen", lambda *address: Full(fileno=listen(*address).detach()))
+    monkeypatch.setattr(acceptor, "_RETRY_S", 0.05)
+    with capture_logs() as logs:
+        async with serving(Application()) as port, asking(port, 1, QUICK, BUSY) as (asks,):
+            assert (await asks.answer()).status == 200
+    assert [line["event"] for line in logs] == ["http_cannot_accept"] * 2
+
+
+async def test_connections_in_their_handshake_make_a_crowd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They count from when they enter, before the server knows them as connections."""
+    monkeypatch.setattr(acceptor, "PACE_S", 3600.0)
+    connections, entered, end = Connections(ConnectionLimits()), list[int](), asyncio.Event()
+
+    async def handshake(accepted: socket.socket) -> None:
+        entered.append(accepted.fileno())
+        await end.wait()
+        accepted.close()
+        raise ConnectionAbortedError
+
+    connections.addresses.asks("127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        accepting = Acceptor(listening, connections, handshake)
+        port = listening.getsockname()[1]
+        async with asking(port, CROWD + 20, b"", BUSY), asking(port, 1, b"", "127.0.0.3"):
+            await until(lambda: len(entered) == CROWD + 2)  # with the one of another address
+            end.set()
+            await until(lambda: not connections.addresses.is_crowded(BUSY))
+            accepting.close()
+    assert len(entered) == CROWD + 2

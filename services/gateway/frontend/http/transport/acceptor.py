@@ -133,7 +133,8 @@ class Acceptor:
             if _has_left(accepted):
                 accepted.close()
             else:
-                self._connections.spawn(self._enter_quietly(accepted))
+                self._connections.addresses.waits(address)
+                self._connections.spawn(self._enter_quietly(accepted, address))
                 if is_crowded:
                     self._paced_until = self._loop.time() + PACE_S
             may_enter -= 1
@@ -142,10 +143,14 @@ class Acceptor:
         if self._waiting:
             self._turn_at(self._paced_until if may_enter else 0.0)
 
-    async def _enter_quietly(self, accepted: socket.socket) -> None:
-        """A client that leaves meanwhile, or whose TLS handshake fails, is no error."""
-        with suppress(OSError):
-            await self._enter(accepted)
+    async def _enter_quietly(self, accepted: socket.socket, address: str) -> None:
+        """A client that leaves meanwhile, or whose TLS handshake fails, is no error. Until then its
+        connection counts as unserved here, and later in `Connections`."""
+        try:
+            with suppress(OSError):
+                await self._enter(accepted)
+        finally:
+            self._connections.addresses.served(address)
 
 
 def _has_left(accepted: socket.socket) -> bool:
