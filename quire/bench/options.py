@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 from typer import Option
 
+from quire.connections import http_url
+
 _server = partial(Option, rich_help_panel="Server", show_default=False)
 _load = partial(Option, rich_help_panel="Load", show_default=False)
 _work = partial(Option, rich_help_panel="Workload")
@@ -19,7 +21,11 @@ class ServerOptions:
 
     url: Annotated[
         str | None,
-        _server(metavar="URL", help="an OpenAI-compatible server, such as http://host:8000"),
+        _server(
+            metavar="URL",
+            parser=http_url,
+            help="an OpenAI-compatible server, such as http://host:8000",
+        ),
     ] = None
     model: Annotated[
         str, _server(metavar="NAME", help="default: the first one that the server lists")

@@ -87,9 +87,13 @@ class HttpTarget:
         try:
             async with self._session.get(f"{self._url}/v1/models") as response:
                 await _require_success(response)
-                return [model["id"] for model in (await response.json())["data"]]
-        except (aiohttp.ClientError, TimeoutError, KeyError, ValueError) as error:
-            raise _failure(error) from error
+                listed = await response.json(content_type=None)
+                return [model["id"] for model in listed["data"]]
+        except RequestFailed as error:
+            text = f"the server does not list its models: {error}; name one with --model"
+            raise RequestFailed(text, error.kind) from error
+        except (aiohttp.ClientError, TimeoutError, LookupError, TypeError, ValueError) as error:
+            raise _failure(error, self._url) from error
 
     async def stream(self, call: Call) -> AsyncGenerator[Chunk, None]:
         path, body = self._request(call)
@@ -103,9 +107,12 @@ class HttpTarget:
                     elif (chunk := _chunk(json.loads(line))) is not None:
                         yield chunk
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise _failure(error) from error
+            raise _failure(error, self._url) from error
         if not has_ended:
-            raise RequestFailed("the stream ended without [DONE]", "broken stream")
+            text, kind = "the stream ended without [DONE]", response.content_type
+            if kind != "text/event-stream":
+                text += f"; the answer is {kind}, not text/event-stream"
+            raise RequestFailed(text, "broken stream")
 
     def _request(self, call: Call) -> tuple[str, dict[str, Any]]:
         body = self._fields | {"max_tokens": call.num_tokens}
@@ -156,6 +163,8 @@ def _is_chat(prompt: Prompt) -> bool:
 async def _require_success(response: aiohttp.ClientResponse) -> None:
     if response.status != 200:
         text = (await response.read())[:500].decode(errors="replace")
+        if "ignore_eos" in text:
+            text += " (--no-ignore-eos leaves the field ignore_eos out)"
         raise RequestFailed(f"status {response.status}: {text}", f"http {response.status}")
 
 
@@ -193,11 +202,11 @@ def _text(choice: dict[str, Any]) -> str:
     return "".join(filter(None, parts))
 
 
-def _failure(error: Exception) -> RequestFailed:
+def _failure(error: Exception, url: str) -> RequestFailed:
     if isinstance(error, asyncio.TimeoutError):
         return RequestFailed("the time limit of the request has passed", "timeout")
     if isinstance(error, aiohttp.ClientConnectorError):
-        return RequestFailed(str(error), "no connection")
+        return RequestFailed(f"no server answers at {url}: {error.os_error}", "no connection")
     if isinstance(error, aiohttp.ClientError):
         return RequestFailed(f"{type(error).__name__}: {error}", "broken stream")
     return RequestFailed(f"the answer is not as OpenAI's: {error}", "bad answer")

@@ -86,7 +86,8 @@ def _errors_as_exits() -> Iterator[None]:
     except typer.TyperException as error:
         raise typer.Exit(_usage(error)) from error
     except Unreachable as error:
-        hint = "is `quire serve` running? --address names another gateway, see --help"
+        flag = "--url" if "://" in str(error) else "--address"
+        hint = f"is `quire serve` running? {flag} names another gateway, see --help"
         raise typer.Exit(_fail(f"{error} ({hint})", EXIT_UNREACHABLE)) from error
     except (QuireError, ServeError) as error:
         raise typer.Exit(_fail(str(error), EXIT_FAILED)) from error

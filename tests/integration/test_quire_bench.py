@@ -5,6 +5,7 @@ import json
 import statistics
 import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,8 @@ def test_the_report_is_one_page_that_loads_nothing(
         (["--concurrency", "1", "--request-rate", "1"], "choose one of"),
         (["--concurrency", "1", "--goodput", "speed:5"], "'speed:5' is none of ttft:MS"),
         (["--concurrency", "1", "--extra-body", "[1]"], "'[1]' is no JSON object"),
+        (["--concurrency", "1", "--url", "host:8000"], "'host:8000' is no URL, such as http://"),
+        (["--concurrency", "1", "--url", "ftp://host"], "'ftp://host' is no URL, such as http://"),
         (["--concurrency", "1", "--html", "/no/where/a.html"], "cannot be written"),
         (["--concurrency", "1", "--turns", "2", "--prompts", "ids"], "--prompts ids sends none"),
     ],
@@ -210,3 +213,57 @@ def test_a_file_that_is_no_tokenizer_is_named(capsys: Any, tmp_path: Path) -> No
 
 def test_an_absent_server_has_its_exit_status(capsys: Any) -> None:
     assert main(["bench", "--url", "http://127.0.0.1:1", "--concurrency", "1"]) == 3
+    told = capsys.readouterr().err
+    assert told.startswith("quire: no server answers at http://127.0.0.1:1: ")
+    assert "--url names another gateway" in told
+
+
+@pytest.fixture
+def other(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[type[BaseHTTPRequestHandler], str]]:
+    """A handler whose attributes are a server's answer, and its URL. Without `do_GET` and
+    `do_POST` it answers with 501."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield Handler, f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def answering(status: int, content: bytes) -> Any:
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        handler.rfile.read(int(handler.headers.get("Content-Length", 0)))
+        handler.send_response(status)
+        handler.end_headers()
+        handler.wfile.write(content)
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("models", "answer", "message"),
+    [
+        ((404, b"nope"), (200, b""), "does not list its models: status 404: nope; name one with"),
+        ((200, b"[]"), (200, b""), "the answer is not as OpenAI's"),
+        ((200, b'{"data": [{"id": "m"}]}'), (200, b"{}"), "not text/event-stream"),
+        ((200, b'{"data": [{"id": "m"}]}'), (400, b"ignore_eos?"), "--no-ignore-eos leaves"),
+    ],
+)
+def test_another_servers_answers_are_explained(
+    other: Any,
+    capsys: Any,
+    models: tuple[int, bytes],
+    answer: tuple[int, bytes],
+    message: str,
+) -> None:
+    """A list of models without a content type is one."""
+    handler, url = other
+    handler.do_GET, handler.do_POST = answering(*models), answering(*answer)
+    assert main(["bench", "--url", url, "--concurrency", "1", "--num-requests", "1"]) == 1
+    assert message in capsys.readouterr().err

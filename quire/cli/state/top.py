@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from quire.cli.flags import AccessFlags
+from quire.connections import http_url
 from quire.errors import Unreachable
 
 if TYPE_CHECKING:
@@ -19,9 +20,9 @@ _RETRY_S = 1.0
 class TopFlags(AccessFlags):
     """The gateway whose dashboard is shown."""
 
-    url: Annotated[str, Option(metavar="URL", help="the HTTP port of a gateway")] = (
-        "http://127.0.0.1:8000"
-    )
+    url: Annotated[
+        str, Option(metavar="URL", parser=http_url, help="the HTTP port of a gateway")
+    ] = "http://127.0.0.1:8000"
     once: Annotated[
         bool, Option("--once", help="print the state once, and end; always so without a terminal")
     ] = False

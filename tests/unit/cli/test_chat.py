@@ -51,10 +51,11 @@ def test_sampling_flags_reach_every_turn(hello: Any, monkeypatch: pytest.MonkeyP
     assert [list(each.sampling.stop) for each in hello.requests] == [["x"], ["x"]]
 
 
+@pytest.mark.parametrize("ending", ["/exit", "/quit"])
 def test_exit_and_an_unknown_command(
-    hello: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    hello: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any, ending: str
 ) -> None:
-    assert say(monkeypatch, "/bogus", "/exit", "Hi") == 0
+    assert say(monkeypatch, "/bogus", ending, "Hi") == 0
     assert capsys.readouterr().err == "quire: no command /bogus; /help lists them\n"
     assert hello.requests == []
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from quire.cli import main
 from quire.cli.state.dashboard_feed import documents, merge
 from quire.cli.state.top_screen import quantile, render
 from quire.errors import QuireError, Unreachable
@@ -129,3 +130,19 @@ def test_a_gateway_that_does_not_answer_is_named() -> None:
         pass
     with pytest.raises(Unreachable, match=f"no gateway answers at {url}"):
         next(documents(url, "key", None))
+
+
+def test_without_a_terminal_the_state_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
+    events = f"event: whole\ndata: {json.dumps(DOCUMENT)}\n\n" * 2
+    with serving(200, events.encode()) as url:
+        assert main(["top", "--url", url]) == 0
+    assert capsys.readouterr().out.count("gateway-1") == 1
+
+
+def test_absent_gateway_and_wrong_url_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(200, b"") as url:
+        pass
+    assert main(["top", "--url", url]) == 3
+    assert "--url names another gateway" in capsys.readouterr().err
+    assert main(["top", "--url", "127.0.0.1:8000"]) == 2
+    assert "'127.0.0.1:8000' is no URL, such as http://127.0.0.1:8000" in capsys.readouterr().err
