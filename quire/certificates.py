@@ -68,7 +68,7 @@ def write_certificates(
         if not _is_host(host):
             raise CertificateError(f"{host!r} is neither a host's name nor an address")
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(exist_ok=True)
         ca, written = _authority(directory / "ca.crt", ca_key or directory / "ca.key")
         for name, (names, use) in wanted.items():
             signed = _signed(ca, name, names, use, days)

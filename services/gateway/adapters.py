@@ -62,6 +62,8 @@ class GatewayAdapters:
         self._served: dict[str, ServedAdapter] = {}
         self._changing = asyncio.Lock()
         self._read_at = -_REFRESH_S
+        self._shadowed: frozenset[str] = frozenset()
+        """Models that have the name of an adapter, which clients mean by it."""
 
     @property
     def ready(self) -> bool:
@@ -111,6 +113,10 @@ class GatewayAdapters:
             fields = json.loads(entry)
             found[name] = ServedAdapter(Adapter(**fields["adapter"]), fields["model"])
         self._served = found
+        shadowed = frozenset(found).intersection(with_aliases(list(self._models()), self._aliases))
+        for name in sorted(shadowed - self._shadowed):
+            log.warning("adapter_shadows_model", adapter=name)
+        self._shadowed = shadowed
 
     async def load(
         self, name: str, directory: str, model: str = "", replaces: bool = False

@@ -237,7 +237,7 @@ class Gateway:
                     for name, model in with_aliases(names, self._aliases).items()
                     if caller.sees(name) or caller.sees(model)
                 }
-                model = choose_model(name, seen_models)
+                model = choose_model(name, seen_models, adapters=self._seen_adapters(caller))
                 return model, self._pools(model), None
             if not await self._changes.wait(seen, max(0.0, until - clock())) and not names:
                 raise NoWorker("no worker is there to serve any model now")
@@ -254,6 +254,10 @@ class Gateway:
         served = self._directory.served(model)
         assert served is not None
         return served
+
+    def _seen_adapters(self, caller: Caller) -> list[str]:
+        served = () if self._adapters is None else self._adapters.served()
+        return [one.adapter.name for one in served if caller.sees(one.adapter.name)]
 
     async def _adapter(self, name: str) -> ServedAdapter | None:
         return None if self._adapters is None else await self._adapters.find(name)

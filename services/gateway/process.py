@@ -124,15 +124,14 @@ def _operator_routes(
     keyring: Keyring | None,
 ) -> tuple[Feed, list[Route]]:
     """The dashboard's feed, and the routes of HTTP that are for operators."""
-    has_keys = keyring is not None
     feed, routes = make_dashboard(
-        settings.dashboard, wiring, metrics, block_manager, has_keys=has_keys
+        settings.dashboard, wiring, metrics, block_manager, keyring=keyring
     )
     if wiring.adapters is None:
         return feed, routes
 
     def check(request: Request) -> None:
-        if has_keys:
+        if keyring is not None:
             require_operator()
         else:
             check_local(request, "loading adapters")

@@ -4,9 +4,10 @@ import json
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from services.common.structured.structure import Structure, StructureKind
-from services.gateway.frontend.http.bodies.schema import ChatBody
+from services.gateway.frontend.http.bodies.schema import ChatBody, CompletionBody
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 _FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
@@ -37,3 +38,10 @@ def test_forms_of_the_text(fields: dict[str, Any], kind: str, text: str) -> None
     body = {"messages": [{"role": "user", "content": "Hi"}], **fields}
     (request,) = ChatBody.model_validate(body).requests("r")
     assert request.sampling.structure == Structure(StructureKind(kind), text)
+
+
+@pytest.mark.parametrize("text", ["[" * 60_000, "[1", '{"minimum": NaN}'])
+def test_a_schema_that_is_no_json_is_a_fault_of_the_client(text: str) -> None:
+    body = {"prompt": "Hi", "structured_outputs": {"json": text, "disable_any_whitespace": True}}
+    with pytest.raises(ValidationError, match=r"recursion limit|EOF|expected value"):
+        CompletionBody.model_validate(body)

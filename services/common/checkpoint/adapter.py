@@ -1,5 +1,5 @@
 """Reads the files of a LoRA adapter, as PEFT writes them: adapter_config.json and
-adapter_model.safetensors. Nothing of the weights but their names, shapes and digest is read here.
+adapter_model.safetensors. The weights are checked, and not kept.
 """
 
 import json
@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from services.common.checkpoint.layout import Shape, weight_shapes
-from services.common.checkpoint.weights import read_header
+from services.common.checkpoint.weights import StoredTensor, read_header
 from services.common.errors import InvalidRequest, StartupError
 from services.common.text.model_config import ModelConfig
 
@@ -26,7 +28,9 @@ _LINEARS = tuple(
         *("mlp.gate", "mlp.up", "mlp.down"),
     )
 )
-_FLOATS = ("F32", "F16", "BF16")
+_FLOATS = {"F32": ("<u4", 0x7F800000), "F16": ("<u2", 0x7C00), "BF16": ("<u2", 0x7F80)}
+"""Of each dtype: integers of its size, and the bits of the exponent, which are all 1 in infinities
+and NaN."""
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "task_type": ("CAUSAL_LM", None),
@@ -85,11 +89,13 @@ class AdapterFiles:
     @classmethod
     def read(cls, directory: Path, config: ModelConfig, max_rank: int) -> "AdapterFiles":
         """InvalidRequest, with file and field: the adapter is unreadable, is not for this model,
-        has features that are not supported, or a rank above `max_rank`."""
+        has features that are not supported, weights that are no numbers, or a rank above
+        `max_rank`."""
         try:
             fields = _fields((directory / CONFIG_FILE).read_text(encoding="utf-8"))
             header = read_header(directory / WEIGHTS_FILE)
-            digest = _digest(directory)
+            weights = (directory / WEIGHTS_FILE).read_bytes()
+            digest = _digest((directory / CONFIG_FILE).read_bytes(), weights)
         except OSError as error:
             raise _refused(directory, f"{error.filename}: {error.strerror}") from error
         except (ValueError, RecursionError, StartupError) as error:
@@ -101,6 +107,7 @@ class AdapterFiles:
         files = cls(directory, linears, digest)
         if files.rank > max_rank:
             raise _refused(directory, f"rank {files.rank} is above max_lora_rank {max_rank}")
+        _check_finite(directory, header, weights)
         return files
 
 
@@ -184,12 +191,25 @@ def _ranks(
     return ranks
 
 
-def _digest(directory: Path) -> str:
+def _check_finite(directory: Path, header: Mapping[str, StoredTensor], weights: bytes) -> None:
+    """A weight that is no number makes the logits of every request NaN."""
+    first = len(weights) - max(tensor.end for tensor in header.values())
+    for name, tensor in header.items():
+        integer, exponent = _FLOATS[tensor.dtype]
+        size = math.prod(tensor.shape)
+        begin = first + tensor.end - size * np.dtype(integer).itemsize
+        if begin < first:
+            raise _refused(directory, f"{name} has fewer bytes than its shape needs")
+        values = np.frombuffer(weights, integer, size, begin)
+        if num_wrong := int(((values & exponent) == exponent).sum()):
+            raise _refused(directory, f"{name} has {num_wrong} values that are NaN or infinite")
+
+
+def _digest(*contents: bytes) -> str:
     import xxhash  # a check of a GPU imports this module, and has no xxhash
 
     digest = xxhash.xxh3_128()
-    for name in (CONFIG_FILE, WEIGHTS_FILE):
-        content = (directory / name).read_bytes()
+    for content in contents:
         digest.update(len(content).to_bytes(8, "little"))
         digest.update(content)
     return digest.hexdigest()

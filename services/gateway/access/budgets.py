@@ -5,9 +5,9 @@ registry. Only this gateway writes it, and always the whole count, so that a rep
 does no harm. Between two exchanges, a second apart, gateways do not see each other's charges: a key
 may overdraw by what it uses in that time.
 
-Redis keeps nothing through a restart, so each gateway also writes its counters to a file of
-`directory`, beside the key file. A gateway that starts reads the files of all, and gives the
-registry what it lacks. See ADR 133.
+Redis keeps nothing through a restart, so each gateway also writes all counters that it knows to a
+file of `directory`, beside the key file. A gateway that starts reads the files of all, and gives
+the registry what it lacks, also of gateways that are gone. See ADR 133.
 """
 
 import asyncio
@@ -38,6 +38,8 @@ class Budgets:
         self._gateway = gateway
         self._directory = directory
         self._restored: dict[str, int] | None = None
+        self._known: dict[str, int] = {}
+        """The counters of the registry at the last exchange."""
         self._written: dict[str, int] = {}
         self._reason = ""
 
@@ -48,7 +50,7 @@ class Budgets:
                 await self.exchange()
                 await asyncio.sleep(until_tick(_INTERVAL_S))
         finally:
-            self._write(self._own())
+            self._write()
 
     async def exchange(self) -> None:
         """Publish this gateway's counters, and read those of the others. While the registry does
@@ -60,7 +62,7 @@ class Budgets:
             await self._exchange()
         except BlockStoreError as error:
             self._report(f"the registry does not answer: {error}")
-        self._write(self._own())
+        self._write()
 
     async def _exchange(self) -> None:
         if self._restored is None:
@@ -72,8 +74,10 @@ class Budgets:
             await self._registry.exchange_usage(self._restored)
         counters = await self._registry.exchange_usage(self._own())
         self._take(counters)
-        if ended := [name for name in counters if self._has_ended(name)]:
+        ended = [name for name in counters if self._has_ended(name)]
+        if ended:
             await self._registry.exchange_usage({}, ended)
+        self._known = {name: used for name, used in counters.items() if name not in ended}
 
     def _own(self) -> dict[str, int]:
         """The counters of this gateway in the periods that run now."""
@@ -117,12 +121,14 @@ class Budgets:
         for path in sorted(self._directory.glob("usage-*.json")) if self._directory else ():
             try:
                 found = json.loads(path.read_text())
-                counters |= {str(name): int(used) for name, used in found.items()}
+                for name, used in found.items():
+                    counters[name] = max(counters.get(name, 0), int(used))
             except (OSError, ValueError, AttributeError) as error:
                 log.error("usage_not_read", path=str(path), reason=str(error))
         return {name: used for name, used in counters.items() if name.count("/") >= 2}
 
-    def _write(self, counters: dict[str, int]) -> None:
+    def _write(self) -> None:
+        counters = self._known | self._own()
         if self._directory is None or counters == self._written or self._restored is None:
             return
         path = self._directory / f"usage-{self._gateway.replace(':', '-')}.json"

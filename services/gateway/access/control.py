@@ -2,11 +2,12 @@
 key."""
 
 from collections.abc import AsyncGenerator
-from contextlib import ExitStack, aclosing
+from contextlib import AbstractContextManager, ExitStack, aclosing, nullcontext
 from dataclasses import replace
 
 from quire.api_keys import ApiKey
 from services.common.errors import InvalidApiKey, InvalidRequest, QuireError
+from services.gateway.access.account import Account
 from services.gateway.access.caller import LOCAL_OPERATOR, Caller, current_caller
 from services.gateway.access.keyring import Keyring
 from services.gateway.frontend.api import (
@@ -42,13 +43,16 @@ class AccessControl:
                     yield delta
 
     async def tokenize(self, request: TokenizeRequest) -> Tokenized:
-        """See `Generator.tokenize`."""
+        """See `Generator.tokenize`. Also raises RateLimited and QuotaExceeded."""
         mine = replace(request, model=self._visible(request.model))
-        return await self._generator.tokenize(mine)
+        with self._place():
+            return await self._generator.tokenize(mine)
 
     async def detokenize(self, token_ids: tuple[int, ...], model: str) -> str:
         """See `Generator.detokenize`."""
-        return await self._generator.detokenize(token_ids, self._visible(model))
+        name = self._visible(model)
+        with self._place():
+            return await self._generator.detokenize(token_ids, name)
 
     def _visible(self, name: str) -> str:
         """The model that a caller means. Raises as `choose_model`, among those that the caller may
@@ -73,15 +77,28 @@ class AccessControl:
     def _admit(self, request: GenerationRequest, admission: ExitStack) -> Caller:
         """Check the request against the limits of its caller; `admission` holds its place in the
         caller's account."""
+        account = self._account()
+        if account is None:
+            return LOCAL_OPERATOR
+        check_cost(account.key, request)
+        # The gateway refuses a width below 1, but only after the request has waited.
+        admission.enter_context(account.admitted(max(1, request.sampling.width)))
+        return account.caller
+
+    def _place(self) -> AbstractContextManager[None]:
+        """The place of a call for tokens, a request like any other, in its caller's account."""
+        account = self._account()
+        return nullcontext() if account is None else account.admitted(1)
+
+    def _account(self) -> Account | None:
+        """The account of the current caller; None: it is the run's user."""
         caller = current_caller()
         if caller is LOCAL_OPERATOR:
-            return caller
+            return None
         account = self._keyring.account_named(caller.key)
         if account is None:  # revoked since the call began
             raise InvalidApiKey(f"key {caller.key} was revoked")
-        check_cost(account.key, request)
-        admission.enter_context(account.admitted(request.sampling.width))
-        return account.caller
+        return account
 
 
 def check_cost(key: ApiKey, request: GenerationRequest) -> None:

@@ -17,7 +17,7 @@ from services.gateway.access.caller import (
 )
 from services.gateway.access.keyring import Keyring
 
-REFUSED_EVENT = "login_refused"
+REFUSED_EVENT, DENIED_EVENT = "login_refused", "operation_refused"
 
 
 class KeyGuard:
@@ -29,7 +29,7 @@ class KeyGuard:
         self._keyring = keyring
         self._operations = tuple(f"/{service}/" for service in operations)
         self._refusals = RefusalLog(REFUSED_EVENT)
-        self._denials = RefusalLog("operation_refused")
+        self._denials = RefusalLog(DENIED_EVENT)
 
     async def admit(self, method: str, context: aio.ServicerContext[Any, Any]) -> None:
         """Raises InvalidApiKey, PermissionDenied."""

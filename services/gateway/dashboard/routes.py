@@ -10,9 +10,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from services.common.errors import InvalidRequest
+from services.common.errors import InvalidApiKey, InvalidRequest, PermissionDenied
 from services.common.runtime.metrics import GatewayMetrics
-from services.gateway.access.caller import require_operator
+from services.gateway.access.caller import bind_caller, require_operator
+from services.gateway.access.keyring import Keyring
 from services.gateway.dashboard.access import DashboardSetting, check_local
 from services.gateway.dashboard.block_maps import BlockMaps
 from services.gateway.dashboard.document import DashboardDocument
@@ -50,17 +51,18 @@ def make_dashboard(
     metrics: GatewayMetrics,
     block_manager: Relay,
     *,
-    has_keys: bool,
+    keyring: Keyring | None,
 ) -> tuple[Feed, list[Route]]:
-    """The feed, and the routes that serve the dashboard; none if it is off. `has_keys`: API keys
-    are on, so that it needs an operator's."""
+    """The feed, and the routes that serve the dashboard; none if it is off. `keyring`: None if API
+    keys are off; with them, the dashboard needs an operator's."""
 
     def requests() -> dict[str, str]:
         running = wiring.dispatcher.lifecycles
         return {each.tickets.holder_id: client_id(each.id) for each in running}
 
     def check(request: Request) -> None:
-        if has_keys:
+        if keyring is not None:
+            bind_caller(keyring.account(request.headers.get("authorization")).caller)
             require_operator()
         elif setting == "auto":
             check_local(request)
@@ -106,7 +108,17 @@ class DashboardRoutes:
 
     async def _events(self, request: Request) -> Response:
         self._check(request)
-        return _FeedStream(self._feed.events())
+        return _FeedStream(self._checked_events(request))
+
+    async def _checked_events(self, request: Request) -> AsyncGenerator[bytes, None]:
+        """The feed, until the key that it was asked with is revoked, or no operator's any more."""
+        async with aclosing(self._feed.events()) as events:
+            async for event in events:
+                try:
+                    self._check(request)
+                except (InvalidApiKey, PermissionDenied):
+                    return
+                yield event
 
     async def _blocks(self, request: Request) -> Response:
         self._check(request)

@@ -10,13 +10,14 @@ The relay checks that a request parses as its message, then forwards the receive
 the operations from the service's descriptor, so new operations and new fields need no change here.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc import aio
 
@@ -173,7 +174,7 @@ class Relay:
 
 
 @contextmanager
-def audited(method: str, request: Any) -> Iterator[None]:
+def audited(method: str, request: Message | Mapping[str, Any]) -> Iterator[None]:
     """Log an operation and its outcome: `ok`, the code of its error, or `cancelled`. Listings,
     which dashboards ask for all the time, are logged at level debug."""
     outcome = "cancelled"
@@ -184,12 +185,14 @@ def audited(method: str, request: Any) -> Iterator[None]:
         outcome = code_of(error)
         raise
     finally:
+        if isinstance(request, Message):
+            request = MessageToDict(request, preserving_proto_field_name=True)
         write = log.debug if method.startswith("List") else log.info
         write(
             "operation_performed",
             operator=current_caller(EVERYONE).key.lstrip("~") or "anybody",
             method=method,
-            target=MessageToDict(request, preserving_proto_field_name=True),
+            target=request,
             outcome=outcome,
         )
 

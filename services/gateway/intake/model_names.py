@@ -28,13 +28,15 @@ def with_aliases(names: Sequence[str], aliases: Mapping[str, str]) -> dict[str, 
     return {**served, **{name: name for name in names}}
 
 
-def choose_model(name: str, models: Mapping[str, str], param: str = "model") -> str:
+def choose_model(
+    name: str, models: Mapping[str, str], param: str = "model", adapters: Sequence[str] = ()
+) -> str:
     """The model that `name` means; an empty name means the only one. `models`: by their names.
-    `param`: the request's parameter. UnknownModel: it is not served. InvalidRequest: the name is
-    empty and several are served."""
+    `param`: the request's parameter. `adapters`: more names for the error's text. UnknownModel: it
+    is not served. InvalidRequest: the name is empty and several are served."""
     if name in models:
         return models[name]
-    served = ", ".join(sorted(models)) or "none"
+    served = ", ".join([*sorted(models), *adapters]) or "none"
     if name or not models:
         raise UnknownModel(f"model {name!r} is not served here; these are: {served}", param)
     if len(set(models.values())) > 1:

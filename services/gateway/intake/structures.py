@@ -12,7 +12,7 @@ import json
 import subprocess
 import sys
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,6 +30,7 @@ STRUCTURE = "structured_outputs"
 _MODULE = "services.common.structured.checker"
 _MOST_VERDICTS = 256
 _MOST_WAITING = 256
+_LEFT_OUT = "the requests that waited for this check are gone"
 _WALL_LIMIT_S = 30.0
 """For a machine so loaded that the child gets little CPU time."""
 
@@ -44,6 +45,9 @@ class StructureChecker:
         self._child: subprocess.Popen[bytes] | None = None
         self._verdicts: OrderedDict[Structure, str | None] = OrderedDict()
         self._waiting: dict[Structure, asyncio.Task[str | None]] = {}
+        self._num_asking = Counter[Structure]()
+        """The requests that wait for a structure. Without one, its check is left out: clients that
+        ask and leave must not keep others waiting."""
 
     async def check(self, structure: Structure, param: str = STRUCTURE) -> None:
         """Raises InvalidRequest, which names `param`, if the structure is wrong, or costs too much;
@@ -62,8 +66,19 @@ class StructureChecker:
             self._verdicts.move_to_end(structure)
             problem = self._verdicts[structure]
         else:
-            problem = await asyncio.shield(self._asking(structure))
+            problem = await self._asked(structure)
         require(problem is None, problem or "", param)
+
+    async def _asked(self, structure: Structure) -> str | None:
+        self._num_asking[structure] += 1
+        try:
+            while (verdict := await asyncio.shield(self._asking(structure))) is _LEFT_OUT:
+                pass
+            return verdict
+        finally:
+            self._num_asking[structure] -= 1
+            if not self._num_asking[structure]:
+                del self._num_asking[structure]
 
     def _asking(self, structure: Structure) -> "asyncio.Task[str | None]":
         """The check of a structure, one for all requests that wait for it."""
@@ -79,6 +94,8 @@ class StructureChecker:
             verdict = await loop.run_in_executor(self._thread, self._verdict, structure)
         finally:
             del self._waiting[structure]
+        if verdict is _LEFT_OUT:
+            return verdict
         self._verdicts[structure] = verdict
         while len(self._verdicts) > _MOST_VERDICTS:
             self._verdicts.popitem(last=False)
@@ -87,6 +104,8 @@ class StructureChecker:
     def _verdict(self, structure: Structure) -> str | None:
         """The fault of the structure, if it has one. A child that ended between two checks is no
         verdict."""
+        if structure not in self._num_asking:
+            return _LEFT_OUT
         if self._child is None or self._child.poll() is not None:
             self._child = self._start()
         child = self._child

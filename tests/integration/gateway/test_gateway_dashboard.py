@@ -1,9 +1,11 @@
 """The dashboard over HTTP, with a gateway and fake workers: the contents of its feed, and what it
 keeps secret."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,7 +19,7 @@ from services.gateway.dashboard.access import DashboardSetting
 from services.gateway.dashboard.routes import PAGE, make_dashboard
 from services.gateway.frontend.http.app import create_app
 from services.gateway.frontend.http.transport.server import http_server
-from tests.api_keys import ALICE, OPERATOR, keyring
+from tests.api_keys import ALICE, OPERATOR, keyring, keyring_of, text_of
 from tests.integration.gateway.conftest import Call, GatewayHarness, asked
 from tests.integration.gateway.fakes.decode import FakeDecode
 from tests.integration.gateway.fakes.prefill import FakePrefill
@@ -90,9 +92,7 @@ async def dashboard(
 ) -> AsyncIterator[Page]:
     manager: Any = FakeBlockManager()
     metrics = harness.metrics.metrics
-    feed, routes = make_dashboard(
-        setting, harness.assembly, metrics, manager, has_keys=keys is not None
-    )
+    feed, routes = make_dashboard(setting, harness.assembly, metrics, manager, keyring=keys)
     app = create_app(harness.gateway, CollectorRegistry(), keyring=keys, more_routes=routes)
     async with http_server(app, "127.0.0.1", 0, grace_s=0) as port:
         url = f"http://127.0.0.1:{port}"
@@ -246,3 +246,20 @@ async def test_the_dashboard_needs_an_operators_key_if_there_are_keys(
                 url = f"/dashboard/{path}"
                 async with page.http.stream(method, url, headers=headers) as answer:
                     assert answer.status_code == status, (path, secret)
+
+
+async def test_the_feed_ends_when_its_key_is_revoked(make_harness: Any, tmp_path: Path) -> None:
+    """A stream that began with a valid key must not go on for ever."""
+    file = tmp_path / "keys.json"
+    file.write_text(text_of())
+    ring = keyring_of(file, CollectorRegistry())
+    harness = await make_harness(FakePrefill(), FakeDecode())
+    async with dashboard(harness, keys=ring) as page:
+        headers = {"Authorization": f"Bearer {OPERATOR}"}
+        async with page.http.stream("GET", "/dashboard/feed", headers=headers) as answer:
+            parts = answer.aiter_bytes()
+            assert await anext(parts)
+            file.write_text('{"keys": []}')
+            ring.reload_if_changed()
+            async with asyncio.timeout(10):
+                assert [part async for part in parts] == []

@@ -10,9 +10,13 @@ import pytest
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 from starlette.routing import Route
+from structlog.testing import capture_logs
 
+from services.common.errors import RateLimited
+from services.gateway.access.caller import bind_caller
 from services.gateway.access.control import AccessControl
 from services.gateway.dashboard.routes import PAGE
+from services.gateway.frontend.api import GenerationRequest, RequestedSampling, TokenizeRequest
 from services.gateway.frontend.http.app import create_app
 from services.gateway.frontend.http.middleware.authentication import OPEN_PATHS, OPERATOR_PATHS
 from services.gateway.frontend.http.transport.server import http_server
@@ -159,3 +163,40 @@ async def test_a_key_tokenizes_only_for_its_models(
             assert (answer.status_code, answer.json()["error"]["param"]) == (404, "model")
         assert (await keyed.post(path, json=body, **as_(BOB))).status_code == 200
     assert len(generator.tokenize_requests) == 1
+
+
+async def test_calls_for_tokens_count_as_requests(generator: FakeGenerator) -> None:
+    """They take a thread of the gateway, so a rate that left them out would be none."""
+    ring = keyring(requests_per_minute=2)
+    bind_caller(ring.account(f"Bearer {ALICE}").caller)
+    control = AccessControl(generator, ring)
+    await control.tokenize(TokenizeRequest("Hi"))
+    await control.detokenize((1,), "")
+    with pytest.raises(RateLimited):
+        await control.tokenize(TokenizeRequest("Hi"))
+    with pytest.raises(RateLimited):
+        await control.detokenize((1,), "")
+
+
+async def test_a_negative_number_of_sequences_makes_no_room(generator: FakeGenerator) -> None:
+    """While such a request waits for its refusal, its key has no more sequences than before."""
+    ring = keyring(max_concurrency=2)
+    account = ring.account(f"Bearer {ALICE}")
+    bind_caller(account.caller)
+    generator.pause_at = 0
+    asked = RequestedSampling(n=-5)
+    running = AccessControl(generator, ring).generate(GenerationRequest("x", sampling=asked))
+    waits = asyncio.ensure_future(anext(running))
+    await generator.paused.wait()
+    assert account.num_sequences == 1
+    waits.cancel()
+
+
+async def test_operators_routes_log_who_was_refused(keyed: httpx.AsyncClient) -> None:
+    with capture_logs() as logs:
+        await keyed.get("/metrics", **as_(BOB))
+        await keyed.get("/" + "x" * 1000)
+    denied, refused = logs
+    assert (denied["event"], denied["operator"]) == ("operation_refused", "bob")
+    assert denied["method"] == "/metrics"
+    assert (refused["event"], len(refused["method"])) == ("login_refused", 200)

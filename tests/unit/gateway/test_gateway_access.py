@@ -263,6 +263,23 @@ async def test_a_budget_outlives_its_gateway_and_redis(tmp_path: Path) -> None:
         assert (one.num_used, one.num_used_elsewhere) == (0, 55)
 
 
+async def test_a_budget_counts_a_gateway_that_is_gone_after_redis_lost_its_counters(
+    tmp_path: Path,
+) -> None:
+    """Its own directory is gone too, as that of a pod."""
+    (tmp_path / "gone").mkdir()
+    registry = MemoryRegistry()
+    ring = keyring(**BUDGET)
+    gone = Budgets(ring, registry, "gone", tmp_path / "gone")
+    await gone.exchange()
+    ring.account(f"Bearer {ALICE}").charge(30)
+    await gone.exchange()
+    await Budgets(keyring(**BUDGET), registry, "one", tmp_path).exchange()
+    after_loss = keyring(**BUDGET)
+    await Budgets(after_loss, MemoryRegistry(), "one", tmp_path).exchange()
+    assert after_loss.account(f"Bearer {ALICE}").num_used_elsewhere == 30
+
+
 async def test_counters_of_past_periods_are_dropped(tmp_path: Path) -> None:
     (tmp_path / "usage-broken.json").write_text("[")
     past = {"alice/2020-01/x": 7, "alice/total/x": 7, "stranger/2020-01/x": 7}

@@ -2,10 +2,13 @@
 
 import asyncio
 import json
+import math
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from bench.make_checkpoint import make_checkpoint
 from blockstore.memory_registry import MemoryRegistry
@@ -109,6 +112,34 @@ async def test_names_and_limits(
         await one.load("c", str(adapter))
     with pytest.raises(InvalidRequest, match="No such file"):
         await one.load("d", str(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+async def test_weights_that_are_no_numbers_are_refused(
+    registry: MemoryRegistry, config: ModelConfig, adapter: Path, value: float
+) -> None:
+    """Every request with such an adapter would fail."""
+    weights = adapter / WEIGHTS_FILE
+    weights.write_bytes(weights.read_bytes()[:-4] + struct.pack("<f", value))
+    wrong = r"lora_B.weight has 1 values that are NaN or infinite"
+    with pytest.raises(InvalidRequest, match=wrong) as refused:
+        await gateway(registry, config).load("poet", str(adapter))
+    assert refused.value.param == "lora_path"
+
+
+async def test_a_model_with_the_name_of_an_adapter_is_logged_once(
+    registry: MemoryRegistry, config: ModelConfig, adapter: Path
+) -> None:
+    models = {"base": config}
+    one = GatewayAdapters(registry, lambda: models, 2, 8)
+    await one.load("poet", str(adapter))
+    models["poet"] = config
+    with capture_logs() as logs:
+        await one.refresh()
+        await one.refresh()
+    assert [(line["event"], line["adapter"]) for line in logs] == [
+        ("adapter_shadows_model", "poet")
+    ]
 
 
 async def test_aliases_of_models(

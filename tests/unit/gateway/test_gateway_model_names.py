@@ -48,6 +48,8 @@ def test_a_name_means_one_model() -> None:
         choose_model("", models)
     with pytest.raises(UnknownModel, match="these are: none"):
         choose_model("", {})
+    with pytest.raises(UnknownModel, match="these are: poet"):
+        choose_model("other", {}, adapters=["poet"])
 
 
 class Listing:

@@ -11,6 +11,7 @@ from starlette.routing import Route
 from services.gateway.adapters import GatewayAdapters
 from services.gateway.frontend.http.answering.sending import Json
 from services.gateway.frontend.http.bodies.reading import read_body
+from services.gateway.frontend.relay import audited
 
 
 class LoadBody(BaseModel):
@@ -38,15 +39,17 @@ def adapter_routes(
     async def load(request: Request) -> Response:
         check_caller(request)
         body = await read_body(request, LoadBody)
-        await adapters.load(
-            body.lora_name, body.lora_path, body.base_model_name, replaces=body.load_inplace
-        )
+        with audited("LoadAdapter", body.model_dump()):
+            await adapters.load(
+                body.lora_name, body.lora_path, body.base_model_name, replaces=body.load_inplace
+            )
         return Json({"message": f"LoRA adapter {body.lora_name!r} is loaded"})
 
     async def unload(request: Request) -> Response:
         check_caller(request)
         body = await read_body(request, UnloadBody)
-        await adapters.unload(body.lora_name)
+        with audited("UnloadAdapter", body.model_dump()):
+            await adapters.unload(body.lora_name)
         return Json({"message": f"LoRA adapter {body.lora_name!r} is unloaded"})
 
     return [

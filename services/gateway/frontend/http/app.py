@@ -55,6 +55,7 @@ from services.gateway.frontend.http.middleware.body_limits import (
     BodyLimits,
 )
 from services.gateway.frontend.http.middleware.hosts import AllowedHosts
+from services.gateway.frontend.http.middleware.other_sites import OtherSites
 from services.gateway.frontend.http.openapi import openapi_document
 from services.gateway.frontend.http.responses_api.answer import ResponseAnswer
 from services.gateway.frontend.http.responses_api.body import ResponsesBody
@@ -112,6 +113,7 @@ def create_app(
             *([Middleware(CORSMiddleware, **_cors(cors_origins))] if cors_origins else []),
             Middleware(RequestIdAndErrors),
             Middleware(AllowedHosts, allowed_hosts),
+            Middleware(OtherSites, cors_origins),
             Middleware(Authentication, keyring),
             Middleware(BodyLimits, max_body_memory_bytes),
         ],

@@ -5,6 +5,7 @@ import json
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
+from pydantic_core import from_json
 
 from services.common.structured.json_schemas import OPTIONS
 from services.common.structured.structure import Structure, StructureKind
@@ -125,7 +126,8 @@ class StructuredOutputsBody(Body):
                 return Structure(kind, value if isinstance(value, str) else json.dumps(value))
         schema = {"type": "object"} if self.json_schema is None else self.json_schema
         if self._options:
-            schema = json.loads(schema) if isinstance(schema, str) else schema
+            # Unlike json's, this parser refuses a text that is nested too deeply.
+            schema = from_json(schema, allow_inf_nan=False) if isinstance(schema, str) else schema
             if not isinstance(schema, dict):
                 raise ValueError("a JSON schema is an object")
             schema = {**schema, OPTIONS: self._options}

@@ -8,10 +8,15 @@ from dataclasses import replace
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from services.common.errors import InvalidApiKey
+from services.common.errors import InvalidApiKey, PermissionDenied
 from services.common.rpc.refusal_log import RefusalLog
-from services.gateway.access.caller import EVERYONE, bind_caller, require_operator
-from services.gateway.access.guards import REFUSED_EVENT
+from services.gateway.access.caller import (
+    EVERYONE,
+    bind_caller,
+    current_caller,
+    require_operator,
+)
+from services.gateway.access.guards import DENIED_EVENT, REFUSED_EVENT
 from services.gateway.access.keyring import Keyring
 from services.gateway.dashboard.routes import PAGE
 
@@ -20,6 +25,7 @@ OPEN_PATHS = frozenset({"/health", "/", *(f"/dashboard/{file.name}" for file in 
 page asks for a key and sends it with its questions."""
 OPERATOR_PATHS = frozenset({"/metrics"})
 """Paths that need an operator's key: they tell about all users."""
+_MAX_PATH_CHARS = 200
 
 
 class Authentication:
@@ -29,27 +35,42 @@ class Authentication:
         self._app = app
         self._keyring = keyring
         self._refusals = RefusalLog(REFUSED_EVENT)
+        self._denials = RefusalLog(DENIED_EVENT)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._authenticate(scope)
-        await self._app(scope, receive, send)
+        try:
+            self._authenticate(scope)
+            await self._app(scope, receive, send)
+        except PermissionDenied as error:
+            operator, reason = current_caller(EVERYONE).key, str(error)
+            self._denials.note(_peer(scope), operator=operator, method=_path(scope), reason=reason)
+            raise
 
     def _authenticate(self, scope: Scope) -> None:
         """Raises InvalidApiKey, PermissionDenied."""
         keyring = self._keyring
         if keyring is None:
-            bind_caller(replace(EVERYONE, host=_peer(scope)[0]))
+            bind_caller(replace(EVERYONE, host=_client(scope)[0]))
         elif scope["path"] not in OPEN_PATHS:
             try:
                 account = keyring.account(Headers(scope=scope).get("authorization"))
             except InvalidApiKey as error:
-                host, port = _peer(scope)
-                self._refusals.note(f"{host}:{port}", method=scope["path"], reason=str(error))
+                self._refusals.note(_peer(scope), method=_path(scope), reason=str(error))
                 raise
             bind_caller(account.caller)
             if scope["path"] in OPERATOR_PATHS:
                 require_operator()
 
 
-def _peer(scope: Scope) -> tuple[str, int]:
+def _client(scope: Scope) -> tuple[str, int]:
     return scope.get("client") or ("", 0)
+
+
+def _peer(scope: Scope) -> str:
+    host, port = _client(scope)
+    return f"{host}:{port}"
+
+
+def _path(scope: Scope) -> str:
+    """The path for a log line: a client may send one of 64 KiB."""
+    return str(scope["path"][:_MAX_PATH_CHARS])

@@ -1,0 +1,47 @@
+"""Pages of other sites, which can make a browser send requests to a server on its own host."""
+
+import json
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry
+
+from services.gateway.frontend.http.app import create_app
+from services.gateway.frontend.http.transport.server import http_server
+
+from .conftest import HI, LIMIT_S, FakeGenerator
+
+EVIL, FRIEND = "https://evil.example.com", "https://friend.example.com"
+FORM = {"Content-Type": "text/plain"}
+"""A form's type, for which browsers ask no permission (CORS)."""
+
+
+@pytest.mark.parametrize(
+    ("site", "origin", "allowed", "status"),
+    [
+        ("cross-site", EVIL, [], 403),
+        ("same-site", "http://localhost:3000", [], 403),
+        ("cross-site", EVIL, [FRIEND], 403),
+        ("cross-site", FRIEND, [FRIEND], 200),
+        ("cross-site", EVIL, ["*"], 200),
+        ("same-origin", EVIL, [], 200),
+        ("none", None, [], 200),
+        (None, EVIL, [], 200),
+    ],
+)
+async def test_a_page_of_another_site_computes_nothing(
+    generator: FakeGenerator, site: str | None, origin: str | None, allowed: list[str], status: int
+) -> None:
+    app = create_app(generator, CollectorRegistry(), cors_origins=allowed)
+    headers = {**FORM, **({"Sec-Fetch-Site": site} if site else {})}
+    headers |= {"Origin": origin} if origin else {}
+    async with http_server(app, "127.0.0.1", 0, grace_s=1) as port:
+        url = f"http://127.0.0.1:{port}"
+        async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S, trust_env=False) as client:
+            body = json.dumps(HI)
+            answer = await client.post("/v1/chat/completions", content=body, headers=headers)
+            page = await client.get("/health", headers=headers)
+    assert (answer.status_code, page.status_code) == (status, 200)
+    assert len(generator.requests) == (status == 200)
+    if status == 403:
+        assert answer.json()["error"]["code"] == "permission_denied"
