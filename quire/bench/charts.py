@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import chain, pairwise
 
 _WIDTH, _HEIGHT = 560, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 10, 38
@@ -51,6 +52,12 @@ def thinned(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, floa
     size = math.ceil(len(points) / _MAX_POINTS)
     groups = (points[start : start + size] for start in range(0, len(points), max(1, size)))
     return [max(group, key=lambda point: point[1]) for group in groups]
+
+
+def steps(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The corners of a line on which each value stays until the next one."""
+    corners = [((at, before), (at, value)) for (_, before), (at, value) in pairwise(points)]
+    return [*points[:1], *chain.from_iterable(corners)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from quire.bench.charts import Line, chart, cumulative, thinned
+from quire.bench.charts import Line, chart, cumulative, steps, thinned
 from quire.bench.record import Record, running
 from quire.bench.summary import warnings
 
@@ -39,7 +39,8 @@ p, small { color: var(--dim); }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: .35rem .6rem; border-bottom: 1px solid var(--line); }
-th:first-child, td:first-child { text-align: left; } th { color: var(--dim); font-weight: 500; }
+th:first-child, td:first-child, .text :last-child { text-align: left; }
+th { color: var(--dim); font-weight: 500; }
 figcaption { font-weight: 600; } figcaption small { font-weight: 400; margin-right: .6rem; }
 .key { font-weight: 400; font-size: .85rem; margin-right: .7rem; }
 .key::before { content: "\\25CF"; margin-right: .25rem; }
@@ -103,13 +104,15 @@ def html(result: Mapping[str, Any], records: Sequence[Record]) -> str:
     )
 
 
-def _table(header: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
+def _table(
+    header: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]], kind: str = "numbers"
+) -> str:
     head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
     body = "".join(
         "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in (name, *cells)) + "</tr>"
         for name, cells in rows
     )
-    return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
+    return f'<div class="scroll"><table class="{kind}"><tr>{head}</tr>{body}</table></div>'
 
 
 def _errors(summary: Mapping[str, Any]) -> str:
@@ -117,7 +120,7 @@ def _errors(summary: Mapping[str, Any]) -> str:
         return ""
     messages = summary["error_messages"]
     rows = [(kind, (f"{number:,}", messages[kind])) for kind, number in summary["errors"].items()]
-    return f"<h2>Errors</h2>{_table(('kind', 'number', 'the first one'), rows)}"
+    return f"<h2>Errors</h2>{_table(('kind', 'number', 'the first one'), rows, 'text')}"
 
 
 def _charts(records: Sequence[Record], duration_s: float) -> list[str]:
@@ -151,7 +154,7 @@ def _charts(records: Sequence[Record], duration_s: float) -> list[str]:
             "Running requests",
             "seconds",
             "",
-            [Line("running", thinned([(0.0, 0), *running(records)]), 2)],
+            [Line("running", steps(thinned([(0.0, 0), *running(records)])), 2)],
         ),
     ]
 
