@@ -2,6 +2,7 @@
 
 import os
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -206,7 +207,8 @@ def test_workers_can_be_scaled(compose: Any) -> None:
         service = compose["services"][name]
         assert "container_name" not in service
         assert ("ports" in service) == (name == "gateway")
-    assert compose["services"]["gateway"]["ports"] == ["50051:50051", "8000:8000"]
+    ports = compose["services"]["gateway"]["ports"]
+    assert ports == ["127.0.0.1:50051:50051", "127.0.0.1:8000:8000"]
 
 
 def test_several_gateways_have_a_port_each_as_the_documentation_scales_them() -> None:
@@ -216,9 +218,35 @@ def test_several_gateways_have_a_port_each_as_the_documentation_scales_them() ->
     (command,) = re.findall(r"^(QUIRE_.*) docker compose up --scale gateway=2$", text, re.MULTILINE)
     env = dict(setting.split("=") for setting in command.split())
     ports = compose_file("docker-compose.yml", env)["services"]["gateway"]["ports"]
-    found = [re.fullmatch(r"(\d+)-(\d+):(\d+)", port) for port in ports]
+    found = [re.fullmatch(r"127\.0\.0\.1:(\d+)-(\d+):(\d+)", port) for port in ports]
     ranges = [tuple(map(int, port.groups())) for port in found if port]
     assert ranges == [(50051, 50052, 50051), (8000, 8001, 8000)]
+
+
+@pytest.mark.parametrize("password", ["", "secret"])
+def test_monitoring_is_on_this_host_only_and_has_no_default_password(
+    tmp_path: Path, password: str
+) -> None:
+    services = compose_file("docker-compose.yml", {"QUIRE_GRAFANA_PASSWORD": password})["services"]
+    for name in ("prometheus", "grafana"):
+        assert all(port.startswith("127.0.0.1:") for port in services[name]["ports"])
+    grafana = services["grafana"]
+    *shell, script = grafana["entrypoint"]
+    started = tmp_path / "started"
+    started.write_text("#!/bin/sh\necho started\n")
+    started.chmod(0o700)
+    ended = subprocess.run(
+        [*shell, script.replace("/run.sh", str(started))],
+        env={"PATH": "/usr/bin:/bin", **grafana["environment"]},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout.strip()) == (
+        (0, "started")
+        if password
+        else (1, "set QUIRE_GRAFANA_PASSWORD, the password of the user admin")
+    )
 
 
 def test_only_workers_carry_torch(compose: Any) -> None:

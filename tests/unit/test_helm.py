@@ -268,6 +268,16 @@ def test_monitors_name_ports_of_their_services() -> None:
         assert any(ports <= names for names in named)
 
 
+def test_a_service_for_clients_has_no_metrics() -> None:
+    """A load balancer would show the metrics, which need no key, to everybody."""
+    values = {"gateway": {"serviceType": "LoadBalancer"}}
+    services = {each["metadata"]["name"]: each["spec"] for each in of_kind("Service", values)}
+    outside = services.pop("rel-gateway")
+    assert outside["type"] == "LoadBalancer"
+    assert [port["port"] for port in outside["ports"]] == [50051, 8000]
+    assert {each.get("type", "ClusterIP") for each in services.values()} == {"ClusterIP"}
+
+
 def test_secrets_are_usable(tmp_path: Path) -> None:
     """Certificates name services and gateways, and the key file has an operator."""
     secrets = {each["metadata"]["name"]: each["data"] for each in of_kind("Secret", {})}
