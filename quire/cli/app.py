@@ -87,7 +87,7 @@ def _errors_as_exits() -> Iterator[None]:
         raise typer.Exit(_usage(error)) from error
     except Unreachable as error:
         flag = "--url" if "://" in str(error) else "--address"
-        hint = f"is `quire serve` running? {flag} names another gateway, see --help"
+        hint = f"is `quire serve` running? {flag} names another gateway, --tls-ca one with TLS"
         raise typer.Exit(_fail(f"{error} ({hint})", EXIT_UNREACHABLE)) from error
     except (QuireError, ServeError) as error:
         raise typer.Exit(_fail(str(error), EXIT_FAILED)) from error

@@ -77,6 +77,12 @@ def test_audit_button_audits(page: Page) -> None:
     expect(page.locator(".below .ok")).to_contain_text("no violation")
 
 
+def test_ages_below_a_second_are_now(page: Page) -> None:
+    """A figure such as `0.0 ms ago` says nothing: ages are counted in whole seconds."""
+    ages = page.evaluate("import('/dashboard/dom.js').then(({ago}) => [0, 0.4, 7].map(ago))")
+    assert ages == ["just now", "just now", "7.0 s ago"]
+
+
 def test_text_of_clients_stays_text(page: Page, deployment: Deployment) -> None:
     complete(deployment, 4, HTML_ID)
     row = page.locator(".row", has_text="<img")

@@ -27,6 +27,10 @@ export function duration(seconds) {
   return seconds < 5400 ? `${Math.round(seconds / 60)} min` : `${(seconds / 3600).toFixed(1)} h`;
 }
 
+export function ago(seconds) {
+  return seconds < 1 ? "just now" : `${duration(seconds)} ago`;
+}
+
 export function bytes(n) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   let at = 0;

@@ -1,6 +1,6 @@
 // The block map of each pool, on a canvas, and the pool's figures.
 
-import { byId, bytes, count, css, duration, h, hideTip, legendItem, percent, showTip } from "./dom.js";
+import { ago, byId, bytes, count, css, h, hideTip, legendItem, percent, showTip } from "./dom.js";
 import { headers, problemOf } from "./feed.js";
 
 const STATES = ["free", "cached", "held", "shared", "quarantined", "unread"];
@@ -60,7 +60,7 @@ class PoolPanel {
     this.draw();
     const audit = pool.audit;
     const verdict = !audit ? ["muted", "not audited yet"] : audit.violations.length ? ["bad", `✗ ${audit.violations.length} violations: ${audit.violations[0]}`]
-      : audit.checked ? ["ok", `✓ audit found no violation, ${duration(audit.age_s)} ago`] : ["muted", `counters audited ${duration(audit.age_s)} ago; the pool changed too fast for the rest`];
+      : audit.checked ? ["ok", `✓ audit found no violation, ${ago(audit.age_s)}`] : ["muted", `counters audited ${ago(audit.age_s)}; the pool changed too fast for the rest`];
     this.audit.className = verdict[0];
     this.audit.textContent = verdict[1];
     const per = pool.blocks_per_cell === 1 ? "a cell is a block" : `a cell is ${count(pool.blocks_per_cell)} blocks`;
@@ -232,7 +232,7 @@ class PoolPanel {
       if (block.cached_at !== null) lines.push(`evicted in order of last use: number ${count(block.cached_at)}`);
     }
     const age = this.pool.age_s - values[CHANGED];
-    if (values[CHANGED]) lines.push(age < 1 ? "changed now" : `changed ${duration(age)} ago`);
+    if (values[CHANGED]) lines.push(`changed ${ago(age)}`);
     return lines.join("\n");
   }
 }
