@@ -1,6 +1,8 @@
 """TLS of gRPC and HTTP servers: which clients may connect, and certificates that change."""
 
 import asyncio
+import shutil
+import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
@@ -262,6 +264,36 @@ async def test_http_asks_clients_for_certificates(app: Any, made: Path, strange:
                     (httpx.ReadError, httpx.ConnectError, httpx.RemoteProtocolError)
                 ):
                     await client.post(url, content=b"hi")
+
+
+async def test_a_client_whose_ca_is_removed_resumes_no_session(app: Any, tmp_path: Path) -> None:
+    """A session that is resumed shows no certificate."""
+    for name in ("ours", "theirs"):
+        (tmp_path / name).mkdir()
+        write_certificates(tmp_path / name, clients=["alice"])
+    ours, trusted = tmp_path / "ours", tmp_path / "trusted.crt"
+    shutil.copy(ours / "ca.crt", trusted)
+    context = ssl.create_default_context(cafile=str(ours / "ca.crt"))
+    context.load_cert_chain(ours / "alice.crt", ours / "alice.key")
+
+    def ask(port: int, session: ssl.SSLSession | None) -> tuple[bytes, ssl.SSLSession | None]:
+        with (
+            socket.create_connection(("127.0.0.1", port), LIMIT_S) as plain,
+            context.wrap_socket(plain, server_hostname="localhost", session=session) as secured,
+        ):
+            secured.sendall(b"GET /nothing HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            return secured.recv(12), secured.session
+
+    tls = files(ours, "gateway", ca=trusted)
+    async with http_server(app, "127.0.0.1", 0, 1.0, None, tls) as port:
+        status, session = await asyncio.to_thread(ask, port, None)
+        assert status == b"HTTP/1.1 404"
+        shutil.copy(tmp_path / "theirs" / "ca.crt", trusted)
+        try:
+            status, _ = await asyncio.to_thread(ask, port, session)
+        except OSError:
+            status = b""
+        assert status == b""
 
 
 async def test_old_versions_of_tls_are_refused(app: Any, made: Path) -> None:

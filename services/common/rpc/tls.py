@@ -88,6 +88,10 @@ class TlsFiles:
             except ssl.SSLError as error:
                 raise StartupError(f"TLS: {self.ca} has no CA in PEM format: {error}") from error
             context.verify_mode = ssl.CERT_REQUIRED
+            # A resumed session shows no certificate: a client would outlive its own, and its CA.
+            # With TLS 1.2, sessions cannot be turned off.
+            context.minimum_version = ssl.TLSVersion.TLSv1_3
+            context.num_tickets = 0
         return context
 
     def grpc_server(self) -> grpc.ServerCredentials:

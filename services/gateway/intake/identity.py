@@ -24,6 +24,12 @@ def check_identity(request: GenerationRequest) -> None:
     """Raises InvalidRequest if the id or the resume token is not usable, or if `received` comes
     without them."""
     check_text("request_id", request.request_id, MAX_ID_CHARS)
+    # `quire top` and logs show it to operators, whose terminals obey control characters.
+    require(
+        request.request_id.isprintable(),
+        "request_id has characters that cannot be printed",
+        "request_id",
+    )
     check_text("resume_token", request.resume_token, MAX_ID_CHARS)
     num_chars = len(request.resume_token)
     require(

@@ -125,6 +125,7 @@ async def test_bad_sampling_parameters(harness: Any, sampling: Any, text: str) -
         ({"priority": 128}, "priority is 128"),
         ({"priority": -129}, "priority is -129"),
         ({"request_id": "x" * 257}, "request_id has 257"),
+        ({"request_id": "a\x1b[2J"}, "request_id has characters that cannot be printed"),
         ({"cache_salt": "\udfff"}, "cache_salt is not valid Unicode"),
     ],
 )
