@@ -30,10 +30,10 @@ def main() -> None:
     try:
         sys.exit(_run(args))
     except BatchError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"quire: {error}", file=sys.stderr)
         sys.exit(2)
     except QuireError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"quire: {error}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         print("stopped; the same command answers the rest", file=sys.stderr)

@@ -47,6 +47,13 @@ def test_a_failed_request_does_not_fail_the_others(tmp_path: Path) -> None:
     assert responses["b"]["body"]["error"]["message"] == "max_tokens is -1, not 1 or more"
 
 
+def test_model_has_the_name_that_it_has_in_a_service(tmp_path: Path) -> None:
+    source = write(tmp_path / "in", [line("a", model="quire-embedded")])
+    command = [sys.executable, "-m", "quire.cli", "batch", source, tmp_path / "out", *SETTINGS]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr + (tmp_path / "out").read_text()
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_a_stopped_run_continues_where_it_stopped(tmp_path: Path, number: signal.Signals) -> None:
     lines = [line(f"r{i}", max_tokens=40, min_tokens=40, seed=i, temperature=1) for i in range(200)]

@@ -50,6 +50,6 @@ def batch(
     flags: BatchFlags,
 ) -> int:
     """Answer a file of requests in OpenAI's batch format, without a server."""
-    options = asdict(flags) | {"model": find_model(flags.model).directory}
-    command = module_command("services.offline", str(input_file), str(output_file), **options)
+    find_model(flags.model)  # before PyTorch is imported, which takes seconds
+    command = module_command("services.offline", str(input_file), str(output_file), **asdict(flags))
     return subprocess.run(command, check=False).returncode
