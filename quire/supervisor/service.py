@@ -19,6 +19,13 @@ def address(run: Path) -> str:
     return f"unix:{run / 'supervisor.sock'}"
 
 
+_ACCEPT_PINGS = (
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 1),
+)
+"""Gateways keep their connection and ping it; by default a server ends such a connection."""
+
+
 class SupervisorService(SupervisorServicer):
     def __init__(self, scaler: WorkerScaler) -> None:
         self._scaler = scaler
@@ -47,7 +54,7 @@ class SupervisorService(SupervisorServicer):
 
 @asynccontextmanager
 async def served(scaler: WorkerScaler, run: Path) -> AsyncIterator[None]:
-    server = aio.server()
+    server = aio.server(options=_ACCEPT_PINGS)
     add_SupervisorServicer_to_server(SupervisorService(scaler), server)
     server.add_insecure_port(address(run))
     await server.start()

@@ -1,0 +1,31 @@
+"""The supervisor's service, which gateways keep a connection to."""
+
+import asyncio
+from pathlib import Path
+from typing import Any, cast
+
+import grpc
+import pytest
+from grpc import aio
+
+from quire.supervisor.service import address, served
+
+PINGS = (
+    ("grpc.keepalive_time_ms", 20),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+
+
+async def test_idle_gateway_may_ask_for_a_sign_of_life_as_often_as_it_wants(tmp_path: Path) -> None:
+    """By default a server ends a connection after a few pings within 5 minutes, and gRPC writes a
+    line into the gateway's log."""
+    async with (
+        served(cast("Any", None), tmp_path),
+        aio.insecure_channel(address(tmp_path), PINGS) as channel,
+    ):
+        await asyncio.wait_for(channel.channel_ready(), 10)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(
+                channel.wait_for_state_change(grpc.ChannelConnectivity.READY), timeout=5
+            )
