@@ -23,6 +23,7 @@ from services.gateway.frontend.http.transport.open_connections import (
     ConnectionLimits,
     Connections,
 )
+from services.gateway.frontend.http.transport.tls_transport import TlsTransport
 
 _BACKLOG = 2048
 """Connections that wait in the kernel to be accepted."""
@@ -87,7 +88,6 @@ class _Server(uvicorn.Server):
     ) -> None:
         super().__init__(config)
         self._tls = tls
-        self._handshake_timeout_s = None if tls is None else connections.limits.header_timeout_s
         self._connections = connections
         self._leaving = asyncio.Event()
 
@@ -110,20 +110,22 @@ class _Server(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Unlike uvicorn's, accepts by an `Acceptor`, and limits the time of TLS handshakes."""
+        """Unlike uvicorn's, accepts by an `Acceptor`."""
         config = self.config
         protocol: Any = config.http_protocol_class
-        protocol = partial(protocol, config, self.server_state, self.lifespan.state)
-        enter = partial(
-            asyncio.get_running_loop().connect_accepted_socket,
-            protocol,
-            ssl=self._tls,
-            ssl_handshake_timeout=self._handshake_timeout_s,
-            ssl_shutdown_timeout=self._handshake_timeout_s,
-        )
-        servers: Any = [Acceptor(each, self._connections, enter) for each in sockets or ()]
+        self._make = partial(protocol, config, self.server_state, self.lifespan.state)
+        servers: Any = [Acceptor(each, self._connections, self._enter) for each in sockets or ()]
         self.servers = servers
         self.started = True
+
+    async def _enter(self, accepted: socket.socket) -> None:
+        """Makes a connection of a socket; returns after its TLS handshake."""
+        connect = asyncio.get_running_loop().connect_accepted_socket
+        if self._tls is None:
+            await connect(self._make, accepted)
+        else:
+            tls = partial(TlsTransport, self._tls, self._connections, self._make)
+            await (await connect(tls, accepted))[1].handshaken
 
 
 def _tls_context(files: TlsFiles) -> ssl.SSLContext:

@@ -1,0 +1,226 @@
+"""HTTP over TLS with clients that break off, send other things than TLS, or read slowly."""
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.certificates import write_certificates
+from services.common.rpc.tls import TlsFiles
+from services.gateway.frontend.http.transport.open_connections import (
+    ConnectionLimits,
+    Connections,
+)
+from services.gateway.frontend.http.transport.server import http_server
+from services.gateway.frontend.http.transport.tls_transport import TlsTransport
+from tests.waiting import until
+
+from .raw import LIMIT_S, Connection
+
+PART = b"x" * (1 << 16)
+GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+class Application:
+    """Sends `num_parts` parts of 64 KiB, and then waits until the client has left."""
+
+    def __init__(self) -> None:
+        self.num_parts = 0
+        self.num_sent = 0
+        self.sent_when_left = 0
+        self.left = asyncio.Event()
+
+    async def __call__(self, scope, receive, send) -> None:  # type: ignore[no-untyped-def]
+        await receive()
+        headers = [(b"content-length", b"%d" % (self.num_parts << 16))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        if self.num_parts:
+            watching = asyncio.create_task(self._watch(receive))
+            for _ in range(self.num_parts):
+                await send({"type": "http.response.body", "body": PART, "more_body": True})
+                self.num_sent += 1
+            await watching
+        await send({"type": "http.response.body"})
+
+    async def _watch(self, receive) -> None:  # type: ignore[no-untyped-def]
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.sent_when_left = self.num_sent
+        self.left.set()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("certificates")
+    write_certificates(directory)
+    return directory
+
+
+@pytest.fixture
+def application() -> Application:
+    return Application()
+
+
+@pytest.fixture
+async def port(application: Application, made: Path) -> AsyncIterator[int]:
+    tls = TlsFiles(made / "gateway.crt", made / "gateway.key")
+    limits = ConnectionLimits(write_timeout_s=0.3)
+    async with http_server(application, "127.0.0.1", 0, 1, limits, tls) as port:
+        yield port
+
+
+@asynccontextmanager
+async def encrypted(port: int, made: Path) -> AsyncIterator[Connection]:
+    context = ssl.create_default_context(cafile=str(made / "ca.crt"))
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context, limit=1024)
+    try:
+        yield Connection(reader, writer)
+    finally:
+        writer.transport.abort()
+
+
+async def ask(port: int, made: Path) -> None:
+    async with encrypted(port, made) as connection:
+        connection.send(GET)
+        assert (await connection.answer()).status == 200
+
+
+async def test_requests_that_come_in_one_record_are_all_answered(port: int, made: Path) -> None:
+    async with encrypted(port, made) as connection:
+        connection.send(GET * 3)
+        for _ in range(3):
+            assert (await connection.answer()).status == 200
+
+
+class Pausing(asyncio.BufferedProtocol):
+    """Pauses after each read, for some turns of the event loop."""
+
+    def __init__(self) -> None:
+        self.buffer = memoryview(bytearray(1 << 14))
+        self.reads: list[int] = []
+        self.is_paused = False
+        self.read_while_paused = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport: Any = transport
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self.buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.reads.append(nbytes)
+        self.read_while_paused |= self.is_paused
+        self.is_paused = True
+        self.transport.pause_reading()
+        asyncio.get_running_loop().call_later(0.01, self.resume)
+
+    def resume(self) -> None:
+        self.is_paused = False
+        self.transport.resume_reading()
+
+
+async def test_records_that_came_together_wait_while_reading_is_paused(made: Path) -> None:
+    """The client's bytes are not read from the socket then, and those in memory are not given."""
+    server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    server.load_cert_chain(made / "gateway.crt", made / "gateway.key")
+    above, loop = Pausing(), asyncio.get_running_loop()
+    connections = Connections(ConnectionLimits())
+    listening = await loop.create_server(
+        lambda: TlsTransport(server, connections, lambda: above), "127.0.0.1", 0
+    )
+    async with listening, encrypted(listening.sockets[0].getsockname()[1], made) as connection:
+        for _ in range(3):
+            connection.writer.write(b"x" * 100)
+        await until(lambda: sum(above.reads) == 300)
+        assert above.reads == [100] * 3
+        assert not above.read_while_paused
+        above.transport.abort()
+
+
+@pytest.mark.parametrize(
+    ("sent", "answer"),
+    [(GET, b""), (b"\x16\x03\x01\x00\x04\x01\x00\x00\x00", b"\x15")],  # an empty hello; an alert
+)
+async def test_a_client_that_speaks_no_tls_is_cut_off(
+    port: int, made: Path, sent: bytes, answer: bytes
+) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(sent)
+    async with asyncio.timeout(LIMIT_S):
+        assert (await reader.read())[:1] == answer
+    writer.close()
+    await ask(port, made)
+
+
+@pytest.mark.parametrize("ending", ["tls", "tcp"])
+async def test_a_client_that_ends_the_connection_ends_its_request(
+    port: int, made: Path, application: Application, ending: str
+) -> None:
+    """With TLS's own message, or without."""
+    application.num_parts = 1
+    async with encrypted(port, made) as connection, asyncio.timeout(LIMIT_S):
+        connection.send(GET)
+        await connection.reader.readexactly(1 << 16)
+        if ending == "tls":
+            connection.writer.close()
+        else:
+            connection.writer.transport.abort()
+        await application.left.wait()
+
+
+async def test_a_record_that_was_changed_ends_the_connection(
+    port: int, made: Path, application: Application
+) -> None:
+    """And with it the request that is being answered."""
+    application.num_parts = 1
+    context = ssl.create_default_context(cafile=str(made / "ca.crt"))
+    received, to_send = ssl.MemoryBIO(), ssl.MemoryBIO()
+    tls = context.wrap_bio(received, to_send, server_hostname="127.0.0.1")
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            try:
+                tls.do_handshake()
+                break
+            except ssl.SSLWantReadError:
+                writer.write(to_send.read())
+                received.write(await reader.read(1 << 16))
+        tls.write(GET)
+        writer.write(to_send.read())
+        while application.num_sent == 0:
+            await reader.read(1 << 16)
+        tls.write(GET)
+        record = bytearray(to_send.read())
+        record[-1] ^= 1
+        writer.write(record)
+        await application.left.wait()
+        while await reader.read(1 << 16):
+            pass
+    writer.close()
+
+
+async def test_an_answer_that_nobody_reads_waits_and_then_ends(
+    port: int, made: Path, application: Application
+) -> None:
+    """The application sends no more than fits into buffers; a client that never reads is cut
+    off."""
+    application.num_parts = 1000
+    async with encrypted(port, made) as connection, asyncio.timeout(LIMIT_S):
+        connection.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        connection.send(GET)
+        await application.left.wait()
+    assert application.sent_when_left < 500  # the kernel's buffers take some
+
+
+async def test_a_slow_reader_gets_the_whole_answer(
+    port: int, made: Path, application: Application
+) -> None:
+    application.num_parts = 100
+    async with encrypted(port, made) as connection, asyncio.timeout(LIMIT_S):
+        connection.send(GET)
+        await connection.reader.readuntil(b"\r\n\r\n")
+        assert await connection.reader.readexactly(100 << 16) == PART * 100
