@@ -124,6 +124,7 @@ def _signed(ca: _Pair | None, name: str, names: Sequence[str], use: str, days: f
         .not_valid_before(now - timedelta(hours=1))  # clocks differ
         .not_valid_after(now + timedelta(days=days))
         .add_extension(x509.BasicConstraints(ca=ca is None, path_length=None), critical=True)
+        .add_extension(_key_usage(signs_certificates=ca is None), critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .add_extension(authority, critical=False)
     )
@@ -135,6 +136,23 @@ def _signed(ca: _Pair | None, name: str, names: Sequence[str], use: str, days: f
         uses = {"server": [server], "client": [client], "both": [server, client]}[use]
         builder = builder.add_extension(x509.ExtendedKeyUsage(uses), critical=False)
     return _Pair(builder.sign(issuer, hashes.SHA256()), key)
+
+
+def _key_usage(*, signs_certificates: bool) -> "x509.KeyUsage":
+    """Python 3.13 and later accept no CA without a key usage."""
+    from cryptography import x509
+
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
 
 
 def _is_host(text: str) -> bool:

@@ -266,6 +266,18 @@ async def test_http_asks_clients_for_certificates(app: Any, made: Path, strange:
                     await client.post(url, content=b"hi")
 
 
+async def test_strict_clients_accept_the_certificates(app: Any, made: Path) -> None:
+    """Clients with Python 3.13 or later are strict."""
+    context = ssl.create_default_context(cafile=str(made / "ca.crt"))
+    context.verify_flags |= ssl.VERIFY_X509_STRICT
+    context.load_cert_chain(made / "alice.crt", made / "alice.key")
+    tls = files(made, "gateway", ca=made / "ca.crt")
+    async with http_server(app, "127.0.0.1", 0, 1.0, None, tls) as port:
+        _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+        writer.close()
+        await writer.wait_closed()
+
+
 async def test_a_client_whose_ca_is_removed_resumes_no_session(app: Any, tmp_path: Path) -> None:
     """A session that is resumed shows no certificate."""
     for name in ("ours", "theirs"):
