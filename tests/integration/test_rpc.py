@@ -13,7 +13,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from quire.v1 import inference_pb2, inference_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2
 from services.common import errors
-from services.common.rpc import arrivals, transport
+from services.common.rpc import arrivals, interceptor, transport
 from services.common.rpc.error_table import RemoteError
 from services.common.rpc.proof import Proof
 from services.common.rpc.transport import MAX_MESSAGE_BYTES, RpcServer, from_rpc_error, open_channel
@@ -377,3 +377,30 @@ async def test_a_call_without_a_message_is_refused(start: Start) -> None:
     call: Any = channel.stream_stream(f"/{SERVICE}/ListModels")()
     await call.done_writing()
     assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_watched_health_is_bounded_and_checks_are_not(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Anybody may watch, without a key and without an end."""
+    monkeypatch.setattr(interceptor, "MAX_OPEN_STREAMS", 2)
+    stub = health_pb2_grpc.HealthStub(await start(Inference()))
+    request = health_pb2.HealthCheckRequest()
+    watches = [stub.Watch(request) for _ in range(2)]
+    for watch in watches:
+        await read(watch)
+    assert await stub.Watch(request).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    await stub.Check(request)
+    watches[0].cancel()
+    async with asyncio.timeout(10):
+        while not await reads(another := stub.Watch(request)):
+            pass
+    for watch in (another, watches[1]):
+        watch.cancel()
+
+
+async def reads(call: Any) -> bool:
+    try:
+        return await call.read() is not grpc.aio.EOF
+    except grpc.aio.AioRpcError:
+        return False

@@ -13,12 +13,12 @@ from typing import Any
 from grpc import aio
 
 from services.common.errors import InvalidRequest, Overloaded
+from services.common.rpc.error_table import RETRY_S
 
 SLOW_S = 1.0
 SLOW_IF_OPEN_S = 0.1
 """For methods that anybody may call: health checks and reflection have short messages."""
 MAX_SLOW = 16
-_RETRY_DELAY_S = 1.0
 
 
 class Arrivals:
@@ -57,7 +57,7 @@ class Arrivals:
             raise Overloaded(
                 f"{MAX_SLOW} other messages take longer than {self._slow_s:g} s to arrive; send "
                 "this one again",
-                _RETRY_DELAY_S,
+                RETRY_S,
             ) from error
         return None if received is aio.EOF else received
 

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import grpc
 from grpc import aio
 
+from services.common.errors import Overloaded
 from services.common.rpc.arrivals import SLOW_IF_OPEN_S, SLOW_S, Arrivals
-from services.common.rpc.error_table import Failure, failure_of
+from services.common.rpc.error_table import RETRY_S, Failure, failure_of
 from services.common.rpc.message_bounds import SMALL_BYTES, check_counts
 from services.common.runtime.logging import bind_request_id
 from services.common.tracing.context import TRACEPARENT, bind_traceparent
@@ -38,6 +39,9 @@ _Admit = Callable[[_Context], Awaitable[None]]
 
 _UNGUARDED_PREFIX = "/grpc."
 """Prefix of health checks and reflection, which a guarded server answers without proof."""
+MAX_OPEN_STREAMS = 4096
+"""Streams of these at a time: anybody may watch a server's health for ever, for 25 KB each. Single
+checks have no limit, since a server whose checks fail is restarted."""
 
 
 class Guard(Protocol):
@@ -54,6 +58,7 @@ class ErrorInterceptor(aio.ServerInterceptor):
         self._guard = guard
         self._arrivals = Arrivals(SLOW_S)
         self._open_arrivals = Arrivals(SLOW_IF_OPEN_S)
+        self._num_open_streams = 0
 
     async def intercept_service(
         self,
@@ -65,7 +70,26 @@ class ErrorInterceptor(aio.ServerInterceptor):
         is_open = method.startswith(_UNGUARDED_PREFIX)
         admit = None if self._guard is None or is_open else partial(self._guard.admit, method)
         arrivals = self._open_arrivals if is_open else self._arrivals
-        return handler and _wrapped(handler, admit, arrivals, is_open=is_open)
+        if handler is None:
+            return None
+        call = _call_of(handler)
+        if is_open and handler.response_streaming:
+            call = self._bounded(call)
+        return _wrapped(handler, call, admit, arrivals, is_open=is_open)
+
+    def _bounded(self, call: _Call) -> _Call:
+        async def bounded(request: Any, context: _Context) -> Any:
+            if self._num_open_streams >= MAX_OPEN_STREAMS:
+                raise Overloaded(
+                    f"{MAX_OPEN_STREAMS} streams of health checks and reflection are open", RETRY_S
+                )
+            self._num_open_streams += 1
+            try:
+                return await call(request, context)
+            finally:
+                self._num_open_streams -= 1
+
+        return bounded
 
 
 def trailers(failure: Failure) -> tuple[tuple[str, str], ...]:
@@ -77,10 +101,11 @@ def trailers(failure: Failure) -> tuple[tuple[str, str], ...]:
 
 
 def _wrapped(
-    handler: _Handler, admit: _Admit | None, arrivals: Arrivals, *, is_open: bool
+    handler: _Handler, call: _Call, admit: _Admit | None, arrivals: Arrivals, *, is_open: bool
 ) -> _Handler:
     """The handler with its guard. It takes a stream, also where the method takes one message: gRPC
-    would read that message before the guard admits the call. `is_open`: anybody may call."""
+    would read that message before the guard admits the call. `call`: the handler's method.
+    `is_open`: anybody may call."""
     decode: Any = handler.request_deserializer
 
     async def message(_stream: Any, context: _Context) -> Any:
@@ -91,14 +116,14 @@ def _wrapped(
         return arrivals.messages(context, decode) if is_open else stream
 
     read = messages if handler.request_streaming else message
-    call = _guarded(_call_of(handler), read, admit)
+    guarded = _guarded(call, read, admit)
     make = (
         grpc.stream_stream_rpc_method_handler
         if handler.response_streaming
         else grpc.stream_unary_rpc_method_handler
     )
     reads_itself = is_open or not handler.request_streaming
-    return make(call, None if reads_itself else decode, handler.response_serializer)
+    return make(guarded, None if reads_itself else decode, handler.response_serializer)
 
 
 def _call_of(handler: _Handler) -> _Call:
