@@ -133,17 +133,18 @@ def _request(lifecycle: RequestLifecycle) -> dict[str, Any]:
 
 
 def _worker(worker: Worker, *, is_fenced: bool) -> dict[str, Any]:
-    member = worker.member
+    """A worker that does not answer has neither load nor slots: its last report no longer holds."""
+    member, answers = worker.member, worker.connected
     return {
         "role": member.role,
         "state": _state(worker, is_fenced=is_fenced),
         "pool": member.pool_id,
         "model": member.model,
-        "running": worker.num_running,
-        "slots": worker.num_slots,
+        "running": worker.num_running if answers else 0,
+        "slots": worker.num_slots if answers else 0,
         # An estimate, which may be more than all for a moment after a request has ended.
-        "free_slots": min(worker.num_free_slots, worker.num_slots),
-        "pending_tokens": worker.num_pending_tokens,
+        "free_slots": min(worker.num_free_slots, worker.num_slots) if answers else 0,
+        "pending_tokens": worker.num_pending_tokens if answers else 0,
         "engine": dict(member.engine),
         "started_ms": member.started_unix_ms,
     }

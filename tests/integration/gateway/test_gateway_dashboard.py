@@ -167,6 +167,22 @@ async def test_lost_worker_stays_listed_as_gone(make_harness: Any) -> None:
         await watching.aclose()  # type: ignore[attr-defined]
 
 
+async def test_worker_that_does_not_answer_has_neither_load_nor_slots(make_harness: Any) -> None:
+    """Otherwise the page counts slots that no request can get."""
+    harness, decode = await make_harness(FakePrefill()), FakeDecode()
+    server = await harness.announce(decode)
+
+    def shown(now: dict[str, Any]) -> Any:
+        return now["workers"].get(decode.worker_id, {})
+
+    async with dashboard(harness) as page:
+        await page.until(lambda now: shown(now).get("slots", 0) > 0)
+        await server.stop()
+        worker = shown(await page.until(lambda now: shown(now)["state"] == "unreachable"))
+    loads = ("running", "slots", "free_slots", "pending_tokens")
+    assert {name: worker[name] for name in loads} == dict.fromkeys(loads, 0)
+
+
 async def test_page_answers_questions_about_blocks_and_audits(make_harness: Any) -> None:
     harness = await make_harness(FakePrefill(), FakeDecode())
     async with dashboard(harness) as page:
