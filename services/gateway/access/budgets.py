@@ -133,7 +133,7 @@ class Budgets:
             return
         path = self._directory / f"usage-{self._gateway.replace(':', '-')}.json"
         try:
-            replace_file(path, json.dumps(counters, indent=1).encode(), 0o644)
+            replace_file(path, json.dumps(counters, indent=1).encode())
         except OSError as error:
             self._report(f"cannot write {path}: {error.strerror}")
             return

@@ -24,7 +24,7 @@ from grpc import aio
 from quire.v1 import block_manager_pb2, supervisor_pb2
 from services.common.errors import NoSupervisor, QuireError, Unavailable
 from services.common.rpc.error_table import code_of
-from services.common.rpc.interceptor import CODE_TRAILER
+from services.common.rpc.interceptor import CODE_TRAILER, REQUEST_ID_METADATA
 from services.common.rpc.kept_channel import KeptChannel
 from services.common.rpc.proof import Proof
 from services.common.rpc.tls import TlsFiles
@@ -33,8 +33,6 @@ from services.common.runtime.logging import get_logger
 from services.gateway.access.caller import EVERYONE, current_caller
 
 log = get_logger(__name__)
-
-_PASSED_ON = ("x-request-id",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,4 +197,4 @@ def audited(method: str, request: Message | Mapping[str, Any]) -> Iterator[None]
 
 def _metadata(context: aio.ServicerContext[Any, Any]) -> tuple[tuple[str, str | bytes], ...]:
     received = context.invocation_metadata() or ()
-    return tuple((key, value) for key, value in received if key in _PASSED_ON)
+    return tuple((key, value) for key, value in received if key == REQUEST_ID_METADATA)

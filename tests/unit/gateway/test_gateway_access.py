@@ -275,6 +275,8 @@ async def test_a_budget_counts_a_gateway_that_is_gone_after_redis_lost_its_count
     ring.account(f"Bearer {ALICE}").charge(30)
     await gone.exchange()
     await Budgets(keyring(**BUDGET), registry, "one", tmp_path).exchange()
+    mode = (tmp_path / "usage-one.json").stat().st_mode
+    assert mode & 0o777 == 0o600  # it has the names of keys
     after_loss = keyring(**BUDGET)
     await Budgets(after_loss, MemoryRegistry(), "one", tmp_path).exchange()
     assert after_loss.account(f"Bearer {ALICE}").num_used_elsewhere == 30
