@@ -23,8 +23,8 @@ from tests.waiting import until
 from .raw import LIMIT_S, Connection, connected
 
 BUSY = "127.0.0.2"
-SLOW = b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n"
-QUICK = b"GET /quick HTTP/1.1\r\nHost: x\r\n\r\n"
+SLOW = b"POST /slow HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
+QUICK = SLOW.replace(b"slow", b"quick")
 
 
 class Application:
@@ -120,6 +120,22 @@ async def test_a_client_that_is_alone_has_no_pace(monkeypatch: pytest.MonkeyPatc
         application.release.set()
         for connection in crowd:
             assert (await connection.answer()).status == 200
+
+
+async def test_probes_and_dashboards_do_not_make_others_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their requests are GET."""
+    monkeypatch.setattr(acceptor, "PACE_S", 3600.0)
+    application = Application()
+    probe = SLOW.replace(b"POST", b"GET")
+    async with serving(application) as port, asking(port, 1, probe, "127.0.0.1") as (slow,):
+        await until(lambda: application.paths)
+        async with asking(port, CROWD + 20, SLOW, BUSY) as crowd:
+            await until(lambda: len(application.paths) == 1 + CROWD + 20)
+            application.release.set()
+            for connection in (slow, *crowd):
+                assert (await connection.answer()).status == 200
 
 
 async def test_a_client_that_leaves_while_it_waits_takes_no_place(

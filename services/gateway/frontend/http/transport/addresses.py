@@ -13,14 +13,14 @@ class Addresses:
     """Tells which addresses have many unserved connections while another address asks.
 
     A connection is unserved from its start, and from the headers of each request, until an answer
-    begins. An address asks while a connection of it has a request, and for a moment after that.
+    begins. An address asks while a connection of it has a POST request, and for a moment after.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._num_unserved: Counter[str] = Counter()
         self._num_busy: Counter[str] = Counter()
-        """Connections that have a request."""
+        """Connections that have a POST request."""
         self._asked: dict[str, float] = {}
         """When the last request of each address ended; the earliest first."""
 
@@ -33,7 +33,7 @@ class Addresses:
         _decrease(self._num_unserved, address)
 
     def asks(self, address: str) -> None:
-        """Records that one more connection has a request."""
+        """Records that one more connection has a POST request."""
         self._num_busy[address] += 1
 
     def answered(self, address: str) -> None:

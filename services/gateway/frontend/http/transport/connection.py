@@ -201,7 +201,8 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         if self.parser.should_upgrade():
             self._upgrade_ignored = True
             return
-        self._connections.mark_busy(self)
+        # A probe of /health, a scrape or a dashboard need not be fast.
+        self._connections.mark_busy(self, asks=self.parser.get_method() == b"POST")
         self._set_timer(self._limits.body_timeout_s)
         super().on_headers_complete()
 

@@ -57,6 +57,7 @@ class Connections:
         self._idle: dict[Evictable, None] = {}
         """Connections without a request, the longest idle first."""
         self._unserved: set[Evictable] = set()
+        self._asking: set[Evictable] = set()
         self.addresses = Addresses(asyncio.get_running_loop().time)
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_evicted = 0
@@ -109,13 +110,17 @@ class Connections:
         """Records that all requests of the connection are answered."""
         if connection in self._open and connection not in self._idle:
             self._idle[connection] = None
-            self.addresses.answered(connection.address)
+            if connection in self._asking:
+                self._asking.remove(connection)
+                self.addresses.answered(connection.address)
 
-    def mark_busy(self, connection: Evictable) -> None:
-        """Records that the connection has a request."""
+    def mark_busy(self, connection: Evictable, *, asks: bool) -> None:
+        """Records that the connection has a request. `asks`: others make way for it."""
         if connection in self._idle:
             del self._idle[connection]
-            self.addresses.asks(connection.address)
+            if asks:
+                self._asking.add(connection)
+                self.addresses.asks(connection.address)
             self._mark_unserved(connection)
 
     def mark_served(self, connection: Evictable) -> None:
