@@ -90,6 +90,15 @@ def test_refused_chat_names_the_field_at_fault(param: str, fields: dict[str, Any
         ),
         (ResponsesBody, "tool_choice", {"input": "Hi", "tool_choice": "required"}),
         (ResponsesBody, "previous_response_id", {"input": "Hi", "previous_response_id": "r"}),
+        *(
+            (ResponsesBody, "input[0]", {"input": [{"type": kind, name: None, **others}]})
+            for kind, name, others in (
+                ("function_call", "name", {"call_id": "c", "arguments": "{}"}),
+                ("function_call", "arguments", {"call_id": "c", "name": "f"}),
+                ("function_call_output", "call_id", {"output": "x"}),
+                ("message", "role", {"content": "Hi"}),
+            )
+        ),
         (TokenizeBody, "prompt", {}),
         (TokenizeBody, "tools", TEXT | {"tools": [TOOL]}),
         (TokenizeBody, "add_special_tokens", CHAT | {"add_special_tokens": True}),

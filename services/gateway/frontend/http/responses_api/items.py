@@ -85,7 +85,11 @@ class Item(Body):
 
     @model_validator(mode="after")
     def _check_fields(self) -> Self:
-        missing = [name for name in _NEEDED[self.kind] if name not in self.model_fields_set]
+        missing = [
+            name
+            for name in _NEEDED[self.kind]
+            if name not in self.model_fields_set or getattr(self, name) is None
+        ]
         if missing:
             raise ValueError(f"an item of type {self.kind} needs {', '.join(missing)}")
         return self
