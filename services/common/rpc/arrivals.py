@@ -19,6 +19,9 @@ SLOW_S = 1.0
 SLOW_IF_OPEN_S = 0.1
 """For methods that anybody may call: health checks and reflection have short messages."""
 MAX_SLOW = 16
+_NUM_WAITS = 2
+"""The parts of that time. After a long turn, the event loop may see that one has ended before it
+sees the messages that have arrived; it sees them before the end of the next one."""
 
 
 class Arrivals:
@@ -28,6 +31,7 @@ class Arrivals:
         self._slow_s = slow_s
         self._slow: dict[asyncio.Timeout, None] = {}
         """Of the calls whose message takes longer than `slow_s`, the longest waiting first."""
+        self._timers: dict[asyncio.Timeout, asyncio.TimerHandle] = {}
 
     async def message(self, context: aio.ServicerContext[Any, Any]) -> bytes:
         """The call's message. InvalidRequest: there is none. Overloaded: it gave way."""
@@ -47,11 +51,11 @@ class Arrivals:
         """The next message; None: there are no more."""
         try:
             async with asyncio.timeout(None) as limit:
-                timer = asyncio.get_running_loop().call_later(self._slow_s, self._bound, limit)
+                self._wait(limit, _NUM_WAITS)
                 try:
                     received: Any = await context.read()
                 finally:
-                    timer.cancel()
+                    self._timers.pop(limit).cancel()
                     self._slow.pop(limit, None)
         except TimeoutError as error:
             raise Overloaded(
@@ -61,8 +65,12 @@ class Arrivals:
             ) from error
         return None if received is aio.EOF else received
 
-    def _bound(self, limit: asyncio.Timeout) -> None:
+    def _wait(self, limit: asyncio.Timeout, num_waits: int) -> None:
         """Count a call whose message takes long; beyond the bound, end the oldest one."""
+        if num_waits:
+            part_s, loop = self._slow_s / _NUM_WAITS, asyncio.get_running_loop()
+            self._timers[limit] = loop.call_later(part_s, self._wait, limit, num_waits - 1)
+            return
         self._slow[limit] = None
         if len(self._slow) > MAX_SLOW:
             oldest = next(iter(self._slow))
