@@ -1,5 +1,5 @@
 # Images of all services for several platforms: `make images` (docker buildx bake). PUSH=1 sends them
-# to the registry that IMAGE names; without it they are only built.
+# to the registry that IMAGE names. Without it, an engine with the containerd image store keeps them.
 variable "VERSION" { default = "0.1.0" }
 variable "IMAGE" { default = "quire" }
 variable "PIP_EXTRA_INDEX_URL" { default = "" }
