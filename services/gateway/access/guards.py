@@ -18,6 +18,7 @@ from services.gateway.access.caller import (
 from services.gateway.access.keyring import Keyring
 
 REFUSED_EVENT, DENIED_EVENT = "login_refused", "operation_refused"
+_LOOPBACK = ("ipv4:127.0.0.1", "ipv6:%5B::1%5D")
 
 
 class KeyGuard:
@@ -49,16 +50,25 @@ class KeyGuard:
         if context.peer().startswith("unix:"):
             return LOCAL_OPERATOR
         if self._keyring is None:
-            return replace(EVERYONE, host=context.peer().rpartition(":")[0])
+            return replace(EVERYONE, host=_host(context))
         try:
-            return self._keyring.account(_authorization(context)).caller
+            return self._keyring.account(_metadata(context, "authorization")).caller
         except InvalidApiKey as error:
             self._refusals.note(context.peer(), method=method, reason=str(error))
             raise
 
 
-def _authorization(context: aio.ServicerContext[Any, Any]) -> str | None:
+def _host(context: aio.ServicerContext[Any, Any]) -> str:
+    """The client's address; behind a proxy on this host, the address that the proxy names."""
+    host = context.peer().rpartition(":")[0]
+    if host not in _LOOPBACK:
+        return host
+    forwarded = _metadata(context, "x-forwarded-for") or ""
+    return forwarded.rpartition(",")[2].strip() or host
+
+
+def _metadata(context: aio.ServicerContext[Any, Any], name: str) -> str | None:
     for key, value in context.invocation_metadata() or ():
-        if key == "authorization" and isinstance(value, str):
+        if key == name and isinstance(value, str):
             return value
     return None

@@ -218,8 +218,19 @@ async def test_without_a_bound_caller_nobody_is_an_operator() -> None:
 
 
 async def test_without_keys_a_grpc_client_is_its_address() -> None:
-    for peer, client in (("ipv4:192.0.2.7:4000", "ipv4:192.0.2.7"), ("unix:", "~local")):
-        context = SimpleNamespace(peer=lambda peer=peer: peer)
+    """A proxy on the gateway's host names the address; another host's word counts for nothing."""
+    near, proxied = "ipv4:127.0.0.1", (("x-forwarded-for", "198.51.100.1, 192.0.2.7"),)
+    for peer, metadata, client in (
+        ("ipv4:192.0.2.7:4000", (), "ipv4:192.0.2.7"),
+        ("ipv4:192.0.2.7:4000", proxied, "ipv4:192.0.2.7"),
+        (f"{near}:4000", (), near),
+        (f"{near}:4000", proxied, "192.0.2.7"),
+        ("ipv6:%5B::1%5D:4000", proxied, "192.0.2.7"),
+        ("unix:", (), "~local"),
+    ):
+        context = SimpleNamespace(
+            peer=lambda peer=peer: peer, invocation_metadata=lambda found=metadata: found
+        )
         await KeyGuard(None).admit("/quire.v1.Inference/Generate", context)  # type: ignore[arg-type]
         assert current_caller().client == client
         assert GenerationRequest("x").caller.client == client
