@@ -18,7 +18,8 @@ from services.gateway.frontend.http.transport.open_connections import Connection
 
 class TlsTransport(asyncio.BufferedProtocol):
     """The protocol of a socket's transport, and the transport of the connection that `make` makes
-    after the handshake."""
+    after the handshake: the methods of one that connections use, so that no other sends plain text.
+    """
 
     def __init__(
         self,
@@ -145,6 +146,14 @@ class TlsTransport(asyncio.BufferedProtocol):
             return self._context
         return self._raw.get_extra_info(name, default)
 
-    def __getattr__(self, name: str) -> Any:
-        """The rest is the socket's: `abort`, `is_closing`, the limits of its buffer."""
-        return getattr(self._raw, name)
+    def abort(self) -> None:
+        self._raw.abort()
+
+    def is_closing(self) -> bool:
+        return self._raw.is_closing()
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        self._raw.set_write_buffer_limits(high, low)
+
+    def get_write_buffer_size(self) -> int:
+        return self._raw.get_write_buffer_size()
