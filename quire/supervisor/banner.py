@@ -15,10 +15,9 @@ def banner(options: ServeOptions, serving: Serving, took_s: float) -> str:
     http = f"{'https' if options.public_tls_cert else 'http'}://{host}:{options.http_port}"
     if options.public_tls_cert:
         flag += "--tls-ca CA "
-    if options.api_keys_file:
-        flag += "--api-key KEY "
     if len(serving.models) > 1:
         flag += f"--model {serving.models[0].id} "
+    key = "QUIRE_API_KEY=KEY " if options.api_keys_file else ""
     header = "-H 'Authorization: Bearer KEY' " if options.api_keys_file else ""
     port = "" if options.grpc_port == DEFAULT_GRPC_PORT else f" --grpc-port {options.grpc_port}"
     lines = [
@@ -30,7 +29,7 @@ def banner(options: ServeOptions, serving: Serving, took_s: float) -> str:
         f"  gRPC   {address}",
         f"  HTTP   {http}/v1",
         "Try it:",
-        f'  quire generate {flag}"{_QUESTION}"',
+        f'  {key}quire generate {flag}"{_QUESTION}"',
         f"  curl {http}/v1/chat/completions {header}\\",
         "    -H 'Content-Type: application/json' \\",
         f"    -d '{{\"messages\": [{{\"role\": \"user\", \"content\": \"{_QUESTION}\"}}], "

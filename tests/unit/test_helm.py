@@ -8,6 +8,7 @@ from base64 import b64decode
 from collections.abc import Iterator
 from copy import deepcopy
 from functools import reduce
+from importlib.metadata import version
 from operator import getitem
 from pathlib import Path
 from typing import Any
@@ -226,7 +227,7 @@ def test_pods_with_movers_may_have_one_role_and_scale_by_it() -> None:
         mover = pods[f"rel-{name}"]["containers"][1]
         assert {"name": "pools", "mountPath": "/pools"} in mover["volumeMounts"]
         assert {"name": "UCX_NET_DEVICES", "value": "eth0"} in mover["env"]
-        assert mover["image"] == "quire-mover:latest"
+        assert mover["image"] == f"quire-mover:{version('quire-serve')}"
     (scaled,) = of_kind("ScaledObject", VALUES["hosts"])
     (trigger,) = scaled["spec"]["triggers"]
     assert 'role="decode",model_name="m"' in trigger["metadata"]["query"]

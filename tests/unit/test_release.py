@@ -16,7 +16,7 @@ BAKE = (ROOT / "docker-bake.hcl").read_text()
 def test_version_is_one_for_wheels_images_and_chart() -> None:
     version = PROJECT["project"]["version"]
     chart = yaml.safe_load((ROOT / "deploy" / "helm" / "quire" / "Chart.yaml").read_text())
-    assert chart["version"] == version
+    assert chart["version"] == chart["appVersion"] == version
     assert re.findall(r'^variable "VERSION" \{ default = "(.+)" \}$', BAKE, re.MULTILINE) == [
         version
     ]

@@ -10,7 +10,7 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end }}
 
 {{- define "quire.image" -}}
-{{ .root.Values.image.registry }}{{ index .root.Values.image .name }}:{{ .root.Values.image.tag }}
+{{ .root.Values.image.registry }}{{ index .root.Values.image .name }}:{{ .root.Values.image.tag | default .root.Chart.AppVersion }}
 {{- end }}
 
 {{- define "quire.credentials" -}}
