@@ -3,8 +3,9 @@
 import asyncio
 import errno
 import socket
+import ssl
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from services.gateway.frontend.http.transport.open_connections import (
     Connections,
 )
 from services.gateway.frontend.http.transport.server import http_server
+from services.gateway.frontend.http.transport.tls_transport import TlsTransport
 from tests.waiting import until
 
 from .raw import LIMIT_S, Connection, connected
@@ -85,6 +87,62 @@ async def test_a_crowd_waits_while_another_client_asks(monkeypatch: pytest.Monke
                 assert (await connection.answer()).status == 200
         for connection in crowd[CROWD + 1 :]:
             assert await connection.closed() == b""
+
+
+async def test_other_clients_that_come_together_do_not_have_the_crowds_pace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their sockets are accepted in one turn, and enter one after another in the next ones."""
+    monkeypatch.setattr(acceptor, "PACE_S", 3600.0)
+    application = Application()
+    async with AsyncExitStack() as stack:
+        port = await stack.enter_async_context(serving(application))
+        await stack.enter_async_context(asking(port, 1, SLOW, "127.0.0.1"))
+        await until(lambda: application.paths)
+        await stack.enter_async_context(asking(port, CROWD + 2, SLOW, BUSY))
+        await until(lambda: len(application.paths) == 1 + CROWD + 1)
+        for _ in range(5):  # without a turn of the event loop between them
+            other = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            other.sendall(QUICK)
+        await until(lambda: application.paths[1 + CROWD + 1 :] == ["/quick"] * 5)
+        application.release.set()
+
+
+class Flooded(socket.socket):
+    """A listening socket that has another connection whenever the server has accepted all."""
+
+    opened: list[socket.socket]
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        try:
+            return super().accept()
+        except BlockingIOError:
+            if len(self.opened) < 500:
+                source = (BUSY, 0)
+                self.opened.append(socket.create_connection(self.getsockname(), None, source))
+            raise
+
+
+async def test_connections_enter_while_others_arrive_all_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    listen = server._listen
+    opened: list[socket.socket] = []
+
+    def flooded(*address: Any) -> socket.socket:
+        listening = Flooded(fileno=listen(*address).detach())
+        listening.opened = opened
+        return listening
+
+    monkeypatch.setattr(server, "_listen", flooded)
+    async with serving(Application()) as port, asking(port, 1, QUICK, "127.0.0.1") as (asks,):
+        assert (await asks.answer()).status == 200
+        assert len(opened) < 500
+    for each in opened:  # some were about to enter when the server stopped
+        with each, suppress(ConnectionError):
+            each.settimeout(LIMIT_S)
+            while each.recv(1 << 10):
+                pass
 
 
 async def test_a_crowd_enters_in_the_end() -> None:
@@ -204,23 +262,24 @@ async def test_a_process_without_files_accepts_again_later(monkeypatch: pytest.M
 
 
 async def test_connections_in_their_handshake_make_a_crowd(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They count from when they enter, before the server knows them as connections."""
-    monkeypatch.setattr(acceptor, "PACE_S", 3600.0)
-    connections, entered, end = Connections(ConnectionLimits()), list[int](), asyncio.Event()
+    """They count from when they enter, before their handshake; when they leave, others enter."""
+    monkeypatch.setattr(acceptor, "PACE_S", 0.5)
+    connections = Connections(ConnectionLimits())
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    entered: list[TlsTransport] = []
 
-    async def handshake(accepted: socket.socket) -> None:
-        entered.append(accepted.fileno())
-        await end.wait()
-        accepted.close()
-        raise ConnectionAbortedError
+    def make() -> TlsTransport:
+        entered.append(TlsTransport(context, connections, asyncio.BufferedProtocol))
+        return entered[-1]
 
     connections.addresses.asks("127.0.0.1")
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        accepting = Acceptor(listening, connections, handshake)
+        accepting = Acceptor(listening, connections, make)
         port = listening.getsockname()[1]
-        async with asking(port, CROWD + 20, b"", BUSY), asking(port, 1, b"", "127.0.0.3"):
-            await until(lambda: len(entered) == CROWD + 2)  # with the one of another address
-            end.set()
+        async with asking(port, 1, b"", "127.0.0.3"):
+            async with asking(port, CROWD + 1, b"", BUSY):
+                await until(lambda: len(entered) == CROWD + 2)
+                assert connections.addresses.is_crowded(BUSY)
             await until(lambda: not connections.addresses.is_crowded(BUSY))
             accepting.close()
-    assert len(entered) == CROWD + 2
+        await asyncio.sleep(0)  # in which the connections close

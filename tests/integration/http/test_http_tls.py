@@ -3,7 +3,8 @@
 import asyncio
 import ssl
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from services.gateway.frontend.http.transport.server import http_server
 from services.gateway.frontend.http.transport.tls_transport import TlsTransport
 from tests.waiting import until
 
-from .raw import LIMIT_S, Connection
+from .raw import LIMIT_S, Connection, connected
 
 PART = b"x" * (1 << 16)
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -83,6 +84,31 @@ async def encrypted(port: int, made: Path) -> AsyncIterator[Connection]:
         writer.transport.abort()
 
 
+@dataclass
+class InMemory:
+    """A client that has its TLS records in memory, before they are sent."""
+
+    tls: ssl.SSLObject
+    to_send: ssl.MemoryBIO
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    @classmethod
+    async def connected(cls, port: int, made: Path) -> "InMemory":
+        context = ssl.create_default_context(cafile=str(made / "ca.crt"))
+        received, to_send = ssl.MemoryBIO(), ssl.MemoryBIO()
+        tls = context.wrap_bio(received, to_send, server_hostname="127.0.0.1")
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        while True:
+            try:
+                tls.do_handshake()
+                writer.write(to_send.read())
+                return cls(tls, to_send, reader, writer)
+            except ssl.SSLWantReadError:
+                writer.write(to_send.read())
+                received.write(await reader.read(1 << 16))
+
+
 async def ask(port: int, made: Path) -> None:
     async with encrypted(port, made) as connection:
         connection.send(GET)
@@ -123,8 +149,9 @@ class Pausing(asyncio.BufferedProtocol):
         self.transport.resume_reading()
 
 
-async def test_records_that_came_together_wait_while_reading_is_paused(made: Path) -> None:
-    """The client's bytes are not read from the socket then, and those in memory are not given."""
+@asynccontextmanager
+async def pausing(made: Path) -> AsyncIterator[tuple[Pausing, int]]:
+    """A server whose protocol pauses after each read, and its port."""
     server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     server.load_cert_chain(made / "gateway.crt", made / "gateway.key")
     above, loop = Pausing(), asyncio.get_running_loop()
@@ -132,13 +159,66 @@ async def test_records_that_came_together_wait_while_reading_is_paused(made: Pat
     listening = await loop.create_server(
         lambda: TlsTransport(server, connections, lambda: above), "127.0.0.1", 0
     )
-    async with listening, encrypted(listening.sockets[0].getsockname()[1], made) as connection:
-        for _ in range(3):
-            connection.writer.write(b"x" * 100)
-        await until(lambda: sum(above.reads) == 300)
-        assert above.reads == [100] * 3
-        assert not above.read_while_paused
+    async with listening:
+        yield above, listening.sockets[0].getsockname()[1]
         above.transport.abort()
+
+
+async def test_bytes_in_memory_wait_while_reading_is_paused(made: Path) -> None:
+    """Those in the socket too."""
+    num_bytes = 10 << 14
+    async with pausing(made) as (above, port), encrypted(port, made) as connection:
+        connection.writer.write(b"x" * num_bytes)
+        await until(lambda: sum(above.reads) == num_bytes)
+        assert not above.read_while_paused
+
+
+async def test_small_records_are_one_read(made: Path) -> None:
+    """A client that puts each byte into a record makes no more reads than without TLS."""
+    async with pausing(made) as (above, port), encrypted(port, made) as connection:
+        for _ in range(2000):
+            connection.writer.write(b"x")
+        await until(lambda: sum(above.reads) == 2000)
+        assert len(above.reads) < 20
+        assert not above.read_while_paused
+
+
+async def test_bytes_before_the_clients_end_of_tls_are_read(made: Path) -> None:
+    """Both come in one packet."""
+    async with pausing(made) as (above, port), asyncio.timeout(LIMIT_S):
+        client = await InMemory.connected(port, made)
+        client.tls.write(b"xyz")
+        with suppress(ssl.SSLWantReadError):
+            client.tls.unwrap()
+        client.writer.write(client.to_send.read())
+        await client.reader.read()
+        assert above.reads == [3]
+        client.writer.close()
+
+
+async def test_clients_that_do_not_shake_hands_make_room(made: Path) -> None:
+    """They count for the limit of connections."""
+    tls = TlsFiles(made / "gateway.crt", made / "gateway.key")
+    limits = ConnectionLimits(max_connections=10, header_timeout_s=3600)
+    async with (
+        http_server(Application(), "127.0.0.1", 0, 1, limits, tls) as port,
+        AsyncExitStack() as stack,
+    ):
+        silent = [await stack.enter_async_context(connected(port)) for _ in range(30)]
+        for connection in silent[:20]:
+            assert await connection.closed() == b""
+        await ask(port, made)
+
+
+async def test_a_handshake_ends_with_the_server(made: Path) -> None:
+    tls = TlsFiles(made / "gateway.crt", made / "gateway.key")
+    limits = ConnectionLimits(header_timeout_s=3600)
+    async with AsyncExitStack() as stack:
+        async with http_server(Application(), "127.0.0.1", 0, 1, limits, tls) as port:
+            client = await stack.enter_async_context(connected(port))
+            client.send(b"\x16")  # the first byte of a hello
+            await ask(port, made)
+        assert await client.closed() == b""
 
 
 @pytest.mark.parametrize(
@@ -177,30 +257,20 @@ async def test_a_record_that_was_changed_ends_the_connection(
 ) -> None:
     """And with it the request that is being answered."""
     application.num_parts = 1
-    context = ssl.create_default_context(cafile=str(made / "ca.crt"))
-    received, to_send = ssl.MemoryBIO(), ssl.MemoryBIO()
-    tls = context.wrap_bio(received, to_send, server_hostname="127.0.0.1")
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
     async with asyncio.timeout(LIMIT_S):
-        while True:
-            try:
-                tls.do_handshake()
-                break
-            except ssl.SSLWantReadError:
-                writer.write(to_send.read())
-                received.write(await reader.read(1 << 16))
-        tls.write(GET)
-        writer.write(to_send.read())
+        client = await InMemory.connected(port, made)
+        client.tls.write(GET)
+        client.writer.write(client.to_send.read())
         while application.num_sent == 0:
-            await reader.read(1 << 16)
-        tls.write(GET)
-        record = bytearray(to_send.read())
+            await client.reader.read(1 << 16)
+        client.tls.write(GET)
+        record = bytearray(client.to_send.read())
         record[-1] ^= 1
-        writer.write(record)
+        client.writer.write(record)
         await application.left.wait()
-        while await reader.read(1 << 16):
+        while await client.reader.read(1 << 16):
             pass
-    writer.close()
+    client.writer.close()
 
 
 async def test_an_answer_that_nobody_reads_waits_and_then_ends(

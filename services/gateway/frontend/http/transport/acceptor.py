@@ -11,9 +11,8 @@ import asyncio
 import errno
 import socket
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 from services.common.runtime.logging import get_logger
 from services.gateway.frontend.http.transport.addresses import CROWD
@@ -33,7 +32,7 @@ _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Acceptor:
-    """Accepts the connections of one listening socket. `enter` makes a connection of a socket.
+    """Accepts the connections of one listening socket. `make`: makes the protocol of a connection.
 
     Addresses take turns. Those that are crowded (`Addresses`) wait for the pace too.
     """
@@ -42,30 +41,31 @@ class Acceptor:
         self,
         listening: socket.socket,
         connections: Connections,
-        enter: Callable[[socket.socket], Coroutine[Any, Any, object]],
+        make: Callable[[], asyncio.BaseProtocol],
     ) -> None:
         self._listening = listening
         self._connections = connections
-        self._enter = enter
+        self._make = make
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[str, deque[socket.socket]] = {}
         """By address; the address whose turn is next is the first."""
         self._num_waiting = 0
         self._paced_until = 0.0
         """No connection of a crowded address enters before."""
-        self._next_turn: asyncio.Handle | None = None
+        self._next_turn: asyncio.TimerHandle | None = None
         self._retry: asyncio.TimerHandle | None = None
         listening.setblocking(False)
         self._listen()
 
     def close(self) -> None:
-        """Stops, and closes the sockets that wait."""
+        """Stops, and closes the sockets that wait and the idle connections."""
         self._loop.remove_reader(self._listening)
         for handle in (self._next_turn, self._retry):
             if handle is not None:
                 handle.cancel()
         while self._num_waiting:
             self._drop()
+        self._connections.close()
 
     async def wait_closed(self) -> None:
         """Returns at once; uvicorn calls it."""
@@ -116,15 +116,18 @@ class Acceptor:
         return first
 
     def _turn_at(self, when: float) -> None:
-        """`when`: a time of the event loop's clock; one in the past is the next turn."""
+        """`when`: a time of the event loop's clock; one in the past is the next turn. An earlier
+        turn that is due stays: sockets that arrive all the time must not put it off."""
         if self._next_turn is not None:
+            if self._next_turn.when() <= when:
+                return
             self._next_turn.cancel()
         self._next_turn = self._loop.call_at(when, self._turn)
 
     def _turn(self) -> None:
-        """Lets a few connections enter."""
+        """Lets a few connections enter. If none may, all that wait wait for the pace."""
         self._next_turn = None
-        may_enter = _ENTER_AT_ONCE
+        num_entered = 0
         for address in tuple(self._waiting):
             is_crowded = self._connections.addresses.is_crowded(address)
             if is_crowded and self._loop.time() < self._paced_until:
@@ -134,21 +137,21 @@ class Acceptor:
                 accepted.close()
             else:
                 self._connections.addresses.waits(address)
-                self._connections.spawn(self._enter_quietly(accepted, address))
+                self._connections.spawn(self._enter(accepted, address))
                 if is_crowded:
                     self._paced_until = self._loop.time() + PACE_S
-            may_enter -= 1
-            if not may_enter:
+            num_entered += 1
+            if num_entered == _ENTER_AT_ONCE:
                 break
         if self._waiting:
-            self._turn_at(self._paced_until if may_enter else 0.0)
+            self._turn_at(0.0 if num_entered else self._paced_until)
 
-    async def _enter_quietly(self, accepted: socket.socket, address: str) -> None:
-        """A client that leaves meanwhile, or whose TLS handshake fails, is no error. Until then its
-        connection counts as unserved here, and later in `Connections`."""
+    async def _enter(self, accepted: socket.socket, address: str) -> None:
+        """Until the connection is made, it counts as unserved here, and later in `Connections`. A
+        client that leaves meanwhile is no error."""
         try:
             with suppress(OSError):
-                await self._enter(accepted)
+                await self._loop.connect_accepted_socket(self._make, accepted)
         finally:
             self._connections.addresses.served(address)
 

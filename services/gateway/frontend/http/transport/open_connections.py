@@ -38,6 +38,8 @@ class Evictable(Protocol):
         """The client's."""
 
     def evict(self) -> None: ...
+    def close(self) -> None:
+        """Closes when all is sent."""
 
 
 class Connections:
@@ -60,6 +62,7 @@ class Connections:
         self._asking: set[Evictable] = set()
         self.addresses = Addresses(asyncio.get_running_loop().time)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._is_closed = False
         self._num_evicted = 0
         self._num_refused = 0
         self._log_timer: asyncio.TimerHandle | None = None
@@ -73,7 +76,10 @@ class Connections:
         return len(self._open) + num_waiting >= self.limits.max_connections
 
     def add(self, connection: Evictable) -> bool:
-        """Adds a new, idle connection. False: all `max_connections` connections have requests."""
+        """Adds a new, idle connection. False: all `max_connections` connections have requests, or
+        the server stops."""
+        if self._is_closed:
+            return False
         if self.is_full() and not self.evict_idle():
             self.count_refused()
             return False
@@ -92,6 +98,12 @@ class Connections:
         self.remove(longest_idle)
         longest_idle.evict()
         return True
+
+    def close(self) -> None:
+        """Closes the idle connections, and refuses further ones: the server stops."""
+        self._is_closed = True
+        for connection in tuple(self._idle):
+            connection.close()
 
     def count_refused(self) -> None:
         """Counts a connection that is closed although its client may wait for an answer."""

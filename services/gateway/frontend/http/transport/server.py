@@ -113,19 +113,12 @@ class _Server(uvicorn.Server):
         """Unlike uvicorn's, accepts by an `Acceptor`."""
         config = self.config
         protocol: Any = config.http_protocol_class
-        self._make = partial(protocol, config, self.server_state, self.lifespan.state)
-        servers: Any = [Acceptor(each, self._connections, self._enter) for each in sockets or ()]
+        make = partial(protocol, config, self.server_state, self.lifespan.state)
+        if self._tls is not None:
+            make = partial(TlsTransport, self._tls, self._connections, make)
+        servers: Any = [Acceptor(each, self._connections, make) for each in sockets or ()]
         self.servers = servers
         self.started = True
-
-    async def _enter(self, accepted: socket.socket) -> None:
-        """Makes a connection of a socket; returns after its TLS handshake."""
-        connect = asyncio.get_running_loop().connect_accepted_socket
-        if self._tls is None:
-            await connect(self._make, accepted)
-        else:
-            tls = partial(TlsTransport, self._tls, self._connections, self._make)
-            await (await connect(tls, accepted))[1].handshaken
 
 
 def _tls_context(files: TlsFiles) -> ssl.SSLContext:

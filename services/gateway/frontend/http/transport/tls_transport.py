@@ -19,6 +19,8 @@ from services.gateway.frontend.http.transport.open_connections import Connection
 class TlsTransport(asyncio.BufferedProtocol):
     """The protocol of a socket's transport, and the transport of the connection that `make` makes
     after the handshake: the methods of one that connections use, so that no other sends plain text.
+
+    Until then it takes the place of that connection among those of the server.
     """
 
     def __init__(
@@ -29,6 +31,7 @@ class TlsTransport(asyncio.BufferedProtocol):
     ) -> None:
         self._context = context
         self._make = make
+        self._connections = connections
         self._buffer = connections.buffer
         self._handshake_timeout_s = connections.limits.header_timeout_s
         self._received, self._to_send = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -38,14 +41,23 @@ class TlsTransport(asyncio.BufferedProtocol):
         """The connection; None until the handshake is done."""
         self._is_paused = False
         self._loop = asyncio.get_running_loop()
-        self.handshaken: asyncio.Future[None] = self._loop.create_future()
-        """Done after the handshake, or when the connection is lost."""
 
     # ── the protocol of the socket ───────────────────────────────────────────────────────────────
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._raw = cast(asyncio.Transport, transport)
         self._timer = self._loop.call_later(self._handshake_timeout_s, self._raw.abort)
+        if not self._connections.add(self):
+            self._raw.abort()
+
+    @property
+    def address(self) -> str:
+        peer = self._raw.get_extra_info("peername")
+        return str(peer[0]) if peer else ""
+
+    def evict(self) -> None:
+        """Closes this connection, whose handshake is not done, to make room for a new one."""
+        self._raw.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_handshake()
@@ -77,18 +89,34 @@ class TlsTransport(asyncio.BufferedProtocol):
         try:
             above = self._above or self._shake_hands()
             while self._has_more and not self._is_paused and not self._raw.is_closing():
-                num_bytes: Any = self._ssl.read(len(self._buffer), self._buffer)
-                if not num_bytes:
+                num_bytes, has_ended = self._decrypt()
+                if num_bytes:
+                    above.buffer_updated(num_bytes)
+                if has_ended:
                     self.eof_received()
                     self.close()
                     return
-                above.buffer_updated(num_bytes)
-        except ssl.SSLWantReadError:  # half a message
+        except ssl.SSLWantReadError:  # half a message of the handshake
             pass
         except ssl.SSLError:
             self._flush()  # OpenSSL has written what it has against the client
             self._raw.close()
         self._flush()
+
+    def _decrypt(self) -> tuple[int, bool]:
+        """Decrypts what was received into the buffer: many small records are one read, as they are
+        without TLS. Returns the number of bytes, and whether the client has ended TLS."""
+        num_bytes = 0
+        while self._has_more and num_bytes < len(self._buffer):
+            try:
+                room: Any = self._buffer[num_bytes:]
+                num_more: Any = self._ssl.read(len(room), room)
+            except ssl.SSLWantReadError:  # half a record
+                break
+            if not num_more:
+                return num_bytes, True
+            num_bytes += num_more
+        return num_bytes, False
 
     @property
     def _has_more(self) -> bool:
@@ -105,8 +133,7 @@ class TlsTransport(asyncio.BufferedProtocol):
 
     def _end_handshake(self) -> None:
         self._timer.cancel()
-        if not self.handshaken.done():
-            self.handshaken.set_result(None)
+        self._connections.remove(self)
 
     def _flush(self) -> None:
         if self._to_send.pending and not self._raw.is_closing():
