@@ -46,3 +46,14 @@ def test_a_client_asks_for_a_while_after_its_last_request() -> None:
     assert addresses.is_crowded("b")
     now += 0.01
     assert not addresses.is_crowded("b")
+
+
+def test_addresses_that_asked_are_forgotten() -> None:
+    """Also if no address is crowded, and each request comes from another one."""
+    now = 0.0
+    addresses = Addresses(lambda: now)
+    for number in range(100):
+        addresses.asks(str(number))
+        addresses.answered(str(number))
+        now += ASKS_FOR_S / 10
+    assert len(addresses._asked) <= 11

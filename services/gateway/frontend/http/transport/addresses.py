@@ -41,14 +41,19 @@ class Addresses:
         _decrease(self._num_busy, address)
         self._asked.pop(address, None)
         self._asked[address] = self._clock()
+        self._forget()
 
     def is_crowded(self, address: str) -> bool:
         if self._num_unserved[address] < CROWD:
             return False
+        self._forget()
+        return any(len(asking) > (address in asking) for asking in (self._num_busy, self._asked))
+
+    def _forget(self) -> None:
+        """Keeps only the addresses of the last moment, however many clients come."""
         since = self._clock() - ASKS_FOR_S
         while self._asked and self._asked[first := next(iter(self._asked))] < since:
             del self._asked[first]
-        return any(len(asking) > (address in asking) for asking in (self._num_busy, self._asked))
 
 
 def _decrease(counter: Counter[str], key: str) -> None:
