@@ -5,9 +5,9 @@ registry. Only this gateway writes it, and always the whole count, so that a rep
 does no harm. Between two exchanges, a second apart, gateways do not see each other's charges: a key
 may overdraw by what it uses in that time.
 
-Redis keeps nothing through a restart, so each gateway also writes all counters that it knows to a
-file of `directory`, beside the key file. A gateway that starts reads the files of all, and gives
-the registry what it lacks, also of gateways that are gone. See ADR 133.
+Redis keeps nothing through a restart, so each gateway gives the registry the counters that it knows
+and that the registry lacks, also those of gateways that are gone. It also writes them to a file of
+`directory`, beside the key file. A gateway that starts reads the files of all. See ADR 133.
 """
 
 import asyncio
@@ -37,9 +37,8 @@ class Budgets:
         self._registry = registry
         self._gateway = gateway
         self._directory = directory
-        self._restored: dict[str, int] | None = None
-        self._known: dict[str, int] = {}
-        """The counters of the registry at the last exchange."""
+        self._known: dict[str, int] | None = None
+        """The counters of the registry at the last exchange; None before the first one."""
         self._written: dict[str, int] = {}
         self._reason = ""
 
@@ -56,7 +55,7 @@ class Budgets:
         """Publish this gateway's counters, and read those of the others. While the registry does
         not answer, the last known counts stay."""
         own = self._own()
-        if not own and self._restored is None:
+        if not own and self._known is None:
             return  # no key has a budget
         try:
             await self._exchange()
@@ -65,19 +64,23 @@ class Budgets:
         self._write()
 
     async def _exchange(self) -> None:
-        if self._restored is None:
-            known = await self._registry.exchange_usage({})
-            self._restored = {
-                name: used for name, used in self._read().items() if used > known.get(name, 0)
-            }
-            self._take(known | self._restored)
-            await self._registry.exchange_usage(self._restored)
-        counters = await self._registry.exchange_usage(self._own())
+        if self._known is None:  # first learn what this gateway had used before it restarted
+            known = self._read()
+            self._take(await self._publish({}, known))
+            self._known = known
+        counters = await self._publish(self._own(), self._known)
         self._take(counters)
         ended = [name for name in counters if self._has_ended(name)]
         if ended:
             await self._registry.exchange_usage({}, ended)
         self._known = {name: used for name, used in counters.items() if name not in ended}
+
+    async def _publish(self, own: Mapping[str, int], known: Mapping[str, int]) -> dict[str, int]:
+        """Publish this gateway's counters, and those that are `known` and that the registry lacks
+        because Redis has restarted. Returns all."""
+        counters = await self._registry.exchange_usage(own)
+        lost = {name: used for name, used in known.items() if used > counters.get(name, 0)}
+        return await self._registry.exchange_usage(lost) if lost else counters
 
     def _own(self) -> dict[str, int]:
         """The counters of this gateway in the periods that run now."""
@@ -128,8 +131,10 @@ class Budgets:
         return {name: used for name, used in counters.items() if name.count("/") >= 2}
 
     def _write(self) -> None:
+        if self._directory is None or self._known is None:
+            return
         counters = self._known | self._own()
-        if self._directory is None or counters == self._written or self._restored is None:
+        if counters == self._written:
             return
         path = self._directory / f"usage-{self._gateway.replace(':', '-')}.json"
         try:

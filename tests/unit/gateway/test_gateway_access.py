@@ -293,6 +293,23 @@ async def test_a_budget_counts_a_gateway_that_is_gone_after_redis_lost_its_count
     assert after_loss.account(f"Bearer {ALICE}").num_used_elsewhere == 30
 
 
+async def test_gateways_that_run_give_a_registry_the_counters_that_it_has_lost() -> None:
+    """Redis restarts; the counters of a gateway that is gone stay too, without files."""
+    registry = MemoryRegistry()
+    for gateway in ("gone", "one"):
+        ring = keyring(**BUDGET)
+        budgets = Budgets(ring, registry, gateway, None)
+        await budgets.exchange()
+        ring.account(f"Bearer {ALICE}").charge(30)
+        await budgets.exchange()
+    await registry.exchange_usage({}, list(await registry.exchange_usage({})))
+    for _ in range(2):
+        await budgets.exchange()
+        account = ring.account(f"Bearer {ALICE}")
+        assert (account.num_used, account.num_used_elsewhere) == (30, 30)
+    assert sorted((await registry.exchange_usage({})).values()) == [30, 30]
+
+
 async def test_counters_of_past_periods_are_dropped(tmp_path: Path) -> None:
     (tmp_path / "usage-broken.json").write_text("[")
     past = {"alice/2020-01/x": 7, "alice/total/x": 7, "stranger/2020-01/x": 7}
