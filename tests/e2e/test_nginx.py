@@ -16,6 +16,7 @@ import pytest
 from quire import Client, InvalidRequest, NotAllowed, QuireError, Sampling, Tls, Unavailable
 from quire.certificates import write_certificates
 from quire.supervisor.run_directory import free_port
+from services.gateway.frontend.http.middleware.body_limits import MAX_BODY_BYTES
 from tests.api_keys import ALICE, text_of
 from tests.programs import ROOT
 from tests.waiting import wait_until
@@ -118,6 +119,9 @@ def test_answers_and_errors_pass(deployment: Deployment, proxy: Proxy) -> None:
         body = {"prompt": "A block table", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
         answer = http.post("/v1/completions", json=body).json()
         assert answer["choices"][0]["text"] == expected
+        too_large = http.post("/v1/completions", content=b"x" * (MAX_BODY_BYTES + 1))
+        assert too_large.status_code == 413
+        assert "the body is larger than" in too_large.json()["error"]["message"]
 
 
 def test_an_answer_is_not_held_back(proxy: Proxy) -> None:
