@@ -51,6 +51,12 @@ class Target(Protocol):
     async def close(self) -> None: ...
 
 
+_FAILURES = (
+    *(aiohttp.ClientError, TimeoutError),
+    *(ValueError, LookupError, TypeError, AttributeError),  # the answer has another form
+)
+
+
 class HttpTarget:
     """A server with `POST /v1/completions` and `/v1/chat/completions`.
 
@@ -92,7 +98,7 @@ class HttpTarget:
         except RequestFailed as error:
             text = f"the server does not list its models: {error}; name one with --model"
             raise RequestFailed(text, error.kind) from error
-        except (aiohttp.ClientError, TimeoutError, LookupError, TypeError, ValueError) as error:
+        except _FAILURES as error:
             raise _failure(error, self._url) from error
 
     async def stream(self, call: Call) -> AsyncGenerator[Chunk, None]:
@@ -106,7 +112,7 @@ class HttpTarget:
                         has_ended = True
                     elif (chunk := _chunk(json.loads(line))) is not None:
                         yield chunk
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        except _FAILURES as error:
             raise _failure(error, self._url) from error
         if not has_ended:
             text, kind = "the stream ended without [DONE]", response.content_type

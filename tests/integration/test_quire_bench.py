@@ -252,6 +252,7 @@ def answering(status: int, content: bytes) -> Any:
         ((404, b"nope"), (200, b""), "does not list its models: status 404: nope; name one with"),
         ((200, b"[]"), (200, b""), "the answer is not as OpenAI's"),
         ((200, b'{"data": [{"id": "m"}]}'), (200, b"{}"), "not text/event-stream"),
+        ((200, b'{"data": [{"id": "m"}]}'), (200, b"data: [1]\n\n"), "is not as OpenAI's"),
         ((200, b'{"data": [{"id": "m"}]}'), (400, b"ignore_eos?"), "--no-ignore-eos leaves"),
     ],
 )

@@ -86,7 +86,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         self.flow = self._reading = Flow(transport, self.pipeline)
         self._set_timer(self._limits.header_timeout_s)
         if not self._connections.add(self):
-            self._refuse(503, "too many connections; try again")
+            self._refuse(503, "too many connections, or the server stops; try again")
             self._socket.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
