@@ -33,7 +33,6 @@ if TYPE_CHECKING:  # these classes are generic only in the stubs
 else:
     _Handler, _Context = grpc.RpcMethodHandler, aio.ServicerContext
 _Call = Callable[[Any, _Context], Awaitable[Any]]
-_Read = Callable[[Any, _Context], Awaitable[Any]]
 _Decode = Callable[[bytes], Any]
 _Admit = Callable[[_Context], Awaitable[None]]
 
@@ -143,7 +142,7 @@ def _call_of(handler: _Handler) -> _Call:
     return write_all
 
 
-def _guarded(call: _Call, read: _Read, admit: _Admit | None) -> _Call:
+def _guarded(call: _Call, read: _Call, admit: _Admit | None) -> _Call:
     async def guarded(stream: Any, context: _Context) -> Any:
         _bind_metadata(context)
         try:

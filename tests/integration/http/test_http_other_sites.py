@@ -5,6 +5,7 @@ import json
 import httpx
 import pytest
 from prometheus_client import CollectorRegistry
+from structlog.testing import capture_logs
 
 from services.gateway.frontend.http.app import create_app
 from services.gateway.frontend.http.transport.server import http_server
@@ -39,9 +40,13 @@ async def test_a_page_of_another_site_computes_nothing(
         url = f"http://127.0.0.1:{port}"
         async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S, trust_env=False) as client:
             body = json.dumps(HI)
-            answer = await client.post("/v1/chat/completions", content=body, headers=headers)
+            with capture_logs() as logs:
+                answer = await client.post("/v1/chat/completions", content=body, headers=headers)
             page = await client.get("/health", headers=headers)
     assert (answer.status_code, page.status_code) == (status, 200)
     assert len(generator.requests) == (status == 200)
     if status == 403:
         assert answer.json()["error"]["code"] == "permission_denied"
+        (refused,) = logs
+        assert refused["event"] == "operation_refused"
+        assert refused["reason"] == answer.json()["error"]["message"]

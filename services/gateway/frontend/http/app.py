@@ -113,8 +113,8 @@ def create_app(
             *([Middleware(CORSMiddleware, **_cors(cors_origins))] if cors_origins else []),
             Middleware(RequestIdAndErrors),
             Middleware(AllowedHosts, allowed_hosts),
+            Middleware(Authentication, keyring),  # which also logs what OtherSites refuses
             Middleware(OtherSites, cors_origins),
-            Middleware(Authentication, keyring),
             Middleware(BodyLimits, max_body_memory_bytes),
         ],
         exception_handlers={HTTPException: answer_http_exception},

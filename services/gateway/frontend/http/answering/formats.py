@@ -106,7 +106,7 @@ def _message_fields(parts: Sequence[Part]) -> JSON:
 
 
 def _reasoning(text: str) -> JSON:
-    """Under both names: vLLM 0.11 renamed `reasoning_content` to `reasoning`."""
+    """Under both names: vLLM renamed `reasoning_content` to `reasoning`."""
     return {"reasoning": text, "reasoning_content": text}
 
 

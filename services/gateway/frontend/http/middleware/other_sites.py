@@ -10,6 +10,7 @@ from services.common.errors import PermissionDenied
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 _OTHER_SITES = ("cross-site", "same-site")
 """Values of Sec-Fetch-Site; `same-site` is another port or subdomain."""
+_MAX_SHOWN = 200
 
 
 class OtherSites:
@@ -31,6 +32,7 @@ class OtherSites:
             origin = headers.get("origin", "null")
             if self._cors_origins.isdisjoint((origin, "*")):
                 raise PermissionDenied(
-                    f"pages of {origin} may not use this server; CORS_ORIGINS may allow them"
+                    f"pages of {origin[:_MAX_SHOWN]} may not use this server; "
+                    "CORS_ORIGINS may allow them"
                 )
         await self._app(scope, receive, send)
