@@ -269,6 +269,23 @@ def test_monitors_name_ports_of_their_services() -> None:
         assert any(ports <= names for names in named)
 
 
+def test_monitors_name_the_jobs_of_dashboards_and_alerts() -> None:
+    """Otherwise an alert says that no worker is there, and panels are empty."""
+    monitoring = yaml.safe_load((ROOT / "deploy" / "monitoring" / "prometheus.yml").read_text())
+    jobs = {
+        endpoint["port"]: relabeling["replacement"]
+        for monitor in of_kind("ServiceMonitor", VALUES["everything"])
+        for endpoint in monitor["spec"]["endpoints"]
+        for relabeling in endpoint["relabelings"]
+        if relabeling["targetLabel"] == "job"
+    }
+    assert jobs.keys() >= {"metrics", "m-manager", "m-prefill-0", "m-decode-0"}
+    assert set(jobs.values()) - {"mover"} == {
+        each["job_name"] for each in monitoring["scrape_configs"]
+    }
+    assert jobs["m-prefill-0"] == "prefill"
+
+
 def test_a_service_for_clients_has_no_metrics() -> None:
     """A load balancer would show the metrics, which need no key, to everybody."""
     values = {"gateway": {"serviceType": "LoadBalancer"}}

@@ -111,3 +111,8 @@ readinessProbe:
 - {name: redis-tls, secret: {secretName: {{ . }}, defaultMode: 0440}}
 {{- end }}
 {{- end }}
+
+{{- /* An endpoint of a ServiceMonitor, under the job's name in deploy/monitoring. */}}
+{{- define "quire.endpoint" -}}
+{port: {{ .port }}, interval: {{ .root.Values.monitoring.interval }}, relabelings: [{targetLabel: job, replacement: {{ .job }}}]}
+{{- end }}
