@@ -20,8 +20,9 @@ SLOW_IF_OPEN_S = 0.1
 """For methods that anybody may call: health checks and reflection have short messages."""
 MAX_SLOW = 16
 _NUM_WAITS = 2
-"""The parts of that time. After a long turn, the event loop may see that one has ended before it
-sees the messages that have arrived; it sees them before the end of the next one."""
+"""A message is slow after so many waits, which share the time. After a long turn, the event loop
+may see that a wait has ended before it sees the messages that have arrived; it sees these before
+the end of the next wait."""
 
 
 class Arrivals:
