@@ -2,11 +2,13 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from services.gateway.access.caller import Caller
 from services.gateway.frontend.api import GenerationRequest
+from services.gateway.intake.admission import without_share
 from services.gateway.scheduling.client_shares import (
     BESIDE_LIGHT_CLIENTS,
     DELAY_S,
@@ -15,6 +17,8 @@ from services.gateway.scheduling.client_shares import (
     PER_PREFILL_WORKER,
     ClientShares,
 )
+
+from .walk import Walk, output_of
 
 
 class Clients:
@@ -163,3 +167,24 @@ async def test_a_failed_admission_returns_its_room_and_no_client_is_remembered_f
     shares._clock = lambda: now + LIGHT_FOR_S + 0.1
     async with shares.entered(GenerationRequest("x", caller=Caller(host="b")), 1):
         assert list(shares._light) == ["b"]
+
+
+@pytest.mark.parametrize("has_place", [True, False])
+async def test_a_resumed_request_keeps_the_place_of_its_first_call(has_place: bool) -> None:
+    """Otherwise the place would stay taken for ever. The new call has a place of its own if the
+    request was not there yet when it came; it returns that at once."""
+    left: list[str] = []
+    walk = Walk()
+    walk.lifecycle.client.request = replace(
+        walk.lifecycle.client.request, leave_share=lambda: left.append("first")
+    )
+    again = walk.lifecycle.client.request
+    again = replace(
+        again, leave_share=(lambda: left.append("second")) if has_place else without_share
+    )
+    walk.output = output_of(again)
+    walk.lifecycle.resume(again, walk.output)
+    assert left == ["second"] * has_place
+    await walk.until_decoding()
+    assert left == ["second"] * has_place + ["first"]
+    walk.lifecycle.close()
