@@ -142,7 +142,7 @@ def _member(role: Role, port: int, num_slots: int, model_dir: str) -> Member:
 
 @dataclass(frozen=True)
 class Clients:
-    """What the clients send: streams, each of some requests, and whether they keep connections."""
+    """Number of the streams, requests of each, and whether these keep connections."""
 
     num_streams: int
     num_requests: int
