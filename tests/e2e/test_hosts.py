@@ -86,12 +86,17 @@ async def connected(a: Host) -> AsyncIterator[AsyncClient]:
 
 
 @asynccontextmanager
-async def movers(host: Host) -> AsyncIterator[Movers]:
-    """The movers as the gateway lists them."""
+async def movers(host: Host, source: str, target: str) -> AsyncIterator[Movers]:
+    """The movers as the gateway lists them, once they can copy from pool `source` to `target`."""
     secret = Secret(SECRET.encode())
     registry = await RedisRegistry.connect(host.redis_url, secret.registry_key)
     running = Movers(secret.rpc_key)
-    running.follow(await registry.members())
+
+    async def bandwidth() -> float:
+        running.follow(await registry.members())
+        return running.bandwidth(source, target)
+
+    await until(bandwidth)
     yield running
     await running.close()
     await registry.close()
@@ -116,13 +121,12 @@ async def test_a_cached_prefix_is_copied(
     tokens = prompt(7, 40)
     answer = await client.complete(tokens, greedy(60), timeout_s=60)
     longer = [*tokens, *answer.token_ids]
-    async with movers(hosts[0]) as running:
+    async with movers(hosts[0], b, a) as running:
         (spec,) = [pool for pool in await client.pools() if pool.pool_id == a]
         root = root_hash(spec.fingerprint, Secret(SECRET.encode()).root, "")
         ticket = Ticket(
             *("r", 1, 1, a, "h", 0, root, tuple(longer)), SamplingParams(0.0, 0, 1.0, 0.0, 1, 1)
         )
-        assert running.bandwidth(b, a) > 0
         assert await running.pull(ticket, b, a) is None
     again = await client.complete(longer, greedy(8), timeout_s=60)
     assert again.usage.num_cached_tokens == 96
