@@ -83,6 +83,19 @@ async def test_unsupported_framing_is_refused(port: int, request_bytes: bytes, s
         assert await connection.closed() == b""
 
 
+@pytest.mark.parametrize("before", [b"", HEALTH], ids=["first", "second"])
+@pytest.mark.parametrize("upgrade", [b"", b"Upgrade: h2c\r\nConnection: Upgrade\r\n"])
+async def test_headers_have_64_kib(port: int, before: bytes, upgrade: bytes) -> None:
+    """However the bytes come, complete headers within the bound pass, and no others."""
+    head = b"GET /health HTTP/1.1\r\nHost: x\r\n" + upgrade + b"A: "
+    for size, status in ((63 * 1024, 200), (65 * 1024, 431), (79 * 1024, 431)):
+        async with connected(port) as connection:
+            connection.send(before + head + b"b" * (size - len(head) - 4) + b"\r\n\r\n")
+            if before:
+                assert (await connection.answer()).status == 200
+            assert (await connection.answer()).status == status
+
+
 async def test_chunk_extensions_are_bounded(port: int) -> None:
     """They are not part of the body, whose size another limit bounds."""
     async with connected(port) as connection:

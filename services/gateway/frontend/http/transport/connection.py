@@ -29,8 +29,10 @@ from services.gateway.frontend.http.transport.flow import ClosingTransport, Flow
 from services.gateway.frontend.http.transport.open_connections import Connections
 
 _MAX_HEAD_BYTES = 64 * 1024
-"""Limit for the bytes of a request that are not its body: line, headers, chunk sizes, trailers.
-Each byte of the body allows eight more; chunks of one byte need five."""
+"""Limit for a request's line and headers, and for what its body has beside its content: chunk
+sizes and trailers. Each byte of content allows eight more; chunks of one byte need five."""
+_LONG_HEAD = f"the headers take more than {_MAX_HEAD_BYTES} bytes"
+_LONG_FRAMING = f"the framing of the body takes more than {_MAX_HEAD_BYTES} bytes"
 _BULK_BYTES = 2048
 """Larger reads wait for the pacer, which lets one through in a turn of the event loop."""
 _LINGER_S = 1.0
@@ -65,7 +67,8 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._num_framing_bytes = 0
-        """Of the message that is being received, as counted for _MAX_HEAD_BYTES."""
+        """Of the message that is being received, without the read in which it began, whose other
+        bytes may belong to the message before."""
         self._heard = False
         """Whether any byte has come."""
         self._upgrade_ignored = False
@@ -173,8 +176,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             return
         if self._num_framing_bytes > _MAX_HEAD_BYTES:
             in_body = self._receives_body
-            what = "the framing of the body takes" if in_body else "the headers take"
-            self._refuse(400 if in_body else 431, f"{what} more than {_MAX_HEAD_BYTES} bytes")
+            self._refuse(*((400, _LONG_FRAMING) if in_body else (431, _LONG_HEAD)))
 
     def _parse(self, data: bytes) -> None:
         """Feeds `data` to the parser, and ignores a request to upgrade the connection, as HTTP
@@ -208,6 +210,9 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
 
     def _check_head(self) -> None:
         """Refuses headers that httptools accepts and this server does not."""
+        fields = sum(len(name) + len(value) + len(":\r\n") for name, value in self.headers)
+        if len(self.url) + fields > _MAX_HEAD_BYTES:
+            raise _Refused(431, _LONG_HEAD)
         names = [name for name, _ in self.headers]
         version = self.parser.get_http_version()
         if version not in ("1.0", "1.1"):
