@@ -144,6 +144,18 @@ async def test_unknown_paths_have_the_same_shape(
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
+async def test_no_path_with_a_slash_at_its_end_is_redirected(generator: FakeGenerator) -> None:
+    """The redirect would go to whatever host the Host header names."""
+    app = create_app(generator, CollectorRegistry())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+        for route in app.routes:
+            path = route.path.replace("{model:path}", "a")  # type: ignore[attr-defined]
+            method = "POST" if "POST" in route.methods else "GET"  # type: ignore[attr-defined]
+            answer = await client.request(method, f"{path}/", headers={"Host": "evil.example"})
+            assert answer.status_code == 404, path
+            assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
 @pytest.mark.parametrize(
     ("host", "allowed"),
     [

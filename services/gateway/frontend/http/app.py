@@ -91,7 +91,7 @@ def create_app(
     `cors_origins`: origins whose web pages browsers let call this API; `*`: all.
     """
     endpoints, tokens = _Endpoints(generator, metrics), TokenEndpoints(generator)
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/v1/completions", endpoints.completions, methods=["POST"]),
             Route("/v1/chat/completions", endpoints.chat_completions, methods=["POST"]),
@@ -119,6 +119,10 @@ def create_app(
         ],
         exception_handlers={HTTPException: answer_http_exception},
     )
+    # A path with another slash at its end is not found. Starlette would redirect it to whatever
+    # host the Host header names.
+    app.router.redirect_slashes = False
+    return app
 
 
 def _cors(origins: Sequence[str]) -> dict[str, Any]:
