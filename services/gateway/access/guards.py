@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+from urllib.parse import unquote
 
 from grpc import aio
 
 from services.common.errors import InvalidApiKey, PermissionDenied
 from services.common.rpc.refusal_log import RefusalLog
+from services.common.runtime.config import join_host_port
 from services.gateway.access.caller import (
     EVERYONE,
     LOCAL_OPERATOR,
@@ -15,10 +17,10 @@ from services.gateway.access.caller import (
     bind_caller,
     require_operator,
 )
+from services.gateway.access.client_address import Address, client_address
 from services.gateway.access.keyring import Keyring
 
 REFUSED_EVENT, DENIED_EVENT = "login_refused", "operation_refused"
-_LOOPBACK = ("ipv4:127.0.0.1", "ipv6:%5B::1%5D")
 
 
 class KeyGuard:
@@ -42,7 +44,7 @@ class KeyGuard:
             except PermissionDenied as error:
                 reason = str(error)
                 self._denials.note(
-                    context.peer(), operator=caller.key, method=method, reason=reason
+                    _peer(context), operator=caller.key, method=method, reason=reason
                 )
                 raise
 
@@ -50,25 +52,25 @@ class KeyGuard:
         if context.peer().startswith("unix:"):
             return LOCAL_OPERATOR
         if self._keyring is None:
-            return replace(EVERYONE, host=_host(context))
+            return replace(EVERYONE, host=_client(context)[0])
         try:
-            return self._keyring.account(_metadata(context, "authorization")).caller
+            authorization = next(iter(_metadata(context, "authorization")), None)
+            return self._keyring.account(authorization).caller
         except InvalidApiKey as error:
-            self._refusals.note(context.peer(), method=method, reason=str(error))
+            self._refusals.note(_peer(context), method=method, reason=str(error))
             raise
 
 
-def _host(context: aio.ServicerContext[Any, Any]) -> str:
-    """The client's address; behind a proxy on this host, the address that the proxy names."""
-    host = context.peer().rpartition(":")[0]
-    if host not in _LOOPBACK:
-        return host
-    forwarded = _metadata(context, "x-forwarded-for") or ""
-    return forwarded.rpartition(",")[2].strip() or host
+def _client(context: aio.ServicerContext[Any, Any]) -> Address:
+    """gRPC names a peer `ipv4:192.0.2.7:4000` or `ipv6:%5B2001:db8::7%5D:4000`."""
+    host, _, port = unquote(context.peer()).partition(":")[2].rpartition(":")
+    return client_address((host.strip("[]"), int(port)), _metadata(context, "x-forwarded-for"))
 
 
-def _metadata(context: aio.ServicerContext[Any, Any], name: str) -> str | None:
-    for key, value in context.invocation_metadata() or ():
-        if key == name and isinstance(value, str):
-            return value
-    return None
+def _peer(context: aio.ServicerContext[Any, Any]) -> str:
+    return join_host_port(*_client(context))
+
+
+def _metadata(context: aio.ServicerContext[Any, Any], name: str) -> list[str]:
+    found = context.invocation_metadata() or ()
+    return [value for key, value in found if key == name and isinstance(value, str)]

@@ -5,12 +5,12 @@ that name this host and that no proxy has forwarded. `on` shows it to everybody 
 port.
 """
 
-import ipaddress
 from typing import Literal
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
+from services.gateway.access.client_address import is_loopback
 from services.gateway.frontend.http.middleware.hosts import without_port
 
 DashboardSetting = Literal["auto", "on", "off"]
@@ -25,21 +25,13 @@ def check_local(request: Request, what: str = "the dashboard") -> None:
     to 127.0.0.1 (DNS rebinding), and the browser would then let it read the feed.
     """
     host = request.client.host if request.client else ""
-    names_this_host = _is_loopback(without_port(request.headers.get("host", "")).lower())
+    named = without_port(request.headers.get("host", "")).lower()
+    names_this_host = named == "localhost" or is_loopback(named.strip("[]"))
     is_forwarded = any(name in request.headers for name in _FORWARDED)
-    if not _is_loopback(host) or not names_this_host or is_forwarded:
+    if not is_loopback(host) or not names_this_host or is_forwarded:
         raise HTTPException(
             403,
             f"without API keys, {what} is only for this host: open it at "
             "http://127.0.0.1:PORT/ there, or through `ssh -L`. With QUIRE_GATEWAY_DASHBOARD=on, "
             "everybody who reaches this port sees it",
         )
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False

@@ -101,6 +101,19 @@ async def test_without_keys_a_client_is_its_address(
     assert all(each.caller.is_operator for each in generator.requests)
 
 
+async def test_ipv6_clients_on_this_host_may_speak_for_others_too(
+    generator: FakeGenerator,
+) -> None:
+    for peer in ("::1", "192.0.2.1"):
+        transport = httpx.ASGITransport(
+            create_app(generator, CollectorRegistry()), client=(peer, 1)
+        )
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
+            headers = {"X-Forwarded-For": "192.0.2.7"}
+            await http.post("/v1/chat/completions", json=HI, headers=headers)
+    assert [each.caller.client for each in generator.requests] == ["192.0.2.7", "192.0.2.1"]
+
+
 async def test_a_key_sees_its_models_only(keyed: httpx.AsyncClient) -> None:
     mine = await keyed.get("/v1/models", **as_(ALICE))
     assert mine.json()["data"] == []

@@ -29,6 +29,7 @@ from services.gateway.access.caller import (
     current_caller,
     require_operator,
 )
+from services.gateway.access.client_address import client_address
 from services.gateway.access.control import check_cost
 from services.gateway.access.guards import KeyGuard
 from services.gateway.frontend.api import GenerationRequest, RequestedBeams, RequestedSampling
@@ -217,14 +218,38 @@ async def test_without_a_bound_caller_nobody_is_an_operator() -> None:
     require_operator()
 
 
+@pytest.mark.parametrize(
+    ("forwarded_for", "host"),
+    [
+        ((), ""),
+        (("192.0.2.7",), "192.0.2.7"),
+        (("198.51.100.1, 192.0.2.7",), "192.0.2.7"),
+        (("198.51.100.1", "192.0.2.7"), "192.0.2.7"),
+        (("192.0.2.7, 127.0.0.1", "::1"), "192.0.2.7"),
+        (("192.0.2.7:4000",), "192.0.2.7"),
+        (("2001:db8::7",), "2001:db8::7"),
+        (("[2001:db8::7]:4000",), "2001:db8::7"),
+        (("127.0.0.1",), ""),
+        ((" , ",), ""),
+    ],
+)
+def test_a_proxy_on_this_host_names_the_client(forwarded_for: tuple[str, ...], host: str) -> None:
+    """Another host's word counts for nothing. `host`: empty for the proxy's own."""
+    for peer in ("127.0.0.1", "127.8.0.1", "::1"):
+        client = (host, 0) if host else (peer, 4000)
+        assert client_address((peer, 4000), forwarded_for) == client
+    for peer in ("192.0.2.1", "2001:db8::1", ""):
+        assert client_address((peer, 4000), forwarded_for) == (peer, 4000)
+
+
 async def test_without_keys_a_grpc_client_is_its_address() -> None:
-    """A proxy on the gateway's host names the address; another host's word counts for nothing."""
-    near, proxied = "ipv4:127.0.0.1", (("x-forwarded-for", "198.51.100.1, 192.0.2.7"),)
+    proxied = (("x-forwarded-for", "198.51.100.1"), ("x-forwarded-for", "192.0.2.7"))
     for peer, metadata, client in (
-        ("ipv4:192.0.2.7:4000", (), "ipv4:192.0.2.7"),
-        ("ipv4:192.0.2.7:4000", proxied, "ipv4:192.0.2.7"),
-        (f"{near}:4000", (), near),
-        (f"{near}:4000", proxied, "192.0.2.7"),
+        ("ipv4:192.0.2.1:4000", (), "192.0.2.1"),
+        ("ipv4:192.0.2.1:4000", proxied, "192.0.2.1"),
+        ("ipv6:%5B2001:db8::1%5D:4000", proxied, "2001:db8::1"),
+        ("ipv4:127.0.0.1:4000", (), "127.0.0.1"),
+        ("ipv4:127.0.0.1:4000", proxied, "192.0.2.7"),
         ("ipv6:%5B::1%5D:4000", proxied, "192.0.2.7"),
         ("unix:", (), "~local"),
     ):

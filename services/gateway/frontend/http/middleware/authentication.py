@@ -10,12 +10,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.common.errors import InvalidApiKey, PermissionDenied
 from services.common.rpc.refusal_log import RefusalLog
+from services.common.runtime.config import join_host_port
 from services.gateway.access.caller import (
     EVERYONE,
     bind_caller,
     current_caller,
     require_operator,
 )
+from services.gateway.access.client_address import Address, client_address
 from services.gateway.access.guards import DENIED_EVENT, REFUSED_EVENT
 from services.gateway.access.keyring import Keyring
 from services.gateway.dashboard.routes import PAGE
@@ -62,13 +64,13 @@ class Authentication:
                 require_operator()
 
 
-def _client(scope: Scope) -> tuple[str, int]:
-    return scope.get("client") or ("", 0)
+def _client(scope: Scope) -> Address:
+    forwarded = Headers(scope=scope).getlist("x-forwarded-for")
+    return client_address(scope.get("client") or ("", 0), forwarded)
 
 
 def _peer(scope: Scope) -> str:
-    host, port = _client(scope)
-    return f"{host}:{port}"
+    return join_host_port(*_client(scope))
 
 
 def _path(scope: Scope) -> str:

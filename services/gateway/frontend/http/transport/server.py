@@ -65,6 +65,7 @@ async def http_server(
             lifespan="off",
             ws="none",
             server_header=False,
+            proxy_headers=False,  # services.gateway.access.client_address has the rule
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=math.ceil(grace_s),
         ),

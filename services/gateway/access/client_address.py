@@ -1,0 +1,42 @@
+"""A client's address, by which clients without keys are told apart and refusals are logged.
+
+A proxy on the gateway's own host (127.0.0.0/8, ::1) names the client in `X-Forwarded-For`. The
+header counts for nothing if any other peer sends it. HTTP and gRPC have this one rule.
+"""
+
+import ipaddress
+from collections.abc import Sequence
+
+Address = tuple[str, int]
+"""Host and port; port 0: not known."""
+
+
+def client_address(peer: Address, forwarded_for: Sequence[str]) -> Address:
+    """`peer`: the other end of the connection. `forwarded_for`: the values of X-Forwarded-For.
+
+    Behind a proxy on this host: the last address in the header that is not of this host either,
+    since each proxy adds the address of its own client at the end.
+    """
+    if is_loopback(peer[0]):
+        named = [_without_port(each) for value in forwarded_for for each in value.split(",")]
+        for host in reversed(named):
+            if host and not is_loopback(host):
+                return host, 0
+    return peer
+
+
+def is_loopback(host: str) -> bool:
+    """False for what is no IP address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _without_port(text: str) -> str:
+    """The address in `192.0.2.7`, `192.0.2.7:80`, `2001:db8::7`, `[2001:db8::7]:80`."""
+    text = text.strip()
+    if text.startswith("["):
+        return text[1:].partition("]")[0]
+    host, colon, port = text.partition(":")
+    return host if colon and port.isdecimal() else text
