@@ -80,12 +80,19 @@ class Deployment:
         return pid
 
     def wait_until_ready(self, limit_s: float = START_LIMIT_S) -> None:
-        def is_ready(client: Client) -> bool:
+        """Wait until all workers have served, and each gateway accepts requests. A gateway alone is
+        ready with the first worker of each kind."""
+
+        def has_started() -> bool:
             assert self.process.poll() is None, f"it has ended:\n{self.log_tail()}"
+            return "Quire is serving" in self.log.read_text()
+
+        def is_ready(client: Client) -> bool:
             with suppress(QuireError):
-                return client.is_ready()
+                return has_started() and client.is_ready()
             return False
 
+        wait_until(has_started, limit_s=limit_s, explain=self.log_tail)
         for address in self.address.split(","):
             with Client(address, tls=self.tls) as client:
                 wait_until(partial(is_ready, client), limit_s=limit_s, explain=self.log_tail)

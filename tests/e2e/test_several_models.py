@@ -179,6 +179,9 @@ async def test_a_model_is_scaled_by_its_name(client: AsyncClient) -> None:
     scaled = await client.scale(num_decode=2, model="one")
     assert scaled.starting == ("one:decode-2",)
     await until(lambda: numbers(client), lambda now: now == {"one": 2, "two": 1})
+    for name, number in (("one", 1), ("two", 2)):
+        await client.scale(num_decode=number, model=name)
+    await until(lambda: numbers(client), lambda now: now == {"one": 1, "two": 2})
 
 
 async def numbers(client: AsyncClient) -> dict[str, int]:

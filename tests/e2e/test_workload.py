@@ -20,7 +20,7 @@ async def test_the_log_of_a_run_is_a_workload(client: AsyncClient, deployment: D
     sampling = Sampling(temperature=0.0, max_tokens=NUM_GENERATED, ignore_eos=True)
     for _ in range(2):
         await client.complete(tokens, sampling)
-    lines = await until(lambda: logged(deployment), lambda lines: len(lines) == 2, limit_s=5)
+    lines = await until(lambda: logged(deployment), lambda lines: len(lines) == 2)
     first, second = lines  # they come through the supervisor
     assert (first.prefix, second.prefix) == ("", "32 tokens")
     assert second.num_shared_tokens == 32
