@@ -39,7 +39,7 @@ def load(deployment: Deployment, num_requests: int, num_tokens: int) -> Iterator
 
 
 def test_overview_shows_pool_workers_and_requests(page: Page, deployment: Deployment) -> None:
-    expect(page.locator(".worker")).to_have_count(3)
+    expect(page.locator(".worker:not(.gone)")).to_have_count(3)
     with load(deployment, 20, 700):
         expect(page.locator(".row .p-decode").first).to_be_visible()
         expect(page.locator("canvas.map")).to_be_visible()
