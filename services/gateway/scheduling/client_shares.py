@@ -2,17 +2,20 @@
 
 Of each client, a few requests for each prefill worker are on the way to their first token: eight
 to 32, as many as get it in a short time, or one while another client sends requests that do not
-have to wait outside. Its further requests wait outside, first come, first served, and only then are
+have to wait outside. Its further requests wait outside, in the order of service, and only then are
 tokenized and get their arrival number. So a client that sends 500 requests at once delays another
 client's request by a few of them. See ADR 176, ADR 169 and ADR 175.
 """
 
 import asyncio
+from bisect import bisect_left, insort
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import count
 
 from services.gateway.frontend.api import GenerationRequest
+from services.protocol.ticket import queue_order
 
 PER_PREFILL_WORKER = 8
 """Enough to keep a prefill worker busy while the next requests are tokenized and placed."""
@@ -28,25 +31,31 @@ LIGHT_FOR_S = 1.0
 """A client is light for this long after a request of it that did not have to wait outside."""
 
 
+_Place = tuple[int, int, asyncio.Future[None]]
+"""Of a request that waits outside: its order, were it to arrive now; a number that tells equal
+orders apart; and the future that lets it in."""
+
+
 @dataclass(slots=True)
 class _Share:
-    """`outside`: an ordered set of the requests that wait."""
+    """`outside`: the requests that wait, the first in order first."""
 
     client: str
     num_prefill_workers: int = 1
     num_inside: int = 0
-    outside: dict[asyncio.Future[None], None] = field(default_factory=dict)
+    outside: list[_Place] = field(default_factory=list)
 
 
 class ClientShares:
-    """The shares of one model queue: one for each client and priority, because the order of the
-    queue lets a more urgent request overtake others of its client."""
+    """The shares of one model queue: one for each client, whatever the priorities of its requests.
+    The most urgent of a client's requests enters first, with the head start of the queue."""
 
     def __init__(self) -> None:
-        self._shares: dict[tuple[str, int], _Share] = {}
+        self._shares: dict[str, _Share] = {}
         self._light: dict[str, float] = {}
         """Light clients, and when the last request of each entered; the earliest first."""
         self._clock = asyncio.get_running_loop().time
+        self._numbers = count()
         self._left_at = self._clock()
         self._interval_s = 1.0
         """The mean time between two requests that leave."""
@@ -57,8 +66,12 @@ class ClientShares:
 
     def num_outside(self, request: GenerationRequest) -> int:
         """Requests that wait outside and go before this new one."""
-        share = self._shares.get((request.caller.client, request.priority))
-        return len(share.outside) if share else 0
+        share = self._shares.get(request.caller.client)
+        return bisect_left(share.outside, self._next_place(request)) if share else 0
+
+    def _next_place(self, request: GenerationRequest) -> _Place:
+        order = queue_order(request.priority, int(self._clock() * 1000))
+        return order, next(self._numbers), asyncio.get_running_loop().create_future()
 
     @asynccontextmanager
     async def entered(
@@ -67,8 +80,8 @@ class ClientShares:
         """Wraps the admission of a request, and lets it wait outside first if its client has as
         many inside as it may. Yields the function to call, once or more, when the request has its
         first token or has ended; an error in the block calls it."""
-        key = request.caller.client, request.priority
-        share = self._shares.setdefault(key, _Share(request.caller.client))
+        client = request.caller.client
+        share = self._shares.setdefault(client, _Share(client))
         share.num_prefill_workers = max(1, num_prefill_workers)
         is_inside = True
 
@@ -76,46 +89,50 @@ class ClientShares:
             nonlocal is_inside
             if is_inside:
                 is_inside = False
-                self._leave(key, share)
+                self._leave(share)
 
-        await self._enter(share, leave)
+        await self._enter(share, request, leave)
         try:
             yield leave
         except BaseException:
             leave()
             raise
 
-    async def _enter(self, share: _Share, leave: Callable[[], None]) -> None:
+    async def _enter(
+        self, share: _Share, request: GenerationRequest, leave: Callable[[], None]
+    ) -> None:
         self._light.pop(share.client, None)
         if self._has_room(share) and not share.outside:
             share.num_inside += 1
             self._light[share.client] = self._clock()
             return
-        entered = asyncio.get_running_loop().create_future()
-        share.outside[entered] = None
+        place = self._next_place(request)
+        entered = place[-1]
+        insort(share.outside, place)
         self._let_in(share)
         try:
             await entered
         except asyncio.CancelledError:
-            share.outside.pop(entered, None)
+            index = bisect_left(share.outside, place)
+            if share.outside[index : index + 1] == [place]:
+                del share.outside[index]
             if not entered.cancelled():  # it was let in at the same moment
                 leave()
             raise
 
-    def _leave(self, key: tuple[str, int], share: _Share) -> None:
+    def _leave(self, share: _Share) -> None:
         now = self._clock()
         self._interval_s += (now - self._left_at - self._interval_s) / _NUM_INTERVALS
         self._left_at = now
         share.num_inside -= 1
         self._let_in(share)
         if not share.num_inside:
-            del self._shares[key]
+            del self._shares[share.client]
 
     def _let_in(self, share: _Share) -> None:
         """Let in as many as there is room for, which changes."""
         while share.outside and self._has_room(share):
-            first = next(iter(share.outside))
-            del share.outside[first]
+            first = share.outside.pop(0)[-1]
             if not first.cancelled():  # its request was just cancelled, and has not run since
                 first.set_result(None)
                 share.num_inside += 1

@@ -89,15 +89,42 @@ async def test_room_is_for_what_gets_its_first_token_soon(
     assert len(clients.entered) - 300 == num_inside
 
 
-async def test_another_client_and_a_more_urgent_request_enter_at_once() -> None:
+async def test_another_client_enters_at_once() -> None:
     clients = Clients()
     await clients.send("a", *MANY)
     await clients.send("b", "b0")
-    await clients.send("a", "urgent", priority=-1)
-    assert clients.entered[PER_PREFILL_WORKER:] == ["b0", "urgent"]
-    of_a, of_b = (GenerationRequest("x", caller=Caller(host=host)) for host in "ab")
-    assert clients.shares.num_outside(of_a) == 3
-    assert clients.shares.num_outside(of_b) == 0
+    assert clients.entered[PER_PREFILL_WORKER:] == ["b0"]
+
+
+async def test_a_client_with_several_priorities_has_one_share() -> None:
+    """Its most urgent request enters next, and is the first one of those that wait."""
+    clients = Clients()
+    await clients.send("a", *MANY)
+    await clients.send("a", "less", priority=1)
+    await clients.send("a", "urgent", "also urgent", priority=-1)
+    assert clients.entered == MANY[:PER_PREFILL_WORKER]
+    for priority, num_outside in ((-2, 0), (-1, 2), (0, 5), (1, 6)):
+        request = GenerationRequest("x", priority=priority, caller=Caller(host="a"))
+        assert clients.shares.num_outside(request) == num_outside
+    assert clients.shares.num_outside(GenerationRequest("x", caller=Caller(host="b"))) == 0
+    clients.tasks["urgent"].cancel()
+    for name in MANY[:PER_PREFILL_WORKER]:
+        clients.leave[name]()
+    await clients.settle()
+    assert clients.entered[PER_PREFILL_WORKER:] == ["also urgent", *MANY[-3:], "less"]
+
+
+async def test_priority_is_a_bounded_head_start_outside_too() -> None:
+    """More urgent requests that come later do not keep another one outside for ever."""
+    clients = Clients()
+    now = clients.shares._clock()
+    clients.shares._clock = lambda: now
+    await clients.send("a", *MANY[:-2])
+    now += 60
+    await clients.send("a", "urgent", priority=-128)
+    clients.leave["a0"]()
+    await clients.settle()
+    assert clients.entered[-1] == MANY[-3]
 
 
 async def test_beside_a_light_client_another_one_has_less_room() -> None:
@@ -125,10 +152,9 @@ async def test_clients_with_requests_outside_leave_each_other_their_room() -> No
     await clients.send("a", *MANY)
     await clients.send("b", *(f"b{number}" for number in range(PER_PREFILL_WORKER + 3)))
     assert len(clients.entered) == 2 * PER_PREFILL_WORKER
-    await clients.send("a", "urgent", priority=-1)  # a client takes no room from itself
     clients.leave["a0"]()
     await clients.settle()
-    assert clients.entered[-2:] == ["urgent", MANY[PER_PREFILL_WORKER]]
+    assert clients.entered[-1] == MANY[PER_PREFILL_WORKER]
 
 
 async def test_cancelled_requests_let_the_next_one_in() -> None:
