@@ -24,6 +24,10 @@ class Unreachable(QuireError):
     """No server answers at the address."""
 
 
+class UnreachableUrl(Unreachable):
+    """No HTTP server answers at the URL."""
+
+
 class BadTls(QuireError):
     """The files for TLS cannot be used, or the server's certificate cannot be trusted."""
 

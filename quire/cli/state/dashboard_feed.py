@@ -8,7 +8,7 @@ from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 from quire.connections import Tls
-from quire.errors import QuireError, Unreachable
+from quire.errors import QuireError, UnreachableUrl
 
 Document = dict[str, Any]
 
@@ -30,7 +30,7 @@ def merge(target: Document, patch: Mapping[str, Any]) -> Document:
 
 
 def documents(url: str, api_key: str | None, tls: Tls | None) -> Iterator[Document]:
-    """The document after each update. Raises Unreachable if the gateway does not answer, and
+    """The document after each update. Raises UnreachableUrl if the gateway does not answer, and
     QuireError if it refuses."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     request = Request(f"{url.rstrip('/')}/dashboard/feed", headers=headers)
@@ -44,7 +44,7 @@ def documents(url: str, api_key: str | None, tls: Tls | None) -> Iterator[Docume
         raise QuireError(_problem(error), "refused") from error
     except (URLError, HTTPException, OSError) as error:
         reason = getattr(error, "reason", error)
-        raise Unreachable(f"no gateway answers at {url}: {reason}", "unreachable") from error
+        raise UnreachableUrl(f"no gateway answers at {url}: {reason}", "unreachable") from error
 
 
 def _events(answer: HTTPResponse) -> Iterator[tuple[str, str]]:

@@ -184,6 +184,8 @@ def test_a_value_that_the_wire_cannot_carry_is_an_error(hello: Any, capsys: Any)
 def test_an_absent_gateway_has_its_own_exit_status(capsys: Any) -> None:
     assert main(["generate", "Hi", "--address", "127.0.0.1:1"]) == 3
     assert capsys.readouterr().err.startswith("quire: no server answers at 127.0.0.1:1 (is `quire")
+    assert main(["generate", "Hi", "--address", "http://127.0.0.1:1"]) == 3
+    assert "--address names another gateway" in capsys.readouterr().err
 
 
 def test_ctrl_c_cancels_the_request_and_leaves_quietly(hello: Any) -> None:
