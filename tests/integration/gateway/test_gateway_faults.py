@@ -167,14 +167,18 @@ async def test_without_workers_a_request_is_told_so(make_harness: Any) -> None:
         await Call(harness.gateway, asked()).result()
 
 
+PATIENCE_S = 1.0
+"""Long enough for the gateway to connect to a worker that has just started."""
+
+
 async def test_request_waits_while_the_worker_that_it_lacks_is_starting(make_harness: Any) -> None:
     """Beyond the patience: a large model takes longer to load."""
-    harness = await make_harness(FakePrefill(), patience_s=0.01)
+    harness = await make_harness(FakePrefill(), patience_s=PATIENCE_S)
     decode = FakeDecode()
     await harness.announce_starting(decode)
     call = Call(harness.gateway, asked())
     await harness.num_waiting(1)
-    await asyncio.wait([call.task], timeout=0.05)
+    await asyncio.wait([call.task], timeout=1.5 * PATIENCE_S)
     assert not call.task.done()
     await harness.add(decode)
     await call.result()
@@ -182,11 +186,11 @@ async def test_request_waits_while_the_worker_that_it_lacks_is_starting(make_har
 
 
 async def test_request_waits_while_all_workers_of_its_model_are_starting(make_harness: Any) -> None:
-    harness = await make_harness(patience_s=0.01)
+    harness = await make_harness(patience_s=PATIENCE_S)
     workers = FakePrefill(), FakeDecode()
     await harness.announce_starting(*workers)
     call = Call(harness.gateway, asked())
-    await asyncio.wait([call.task], timeout=0.05)
+    await asyncio.wait([call.task], timeout=1.5 * PATIENCE_S)
     assert not call.task.done()
     await harness.add(*workers)
     await call.result()

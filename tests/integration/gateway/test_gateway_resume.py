@@ -163,7 +163,7 @@ async def test_a_gateway_that_stops_leaves_its_sequences(
     two: Two, client: AsyncClient, workers: Any
 ) -> None:
     """Its clients get an error, and continue at the other gateway with the parked requests."""
-    decode = workers[1]
+    prefill, decode = workers
     decode.parks, decode.pause_after = True, 3
     reader = Reader(client)
     await reader.has(3)
@@ -176,6 +176,7 @@ async def test_a_gateway_that_stops_leaves_its_sequences(
     decode.go_on(pause_after=8)
     await reader.end()
     assert (reader.tokens, reader.text) == (expected(PROMPT, 8), TEXT)
+    assert len(prefill.submitted) == 1
     assert not decode.aborted
 
 

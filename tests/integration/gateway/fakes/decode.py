@@ -63,6 +63,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         super().__init__(worker_id, load=Load(num_free_slots=num_slots), **fields)
         self.num_slots = num_slots
         self.slots: dict[tuple[str, int], int] = {}
+        self._reserved_by: dict[tuple[str, int], Session] = {}
         self.ended_early: list[tuple[str, int, int]] = []
         self.running: dict[str, Running] = {}
         self.answers_reservations = True
@@ -86,7 +87,8 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
             return
         granted = sum(self.slots.values()) + reserve.num_sequences <= self.num_slots
         if granted:
-            self.slots[reserve.request_id, reserve.attempt] = reserve.num_sequences
+            key = reserve.request_id, reserve.attempt
+            self.slots[key], self._reserved_by[key] = reserve.num_sequences, session
         session.send(
             reserved=decode_pb2.Reserved(
                 request_id=reserve.request_id, attempt=reserve.attempt, granted=granted
@@ -152,15 +154,18 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         if self.parks:
             self.parked |= {k: r for k, r in self.running.items() if r.session is session}
         self.running = {k: r for k, r in self.running.items() if r.session is not session}
-        self.slots.clear()
+        self.slots = {k: n for k, n in self.slots.items() if self._reserved_by[k] is not session}
 
     def on_resume(self, session: Session, resume: decode_pb2.Resume) -> None:
-        """Give a sequence to the gateway that asks for it."""
+        """Give a sequence to the gateway that asks for it, also if the gateway that had it is just
+        about to be lost."""
         wanted = resume.ticket
         ticket_from_wire(wanted)  # InvalidRequest would break the stream
         ticket = ticket_pb2.Ticket(request_id=wanted.request_id, attempt=wanted.attempt)
-        running = self.parked.pop(wanted.request_id, None)
+        held = self.running if self.parks and wanted.request_id in self.running else self.parked
+        running = held.pop(wanted.request_id, None)
         if running is not None:
+            self.slots.pop(running.key, None)
             ticket = running.at_rest()
             ticket.attempt = wanted.attempt
         session.send(
