@@ -228,6 +228,8 @@ class Delta:
     """The parts of the message that `text` completes; None: the message is not parsed."""
     has_calls: bool = False
     """Whether the message has a tool call so far."""
+    num_reasoning_tokens: int = 0
+    """Tokens of the sequence so far between the tags that begin and end reasoning."""
     embedding: tuple[float, ...] = ()
     """If the request asks for one."""
 

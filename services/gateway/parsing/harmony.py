@@ -29,7 +29,9 @@ def read_harmony(reader: Reader, writer: PartWriter, *, has_calls: bool) -> Read
             writer.content(reader.held())
             continue
         reader.held()
+        writer.is_in_reasoning = sink == writer.reasoning
         end = yield from reader.until((START, *ENDS), sink)
+        writer.is_in_reasoning = False
         if end != START:
             reader.take(len(end))
         writer.end_call()

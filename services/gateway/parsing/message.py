@@ -82,6 +82,10 @@ class MessageParser:
     def has_calls(self) -> bool:
         return self._writer.num_calls > 0
 
+    @property
+    def is_in_reasoning(self) -> bool:
+        return self._writer.is_in_reasoning
+
     def push(self, text: str) -> tuple[Part, ...]:
         """The parts that this text completes."""
         self._reader.add(text)
@@ -98,6 +102,7 @@ class MessageParser:
 
 def _read_message(reader: Reader, writer: PartWriter, parsing: Parsing) -> Reading[None]:
     """Reads to the end of the text."""
+    writer.is_in_reasoning = parsing.begins_in_reasoning
     yield
     form, offered = parsing.format, parsing.offered
     if form.calls is CallFormat.HARMONY:
@@ -121,7 +126,9 @@ def _read_reasoning(
             writer.content(reader.held())
             return
         reader.held()
+    writer.is_in_reasoning = True
     found = yield from reader.until((end,), writer.reasoning)
+    writer.is_in_reasoning = False
     reader.take(len(found))
 
 

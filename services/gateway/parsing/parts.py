@@ -74,6 +74,8 @@ class PartWriter:
 
     def __init__(self, ids: CallIds, max_calls: int | None = None) -> None:
         self.num_calls = 0
+        self.is_in_reasoning = False
+        """Set by the parser: between the tags that begin and end reasoning."""
         self._ids = ids
         self._max_calls = max_calls
         self._parts: list[Part] = []

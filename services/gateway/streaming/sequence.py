@@ -46,6 +46,7 @@ class Sequence:
         self.score: float | None = None
         """The beam search's score; None for other requests."""
         self.embedding: tuple[float, ...] = ()
+        self._num_reasoning_tokens = 0
         self._text = text
         self._stop_token_ids = stop_token_ids
         self._tokenizer = tokenizer
@@ -89,7 +90,7 @@ class Sequence:
         if received.finish_reason is not None:
             self.finish_reason, self._end_is_sent = received.finish_reason, True
             return
-        if any(self._add_text(self._text.push(token_id)) for token_id in received.token_ids):
+        if any(map(self._push, received.token_ids)):
             raise InvalidRequest("a stop string is in the tokens received: the sequence has ended")
         self._unread_text.clear()
         self._unread_parts.clear()
@@ -118,7 +119,7 @@ class Sequence:
         num_shown = num_taken - hides_last
         for position, token_id in enumerate(token_ids[:num_shown], 1):
             offsets.append(self._text.num_chars)
-            if self._add_text(self._text.push(token_id)):
+            if self._push(token_id):
                 num_taken = position
                 break
         offsets += [self._text.num_chars] * (num_taken - len(offsets))
@@ -143,6 +144,7 @@ class Sequence:
             score=self.score,
             parts=None if self._parser is None else joined(self._unread_parts),
             has_calls=self._parser is not None and self._parser.has_calls,
+            num_reasoning_tokens=self._num_reasoning_tokens,
             embedding=self.embedding,
         )
         self._unread_ids.clear()
@@ -165,6 +167,16 @@ class Sequence:
             return ()
         unread = zip(self._unread_ids, self._unread_logprobs, strict=True)
         return tuple(with_text(self._tokenizer, token_id, *each) for token_id, each in unread)
+
+    def _push(self, token_id: int) -> bool:
+        """Add the text of a token. True: a stop string ended the sequence."""
+        parser = self._parser
+        if parser is None:
+            return self._add_text(self._text.push(token_id))
+        was_in_reasoning = parser.is_in_reasoning
+        has_ended = self._add_text(self._text.push(token_id))
+        self._num_reasoning_tokens += was_in_reasoning and parser.is_in_reasoning
+        return has_ended
 
     def _add_text(self, scanned: Scanned) -> bool:
         """Add to the client's text. True: a stop string ended the sequence."""

@@ -324,6 +324,8 @@ ITEMS = [
     ("function_call", "get_weather", '{"city": "Genève"}'),
     ("function_call", "get_time", "{}"),
 ]
+NUM_REASONING_TOKENS = len("\nThe user asks.\n</think")
+"""A token a character. The tag ends with its last one."""
 
 
 async def test_a_response_has_an_item_for_each_part(client: openai.AsyncOpenAI) -> None:
@@ -333,6 +335,8 @@ async def test_a_response_has_an_item_for_each_part(client: openai.AsyncOpenAI) 
     assert {item.status for item in response.output} == {"completed"}
     assert len({item.id for item in response.output}) == len(ITEMS)
     assert [tool.name for tool in response.tools] == ["get_weather", "get_time"]
+    assert response.usage is not None
+    assert response.usage.output_tokens_details.reasoning_tokens == NUM_REASONING_TOKENS
     single = await client.responses.create(**asked_for(parallel_tool_calls=False))
     assert items_of(single.output) == ITEMS[:3]
 
@@ -343,6 +347,8 @@ async def test_the_events_of_a_response_follow_its_items(client: openai.AsyncOpe
         events = [event async for event in stream]
         final = await stream.get_final_response()
     assert items_of(final.output) == ITEMS
+    assert final.usage is not None
+    assert final.usage.output_tokens_details.reasoning_tokens == NUM_REASONING_TOKENS
     assert [event.sequence_number for event in events] == list(range(len(events)))
     added = [e.item for e in events if e.type == "response.output_item.added"]
     done = [e for e in events if e.type == "response.output_item.done"]

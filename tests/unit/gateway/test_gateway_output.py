@@ -13,6 +13,7 @@ from services.common.text.pieces import Pieces
 from services.common.text.stop_strings import StopMatcher
 from services.common.text.tokenizer import Tokenizer
 from services.gateway.frontend.api import Delta, Received
+from services.gateway.parsing.message import CallFormat, MessageFormat, MessageParser, Parsing
 from services.gateway.streaming.output import MAX_UNREAD_TOKENS, Output, RequestStats
 from services.gateway.streaming.sequence import Sequence
 from services.gateway.streaming.text import Text
@@ -43,6 +44,7 @@ def make(
     num_sequences: int = 1,
     includes_end: bool = False,
     min_tokens: int = 0,
+    parsing: Parsing | None = None,
 ) -> Output:
     """Its clock shows 1, 2, 3 ...; the request arrived at 0."""
     ticks = itertools.count(1.0)
@@ -57,6 +59,7 @@ def make(
             ),
             frozenset(stop_token_ids),
             tokenizer,
+            None if parsing is None else MessageParser(parsing, "seed"),
         )
         for index in range(num_sequences)
     ]
@@ -303,3 +306,39 @@ async def test_received_tokens_count_for_min_tokens() -> None:
     assert output.has_ended
     with pytest.raises(InvalidRequest, match="a stop string"):
         make("|", min_tokens=1).replay([Received(0, ids("a|"))])
+
+
+THINK = MessageFormat(reasoning=("<think>", "</think>"))
+HARMONY = MessageFormat(calls=CallFormat.HARMONY)
+
+
+@pytest.mark.parametrize(
+    ("parsing", "text", "reasoning"),
+    [
+        (Parsing(THINK), "<think>Why?</think>Yes", "Why?</think"),
+        (Parsing(THINK), " <think>Why? <thi", "Why? <thi"),
+        (Parsing(THINK), "No <think>Why?</think>", ""),
+        (Parsing(THINK, begins_in_reasoning=True), "Why?</think>Yes", "Why?</think"),
+        (Parsing(THINK, reasoning_is_over=True), "<think>Why?</think>", ""),
+        (Parsing(MessageFormat()), "<think>Why?</think>", ""),
+        (
+            Parsing(HARMONY),
+            "<|channel|>analysis<|message|>Why?<|end|><|start|>assistant"
+            "<|channel|>final<|message|>Yes",
+            "Why?<|end|",
+        ),
+    ],
+)
+async def test_tokens_between_the_tags_are_counted(
+    parsing: Parsing, text: str, reasoning: str
+) -> None:
+    """A tag ends with its last token. However the tokens come, and if the client has had some."""
+    for num_received in (0, 9, len(text) - 1):
+        output = make(parsing=parsing)
+        if num_received:
+            output.replay([Received(0, ids(text[:num_received]))])
+        output.write(0, ids(text[num_received:-1]), None)
+        output.write(0, ids(text[-1]), FinishReason.LENGTH)
+        output.close(None)
+        (delta,) = await read(output)
+        assert delta.num_reasoning_tokens == len(reasoning)

@@ -37,7 +37,7 @@ class ResponseAnswer:
         status = _status(last)
         for _event in self._items.finish(status):
             pass
-        return self._response(status, usage)
+        return self._response(status, usage, last)
 
     async def parts(self, deltas: Deltas) -> AsyncGenerator[JSON, None]:
         """Yields the events of a stream. An error before the first delta is raised; a later one
@@ -62,14 +62,14 @@ class ResponseAnswer:
         status = _status(last)
         for event in self._items.finish(status):
             yield self._event(*event)
-        yield self._event(f"response.{status}", {"response": self._response(status, usage)})
+        yield self._event(f"response.{status}", {"response": self._response(status, usage, last)})
 
     def _event(self, kind: str, fields: JSON) -> JSON:
         event = {**fields, "type": kind, "sequence_number": self._num_events}
         self._num_events += 1
         return event
 
-    def _response(self, status: str, usage: Usage | None = None) -> JSON:
+    def _response(self, status: str, usage: Usage | None = None, last: Delta | None = None) -> JSON:
         body = self._body
         return {
             "id": self._id,
@@ -98,7 +98,7 @@ class ResponseAnswer:
             "top_logprobs": body.top_logprobs or 0,
             "top_p": body.top_p,
             "truncation": "disabled",
-            "usage": usage and _usage_json(usage),
+            "usage": usage and last and _usage_json(usage, last.num_reasoning_tokens),
             "user": body.user,
         }
 
@@ -108,11 +108,11 @@ def _status(last: Delta | None) -> str:
     return "incomplete" if is_cut else "completed"
 
 
-def _usage_json(usage: Usage) -> JSON:
+def _usage_json(usage: Usage, num_reasoning_tokens: int) -> JSON:
     return {
         "input_tokens": usage.num_prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.num_cached_tokens or 0},
         "output_tokens": usage.num_generated_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": num_reasoning_tokens},
         "total_tokens": usage.num_prompt_tokens + usage.num_generated_tokens,
     }
