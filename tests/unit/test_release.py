@@ -34,6 +34,12 @@ def test_images_are_stages_of_the_dockerfile() -> None:
         assert re.findall(r"\{IMAGE\}-(\w+):", body) == [name, name]
 
 
+def test_the_dockerfile_has_a_compiler_for_each_platform() -> None:
+    (platforms,) = re.findall(r"^  platforms  = \[(.+)\]$", BAKE, re.MULTILINE)
+    stages = re.findall(r"^FROM build AS compiler-(\S+)$", DOCKERFILE.read_text(), re.MULTILINE)
+    assert [f'"linux/{stage}"' for stage in stages] == platforms.split(", ")
+
+
 def test_wheels_are_built_for_each_python_and_machine() -> None:
     """cibuildwheel itself reads its options from pyproject.toml."""
     command = [str(BIN / "cibuildwheel"), "--platform", "linux", "--print-build-identifiers"]
