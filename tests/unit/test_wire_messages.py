@@ -1,0 +1,154 @@
+"""Commands and events on the wire: each comes back as it went."""
+
+from dataclasses import replace
+from enum import Enum
+from typing import Any, get_args
+
+import pytest
+
+from blockstore.registry import Load
+from quire.v1 import sampling_pb2, ticket_pb2, worker_pb2
+from quire.v1.decode_pb2 import DecodeConnectRequest, DecodeConnectResponse
+from quire.v1.prefill_pb2 import PrefillConnectRequest, PrefillConnectResponse
+from services.common.structured.structure import StructureKind
+from services.protocol.codec import load_to_wire, ticket_from_wire, ticket_to_wire
+from services.protocol.command_codec import command_from_wire, command_to_wire
+from services.protocol.event_codec import event_to_wire, events_from_wire
+from services.protocol.fields import (
+    EARLY_STOPPING,
+    FINISH_REASONS,
+    POOLING_MODES,
+    REQUEUE_REASONS,
+    STRUCTURE_KINDS,
+    WireEnum,
+)
+from services.protocol.logprobs import Logprobs
+from services.protocol.messages import (
+    Abort,
+    Admit,
+    Began,
+    Command,
+    DrainNotice,
+    Failed,
+    Generated,
+    HandOver,
+    LoadReport,
+    Prefilled,
+    Requeued,
+    RequeueReason,
+    Reserve,
+    Reserved,
+    Resume,
+    Step,
+    Submit,
+    WorkerEvent,
+)
+from services.protocol.ticket import (
+    Adapter,
+    BeamParams,
+    BeamState,
+    EarlyStopping,
+    FinishReason,
+    Hypothesis,
+    Pooling,
+    PoolingMode,
+    SamplingParams,
+    Ticket,
+    TicketSequence,
+)
+
+SAMPLING = SamplingParams(temperature=0.5, top_k=4, top_p=0.75, min_p=0.25, seed=7, max_tokens=8)
+TICKET = Ticket(
+    request_id="r",
+    attempt=2,
+    order=3,
+    pool_id="pool",
+    holder_id="holder",
+    holder_epoch=4,
+    root_hash=bytes(range(16)),
+    prompt_token_ids=(5, 6),
+    sampling=replace(SAMPLING, pooling=Pooling(PoolingMode.MEAN, 9)),
+    sequences=(TicketSequence(0, (10,), (11,), 3),),
+    adapter=Adapter("name", "path", "digest"),
+)
+LOGPROBS = (Logprobs(-0.5, 2, (12, 13), (-0.25, -0.5)),)
+OUTPUT = Generated(
+    "r", 2, 1, 3, (14, 15), FinishReason.STOP, LOGPROBS * 2, -0.75, (0.5, -0.5), 2, 1
+)
+COMMANDS: list[Command] = [
+    Reserve("r", 2, 3),
+    Submit(TICKET, 4, suspect=True),
+    Submit(TICKET),
+    Admit(TICKET, suspect=True),
+    Abort("r", 2),
+    Abort("r", 2, 0),
+    HandOver("r", 2),
+    Resume(TICKET),
+]
+EVENTS: list[WorkerEvent] = [
+    Began("r", 2),
+    Prefilled(TICKET, (OUTPUT,), LOGPROBS),
+    Reserved("r", 2, granted=True),
+    Failed("r", 2, "code", "message"),
+    *(Requeued("r", 2, reason, TICKET) for reason in RequeueReason),
+    DrainNotice(3),
+    Step((OUTPUT,)),
+]
+
+
+def test_all_kinds_are_here() -> None:
+    assert {type(each) for each in COMMANDS} == set(get_args(Command))
+    assert {type(each) for each in EVENTS} == set(get_args(WorkerEvent))
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=repr)
+def test_a_command_comes_back_as_it_went(command: Command) -> None:
+    kind: Any = PrefillConnectRequest if isinstance(command, Submit) else DecodeConnectRequest
+    request = kind.FromString(kind(**command_to_wire(command)).SerializeToString())
+    assert command_from_wire(request) == command
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=repr)
+def test_an_event_comes_back_as_it_went(event: WorkerEvent) -> None:
+    kind: Any = PrefillConnectResponse if isinstance(event, Prefilled) else DecodeConnectResponse
+    response = kind.FromString(kind(**event_to_wire(event)).SerializeToString())
+    expected = list(event.outputs) if isinstance(event, Step) else [event]
+    assert list(events_from_wire(response)) == expected
+
+
+@pytest.mark.parametrize("name", ["draining", "stalled"])
+def test_a_load_comes_back_as_it_went(name: str) -> None:
+    report = LoadReport(Load(num_running=2), **{name: True})
+    (found,) = events_from_wire(DecodeConnectResponse(load=load_to_wire(report)))
+    assert found == report
+
+
+SEARCH = replace(
+    TICKET,
+    sampling=replace(SAMPLING, beam=BeamParams(3, 2, 0.5, EarlyStopping.WHEN_FULL)),
+    beams=BeamState((-1.5,), (Hypothesis((16, 17), -2.5, FinishReason.LENGTH),)),
+)
+
+
+@pytest.mark.parametrize("ticket", [TICKET, SEARCH], ids=["embedding by an adapter", "beam search"])
+def test_a_ticket_comes_back_as_it_went(ticket: Ticket) -> None:
+    assert ticket_from_wire(ticket_to_wire(ticket)) == ticket
+
+
+@pytest.mark.parametrize(
+    ("kind", "numbers", "wire", "prefix"),
+    [
+        (FinishReason, FINISH_REASONS, sampling_pb2, "FINISH_REASON_"),
+        (RequeueReason, REQUEUE_REASONS, worker_pb2.Requeue, "REASON_"),
+        (EarlyStopping, EARLY_STOPPING, sampling_pb2, "EARLY_STOPPING_"),
+        (StructureKind, STRUCTURE_KINDS, sampling_pb2, "STRUCTURE_KIND_"),
+        (PoolingMode, POOLING_MODES, ticket_pb2.Pooling, "MODE_"),
+    ],
+)
+def test_members_have_the_number_of_their_name(
+    kind: type[Enum], numbers: WireEnum[Any], wire: Any, prefix: str
+) -> None:
+    """Clients and services of another version see the numbers."""
+    for member in kind:
+        number = getattr(wire, f"{prefix}{member.value.upper()}")
+        assert (numbers.numbers[member], numbers.members[number]) == (number, member)
