@@ -21,6 +21,23 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{ .Values.existingSecrets.tls | default (printf "%s-tls" .Release.Name) }}
 {{- end }}
 
+{{/* A Secret of the cluster, as YAML: root, name. */}}
+{{- define "quire.oldSecret" -}}
+{{ lookup "v1" "Secret" (index . 0).Release.Namespace (index . 1) | toYaml }}
+{{- end }}
+
+{{/* The day on which the certificates were made: an upgrade in the last third of their 825 days makes new ones. Those that
+an older chart made have no day, and their CA's key is lost: they stay as they are. */}}
+{{- define "quire.certificatesMade" -}}
+{{- $old := include "quire.oldSecret" (list . (include "quire.tls" .)) | fromYaml }}
+{{- $made := dig "metadata" "annotations" "quire/made" "" $old }}
+{{- $isDue := empty $old.data }}
+{{- if $made }}
+{{- $isDue = lt ($made | toDate "2006-01-02" | unixEpoch | int64) (now | dateModify "-13200h" | unixEpoch | int64) }}
+{{- end }}
+{{- $isDue | ternary (now | date "2006-01-02") $made }}
+{{- end }}
+
 {{- define "quire.keys" -}}
 {{ .Values.existingSecrets.keys | default (printf "%s-keys" .Release.Name) }}
 {{- end }}
