@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from select import select
 from typing import Any
 
 import pytest
@@ -238,6 +239,32 @@ async def test_idle_connections_do_not_keep_clients_out(generator: FakeGenerator
         assert await opened[1].closed() == b""
         opened[0].send(HEALTH)
         assert (await opened[0].answer()).status == 200
+
+
+async def test_a_slow_reader_keeps_its_answer_while_others_are_idle(
+    generator: FakeGenerator,
+) -> None:
+    """Its request is answered, and the connection idle, before the client has read the answer."""
+    path = b"x" * 60_000
+    async with serving(generator, max_connections=2) as port, AsyncExitStack() as stack:
+        slow = await stack.enter_async_context(connected(port, receive_bytes=4096))
+        slow.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        slow.send(b"GET /%b HTTP/1.1\r\nHost: x\r\n\r\n" % path)
+        await until(lambda: select([slow.writer.get_extra_info("socket")], (), (), 0)[0])
+        idle = await stack.enter_async_context(connected(port))
+        idle.send(HEALTH)
+        assert (await idle.answer()).status == 200
+        await ask_health(port)
+        assert await idle.closed() == b""
+        slow.writer.transport.resume_reading()  # type: ignore[attr-defined]
+        answer = await slow.answer()
+        assert answer.error["message"] == f"there is no /{path.decode()}"
+        slow.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        slow.send(b"GET /%b HTTP/1.1\r\nHost: x\r\n\r\n" % path)
+        for _ in range(2):  # if there is no other one, it gives way
+            other = await stack.enter_async_context(connected(port))
+            other.send(post(PROMPT))
+            assert (await other.answer()).status == 200
 
 
 async def test_too_many_busy_connections_are_refused(

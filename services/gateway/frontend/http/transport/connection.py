@@ -127,6 +127,10 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
     def address(self) -> str:
         return self.client[0] if self.client else ""
 
+    @property
+    def has_unsent(self) -> bool:
+        return self._socket.get_write_buffer_size() > 0
+
     def evict(self) -> None:
         """Closes this idle connection at once, to make room for a new one."""
         self._socket.abort()

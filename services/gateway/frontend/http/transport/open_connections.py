@@ -4,6 +4,7 @@ large reads (ADR 96)."""
 import asyncio
 from collections.abc import Coroutine
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
 from services.common.runtime.logging import get_logger
@@ -13,6 +14,8 @@ from services.gateway.streaming.pacer import StreamPacer
 _READ_BYTES = 16 * 1024
 """Size of one read. The parser needs about 5 ms for a read that is full of chunks of one byte."""
 _LOG_EVERY_S = 10.0
+_LOOKED_AT = 16
+"""Idle connections that are looked at for one that has sent all."""
 
 log = get_logger(__name__)
 
@@ -36,6 +39,10 @@ class Evictable(Protocol):
     @property
     def address(self) -> str:
         """The client's."""
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether its client does not read, and a part of an answer waits for it."""
 
     def evict(self) -> None: ...
     def close(self) -> None:
@@ -89,14 +96,16 @@ class Connections:
         return True
 
     def evict_idle(self) -> bool:
-        """Closes the connection that has been idle longest. False: none is idle."""
-        longest_idle = next(iter(self._idle), None)
-        if longest_idle is None:
+        """Closes the connection that has been idle longest, if possible one whose client has its
+        whole answer. False: none is idle."""
+        longest_idle = tuple(islice(self._idle, _LOOKED_AT))
+        if not longest_idle:
             return False
         self._log_soon()
         self._num_evicted += 1
-        self.remove(longest_idle)
-        longest_idle.evict()
+        first = next((each for each in longest_idle if not each.has_unsent), longest_idle[0])
+        self.remove(first)
+        first.evict()
         return True
 
     def close(self) -> None:

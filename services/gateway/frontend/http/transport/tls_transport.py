@@ -55,6 +55,10 @@ class TlsTransport(asyncio.BufferedProtocol):
         peer = self._raw.get_extra_info("peername")
         return str(peer[0]) if peer else ""
 
+    @property
+    def has_unsent(self) -> bool:
+        return False
+
     def evict(self) -> None:
         """Closes this connection, whose handshake is not done, to make room for a new one."""
         self._raw.abort()
