@@ -48,7 +48,7 @@ def exponentials(u):
 def uniforms(seed, sequence_index, position, i):
     """The i-th random numbers of a draw, as `services.engine.sampling.philox` lays them out."""
     zeros = (i - i).to(tl.uint64)
-    c0, c1 = (i // 8).to(tl.uint64), zeros
+    c0, c1 = (i >> 3).to(tl.uint64), zeros
     c2 = zeros + sequence_index.to(tl.uint64, bitcast=True)
     c3 = zeros + position.to(tl.uint64, bitcast=True)
     key0, key1 = zeros + seed.to(tl.uint64, bitcast=True), zeros
@@ -59,16 +59,16 @@ def uniforms(seed, sequence_index, position, i):
         c0, c1, c2, c3 = high1 ^ c1 ^ key0, low1, high0 ^ c3 ^ key1, low0
         key0 += 0x9E3779B97F4A7C15
         key1 += 0xBB67AE8584CAA73B
-    word = i % 8 // 2
+    word = (i >> 1) & 3
     output = tl.where(word == 0, c0, tl.where(word == 1, c1, tl.where(word == 2, c2, c3)))
-    half = tl.where(i % 2 == 0, output & 0xFFFFFFFF, output >> 32).to(tl.uint32)
+    half = tl.where((i & 1) == 0, output & 0xFFFFFFFF, output >> 32).to(tl.uint32)
     number = (half.to(tl.float32) + 0.5) * 2.3283064365386963e-10
     return tl.minimum(number, 0.99999994039535522)
 
 
 @triton.jit
 def key(scaled):
-    return (0x7FFFFFFF - (scaled.to(tl.int32, bitcast=True) & 0x7FFFFFFF)).to(tl.int64)
+    return 0x7FFFFFFF - (scaled.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
 
 
 @triton.jit

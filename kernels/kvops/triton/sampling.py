@@ -38,7 +38,7 @@ def sample(logits: Tensor, draws: DrawTensors, tables: PenaltyTables | None) -> 
     )
     filters = kernels.Filters(
         *(draws.temperature, draws.least, draws.top_k, draws.top_p),
-        least_keys=torch.zeros((2, num_draws), dtype=torch.int64, device=device),
+        least_keys=torch.zeros((2, num_draws), dtype=torch.int32, device=device),
     )
     numbers = kernels.Numbers(draws.seed, draws.sequence_index, draws.position)
     winners = kernels.Winners(
@@ -66,12 +66,11 @@ def _search(
     rows: kernels.Logits, filters: kernels.Filters, num_draws: int, constants: dict[str, int]
 ) -> None:
     """All steps of one search. Its result is in `filters.least_keys`."""
-
-    def empty(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int64, device=rows.raw.device)
-
-    parts = empty(2, num_draws, rows.num_parts, kernels.CANDIDATES.value)
-    found, wholes = empty(_NUM_STEPS, num_draws), empty(num_draws)
+    device, dtype = rows.raw.device, torch.int64 if constants["BY_WEIGHT"] else torch.int32
+    shape = (2, num_draws, rows.num_parts, kernels.COUNTS.value)
+    parts = torch.empty(shape, dtype=dtype, device=device)
+    found = torch.empty((_NUM_STEPS, num_draws), dtype=torch.int32, device=device)
+    wholes = torch.empty(num_draws, dtype=torch.int64, device=device)
     for step in range(_NUM_STEPS):
         shift = _TOP_SHIFT - step * _BITS
         grid = (num_draws, rows.num_parts if shift >= 0 else 1)

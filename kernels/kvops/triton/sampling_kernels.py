@@ -26,6 +26,8 @@ from kvops.triton.draw_arithmetic import (
 
 PART = tl.constexpr(4096)
 CANDIDATES = tl.constexpr(16)
+COUNTS = tl.constexpr(17)  # of a part in each step of a search
+_COLUMNS = tl.constexpr(256)  # counted at once, one by each thread; a count has 8 bits
 _CHUNK = tl.constexpr(64)
 _CHUNKS = tl.constexpr(64)  # of a part
 _NO_TOKEN = tl.constexpr(0x7FFFFFFF)
@@ -183,7 +185,8 @@ def search(
 ):
     """Finds the largest key at or above which there are `top_k` tokens, or a share of `top_p` of
     the weight. Step n has its bits above `shift`; the last step, whose `shift` is negative, only
-    joins what the one before has counted."""
+    joins what the one before has counted. `parts`: what each part has at or above each candidate,
+    and above all of them."""
     row, part = tl.program_id(0), tl.program_id(1)
     heat = tl.load(filters.temperature + row)
     limit, share = tl.load(filters.top_k + row), tl.load(filters.top_p + row)
@@ -191,15 +194,18 @@ def search(
     if (heat == 0) | (not is_ranked):
         return
     candidates, all_parts = tl.arange(0, CANDIDATES), tl.arange(0, PARTS)
-    size = num_rows * logits.num_parts * CANDIDATES
-    prefix = tl.full((), 0, tl.int64)
+    size = num_rows * logits.num_parts * COUNTS
+    spot = (row * logits.num_parts + part) * COUNTS
+    to = parts + step % 2 * size + spot
+    prefix, above = 0, tl.zeros((), parts.dtype.element_ty)
     if step > 1:
         prefix = tl.load(found + (step - 1) * num_rows + row)
     if step > 0:
-        places = (row * logits.num_parts + all_parts[:, None]) * CANDIDATES + candidates[None, :]
-        counts = parts + (step - 1) % 2 * size + places
-        sums = tl.sum(tl.load(counts, (all_parts < logits.num_parts)[:, None], other=0), axis=0)
-        wanted = limit.to(tl.int64)
+        before = parts + (step - 1) % 2 * size
+        places = (row * logits.num_parts + all_parts[:, None]) * COUNTS + candidates[None, :]
+        counts = tl.load(before + places, (all_parts < logits.num_parts)[:, None], other=0)
+        sums = tl.sum(counts, axis=0)
+        wanted = limit
         if BY_WEIGHT:
             whole = tl.sum(tl.where(candidates == 0, sums, 0), axis=0)
             if step > 1:
@@ -207,29 +213,44 @@ def search(
             elif part == 0:
                 tl.store(wholes + row, whole)
             wanted = tl.ceil(share * whole.to(tl.float64)).to(tl.int64)
-        digit = tl.maximum(tl.sum((sums >= wanted).to(tl.int64), axis=0) - 1, 0)
-        prefix += digit << (shift + 4).to(tl.int64)
+        digit = tl.maximum(tl.sum((sums >= wanted).to(tl.int32), axis=0) - 1, 0)
+        prefix += digit << (shift + 4)
         if part == 0:
             tl.store(found + step * num_rows + row, prefix)
-    if shift < 0:
-        tl.store(filters.least_keys + (num_rows if BY_WEIGHT else 0) + row, prefix)
-        return
+        if shift < 0:
+            tl.store(filters.least_keys + (num_rows if BY_WEIGHT else 0) + row, prefix)
+            return
+        above = tl.load(before + spot + digit + 1)
+        if above == tl.load(before + spot + digit):  # no token of the part is between candidates
+            tl.store(to + candidates, above + tl.zeros_like(sums))
+            tl.store(to + CANDIDATES, above)
+            return
     is_finite, largest, holds = _row_of(logits, row, num_rows, PARTS, ADJUSTED)
     if not is_finite:
         return
-    columns = part * PART + tl.arange(0, PART)
-    scaled = _scaled(logits, row, columns, largest, heat, holds, ADJUSTED)
-    keys = key(scaled)
-    counted = (columns < logits.vocab_size) & (keys >= key(tl.load(filters.least + row)))
+    tl.store(to + CANDIDATES, above)
+    floor = key(tl.load(filters.least + row))
     if BY_WEIGHT:
-        counted = counted & (keys >= tl.load(filters.least_keys + row))
-        amounts = tl.where(counted, weights(scaled), 0)
+        floor = tl.maximum(floor, tl.load(filters.least_keys + row))
+    groups, fields = tl.arange(0, 4), tl.arange(0, 4)
+    amounts = tl.zeros((CANDIDATES if BY_WEIGHT else 4, _COLUMNS), parts.dtype.element_ty)
+    for begin in range(part * PART, part * PART + PART, _COLUMNS):
+        columns = begin + tl.arange(0, _COLUMNS)
+        scaled = _scaled(logits, row, columns, largest, heat, holds, ADJUSTED)
+        is_counted = (columns < logits.vocab_size) & (key(scaled) >= floor)
+        # How many candidates the token reaches, less one.
+        digits = tl.minimum(tl.maximum((key(scaled) - prefix) >> shift, -1), CANDIDATES - 1)
+        digits = tl.where(is_counted, digits, -1)[None, :]
+        if BY_WEIGHT:
+            amounts += tl.where(digits >= candidates[:, None], weights(scaled)[None, :], 0)
+        else:  # a byte for each candidate c, 128 + digit - c, whose highest bit is counted
+            bytes_of_4 = digits * 0x01010101 + (0x7D7E7F80 - groups * 0x04040404)[:, None]
+            amounts += (bytes_of_4 >> 7) & 0x01010101
+    if BY_WEIGHT:
+        tl.store(to + candidates, tl.sum(amounts, axis=1))
     else:
-        amounts = counted.to(tl.int64)
-    place = parts + step % 2 * size + (row * logits.num_parts + part) * CANDIDATES
-    for candidate in tl.static_range(CANDIDATES):
-        bound = prefix + (tl.full((), candidate, tl.int64) << shift.to(tl.int64))
-        tl.store(place + candidate, tl.sum(tl.where(keys >= bound, amounts, 0), axis=0))
+        counts = (amounts[:, None, :] >> (fields * 8)[None, :, None]) & 0xFF
+        tl.store(to + groups[:, None] * 4 + fields[None, :], tl.sum(counts, axis=2))
 
 
 @triton.jit
@@ -271,7 +292,9 @@ def race(
     is_finite, largest, holds = _row_of(logits, row, num_rows, PARTS, ADJUSTED)
     if not is_finite:
         return
-    chunks = part * _CHUNKS + tl.arange(0, _CHUNKS)
+    # Eight chunks share random bits: in this order the compiler computes them once for each thread.
+    spread = tl.arange(0, _CHUNKS)
+    chunks = part * _CHUNKS + spread % 8 * 8 + spread // 8
     columns = chunks[:, None] * _CHUNK + tl.arange(0, _CHUNK)[None, :]
     scaled = _scaled(logits, row, columns, largest, heat, holds, ADJUSTED)
     amounts = tl.sum(_kept_weights(filters, row, num_rows, scaled), axis=1)
