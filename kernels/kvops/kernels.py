@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvops.draws import DrawTensors, PenaltyTables
 from kvops.experts import ExpertWeights
-from kvops.step import AttentionCall, AttentionShape, AttentionStep
+from kvops.step import AttentionCall, AttentionShape, AttentionStep, HeadNorms
 
 if TYPE_CHECKING:  # the C++ module is absent where Quire is not compiled
     from kvops.native import NativeCpu
@@ -80,6 +80,26 @@ class Kernels(ABC):
 
     @abstractmethod
     def gelu_mul(self, gate: Tensor, up: Tensor) -> Tensor: ...
+
+    def store_heads(
+        self,
+        kv_layer: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        slot_mapping: Tensor,
+        norms: HeadNorms | None,
+        rotation: tuple[Tensor, ...] | None,
+    ) -> Tensor:
+        if norms is not None:
+            q, k = (
+                self.rms_norm(x.reshape(-1, len(weight)), weight, norms.eps).view_as(x)
+                for x, weight in ((q, norms.query), (k, norms.key))
+            )
+        if rotation is not None:
+            self.rope(q, k, rotation[0], rotation[1])
+        self.store_kv(kv_layer, k, v, slot_mapping)
+        return q
 
     def experts(self, x: Tensor, weights: ExpertWeights) -> Tensor:
         """Each expert computes its rows together. A row's outputs are added in the order of the

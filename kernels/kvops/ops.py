@@ -24,7 +24,7 @@ from kvops import int8_kv
 from kvops.draws import DRAW_DTYPES, DrawTensors, PenaltyTables
 from kvops.experts import ExpertWeights
 from kvops.kernels import Kernels
-from kvops.step import AttentionCall, AttentionShape, AttentionStep
+from kvops.step import AttentionCall, AttentionShape, AttentionStep, HeadNorms
 
 if TYPE_CHECKING:  # the C++ module is absent where Quire is not compiled
     from kvops.native import NativeCpu
@@ -98,11 +98,33 @@ class Backend:
 
         k, v: [T, K, D], any strides. slot_mapping: [T], int; no slot twice.
         """
-        heads = self._heads(kv_layer)
-        _check("k", k, _beside(kv_layer, k), (-1, *heads))
-        _check("v", v, k, tuple(k.shape))
-        _check_index("slot_mapping", slot_mapping, (k.shape[0],))
+        self._check_stored(kv_layer, k, v, slot_mapping)
         self._kernels.store_kv(kv_layer, k, v, slot_mapping)
+
+    def store_heads(
+        self,
+        kv_layer: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        slot_mapping: Tensor,
+        norms: HeadNorms | None = None,
+        rotation: tuple[Tensor, ...] | None = None,
+    ) -> Tensor:
+        """Writes `kv_layer`, and perhaps `q` and `k`: does `rms_norm` of queries and keys, `rope`,
+        and `store_kv`, as far as asked. Result: the queries that attention takes, [T, H, D].
+
+        q: [T, H, D], k, v: [T, K, D], any strides. `rotation`: cos and sin of `rope`.
+        """
+        self._check_stored(kv_layer, k, v, slot_mapping)
+        _check("q", q, k, (k.shape[0], -1, k.shape[2]))
+        if rotation is not None:
+            _check_rotation(q, k, *rotation)
+        if norms is not None:
+            for x, weight in ((q, norms.query), (k, norms.key)):
+                is_whole = len(weight) == x.shape[1] * x.shape[2]
+                _check_norm(weight, x.flatten(1) if is_whole else x)
+        return self._kernels.store_heads(kv_layer, q, k, v, slot_mapping, norms, rotation)
 
     def clear_begun_blocks(self, kv: Tensor, slot_mapping: Tensor) -> None:
         """Writes `kv`, on a backend whose kernels read whole blocks: zeroes, in all layers, each
@@ -222,12 +244,7 @@ class Backend:
 
         q: [T, H, D], k: [T, K, D], any strides. cos, sin: [T, R / 2], fp32, R at most D.
         """
-        num_tokens, _, head_dim = q.shape
-        _check("k", k, q, (num_tokens, -1, head_dim))
-        for name, table in (("cos", cos), ("sin", sin)):
-            fits = _fits(table, (num_tokens, cos.shape[-1])) and 2 * cos.shape[-1] <= head_dim
-            if table.dtype != torch.float32 or not fits:
-                raise ValueError(f"{name}: {_shape(table)} is not fp32 [T, R / 2] of q {_shape(q)}")
+        _check_rotation(q, k, cos, sin)
         self._kernels.rope(q, k, cos, sin)
 
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -273,6 +290,11 @@ class Backend:
                 raise ValueError(f"{field}: {_shape(tensor)} is not {dtype} [{size}]")
         return self._kernels.sample(logits, draws, tables)
 
+    def _check_stored(self, kv_layer: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
+        _check("k", k, _beside(kv_layer, k), (-1, *self._heads(kv_layer)))
+        _check("v", v, k, tuple(k.shape))
+        _check_index("slot_mapping", slot_mapping, (k.shape[0],))
+
     def _heads(self, kv_layer: Tensor) -> tuple[int, int]:
         """Return the number of heads and the head size of one layer of an arena."""
         in_int8 = kv_layer.dtype == torch.int8
@@ -310,6 +332,15 @@ def _check(name: str, tensor: Tensor, like: Tensor, shape: tuple[int, ...]) -> N
 def _check_norm(weight: Tensor, x: Tensor) -> None:
     like = weight if weight.dtype == torch.float32 and weight.device == x.device else x
     _check("weight", weight, like, (x.shape[-1],))
+
+
+def _check_rotation(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+    num_tokens, _, head_dim = q.shape
+    _check("k", k, q, (num_tokens, -1, head_dim))
+    for name, table in (("cos", cos), ("sin", sin)):
+        fits = _fits(table, (num_tokens, cos.shape[-1])) and 2 * cos.shape[-1] <= head_dim
+        if table.dtype != torch.float32 or not fits:
+            raise ValueError(f"{name}: {_shape(table)} is not fp32 [T, R / 2] of q {_shape(q)}")
 
 
 def _check_index(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:

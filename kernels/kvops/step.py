@@ -3,7 +3,7 @@ compute it; the lengths of a step's rows, from which a step is planned on the ho
 layer's call."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -49,6 +49,15 @@ class AttentionShape:
                 f"{self.num_heads} query heads are no multiple of {self.num_kv_heads} key/value "
                 "heads"
             )
+
+
+class HeadNorms(NamedTuple):
+    """The weights of the norms of queries and keys, as wide as a head or as all heads of a
+    token."""
+
+    query: Tensor
+    key: Tensor
+    eps: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,5 @@
 """The pool's arena as a tensor: a file of the host's memory, or memory of a GPU, which all workers
-of the pool map; or memory of one process. No arena has been on a GPU yet."""
+of the pool map; or memory of one process."""
 
 from collections.abc import Sequence
 from pathlib import Path

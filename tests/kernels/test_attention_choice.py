@@ -146,6 +146,16 @@ def flash(gpu: Gpu) -> Backend:
     return ops
 
 
+def test_a_pytorch_without_paged_attention_is_refused(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu((9, 0))
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda query, key, value: query)
+    with pytest.raises(BackendUnavailable, match=r"needs PyTorch 2\.13 .* this is PyTorch 2"):
+        choose_attention("flash", WIDE)
+    assert choose_attention("auto", WIDE)[0].name == "triton"
+
+
 def varlen_stand_in(*args: Any, **kwargs: Any) -> Tensor:
     """A function with the signature of PyTorch's, checked also by PyTorch's own operator on `meta`
     tensors. It computes by the stand-in for flash-attn."""

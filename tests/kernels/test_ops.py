@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvops import Backend
+from kvops.step import HeadNorms
 
 FP32, BF16 = torch.float32, torch.bfloat16
 DTYPES = pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
@@ -157,6 +158,51 @@ def test_rope_turns_the_first_dimensions_of_heads(ops: Backend, reference: Backe
         for turned, x in ((turned_q, q), (turned_k, k)):
             assert torch.equal(turned[..., 6:], x[..., 6:])
             assert_near(turned[..., :6], rotate_as_complex(x[..., :6], angles))
+
+
+@DTYPES
+@pytest.mark.parametrize("norms", ["none", "of heads", "of all heads"])
+@pytest.mark.parametrize("turned", [0, 6, 10])
+def test_store_heads_norms_turns_and_stores(
+    ops: Backend, reference: Backend, dtype: torch.dtype, norms: str, turned: int
+) -> None:
+    """As the operations one after the other; heads are views of one fused tensor. Heads are as many
+    as no power of two. The last token has no slot."""
+    fused, angles = randn(5, 9 + 3 + 3, 10, dtype=dtype), randn(5, turned // 2, seed=1) * 3
+    slots = torch.tensor([3, 40, 17, 5, -1])
+    rotation = (angles.cos(), angles.sin()) if turned else None
+    sizes = {"none": (), "of heads": (10, 10), "of all heads": (90, 30)}[norms]
+    query_and_key = [1 + randn(size, dtype=dtype, seed=size) for size in sizes]
+    weights = HeadNorms(query_and_key[0], query_and_key[1], 1e-5) if sizes else None
+    arenas, queries = [], []
+    for backend in (ops, reference):
+        q, k, v = torch.split(fused.clone(), [9, 3, 3], dim=1)
+        arena = torch.full((3, 2, 2, 16, 3, 10), 7.0, dtype=dtype)
+        queries.append(backend.store_heads(arena[:, 1], q, k, v, slots, weights, rotation))
+        arenas.append(arena)
+    q, k, v = torch.split(fused.clone(), [9, 3, 3], dim=1)
+    if weights:
+        q = reference.rms_norm(q.reshape(-1, sizes[0]), weights.query, 1e-5).view(q.shape)
+        k = reference.rms_norm(k.reshape(-1, sizes[1]), weights.key, 1e-5).view(k.shape)
+    if rotation:
+        reference.rope(q, k, *rotation)
+    assert_near(queries[0], q)
+    assert_near(queries[1], q)
+    expected = torch.full_like(arenas[0], 7.0)
+    reference.store_kv(expected[:, 1], k, v, slots)
+    assert_near(arenas[0], expected)
+    assert_near(arenas[1], expected)
+
+
+def test_store_heads_refuses_norms_of_other_widths(ops: Backend) -> None:
+    q, k, v = torch.split(randn(5, 9 + 3 + 3, 10), [9, 3, 3], dim=1)
+    arena, slots = torch.zeros(3, 2, 2, 16, 3, 10), torch.arange(5)
+    norms = HeadNorms(randn(10), randn(20), 1e-5)
+    with pytest.raises(ValueError, match=r"weight: float32 \[20\]"):
+        ops.store_heads(arena[:, 1], q, k, v, slots, norms)
+    with pytest.raises(ValueError, match="cos: "):
+        ops.store_heads(arena[:, 1], q, k, v, slots, None, (randn(5, 6), randn(5, 6)))
+    assert not arena.any()
 
 
 def test_rms_norm_takes_weights_in_fp32(ops: Backend, reference: Backend) -> None:

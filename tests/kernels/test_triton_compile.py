@@ -16,7 +16,8 @@ from triton.runtime.jit import JITFunction  # type: ignore[import-untyped]
 
 from bench.gpu.experts import in_dtype, weights_of
 from kvops import AttentionShape, Backend
-from kvops.triton import TritonKernels
+from kvops.step import HeadNorms
+from kvops.triton import TritonKernels, attention
 from kvops.triton.experts import experts
 from kvops.triton.fusions import clear_begun_blocks
 
@@ -108,9 +109,22 @@ def test_attention_compiles(
         ["_attend", "_combine"] if num_tokens == 4 else ["_attend"]
     )
     assert all(kernel.metadata.shared <= SHARED_BYTES for kernel in compiled)
-    assert loads_that_a_loop_waits_for(compiled[0].asm["ptx"]) == 0
+    waits = loads_that_a_loop_waits_for(compiled[0].asm["ptx"])
+    has_two_stages = num_tokens == 200 and head_dim < 256
+    assert bool(waits) == has_two_stages  # for the block table
     on_tensor_cores = "mma" in compiled[0].asm["ptx"]
     assert on_tensor_cores == (dtype == torch.bfloat16)  # in fp32 they would round to tf32
+
+
+def test_hopper_s_tiles_fit_its_shared_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_is_hopper", lambda device: True)
+    with compiling(90, tmp_path) as compiled:
+        attend(200, 4, 128, torch.bfloat16)
+    (kernel,) = compiled
+    assert SHARED_BYTES < kernel.metadata.shared <= 227 * 1024
+    assert "wgmma" in kernel.asm["ptx"]
 
 
 def test_attention_with_sinks_compiles(capability: int, tmp_path: Path) -> None:
@@ -147,13 +161,15 @@ def test_all_other_kernels_compile(capability: int, tmp_path: Path) -> None:
     x, weight = torch.zeros(4, 96).bfloat16(), torch.zeros(96).bfloat16()
     q, k, angles = x.view(4, 6, 16).clone(), x.view(4, 6, 16).clone(), torch.zeros(4, 8)
     arena = torch.zeros(4, 2, 2, 16, 6, 16).bfloat16()
+    norms = HeadNorms(weight[:16], weight[:16], 1e-6)
     with compiling(capability, tmp_path) as compiled:
         OPS.store_kv(arena[:, 0], q, k, torch.arange(4))
         OPS.rms_norm(x, weight, 1e-6)
         OPS.add_rms_norm(x, x.clone(), weight, 1e-6)
         OPS.rope(q, k, angles, angles)
+        OPS.store_heads(arena[:, 0], q, k, k, torch.arange(4), norms, (angles, angles))
         OPS.silu_mul(x, x)
-    names = ["_store_kv", "_rms_norm", "_rms_norm", "_rope", "_activate_mul"]
+    names = ["_store_kv", "_rms_norm", "_rms_norm", "_rope", "_store_heads", "_activate_mul"]
     assert [kernel.metadata.name for kernel in compiled] == names
 
 
@@ -206,6 +222,7 @@ def test_partial_results_of_few_heads_take_the_same_kernels(tmp_path: Path) -> N
 
 def test_other_kernels_do_not_depend_on_the_number_of_tokens(tmp_path: Path) -> None:
     weight, kv = torch.zeros(96).bfloat16(), torch.zeros(9, 2, 2, 16, 6, 16).bfloat16()
+    norms = HeadNorms(weight[:16], weight[:16], 1e-6)
     names: dict[int, str] = {}
     with compiling(90, tmp_path) as compiled:
         for num_tokens in range(1, 257):
@@ -216,7 +233,9 @@ def test_other_kernels_do_not_depend_on_the_number_of_tokens(tmp_path: Path) -> 
             OPS.store_kv(kv[:, 0], q, k, slots)
             OPS.add_rms_norm(x, x.clone(), weight, 1e-6)
             OPS.rope(q, k, angles, angles)
+            OPS.store_heads(kv[:, 0], q, k, k, slots, norms, (angles, angles))
             OPS.silu_mul(x, x)
         names |= {id(kernel): kernel.metadata.name for kernel in compiled}
-    wanted = ["_activate_mul", "_clear_begun_blocks", "_rms_norm", "_rope", "_store_kv"]
-    assert sorted(names.values()) == wanted
+    assert sorted(names.values()) == [
+        *("_activate_mul", "_clear_begun_blocks", "_rms_norm", "_rope", "_store_heads", "_store_kv")
+    ]

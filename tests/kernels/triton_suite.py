@@ -36,6 +36,8 @@ from .test_ops import (
     test_rope_turns_queries_and_keys_in_place,
     test_rope_turns_the_first_dimensions_of_heads,
     test_silu_mul_and_gelu_mul_take_halves_of_a_fused_tensor,
+    test_store_heads_norms_turns_and_stores,
+    test_store_heads_refuses_norms_of_other_widths,
     test_store_kv_of_nothing_at_all,
     test_store_kv_writes_its_slots_and_nothing_else,
 )
@@ -58,6 +60,8 @@ __all__ = [
     "test_rope_turns_queries_and_keys_in_place",
     "test_rope_turns_the_first_dimensions_of_heads",
     "test_silu_mul_and_gelu_mul_take_halves_of_a_fused_tensor",
+    "test_store_heads_norms_turns_and_stores",
+    "test_store_heads_refuses_norms_of_other_widths",
     "test_store_kv_of_nothing_at_all",
     "test_store_kv_writes_its_slots_and_nothing_else",
 ]

@@ -6,6 +6,8 @@ and bf16 or fp16. They multiply positions that a query does not see by zero inst
 them, so these positions must be finite: `clear_begun_blocks`.
 """
 
+from inspect import signature
+
 import torch
 from torch import Tensor
 
@@ -24,9 +26,14 @@ class FlashKernels(TritonKernels):
     has_sinks = False
 
     def __init__(self) -> None:
-        """ImportError: this PyTorch has no paged attention."""
+        """ValueError: this PyTorch has no paged attention."""
         from torch.nn.attention.varlen import varlen_attn
 
+        if "block_table" not in signature(varlen_attn).parameters:
+            raise ValueError(
+                "attention 'flash' needs PyTorch 2.13 or later, or the package flash-attn; this is "
+                f"PyTorch {torch.__version__}"
+            )
         self._attend = varlen_attn
         self._capacities: dict[tuple[int, int, torch.device], Tensor] = {}
 

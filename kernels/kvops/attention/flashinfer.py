@@ -9,8 +9,6 @@ not depend on the other rows. A CUDA graph has a fixed number of programs: there
 the size of the splits, and bits depend on the batch. Other steps have programs enough without
 splits, whose partial results would need gigabytes. An eager decode step whose partial results do
 not fit into the workspace is computed in several runs of some rows each, to the same bits.
-
-It has run on no GPU yet.
 """
 
 from collections.abc import Mapping

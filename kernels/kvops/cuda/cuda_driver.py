@@ -1,4 +1,4 @@
-"""The `Driver` of a CUDA GPU, by cuda-bindings. It has run on no GPU yet."""
+"""The `Driver` of a CUDA GPU, by cuda-bindings."""
 
 from collections.abc import Callable
 from contextlib import ExitStack, suppress

@@ -24,6 +24,8 @@ Flash-Decoding (Dao et al., 2023).
 # mypy: disable-error-code="import-untyped"
 
 import math
+from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -32,14 +34,37 @@ from torch import Tensor
 
 from kvops.step import AttentionCall, AttentionShape
 
-_PREFILL_LINES = 64
 _MIN_DOT = 16  # the smallest side of a matrix product on tensor cores
 _MIN_SPLIT = 256  # positions; a program needs about as long for them as a launch takes
 _MAX_SPLITS = 32
-_NO_WINDOW = 1 << 30
-_NUM_STAGES = 3  # of the loop over keys: with 2, the block table is read in it synchronously
+_NO_WINDOW = tl.constexpr(1 << 30)
 _FIRST_BUCKET = 16
 _BUCKET_FACTOR = 16
+
+
+class _Tiles(NamedTuple):
+    """`lines`: at least. `keys`: of one round of the loop. `num_stages`: of the loop's pipeline."""
+
+    lines: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+def _tiles(decode: bool, wide: bool, hopper: bool) -> _Tiles:
+    """The fastest of those tried on an H200. `wide`: lines of more than 256 bytes, which take fewer
+    keys at once, to fit shared memory, and more warps, to fit registers. `hopper`: a program has
+    160 KiB of shared memory, and matrix products read their operands there."""
+    if wide:
+        return _Tiles(_MIN_DOT if decode else 64, 32, 8, 3)
+    if decode:
+        return _Tiles(_MIN_DOT, 64, 2, 3)
+    return _Tiles(128, 128, 8, 2) if hopper else _Tiles(64, 64, 4, 2)
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def paged_attention(call: AttentionCall) -> Tensor:
@@ -48,9 +73,8 @@ def paged_attention(call: AttentionCall) -> Tensor:
     num_tokens, num_heads, head_dim = q.shape
     block_size, num_kv_heads = kv_layer.shape[2:4]
     num_rows, group = len(call.context_lens), num_heads // num_kv_heads
-    # Wide lines take fewer keys at once, to fit shared memory, and more warps, to fit registers.
-    wide = q.element_size() * head_dim > 256
-    lines = max(_MIN_DOT if decode else _PREFILL_LINES, triton.next_power_of_2(group))
+    tiles = _tiles(decode, q.element_size() * head_dim > 256, _is_hopper(q.device))
+    lines = max(tiles.lines, triton.next_power_of_2(group))
     tokens_per_tile = 1 if decode else lines // group
     num_tiles = num_tokens if tokens_per_tile == 1 else num_tokens // tokens_per_tile + num_rows
     num_splits = min(_MAX_SPLITS, triton.cdiv(call.longest_context, _MIN_SPLIT)) if decode else 1
@@ -72,7 +96,7 @@ def paged_attention(call: AttentionCall) -> Tensor:
         num_rows,
         call.scale / call.cap if call.cap else call.scale * math.log2(math.e),
         (call.cap or 0.0) * math.log2(math.e),
-        _NO_WINDOW if call.window is None else call.window,
+        _NO_WINDOW.value if call.window is None else call.window,
         HEAD_DIM=head_dim,
         GROUP=group,
         BLOCK_SIZE=block_size,
@@ -80,14 +104,14 @@ def paged_attention(call: AttentionCall) -> Tensor:
         ROWS=1 if decode else _bucket(num_rows),
         TOKENS=tokens_per_tile,
         LINES=lines,
-        KEYS=32 if wide else 64,
+        KEYS=tiles.keys,
         DIMS=max(_MIN_DOT, triton.next_power_of_2(head_dim)),
         SPLIT=num_splits > 1,
         CAPPED=call.cap is not None,
         MIN_SPLIT=_MIN_SPLIT,
         MAX_SPLITS=_MAX_SPLITS,
-        num_warps=8 if wide else 4,
-        num_stages=_NUM_STAGES,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
     )
     if num_splits > 1:
         _combine[(num_tokens, num_heads)](
@@ -186,6 +210,72 @@ def _tile(
     return row, begin + (tile - first_tile) * TOKENS, end
 
 
+@triton.jit
+def _loaded(places, is_key, is_dim, MASKED: tl.constexpr, WHOLE: tl.constexpr):
+    if MASKED:
+        return tl.load(places, mask=is_key & is_dim, other=0.0)
+    if WHOLE:
+        return tl.load(places)
+    return tl.load(places, mask=is_dim, other=0.0)
+
+
+@triton.jit
+def _round(
+    begin,
+    queries,
+    pages,
+    table,
+    entry_stride,
+    scale,
+    cap,
+    limits,
+    largest,
+    total,
+    values,
+    BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CAPPED: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Adds KEYS keys from `begin` on to the softmax of a tile; MASKED: some of its queries do not
+    see some of them."""
+    kv, block_stride, half_stride, slot_stride, dim_stride = pages
+    positions, first_key, end_key, window = limits
+    DIMS: tl.constexpr = queries.shape[1]
+    keys, dims = begin + tl.arange(0, KEYS), tl.arange(0, DIMS)
+    is_key, is_dim = (keys >= first_key) & (keys < end_key), dims < HEAD_DIM
+    entries = table + keys // BLOCK_SIZE * entry_stride
+    blocks = tl.load(entries, mask=is_key, other=0) if MASKED else tl.load(entries)
+    places = kv + blocks.to(tl.int64) * block_stride + keys % BLOCK_SIZE * slot_stride
+    k = _loaded(
+        places[None, :] + dims[:, None] * dim_stride,
+        *(is_key[None, :], is_dim[:, None], MASKED, HEAD_DIM == DIMS),
+    )
+    scores = tl.dot(queries, k, input_precision="ieee")
+    if CAPPED:  # tanh x = 1 - 2 / (e^2x + 1)
+        scores = cap * (1.0 - 2.0 / (tl.exp2(scores * (scale * 2.885390081777927)) + 1.0))
+        scale = 1.0
+    if MASKED:
+        ahead = keys[None, :] - positions[:, None]
+        seen = is_key[None, :] & (ahead <= 0) & (ahead > -window)
+        scores = tl.where(seen, scores, float("-inf"))
+    raised = tl.maximum(largest, tl.max(scores, axis=1) * scale)
+    base = raised
+    if MASKED:  # a line may not have seen a key yet
+        base = tl.where(raised == float("-inf"), 0.0, raised)
+    weights = tl.exp2(scores * scale - base[:, None])
+    kept = tl.exp2(largest - base)
+    v = _loaded(
+        places[:, None] + half_stride + dims[None, :] * dim_stride,
+        *(is_key[:, None], is_dim[None, :], MASKED, HEAD_DIM == DIMS),
+    )
+    total = total * kept + tl.sum(weights, axis=1)
+    values = values * kept[:, None]
+    values = tl.dot(weights.to(v.dtype), v, acc=values, input_precision="ieee")
+    return raised, total, values
+
+
 @triton.jit(
     do_not_specialize=["table_stride", "entry_stride", "num_rows", "window"],
     do_not_specialize_on_alignment=["tables", "cu_query_lens", "context_lens", "maxima", "sums"],
@@ -267,40 +357,23 @@ def _attend(
     largest = tl.full([LINES], float("-inf"), tl.float32)
     total = tl.zeros([LINES], tl.float32)
     values = tl.zeros([LINES, DIMS], tl.float32)
-    for begin in range(first_key // KEYS * KEYS, end_key, KEYS):
-        keys = begin + tl.arange(0, KEYS)
-        is_key = (keys >= first_key) & (keys < end_key)
-        blocks = tl.load(table + keys // BLOCK_SIZE * entry_stride, mask=is_key, other=0)
-        places = (
-            kv
-            + blocks.to(tl.int64) * block_stride
-            + keys % BLOCK_SIZE * slot_stride
-            + kv_head * head_stride
-        )
-        k = tl.load(
-            places[None, :] + dims[:, None] * dim_stride,
-            mask=is_key[None, :] & is_dim[:, None],
-            other=0.0,
-        )
-        scores = tl.dot(queries, k, input_precision="ieee") * scale
-        if CAPPED:  # tanh x = 1 - 2 / (e^2x + 1)
-            scores = cap * (1.0 - 2.0 / (tl.exp2(scores * 2.885390081777927) + 1.0))
-        ahead = keys[None, :] - positions[:, None]
-        seen = is_key[None, :] & (ahead <= 0) & (ahead > -window)
-        scores = tl.where(seen, scores, float("-inf"))
-        raised = tl.maximum(largest, tl.max(scores, axis=1))
-        base = tl.where(raised == float("-inf"), 0.0, raised)  # a line that has not seen a key yet
-        weights = tl.exp2(scores - base[:, None])
-        kept = tl.exp2(largest - base)
-        v = tl.load(
-            places[:, None] + half_stride + dims[None, :] * dim_stride,
-            mask=is_key[:, None] & is_dim[None, :],
-            other=0.0,
-        )
-        total = total * kept + tl.sum(weights, axis=1)
-        values = values * kept[:, None]
-        values = tl.dot(weights.to(v.dtype), v, acc=values, input_precision="ieee")
-        largest = raised
+    begin_key = first_key // KEYS * KEYS
+    masked_key = begin_key  # before it, every query sees all keys
+    if window == _NO_WINDOW:
+        seen_by_all = tl.minimum(first_position + 1, end_key)
+        masked_key = tl.maximum(begin_key, seen_by_all // KEYS * KEYS)
+    pages = kv + kv_head * head_stride, block_stride, half_stride, slot_stride, dim_stride
+    limits = positions, first_key, end_key, window
+    for key in range(begin_key, masked_key, KEYS):
+        largest, total, values = _round(
+            key, queries, pages, table, entry_stride, scale, cap, limits, largest, total, values,
+            BLOCK_SIZE, KEYS, HEAD_DIM, CAPPED, MASKED=False,
+        )  # fmt: skip
+    for key in range(masked_key, end_key, KEYS):
+        largest, total, values = _round(
+            key, queries, pages, table, entry_stride, scale, cap, limits, largest, total, values,
+            BLOCK_SIZE, KEYS, HEAD_DIM, CAPPED, MASKED=True,
+        )  # fmt: skip
 
     spots = tokens.to(tl.int64) * tl.num_programs(1) * GROUP + heads
     if SPLIT:

@@ -92,7 +92,7 @@ class MemoryMeter(Protocol):
 
 
 class CudaMeter:
-    """By PyTorch, and by NVML for what PyTorch does not know. It has run on no GPU yet."""
+    """By PyTorch, and by NVML for what PyTorch does not know."""
 
     def __init__(self, device: torch.device, gpu_uuid: str) -> None:
         self._device = device

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvops import Backend
 from kvops.experts import ExpertWeights
+from kvops.step import HeadNorms
 from services.common.checkpoint.adapter import AdapterFiles
 from services.common.checkpoint.shards import Shard
 from services.common.text.model_config import ModelConfig
@@ -168,16 +169,12 @@ class ComposedModel:
         batch: Batch,
         kv_layer: Tensor,
     ) -> Tensor:
-        ops, eps = self.ops, self.config.rms_norm_eps
         q, k, v = self._heads(self._linear(i, "qkv", layer.qkv, x, batch))
+        norms: HeadNorms | None = None
         if layer.query_norm is not None and layer.key_norm is not None:
-            # The norm's weights are as wide as a head, or as all heads of a token.
-            q = ops.rms_norm(q.reshape(-1, len(layer.query_norm)), layer.query_norm, eps).view_as(q)
-            k = ops.rms_norm(k.reshape(-1, len(layer.key_norm)), layer.key_norm, eps).view_as(k)
-        if rotation is not None:
-            ops.rope(q, k, rotation[0], rotation[1])
-        ops.store_kv(kv_layer, k, v, batch.slot_mapping)
-        attended = ops.paged_attention(
+            norms = HeadNorms(layer.query_norm, layer.key_norm, self.config.rms_norm_eps)
+        q = self.ops.store_heads(kv_layer, q, k, v, batch.slot_mapping, norms, rotation)
+        attended = self.ops.paged_attention(
             q,
             kv_layer,
             batch.block_tables,
