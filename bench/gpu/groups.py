@@ -9,6 +9,7 @@ from bench.gpu import (
     arena,
     attention,
     decode,
+    deployment,
     environment,
     experts,
     model,
@@ -34,6 +35,7 @@ GROUPS: dict[str, Callable[[Machine], Iterator[Check]]] = {
     "ranks": ranks.checks,
     "decode": decode.checks,
     "speed": speed.checks,
+    "deployment": deployment.checks,
 }
 
 

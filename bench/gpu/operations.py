@@ -11,14 +11,13 @@ from torch import Tensor
 import kvops
 from bench.gpu.check import Check, Machine, Passed, compare, same_bits, worst
 from kvops import Backend
+from kvops.step import HeadNorms
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """The inputs of T tokens: x, y [T, n]; q, k [T, heads, D]; cos, sin [T, D
-
-    2] fp32.
-    """
+    """The inputs of T tokens: x, y [T, n]; q, k [T, heads, D]; cos, sin [T, D / 2]
+    fp32."""
 
     x: Tensor
     y: Tensor
@@ -66,12 +65,23 @@ def _rope(ops: Backend, one: Inputs) -> Tensor:
     return torch.cat([one.q, one.k], dim=1)
 
 
+def _store_heads(ops: Backend, one: Inputs) -> Tensor:
+    """The queries, and what is stored of each token."""
+    num_tokens = len(one.x)
+    arena = torch.zeros(-(-num_tokens // 16), 2, 16, 2, 64, dtype=one.x.dtype, device=one.x.device)
+    slots = torch.arange(num_tokens, device=one.x.device)
+    norms = HeadNorms(one.weight[:64], one.weight[:64], 1e-6)
+    q = ops.store_heads(arena, one.q, one.k, one.k.clone(), slots, norms, (one.cos, one.sin))
+    return torch.cat([q, arena.transpose(1, 2).flatten(0, 1)[:num_tokens].flatten(1, 2)], dim=1)
+
+
 Operation = Callable[[Backend, Inputs], Tensor]
 
 OPERATIONS: dict[str, Operation] = {
     "rms_norm": lambda ops, one: ops.rms_norm(one.x, one.weight, 1e-6),
     "add_rms_norm": _add_norm,
     "rope": _rope,
+    "store_heads": _store_heads,
     "silu_mul": lambda ops, one: ops.silu_mul(one.x, one.y),
     "linear": lambda ops, one: ops.linear(one.x, one.matrix),
 }

