@@ -166,3 +166,6 @@ async def test_an_adapter_that_is_unloaded(
     assert found == expected(checkpoint, adapters["poet"])
     with pytest.raises(QuireError, match="'poet' is not served"):
         await tokens(client, "poet")
+    again = post(deployment, "load_lora_adapter", lora_name="poet", lora_path=str(adapters["poet"]))
+    assert again.status_code == 200, again.text
+    assert await tokens(client, "poet") == found
