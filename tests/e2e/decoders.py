@@ -2,11 +2,14 @@
 
 import asyncio
 import os
+from collections import Counter
+from operator import itemgetter
 from pathlib import Path
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from blockstore.redis_store import RedisStore
 from quire.async_client import AsyncClient
 from quire.types import Worker
 from tests.waiting import until
@@ -14,9 +17,22 @@ from tests.waiting import until
 from .deployment import Deployment
 
 
-async def busiest(client: AsyncClient) -> Worker:
-    workers = await until(lambda: decoders(client), lambda now: any(w.num_running for w in now))
-    return max(workers, key=lambda worker: worker.num_running)
+async def busiest(deployment: Deployment, client: AsyncClient) -> Worker:
+    """The decode worker that has most requests, once one has any. The ledger lists them at once; a
+    worker reports its load to the registry once a second, and a request may end before that."""
+    (socket,) = deployment.run_root.glob("*/redis.sock")
+    store = await RedisStore.connect(f"unix://{socket}")
+    pools = [pool.pool_id for pool in await client.pools()]
+
+    async def num_held() -> list[tuple[int, Worker]]:
+        held = Counter([h.worker_id for pool in pools for h in await store.holders(pool)])
+        return [(held[worker.worker_id], worker) for worker in await decoders(client)]
+
+    try:
+        found = await until(num_held, lambda now: any(number for number, _ in now))
+    finally:
+        await store.close()
+    return max(found, key=itemgetter(0))[1]
 
 
 async def decoders(client: AsyncClient) -> list[Worker]:

@@ -86,7 +86,7 @@ async def test_best_of_does_not_change_when_a_gateway_is_killed(
     """The client has received nothing, so the other gateway draws all samples again."""
     ranked = await undisturbed(client, 3, NUM_TOKENS)
     completing = choosing(client, 3, NUM_TOKENS)
-    await busiest(client)
+    await busiest(deployment, client)
     os.kill(deployment.gateway(client.address), signal.SIGKILL)
     assert not completing.done()
     check(await completing, ranked)

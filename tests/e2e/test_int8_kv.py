@@ -48,10 +48,11 @@ async def test_streams_are_exact_through_swaps_moves_and_deaths(
             assert {pool.num_blocks for pool in await client.pools()} == {NUM_BLOCKS}
             assert {worker.engine["kv_dtype"] for worker in await client.workers()} == {"int8"}
             streams = [Stream(client, number) for number in range(NUM_STREAMS)]
-            leaving = await busiest(client)
+            await until(lambda: all(stream.tokens for stream in streams))
+            leaving = await busiest(deployment, client)
             await client.drain(leaving.worker_id)
             await until_left(client, leaving)
-            os.kill(pid_of(deployment, await busiest(client)), signal.SIGKILL)
+            os.kill(pid_of(deployment, await busiest(deployment, client)), signal.SIGKILL)
             await asyncio.gather(*(stream.reading for stream in streams))
             num_moves, num_preemptions = await figures(deployment, "num_moves", "num_preemptions")
             assert num_moves > 0

@@ -59,7 +59,8 @@ async def test_a_worker_leaves_while_its_streams_go_on(
         await until_two_serve(client)
         before = await figures(deployment, "num_moves", "num_preemptions")
         streams = [Stream(client, number) for number in range(NUM_STREAMS)]
-        leaving = await busiest(client)
+        await until(lambda: all(stream.tokens for stream in streams))
+        leaving = await busiest(deployment, client)
         if way == "drained":
             await client.drain(leaving.worker_id)
         else:

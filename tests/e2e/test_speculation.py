@@ -155,7 +155,7 @@ async def test_no_token_changes_when_a_worker_is_drained(
     (num_moves,) = await figures(deployment, "num_moves")
 
     async def drain() -> None:
-        await client.drain((await busiest(client)).worker_id)
+        await client.drain((await busiest(deployment, client)).worker_id)
 
     received = await disturbed(method, client, drain, [5])
     for name, deltas in received.items():

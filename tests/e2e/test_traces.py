@@ -150,7 +150,7 @@ async def test_trace_shows_a_move(traced: Deployment, collector: Collector, orac
     async for token_id in generate(traced, traceparent, NUM_TOKENS):
         tokens.append(token_id)
         if len(tokens) == 5:
-            drained = await busiest(client)
+            drained = await busiest(traced, client)
             await client.drain(drained.worker_id)
     await client.close()
     assert tokens == oracle.greedy(range(300, 340), NUM_TOKENS)
@@ -183,7 +183,7 @@ async def test_trace_shows_the_loss_of_a_decode_worker(
     async for token_id in generate(traced, traceparent, NUM_TOKENS):
         tokens.append(token_id)
         if len(tokens) == 5:
-            lost = await busiest(client)
+            lost = await busiest(traced, client)
             os.kill(pid_of(traced, lost), signal.SIGKILL)
     await client.close()
     assert tokens == oracle.greedy(range(300, 340), NUM_TOKENS)
