@@ -3,7 +3,6 @@
 import asyncio
 import os
 from collections import Counter
-from operator import itemgetter
 from pathlib import Path
 
 import httpx
@@ -17,22 +16,27 @@ from tests.waiting import until
 from .deployment import Deployment
 
 
-async def busiest(deployment: Deployment, client: AsyncClient) -> Worker:
-    """The decode worker that has most requests, once one has any. The ledger lists them at once; a
-    worker reports its load to the registry once a second, and a request may end before that."""
+async def busy(deployment: Deployment, client: AsyncClient) -> list[Worker]:
+    """The decode workers that have requests, the busiest one first, once one has any. The ledger
+    lists requests at once; a worker reports its load to the registry once a second, and a request
+    may end before that."""
     (socket,) = deployment.run_root.glob("*/redis.sock")
     store = await RedisStore.connect(f"unix://{socket}")
     pools = [pool.pool_id for pool in await client.pools()]
 
-    async def num_held() -> list[tuple[int, Worker]]:
+    async def found() -> list[Worker]:
         held = Counter([h.worker_id for pool in pools for h in await store.holders(pool)])
-        return [(held[worker.worker_id], worker) for worker in await decoders(client)]
+        workers = [worker for worker in await decoders(client) if held[worker.worker_id]]
+        return sorted(workers, key=lambda worker: -held[worker.worker_id])
 
     try:
-        found = await until(num_held, lambda now: any(number for number, _ in now))
+        return await until(found)
     finally:
         await store.close()
-    return max(found, key=itemgetter(0))[1]
+
+
+async def busiest(deployment: Deployment, client: AsyncClient) -> Worker:
+    return (await busy(deployment, client))[0]
 
 
 async def decoders(client: AsyncClient) -> list[Worker]:

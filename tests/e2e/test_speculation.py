@@ -24,7 +24,7 @@ from tests.drafting import AsMany
 from tests.waiting import until
 
 from .conftest import POOL_MEMORY
-from .decoders import busiest, decoders, figures, pid_of, until_two_serve
+from .decoders import busiest, busy, figures, pid_of, until_two_serve
 from .deployment import Deployment, serving
 from .quiet import quiet
 
@@ -136,7 +136,7 @@ async def test_no_token_changes_when_a_worker_is_killed(
     """All strategies run at once, and both decode workers die, one after the other."""
 
     async def kill() -> None:
-        for worker in [one for one in await decoders(client) if one.num_running]:
+        for worker in await busy(deployment, client):
             os.kill(pid_of(deployment, worker), signal.SIGKILL)
 
     received = await disturbed(method, client, kill, method.kill_at)
