@@ -89,6 +89,17 @@ async def test_arrivals_are_counted_for_all_gateways_together(
     assert numbers == sorted(set(numbers))
 
 
+async def test_arrivals_go_on_at_a_server_whose_clock_is_behind(
+    registry: RedisRegistry, valkey: Valkey
+) -> None:
+    """After a fail-over: it has neither the last arrival nor the time for it."""
+    ahead = round(time.time() * 1000) + 3_600_000
+    valkey.command("ZADD", "{quire}:arrivals", str(ahead), "arrivals")
+    assert await registry.next_arrival() == ahead + 1
+    valkey.command("FLUSHALL")
+    assert [await registry.next_arrival() for _ in range(2)] == [ahead + 2, ahead + 3]
+
+
 async def test_an_arrival_is_the_servers_clock_in_milliseconds(registry: RedisRegistry) -> None:
     began = time.time() * 1000
     wait_for_the_clock(await registry.next_arrival())
