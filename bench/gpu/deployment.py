@@ -19,6 +19,7 @@ import torch
 from bench.gpu.check import Check, Failed, Machine, Passed, Skipped
 
 LENGTHS = (1, 15, 16, 17, 40, 100, 700, 1500)
+NUM_DECODE = 2
 NUM_TOKENS = 48
 KILLED_AFTER = 100
 LOAD = ("--prompts", "ids", "--prompt-len", "512", "--output-len", "128")
@@ -37,7 +38,8 @@ def _options(machine: Machine) -> list[str]:
     except ImportError as error:
         raise Skipped(f"runs only with all packages of a run, and of its tests: {error}") from error
     device = machine.pick("cuda:0", "cpu")
-    return ["--device", device, "--decode", "2", "--pool-memory", machine.pick("4GiB", "64MiB")]
+    pool_memory = machine.pick("4GiB", "64MiB")
+    return ["--device", device, "--decode", str(NUM_DECODE), "--pool-memory", pool_memory]
 
 
 def _exactness(machine: Machine) -> Passed:
@@ -74,6 +76,8 @@ async def _compare(machine: Machine, running: Any, model: Path, vocab_size: int)
         num_tokens = machine.pick(1500, 300)
         tokens: list[int] = []
         workers = running.running("services.decode")
+        if len(workers) != NUM_DECODE:
+            raise Failed(f"{len(workers)} decode workers run, of {NUM_DECODE}")
         async for event in client.generate(prompts[0], greedy(num_tokens), timeout_s=120):
             tokens += getattr(event, "token_ids", ())
             if len(tokens) >= KILLED_AFTER and workers:

@@ -161,7 +161,7 @@ def test_rope_turns_the_first_dimensions_of_heads(ops: Backend, reference: Backe
 
 
 @DTYPES
-@pytest.mark.parametrize("norms", ["none", "of heads", "of all heads"])
+@pytest.mark.parametrize("norms", ["none", "of heads", "of all heads", "of all key heads"])
 @pytest.mark.parametrize("turned", [0, 6, 10])
 def test_store_heads_norms_turns_and_stores(
     ops: Backend, reference: Backend, dtype: torch.dtype, norms: str, turned: int
@@ -171,7 +171,12 @@ def test_store_heads_norms_turns_and_stores(
     fused, angles = randn(5, 9 + 3 + 3, 10, dtype=dtype), randn(5, turned // 2, seed=1) * 3
     slots = torch.tensor([3, 40, 17, 5, -1])
     rotation = (angles.cos(), angles.sin()) if turned else None
-    sizes = {"none": (), "of heads": (10, 10), "of all heads": (90, 30)}[norms]
+    sizes = {
+        "none": (),
+        "of heads": (10, 10),
+        "of all heads": (90, 30),
+        "of all key heads": (10, 30),
+    }[norms]
     query_and_key = [1 + randn(size, dtype=dtype, seed=size) for size in sizes]
     weights = HeadNorms(query_and_key[0], query_and_key[1], 1e-5) if sizes else None
     arenas, queries = [], []

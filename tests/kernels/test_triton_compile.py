@@ -116,15 +116,19 @@ def test_attention_compiles(
     assert on_tensor_cores == (dtype == torch.bfloat16)  # in fp32 they would round to tf32
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"),
+    [(64, torch.bfloat16), (96, torch.float16), (128, torch.bfloat16), (64, torch.float32)],
+)
 def test_hopper_s_tiles_fit_its_shared_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head_dim: int, dtype: torch.dtype
 ) -> None:
     monkeypatch.setattr(attention, "_is_hopper", lambda device: True)
     with compiling(90, tmp_path) as compiled:
-        attend(200, 4, 128, torch.bfloat16)
+        attend(200, 4, head_dim, dtype)
     (kernel,) = compiled
-    assert SHARED_BYTES < kernel.metadata.shared <= 227 * 1024
-    assert "wgmma" in kernel.asm["ptx"]
+    assert kernel.metadata.shared <= 227 * 1024
+    assert ("wgmma" in kernel.asm["ptx"]) == (dtype != torch.float32)
 
 
 def test_attention_with_sinks_compiles(capability: int, tmp_path: Path) -> None:

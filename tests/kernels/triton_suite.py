@@ -13,6 +13,7 @@ from bench.gpu.experts import in_dtype, randn, weights_of
 from bench.gpu.paged import Geometry, attend, paged_batch
 from kvops import Backend
 from kvops.experts import ExpertWeights
+from kvops.triton import attention
 from kvops.triton.experts import experts
 
 from . import flash_stand_in
@@ -195,6 +196,38 @@ def test_a_group_may_be_larger_than_a_tile(
     geometry = Geometry(block_size=16, num_heads=num_heads, num_kv_heads=1, head_dim=24)
     batch = paged_batch(geometry, rows, seed=9)
     torch.testing.assert_close(attend(ops, batch), attend(reference, batch), rtol=1e-5, atol=5e-6)
+
+
+def test_a_head_is_read_no_further_than_its_end(ops: Backend, reference: Backend) -> None:
+    """Behind the last head of a row's last position is a slot that nothing has written; it holds
+    NaN. The row's keys fill whole rounds of the loop, in which the kernel masks no keys."""
+    geometry = Geometry(block_size=24, num_heads=3, num_kv_heads=3, head_dim=10)
+    batch = paged_batch(geometry, [(1, 64), (1, 128)], seed=11)
+    assert batch.kv_layer.isnan().any()
+    torch.testing.assert_close(attend(ops, batch), attend(reference, batch), rtol=1e-5, atol=5e-6)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim"), [(4, 4, 16), (6, 2, 24), (71, 1, 16)]
+)
+def test_the_tiles_of_hopper_attend_as_the_reference(
+    ops: Backend,
+    reference: Backend,
+    monkeypatch: pytest.MonkeyPatch,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    window: int | None,
+) -> None:
+    monkeypatch.setattr(attention, "_is_hopper", lambda device: True)
+    geometry = Geometry(16, num_heads, num_kv_heads, head_dim)
+    batch = paged_batch(
+        geometry, [(70, 300), (1, 129), (0, 20), (140, 140)], seed=12, window=window
+    )
+    torch.testing.assert_close(
+        attend(ops, batch, window), attend(reference, batch, window), rtol=1e-5, atol=5e-6
+    )
 
 
 def test_fp16(ops: Backend, reference: Backend) -> None:

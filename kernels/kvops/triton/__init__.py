@@ -91,8 +91,8 @@ class TritonKernels(Kernels):
         rotation: tuple[Tensor, ...] | None,
     ) -> Tensor:
         heads = kv_layer, q, k, v, slot_mapping, norms, rotation
-        if norms is not None and len(norms.query) != q.shape[2]:
-            return super().store_heads(*heads)
+        if norms is not None and {len(norms.query), len(norms.key)} != {q.shape[2]}:
+            return super().store_heads(*heads)  # a norm as wide as all heads
         return fusions.store_heads(*heads)
 
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from kvops.triton.draw_arithmetic import (
 PART = tl.constexpr(4096)
 CANDIDATES = tl.constexpr(16)
 COUNTS = tl.constexpr(17)  # of a part in each step of a search
-_COLUMNS = tl.constexpr(256)  # counted at once, one by each thread; a count has 8 bits
+_COLUMNS = tl.constexpr(256)  # of a part, counted at once; each has PART / 256 counts in 8 bits
 _CHUNK = tl.constexpr(64)
 _CHUNKS = tl.constexpr(64)  # of a part
 _NO_TOKEN = tl.constexpr(0x7FFFFFFF)
