@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,22 +74,29 @@ async def _compare(machine: Machine, running: Any, model: Path, vocab_size: int)
             for prompt, answer in zip(prompts, await asyncio.gather(*answers), strict=True):
                 found.append((prompt, answer.token_ids))
         num_tokens = machine.pick(1500, 300)
-        tokens: list[int] = []
-        workers = running.running("services.decode")
-        if len(workers) != NUM_DECODE:
-            raise Failed(f"{len(workers)} decode workers run, of {NUM_DECODE}")
-        async for event in client.generate(prompts[0], greedy(num_tokens), timeout_s=120):
-            tokens += getattr(event, "token_ids", ())
-            if len(tokens) >= KILLED_AFTER and workers:
-                for pid in workers:
-                    os.kill(pid, signal.SIGKILL)
-                workers = []
+        events = client.generate(prompts[0], greedy(num_tokens), timeout_s=120)
+        tokens = await _through_kills(events, running.running("services.decode"))
         found.append((prompts[0], tokens))
         await quiet(client)
     differing, total = _differing(machine, model, found), sum(len(each) for _, each in found)
     if differing or len(tokens) != num_tokens:
         raise Failed(f"{differing} of {total} differ; {len(tokens)} of {num_tokens} after kills")
     return Passed(f"{total} tokens, {num_tokens} of them of an answer whose workers were killed")
+
+
+async def _through_kills(events: AsyncIterator[Any], workers: Sequence[int]) -> list[int]:
+    """The tokens of an answer in the middle of which the decode workers with these pids are
+    killed."""
+    if len(workers) != NUM_DECODE:
+        raise Failed(f"{len(workers)} decode workers run, of {NUM_DECODE}")
+    tokens: list[int] = []
+    async for event in events:
+        tokens += getattr(event, "token_ids", ())
+        if len(tokens) >= KILLED_AFTER and workers:
+            for pid in workers:
+                os.kill(pid, signal.SIGKILL)
+            workers = []
+    return tokens
 
 
 @torch.inference_mode()

@@ -8,15 +8,16 @@ import re
 import select
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from torch import Tensor
 
 from bench.gpu import __main__ as program
-from bench.gpu import attention, groups, operations, peers, sharing
+from bench.gpu import attention, decode, deployment, groups, operations, peers, sharing
 from bench.gpu.check import Check, Failed, Machine, Passed, Skipped
 from kvops.cuda.memfd import MemfdDriver
 from kvops.ops import Backend
@@ -191,6 +192,25 @@ FOUND: dict[str, Callable[[], object]] = {
 def test_a_wrong_kernel_fails_its_check(message: str, check: Callable[[], object]) -> None:
     with pytest.raises(Failed, match=message):
         check()
+
+
+def test_idle_time_is_that_between_kernels() -> None:
+    """Kernels may overlap, and the profiler lists what the host does beside them."""
+
+    def event(device: str, start: int, end: int) -> SimpleNamespace:
+        time_range = SimpleNamespace(start=start, end=end)
+        return SimpleNamespace(device_type=SimpleNamespace(name=device), time_range=time_range)
+
+    spans = (("CPU", 0, 900), ("CUDA", 110, 130), ("CUDA", 100, 150), ("CUDA", 170, 200))
+    assert decode._idle([event(*span) for span in spans]) == 0.2
+
+
+async def test_a_deployment_without_workers_to_kill_fails_its_check() -> None:
+    async def events() -> AsyncIterator[None]:
+        yield None
+
+    with pytest.raises(Failed, match="1 decode workers run, of 2"):
+        await deployment._through_kills(events(), [1])
 
 
 def test_a_writer_that_is_not_quiet_fails_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
