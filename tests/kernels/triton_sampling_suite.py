@@ -86,8 +86,8 @@ def test_three_samplers_draw_the_same(vocab_size: int, kind: int, every: int) ->
 def test_the_search_finds_the_key_of_the_last_token_that_stays(
     monkeypatch: pytest.MonkeyPatch, step: float
 ) -> None:
-    """Keys of three parts. Those of round logits end in the highest digits, above which no
-    candidate of a step is left."""
+    """Keys of three parts. Above the highest digit of a step, as round logits have it and one key
+    in the second row, no candidate is left."""
     found: list[Tensor] = []
     search = sampling._search
 
@@ -100,6 +100,9 @@ def test_the_search_finds_the_key_of_the_last_token_that_stays(
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn((len(limits), 9000), generator=generator) * 3
     logits = (logits / step).round() * step
+    logits[1] = -5
+    logits[1, 5000] = 0
+    logits[1, 100] = -torch.tensor(0x7FFFFFFF - 0x407F3F3F, dtype=torch.int32).view(torch.float32)
     params = [replace(PLAIN, top_k=k, top_p=p) for k, p in zip(limits, shares, strict=True)]
     asked = [Query(i, Draw(each, 0), 1) for i, each in enumerate(params)]
     flight(drawing(9000), logits, asked)
