@@ -40,8 +40,8 @@ def on_config(config: MkDocsConfig) -> None:
 
 
 def sequence_html(source: str, *_: object, **_options: Any) -> str:
-    """The drawing of a sequence diagram. SuperFencesException, which ends the
-    build: it has a statement that is not known."""
+    """The drawing of a sequence diagram. SuperFencesException, which ends the build: it has a
+    statement or a participant that is not known."""
     drawing = _Drawing()
     for line in source.strip().splitlines():
         drawing.add(line.strip())
@@ -65,9 +65,9 @@ class _Drawing:
             self._columns[found[1]] = (len(self._columns) + 0.5) * _COLUMN
             self._labels.append(found[2])
         elif found := _NOTE.fullmatch(line):
-            self._note(self._columns[found[1]], self._columns[found[2] or found[1]], found[3])
+            self._note(self._column(found[1]), self._column(found[2] or found[1]), found[3])
         elif found := _MESSAGE.fullmatch(line):
-            begin, end = self._columns[found[1]], self._columns[found[4]]
+            begin, end = self._column(found[1]), self._column(found[4])
             self._message(begin, end, found[5], is_answer=found[2] == "--", is_lost=found[3] == "x")
         elif found := _LOOP.fullmatch(line):
             self._loops.append((self._y, found[1]))
@@ -84,6 +84,11 @@ class _Drawing:
         shapes += self._shapes
         size = f'viewBox="0 0 {width} {height:g}" style="max-width:{width}px"'
         return f"<svg {size}>{''.join(shapes)}</svg>"
+
+    def _column(self, participant: str) -> float:
+        if participant not in self._columns:
+            raise SuperFencesException(f"a sequence diagram has no participant {participant!r}")
+        return self._columns[participant]
 
     def _note(self, left: float, right: float, text: str) -> None:
         lines = wrap(text, int((right - left + _COLUMN - 30) / _CHAR))

@@ -40,3 +40,8 @@ def test_drawings_need_no_script_and_say_all(name: str) -> None:
 def test_an_unknown_statement_ends_the_build() -> None:
     with pytest.raises(SuperFencesException, match="no statement 'flowchart LR'"):
         sequence_html("flowchart LR\n a --> b")
+
+
+def test_an_unknown_participant_ends_the_build() -> None:
+    with pytest.raises(SuperFencesException, match="no participant 'b'"):
+        sequence_html("sequenceDiagram\nparticipant a as A\na->>b: text")
