@@ -163,7 +163,7 @@ def test_results_of_triton_name_what_they_depend_on(monkeypatch: pytest.MonkeyPa
         "torch": torch.__version__,
         "triton": version("triton"),
         "cuda": "13.0",
-        "kernels": "1",
+        "kernels": "2",
     }
 
 
