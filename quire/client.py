@@ -71,6 +71,8 @@ class Stream:
             self._gateways.switch_from(self._connection)
             time.sleep(pause_s)
             self._connection, self._call = self._begin()
+            if self._cancelled:  # meanwhile, by another thread
+                self._call.cancel()
 
     def cancel(self) -> None:
         self._cancelled = True
