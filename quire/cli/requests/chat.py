@@ -1,19 +1,16 @@
 """`quire chat`: keeps a conversation in the terminal, or answers the lines of a pipe in turn."""
 
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from threading import Thread
 from typing import Annotated
 
 from typer import Option
 
 from quire.cli.flags import GatewayFlags
 from quire.cli.requests.generate import RequestFlags
+from quire.cli.requests.interrupt import ctrl_c_cancels
 from quire.cli.requests.sampling import SamplingFlags
-from quire.client import Client, Stream
+from quire.client import Client
 from quire.errors import QuireError, Unreachable
 from quire.messages import Request, usage_of
 from quire.types import ChatMessage
@@ -54,7 +51,6 @@ class _Chat:
         self._system = system
         self._turns: list[ChatMessage] = []
         self._is_interactive = sys.stdin.isatty()
-        self._is_cancelled = False
 
     def run(self) -> None:
         if self._is_interactive:
@@ -112,39 +108,17 @@ class _Chat:
         texts: list[str] = []
         delta = None
         request = replace(self._request, prompt=self._messages())
-        self._is_cancelled = False
         try:
-            with (
-                self._client.send(request, self._timeout_s) as stream,
-                self._cancelled_by_ctrl_c(stream),
-            ):
+            with self._client.send(request, self._timeout_s) as stream, ctrl_c_cancels(stream):
                 for delta in stream:
                     texts.append(delta.text)
                     print(delta.text, end="", flush=True)
-        except (KeyboardInterrupt, QuireError) as error:
-            if isinstance(error, QuireError) and not self._is_cancelled:
-                raise
+        except KeyboardInterrupt:
             print(" [cancelled]")
             return "".join(texts)
         print(flush=True)
         usage_of(delta)
         return "".join(texts)
-
-    @contextmanager
-    def _cancelled_by_ctrl_c(self, stream: Stream) -> Iterator[None]:
-        """Within the block Ctrl-C cancels the stream, in another thread. KeyboardInterrupt would be
-        raised anywhere in gRPC's code, which may lose it, or whose connection may not work
-        after it."""
-
-        def cancel(*_: object) -> None:
-            self._is_cancelled = True
-            Thread(target=stream.cancel).start()
-
-        before = signal.signal(signal.SIGINT, cancel)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
 
     def _messages(self) -> list[ChatMessage]:
         head = [ChatMessage("system", self._system)] if self._system else []

@@ -8,6 +8,7 @@ from typer import Argument, BadParameter, Option
 
 from quire.cli.flags import GatewayFlags, Json
 from quire.cli.output import print_json
+from quire.cli.requests.interrupt import ctrl_c_cancels
 from quire.cli.requests.samples import Samples, delta_text, logprob_lines
 from quire.cli.requests.sampling import SamplingFlags, SeveralFlags
 from quire.errors import InvalidRequest
@@ -70,8 +71,9 @@ def generate(
     delta = None
     with gateway.connect() as client, client.send(request, asked.timeout) as stream:
         try:
-            for delta in stream:
-                show(delta)
+            with ctrl_c_cancels(stream):
+                for delta in stream:
+                    show(delta)
         except InvalidRequest as error:
             if raw or "chat template" not in str(error):
                 raise
