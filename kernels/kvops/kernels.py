@@ -4,6 +4,7 @@ docstrings define the operations."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from kvops.draws import DrawTensors, PenaltyTables
 from kvops.experts import ExpertWeights
-from kvops.step import AttentionCall, AttentionShape, AttentionStep, HeadNorms
+from kvops.step import AttentionCall, AttentionShape, AttentionStep, HeadsCall
 
 if TYPE_CHECKING:  # the C++ module is absent where Quire is not compiled
     from kvops.native import NativeCpu
@@ -81,25 +82,22 @@ class Kernels(ABC):
     @abstractmethod
     def gelu_mul(self, gate: Tensor, up: Tensor) -> Tensor: ...
 
-    def store_heads(
-        self,
-        kv_layer: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        slot_mapping: Tensor,
-        norms: HeadNorms | None,
-        rotation: tuple[Tensor, ...] | None,
-    ) -> Tensor:
-        if norms is not None:
-            q, k = (
-                self.rms_norm(x.reshape(-1, len(weight)), weight, norms.eps).view_as(x)
-                for x, weight in ((q, norms.query), (k, norms.key))
-            )
-        if rotation is not None:
-            self.rope(q, k, rotation[0], rotation[1])
-        self.store_kv(kv_layer, k, v, slot_mapping)
-        return q
+    def store_heads(self, call: HeadsCall) -> Tensor:
+        call = self.normed(call)
+        if call.rotation is not None:
+            self.rope(call.q, call.k, *call.rotation)
+        self.store_kv(call.kv_layer, call.k, call.v, call.slot_mapping)
+        return call.q
+
+    def normed(self, call: HeadsCall) -> HeadsCall:
+        """The call with its norms computed."""
+        if call.norms is None:
+            return call
+        eps, pairs = call.norms.eps, ((call.q, call.norms.query), (call.k, call.norms.key))
+        q, k = (
+            self.rms_norm(x.reshape(-1, len(weight)), weight, eps).view_as(x) for x, weight in pairs
+        )
+        return replace(call, q=q, k=k, norms=None)
 
     def experts(self, x: Tensor, weights: ExpertWeights) -> Tensor:
         """Each expert computes its rows together. A row's outputs are added in the order of the

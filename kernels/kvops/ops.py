@@ -24,7 +24,7 @@ from kvops import int8_kv
 from kvops.draws import DRAW_DTYPES, DrawTensors, PenaltyTables
 from kvops.experts import ExpertWeights
 from kvops.kernels import Kernels
-from kvops.step import AttentionCall, AttentionShape, AttentionStep, HeadNorms
+from kvops.step import AttentionCall, AttentionShape, AttentionStep, HeadNorms, HeadsCall
 
 if TYPE_CHECKING:  # the C++ module is absent where Quire is not compiled
     from kvops.native import NativeCpu
@@ -124,7 +124,9 @@ class Backend:
             for x, weight in ((q, norms.query), (k, norms.key)):
                 is_whole = len(weight) == x.shape[1] * x.shape[2]
                 _check_norm(weight, x.flatten(1) if is_whole else x)
-        return self._kernels.store_heads(kv_layer, q, k, v, slot_mapping, norms, rotation)
+        return self._kernels.store_heads(
+            HeadsCall(kv_layer, q, k, v, slot_mapping, norms, rotation)
+        )
 
     def clear_begun_blocks(self, kv: Tensor, slot_mapping: Tensor) -> None:
         """Writes `kv`, on a backend whose kernels read whole blocks: zeroes, in all layers, each

@@ -61,6 +61,19 @@ class HeadNorms(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class HeadsCall:
+    """The arguments of `kvops.ops.Backend.store_heads`, which has checked them."""
+
+    kv_layer: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    slot_mapping: Tensor
+    norms: HeadNorms | None
+    rotation: tuple[Tensor, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionCall:
     """The arguments of `kvops.ops.Backend.paged_attention`, which has checked them."""
 

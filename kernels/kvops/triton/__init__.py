@@ -12,8 +12,8 @@ from kvops.draws import DrawTensors, PenaltyTables
 from kvops.experts import ExpertWeights
 from kvops.kernels import Kernels
 from kvops.reference import ReferenceKernels
-from kvops.step import AttentionCall, AttentionShape, HeadNorms
-from kvops.triton import attention, experts, fusions, sampling
+from kvops.step import AttentionCall, AttentionShape, HeadsCall
+from kvops.triton import attention, experts, fusions, heads, sampling
 
 NUMERICS = "2"
 """The version of these kernels' results. It changes with every change to a bit of a result, such as
@@ -47,7 +47,7 @@ class TritonKernels(Kernels):
         attention.warm_up(kv_layer, shape, max_rows)
 
     def store_kv(self, kv_layer: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
-        fusions.store_kv(kv_layer, k, v, slot_mapping)
+        heads.store_kv(kv_layer, k, v, slot_mapping)
 
     def paged_attention(self, call: AttentionCall) -> Tensor:
         return attention.paged_attention(call)
@@ -78,22 +78,13 @@ class TritonKernels(Kernels):
         return fusions.rms_norm(x, residual, weight, eps)
 
     def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-        fusions.rope(q, k, cos, sin)
+        heads.rope(q, k, cos, sin)
 
-    def store_heads(
-        self,
-        kv_layer: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        slot_mapping: Tensor,
-        norms: HeadNorms | None,
-        rotation: tuple[Tensor, ...] | None,
-    ) -> Tensor:
-        heads = kv_layer, q, k, v, slot_mapping, norms, rotation
-        if norms is not None and {len(norms.query), len(norms.key)} != {q.shape[2]}:
-            return super().store_heads(*heads)  # a norm as wide as all heads
-        return fusions.store_heads(*heads)
+    def store_heads(self, call: HeadsCall) -> Tensor:
+        norms = call.norms
+        if norms is not None and {len(norms.query), len(norms.key)} != {call.q.shape[2]}:
+            call = self.normed(call)  # the kernel's norms are as wide as a head
+        return heads.store_heads(call)
 
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         return fusions.silu_mul(gate, up)

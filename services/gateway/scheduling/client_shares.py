@@ -8,11 +8,12 @@ client's request by a few of them. See ADR 176, ADR 169 and ADR 175.
 """
 
 import asyncio
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
+from operator import itemgetter
 
 from services.gateway.frontend.api import GenerationRequest
 from services.protocol.ticket import queue_order
@@ -34,6 +35,8 @@ LIGHT_FOR_S = 1.0
 _Place = tuple[int, int, asyncio.Future[None]]
 """Of a request that waits outside: its order, were it to arrive now; a number that tells equal
 orders apart; and the future that lets it in."""
+
+_order_of = itemgetter(0)
 
 
 @dataclass(slots=True)
@@ -67,11 +70,10 @@ class ClientShares:
     def num_outside(self, request: GenerationRequest) -> int:
         """Requests that wait outside and go before this new one."""
         share = self._shares.get(request.caller.client)
-        return bisect_left(share.outside, self._next_place(request)) if share else 0
+        return bisect_right(share.outside, self._order(request), key=_order_of) if share else 0
 
-    def _next_place(self, request: GenerationRequest) -> _Place:
-        order = queue_order(request.priority, int(self._clock() * 1000))
-        return order, next(self._numbers), asyncio.get_running_loop().create_future()
+    def _order(self, request: GenerationRequest) -> int:
+        return queue_order(request.priority, int(self._clock() * 1000))
 
     @asynccontextmanager
     async def entered(
@@ -106,8 +108,8 @@ class ClientShares:
             share.num_inside += 1
             self._light[share.client] = self._clock()
             return
-        place = self._next_place(request)
-        entered = place[-1]
+        entered = asyncio.get_running_loop().create_future()
+        place = self._order(request), next(self._numbers), entered
         insort(share.outside, place)
         self._let_in(share)
         try:
