@@ -40,7 +40,8 @@ proto: setup ## Generate quire/v1 from proto/
 	$(PROTOC) --proto_path=proto --python_out=. --pyi_out=. --grpc_python_out=. --mypy_grpc_out=quiet:. \
 	  proto/quire/v1/*.proto
 
-lint: setup ## Style of Python and C++, imports between packages, the wire contract and its generated code, the docs
+lint: setup ## Style of Python and C++, lines of each room, imports between packages, the wire contract and its generated code, the docs
+	$(BIN)/python tools/size.py
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES) bench/floors/probe.cpp
