@@ -10,6 +10,7 @@ The parts are those of the services. Only what lies between the processes is rep
 import asyncio
 import math
 import os
+import shutil
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -52,7 +53,7 @@ _KINDS: dict[Role, type[PrefillWorker] | type[DecodeWorker]] = {
     "prefill": PrefillWorker,
     "decode": DecodeWorker,
 }
-_POOL_ROOT = Path("/dev/shm")
+POOL_ROOT = Path("/dev/shm")
 """Shared memory, as for the pools of a service: a pool needs pages that stay."""
 
 
@@ -60,6 +61,8 @@ class OfflineSettings(WorkerSettings):
     """The settings of both workers. They come from the caller alone, not from the environment."""
 
     service: ClassVar[Literal["prefill", "decode"]] = "decode"
+    num_expected_workers: int = len(_KINDS)
+    """The default pool has the same size as under `quire serve` with a worker of each role."""
 
     @classmethod
     def settings_customise_sources(
@@ -119,7 +122,7 @@ async def offline_deployment(settings: WorkerSettings) -> AsyncIterator[Wiring]:
         )
     loaded = load(settings, progress=lambda: None)
     async with AsyncExitStack() as stack:
-        root = stack.enter_context(locked_folder(_POOL_ROOT))
+        root = stack.enter_context(locked_folder(POOL_ROOT))
         store, turn = MemoryStore(), threading.Lock()
         running = await stack.enter_async_context(asyncio.TaskGroup())
         registry, workers = MemoryRegistry(time.time), dict[str, PoolWorker]()
@@ -145,6 +148,9 @@ async def offline_deployment(settings: WorkerSettings) -> AsyncIterator[Wiring]:
             for reason in wiring.directory.unusable.values():
                 raise StartupError(reason)
             await wiring.changes.wait(wiring.changes.num_changes)
+        # Both workers have opened the pool's files. Without names, their memory is free as soon as
+        # this process ends, however it ends.
+        shutil.rmtree(root)
         yield wiring
 
 

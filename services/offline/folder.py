@@ -1,7 +1,7 @@
 """The directory of an offline deployment's pool, in shared memory.
 
-A process locks its directory while it lives. One that is killed leaves its directory, with the
-pool's memory; the next deployment removes it.
+A deployment removes its directory as soon as its workers have opened the pool's files. A process
+that is killed before leaves its directory, with the pool's memory; the next deployment removes it.
 """
 
 import os
@@ -18,7 +18,8 @@ _PREFIX = "quire-llm-"
 
 @contextmanager
 def locked_folder(root: Path) -> Iterator[Path]:
-    """A new directory in `root` until the block is left. Removes those of dead processes."""
+    """A new directory in `root` until the block is left, or the caller removes it. Removes those of
+    dead processes."""
     _remove_dead(root)
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
@@ -28,7 +29,7 @@ def locked_folder(root: Path) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)  # the caller may have removed it
         os.close(lock)
 
 

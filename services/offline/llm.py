@@ -1,6 +1,7 @@
 """`LLM`: a model in the caller's process, with the interface that users of vLLM know."""
 
 import asyncio
+import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -59,7 +60,8 @@ class LLM:
     `max_loras`, `speculative_config`. `enable_lora`: as in vLLM; False takes no adapters.
 
     Results are those of a service with the same settings. Prompts that begin alike share KV, also
-    between calls. Use it as a context manager, or call `close`. Raises QuireError.
+    between calls. To free the memory before the process ends, use it as a context manager or call
+    `close`. It works only in the process that made it. Raises QuireError.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class LLM:
             known = offline_settings(model=source.directory, model_name=source.name, **settings)
         self.num_at_once = _AT_ONCE * known.max_num_seqs
         self._loaded: set[LoRARequest] = set()
+        self._pid = os.getpid()
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         self._submitting = threading.Lock()
@@ -177,6 +180,8 @@ class LLM:
 
     def close(self) -> None:
         """Free the model and the pool. May be called again."""
+        if os.getpid() != self._pid:
+            return  # a forked child has neither the thread nor the pool
         with self._submitting:
             if not self._has_ended:
                 self._loop.call_soon_threadsafe(self._stop.set)
@@ -190,7 +195,13 @@ class LLM:
 
     def run(self, work: Callable[[Wiring], Coroutine[Any, Any, T]]) -> T:
         """Run a coroutine beside the deployment and return its result. Raises ServerError if the
-        deployment fails meanwhile, or is closed."""
+        deployment fails meanwhile, or is closed, and in a forked child, where no thread runs it."""
+        if os.getpid() != self._pid:
+            raise ServerError(
+                f"this LLM belongs to process {self._pid}, and this is its forked child: make the "
+                "LLM in the child, or start the child with multiprocessing's method 'spawn'",
+                "forked",
+            )
         with self._submitting:
             if self._has_ended:
                 raise ServerError("this LLM is closed", "closed")

@@ -75,21 +75,31 @@ class Membership:
     async def complete_memory(self) -> None:
         """Allocate the memory of the pool that `join` did not allocate, while the worker serves.
 
-        Every worker of the pool does this, so that the death of one does not stop it.
+        Every worker of the pool does this, so that the death of one does not stop it. The files are
+        opened before the first wait: after that they may lose their names.
         StartupError: the memory is no longer available.
         """
         stopped = threading.Event()
         # Not asyncio's pool: the nice value belongs to a thread, and can only rise.
         thread = ThreadPoolExecutor(1, "arena", os.nice, (_ALLOCATION_NICENESS,))
-        loop = asyncio.get_running_loop()
+        paths = [self.directory.stamps]
+        if self.header.kind == "file":
+            paths += self.directory.arenas
+        opened = ExitStack()
+        files = [opened.enter_context(path.open("r+b", buffering=0)) for path in paths]
+
+        def complete() -> None:
+            with opened:
+                for file in files:
+                    complete_file(file, stopped.is_set)
+
+        work = thread.submit(complete)
         try:
-            files = [self.directory.stamps]
-            if self.header.kind == "file":
-                files += self.directory.arenas
-            for path in files:
-                await loop.run_in_executor(thread, complete_file, path, stopped.is_set)
+            await asyncio.wrap_future(work)
         finally:
             stopped.set()
+            if work.cancel():  # it has not begun
+                opened.close()
             thread.shutdown(wait=False)
 
     async def watch_memory(self) -> None:

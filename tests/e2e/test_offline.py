@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Lock, Thread
@@ -25,9 +28,11 @@ from quire import (
     ServerError,
 )
 from quire.supervisor.errors import ModelNotFound
+from quire.supervisor.options import ServeOptions
 from services.gateway.frontend.http.app import create_app
 from services.gateway.wiring import Wiring
 from services.offline.batch import _post
+from services.offline.deployment import offline_settings
 from tests.adapters import AdapterOracle, make_adapter
 from tests.e2e.conftest import POOL_MEMORY, Oracle
 from tests.e2e.deployment import Deployment
@@ -62,9 +67,49 @@ def test_close_when_the_loop_has_just_ended_is_no_error() -> None:
     llm = LLM.__new__(LLM)
     llm._loop, llm._stop, llm._submitting = asyncio.new_event_loop(), asyncio.Event(), Lock()
     llm._loop.close()
-    llm._has_ended = True
+    llm._has_ended, llm._pid = True, os.getpid()
     llm._thread = cast("Thread", SimpleNamespace(is_alive=lambda: True, join=lambda: None))
     llm.close()
+
+
+SCRIPT = """
+import os, sys
+from quire import LLM, QuireError, Sampling
+
+llm = LLM(sys.argv[1], pool_memory="1MiB", threads=1)
+llm.generate([[7, 11]], Sampling(max_tokens=2), use_tqdm=False)
+if os.fork() == 0:
+    try:
+        llm.generate([[7, 11]], Sampling(max_tokens=2), use_tqdm=False)
+    except QuireError as error:
+        llm.close()
+        print(error.code, flush=True)
+    os._exit(0)
+os.wait()
+print(*(line.split(maxsplit=5)[5] for line in open("/proc/self/maps") if "/quire-llm-" in line))
+"""
+
+
+def test_a_script_without_with_leaves_no_memory_and_its_forked_child_gets_an_error(
+    checkpoint: Path,
+) -> None:
+    """A script in vLLM's style, which never closes its LLM."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(checkpoint)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    code, mapped = done.stdout.split("\n", 1)
+    assert code == "forked"
+    files = [Path(one) for one in mapped.split() if one.startswith("/dev/shm")]
+    assert {file.name for file in files} == {"kv", "stamps"}
+    assert mapped.count("(deleted)") == len(files)
+    assert not any(file.parent.parent.exists() for file in files)
+
+
+def test_the_default_pool_is_that_of_quire_serve(checkpoint: Path) -> None:
+    """It depends on the number of workers that a host expects."""
+    settings, serve = offline_settings(model=checkpoint), ServeOptions()
+    assert settings.num_expected_workers == serve.num_prefill + serve.num_decode
 
 
 def test_samples_are_those_of_a_deployment(llm: LLM, deployment: Deployment) -> None:

@@ -17,6 +17,7 @@ import ctypes
 import errno
 import os
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 
 from services.common.errors import StartupError
@@ -55,14 +56,15 @@ def make_file(path: Path, num_bytes: int, policy: InterleavePolicy | None = None
         os.close(fd)
 
 
-def complete_file(path: Path, is_stopped: Callable[[], bool]) -> None:
-    """Allocate the rest of the file in pieces, until `is_stopped` returns true.
+def complete_file(file: FileIO, is_stopped: Callable[[], bool]) -> None:
+    """Allocate the rest of the file in pieces, until `is_stopped` returns true. It is open, since
+    it may have lost its name.
 
     Other processes may use the file meanwhile, or complete it too: allocated pieces stay as they
     are, so a process can continue what another one began. StartupError: the file system has too
     little space left.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    fd, path = file.fileno(), Path(str(file.name))
     num_bytes = os.fstat(fd).st_size
     try:
         for start in range(FIRST_BYTES, num_bytes, _PIECE_BYTES):
@@ -71,8 +73,6 @@ def complete_file(path: Path, is_stopped: Callable[[], bool]) -> None:
             _allocate(fd, start, min(_PIECE_BYTES, num_bytes - start))
     except OSError as error:
         raise StartupError(_refusal(path, num_bytes, error)) from error
-    finally:
-        os.close(fd)
 
 
 def missing_bytes(path: Path) -> int:
