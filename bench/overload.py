@@ -29,7 +29,7 @@ from tests.e2e.deployment import Deployment, serving
 SHAPE = WorkloadOptions(32, 256)
 NUM_SLOTS = 16
 DEADLINE_IN_SERVICE_TIMES = 4.0
-REFUSED = ("overloaded", "queue_full", "would_be_late")
+REFUSED = ("overloaded", "queue_full")
 SHARE_APART = 0.1
 """Of the requests, from a process of its own."""
 

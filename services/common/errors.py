@@ -13,8 +13,7 @@ QuireError
 ├── Overloaded             the client may try again later
 │   ├── QueueFull
 │   ├── RateLimited        the client's API key is at its limit of requests, tokens or sequences
-│   ├── QuotaExceeded      the client's API key has used its token budget
-│   └── WouldBeLate        the deadline is too early for the requests that wait before this one
+│   └── QuotaExceeded      the client's API key has used its token budget
 ├── Unavailable            no service can do it now
 │   ├── NoWorker
 │   └── Draining
@@ -101,10 +100,6 @@ class QuotaExceeded(Overloaded):
     """`retry_delay_s` is None if the budget is never renewed."""
 
     code = "insufficient_quota"
-
-
-class WouldBeLate(Overloaded):
-    code = "would_be_late"
 
 
 class Unavailable(QuireError):

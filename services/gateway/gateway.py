@@ -118,24 +118,18 @@ class Gateway:
             ceiling=caller.priority_ceiling,
         )
         request_id = scoped_id(name, with_resume_token(request).resume_token, caller.key)
-        with self._dispatcher.admitting(request_id, resumes=request.received is not None):
+        resumes = request.received is not None
+        with self._dispatcher.admitting(request_id, caller.client, resumes=resumes):
             try:
                 async with asyncio.timeout_at(deadline):
                     model, served, adapter = await self._served(request.model, caller)
-                    async with self._dispatcher.admitting_to_model(
-                        request, request_id, model, deadline
-                    ) as leave_share:
-                        admitted = await admit(
-                            request, request_id, model, served, arrived_at, deadline
-                        )
-                        caller.charge(len(admitted.prompt_token_ids))
-                        output = self._output(request, admitted, served)
-                        if trace is not None:
-                            trace.admit(admitted)
-                        admitted = replace(
-                            admitted, trace=trace, adapter=adapter, leave_share=leave_share
-                        )
-                        return await self._dispatcher.enqueue(admitted, output), output
+                    admitted = await admit(request, request_id, model, served, arrived_at, deadline)
+                    caller.charge(len(admitted.prompt_token_ids))
+                    output = self._output(request, admitted, served)
+                    if trace is not None:
+                        trace.admit(admitted)
+                    admitted = replace(admitted, trace=trace, adapter=adapter)
+                    return await self._dispatcher.enqueue(admitted, output), output
             except TimeoutError as error:
                 raise DeadlineExceeded("the request's deadline has passed") from error
 

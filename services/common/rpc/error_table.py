@@ -65,7 +65,6 @@ _DOMAIN: dict[type[domain.QuireError], tuple[StatusCode, int]] = {
     domain.QueueFull: (_EXHAUSTED, 429),
     domain.RateLimited: (_EXHAUSTED, 429),
     domain.QuotaExceeded: (_EXHAUSTED, 429),
-    domain.WouldBeLate: (_EXHAUSTED, 429),
     domain.Unavailable: (_UNAVAILABLE, 503),
     domain.NoWorker: (_UNAVAILABLE, 503),
     domain.Draining: (_UNAVAILABLE, 503),

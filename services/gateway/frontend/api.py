@@ -277,9 +277,8 @@ class Generator(Protocol):
         """Streams the answer to one request. Closing the generator cancels the request at every
         process that works on it.
 
-        Raises InvalidRequest, PromptTooLong, UnknownModel, DuplicateRequest, QueueFull,
-        WouldBeLate, NoWorker, DeadlineExceeded or PoisonRequest (services.common.errors), usually
-        before the first delta.
+        Raises InvalidRequest, PromptTooLong, UnknownModel, DuplicateRequest, QueueFull, NoWorker,
+        DeadlineExceeded or PoisonRequest (services.common.errors), usually before the first delta.
         """
 
     async def tokenize(self, request: TokenizeRequest) -> Tokenized:

@@ -3,7 +3,7 @@ a request that no pool can ever hold. An admitted request may wait in a model qu
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from blockstore.records import PoolSpec
@@ -35,10 +35,6 @@ MAX_SALT_CHARS = 1024
 MAX_LOGPROBS_PER_MESSAGE = 1 << 18
 """Limit for the logprobs that one message carries: those of a prompt, or of a sequence that its
 client gets as a whole. They take about 7 MB; a message has at most 16 MiB."""
-
-
-def without_share() -> None:
-    """`leave_share` of a request that has no place in its client's share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +69,6 @@ class AdmittedRequest:
     """None: the request is not traced."""
     adapter: Adapter | None = None
     """The LoRA adapter that the client names as its model; None: it names the model."""
-    leave_share: Callable[[], None] = without_share
-    """Lets another request of the client in (`ClientShares`)."""
 
     def continues(self, other: "AdmittedRequest") -> bool:
         """Whether `other` is the same request, so that this call can continue it."""

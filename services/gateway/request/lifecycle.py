@@ -105,6 +105,16 @@ class RequestLifecycle:
         return self.tickets.position
 
     @property
+    def client_name(self) -> str:
+        """Among whom the queue is shared."""
+        return self.client.request.caller.client
+
+    @property
+    def has_run(self) -> bool:
+        """Whether a worker has had the request."""
+        return self.started_at is not None
+
+    @property
     def num_slots(self) -> int:
         """The decode slots to reserve; 0: the request ends with its prefill."""
         return self.num_sequences if self.client.request.sampling.pooling is None else 0
@@ -388,5 +398,3 @@ class RequestLifecycle:
 
     def _move(self, status: RequestStatus) -> None:
         self.status = self.status.next(status)
-        if status in (RequestStatus.DECODING, RequestStatus.ENDED):
-            self.client.request.leave_share()

@@ -7,15 +7,14 @@ request of the queue (`services.gateway.scheduling.placement`).
 import asyncio
 import contextvars
 import itertools
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 
 from blockstore.registry import Registry
-from services.common.errors import Draining, DuplicateRequest, QueueFull, WouldBeLate
+from services.common.errors import Draining, DuplicateRequest, QueueFull
 from services.gateway.change_notifier import ChangeNotifier
 from services.gateway.config import GatewayOptions
-from services.gateway.frontend.api import GenerationRequest
-from services.gateway.intake.admission import AdmittedRequest, without_share
+from services.gateway.intake.admission import AdmittedRequest
 from services.gateway.request import worker_events
 from services.gateway.request.lease import DetachedTicket
 from services.gateway.request.lifecycle import RequestLifecycle
@@ -32,6 +31,8 @@ from services.gateway.workers.worker import Worker
 from services.protocol.messages import RequestEvent
 
 _STOPPING = "the gateway is stopping; try again"
+_SHARES = 4
+"""A client's share of the waiting places is one part of so many."""
 
 
 def _attempt_numbers() -> Iterator[int]:
@@ -67,7 +68,8 @@ class Dispatcher:
         self._placement = Placement(workers, router, options, changes, self._rate)
         self._model_queues: dict[str, ModelQueue] = {}
         self._lifecycles: dict[str, RequestLifecycle] = {}
-        self._admitting: set[str] = set()
+        self._admitting: dict[str, str] = {}
+        """The client of each request in admission, by the request's id."""
         self._lookups: dict[str, ParkedLookup] = {}
         self._draining = self._closed = False
         self._attempt_numbers = _attempt_numbers()
@@ -82,13 +84,13 @@ class Dispatcher:
         return sum(len(queue.waiting) for queue in self._model_queues.values())
 
     def num_waiting_for(self, model: str) -> int:
-        """Requests in the model's queue, and outside of it."""
+        """Requests in the model's queue."""
         queue = self._model_queues.get(model)
-        return len(queue.waiting) + len(queue.shares) if queue else 0
+        return len(queue.waiting) if queue else 0
 
     @property
     def num_admitting(self) -> int:
-        """Requests in admission, of which some wait outside of their model queues."""
+        """Requests in admission."""
         return len(self._admitting)
 
     @property
@@ -128,7 +130,7 @@ class Dispatcher:
     # ── admission ────────────────────────────────────────────────────────────────────────────────
 
     @contextmanager
-    def admitting(self, request_id: str, *, resumes: bool = False) -> Iterator[None]:
+    def admitting(self, request_id: str, client: str, *, resumes: bool = False) -> Iterator[None]:
         """Wraps the admission of a request: takes its id and a place in the queue before any work
         is done. `resumes`: the client has lost its stream, so the request may already run here.
         Raises DuplicateRequest, QueueFull, Draining."""
@@ -137,39 +139,32 @@ class Dispatcher:
         runs = request_id in self._lifecycles
         if (runs and not resumes) or request_id in self._admitting:
             raise DuplicateRequest("a request with this request_id and resume_token is running")
-        if not runs and self.num_waiting >= self._options.max_waiting:
-            text = f"the queue is full ({self.num_waiting} requests wait); try again later"
-            raise QueueFull(text, self._retry_delay_s())
-        self._admitting.add(request_id)
+        if not runs and (problem := self._room_problem(client)):
+            raise QueueFull(problem, self._retry_delay_s())
+        self._admitting[request_id] = client
         try:
             yield
         finally:
-            self._admitting.discard(request_id)
+            del self._admitting[request_id]
             if self._draining:
                 self._changes.notify()
 
-    @asynccontextmanager
-    async def admitting_to_model(
-        self, request: GenerationRequest, request_id: str, model: str, deadline: float | None
-    ) -> AsyncIterator[Callable[[], None]]:
-        """Wraps the rest of the admission, once the model is known; within `admitting`. Waits
-        until the client has room (`ClientShares`), and yields the function that returns it.
-        WouldBeLate: the request would miss its deadline, a time of the event loop's clock."""
-        model_queue, now = self.model_queue(model), self._clock()
-        runs = request_id in self._lifecycles
-        pools = self._workers.complete_pools(model)
-        if deadline is not None and not runs:
-            problem = model_queue.deadline_problem(request, deadline - now, pools, now)
-            if problem:
-                raise WouldBeLate(problem, self._retry_delay_s())
-        num_prefill = sum(len(pool.prefill) for pool in pools)
-        entered = model_queue.shares.entered(request, num_prefill)
-        async with nullcontext(without_share) if runs else entered as leave_share:
-            model_queue.num_admitting += 1
-            try:
-                yield leave_share
-            finally:
-                model_queue.num_admitting -= 1
+    def _room_problem(self, client: str) -> str:
+        """Why no further request of the client can wait; "" if one can. A client that holds its
+        share of the places gets no more while others wait, and leaves a share free for those who
+        come."""
+        most, num_waiting = self._options.max_waiting, self.num_waiting
+        if num_waiting >= most:
+            return f"the queue is full ({num_waiting} requests wait); try again later"
+        num_own = sum(one == client for one in self._admitting.values())
+        num_own += sum(queue.waiting.num_of(client) for queue in self._model_queues.values())
+        share = max(1, most // _SHARES)
+        if num_own < share or num_own == num_waiting < most - share:
+            return ""
+        return (
+            f"{num_own} requests of this client wait, which has a share of {share} of the queue's "
+            f"{most} places while others wait; try again later"
+        )
 
     def _retry_delay_s(self) -> float:
         return self._rate.retry_delay_s(self.num_waiting, self._clock())
@@ -209,16 +204,12 @@ class Dispatcher:
 
     def on_queued(self, lifecycle: RequestLifecycle) -> None:
         model_queue = self.model_queue(lifecycle.client.request.model)
-        model_queue.forecast.stopped(lifecycle)
         if not lifecycle.client.is_paused:
-            model_queue.waiting.add(lifecycle, self._clock())
+            model_queue.waiting.add(lifecycle)
         self._changes.notify()
 
     def on_closed(self, lifecycle: RequestLifecycle, error: Exception | None) -> None:
-        client = lifecycle.client
-        model_queue = self.model_queue(client.request.model)
-        model_queue.waiting.remove(lifecycle)
-        model_queue.forecast.ended(lifecycle, client.output.num_steps, self._clock())
+        self.model_queue(lifecycle.client.request.model).waiting.remove(lifecycle)
         self._lifecycles.pop(lifecycle.id, None)
         self._changes.notify()
         self._on_end(lifecycle, error)

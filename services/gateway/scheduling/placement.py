@@ -10,7 +10,7 @@ See ADR 30.
 import asyncio
 from typing import NoReturn
 
-from services.common.errors import DeadlineExceeded, NoWorker, PromptTooLong
+from services.common.errors import NoWorker, PromptTooLong
 from services.gateway.change_notifier import ChangeNotifier
 from services.gateway.config import GatewayOptions
 from services.gateway.request.lifecycle import RequestLifecycle
@@ -81,10 +81,6 @@ class Placement:
         problems = [request.capacity_problem(pool.spec) for pool in pools]
         if all(problems):  # pools may have come and gone since the request was admitted
             lifecycle.close(PromptTooLong(problems[0]))
-            return AT_ONCE
-        if queue.misses_deadline(lifecycle, self._clock()):
-            text = "it waited so long that it cannot meet its deadline any more"
-            lifecycle.close(DeadlineExceeded(text))
             return AT_ONCE
         fitting = [pool for pool, problem in zip(pools, problems, strict=True) if not problem]
         open_pools = [pool for pool in fitting if pool.has_open(lifecycle.num_slots)]
@@ -165,8 +161,6 @@ class Placement:
 
     def _leave(self, queue: ModelQueue, lifecycle: RequestLifecycle) -> None:
         queue.waiting.remove(lifecycle)
-        if lifecycle.num_slots:  # the forecast is one of decode slots
-            queue.forecast.started(lifecycle, self._clock(), lifecycle.num_slots)
         self._rate.count_departure(self._clock())
 
     def _delay_without_workers(

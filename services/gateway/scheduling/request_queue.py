@@ -1,10 +1,14 @@
-"""Holds waiting requests in the order of `services.protocol.ticket.queue_order`.
+"""Holds the waiting requests of one model, and says which of them is next.
 
-The order of a request never changes, so every gateway, every worker and the store agree on it.
+    class of the first request in order        `services.protocol.ticket.queue_order`
+      its requests that have run before        the first in order
+      otherwise: the client whose turn it is   that client's first in order
+
+A request's order never changes, so every gateway, every worker and the store agree on it. Turns are
+of this gateway alone: they let clients share the head of the queue, however many requests each has.
 """
 
-import heapq
-import math
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -36,55 +40,74 @@ class Waiting(Hashable, Protocol):
     def position(self) -> QueuePosition: ...
 
     @property
-    def num_sequences(self) -> int:
-        """The number of decode slots that the request needs."""
+    def client_name(self) -> str:
+        """The client with which the request takes turns."""
+
+    @property
+    def has_run(self) -> bool:
+        """Whether the request was requeued: its client had its turn."""
 
 
 W = TypeVar("W", bound=Waiting)
 
+_Entry = tuple[int, int, W]
+"""Of a request: its order, a number that tells equal orders apart, and the request."""
+
 
 class RequestQueue(Generic[W]):
-    """A heap by order. Only the latest entry of a request is valid; `first` drops the others."""
+    """For each priority a ring of clients, each with a list of its requests by order. The client at
+    the front of a ring has its turn; a request that leaves sends its client to the back."""
 
     def __init__(self) -> None:
-        self._latest: dict[W, int] = {}
-        self._by_order: list[tuple[int, int, W]] = []
+        self._rings: dict[int, dict[str | None, list[_Entry[W]]]] = {}
+        """The client None stands for all requests that have run."""
+        self._places: dict[W, tuple[str | None, _Entry[W]]] = {}
+        """The client and the entry under which each request waits."""
         self._num_entries = 0
-        self._clock_ahead_ms = -math.inf
-        """How far the clock of arrivals is ahead of the clock of `join`."""
 
     def __len__(self) -> int:
-        return len(self._latest)
+        return len(self._places)
 
     def __contains__(self, request: W) -> bool:
-        return request in self._latest
+        return request in self._places
 
-    def add(self, request: W, now: float) -> None:
-        """`now`: seconds of any clock that only goes forward."""
+    def num_of(self, client_name: str) -> int:
+        """The number of a client's waiting requests."""
+        return sum(request.client_name == client_name for request in self._places)
+
+    def add(self, request: W) -> None:
+        """Add a request; does nothing if it waits already."""
+        if request in self._places:
+            return
         self._num_entries += 1
-        self._latest[request] = self._num_entries
-        self._clock_ahead_ms = max(self._clock_ahead_ms, request.position.arrival - 1000 * now)
-        heapq.heappush(self._by_order, (request.position.order, self._num_entries, request))
+        position = request.position
+        client = None if request.has_run else request.client_name
+        entry = position.order, self._num_entries, request
+        self._places[request] = client, entry
+        insort(self._rings.setdefault(position.priority, {}).setdefault(client, []), entry)
 
     def remove(self, request: W) -> None:
         """Remove a request; does nothing if it does not wait."""
-        self._latest.pop(request, None)
-
-    def num_ahead(self, priority: int, now: float) -> int:
-        """The number of sequences that go before a request of this priority that arrives now."""
-        if not self._latest:
-            return 0
-        order = QueuePosition(priority, round(self._clock_ahead_ms + 1000 * now)).order
-        return sum(each.num_sequences for each in self._latest if each.position.order < order)
+        if request not in self._places:
+            return
+        client, entry = self._places.pop(request)
+        ring = self._rings[request.position.priority]
+        entries = ring.pop(client)
+        del entries[bisect_left(entries, entry)]
+        if entries:
+            ring[client] = entries
+        elif not ring:
+            del self._rings[request.position.priority]
 
     def first(self) -> W | None:
-        """The first request in order, which stays in the queue; None: the queue is empty."""
-        while self._by_order:
-            _, entry, request = self._by_order[0]
-            if self._latest.get(request) == entry:
-                return request
-            heapq.heappop(self._by_order)
-        return None
+        """The request that is next, which stays in the queue; None: the queue is empty."""
+        if not self._rings:
+            return None
+        ring = min(
+            self._rings.values(), key=lambda one: min(entries[0] for entries in one.values())
+        )
+        entries = ring.get(None) or next(iter(ring.values()))
+        return entries[0][2]
 
 
 class ServiceRate:

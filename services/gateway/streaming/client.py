@@ -6,7 +6,6 @@ place of the first one.
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
 
 from services.common.errors import DeadlineExceeded, DuplicateRequest, Overloaded
 from services.gateway.intake.admission import AdmittedRequest
@@ -60,8 +59,7 @@ class Client:
         if not request.continues(self.request) or output.is_ahead_of(before):
             raise DuplicateRequest("the running request is not the one to continue")
         before.close(DuplicateRequest("another call continues this request"))
-        request.leave_share()  # the request has the place of its first call
-        self._attach(replace(request, leave_share=self.request.leave_share), output)
+        self._attach(request, output)
         must_recompute = self.wants_logprobs and before.is_ahead_of(output)
         if not must_recompute:
             output.catch_up(before)

@@ -153,11 +153,6 @@ class Output:
         """Whether any sequence has a token."""
         return any(sequence.tokens for sequence in self.sequences)
 
-    @property
-    def num_steps(self) -> int:
-        """The number of tokens of the longest sequence."""
-        return max(len(sequence.tokens) for sequence in self.sequences)
-
     def replay(self, received: Seq[Received]) -> None:
         """Add the tokens that the client has received, without sending them again. InvalidRequest:
         they contain a stop string, so nothing can follow."""

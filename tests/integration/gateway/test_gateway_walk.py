@@ -1,5 +1,7 @@
 """A request's way through a gateway and its workers, over real gRPC."""
 
+from contextlib import ExitStack
+from itertools import count
 from typing import Any
 
 import pytest
@@ -8,7 +10,6 @@ from blockstore.registry import Load
 from quire.v1 import decode_pb2, inference_pb2, prefill_pb2, worker_pb2
 from services.common.errors import QueueFull
 from services.gateway.access.caller import Caller
-from services.gateway.scheduling.client_shares import PER_PREFILL_WORKER
 from services.protocol.ticket import FinishReason
 from tests.waiting import until
 
@@ -153,12 +154,12 @@ async def test_requests_are_served_strictly_in_order(make_harness: Any) -> None:
     assert orders[1:] == sorted(orders[1:])
 
 
-async def test_many_requests_of_one_client_delay_another_by_few_of_them(make_harness: Any) -> None:
+async def test_clients_take_turns(make_harness: Any) -> None:
+    """The client `b` comes after five requests of `a`, and waits for one of them."""
     prefill, decode = FakePrefill(), FakeDecode(num_slots=1)
     harness = await make_harness(prefill, decode)
     decode.pause_after = 2
-    many = [f"a{number}" for number in range(3 * PER_PREFILL_WORKER)]
-    callers = dict.fromkeys(many, Caller(host="a")) | {"b": Caller(host="b")}
+    callers = {f"a{number}": Caller(host="a") for number in range(5)} | {"b": Caller(host="b")}
     calls = []
     for num_waiting, (name, caller) in enumerate(callers.items()):
         calls.append(Call(harness.gateway, asked(name, caller=caller)))
@@ -168,29 +169,7 @@ async def test_many_requests_of_one_client_delay_another_by_few_of_them(make_har
     for call in calls:
         await call.result()
     served = [submit.ticket.request_id for submit in prefill.commands(prefill_pb2.PrefillSubmit)]
-    assert served == [*many[: 1 + PER_PREFILL_WORKER], "b", *many[1 + PER_PREFILL_WORKER :]]
-    orders = [submit.ticket.order for submit in prefill.commands(prefill_pb2.PrefillSubmit)]
-    assert orders == sorted(orders)
-
-
-async def test_a_request_that_ends_in_the_queue_lets_the_next_of_its_client_in(
-    make_harness: Any,
-) -> None:
-    decode = FakeDecode(num_slots=1)
-    harness = await make_harness(FakePrefill(), decode)
-    decode.pause_after = 2
-    calls = [Call(harness.gateway, asked("running"))]
-    await until(lambda: "running" in decode.running)
-    many = range(2 * PER_PREFILL_WORKER)
-    calls += [Call(harness.gateway, asked(f"r{number}")) for number in many]
-    dispatcher = harness.assembly.dispatcher
-    await until(lambda: dispatcher.num_admitting == PER_PREFILL_WORKER)  # they wait outside
-    for call in calls[1 : 1 + PER_PREFILL_WORKER]:
-        await call.cancel()
-    await until(lambda: dispatcher.num_admitting == 0)
-    decode.go_on(pause_after=8)
-    for call in (calls[0], *calls[1 + PER_PREFILL_WORKER :]):
-        await call.result()
+    assert served == ["a0", "a1", "b", "a2", "a3", "a4"]
 
 
 async def test_a_refused_reservation_goes_to_the_next_worker(make_harness: Any) -> None:
@@ -263,10 +242,54 @@ async def test_a_request_being_tokenized_has_its_queue_position_already(make_har
     dispatcher = (
         await make_harness(FakePrefill(), FakeDecode(), max_waiting=1)
     ).assembly.dispatcher
-    with dispatcher.admitting("r1"), pytest.raises(QueueFull), dispatcher.admitting("r2"):
+    one, another = dispatcher.admitting("r1", "a"), dispatcher.admitting("r2", "b")
+    with one, pytest.raises(QueueFull), another:
         raise AssertionError("it was let in")
-    with dispatcher.admitting("r3"):
+    with dispatcher.admitting("r3", "b"):
         pass
+
+
+async def test_a_client_holds_its_share_of_the_places_while_others_wait(make_harness: Any) -> None:
+    """Of eight places. A client that is alone may have six: then a share is left for others."""
+    harness = await make_harness(FakePrefill(), FakeDecode(), max_waiting=8)
+    dispatcher = harness.assembly.dispatcher
+    numbers = count()
+    with ExitStack() as waiting:
+
+        def wait(client: str) -> None:
+            waiting.enter_context(dispatcher.admitting(f"r{next(numbers)}", client))
+
+        for _ in range(6):
+            wait("a")
+        with pytest.raises(QueueFull, match=r"6 requests of this client wait, .* share of 2 of"):
+            wait("a")
+        wait("b")
+        wait("b")
+        with pytest.raises(QueueFull, match="the queue is full"):
+            wait("b")
+    with ExitStack() as waiting:
+        wait("b")
+        wait("a")
+        wait("a")
+        with pytest.raises(QueueFull, match=r"2 requests of this client wait"):
+            wait("a")
+        wait("b")
+
+
+async def test_requests_in_the_queue_count_for_their_client(make_harness: Any) -> None:
+    decode = FakeDecode(num_slots=1)
+    harness = await make_harness(FakePrefill(), decode, max_waiting=8)
+    decode.pause_after = 2
+    calls = [Call(harness.gateway, asked("a0", caller=Caller(host="a")))]
+    await until(lambda: "a0" in decode.running)
+    for num_waiting, name in enumerate(("a1", "a2", "b1"), 1):
+        calls.append(Call(harness.gateway, asked(name, caller=Caller(host=name[0]))))
+        await harness.num_waiting(num_waiting)
+    with pytest.raises(QueueFull, match=r"2 requests of this client wait"):
+        await Call(harness.gateway, asked("a3", caller=Caller(host="a"))).result()
+    decode.go_on(pause_after=8)
+    for call in calls:
+        await call.result()
 
 
 async def test_prefill_goes_where_the_same_prefix_is_computed(make_harness: Any) -> None:

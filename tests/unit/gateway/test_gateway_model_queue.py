@@ -1,4 +1,5 @@
-"""The queue serves by arrival, shifted by the bounded head start of a priority."""
+"""The queue serves by arrival, shifted by the bounded head start of a priority, and clients take
+turns."""
 
 from dataclasses import dataclass
 
@@ -15,7 +16,8 @@ from tests.clock import Clock
 @dataclass(frozen=True, eq=False)
 class QueuedRequest:
     position: QueuePosition
-    num_sequences: int = 1
+    client_name: str = ""
+    has_run: bool = False
 
 
 def queued(arrival: int, priority: int = 0) -> QueuedRequest:
@@ -25,7 +27,7 @@ def queued(arrival: int, priority: int = 0) -> QueuedRequest:
 def line_of(*waiting: QueuedRequest) -> RequestQueue[QueuedRequest]:
     line = RequestQueue[QueuedRequest]()
     for one in waiting:
-        line.add(one, now=one.position.arrival / 1000)
+        line.add(one)
     return line
 
 
@@ -46,20 +48,20 @@ def test_lower_priority_first_then_arrival() -> None:
 def test_a_request_that_comes_back_stands_where_it_stood() -> None:
     line = RequestQueue[QueuedRequest]()
     early, late = queued(1), queued(2)
-    line.add(late, now=0)
-    line.add(early, now=10)
+    line.add(late)
+    line.add(early)
     assert line.first() is early
 
 
 def test_a_request_that_left_is_never_first_and_may_come_again() -> None:
     line = RequestQueue[QueuedRequest]()
     one, two = queued(1), queued(2)
-    line.add(one, now=0)
-    line.add(two, now=0)
+    line.add(one)
+    line.add(two)
     line.remove(one)
     line.remove(one)
     assert (len(line), one in line, line.first()) == (1, False, two)
-    line.add(one, now=0)
+    line.add(one)
     assert drained(line) == [1, 2]
     assert len(line) == 0
 
@@ -106,7 +108,7 @@ async def test_urgent_requests_without_end_delay_a_default_one_by_less_than_a_mi
     registry, line = MemoryRegistry(clock), RequestQueue[QueuedRequest]()
 
     async def comes(priority: int) -> None:
-        line.add(queued(await registry.next_arrival(), priority), clock.now_s)
+        line.add(queued(await registry.next_arrival(), priority))
 
     for priority in [-128] * 1152 + [0] * 5:
         clock.now_s += 0.001
@@ -124,17 +126,67 @@ async def test_urgent_requests_without_end_delay_a_default_one_by_less_than_a_mi
     assert max(waited_s) < 115.7 + 60
 
 
-def test_the_sequences_that_go_first_are_counted() -> None:
-    """Four wait, of priorities 0, 0, 3 and 5; 50 s later all go before a new one of priority 0, but
-    only the default ones before one of priority -1."""
-    positions = [queued(arrival, priority) for arrival, priority in enumerate((0, 0, 3, 5))]
-    line = line_of(*positions)
-    assert [line.num_ahead(priority, 0.004) for priority in (-1, 0, 4, 5)] == [0, 2, 3, 4]
-    assert [line.num_ahead(priority, 50.004) for priority in (-1, 0)] == [2, 4]
-    line.remove(positions[0])
-    line.remove(positions[0])
-    assert line.num_ahead(4, 0.004) == 2
-    assert RequestQueue[QueuedRequest]().num_ahead(0, 0.0) == 0
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abc"), st.sampled_from((-1, 0)), st.booleans()), max_size=30
+    )
+)
+def test_a_queue_empties_whatever_is_in_it(
+    requests: list[tuple[str, int, bool]],
+) -> None:
+    """Each request is first once, those of one client and class in the order of their arrival."""
+    waiting = [
+        QueuedRequest(QueuePosition(priority, arrival), client, has_run)
+        for arrival, (client, priority, has_run) in enumerate(requests)
+    ]
+    served = drained(line_of(*waiting))
+    assert sorted(served) == list(range(len(waiting)))
+    for client, priority, has_run in set(requests):
+        same = [n for n, each in enumerate(requests) if each == (client, priority, has_run)]
+        assert [n for n in served if n in same] == same
+
+
+def of_clients(clients: str, *, priority: int = 0) -> list[QueuedRequest]:
+    """One request for each letter, in the order of their arrival."""
+    return [
+        QueuedRequest(QueuePosition(priority, arrival), client)
+        for arrival, client in enumerate(clients)
+    ]
+
+
+def test_clients_take_turns_at_the_head_of_the_queue() -> None:
+    """`a` has four requests before `b` and `c` send theirs."""
+    line = line_of(*of_clients("aaaabbc"))
+    assert drained(line) == [0, 4, 6, 1, 5, 2, 3]
+
+
+def test_a_client_that_comes_has_its_turn_after_those_that_wait() -> None:
+    """So clients without end do not keep a request that needs many slots from its turn."""
+    line = line_of(*of_clients("aab"))
+    first = line.first()
+    line.add(QueuedRequest(QueuePosition(0, 9), "c"))
+    assert line.first() is first
+    assert drained(line) == [0, 2, 9, 1]
+
+
+def test_turns_are_within_a_class() -> None:
+    """An urgent request of a client with many requests goes before default ones of others."""
+    urgent = [QueuedRequest(QueuePosition(-1, 10 + number), "a") for number in range(3)]
+    assert drained(line_of(*of_clients("ab"), *urgent)) == [10, 11, 12, 0, 1]
+
+
+def test_a_request_that_has_run_goes_before_new_ones_of_its_class() -> None:
+    """Its client had its turn, and may have older requests that wait."""
+    requeued = [QueuedRequest(QueuePosition(0, arrival), "a", has_run=True) for arrival in (8, 7)]
+    urgent = QueuedRequest(QueuePosition(-1, 9), "b")
+    assert drained(line_of(*of_clients("aab"), *requeued, urgent)) == [9, 7, 8, 0, 2, 1]
+
+
+def test_a_clients_waiting_requests_are_counted() -> None:
+    requests = of_clients("aab")
+    line = line_of(*requests)
+    line.remove(requests[0])
+    assert [line.num_of(client) for client in "abc"] == [1, 1, 0]
 
 
 @pytest.mark.parametrize(("interval_s", "delay_s"), [(0.5, 5.0), (1e-6, 0.1), (60, 30.0)])
