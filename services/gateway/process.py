@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from socket import gethostname
 
 from prometheus_client import CollectorRegistry
-from starlette.requests import Request
 from starlette.routing import Route
 
 from quire.sockets import operations_socket, remove_dead_sockets
@@ -24,13 +23,11 @@ from services.common.runtime.registry_heartbeat import RegistryHeartbeat
 from services.common.runtime.secret import Secret, deployment_secret
 from services.common.tracing.opening import open_tracer
 from services.gateway.access.budgets import Budgets
-from services.gateway.access.caller import require_operator
 from services.gateway.access.control import AccessControl
 from services.gateway.access.guards import KeyGuard
 from services.gateway.access.keyring import Keyring
 from services.gateway.adapters import GatewayAdapters
 from services.gateway.config import GatewaySettings
-from services.gateway.dashboard.access import check_local
 from services.gateway.dashboard.feed import Feed
 from services.gateway.dashboard.routes import make_dashboard
 from services.gateway.frontend import service
@@ -129,14 +126,7 @@ def _operator_routes(
     )
     if wiring.adapters is None:
         return feed, routes
-
-    def check(request: Request) -> None:
-        if keyring is not None:
-            require_operator()
-        else:
-            check_local(request, "loading adapters")
-
-    return feed, [*routes, *adapter_routes(wiring.adapters, check)]
+    return feed, [*routes, *adapter_routes(wiring.adapters)]
 
 
 async def _shut_down(

@@ -70,13 +70,6 @@ def test_colours_can_show_age_and_holder(page: Page) -> None:
         expect(page.locator(".pools .legend")).to_contain_text(told)
 
 
-def test_audit_button_audits(page: Page) -> None:
-    with page.expect_response("**/dashboard/audit") as answered:
-        page.get_by_role("button", name="Audit now").click()
-    assert answered.value.status == 200
-    expect(page.locator(".below .ok")).to_contain_text("no violation")
-
-
 def test_ages_below_a_second_are_now(page: Page) -> None:
     """A figure such as `0.0 ms ago` says nothing: ages are counted in whole seconds."""
     ages = page.evaluate("import('/dashboard/dom.js').then(({ago}) => [0, 0.4, 7].map(ago))")

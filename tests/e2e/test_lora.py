@@ -13,7 +13,7 @@ import pytest
 
 from quire.async_client import AsyncClient
 from quire.cli.app import main
-from quire.errors import QuireError
+from quire.errors import InvalidRequest, QuireError
 from quire.types import Sampling
 from tests.adapters import ATTENTION, AdapterOracle, make_adapter
 from tests.waiting import until
@@ -82,10 +82,7 @@ async def test_adapters_and_the_model_in_one_batch_while_workers_die(
     await listed(client, "poet")
     refused = post(deployment, "completions", model="lawyer", prompt="x", max_tokens=1)
     assert refused.status_code == 404
-    loaded = post(
-        deployment, "load_lora_adapter", lora_name="lawyer", lora_path=str(adapters["lawyer"])
-    )
-    assert loaded.status_code == 200, loaded.text
+    await client.load_adapter("lawyer", str(adapters["lawyer"]))
     base = next(m.id for m in await client.models() if m.id not in adapters)
     wanted = {
         base: expected(checkpoint, None),
@@ -132,12 +129,8 @@ async def test_adapters_over_http(
     assert answer["choices"][0]["token_ids"] == expected(checkpoint, adapters["poet"])[:4]
     models = {m["id"]: m for m in get(deployment, "models").json()["data"]}
     assert models["poet"]["parent"] in models
-    wrong = post(deployment, "load_lora_adapter", lora_name="x", lora_path="/nowhere")
-    assert wrong.status_code == 400
-    assert "No such file" in wrong.json()["error"]["message"]
-    assert post(deployment, "load_lora_adapter", lora_name="x").status_code == 400
-    unknown = post(deployment, "unload_lora_adapter", lora_name="x")
-    assert (unknown.status_code, unknown.json()["error"]["param"]) == (404, "lora_name")
+    with pytest.raises(InvalidRequest, match="No such file"):
+        await client.load_adapter("x", "/nowhere")
 
 
 def test_adapters_by_the_command_line(
@@ -160,12 +153,10 @@ async def test_an_adapter_that_is_unloaded(
     found: list[int] = []
     async for delta in running:
         if not found:
-            done = post(deployment, "unload_lora_adapter", lora_name="poet")
-            assert done.status_code == 200, done.text
+            await client.unload_adapter("poet")
         found += delta.token_ids
     assert found == expected(checkpoint, adapters["poet"])
     with pytest.raises(QuireError, match="'poet' is not served"):
         await tokens(client, "poet")
-    again = post(deployment, "load_lora_adapter", lora_name="poet", lora_path=str(adapters["poet"]))
-    assert again.status_code == 200, again.text
+    await client.load_adapter("poet", str(adapters["poet"]))
     assert await tokens(client, "poet") == found

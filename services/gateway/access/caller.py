@@ -46,9 +46,8 @@ class Caller:
         return f"{self.tenant}/{cache_salt}" if self.tenant else cache_salt
 
 
-EVERYONE = Caller(is_operator=True)
-"""The caller where API keys are off: whoever reaches the port may use all that is served there.
-Servers bind it with the client's host."""
+EVERYONE = Caller()
+"""The caller where API keys are off. Servers bind it with the client's host."""
 LOCAL_OPERATOR = Caller(key="~local", is_operator=True)
 """The user of the run, who may open its Unix sockets. No key has this name."""
 
@@ -73,5 +72,9 @@ def require_operator() -> Caller:
     Unauthenticated."""
     caller = current_caller()
     if not caller.is_operator:
-        raise PermissionDenied(f"key {caller.key} has the role user; this needs an operator's key")
+        reason = f"key {caller.key} has the role user" if caller.key else "this gateway has no keys"
+        raise PermissionDenied(
+            f"{reason}; this needs an operator's key, or a command such as `quire workers` on the "
+            "gateway's host"
+        )
     return caller

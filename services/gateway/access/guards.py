@@ -52,7 +52,9 @@ class KeyGuard:
         if context.peer().startswith("unix:"):
             return LOCAL_OPERATOR
         if self._keyring is None:
-            return replace(EVERYONE, host=_client(context)[0])
+            # Without keys the public port has no operations; those of OPERATIONS_PORT are for
+            # everybody who reaches it.
+            return replace(EVERYONE, host=_client(context)[0], is_operator=True)
         try:
             authorization = next(iter(_metadata(context, "authorization")), None)
             return self._keyring.account(authorization).caller

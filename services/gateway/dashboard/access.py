@@ -18,7 +18,7 @@ DashboardSetting = Literal["auto", "on", "off"]
 _FORWARDED = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via")
 
 
-def check_local(request: Request, what: str = "the dashboard") -> None:
+def check_local(request: Request) -> None:
     """Raise a 403 unless the request comes from this host.
 
     The Host header must name this host, too: the page of another site may make its own name resolve
@@ -31,7 +31,7 @@ def check_local(request: Request, what: str = "the dashboard") -> None:
     if not is_loopback(host) or not names_this_host or is_forwarded:
         raise HTTPException(
             403,
-            f"without API keys, {what} is only for this host: open it at "
+            "without API keys, the dashboard is only for this host: open it at "
             "http://127.0.0.1:PORT/ there, or through `ssh -L`. With QUIRE_GATEWAY_DASHBOARD=on, "
             "everybody who reaches this port sees it",
         )

@@ -7,7 +7,6 @@ from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
 from services.common.errors import InvalidRequest
-from services.gateway.access.caller import require_operator
 from services.gateway.frontend.http.adapters import adapter_routes
 from services.gateway.frontend.http.app import create_app
 from services.gateway.frontend.http.transport.server import http_server
@@ -27,7 +26,7 @@ class FakeAdapters:
 
 async def test_each_change_of_adapters_leaves_a_line(generator: FakeGenerator) -> None:
     adapters: Any = FakeAdapters()
-    routes = adapter_routes(adapters, lambda _request: require_operator())
+    routes = adapter_routes(adapters)
     app = create_app(generator, CollectorRegistry(), more_routes=routes, keyring=keyring())
     good = {"lora_name": "poet", "lora_path": "/poet"}
     asks = [

@@ -18,7 +18,11 @@ from services.gateway.access.control import AccessControl
 from services.gateway.dashboard.routes import PAGE
 from services.gateway.frontend.api import GenerationRequest, RequestedSampling, TokenizeRequest
 from services.gateway.frontend.http.app import create_app
-from services.gateway.frontend.http.middleware.authentication import OPEN_PATHS, OPERATOR_PATHS
+from services.gateway.frontend.http.middleware.authentication import (
+    OPEN_PATHS,
+    OPERATION_PATHS,
+    OPERATOR_PATHS,
+)
 from services.gateway.frontend.http.transport.server import http_server
 from tests.api_keys import ALICE, BOB, OPERATOR, keyring
 
@@ -98,7 +102,16 @@ async def test_without_keys_a_client_is_its_address(
     for headers in ({}, {"X-Forwarded-For": "192.0.2.7"}):
         await http.post("/v1/chat/completions", json=HI, headers=headers)
     assert [each.caller.client for each in generator.requests] == ["127.0.0.1", "192.0.2.7"]
-    assert all(each.caller.is_operator for each in generator.requests)
+    assert not any(each.caller.is_operator for each in generator.requests)
+
+
+@pytest.mark.parametrize("path", sorted(OPERATION_PATHS))
+async def test_without_keys_nobody_operates_over_http(http: httpx.AsyncClient, path: str) -> None:
+    """Behind nginx with `proxy_pass` alone, every client seems to be this host's user."""
+    headers = {"Host": "127.0.0.1:8000", "X-Quire-Dashboard": "1"}
+    answer = await http.post(path, json={"lora_name": "x", "lora_path": "/x"}, headers=headers)
+    assert answer.status_code == 403
+    assert "this gateway has no keys; this needs an operator's key" in answer.text
 
 
 async def test_ipv6_clients_on_this_host_may_speak_for_others_too(

@@ -215,6 +215,9 @@ async def test_without_a_bound_caller_nobody_is_an_operator() -> None:
     with pytest.raises(PermissionDenied, match="alice"):
         require_operator()
     bind_caller(EVERYONE)
+    with pytest.raises(PermissionDenied, match="no keys"):
+        require_operator()
+    bind_caller(Caller(key="root", is_operator=True))
     require_operator()
 
 

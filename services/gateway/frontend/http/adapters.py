@@ -1,7 +1,5 @@
-"""Loads and unloads LoRA adapters over HTTP, at vLLM's paths. For operators: with an operator's
-key, or without API keys from this host."""
-
-from collections.abc import Callable
+"""Loads and unloads LoRA adapters over HTTP, at vLLM's paths, with an operator's key
+(`services.gateway.frontend.http.middleware.authentication`)."""
 
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
@@ -31,13 +29,8 @@ class UnloadBody(BaseModel):
     """vLLM's; without meaning here."""
 
 
-def adapter_routes(
-    adapters: GatewayAdapters, check_caller: Callable[[Request], object]
-) -> list[Route]:
-    """`check_caller` raises if a request may not change adapters."""
-
+def adapter_routes(adapters: GatewayAdapters) -> list[Route]:
     async def load(request: Request) -> Response:
-        check_caller(request)
         body = await read_body(request, LoadBody)
         with audited("LoadAdapter", body.model_dump()):
             await adapters.load(
@@ -46,7 +39,6 @@ def adapter_routes(
         return Json({"message": f"LoRA adapter {body.lora_name!r} is loaded"})
 
     async def unload(request: Request) -> Response:
-        check_caller(request)
         body = await read_body(request, UnloadBody)
         with audited("UnloadAdapter", body.model_dump()):
             await adapters.unload(body.lora_name)

@@ -26,7 +26,12 @@ OPEN_PATHS = frozenset({"/health", "/", *(f"/dashboard/{file.name}" for file in 
 """Paths that everybody may get: they tell nothing about the deployment's users. The dashboard's
 page asks for a key and sends it with its questions."""
 OPERATOR_PATHS = frozenset({"/metrics"})
-"""Paths that need an operator's key: they tell about all users."""
+"""Paths that need an operator's key where keys are on: they tell about all users."""
+OPERATION_PATHS = frozenset(
+    {"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/dashboard/audit"}
+)
+"""Paths that need an operator's key always. Behind a proxy on this host, everybody seems to be a
+user of this host."""
 _MAX_PATH_CHARS = 200
 
 
@@ -62,6 +67,8 @@ class Authentication:
             bind_caller(account.caller)
             if scope["path"] in OPERATOR_PATHS:
                 require_operator()
+        if scope["path"] in OPERATION_PATHS:
+            require_operator()
 
 
 def _client(scope: Scope) -> Address:
