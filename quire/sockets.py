@@ -1,4 +1,4 @@
-"""Unix sockets on which gateways serve operations: one for each gateway, in the run's directory.
+"""Sockets of gateways: those of ports, and the Unix sockets in the run's directory for operations.
 
 A gateway that restarts uses the same path again. A starting gateway removes the sockets of dead
 gateways, such as that of a container that was killed and replaced.
@@ -13,6 +13,21 @@ _PATTERN = "operations-*.sock"
 _CONNECT_LIMIT_S = 1.0
 _NEW_S = 10.0
 """A younger socket counts as alive: it exists a moment before its gateway listens on it."""
+
+
+def listen(host: str, port: int, backlog: int | None = None) -> socket.socket:
+    """A listening socket. `::` takes IPv4 too, as gRPC's listeners do. OSError."""
+    return socket.create_server(
+        (host, port),
+        family=socket.AF_INET6 if ":" in host else socket.AF_INET,
+        backlog=backlog,
+        dualstack_ipv6=host == "::" and socket.has_dualstack_ipv6(),
+    )
+
+
+def join_host_port(host: str, port: int) -> str:
+    """`host:port`, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def operations_socket(run: Path, host: str, port: int) -> Path:

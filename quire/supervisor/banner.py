@@ -1,6 +1,7 @@
 """The text that `quire serve` prints when it is ready: models, pools, addresses, first commands."""
 
 from quire.calls import DEFAULT_ADDRESS
+from quire.sockets import join_host_port
 from quire.supervisor.options import DEFAULT_GRPC_PORT, ServeOptions
 from quire.supervisor.readiness import Serving
 
@@ -10,9 +11,11 @@ _QUESTION = "What is paged attention?"
 
 def banner(options: ServeOptions, serving: Serving, took_s: float) -> str:
     host = "127.0.0.1" if options.host in _WILDCARDS else options.host
-    address = ",".join(f"{host}:{options.grpc_port + i}" for i in range(options.num_gateways))
+    ports = range(options.grpc_port, options.grpc_port + options.num_gateways)
+    address = ",".join(join_host_port(host, port) for port in ports)
     flag = "" if address == DEFAULT_ADDRESS else f"--address {address} "
-    http = f"{'https' if options.public_tls_cert else 'http'}://{host}:{options.http_port}"
+    scheme = "https" if options.public_tls_cert else "http"
+    http = f"{scheme}://{join_host_port(host, options.http_port)}"
     if options.public_tls_cert:
         flag += "--tls-ca CA "
     if len(serving.models) > 1:

@@ -17,7 +17,6 @@ import re
 import secrets
 import shutil
 import signal
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from quire.files import try_lock
-from quire.sockets import operations_socket
+from quire.sockets import join_host_port, listen, operations_socket
 from quire.supervisor.errors import NoSuchRun, PortInUse, ServeError
 
 RUNS = Path(f"/dev/shm/quire-{os.getuid()}")
@@ -109,7 +108,7 @@ def stop_run(runs: Path, grpc_port: int | None, timeout_s: float = 60.0) -> RunR
 
 
 def free_port(host: str) -> int:
-    with socket.create_server((host, 0)) as listener:
+    with listen(host, 0) as listener:
         return int(listener.getsockname()[1])
 
 
@@ -127,19 +126,20 @@ def _find_conflict(runs: Path, record: RunRecord) -> str | None:
     for port in record.ports:
         if not _is_port_free(record.host, port):
             return (
-                f"another program listens on {record.host}:{port}; choose other ports with "
-                "--grpc-port and --http-port"
+                f"another program listens on {join_host_port(record.host, port)}; choose other "
+                "ports with --grpc-port and --http-port"
             )
     return None
 
 
 def _is_port_free(host: str, port: int) -> bool:
     try:
-        socket.create_server((host, port)).close()
+        listen(host, port).close()
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             return False
-        raise ServeError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+        address = join_host_port(host, port)
+        raise ServeError(f"cannot listen on {address}: {error.strerror}") from error
     return True
 
 

@@ -23,6 +23,16 @@ from tests.secret import SECRET, guard
 SERVICE = "quire.v1.Inference"
 
 
+async def test_a_server_on_the_ipv6_wildcard_serves_ipv4_too() -> None:
+    server = RpcServer(SERVICE, guard=guard("gateway"))
+    port = await server.start("::", 0)
+    for address in ("127.0.0.1", "[::1]"):
+        async with open_channel(f"{address}:{port}") as channel:
+            check = health_pb2_grpc.HealthStub(channel).Check
+            await check(health_pb2.HealthCheckRequest(), timeout=10)
+    await server.stop()
+
+
 class Inference(inference_pb2_grpc.InferenceServicer):
     """Fails as it is told; `Generate` counts until it is stopped."""
 

@@ -56,3 +56,9 @@ def test_the_banner_names_other_ports_and_an_address_that_can_be_reached() -> No
     assert "quire generate --address 127.0.0.1:6000 " in text
     assert "curl http://127.0.0.1:6001/v1/chat/completions" in text
     assert text.endswith("`quire down --grpc-port 6000`.")
+
+
+def test_the_banner_brackets_an_ipv6_address() -> None:
+    text = banner(ServeOptions(model="/m", model_name="m", host="::1"), serving(), 3.21)
+    assert "quire generate --address [::1]:50051 " in text
+    assert "curl http://[::1]:8000/v1/chat/completions" in text

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,16 @@ def test_a_port_that_another_program_has_is_named(short_path: Path) -> None:
         port = other.getsockname()[1]
         with pytest.raises(PortInUse, match=rf"another program listens on 127.0.0.1:{port}"):
             claim(short_path / "runs", record(port), timeout_s=0)
+
+
+@pytest.mark.parametrize("host", ["::", "::1"])
+def test_a_run_may_listen_on_ipv6(short_path: Path, host: str) -> None:
+    """A port that another program has is noticed in both families."""
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(PortInUse, match=rf"another program listens on \[{host}\]:{port}"):
+            claim(short_path / "runs", replace(record(port), host=host), timeout_s=0)
+    claim(short_path / "runs", replace(record(port), host=host)).remove()
 
 
 def test_a_root_too_long_for_sockets_is_refused(short_path: Path) -> None:

@@ -10,13 +10,13 @@ import grpc
 from grpc import StatusCode, aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from quire.sockets import join_host_port
 from services.common import errors
 from services.common.errors import QuireError, StartupError
 from services.common.rpc.error_table import RETRY_S, RemoteError, error_of
 from services.common.rpc.interceptor import CODE_TRAILER, RETRY_TRAILER, ErrorInterceptor, Guard
 from services.common.rpc.reflection import enable_reflection
 from services.common.rpc.tls import SERVICE_OPTIONS, TlsFiles
-from services.common.runtime.config import join_host_port
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 """Large enough that a prompt that is too long gets Quire's error, not gRPC's."""

@@ -123,7 +123,7 @@ class ServiceSettings(BaseSettings):
         host = self.advertise_host or self.host
         if host in _WILDCARD_HOSTS:
             host = socket.gethostname()
-        return join_host_port(host, port)
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 class PoolServiceSettings(ServiceSettings):
@@ -182,11 +182,6 @@ def chosen(settings: ServiceSettings) -> dict[str, object]:
         for name, field in type(settings).model_fields.items()
         if (value := getattr(settings, name)) != field.default and name in settings.model_fields_set
     }
-
-
-def join_host_port(host: str, port: int) -> str:
-    """`host:port`, with brackets around an IPv6 address."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _format_value(value: object) -> str:

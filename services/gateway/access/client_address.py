@@ -17,6 +17,7 @@ def client_address(peer: Address, forwarded_for: Sequence[str]) -> Address:
     Behind a proxy on this host: the last address in the header that is not of this host either,
     since each proxy adds the address of its own client at the end.
     """
+    peer = _unmapped(peer[0]), peer[1]
     if is_loopback(peer[0]):
         named = [_without_port(each) for value in forwarded_for for each in value.split(",")]
         for host in reversed(named):
@@ -28,9 +29,14 @@ def client_address(peer: Address, forwarded_for: Sequence[str]) -> Address:
 def is_loopback(host: str) -> bool:
     """False for what is no IP address."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return ipaddress.ip_address(_unmapped(host)).is_loopback
     except ValueError:
         return False
+
+
+def _unmapped(host: str) -> str:
+    """The IPv4 address in `::ffff:192.0.2.7`, as a socket for both families names its peers."""
+    return host.removeprefix("::ffff:") if "." in host else host
 
 
 def _without_port(text: str) -> str:

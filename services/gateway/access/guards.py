@@ -7,9 +7,9 @@ from urllib.parse import unquote
 
 from grpc import aio
 
+from quire.sockets import join_host_port
 from services.common.errors import InvalidApiKey, PermissionDenied
 from services.common.rpc.refusal_log import RefusalLog
-from services.common.runtime.config import join_host_port
 from services.gateway.access.caller import (
     EVERYONE,
     LOCAL_OPERATOR,

@@ -51,6 +51,23 @@ async def test_the_request_id_comes_back(http: httpx.AsyncClient, generator: Fak
     assert len(drawn.headers["x-request-id"]) == 24
 
 
+@pytest.mark.parametrize(
+    ("host", "reached_at"), [("::", ("127.0.0.1", "[::1]")), ("::1", ("[::1]",))]
+)
+async def test_an_ipv6_address_serves(
+    generator: FakeGenerator, host: str, reached_at: tuple[str, ...]
+) -> None:
+    """`::` serves IPv4 too. Its clients have their IPv4 addresses."""
+    app = create_app(generator, CollectorRegistry())
+    serving, client = http_server(app, host, 0, grace_s=1), httpx.AsyncClient(trust_env=False)
+    async with serving as port, client as http:
+        for address in reached_at:
+            answer = await http.post(f"http://{address}:{port}/v1/chat/completions", json=HI)
+            assert answer.status_code == 200
+    hosts = [request.caller.client for request in generator.requests]
+    assert hosts == [address.strip("[]") for address in reached_at]
+
+
 async def test_a_port_in_use_is_a_startup_error(url: str, generator: FakeGenerator) -> None:
     app, port = create_app(generator, CollectorRegistry()), int(url.rpartition(":")[2])
     with pytest.raises(errors.StartupError, match=f"HTTP: cannot listen on 127.0.0.1:{port}"):

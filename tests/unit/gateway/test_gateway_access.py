@@ -245,6 +245,12 @@ def test_a_proxy_on_this_host_names_the_client(forwarded_for: tuple[str, ...], h
         assert client_address((peer, 4000), forwarded_for) == (peer, 4000)
 
 
+def test_an_ipv4_client_of_a_socket_for_both_families_has_its_ipv4_address() -> None:
+    assert client_address(("::ffff:192.0.2.1", 4000), ()) == ("192.0.2.1", 4000)
+    proxied = client_address(("::ffff:127.0.0.1", 4000), ("192.0.2.7",))
+    assert proxied == ("192.0.2.7", 0)
+
+
 async def test_without_keys_a_grpc_client_is_its_address() -> None:
     proxied = (("x-forwarded-for", "198.51.100.1"), ("x-forwarded-for", "192.0.2.7"))
     for peer, metadata, client in (

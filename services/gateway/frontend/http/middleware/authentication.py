@@ -8,9 +8,9 @@ from dataclasses import replace
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from quire.sockets import join_host_port
 from services.common.errors import InvalidApiKey, PermissionDenied
 from services.common.rpc.refusal_log import RefusalLog
-from services.common.runtime.config import join_host_port
 from services.gateway.access.caller import (
     EVERYONE,
     bind_caller,

@@ -13,9 +13,9 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
+from quire.sockets import join_host_port, listen
 from services.common.errors import StartupError
 from services.common.rpc.tls import Newest, TlsFiles
-from services.common.runtime.config import join_host_port
 from services.common.runtime.ticks import until_tick
 from services.gateway.frontend.http.transport.acceptor import Acceptor
 from services.gateway.frontend.http.transport.connection import Connection
@@ -142,11 +142,7 @@ def _tls_context(files: TlsFiles) -> ssl.SSLContext:
 
 def _listen(host: str, port: int) -> socket.socket:
     try:
-        listening = socket.create_server(
-            (host, port),
-            family=socket.AF_INET6 if ":" in host else socket.AF_INET,
-            backlog=_BACKLOG,
-        )
+        listening = listen(host, port, _BACKLOG)
     except OSError as error:
         raise StartupError(
             f"HTTP: cannot listen on {join_host_port(host, port)}: {error.strerror or error}"
