@@ -42,6 +42,7 @@ from services.worker.drafting import DraftPlan, LoadedDraft, load_draft, plan_dr
 from services.worker.limits import Limits
 from services.worker.pool_memory import FileMemory, GpuMemory, PoolMemory
 from services.worker.ranks.processes import Ranks
+from services.worker.weights_cache import usable_cache
 
 log = get_logger(__name__)
 
@@ -67,6 +68,8 @@ def load(settings: WorkerSettings, progress: Progress, place: Place | None = Non
 
     `place`: None if the worker divides no CPUs with others.
     """
+    cache = usable_cache(settings.weights_cache)
+    settings = settings.model_copy(update={"weights_cache": cache})
     devices = settings.devices
     device = open_device(devices[0])
     check_format(settings.model)
