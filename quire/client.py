@@ -56,11 +56,13 @@ class Stream:
 
     def _read(self) -> Iterator[Delta]:
         while True:
+            self._gateways.check_process()
             try:
                 with translate_errors(self._connection.address):
                     for response in self._call:
                         self._progress.record_response(response)
                         yield from messages.deltas(response)
+                        self._gateways.check_process()
                 return
             except QuireError as error:
                 if self._cancelled:
@@ -75,6 +77,8 @@ class Stream:
                 self._call.cancel()
 
     def cancel(self) -> None:
+        if self._gateways.are_forked:
+            return  # the call is the parent's
         self._cancelled = True
         self._call.cancel()
 
@@ -194,6 +198,8 @@ class Client(ClientBase):
             return call.read(call.start(server))
 
     def close(self) -> None:
+        if self._gateways.are_forked:
+            return  # the connections are the parent's
         for connection in (*self._gateways, *self._operations):
             connection.channel.close()
 

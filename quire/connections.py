@@ -1,5 +1,6 @@
 """A client's gRPC connections to the gateways of one deployment."""
 
+import os
 import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from urllib.parse import urlsplit
 import grpc
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from quire.errors import BadTls, translate_errors
+from quire.errors import BadTls, QuireError, translate_errors
 from quire.v1.adapters_pb2_grpc import AdaptersStub
 from quire.v1.block_manager_pb2_grpc import BlockManagerStub
 from quire.v1.inference_pb2_grpc import InferenceStub
@@ -130,6 +131,7 @@ class Connections:
         names = map(str.strip, addresses.split(","))
         self._all = [Connection(address, access, library) for address in names]
         self._index = 0
+        self._pid = os.getpid()
 
     def __len__(self) -> int:
         return len(self._all)
@@ -139,7 +141,25 @@ class Connections:
 
     @property
     def current(self) -> Connection:
+        """Raises QuireError in a forked child."""
+        self.check_process()
         return self._all[self._index]
+
+    @property
+    def are_forked(self) -> bool:
+        """Whether this process is a forked child of the process that made the connections."""
+        return os.getpid() != self._pid
+
+    def check_process(self) -> None:
+        """Raises QuireError in a forked child, where gRPC's threads do not run: a call would wait
+        for ever, and closing a connection would close the parent's."""
+        if self.are_forked:
+            raise QuireError(
+                f"this client belongs to process {self._pid}, and this is its forked child: make "
+                "the client in the child, and start the child with multiprocessing's method "
+                "'spawn'",
+                "forked",
+            )
 
     @contextmanager
     def use_current(self) -> Iterator[Connection]:

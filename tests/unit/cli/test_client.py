@@ -1,6 +1,8 @@
 """The client library: both clients send the same, receive the same, and fail alike."""
 
 import asyncio
+import subprocess
+import sys
 from contextlib import aclosing
 from typing import Any
 
@@ -62,6 +64,39 @@ def test_leaving_a_stream_cancels_the_request(hello: Any) -> None:
         with client.generate("Hi") as stream:
             assert next(iter(stream)).text == "Hello,"
         assert hello.cancelled.wait(timeout=10)
+
+
+FORKING = """
+import os, sys
+from quire import Client, QuireError
+
+client = Client(sys.argv[1])
+stream = client.generate("Hi")
+deltas = iter(stream)
+next(deltas)
+if os.fork() == 0:
+    for ask in (lambda: next(deltas), client.models, lambda: client.generate("Hi")):
+        try:
+            ask()
+        except QuireError as error:
+            print(error.code, flush=True)
+    stream.cancel()
+    client.close()
+    os._exit(0)
+os.wait()
+print(next(deltas).text)
+stream.cancel()
+client.close()
+"""
+
+
+def test_a_clients_stream_is_an_error_in_a_forked_child_and_goes_on_in_its_parent(
+    hello: Any,
+) -> None:
+    hello.endless = True
+    command = [sys.executable, "-c", FORKING, hello.address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=15)
+    assert done.stdout.splitlines() == ["forked"] * 3 + [" world"], done.stderr
 
 
 async def test_closing_an_async_stream_cancels_the_request(hello: Any) -> None:
