@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
 from collections.abc import Callable, Mapping
@@ -14,6 +15,8 @@ from quire.supervisor.restart import STEADY_S, Exit, Restarts
 
 PARENT_FD = "QUIRE_PARENT_FD"
 _CHUNK_BYTES = 1 << 16
+MAX_LINE_BYTES = 1 << 20
+_LINE_END = re.compile(rb"[\r\n]+")
 
 
 class Stage(IntEnum):
@@ -178,11 +181,14 @@ class Child:
         return Exit(status, loop.time() - self._started_at, last_line)
 
     async def _forward(self, process: Process) -> str:
-        """Forward the service's output, with lines of any length; returns its last line."""
+        """Forward the service's output; returns its last line. A carriage return ends a line too,
+        as in progress bars, and so does a length of MAX_LINE_BYTES."""
         assert process.stdout is not None
         rest, last_line = b"", ""
         while chunk := await process.stdout.read(_CHUNK_BYTES):
-            *lines, rest = (rest + chunk).split(b"\n")
+            *lines, rest = _LINE_END.split(rest + chunk)
+            if len(rest) >= MAX_LINE_BYTES:
+                lines, rest = [*lines, rest], b""
             for line in lines:
                 last_line = self._forward_line(line) or last_line
         return self._forward_line(rest) or last_line

@@ -76,7 +76,7 @@ class GatewayOptions(BaseModel):
         description="how long a request waits while the workers that it lacks load their model",
     )
     reserve_timeout_s: float = Field(
-        default=2.0, gt=0, description="how long a decode worker may take to answer a reservation"
+        default=0.5, gt=0, description="how long a decode worker may take to answer a reservation"
     )
     poll_s: float = Field(
         default=1.0,

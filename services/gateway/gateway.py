@@ -35,6 +35,7 @@ from services.gateway.intake.model_names import choose_model, parse_aliases, wit
 from services.gateway.intake.prompts import check_token_ids, tokenize_prompt
 from services.gateway.parsing.message import MessageParser
 from services.gateway.request.lifecycle import RequestLifecycle
+from services.gateway.request.status import CANCELLED
 from services.gateway.request.trace import RequestTrace
 from services.gateway.request_metrics import RequestMetrics
 from services.gateway.scheduling.dispatcher import Dispatcher
@@ -92,6 +93,12 @@ class Gateway:
             check_identity(request)
             bind_request_id(name)
             lifecycle, output = await self._enqueue(request, name, trace)
+        except asyncio.CancelledError:
+            reason = "the client left before the request was in its queue"
+            self.record_refusal(name, request.model, CANCELLED, reason)
+            if trace is not None:
+                trace.cancel()
+            raise
         except Exception as error:
             self.record_refusal(name, request.model, code_of(error), str(error))
             if trace is not None:

@@ -11,6 +11,7 @@ from services.common.runtime.metrics import GatewayMetrics, TenantMetrics
 from services.gateway.access.caller import EVERYONE, Caller, current_caller
 from services.gateway.intake.identity import client_id
 from services.gateway.request.lifecycle import RequestLifecycle
+from services.gateway.request.status import CANCELLED
 from services.gateway.streaming.output import RequestStats
 
 log = get_logger(__name__)
@@ -152,4 +153,4 @@ def outcome_of(lifecycle: RequestLifecycle, error: Exception | None) -> str:
     """How a request ended: its finish reason, the code of its error, or `cancelled`."""
     if lifecycle.client.output.finish_reason is not None:
         return lifecycle.client.output.finish_reason.value
-    return "cancelled" if error is None else code_of(error)
+    return CANCELLED if error is None else code_of(error)

@@ -119,6 +119,15 @@ def test_trace_of_a_preempted_request_has_an_attempt_for_each_turn(collector: Co
     assert attempts[0].id in first
 
 
+def test_request_whose_client_left_in_admission_is_a_span(collector: Collector) -> None:
+    tracer = Tracer(collector.address, "gateway", 1.0)
+    trace = RequestTrace(tracer, GenerationRequest("text"), "request-1")
+    trace.cancel()
+    tracer.close()
+    (span,) = collector.wait(trace.trace_id, lambda trace: bool(trace.spans)).spans
+    assert (span.failed, span.attributes["quire.outcome"]) == (False, "cancelled")
+
+
 def test_refused_request_is_a_failed_span(collector: Collector) -> None:
     tracer = Tracer(collector.address, "gateway", 1.0)
     trace = RequestTrace(tracer, GenerationRequest("text"), "request-1")

@@ -23,6 +23,9 @@ from services.common.runtime.ticks import until_tick
 from services.gateway.access.keyring import Keyring
 
 _INTERVAL_S = 1.0
+FORGET_AFTER = 60
+"""The exchanges after which a counter of an unknown key is removed. Until then another gateway may
+have read a key file that this one has not, or an operator may restore a key."""
 
 log = get_logger(__name__)
 
@@ -39,6 +42,8 @@ class Budgets:
         self._directory = directory
         self._known: dict[str, int] | None = None
         """The counters of the registry at the last exchange; None before the first one."""
+        self._unknown: dict[str, int] = {}
+        """For each counter of an unknown key: the number of exchanges in which it came."""
         self._written: dict[str, int] = {}
         self._reason = ""
 
@@ -70,6 +75,11 @@ class Budgets:
             self._known = known
         counters = await self._publish(self._own(), self._known)
         self._take(counters)
+        self._unknown = {
+            name: self._unknown.get(name, 0) + 1
+            for name in counters
+            if self._keyring.account_named(name.partition("/")[0]) is None
+        }
         ended = [name for name in counters if self._has_ended(name)]
         if ended:
             await self._registry.exchange_usage({}, ended)
@@ -109,10 +119,13 @@ class Budgets:
             account.num_used_elsewhere = elsewhere.get(account.key.name, 0)
 
     def _has_ended(self, name: str) -> bool:
-        """Whether the counter is of a period before the present one. Names of periods sort."""
+        """Whether the counter is of a revoked key, or of a period before the present one. Names of
+        periods sort."""
         key, period, _ = name.split("/", 2)
         account = self._keyring.account_named(key)
-        if account is None or "total" in (period, account.period):
+        if account is None:
+            return self._unknown[name] >= FORGET_AFTER
+        if "total" in (period, account.period):
             return False
         return len(period) == len(account.period) and period < account.period
 

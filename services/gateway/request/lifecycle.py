@@ -375,7 +375,9 @@ class RequestLifecycle:
         )
         self.timeline.set_back(reason)
         if self.num_retries > MAX_RETRIES:
-            self.close(Unavailable(f"given up after {self.num_retries} attempts: {reason}"))
+            # The log has the reasons. They name workers and pools, which are no client's business.
+            text = f"{self.num_retries} attempts of this request were set back; try again"
+            self.close(Unavailable(text))
         else:
             self.requeue(Phase.LOST)
 

@@ -18,6 +18,9 @@ All sequences of a request share one status. The request ends when its last sequ
 
 from enum import Enum
 
+CANCELLED = "cancelled"
+"""The outcome of a request whose client left."""
+
 
 class RequestStatus(Enum):
     QUEUED = "queued"

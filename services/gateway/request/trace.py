@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from services.common.rpc.error_table import INTERNAL_CODE
 from services.common.tracing.context import current_traceparent
 from services.gateway.frontend.api import ChatMessage, GenerationRequest
+from services.gateway.request.status import CANCELLED
 from services.gateway.request.timeline import Phase
 
 if TYPE_CHECKING:
@@ -81,6 +82,11 @@ class RequestTrace:
         self._fail(code, error)
         self.span.end()
 
+    def cancel(self) -> None:
+        """End the trace of a request whose client left before it was queued."""
+        self.span.set_attribute("quire.outcome", CANCELLED)
+        self.span.end()
+
     def _fail(self, code: str, error: Exception) -> None:
         self.span.set_attribute("error.type", code)
         self._tracer.fail(self.span, str(error) if code != INTERNAL_CODE else "internal error")
@@ -133,6 +139,6 @@ class RequestTrace:
         )
         if error is not None:
             self._fail(outcome, error)
-        elif outcome != "cancelled":
+        elif outcome != CANCELLED:
             self.span.set_attribute("gen_ai.response.finish_reasons", [outcome])
         self.span.end()

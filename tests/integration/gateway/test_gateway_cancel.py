@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from quire.v1 import decode_pb2, prefill_pb2, worker_pb2
 from services.common.errors import DeadlineExceeded
@@ -86,6 +87,20 @@ async def test_an_id_may_be_used_again_before_the_workers_have_released_it(
     assert again.tokens == expected(PROMPT[:5], 8)
     attempts = [s.ticket.attempt for s in prefill.commands(prefill_pb2.PrefillSubmit)]
     assert len(set(attempts)) == 2
+
+
+async def test_a_client_that_leaves_in_admission_is_logged_and_counted(make_harness: Any) -> None:
+    """Here it waits for a worker that serves its model."""
+    harness = await make_harness(patience_s=60)
+    with capture_logs() as logs:
+        call = Call(harness.gateway, asked("r1"))
+        await until(lambda: harness.assembly.dispatcher.num_admitting == 1)
+        await call.cancel()
+    (line,) = [line for line in logs if line["event"] == "request_refused"]
+    assert (line["request_id"], line["outcome"]) == ("r1", "cancelled")
+    failed = harness.metrics.metrics.requests_failed.labels("", "cancelled")
+    assert failed._value.get() == 1
+    assert harness.assembly.dispatcher.num_waiting == 0
 
 
 async def test_a_deadline_is_kept_where_there_is_no_worker_yet(make_harness: Any) -> None:

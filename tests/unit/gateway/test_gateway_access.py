@@ -21,7 +21,7 @@ from services.common.errors import (
     Unauthenticated,
 )
 from services.gateway.access.account import Account
-from services.gateway.access.budgets import Budgets
+from services.gateway.access.budgets import FORGET_AFTER, Budgets
 from services.gateway.access.caller import (
     EVERYONE,
     Caller,
@@ -353,3 +353,20 @@ async def test_counters_of_past_periods_are_dropped(tmp_path: Path) -> None:
     left = await registry.exchange_usage({})
     assert "alice/2020-01/x" not in left
     assert {"alice/total/x", "stranger/2020-01/x"} < left.keys()
+
+
+async def test_counters_of_a_revoked_key_are_dropped_after_a_while(tmp_path: Path) -> None:
+    """Also from the file, and with another gateway that gives the registry what it lacks."""
+    registry = MemoryRegistry()
+    await registry.exchange_usage({"revoked/total/gone": 7})
+    budgets = [
+        Budgets(keyring(token_budget=1), registry, name, tmp_path) for name in ("one", "two")
+    ]
+    for _ in range(FORGET_AFTER - 1):
+        for each in budgets:
+            await each.exchange()
+    assert "revoked/total/gone" in await registry.exchange_usage({})
+    for each in (*budgets, *budgets):
+        await each.exchange()
+    assert not [name for name in await registry.exchange_usage({}) if name.startswith("revoked")]
+    assert "revoked" not in (tmp_path / "usage-one.json").read_text()

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from structlog.testing import capture_logs
 
 from services.common.errors import PoisonRequest, Unavailable
 from services.gateway.request.status import RequestStatus
@@ -31,13 +32,16 @@ async def until_running(walk: Walk) -> None:
 
 
 async def test_setbacks_without_a_token_have_a_limit() -> None:
+    """The client learns their number; their reasons, which name workers, are in the log."""
     walk = Walk()
-    for _ in range(4):
-        assert await walk.reserve()
-        walk.start()
-        walk.on_lost(walk.decode, died=True)  # it had a slot there, and nothing more
-    with pytest.raises(Unavailable, match="decode worker d was lost"):
+    with capture_logs() as logs:
+        for _ in range(4):
+            assert await walk.reserve()
+            walk.start()
+            walk.on_lost(walk.decode, died=True)  # it had a slot there, and nothing more
+    with pytest.raises(Unavailable, match=r"^4 attempts of this request were set back; try again$"):
         await walk.tokens()
+    assert [line["why"] for line in logs] == ["decode worker d was lost"] * 4
 
 
 async def test_a_request_over_which_two_workers_die_is_given_up() -> None:
