@@ -1,6 +1,6 @@
 """The text that `quire serve` prints when it is ready: models, pools, addresses, first commands."""
 
-from quire.calls import DEFAULT_ADDRESS
+from quire.addresses import DEFAULT_ADDRESS
 from quire.supervisor.options import DEFAULT_GRPC_PORT, ServeOptions
 from quire.supervisor.readiness import Serving
 

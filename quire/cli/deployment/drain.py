@@ -2,13 +2,15 @@
 
 import json
 import time
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
 from quire.cli.flags import Json, OperationsFlags, WaitFlags
-from quire.client import Client
 from quire.errors import DeadlineExceeded
+
+if TYPE_CHECKING:
+    from quire.client import Client
 
 POLL_S = 0.2
 
@@ -38,7 +40,7 @@ def drain(
         print(json.dumps({"num_running": num_running, "left": until.wait}))
 
 
-def _worker_id(client: Client, worker: str) -> str:
+def _worker_id(client: "Client", worker: str) -> str:
     """The id of the worker at this address; no worker has it: the argument, as the id."""
     if ":" not in worker:
         return worker
@@ -46,7 +48,7 @@ def _worker_id(client: Client, worker: str) -> str:
     return found[0] if found else worker
 
 
-def _wait_until_left(client: Client, worker_id: str, timeout_s: float) -> None:
+def _wait_until_left(client: "Client", worker_id: str, timeout_s: float) -> None:
     give_up_at = time.monotonic() + timeout_s
     while any(worker.worker_id == worker_id for worker in client.workers()):
         if time.monotonic() > give_up_at:

@@ -1,16 +1,18 @@
 """`quire scale`: starts workers of a `quire serve`, or drains some."""
 
 import time
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, BadParameter, Option
 
 from quire.cli.deployment.drain import POLL_S
 from quire.cli.flags import Json, OperationsFlags, WaitFlags
 from quire.cli.output import print_json
-from quire.client import Client
 from quire.errors import DeadlineExceeded, Unavailable
 from quire.types import Scaled
+
+if TYPE_CHECKING:
+    from quire.client import Client
 
 
 def scale(
@@ -52,7 +54,7 @@ def _number_of_workers(text: str) -> tuple[str, int]:
 
 
 def _wait_until_scaled(
-    client: Client, wanted: dict[str, int], model: str, timeout_s: float
+    client: "Client", wanted: dict[str, int], model: str, timeout_s: float
 ) -> None:
     """Wait until exactly the wanted workers are registered and all of them serve.
 

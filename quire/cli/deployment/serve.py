@@ -6,11 +6,8 @@ from typing import Annotated
 
 from typer import BadParameter, Option
 
-from quire import supervisor
-from quire.supervisor import RUNS, ServeOptions
-from quire.supervisor.hosts import check_hosts
-from quire.supervisor.models import find_models
-from quire.supervisor.run_directory import free_port
+from quire.supervisor.options import ServeOptions
+from quire.supervisor.run_directory import RUNS, free_port, stop_run
 
 RunRoot = Annotated[
     Path, Option(metavar="DIR", help="a tmpfs for the directories and pools of runs")
@@ -21,6 +18,11 @@ def serve(options: ServeOptions, run_root: RunRoot = RUNS) -> None:
     """Serve models on this host, in the foreground."""
     if options.cpus is not None and options.threads is not None:
         raise BadParameter("--cpus and --threads exclude each other")
+    # Imported here and not above, because the help needs neither gRPC nor asyncio.
+    from quire.supervisor import supervisor
+    from quire.supervisor.hosts import check_hosts
+    from quire.supervisor.models import find_models
+
     models = find_models(options)
     check_hosts(options, models)
     supervisor.serve(resolved(options), models, run_root)
@@ -34,7 +36,7 @@ def down(
     run_root: RunRoot = RUNS,
 ) -> None:
     """End a `quire serve` of this user."""
-    run = supervisor.stop_run(run_root, grpc_port)
+    run = stop_run(run_root, grpc_port)
     print(f"the run on port {run.grpc_port} (pid {run.pid}) has ended")
 
 
