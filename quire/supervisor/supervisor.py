@@ -50,7 +50,7 @@ class Supervisor:
         self._models = models
         self._directory = run_directory
         self._console = console
-        self._log_format = "console" if console.is_terminal else "json"
+        self._log_format = "supervised" if console.is_terminal else "json"
         self._pipe = ParentPipe()
         self._children: list[Child] = []
         self._tasks: list[asyncio.Task[None]] = []

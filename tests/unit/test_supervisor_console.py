@@ -1,6 +1,7 @@
 """The operator's view of a run."""
 
 import io
+import re
 
 from quire.supervisor.banner import banner
 from quire.supervisor.console import Console
@@ -14,15 +15,21 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_on_a_terminal_lines_carry_their_services_name() -> None:
+def test_on_a_terminal_lines_begin_with_the_time_and_the_name_of_their_service() -> None:
     lines = Terminal()
     console = Console(notes=io.StringIO(), lines=lines)
     console.line("decode-1", "loading")
     console.line("gateway", "listening")
     console.line("decode-1", "ready")
     shown = lines.getvalue().splitlines()
-    assert [line.partition("\033[0m ")[2] for line in shown] == ["loading", "listening", "ready"]
-    colours = [line.partition("m")[0] for line in shown]
+    plain = [re.sub(r"\033\[[0-9;]*m", "", line) for line in shown]
+    assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in plain)
+    assert [line.split()[1:] for line in plain] == [
+        ["decode-1", "loading"],
+        ["gateway", "listening"],
+        ["decode-1", "ready"],
+    ]
+    colours = [line.split("\033[2;")[1].partition("m")[0] for line in shown]
     assert colours[0] == colours[2] != colours[1]
 
 
