@@ -31,7 +31,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One running service. `address` is the host:port at which others reach its gRPC server.
+    """One running service. `address` is the host:port at which others reach its gRPC server;
+    `pid` is of its process, on its host.
 
     A worker's entry also has its pool and model: the gateway reads tokenizer and config from
     `model_dir`, `max_model_len` limits prompt + generated tokens, and `engine` describes the
@@ -44,6 +45,7 @@ class Member:
     state: State
     started_unix_ms: int
     protocol_version: int
+    pid: int = 0
     pool_id: str = ""
     model: str = ""
     model_dir: str = ""

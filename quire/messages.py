@@ -30,6 +30,7 @@ from quire.types import (
     WorkerState,
 )
 from quire.v1 import block_manager_pb2, inference_pb2, logprobs_pb2, sampling_pb2, supervisor_pb2
+from quire.worker_names import worker_name
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -275,6 +276,7 @@ def workers(response: block_manager_pb2.ListWorkersResponse) -> tuple[Worker, ..
         _from_message(
             Worker,
             worker,
+            name=worker_name(worker.worker_id),
             state=_WORKER_STATES.get(worker.state, "unknown"),
             **{name: getattr(worker.load, name) for name in _LOAD},
         )

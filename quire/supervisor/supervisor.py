@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Coroutine, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from quire.supervisor import service, topology, valkey
 from quire.supervisor.banner import banner
 from quire.supervisor.child import Child, ChildSpec, ParentPipe, Stage
 from quire.supervisor.console import Console
+from quire.supervisor.crowding import crowding
+from quire.supervisor.errors import ServeError
 from quire.supervisor.model_source import check_model
 from quire.supervisor.models import ModelOptions
 from quire.supervisor.options import ServeOptions
@@ -66,6 +69,7 @@ class Supervisor:
                 self._options, self._models, self._directory, log_format=self._log_format
             ),
             fewest=0 if self._options.shares_store else 1,
+            warn_of=partial(crowding, is_on_gpu=self._options.is_on_gpu),
         )
         async with service.served(scaler, self._directory):
             bring_up = self._spawn(self._bring_up())
@@ -83,6 +87,8 @@ class Supervisor:
         checking = [self._spawn(check) for check in checks]
         await self._start_store()
         await asyncio.gather(*checking)
+        if warning := self._crowding():
+            self._console.note(f"warning: {warning}")
         names = ", ".join(model.name for model in self._models)
         self._console.note(f"Quire starts {names} in {self._directory}")
         for spec in topology.services(
@@ -95,6 +101,14 @@ class Supervisor:
         )
         self._has_served = True
         self._console.note(banner(self._options, serving, loop.time() - started))
+
+    def _crowding(self) -> str:
+        """A warning if there are many workers. Raises ServeError if there are too many."""
+        num_workers = sum(model.num_prefill + model.num_decode for model in self._models)
+        try:
+            return crowding(num_workers, is_on_gpu=self._options.is_on_gpu)
+        except ValueError as error:
+            raise ServeError(str(error)) from error
 
     async def _start_store(self) -> None:
         spec = topology.store(self._options, self._directory)

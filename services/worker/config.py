@@ -96,6 +96,12 @@ class WorkerSettings(TracedSettings, PoolServiceSettings):
     preemption: Preemption = Field(
         "auto", description="how requests are preempted; auto: swap where that costs less"
     )
+    worker_number: int | None = Field(
+        None,
+        ge=1,
+        description="the worker's number in its run, by which it is named: decode-1; none: its id "
+        "is its name",
+    )
     num_expected_workers: int = Field(1, ge=1, description="workers that this host has to hold")
     cpus: str = Field(
         "auto",

@@ -80,12 +80,12 @@ def test_a_line_on_a_console_has_the_time_and_what_happened_with_its_figures(
 ) -> None:
     configure_logging("cook", log_format="console", stream=stream)
     get_logger("a").info("pan_heated", temperature_c=180, num_eggs=12, reason=None, took_ms=4.25)
-    get_logger("a").warning("pan_lost", size_bytes=2048, reason="it fell")
+    get_logger("a").warning("pan_lost", size_bytes=2048, worker_id="decode-1-3fa85f64")
     heated, lost = stream.getvalue().splitlines()
     assert re.fullmatch(
         r"\d\d:\d\d:\d\d pan heated: temperature c 180, 12 eggs, took 4.25 ms", heated
     )
-    assert lost.endswith("warning: pan lost: size 2.0 KiB, it fell")
+    assert lost.endswith("warning: pan lost: size 2.0 KiB, decode-1")
 
 
 def test_a_line_under_a_supervisor_leaves_the_time_to_it(stream: io.StringIO) -> None:

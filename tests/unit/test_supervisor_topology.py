@@ -190,12 +190,13 @@ def test_several_models_have_workers_of_their_own_on_different_ports(
     ]
     asked = options(mover=True)
     specs = {spec.name: spec for spec in topology.services(asked, models, RUN)}
-    workers = ["a:prefill-1", "org/b:prefill-1", "a:decode-1", "a:decode-2", "org/b:decode-1"]
-    movers = ["a:mover", "org/b:mover"]
+    workers = ["prefill-1", "prefill-2", "decode-1", "decode-2", "decode-3"]
+    movers = ["mover-1", "mover-2"]
     assert list(specs) == ["block-manager", *workers, *movers, "gateway"]
     assert [specs[name].variables["QUIRE_MOVER_MODEL_NAME"] for name in movers] == ["a", "org/b"]
     variables = [specs[name].variables for name in workers[2:]]
     assert [each["QUIRE_DECODE_METRICS_PORT"] for each in variables] == ["9092", "9093", "9094"]
+    assert [each["QUIRE_DECODE_WORKER_NUMBER"] for each in variables] == ["1", "2", "3"]
     assert [each["QUIRE_DECODE_MODEL"] for each in variables] == ["/a", "/a", "/b"]
     assert [each.get("QUIRE_DECODE_POOL_MEMORY") for each in variables] == ["1GiB", "1GiB", None]
     assert {each["QUIRE_DECODE_NUM_EXPECTED_WORKERS"] for each in variables} == {"5"}

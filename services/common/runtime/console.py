@@ -9,6 +9,7 @@ from datetime import datetime
 from structlog.types import EventDict, WrappedLogger
 
 from quire.sizes import format_size
+from quire.worker_names import worker_name
 
 _HIDDEN = frozenset({"service", "level", "timestamp", "event", "exception", "exc_info", "stack"})
 _SHOWN = {
@@ -58,6 +59,8 @@ def _told(key: str, value: object) -> str:
     """A key and its value in words; empty if the value says nothing."""
     if value is None or value in ("", "none") or (value == 0 and key.startswith("num_")):
         return ""
+    if key == "worker_id":
+        return worker_name(str(value))
     words, _, unit = key.replace("_", " ").rpartition(" ")
     if key.startswith("num_"):
         return f"{value:,} {key.removeprefix('num_').replace('_', ' ')}"
