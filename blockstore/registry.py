@@ -45,7 +45,6 @@ class Member:
     state: State
     started_unix_ms: int
     protocol_version: int
-    pid: int = 0
     pool_id: str = ""
     model: str = ""
     model_dir: str = ""
@@ -53,6 +52,7 @@ class Member:
     max_num_seqs: int = 0
     load: Load = field(default_factory=Load)
     engine: dict[str, str] = field(default_factory=dict)
+    pid: int = 0
 
 
 class AdapterList(Protocol):
