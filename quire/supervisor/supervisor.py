@@ -17,6 +17,7 @@ from quire.supervisor.errors import ServeError
 from quire.supervisor.model_source import check_model
 from quire.supervisor.models import ModelOptions
 from quire.supervisor.options import ServeOptions
+from quire.supervisor.preflight import check_service, specs_to_check
 from quire.supervisor.readiness import wait_until_serving
 from quire.supervisor.run_directory import RUNS, RunRecord, claim
 from quire.supervisor.worker_scaler import WorkerScaler
@@ -82,18 +83,23 @@ class Supervisor:
     async def _bring_up(self) -> None:
         loop = asyncio.get_running_loop()
         started = loop.time()
-        # Valkey starts beside the check, because its start waits more than it computes.
-        checks = (asyncio.to_thread(check_model, model.path) for model in self._models)
+        if warning := self._crowding():
+            self._console.note(f"warning: {warning}")
+        specs = topology.services(
+            self._options, self._models, self._directory, log_format=self._log_format
+        )
+        # Valkey starts beside the checks, because its start waits more than it computes.
+        (self._directory / "pools").mkdir(mode=0o700)  # the checks ask how much fits there
+        checks = [asyncio.to_thread(check_model, model.path) for model in self._models]
+        checks += [
+            asyncio.to_thread(check_service, spec) for spec in specs_to_check(self._options, specs)
+        ]
         checking = [self._spawn(check) for check in checks]
         await self._start_store()
         await asyncio.gather(*checking)
-        if warning := self._crowding():
-            self._console.note(f"warning: {warning}")
         names = ", ".join(model.name for model in self._models)
         self._console.note(f"Quire starts {names} in {self._directory}")
-        for spec in topology.services(
-            self._options, self._models, self._directory, log_format=self._log_format
-        ):
+        for spec in specs:
             self._start(spec)
         serving = await wait_until_serving(
             *(self._directory, self._models, self._console.note),

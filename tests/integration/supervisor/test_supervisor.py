@@ -200,6 +200,15 @@ def test_a_service_that_cannot_start_ends_the_run_with_its_reason(
     assert not run.root.exists()
 
 
+def test_options_with_which_no_worker_could_start_end_the_run_before_any_service_starts(
+    start: Callable[..., Run],
+) -> None:
+    run = start(flags=("--pool-memory", "1MiB"))
+    assert run.process.wait(timeout=LIMIT_S) == 1
+    assert run.text() == "quire: prefill-1 cannot start: pool memory is too small\n"
+    assert not run.root.exists()
+
+
 def test_a_run_that_has_served_never_gives_up(start: Callable[..., Run]) -> None:
     """The missing service may return while no one watches."""
     run = start()
