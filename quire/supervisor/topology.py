@@ -31,7 +31,11 @@ def services(
 ) -> tuple[ChildSpec, ...]:
     """All services but the store, in the order in which they start."""
     common = _common(options, run, log_format)
-    gateway = {**common, "SUPERVISOR": service.address(run)}
+    gateway = {
+        **common,
+        "SUPERVISOR": service.address(run),
+        "MODELS": ",".join(model.name for model in models),
+    }
     if names := aliases(models):
         gateway["MODEL_ALIASES"] = names
     return (

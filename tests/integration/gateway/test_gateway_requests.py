@@ -11,6 +11,7 @@ from quire.v1 import prefill_pb2
 from services.common.errors import (
     DuplicateRequest,
     InvalidRequest,
+    NoWorker,
     Overloaded,
     PromptTooLong,
     UnknownModel,
@@ -308,6 +309,18 @@ async def test_a_bad_resume_token_is_refused(harness: Any, fields: Any, text: st
 
 
 async def test_an_unknown_model_is_named_with_those_that_are_there(harness: Any) -> None:
+    with pytest.raises(UnknownModel, match="'other' is not served here; these are: toy"):
+        await Call(harness.gateway, asked(model="other")).result()
+    await Call(harness.gateway, asked(model="toy")).result()
+
+
+async def test_model_of_the_deployment_without_workers_is_unavailable_not_unknown(
+    make_harness: Any,
+) -> None:
+    """Its workers have died and do not start again, while those of another model serve."""
+    harness = await make_harness(FakePrefill(), FakeDecode(), models=("toy", "big"), patience_s=0.1)
+    with pytest.raises(NoWorker, match="no prefill and no decode worker serves 'big' now"):
+        await Call(harness.gateway, asked(model="big")).result()
     with pytest.raises(UnknownModel, match="'other' is not served here; these are: toy"):
         await Call(harness.gateway, asked(model="other")).result()
     await Call(harness.gateway, asked(model="toy")).result()
