@@ -29,8 +29,8 @@ class GatewayOptions(BaseModel):
 
     models: SeveralTexts = Field(
         default=(),
-        description="the deployment's models, by commas: while one has no workers, its requests wait "
-        "and then fail as unavailable; those for another model fail as not found",
+        description="the deployment's models, by commas: while one has no workers, its requests "
+        "wait and then fail as unavailable; those for another model fail as not found",
     )
     model_aliases: SeveralTexts = Field(
         default=(),
