@@ -227,13 +227,15 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model that a gateway serves. `max_model_len`: the longest prompt + generation, in
-    tokens."""
+    """A model that a gateway serves. `max_model_len`: the longest prompt + generation, in tokens;
+    less than `context`, the model's own limit, if no pool has room for it. `dtype`: of the
+    weights."""
 
     id: str
     max_model_len: int
     block_size: int
     dtype: str
+    context: int = 0
 
 
 @dataclass(frozen=True, slots=True)

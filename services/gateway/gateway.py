@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -153,7 +153,7 @@ class Gateway:
                     add_generation_prompt=request.add_generation_prompt,
                 )
         tokens = tuple(map(tokenizer.token, token_ids)) if request.with_tokens else None
-        return Tokenized(token_ids, tokens, served.max_model_len)
+        return Tokenized(token_ids, tokens, served.longest_request)
 
     async def detokenize(self, token_ids: tuple[int, ...], model: str) -> str:
         """See `Generator.detokenize`."""
@@ -212,9 +212,10 @@ class Gateway:
         return ServedModel(
             model=name,
             root=model,
-            max_model_len=served.max_model_len,
+            max_model_len=served.longest_request,
+            context=served.max_model_len,
             block_size=served.specs[0].block_size,
-            dtype=member.engine.get("dtype", served.model.config.dtype),
+            dtype=_dtype(member.engine) or served.model.config.dtype,
         )
 
     async def _served(self, name: str, caller: Caller) -> tuple[str, ModelPools, Adapter | None]:
@@ -308,6 +309,12 @@ class Gateway:
         output.running_usage = asked.running_usage
         output.replay(request.received or ())
         return output
+
+
+def _dtype(engine: Mapping[str, str]) -> str:
+    """The kind of a worker's weights; empty if it does not tell."""
+    quantize = engine.get("quantize", "none")
+    return engine.get("dtype", "") if quantize == "none" else quantize
 
 
 def _sequence(

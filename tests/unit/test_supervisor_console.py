@@ -2,6 +2,7 @@
 
 import io
 import re
+from dataclasses import replace
 
 from quire.supervisor.banner import banner
 from quire.supervisor.console import Console
@@ -53,6 +54,17 @@ def test_the_banner_is_short_on_the_usual_ports() -> None:
     assert "  pool   p-1: 2,048 blocks of 16 tokens, 2,048 MiB\n" in text
     assert '  quire generate "What is paged attention?"\n' in text
     assert text.endswith("`quire down`.")
+
+
+def test_the_banner_warns_of_a_pool_with_less_room_than_the_context() -> None:
+    pool = replace(serving().pools[0], num_blocks=85)
+    model = Model("m", 1360, 16, "int8", context=8192)
+    text = banner(ServeOptions(model="/m", model_name="m"), Serving((model,), (pool,)), 3.21)
+    assert "  model  m (int8, up to 1,360 tokens a request)\n" in text
+    assert (
+        "warning: m has a context of 8,192 tokens, and its pool has room for 1,360: "
+        "--pool-memory gives it more\n"
+    ) in text
 
 
 def test_the_banner_names_other_ports_and_an_address_that_can_be_reached() -> None:

@@ -10,7 +10,8 @@ from quire.worker_names import worker_name
 
 _MODEL_COLUMNS: Columns[Model] = {
     "MODEL": lambda model: model.id,
-    "CONTEXT": lambda model: model.max_model_len,
+    "CONTEXT": lambda model: model.context or model.max_model_len,
+    "ROOM": lambda model: model.max_model_len,
     "BLOCK SIZE": lambda model: model.block_size,
     "DTYPE": lambda model: model.dtype,
 }

@@ -96,17 +96,20 @@ def test_workers_as_json(gateway: Any, capsys: Any) -> None:
 
 
 def test_models(gateway: Any, capsys: Any) -> None:
-    gateway.models = [inference.Model(id="m", max_model_len=4096, block_size=16, dtype="float32")]
+    """ROOM is the longest request that a pool holds."""
+    gateway.models = [
+        inference.Model(id="m", max_model_len=1360, context=4096, block_size=16, dtype="int8")
+    ]
     assert main(["models"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "MODEL  CONTEXT  BLOCK SIZE  DTYPE",
-        "m        4,096          16  float32",
+        "MODEL  CONTEXT   ROOM  BLOCK SIZE  DTYPE",
+        "m        4,096  1,360          16  int8",
     ]
 
 
 def test_an_empty_list_is_a_header(gateway: Any, capsys: Any) -> None:
     assert main(["models"]) == 0
-    assert capsys.readouterr().out == "MODEL  CONTEXT  BLOCK SIZE  DTYPE\n"
+    assert capsys.readouterr().out == "MODEL  CONTEXT  ROOM  BLOCK SIZE  DTYPE\n"
 
 
 def test_a_clean_audit_exits_0(gateway: Any, capsys: Any) -> None:
