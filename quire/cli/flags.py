@@ -15,6 +15,14 @@ if TYPE_CHECKING:
     from quire.client import Client
     from quire.connections import Tls
 
+RunName = Annotated[
+    str | None,
+    Option(
+        metavar="PORT|DIR",
+        envvar="QUIRE_RUN",
+        help="which run of this host: its gRPC port, or its directory; default: the only one",
+    ),
+]
 Json = Annotated[bool, Option("--json", help="print JSON for scripts")]
 
 
@@ -87,14 +95,7 @@ class OperationsFlags(AccessFlags):
             "run of this user on this host",
         ),
     ] = None
-    run: Annotated[
-        str | None,
-        Option(
-            metavar="PORT|DIR",
-            envvar="QUIRE_RUN",
-            help="which run of this host: its gRPC port, or its directory; default: the only one",
-        ),
-    ] = None
+    run: RunName = None
 
     def connect(self) -> "Client":
         from quire.cli.runs import run_address

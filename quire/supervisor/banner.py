@@ -19,7 +19,7 @@ def banner(options: ServeOptions, serving: Serving, took_s: float) -> str:
         flag += f"--model {serving.models[0].id} "
     key = "QUIRE_API_KEY=KEY " if options.api_keys_file else ""
     header = "-H 'Authorization: Bearer KEY' " if options.api_keys_file else ""
-    port = "" if options.grpc_port == DEFAULT_GRPC_PORT else f" --grpc-port {options.grpc_port}"
+    port = "" if options.grpc_port == DEFAULT_GRPC_PORT else f" --run {options.grpc_port}"
     lines = [
         f"Quire is serving, {took_s:.1f} s after its start.",
         *(f"  model  {model.id} ({model.dtype}, up to {model.max_model_len:,} tokens a request)"

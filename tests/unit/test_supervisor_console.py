@@ -74,4 +74,4 @@ def test_the_banner_names_other_ports_and_an_address_that_can_be_reached() -> No
     text = banner(options, serving(), 3.21)
     assert "quire generate --address 127.0.0.1:6000 " in text
     assert "curl http://127.0.0.1:6001/v1/chat/completions" in text
-    assert text.endswith("`quire down --grpc-port 6000`.")
+    assert text.endswith("`quire down --run 6000`.")

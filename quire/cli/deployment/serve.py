@@ -6,6 +6,7 @@ from typing import Annotated
 
 from typer import BadParameter, Option
 
+from quire.cli.flags import RunName
 from quire.supervisor.options import ServeOptions
 from quire.supervisor.run_directory import RUNS, free_port, stop_run
 
@@ -29,15 +30,12 @@ def serve(options: ServeOptions, run_root: RunRoot = RUNS) -> None:
 
 
 def down(
-    grpc_port: Annotated[
-        int | None,
-        Option(metavar="PORT", min=0, max=65535, help="needed if several runs exist"),
-    ] = None,
+    run: RunName = None,
     run_root: RunRoot = RUNS,
 ) -> None:
     """End a `quire serve` of this user."""
-    run = stop_run(run_root, grpc_port)
-    print(f"the run on port {run.grpc_port} (pid {run.pid}) has ended")
+    ended = stop_run(run_root, run)
+    print(f"the run on port {ended.grpc_port} (pid {ended.pid}) has ended")
 
 
 def resolved(options: ServeOptions) -> ServeOptions:
