@@ -140,7 +140,7 @@ def test_one_of_several_runs_must_be_named(short_path: Path) -> None:
 
 
 def test_stopping_without_a_run_is_an_error(short_path: Path) -> None:
-    with pytest.raises(NoSuchRun, match="not a run 50051 to end: .*; ports of runs: none"):
+    with pytest.raises(NoSuchRun, match=r"not a run 50051 to end: .*; ports of runs: none"):
         stop_run(short_path / "runs", "50051")
     assert not (short_path / "runs").exists()
 
