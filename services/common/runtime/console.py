@@ -20,7 +20,8 @@ _SHOWN = {
     "worker_ready": ("num_blocks", "address"),
     "request_ended": (
         *("outcome", "reason", "num_prompt_tokens", "num_cached_tokens", "num_generated_tokens"),
-        *("num_preemptions", "num_moves", "time_to_first_token_ms", "duration_ms", "request_id"),
+        *("num_accepted_drafts", "num_rejected_drafts", "num_preemptions", "num_moves"),
+        *("time_to_first_token_ms", "duration_ms", "request_id", "trace_id"),
     ),
 }
 """The keys of events that have more than a reader at a terminal needs, in their order; all other
