@@ -10,6 +10,7 @@ from quire.supervisor import child, end_with_parent, supervisor, topology, valke
 from quire.supervisor.child import ChildSpec
 from quire.supervisor.models import ModelOptions
 from quire.supervisor.options import ServeOptions
+from quire.supervisor.preflight import specs_to_check
 from quire.supervisor.worker_options import WorkerOptions
 from services.common.runtime import process
 
@@ -201,3 +202,24 @@ def test_several_models_have_workers_of_their_own_on_different_ports(
     assert [each.get("QUIRE_DECODE_POOL_MEMORY") for each in variables] == ["1GiB", "1GiB", None]
     assert {each["QUIRE_DECODE_NUM_EXPECTED_WORKERS"] for each in variables} == {"5"}
     assert specs["gateway"].environment["QUIRE_GATEWAY_MODEL_ALIASES"] == "default=a"
+
+
+def checked(**changes: object) -> list[str]:
+    """The services that check the options of two models' run before any service starts."""
+    asked = options(num_gateways=2, **changes)
+    models = [ModelOptions(name, Path(f"/{name}"), 1, 2) for name in ("a", "b")]
+    return [spec.name for spec in specs_to_check(asked, topology.services(asked, models, RUN))]
+
+
+def test_one_worker_of_each_model_checks_the_options_of_workers() -> None:
+    assert checked(quantize="int8") == ["prefill-1", "prefill-2"]
+    assert checked(own=["a.quantize=int8"]) == ["prefill-1", "prefill-2"]
+
+
+def test_one_gateway_checks_the_options_of_gateways() -> None:
+    assert checked(public_tls_cert=Path("nope")) == ["gateway"]
+
+
+def test_options_that_nobody_has_chosen_are_not_checked() -> None:
+    """The check of a model's files is another one."""
+    assert checked() == []
