@@ -227,15 +227,18 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model that a gateway serves. `max_model_len`: the longest prompt + generation, in tokens;
-    less than `context`, the model's own limit, if no pool has room for it. `dtype`: of the
-    weights."""
+    """A model that a gateway serves."""
 
     id: str
     max_model_len: int
+    """The longest prompt + generation, in tokens: `context`, or what a pool has room for."""
+
     block_size: int
     dtype: str
+    """The kind of the weights: int8, int4-32 ... where linears compute quantized."""
+
     context: int = 0
+    """The longest prompt + generation of the model itself, in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
