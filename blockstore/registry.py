@@ -31,7 +31,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One running service. `address` is the host:port at which others reach its gRPC server.
+    """One running service. `address` is the host:port at which others reach its gRPC server;
+    `pid` is of its process, on its host.
 
     A worker's entry also has its pool and model: the gateway reads tokenizer and config from
     `model_dir`, `max_model_len` limits prompt + generated tokens, and `engine` describes the
@@ -51,6 +52,7 @@ class Member:
     max_num_seqs: int = 0
     load: Load = field(default_factory=Load)
     engine: dict[str, str] = field(default_factory=dict)
+    pid: int = 0
 
 
 class AdapterList(Protocol):

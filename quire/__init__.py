@@ -7,11 +7,9 @@ with Client() as client:
         print(delta.text, end="", flush=True)
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from quire.async_client import AsyncClient
-from quire.client import Client
-from quire.connections import Tls
 from quire.errors import (
     BadTls,
     Conflict,
@@ -40,6 +38,9 @@ from quire.types import (
 )
 
 if TYPE_CHECKING:
+    from quire.async_client import AsyncClient
+    from quire.client import Client
+    from quire.connections import Tls
     from services.offline.llm import LLM as LLM
 
 SamplingParams = Sampling
@@ -48,13 +49,21 @@ StructuredOutputsParams = StructuredOutput
 """vLLM's name of `StructuredOutput`."""
 
 
-def __getattr__(name: str) -> Any:
-    """Import `LLM` when it is first used: it brings PyTorch, which clients do not have."""
-    if name == "LLM":
-        from services.offline.llm import LLM as LLM
+_IMPORTED_WHEN_USED = {
+    "AsyncClient": "quire.async_client",
+    "Client": "quire.client",
+    "Tls": "quire.connections",
+    "LLM": "services.offline.llm",
+}
+"""The modules of names that need large libraries: the clients need gRPC, which commands such as
+`quire --version` do not; `LLM` needs PyTorch, which clients do not have."""
 
-        return LLM
-    raise AttributeError(f"module 'quire' has no attribute {name!r}")
+
+def __getattr__(name: str) -> Any:
+    """Import a name of `_IMPORTED_WHEN_USED` when it is first used."""
+    if name not in _IMPORTED_WHEN_USED:
+        raise AttributeError(f"module 'quire' has no attribute {name!r}")
+    return getattr(import_module(_IMPORTED_WHEN_USED[name]), name)
 
 
 __all__ = [

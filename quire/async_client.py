@@ -8,7 +8,8 @@ import grpc.aio
 
 from quire import calls, messages
 from quire.calls import Call, ClientBase
-from quire.errors import QuireError, translate_errors
+from quire.error_translation import translate_errors
+from quire.errors import QuireError
 from quire.messages import Request
 from quire.types import (
     Completion,

@@ -9,6 +9,7 @@ from google.protobuf.message import Message
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from quire import messages
+from quire.addresses import DEFAULT_ADDRESS
 from quire.connections import Access, Connection, Connections, Tls
 from quire.messages import Request
 from quire.progress import RESUME_WINDOW_S, Progress
@@ -25,7 +26,6 @@ from quire.v1.supervisor_pb2 import ScaleRequest
 
 T = TypeVar("T")
 
-DEFAULT_ADDRESS = "127.0.0.1:50051"
 _TIMEOUT_S = 10.0
 _ADAPTER_TIMEOUT_S = 60.0
 """Of a call that reads an adapter's files."""

@@ -12,7 +12,8 @@ import grpc
 from quire import calls, messages
 from quire.calls import Call, ClientBase
 from quire.connections import Connection, Connections
-from quire.errors import QuireError, translate_errors
+from quire.error_translation import translate_errors
+from quire.errors import QuireError
 from quire.messages import Request
 from quire.progress import Progress
 from quire.types import (

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import grpc
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from quire.errors import BadTls, QuireError, translate_errors
+from quire.error_translation import translate_errors
+from quire.errors import BadTls, QuireError
 from quire.v1.adapters_pb2_grpc import AdaptersStub
 from quire.v1.block_manager_pb2_grpc import BlockManagerStub
 from quire.v1.inference_pb2_grpc import InferenceStub
@@ -171,11 +171,3 @@ class Connections:
         """Use the next gateway, unless another thread or task has already switched."""
         if connection is self.current:
             self._index = (self._index + 1) % len(self._all)
-
-
-def http_url(text: str) -> str:
-    """Returns `text` if it is the URL of an HTTP server. ValueError: it is not."""
-    parts = urlsplit(text)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"{text!r} is no URL, such as http://127.0.0.1:8000")
-    return text

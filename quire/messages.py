@@ -30,6 +30,7 @@ from quire.types import (
     WorkerState,
 )
 from quire.v1 import block_manager_pb2, inference_pb2, logprobs_pb2, sampling_pb2, supervisor_pb2
+from quire.worker_names import worker_name
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -263,7 +264,7 @@ def _choice(deltas: Sequence[Delta]) -> Choice:
 
 
 def models(response: inference_pb2.ListModelsResponse) -> tuple[Model, ...]:
-    return tuple(Model(m.id, m.max_model_len, m.block_size, m.dtype) for m in response.models)
+    return tuple(_from_message(Model, model) for model in response.models)
 
 
 def pools(response: block_manager_pb2.ListPoolsResponse) -> tuple[Pool, ...]:
@@ -275,6 +276,7 @@ def workers(response: block_manager_pb2.ListWorkersResponse) -> tuple[Worker, ..
         _from_message(
             Worker,
             worker,
+            name=worker_name(worker.worker_id),
             state=_WORKER_STATES.get(worker.state, "unknown"),
             **{name: getattr(worker.load, name) for name in _LOAD},
         )

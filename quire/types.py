@@ -227,13 +227,18 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model that a gateway serves. `max_model_len`: the longest prompt + generation, in
-    tokens."""
+    """A model that a gateway serves."""
 
     id: str
     max_model_len: int
+    """The longest prompt + generation, in tokens: `context`, or what a pool has room for."""
+
     block_size: int
     dtype: str
+    """The kind of the weights: int8, int4-32 ... where linears compute quantized."""
+
+    context: int = 0
+    """The longest prompt + generation of the model itself, in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +272,9 @@ class Worker:
     """A worker in the registry, with its load. `num_free_slots`: the sequences that a decode worker
     can still take. Of the steps of the last seconds: `busy_permille`, their share of the time in
     1/1000; `step_us`, their mean duration; `tokens_per_s`, the tokens computed in a second of
-    steps. `engine`: its backend, instruction set or GPU, dtype and quantization."""
+    steps. `engine`: its backend, instruction set or GPU, dtype and quantization. `pid`: of its
+    process, on its host; 0 while it is not in the registry. `name`: for people; it stays when the
+    worker starts again, with another id."""
 
     worker_id: str
     role: str
@@ -281,22 +288,25 @@ class Worker:
     num_pending_tokens: int
     engine: Mapping[str, str]
     started_unix_ms: int
+    pid: int = 0
     busy_permille: int = 0
     step_us: int = 0
     tokens_per_s: int = 0
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
     """The result of `scale`: the worker counts once the workers in `starting` serve and those in
-    `leaving` have left. `failing`: workers that do not start, with the last line that each
-    wrote."""
+    `leaving` have left. `failing`: workers that do not start, with the last line that each wrote.
+    `warning`: what the operator should know about the numbers; usually empty."""
 
     num_prefill: int
     num_decode: int
     starting: tuple[str, ...]
     leaving: tuple[str, ...]
     failing: Mapping[str, str] = field(default_factory=dict)
+    warning: str = ""
 
 
 @dataclass(frozen=True, slots=True)

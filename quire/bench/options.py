@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from typer import Option
 
-from quire.connections import http_url
+from quire.addresses import http_url
 
 _server = partial(Option, rich_help_panel="Server", show_default=False)
 _load = partial(Option, rich_help_panel="Load", show_default=False)

@@ -39,7 +39,7 @@ _COLUMNS: Columns[Costs] = {
 }
 
 
-app = typer.Typer(help="Recommend settings for a recorded workload.")
+app = typer.Typer(help="Recommend settings for a recorded workload.", add_completion=False)
 
 
 @dataclass(frozen=True)

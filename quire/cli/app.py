@@ -3,28 +3,91 @@
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.metadata import version
-from typing import Annotated
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from quire.cli import advise, bench
-from quire.cli.deployment import certs, drain, keys, lora, plan, scale, serve
 from quire.cli.flags import with_flags
-from quire.cli.requests import batch, chat, generate
-from quire.cli.state import audit, health, lists, top
 from quire.errors import QuireError, Unreachable, UnreachableUrl
-from quire.supervisor import ServeError
+from quire.supervisor.errors import ServeError
 
 EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHABLE, EXIT_INTERRUPTED = 1, 2, 3, 130
 _PANELS_WIDTH = 110
 
+_DEPLOYMENT, _REQUESTS, _STATE = "Deployment", "Requests", "State"
+
+_COMMANDS = {
+    "serve": ("deployment.serve:serve", _DEPLOYMENT),
+    "down": ("deployment.serve:down", _DEPLOYMENT),
+    "scale": ("deployment.scale:scale", _DEPLOYMENT),
+    "plan": ("deployment.plan:plan", _DEPLOYMENT),
+    "drain": ("deployment.drain:drain", _DEPLOYMENT),
+    "certs": ("deployment.certs:certs", _DEPLOYMENT),
+    "generate": ("requests.generate:generate", _REQUESTS),
+    "batch": ("requests.batch:batch", _REQUESTS),
+    "chat": ("requests.chat:chat", _REQUESTS),
+    "bench": ("bench:bench", _REQUESTS),
+    "health": ("state.health:health", _STATE),
+    "top": ("state.top:top", _STATE),
+    "models": ("state.lists:models", _STATE),
+    "workers": ("state.lists:workers", _STATE),
+    "pools": ("state.lists:pools", _STATE),
+    "audit": ("state.audit:audit", _STATE),
+    "lora": ("deployment.lora:app", _DEPLOYMENT),
+    "keys": ("deployment.keys:app", _DEPLOYMENT),
+    "advise": ("advise:app", _DEPLOYMENT),
+}
+"""The module and the object of each command, a function or the app of a group, and its panel in the
+help."""
+
+
+class _LazyCommands(Mapping[str, Any]):
+    """The commands by name. The module of a command is imported when the command is first looked
+    up, so that each command waits only for its own imports."""
+
+    def __init__(self) -> None:
+        self._loaded: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._loaded:
+            self._loaded[name] = _load(name)
+        return self._loaded[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in _COMMANDS
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_COMMANDS)
+
+    def __len__(self) -> int:
+        return len(_COMMANDS)
+
+
+def _load(name: str) -> Any:
+    """The command of this name. KeyError: there is none."""
+    place, panel = _COMMANDS[name]
+    module, _, attribute = place.partition(":")
+    found = getattr(import_module(f"quire.cli.{module}"), attribute)
+    if not isinstance(found, typer.Typer):
+        function, found = found, typer.Typer(add_completion=False)
+        found.command(name)(with_flags(function))
+    found.rich_markup_mode = app.rich_markup_mode
+    command = typer.main.get_command(found)
+    command.name = name
+    command.rich_help_panel = panel  # type: ignore[attr-defined]
+    return command
+
 
 class _Commands(TyperGroup):
     """The top group. It turns expected errors of all commands into lines and exit statuses."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = _LazyCommands()  # type: ignore[assignment]
 
     def invoke(self, ctx: typer.Context) -> object:  # type: ignore[override]
         with _errors_as_exits():
@@ -41,29 +104,6 @@ app = typer.Typer(
     rich_markup_mode="rich" if _is_wide_terminal() else None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-for command, panel in (
-    (serve.serve, "Deployment"),
-    (serve.down, "Deployment"),
-    (scale.scale, "Deployment"),
-    (plan.plan, "Deployment"),
-    (drain.drain, "Deployment"),
-    (certs.certs, "Deployment"),
-    (generate.generate, "Requests"),
-    (batch.batch, "Requests"),
-    (chat.chat, "Requests"),
-    (bench.bench, "Requests"),
-    (health.health, "State"),
-    (top.top, "State"),
-    (lists.models, "State"),
-    (lists.workers, "State"),
-    (lists.pools, "State"),
-    (audit.audit, "State"),
-):
-    app.command(rich_help_panel=panel)(with_flags(command))
-app.add_typer(lora.app, name="lora", rich_help_panel="Deployment")
-app.add_typer(keys.app, name="keys", rich_help_panel="Deployment")
-app.add_typer(advise.app, name="advise", rich_help_panel="Deployment")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -114,6 +154,9 @@ def _fail(message: str, status: int) -> int:
 
 def _show_version(is_asked: bool) -> None:
     if is_asked:
+        # Imported here because only this option needs it.
+        from importlib.metadata import version
+
         print(f"quire {version('quire-serve')}")
         raise typer.Exit
 

@@ -5,16 +5,24 @@ from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 from typer import Option
 
-from quire.calls import DEFAULT_ADDRESS
-from quire.cli.runs import run_address
-from quire.client import Client
-from quire.connections import Tls
-from quire.supervisor import RUNS
+from quire.addresses import DEFAULT_ADDRESS
 
+if TYPE_CHECKING:
+    from quire.client import Client
+    from quire.connections import Tls
+
+RunName = Annotated[
+    str | None,
+    Option(
+        metavar="PORT|DIR",
+        envvar="QUIRE_RUN",
+        help="which run of this host: its gRPC port, or its directory; default: the only one",
+    ),
+]
 Json = Annotated[bool, Option("--json", help="print JSON for scripts")]
 
 
@@ -47,12 +55,17 @@ class AccessFlags:
     ] = None
 
     @property
-    def tls_files(self) -> Tls | None:
+    def tls_files(self) -> "Tls | None":
         """None: without TLS."""
+        from quire.connections import Tls
+
         uses_tls = self.tls or self.tls_ca is not None or self.tls_cert is not None
         return Tls(self.tls_ca, self.tls_cert, self.tls_key) if uses_tls else None
 
-    def client(self, address: str) -> Client:
+    def client(self, address: str) -> "Client":
+        # Imported here and not above, because the help of a command needs no gRPC.
+        from quire.client import Client
+
         return Client(address, api_key=self.api_key, tls=self.tls_files)
 
 
@@ -64,7 +77,7 @@ class GatewayFlags(AccessFlags):
         str, Option(metavar="HOST:PORT", envvar="QUIRE_ADDRESS", help="the gateway")
     ] = DEFAULT_ADDRESS
 
-    def connect(self) -> Client:
+    def connect(self) -> "Client":
         return self.client(self.address)
 
 
@@ -82,16 +95,12 @@ class OperationsFlags(AccessFlags):
             "run of this user on this host",
         ),
     ] = None
-    run: Annotated[
-        str | None,
-        Option(
-            metavar="PORT|DIR",
-            envvar="QUIRE_RUN",
-            help="which run of this host: its gRPC port, or its directory; default: the only one",
-        ),
-    ] = None
+    run: RunName = None
 
-    def connect(self) -> Client:
+    def connect(self) -> "Client":
+        from quire.cli.runs import run_address
+        from quire.supervisor.run_directory import RUNS
+
         return self.client(self.address or run_address(self.run, RUNS))
 
 

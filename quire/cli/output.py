@@ -6,10 +6,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
@@ -45,13 +41,18 @@ def print_items(as_json: bool, columns: Columns[D], items: Sequence[D]) -> None:
 def print_table(columns: Columns[T], items: Sequence[T]) -> None:
     """Print a table; numbers are right-aligned. A table that goes to no terminal is as wide as its
     cells, whatever the width of the screen."""
+    # Imported here, so that commands without tables start without it.
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
     rows = [[cell(item) for cell in columns.values()] for item in items]
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for index, header in enumerate(columns):
         is_number = bool(rows) and isinstance(rows[0][index], int)
         table.add_column(header, justify="right" if is_number else "left", overflow="fold")
     for row in rows:
-        table.add_row(*map(_cell, row))
+        table.add_row(*(Text(_cell(value)) for value in row))
     console = Console(highlight=False)
     if console.is_terminal:
         console.print(table)
@@ -64,8 +65,8 @@ def print_table(columns: Columns[T], items: Sequence[T]) -> None:
     sys.stdout.flush()
 
 
-def _cell(value: object) -> Text:
-    return Text(f"{value:,}" if isinstance(value, int) else str(value) or "-")
+def _cell(value: object) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value) or "-"
 
 
 def percent(part: int, whole: int) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from quire.errors import Unreachable
 from quire.sockets import living_sockets
-from quire.supervisor import NoSuchRun
+from quire.supervisor.errors import NoSuchRun
 from quire.supervisor.run_directory import run_paths
 
 

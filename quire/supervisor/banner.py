@@ -1,6 +1,6 @@
 """The text that `quire serve` prints when it is ready: models, pools, addresses, first commands."""
 
-from quire.calls import DEFAULT_ADDRESS
+from quire.addresses import DEFAULT_ADDRESS
 from quire.sockets import join_host_port
 from quire.supervisor.options import DEFAULT_GRPC_PORT, ServeOptions
 from quire.supervisor.readiness import Serving
@@ -22,10 +22,10 @@ def banner(options: ServeOptions, serving: Serving, took_s: float) -> str:
         flag += f"--model {serving.models[0].id} "
     key = "QUIRE_API_KEY=KEY " if options.api_keys_file else ""
     header = "-H 'Authorization: Bearer KEY' " if options.api_keys_file else ""
-    port = "" if options.grpc_port == DEFAULT_GRPC_PORT else f" --grpc-port {options.grpc_port}"
+    port = "" if options.grpc_port == DEFAULT_GRPC_PORT else f" --run {options.grpc_port}"
     lines = [
         f"Quire is serving, {took_s:.1f} s after its start.",
-        *(f"  model  {model.id} ({model.dtype}, {model.max_model_len:,} tokens)"
+        *(f"  model  {model.id} ({model.dtype}, up to {model.max_model_len:,} tokens a request)"
           for model in serving.models),
         *(f"  pool   {pool.pool_id}: {pool.num_blocks:,} blocks of {pool.block_size} tokens, "
           f"{pool.num_blocks * pool.block_bytes / 2**20:,.0f} MiB" for pool in serving.pools),
@@ -37,6 +37,9 @@ def banner(options: ServeOptions, serving: Serving, took_s: float) -> str:
         "    -H 'Content-Type: application/json' \\",
         f"    -d '{{\"messages\": [{{\"role\": \"user\", \"content\": \"{_QUESTION}\"}}], "
         f"\"model\": \"{serving.models[0].id if serving.models else ''}\"}}'",
+        *(f"warning: {model.id} has a context of {model.context:,} tokens, and its pool has room "
+          f"for {model.max_model_len:,}: --pool-memory gives it more"
+          for model in serving.models if model.max_model_len < model.context),
         f"End it with Ctrl-C, or `quire down{port}`.",
     ]  # fmt: skip
     return "\n".join(lines)

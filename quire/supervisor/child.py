@@ -1,12 +1,13 @@
 """One service process of the run: start, forwarded output, restarts, end."""
 
 import asyncio
+import math
 import os
 import re
 import signal
 from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 from quire.supervisor.console import Console
@@ -48,6 +49,14 @@ class ChildSpec:
     number: int = 0
     role: str = ""
     model: str = ""
+
+    def worker(self, index: int, number: int) -> "ChildSpec":
+        """The spec of one worker of this role and model: `index` is in its name, `number` decides
+        about its ports."""
+        setting = f"QUIRE_{self.role.upper()}_WORKER_NUMBER"
+        environment = {**self.environment, setting: str(index)}
+        name = f"{self.role}-{index}"
+        return replace(self, name=name, number=number, environment=environment)
 
     @property
     def variables(self) -> dict[str, str]:
@@ -107,12 +116,17 @@ class Child:
         return self._ended.is_set()
 
     @property
+    def running_since(self) -> float:
+        """When the process started, by the event loop's clock; infinite if none runs."""
+        runs = self._process is not None and self._process.returncode is None
+        return self._started_at if runs else math.inf
+
+    @property
     def failure(self) -> str:
         """Why the service fails to start again and again; empty once it has run for STEADY_S, and
         when it is to end."""
-        runs = self._process is not None and self._process.returncode is None
-        is_old = asyncio.get_running_loop().time() - self._started_at >= STEADY_S
-        return "" if not self.is_staying or (runs and is_old) else self._failure
+        is_steady = asyncio.get_running_loop().time() - self.running_since >= STEADY_S
+        return "" if not self.is_staying or is_steady else self._failure
 
     def drain(self) -> None:
         """Send SIGTERM, without a restart afterwards; `run` returns when the process has ended.

@@ -17,6 +17,10 @@ class WrongModels(ServeError):
     """The names or the options of a run's models do not fit together."""
 
 
+class WrongOptions(ServeError):
+    """A service could not start with the options of the run."""
+
+
 class PortInUse(ServeError):
     """Another run or program listens on a port of the run."""
 

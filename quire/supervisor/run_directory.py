@@ -90,17 +90,21 @@ def claim(runs: Path, record: RunRecord, timeout_s: float = 5.0) -> RunDirectory
         time.sleep(_POLL_S)
 
 
-def stop_run(runs: Path, grpc_port: int | None, timeout_s: float = 60.0) -> RunRecord:
-    """End the run on this port (None: the only run) and wait until it has ended.
+def stop_run(runs: Path, name: str | None, timeout_s: float = 60.0) -> RunRecord:
+    """End a run and wait until it has ended. `name`: its gRPC port or its directory; None: the only
+    run in `runs`.
 
     NoSuchRun: not exactly one run matches. ServeError: the run has not ended after `timeout_s`.
     """
-    live = list(_live_runs(runs))
-    chosen = [found for found in live if grpc_port in (None, found[1].grpc_port)]
+    directory = None if name is None or name.isdecimal() else Path(name).absolute()
+    live = list(_live_runs(directory.parent if directory else runs))
+    chosen = [
+        (path, run) for path, run in live if name in (None, str(run.grpc_port)) or path == directory
+    ]
     if len(chosen) != 1:
-        where = "" if grpc_port is None else f" on port {grpc_port}"
+        which = "one run of this user to end" if name is None else f"a run {name} to end"
         ports = ", ".join(str(run.grpc_port) for _, run in live) or "none"
-        raise NoSuchRun(f"there is not one run of this user{where} to end; ports of runs: {ports}")
+        raise NoSuchRun(f"there is not {which}: choose with --run PORT; ports of runs: {ports}")
     ((path, run),) = chosen
     os.kill(run.pid, signal.SIGTERM)
     _wait_until_unlocked(path, timeout_s)
@@ -118,7 +122,7 @@ def _find_conflict(runs: Path, record: RunRecord) -> str | None:
         if record.shares_port_with(other):
             return (
                 f"`quire serve` with pid {other.pid} has port {other.grpc_port} or "
-                f"{other.http_port}; end it with `quire down --grpc-port {other.grpc_port}`, or "
+                f"{other.http_port}; end it with `quire down --run {other.grpc_port}`, or "
                 "choose other ports with --grpc-port and --http-port"
             )
     if len(set(record.ports)) < len(record.ports):

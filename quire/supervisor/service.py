@@ -42,13 +42,14 @@ class SupervisorService(SupervisorServicer):
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
             raise
-        prefill, decode = changes["prefill"], changes["decode"]
+        prefill, decode = changes.prefill, changes.decode
         return ScaleResponse(
             num_prefill=prefill.number,
             num_decode=decode.number,
             starting=prefill.starting + decode.starting,
             leaving=prefill.leaving + decode.leaving,
-            failing=self._scaler.failing(),
+            failing=self._scaler.failing(request.model),
+            warning=changes.warning,
         )
 
 

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Coroutine, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ from quire.supervisor import service, topology, valkey
 from quire.supervisor.banner import banner
 from quire.supervisor.child import Child, ChildSpec, ParentPipe, Stage
 from quire.supervisor.console import Console
+from quire.supervisor.crowding import crowding
+from quire.supervisor.errors import ServeError
 from quire.supervisor.model_source import check_model
 from quire.supervisor.models import ModelOptions
 from quire.supervisor.options import ServeOptions
+from quire.supervisor.preflight import check_service, specs_to_check
 from quire.supervisor.readiness import wait_until_serving
 from quire.supervisor.run_directory import RUNS, RunRecord, claim
 from quire.supervisor.worker_scaler import WorkerScaler
@@ -50,7 +54,7 @@ class Supervisor:
         self._models = models
         self._directory = run_directory
         self._console = console
-        self._log_format = "console" if console.is_terminal else "json"
+        self._log_format = "supervised" if console.is_terminal else "json"
         self._pipe = ParentPipe()
         self._children: list[Child] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -66,6 +70,7 @@ class Supervisor:
                 self._options, self._models, self._directory, log_format=self._log_format
             ),
             fewest=0 if self._options.shares_store else 1,
+            warn_of=partial(crowding, is_on_gpu=self._options.is_on_gpu),
         )
         async with service.served(scaler, self._directory):
             bring_up = self._spawn(self._bring_up())
@@ -78,16 +83,23 @@ class Supervisor:
     async def _bring_up(self) -> None:
         loop = asyncio.get_running_loop()
         started = loop.time()
-        # Valkey starts beside the check, because its start waits more than it computes.
-        checks = (asyncio.to_thread(check_model, model.path) for model in self._models)
+        if warning := self._crowding():
+            self._console.note(f"warning: {warning}")
+        specs = topology.services(
+            self._options, self._models, self._directory, log_format=self._log_format
+        )
+        # Valkey starts beside the checks, because its start waits more than it computes.
+        (self._directory / "pools").mkdir(mode=0o700)  # the checks ask how much fits there
+        checks = [asyncio.to_thread(check_model, model.path) for model in self._models]
+        checks += [
+            asyncio.to_thread(check_service, spec) for spec in specs_to_check(self._options, specs)
+        ]
         checking = [self._spawn(check) for check in checks]
         await self._start_store()
         await asyncio.gather(*checking)
         names = ", ".join(model.name for model in self._models)
         self._console.note(f"Quire starts {names} in {self._directory}")
-        for spec in topology.services(
-            self._options, self._models, self._directory, log_format=self._log_format
-        ):
+        for spec in specs:
             self._start(spec)
         serving = await wait_until_serving(
             *(self._directory, self._models, self._console.note),
@@ -95,6 +107,14 @@ class Supervisor:
         )
         self._has_served = True
         self._console.note(banner(self._options, serving, loop.time() - started))
+
+    def _crowding(self) -> str:
+        """A warning if there are many workers. Raises ServeError if there are too many."""
+        num_workers = sum(model.num_prefill + model.num_decode for model in self._models)
+        try:
+            return crowding(num_workers, is_on_gpu=self._options.is_on_gpu)
+        except ValueError as error:
+            raise ServeError(str(error)) from error
 
     async def _start_store(self) -> None:
         spec = topology.store(self._options, self._directory)

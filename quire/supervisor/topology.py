@@ -31,7 +31,11 @@ def services(
 ) -> tuple[ChildSpec, ...]:
     """All services but the store, in the order in which they start."""
     common = _common(options, run, log_format)
-    gateway = {**common, "SUPERVISOR": service.address(run)}
+    gateway = {
+        **common,
+        "SUPERVISOR": service.address(run),
+        "MODELS": ",".join(model.name for model in models),
+    }
     if names := aliases(models):
         gateway["MODEL_ALIASES"] = names
     return (
@@ -45,13 +49,13 @@ def services(
 def worker_groups(
     options: ServeOptions, models: Sequence[ModelOptions], run: Path, *, log_format: str = "json"
 ) -> tuple[ChildSpec, ...]:
-    """A spec for each role and model; its workers' names are its name and a number."""
+    """A spec for each role and model, of which `ChildSpec.worker` makes those of its workers."""
     num_workers = sum(model.num_prefill + model.num_decode for model in models)
     common = {**_common(options, run, log_format), "NUM_EXPECTED_WORKERS": str(num_workers)}
     return tuple(
         replace(
             _service(
-                *(role, _own_name(role, model, models), Stage.WORKER),
+                *(role, role, Stage.WORKER),
                 {**common, **model.worker_settings()},
             ),
             role=role,
@@ -95,21 +99,17 @@ def _workers(groups: Sequence[ChildSpec], models: Sequence[ModelOptions]) -> Ite
     by_name = {model.name: model for model in models}
     numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
     for group in groups:
-        for index in range(by_name[group.model].number(group.role)):
+        for _ in range(by_name[group.model].number(group.role)):
             number = next(numbers[group.role])
-            yield replace(group, name=f"{group.name}-{index + 1}", number=number)
+            yield group.worker(number + 1, number)
 
 
 def _movers(models: Sequence[ModelOptions], common: dict[str, str]) -> Iterator[ChildSpec]:
     """One for each pool."""
     for number, model in enumerate(models):
         settings = {**common, "MODEL_NAME": model.name}
-        yield _service("mover", _own_name("mover", model, models), Stage.WORKER, settings, number)
-
-
-def _own_name(role: str, model: ModelOptions, models: Sequence[ModelOptions]) -> str:
-    """The role; if there are several models, with the name of the model."""
-    return f"{model.name}:{role}" if len(models) > 1 else role
+        name = f"mover-{number + 1}" if len(models) > 1 else "mover"
+        yield _service("mover", name, Stage.WORKER, settings, number)
 
 
 def _gateway(options: ServeOptions, index: int, common: dict[str, str]) -> ChildSpec:

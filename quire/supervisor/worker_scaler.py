@@ -1,10 +1,12 @@
-"""Changes the number of workers of a run: starts more of a role, or drains its newest ones."""
+"""Changes the number of workers of a run: starts more of a role, or drains those that have run the
+shortest."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from quire.supervisor.child import Child, ChildSpec, Stage
+from quire.supervisor.child import Child, ChildSpec
+from quire.supervisor.models import ROLES
 from quire.supervisor.options import MAX_SERVICES
 
 
@@ -18,10 +20,20 @@ class Change:
     leaving: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """The changes to both roles. `warning`: what the operator should know about the numbers."""
+
+    prefill: Change
+    decode: Change
+    warning: str
+
+
 class WorkerScaler:
     """Scales the workers of a run. `children`: all services that the run has ever started, in order
     of their start, including ended ones. `groups`: a spec for each role and model. `fewest`: how
-    many workers each role has at least; 0 where other hosts may have the others."""
+    many workers each role has at least; 0 where other hosts may have the others. `warn_of`: returns
+    a warning about a number of workers, or raises ValueError."""
 
     def __init__(
         self,
@@ -29,13 +41,15 @@ class WorkerScaler:
         start: Callable[[ChildSpec], None],
         groups: Sequence[ChildSpec],
         fewest: int = 1,
+        warn_of: Callable[[int], str] = lambda _number: "",
     ) -> None:
         self._children = children
         self._start = start
         self._groups = {(group.role, group.model): group for group in groups}
         self._fewest = fewest
+        self._warn_of = warn_of
 
-    def scale(self, wanted: Mapping[str, int | None], model: str = "") -> dict[str, Change]:
+    def scale(self, wanted: Mapping[str, int | None], model: str = "") -> Changes:
         """Bring each role of a model to its wanted number of workers; None leaves a role as it is.
         `model`: may be empty if the run has only one.
 
@@ -54,12 +68,23 @@ class WorkerScaler:
         ]
         if not any(numbers):
             raise ValueError("a run without workers serves nothing: end it with `quire down`")
-        return {role: self._scale_role(role, model, number) for role, number in wanted.items()}
+        warning = self._warning(wanted, model)
+        prefill, decode = (self._scale_role(role, model, wanted.get(role)) for role in ROLES)
+        return Changes(prefill, decode, warning)
 
-    def failing(self) -> dict[str, str]:
-        """The reasons why workers do not start, by worker name."""
-        workers = (child for child in self._children if child.spec.stage is Stage.WORKER)
+    def failing(self, model: str = "") -> dict[str, str]:
+        """The reasons why workers of a model do not start, by worker name. `model`: empty for all
+        models."""
+        workers = (child for role in ROLES for child in self._workers(role, model))
         return {child.name: child.failure for child in workers if child.failure}
+
+    def _warning(self, wanted: Mapping[str, int | None], model: str) -> str:
+        """What the operator should know about the number of workers of the run; empty if that
+        number does not grow. ValueError: there would be too many."""
+        now = {key: len(self._staying(*key)) for key in self._groups}
+        then = now | {(role, model): n for role, n in wanted.items() if n is not None}
+        grows = sum(then.values()) > sum(now.values())
+        return self._warn_of(sum(then.values())) if grows else ""
 
     def _chosen(self, name: str) -> str:
         names = sorted({model for _, model in self._groups})
@@ -69,7 +94,8 @@ class WorkerScaler:
         raise ValueError(f"{which}: name one of {', '.join(names)}")
 
     def _scale_role(self, role: str, model: str, number: int | None) -> Change:
-        staying = self._staying(role, model)
+        # A worker that has run longer serves if any does: those that start, or start again, leave.
+        staying = sorted(self._staying(role, model), key=lambda child: child.running_since)
         if number is None:
             return Change(len(staying))
         starting = [self._start_worker(role, model) for _ in range(number - len(staying))]
@@ -83,12 +109,11 @@ class WorkerScaler:
 
         The worker gets the lowest `number` that no running worker has, and so that number's ports.
         """
-        names = [child.name for child in self._workers(role, model)]
+        names = [child.name for child in self._workers(role)]
         index = 1 + max((int(name.rpartition("-")[2]) for name in names), default=0)
         taken = {child.spec.number for child in self._workers(role) if not child.has_ended}
         number = next(n for n in itertools.count() if n not in taken)
-        group = self._groups[role, model]
-        spec = replace(group, name=f"{group.name}-{index}", number=number)
+        spec = self._groups[role, model].worker(index, number)
         self._start(spec)
         return spec.name
 

@@ -78,7 +78,7 @@ class ListWorkersResponse(_message.Message):
     def __init__(self, workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ...) -> None: ...
 
 class Worker(_message.Message):
-    __slots__ = ("worker_id", "role", "address", "pool_id", "model", "state", "load", "engine", "started_unix_ms")
+    __slots__ = ("worker_id", "role", "address", "pool_id", "model", "state", "load", "engine", "started_unix_ms", "pid")
     class EngineEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -95,6 +95,7 @@ class Worker(_message.Message):
     LOAD_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     STARTED_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: str
     address: str
@@ -104,7 +105,8 @@ class Worker(_message.Message):
     load: _worker_pb2.WorkerLoad
     engine: _containers.ScalarMap[str, str]
     started_unix_ms: int
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., pool_id: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., load: _Optional[_Union[_worker_pb2.WorkerLoad, _Mapping]] = ..., engine: _Optional[_Mapping[str, str]] = ..., started_unix_ms: _Optional[int] = ...) -> None: ...
+    pid: int
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., pool_id: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., load: _Optional[_Union[_worker_pb2.WorkerLoad, _Mapping]] = ..., engine: _Optional[_Mapping[str, str]] = ..., started_unix_ms: _Optional[int] = ..., pid: _Optional[int] = ...) -> None: ...
 
 class ListHoldersRequest(_message.Message):
     __slots__ = ("pool_id",)

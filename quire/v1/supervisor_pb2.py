@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19quire/v1/supervisor.proto\x12\x08quire.v1\"o\n\x0cScaleRequest\x12\x18\n\x0bnum_prefill\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nnum_decode\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\r\n\x05model\x18\x03 \x01(\tB\x0e\n\x0c_num_prefillB\r\n\x0b_num_decode\"\xc2\x01\n\rScaleResponse\x12\x13\n\x0bnum_prefill\x18\x01 \x01(\r\x12\x12\n\nnum_decode\x18\x02 \x01(\r\x12\x10\n\x08starting\x18\x03 \x03(\t\x12\x0f\n\x07leaving\x18\x04 \x03(\t\x12\x35\n\x07\x66\x61iling\x18\x05 \x03(\x0b\x32$.quire.v1.ScaleResponse.FailingEntry\x1a.\n\x0c\x46\x61ilingEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x32\x46\n\nSupervisor\x12\x38\n\x05Scale\x12\x16.quire.v1.ScaleRequest\x1a\x17.quire.v1.ScaleResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19quire/v1/supervisor.proto\x12\x08quire.v1\"o\n\x0cScaleRequest\x12\x18\n\x0bnum_prefill\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nnum_decode\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\r\n\x05model\x18\x03 \x01(\tB\x0e\n\x0c_num_prefillB\r\n\x0b_num_decode\"\xd3\x01\n\rScaleResponse\x12\x13\n\x0bnum_prefill\x18\x01 \x01(\r\x12\x12\n\nnum_decode\x18\x02 \x01(\r\x12\x10\n\x08starting\x18\x03 \x03(\t\x12\x0f\n\x07leaving\x18\x04 \x03(\t\x12\x35\n\x07\x66\x61iling\x18\x05 \x03(\x0b\x32$.quire.v1.ScaleResponse.FailingEntry\x12\x0f\n\x07warning\x18\x06 \x01(\t\x1a.\n\x0c\x46\x61ilingEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x32\x46\n\nSupervisor\x12\x38\n\x05Scale\x12\x16.quire.v1.ScaleRequest\x1a\x17.quire.v1.ScaleResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,9 +36,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SCALEREQUEST']._serialized_start=39
   _globals['_SCALEREQUEST']._serialized_end=150
   _globals['_SCALERESPONSE']._serialized_start=153
-  _globals['_SCALERESPONSE']._serialized_end=347
-  _globals['_SCALERESPONSE_FAILINGENTRY']._serialized_start=301
-  _globals['_SCALERESPONSE_FAILINGENTRY']._serialized_end=347
-  _globals['_SUPERVISOR']._serialized_start=349
-  _globals['_SUPERVISOR']._serialized_end=419
+  _globals['_SCALERESPONSE']._serialized_end=364
+  _globals['_SCALERESPONSE_FAILINGENTRY']._serialized_start=318
+  _globals['_SCALERESPONSE_FAILINGENTRY']._serialized_end=364
+  _globals['_SUPERVISOR']._serialized_start=366
+  _globals['_SUPERVISOR']._serialized_end=436
 # @@protoc_insertion_point(module_scope)

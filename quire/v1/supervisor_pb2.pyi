@@ -17,7 +17,7 @@ class ScaleRequest(_message.Message):
     def __init__(self, num_prefill: _Optional[int] = ..., num_decode: _Optional[int] = ..., model: _Optional[str] = ...) -> None: ...
 
 class ScaleResponse(_message.Message):
-    __slots__ = ("num_prefill", "num_decode", "starting", "leaving", "failing")
+    __slots__ = ("num_prefill", "num_decode", "starting", "leaving", "failing", "warning")
     class FailingEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -30,9 +30,11 @@ class ScaleResponse(_message.Message):
     STARTING_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
     FAILING_FIELD_NUMBER: _ClassVar[int]
+    WARNING_FIELD_NUMBER: _ClassVar[int]
     num_prefill: int
     num_decode: int
     starting: _containers.RepeatedScalarFieldContainer[str]
     leaving: _containers.RepeatedScalarFieldContainer[str]
     failing: _containers.ScalarMap[str, str]
-    def __init__(self, num_prefill: _Optional[int] = ..., num_decode: _Optional[int] = ..., starting: _Optional[_Iterable[str]] = ..., leaving: _Optional[_Iterable[str]] = ..., failing: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    warning: str
+    def __init__(self, num_prefill: _Optional[int] = ..., num_decode: _Optional[int] = ..., starting: _Optional[_Iterable[str]] = ..., leaving: _Optional[_Iterable[str]] = ..., failing: _Optional[_Mapping[str, str]] = ..., warning: _Optional[str] = ...) -> None: ...

@@ -15,12 +15,12 @@ from blockstore.errors import BlockStoreError
 from blockstore.redis_store import RedisStore
 from blockstore.registry import Member
 from quire.v1 import block_manager_pb2_grpc
+from quire.worker_names import new_worker_id
 from services.block_manager.auditor import LastAudits
 from services.block_manager.config import BlockManagerSettings
 from services.block_manager.manager import BlockManager
 from services.block_manager.operators.service import SERVICE_NAME, BlockManagerService
 from services.block_manager.rounds import Connection, RoundRunner
-from services.common.pool.names import new_worker_id
 from services.common.rpc.proof import Guard
 from services.common.rpc.tls import service_tls
 from services.common.rpc.transport import RpcServer

@@ -27,6 +27,11 @@ class GatewayOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    models: SeveralTexts = Field(
+        default=(),
+        description="the deployment's models, by commas: while one has no workers, its requests "
+        "wait and then fail as unavailable; those for another model fail as not found",
+    )
     model_aliases: SeveralTexts = Field(
         default=(),
         description="more names of models, by commas: ALIAS=MODEL",

@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -154,7 +154,7 @@ class Gateway:
                     add_generation_prompt=request.add_generation_prompt,
                 )
         tokens = tuple(map(tokenizer.token, token_ids)) if request.with_tokens else None
-        return Tokenized(token_ids, tokens, served.max_model_len)
+        return Tokenized(token_ids, tokens, served.longest_request)
 
     async def detokenize(self, token_ids: tuple[int, ...], model: str) -> str:
         """See `Generator.detokenize`."""
@@ -213,15 +213,17 @@ class Gateway:
         return ServedModel(
             model=name,
             root=model,
-            max_model_len=served.max_model_len,
+            max_model_len=served.longest_request,
+            context=served.max_model_len,
             block_size=served.specs[0].block_size,
-            dtype=member.engine.get("dtype", served.model.config.dtype),
+            dtype=_dtype(member.engine) or served.model.config.dtype,
         )
 
     async def _served(self, name: str, caller: Caller) -> tuple[str, ModelPools, Adapter | None]:
         """Find the model that a request names, among those that its caller sees. Wait up to
-        `patience_s` while no worker of any model is there, since one may be about to start, and up
-        to `start_patience_s` while a worker is starting; then raise NoWorker."""
+        `patience_s` while no worker of any model is there, or none of a model of the deployment,
+        since one may be about to start, and up to `start_patience_s` while a worker is starting;
+        then raise NoWorker."""
         clock, options = asyncio.get_running_loop().time, self._options
         until, limit = clock() + options.patience_s, clock() + options.start_patience_s
         while True:
@@ -229,7 +231,8 @@ class Gateway:
             names = self._directory.model_names()
             is_starting = self._is_starting(name, names, caller)
             until = limit if is_starting else min(until, clock() + options.patience_s)
-            if names and not (is_starting and clock() < limit):
+            absent = self._absent_model(name, names, caller)
+            if names and not absent and not (is_starting and clock() < limit):
                 adapter = await self._adapter(name) if caller.sees(name) else None
                 if adapter is not None and adapter.model in names:
                     return adapter.model, self._pools(adapter.model), adapter.adapter
@@ -240,8 +243,19 @@ class Gateway:
                 }
                 model = choose_model(name, seen_models, adapters=self._seen_adapters(caller))
                 return model, self._pools(model), None
-            if not await self._changes.wait(seen, max(0.0, until - clock())) and not names:
+            if await self._changes.wait(seen, max(0.0, until - clock())):
+                continue
+            if absent:
+                raise NoWorker(self._directory.missing(absent))
+            if not names:
                 raise NoWorker("no worker is there to serve any model now")
+
+    def _absent_model(self, name: str, names: tuple[str, ...], caller: Caller) -> str:
+        """The model of the deployment that `name` means, if the caller sees it and it has no
+        worker; else empty. `names`: the models that have workers."""
+        model = self._aliases.get(name, name)
+        is_absent = model in self._options.models and model not in names
+        return model if is_absent and (caller.sees(name) or caller.sees(model)) else ""
 
     def _is_starting(self, name: str, names: tuple[str, ...], caller: Caller) -> bool:
         """Whether a worker of the named model is starting that is not one of `names`. Without any
@@ -296,6 +310,12 @@ class Gateway:
         output.running_usage = asked.running_usage
         output.replay(request.received or ())
         return output
+
+
+def _dtype(engine: Mapping[str, str]) -> str:
+    """The kind of a worker's weights; empty if it does not tell."""
+    quantize = engine.get("quantize", "none")
+    return engine.get("dtype", "") if quantize == "none" else quantize
 
 
 def _sequence(

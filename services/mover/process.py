@@ -14,8 +14,8 @@ from blockstore.errors import BlockStoreError, UnknownWorker, WorkerFenced
 from blockstore.redis_store import RedisStore
 from blockstore.registry import Member, Registry
 from quire.v1 import mover_pb2_grpc
+from quire.worker_names import new_worker_id
 from services.common.pool.header import BadHeader
-from services.common.pool.names import new_worker_id
 from services.common.rpc.proof import Guard
 from services.common.rpc.tls import service_tls
 from services.common.rpc.transport import RpcServer

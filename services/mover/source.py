@@ -13,8 +13,9 @@ from blockstore.registry import Member
 from blockstore.store import FUNCTION_LIBRARY, BlockStore
 from quire.sizes import parse_size
 from quire.v1 import mover_pb2, mover_pb2_grpc
+from quire.worker_names import new_worker_id
 from services.common.pool.header import PoolHeader
-from services.common.pool.names import REMOTE_ROLE, new_worker_id
+from services.common.pool.names import REMOTE_ROLE
 from services.common.pool.stamps import Stamps
 from services.common.rpc.proof import Proof
 from services.common.rpc.tls import service_tls

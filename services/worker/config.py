@@ -22,6 +22,7 @@ from services.common.runtime.config import PoolServiceSettings
 from services.common.text.model_config import ModelConfig
 from services.common.tracing.opening import TracedSettings, check_tracing
 from services.worker.draft_config import draft_config
+from services.worker.preflight import check_pool, check_quantize
 
 _BATCHED_TOKENS, _BATCHED_TOKENS_ON_GPU = 512, 8192
 
@@ -96,6 +97,12 @@ class WorkerSettings(TracedSettings, PoolServiceSettings):
     )
     preemption: Preemption = Field(
         "auto", description="how requests are preempted; auto: swap where that costs less"
+    )
+    worker_number: int | None = Field(
+        None,
+        ge=1,
+        description="the worker's number in its run, by which it is named: decode-1; none: its id "
+        "is its name",
     )
     num_expected_workers: int = Field(1, ge=1, description="workers that this host has to hold")
     cpus: str = Field(
@@ -264,12 +271,14 @@ class WorkerSettings(TracedSettings, PoolServiceSettings):
         return None if self.preemption == "recompute" else num_bytes
 
     def check(self) -> None:
-        """Raises StartupError if there is no checkpoint, or one that the ranks cannot divide, or no
-        memory for the pools."""
+        """Raises StartupError if there is no checkpoint, or one for which these settings cannot be:
+        ranks, quantization, context, draft model, a pool without room or without memory."""
         check_tracing(self)
         self.check_speculation()
-        config = ModelConfig.from_directory(self.model)
+        config = ModelConfig.from_directory(self.model).for_context(self.max_model_len)
         self.check_ranks(config)
+        check_quantize(self, config)
+        check_pool(self, config)
         self.check_draft(config)
         in_files = (self.pool_bytes or 0) if self.device == "cpu" else 0
         check_capacity(in_files + (self.swap_bytes or 0), self.pool_root)

@@ -175,9 +175,9 @@ async def test_a_model_is_scaled_by_its_name(client: AsyncClient) -> None:
         await client.scale(num_decode=2, model="default")
     scaled = await client.scale(num_decode=1, model="two")
     assert (scaled.num_prefill, scaled.num_decode) == (1, 1)
-    assert scaled.leaving == ("two:decode-2",)
+    assert scaled.leaving == ("decode-3",)
     scaled = await client.scale(num_decode=2, model="one")
-    assert scaled.starting == ("one:decode-2",)
+    assert scaled.starting == ("decode-4",)
     await until(lambda: numbers(client), lambda now: now == {"one": 2, "two": 1})
     for name, number in (("one", 1), ("two", 2)):
         await client.scale(num_decode=number, model=name)

@@ -99,6 +99,7 @@ class Child:
     is_staying: bool = True
     has_ended: bool = False
     failure: str = ""
+    running_since: float = 0.0
 
     @property
     def name(self) -> str:

@@ -9,7 +9,13 @@ from grpc import StatusCode
 
 from blockstore import errors as store
 from services.common import errors as domain
-from services.common.rpc.error_table import FAILURES, RemoteError, expected_failure, failure_of
+from services.common.rpc.error_table import (
+    FAILURES,
+    RemoteError,
+    code_of,
+    expected_failure,
+    failure_of,
+)
 from services.common.rpc.interceptor import trailers
 
 
@@ -126,3 +132,9 @@ def test_cancellation_is_not_an_error() -> None:
     """`failure_of` takes Exceptions, and CancelledError is none, so no row can catch it."""
     assert not issubclass(asyncio.CancelledError, Exception)
     assert expected_failure(asyncio.CancelledError()) is None
+
+
+def test_code_of_another_service_is_the_one_in_logs_and_metrics() -> None:
+    """Such as that of the supervisor, which refuses a number of workers."""
+    error = RemoteError("decode=50", "invalid_argument", StatusCode.INVALID_ARGUMENT)
+    assert code_of(error) == "invalid_argument"

@@ -5,6 +5,7 @@ import asyncio
 import io
 import json
 import logging
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -74,9 +75,55 @@ async def test_the_request_id_is_on_every_line_of_its_task(stream: io.StringIO) 
     assert "request_id" not in lines(stream)[-1]
 
 
-def test_console_is_for_people(stream: io.StringIO) -> None:
+def test_a_line_on_a_console_has_the_time_and_what_happened_with_its_figures(
+    stream: io.StringIO,
+) -> None:
     configure_logging("cook", log_format="console", stream=stream)
-    get_logger("a").info("pan_heated", temperature_c=180)
-    assert "pan_heated" in stream.getvalue()
-    with pytest.raises(json.JSONDecodeError):
-        lines(stream)
+    get_logger("a").info("pan_heated", temperature_c=180, num_eggs=12, reason=None, took_ms=4.25)
+    get_logger("a").warning("pan_lost", size_bytes=2048, worker_id="decode-1-3fa85f64")
+    heated, lost = stream.getvalue().splitlines()
+    assert re.fullmatch(
+        r"\d\d:\d\d:\d\d pan heated: temperature c 180, 12 eggs, took 4.25 ms", heated
+    )
+    assert lost.endswith("warning: pan lost: size 2.0 KiB, decode-1")
+
+
+def test_a_line_under_a_supervisor_leaves_the_time_to_it(stream: io.StringIO) -> None:
+    configure_logging("cook", log_format="supervised", stream=stream)
+    get_logger("a").info("pan_heated")
+    assert stream.getvalue() == "pan heated\n"
+
+
+def test_a_finished_request_is_one_short_line_for_people(stream: io.StringIO) -> None:
+    """As `services.gateway.request_metrics` logs it."""
+    configure_logging("gateway", log_format="supervised", stream=stream)
+    get_logger("a").info(
+        "request_ended",
+        request_id="r-1",
+        model="m",
+        outcome="length",
+        reason=None,
+        num_prompt_tokens=6,
+        num_cached_tokens=0,
+        num_sequences=1,
+        num_generated_tokens=1200,
+        num_attempts=1,
+        time_to_first_token_ms=12.3,
+        duration_ms=2032.9,
+    )
+    assert stream.getvalue() == (
+        "request ended: length, 6 prompt tokens, 1,200 generated tokens, time to first token "
+        "12.3 ms, duration 2,033 ms, request id r-1\n"
+    )
+
+
+def test_a_traceback_on_a_console_has_no_values_of_variables(stream: io.StringIO) -> None:
+    configure_logging("cook", log_format="console", stream=stream)
+    try:
+        secret = "a prompt"
+        raise RuntimeError("burnt")
+    except RuntimeError as error:
+        get_logger("a").error("failed", exc_info=error)
+        del secret
+    assert "RuntimeError: burnt" in stream.getvalue().splitlines()[-1]
+    assert "a prompt" not in stream.getvalue().replace('secret = "a prompt"', "")

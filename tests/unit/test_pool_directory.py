@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from blockstore.records import PoolSpec
+from quire.worker_names import new_worker_id, role_of, worker_name
 from services.common.pool.directory import (
     PoolDirectory,
     incomplete_pools,
@@ -18,7 +19,7 @@ from services.common.pool.directory import (
 )
 from services.common.pool.header import BadHeader, PoolHeader
 from services.common.pool.layout import PoolLayout
-from services.common.pool.names import new_pool_id, new_worker_id
+from services.common.pool.names import new_pool_id
 
 LAYOUT = PoolLayout("Qwen/Qwen3-0.6B", "f00d", 28, 8, 128, "bfloat16", 16)
 HEADER = PoolHeader("qwen-1", "run", LAYOUT, num_blocks=11, watermark_blocks=1)
@@ -99,5 +100,12 @@ def test_names_are_safe_and_never_drawn_twice() -> None:
     assert re.fullmatch(r"qwen-qwen3-0\.6b-[0-9a-f]{8}", new_pool_id("Qwen/Qwen3-0.6B"))
     assert re.fullmatch(r"model-[0-9a-f]{8}", new_pool_id("/../{}"))
     assert re.fullmatch(r"x{48}-[0-9a-f]{8}", new_pool_id("x" * 300))
+
+
+def test_id_of_a_worker_has_its_role_and_its_name() -> None:
     assert re.fullmatch(r"decode-[0-9a-f]{8}", new_worker_id("decode"))
     assert len({new_worker_id("decode") for _ in range(100)}) == 100
+    numbered = new_worker_id("prefill", 12)
+    assert re.fullmatch(r"prefill-12-[0-9a-f]{8}", numbered)
+    assert (role_of(numbered), worker_name(numbered)) == ("prefill", "prefill-12")
+    assert worker_name("decode-3fa85f64") == "decode-3fa85f64"

@@ -1,6 +1,8 @@
 """The operator's view of a run."""
 
 import io
+import re
+from dataclasses import replace
 
 from quire.supervisor.banner import banner
 from quire.supervisor.console import Console
@@ -14,15 +16,21 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_on_a_terminal_lines_carry_their_services_name() -> None:
+def test_on_a_terminal_lines_begin_with_the_time_and_the_name_of_their_service() -> None:
     lines = Terminal()
     console = Console(notes=io.StringIO(), lines=lines)
     console.line("decode-1", "loading")
     console.line("gateway", "listening")
     console.line("decode-1", "ready")
     shown = lines.getvalue().splitlines()
-    assert [line.partition("\033[0m ")[2] for line in shown] == ["loading", "listening", "ready"]
-    colours = [line.partition("m")[0] for line in shown]
+    plain = [re.sub(r"\033\[[0-9;]*m", "", line) for line in shown]
+    assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in plain)
+    assert [line.split()[1:] for line in plain] == [
+        ["decode-1", "loading"],
+        ["gateway", "listening"],
+        ["decode-1", "ready"],
+    ]
+    colours = [line.split("\033[2;")[1].partition("m")[0] for line in shown]
     assert colours[0] == colours[2] != colours[1]
 
 
@@ -48,6 +56,17 @@ def test_the_banner_is_short_on_the_usual_ports() -> None:
     assert text.endswith("`quire down`.")
 
 
+def test_the_banner_warns_of_a_pool_with_less_room_than_the_context() -> None:
+    pool = replace(serving().pools[0], num_blocks=85)
+    model = Model("m", 1360, 16, "int8", context=8192)
+    text = banner(ServeOptions(model="/m", model_name="m"), Serving((model,), (pool,)), 3.21)
+    assert "  model  m (int8, up to 1,360 tokens a request)\n" in text
+    assert (
+        "warning: m has a context of 8,192 tokens, and its pool has room for 1,360: "
+        "--pool-memory gives it more\n"
+    ) in text
+
+
 def test_the_banner_names_other_ports_and_an_address_that_can_be_reached() -> None:
     options = ServeOptions(
         model="/m", model_name="m", host="0.0.0.0", grpc_port=6000, http_port=6001
@@ -55,7 +74,7 @@ def test_the_banner_names_other_ports_and_an_address_that_can_be_reached() -> No
     text = banner(options, serving(), 3.21)
     assert "quire generate --address 127.0.0.1:6000 " in text
     assert "curl http://127.0.0.1:6001/v1/chat/completions" in text
-    assert text.endswith("`quire down --grpc-port 6000`.")
+    assert text.endswith("`quire down --run 6000`.")
 
 
 def test_the_banner_brackets_an_ipv6_address() -> None:

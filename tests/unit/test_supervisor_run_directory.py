@@ -127,9 +127,16 @@ def test_stop_run_ends_the_run_on_that_port(short_path: Path) -> None:
     runs, mine = short_path / "runs", record()
     other = claim(runs, record())
     with _run_elsewhere(runs, mine) as process:
-        assert stop_run(runs, mine.grpc_port).pid == process.pid
+        assert stop_run(runs, str(mine.grpc_port)).pid == process.pid
         assert process.wait(timeout=5) == -signal.SIGTERM
     assert other.path.exists()
+
+
+def test_stop_run_ends_the_run_in_a_directory_of_any_root(short_path: Path) -> None:
+    """As --run of the other commands names it, and QUIRE_RUN."""
+    with _run_elsewhere(short_path / "others", record()) as process:
+        (directory,) = (short_path / "others").iterdir()
+        assert stop_run(short_path / "runs", str(directory)).pid == process.pid
 
 
 def test_the_only_run_needs_no_port(short_path: Path) -> None:
@@ -144,8 +151,8 @@ def test_one_of_several_runs_must_be_named(short_path: Path) -> None:
 
 
 def test_stopping_without_a_run_is_an_error(short_path: Path) -> None:
-    with pytest.raises(NoSuchRun, match="on port 50051 to end; ports of runs: none"):
-        stop_run(short_path / "runs", 50051)
+    with pytest.raises(NoSuchRun, match=r"not a run 50051 to end: .*; ports of runs: none"):
+        stop_run(short_path / "runs", "50051")
     assert not (short_path / "runs").exists()
 
 

@@ -10,6 +10,7 @@ from quire.supervisor import child, end_with_parent, supervisor, topology, valke
 from quire.supervisor.child import ChildSpec
 from quire.supervisor.models import ModelOptions
 from quire.supervisor.options import ServeOptions
+from quire.supervisor.preflight import specs_to_check
 from quire.supervisor.worker_options import WorkerOptions
 from services.common.runtime import process
 
@@ -190,13 +191,35 @@ def test_several_models_have_workers_of_their_own_on_different_ports(
     ]
     asked = options(mover=True)
     specs = {spec.name: spec for spec in topology.services(asked, models, RUN)}
-    workers = ["a:prefill-1", "org/b:prefill-1", "a:decode-1", "a:decode-2", "org/b:decode-1"]
-    movers = ["a:mover", "org/b:mover"]
+    workers = ["prefill-1", "prefill-2", "decode-1", "decode-2", "decode-3"]
+    movers = ["mover-1", "mover-2"]
     assert list(specs) == ["block-manager", *workers, *movers, "gateway"]
     assert [specs[name].variables["QUIRE_MOVER_MODEL_NAME"] for name in movers] == ["a", "org/b"]
     variables = [specs[name].variables for name in workers[2:]]
     assert [each["QUIRE_DECODE_METRICS_PORT"] for each in variables] == ["9092", "9093", "9094"]
+    assert [each["QUIRE_DECODE_WORKER_NUMBER"] for each in variables] == ["1", "2", "3"]
     assert [each["QUIRE_DECODE_MODEL"] for each in variables] == ["/a", "/a", "/b"]
     assert [each.get("QUIRE_DECODE_POOL_MEMORY") for each in variables] == ["1GiB", "1GiB", None]
     assert {each["QUIRE_DECODE_NUM_EXPECTED_WORKERS"] for each in variables} == {"5"}
     assert specs["gateway"].environment["QUIRE_GATEWAY_MODEL_ALIASES"] == "default=a"
+
+
+def checked(**changes: object) -> list[str]:
+    """The services that check the options of two models' run before any service starts."""
+    asked = options(num_gateways=2, **changes)
+    models = [ModelOptions(name, Path(f"/{name}"), 1, 2) for name in ("a", "b")]
+    return [spec.name for spec in specs_to_check(asked, topology.services(asked, models, RUN))]
+
+
+def test_one_worker_of_each_model_checks_the_options_of_workers() -> None:
+    assert checked(quantize="int8") == ["prefill-1", "prefill-2"]
+    assert checked(own=["a.quantize=int8"]) == ["prefill-1", "prefill-2"]
+
+
+def test_one_gateway_checks_the_options_of_gateways() -> None:
+    assert checked(public_tls_cert=Path("nope")) == ["gateway"]
+
+
+def test_options_that_nobody_has_chosen_are_not_checked() -> None:
+    """The check of a model's files is another one."""
+    assert checked() == []

@@ -2,20 +2,24 @@
 
 import json
 import time
-from typing import Annotated
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
 from quire.cli.flags import Json, OperationsFlags, WaitFlags
-from quire.client import Client
-from quire.errors import DeadlineExceeded
+from quire.errors import DeadlineExceeded, NotFound
+from quire.types import Worker
+
+if TYPE_CHECKING:
+    from quire.client import Client
 
 POLL_S = 0.2
 
 
 def drain(
     worker: Annotated[
-        str, Argument(metavar="WORKER", help="its id or its HOST:PORT (`quire workers`)")
+        str, Argument(metavar="WORKER", help="its name, id or HOST:PORT (`quire workers`)")
     ],
     gateway: OperationsFlags,
     until: WaitFlags,
@@ -26,29 +30,37 @@ def drain(
 ) -> None:
     """Move a worker's requests to others, then let it exit."""
     with gateway.connect() as client:
-        worker = _worker_id(client, worker)
-        num_running = client.drain(worker, force=force)
+        found = _find(client.workers(), worker)
+        num_running = client.drain(found.worker_id, force=force)
         if not as_json:
-            print(f"{worker} takes no new work; it still runs {num_running} requests")
+            print(f"{found.name} takes no new work; it still runs {num_running} requests")
         if until.wait:
-            _wait_until_left(client, worker, until.timeout)
+            _wait_until_left(client, found, until.timeout)
             if not as_json:
-                print(f"{worker} has left")
+                print(f"{found.name} has left")
     if as_json:
         print(json.dumps({"num_running": num_running, "left": until.wait}))
 
 
-def _worker_id(client: Client, worker: str) -> str:
-    """The id of the worker at this address; no worker has it: the argument, as the id."""
-    if ":" not in worker:
-        return worker
-    found = [each.worker_id for each in client.workers() if each.address == worker]
-    return found[0] if found else worker
+def _find(workers: Sequence[Worker], text: str) -> Worker:
+    """The worker with this name, id or address. NotFound: there is none, or several have the name,
+    on several hosts or because one with the name has just started again."""
+    found = [one for one in workers if text in (one.worker_id, one.name, one.address)]
+    if len(serving := [one for one in found if one.state == "serving"]) == 1:
+        found = serving
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        there = ", ".join(one.name for one in workers) or "none"
+        raise NotFound(f"there is no worker {text!r}; the workers: {there}", "unknown_worker")
+    several = ", ".join(f"{one.worker_id} at {one.address or 'no address'}" for one in found)
+    raise NotFound(f"several workers have the name {text}: {several}", "unknown_worker")
 
 
-def _wait_until_left(client: Client, worker_id: str, timeout_s: float) -> None:
+def _wait_until_left(client: "Client", worker: Worker, timeout_s: float) -> None:
     give_up_at = time.monotonic() + timeout_s
-    while any(worker.worker_id == worker_id for worker in client.workers()):
+    while any(one.worker_id == worker.worker_id for one in client.workers()):
         if time.monotonic() > give_up_at:
-            raise DeadlineExceeded(f"{worker_id} is still there after {timeout_s:g} s", "timeout")
+            text = f"{worker.name} is still there after {timeout_s:g} s"
+            raise DeadlineExceeded(text, "timeout")
         time.sleep(POLL_S)

@@ -24,7 +24,7 @@ from quire.cli.flags import Json, with_flags
 from quire.cli.output import Columns, print_table
 from quire.errors import QuireError
 
-app = typer.Typer(help="Make, list and revoke API keys in a key file.")
+app = typer.Typer(help="Make, list and revoke API keys in a key file.", add_completion=False)
 
 File = Annotated[
     Path,

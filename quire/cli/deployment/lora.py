@@ -6,7 +6,7 @@ from typer import Argument, Option, Typer
 
 from quire.cli.flags import OperationsFlags, with_flags
 
-app = Typer(help="Load and unload LoRA adapters.", no_args_is_help=True)
+app = Typer(help="Load and unload LoRA adapters.", no_args_is_help=True, add_completion=False)
 
 _Name = Annotated[str, Argument(metavar="NAME", help="what requests name as their model")]
 

@@ -2,17 +2,19 @@
 
 import time
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from typer import BadParameter, Option
 
 from quire.cli.deployment.scale import print_change
 from quire.cli.flags import Json, OperationsFlags
 from quire.cli.output import Columns, print_items
-from quire.client import Client
 from quire.errors import QuireError
 from quire.planning import INTER_TOKEN_S, TTFT_S, Plan, Targets, held_share, mean
 from quire.planning import plan as plan_of
+
+if TYPE_CHECKING:
+    from quire.client import Client
 
 _SAMPLE_S = 1.0
 
@@ -69,7 +71,7 @@ def plan(
             _apply(client, rows, quiet=as_json)
 
 
-def _measure(client: Client, targets: Targets, window_s: float) -> dict[str, Plan]:
+def _measure(client: "Client", targets: Targets, window_s: float) -> dict[str, Plan]:
     """Plan each model again and again, and return the means of those that are served at the
     end."""
     until, samples = time.monotonic() + window_s, [_sample(client, targets)]
@@ -82,7 +84,7 @@ def _measure(client: Client, targets: Targets, window_s: float) -> dict[str, Pla
     }
 
 
-def _sample(client: Client, targets: Targets) -> dict[str, Plan]:
+def _sample(client: "Client", targets: Targets) -> dict[str, Plan]:
     serving = (each for each in client.workers() if each.state == "serving")
     workers = [each for each in serving if each.role in ("prefill", "decode")]
     pools = client.pools()
@@ -111,7 +113,7 @@ def _rows(model: str, found: Plan, total: int | None) -> list[Planned]:
     ]
 
 
-def _apply(client: Client, rows: list[Planned], *, quiet: bool) -> None:
+def _apply(client: "Client", rows: list[Planned], *, quiet: bool) -> None:
     hosts: dict[str, set[str]] = {}
     for worker in client.workers():
         if worker.role != "mover":

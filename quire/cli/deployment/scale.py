@@ -1,16 +1,20 @@
 """`quire scale`: starts workers of a `quire serve`, or drains some."""
 
+import sys
 import time
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, BadParameter, Option
 
 from quire.cli.deployment.drain import POLL_S
 from quire.cli.flags import Json, OperationsFlags, WaitFlags
 from quire.cli.output import print_json
-from quire.client import Client
 from quire.errors import DeadlineExceeded, Unavailable
 from quire.types import Scaled
+from quire.worker_names import role_of
+
+if TYPE_CHECKING:
+    from quire.client import Client
 
 
 def scale(
@@ -28,6 +32,8 @@ def scale(
         scaled = client.scale(
             num_prefill=wanted.get("prefill"), num_decode=wanted.get("decode"), model=model
         )
+        if scaled.warning:
+            print(f"quire: warning: {scaled.warning}", file=sys.stderr)
         if not as_json:
             print_change(scaled)
         if until.wait:
@@ -52,7 +58,7 @@ def _number_of_workers(text: str) -> tuple[str, int]:
 
 
 def _wait_until_scaled(
-    client: Client, wanted: dict[str, int], model: str, timeout_s: float
+    client: "Client", wanted: dict[str, int], model: str, timeout_s: float
 ) -> None:
     """Wait until exactly the wanted workers are registered and all of them serve.
 
@@ -69,8 +75,7 @@ def _wait_until_scaled(
         if numbers == wanted and all(worker.state == "serving" for worker in workers):
             return
         for name, reason in client.scale(model=model).failing.items():
-            owner, _, role = name.rpartition("-")[0].rpartition(":")
-            if role in wanted and model in ("", owner or model):
+            if role_of(name) in wanted:
                 text = f"{name} does not start: {reason} (it is started again and again)"
                 raise Unavailable(text, "worker_does_not_start")
         if time.monotonic() > give_up_at:

@@ -6,11 +6,9 @@ from typing import Annotated
 
 from typer import BadParameter, Option
 
-from quire import supervisor
-from quire.supervisor import RUNS, ServeOptions
-from quire.supervisor.hosts import check_hosts
-from quire.supervisor.models import find_models
-from quire.supervisor.run_directory import free_port
+from quire.cli.flags import RunName
+from quire.supervisor.options import ServeOptions
+from quire.supervisor.run_directory import RUNS, free_port, stop_run
 
 RunRoot = Annotated[
     Path, Option(metavar="DIR", help="a tmpfs for the directories and pools of runs")
@@ -21,21 +19,23 @@ def serve(options: ServeOptions, run_root: RunRoot = RUNS) -> None:
     """Serve models on this host, in the foreground."""
     if options.cpus is not None and options.threads is not None:
         raise BadParameter("--cpus and --threads exclude each other")
+    # Imported here and not above, because the help needs neither gRPC nor asyncio.
+    from quire.supervisor import supervisor
+    from quire.supervisor.hosts import check_hosts
+    from quire.supervisor.models import find_models
+
     models = find_models(options)
     check_hosts(options, models)
     supervisor.serve(resolved(options), models, run_root)
 
 
 def down(
-    grpc_port: Annotated[
-        int | None,
-        Option(metavar="PORT", min=0, max=65535, help="needed if several runs exist"),
-    ] = None,
+    run: RunName = None,
     run_root: RunRoot = RUNS,
 ) -> None:
     """End a `quire serve` of this user."""
-    run = supervisor.stop_run(run_root, grpc_port)
-    print(f"the run on port {run.grpc_port} (pid {run.pid}) has ended")
+    ended = stop_run(run_root, run)
+    print(f"the run on port {ended.grpc_port} (pid {ended.pid}) has ended")
 
 
 def resolved(options: ServeOptions) -> ServeOptions:

@@ -1,21 +1,27 @@
 """`quire models`, `quire workers`, `quire pools`."""
 
+import time
+
 from quire.cli.flags import GatewayFlags, Json, OperationsFlags
 from quire.cli.output import Columns, percent, print_items
 from quire.sizes import format_size
 from quire.types import Model, Pool, Worker
+from quire.worker_names import worker_name
 
 _MODEL_COLUMNS: Columns[Model] = {
     "MODEL": lambda model: model.id,
-    "CONTEXT": lambda model: model.max_model_len,
+    "CONTEXT": lambda model: model.context or model.max_model_len,
+    "ROOM": lambda model: model.max_model_len,
     "BLOCK SIZE": lambda model: model.block_size,
     "DTYPE": lambda model: model.dtype,
 }
 _WORKER_COLUMNS: Columns[Worker] = {
-    "WORKER": lambda worker: worker.worker_id,
+    "WORKER": lambda worker: worker.name,
     "ROLE": lambda worker: worker.role,
     "MODEL": lambda worker: worker.model,
     "STATE": lambda worker: worker.state,
+    "UP": lambda worker: _uptime(worker),
+    "PID": lambda worker: str(worker.pid or ""),
     "ADDRESS": lambda worker: worker.address,
     "POOL": lambda worker: worker.pool_id,
     "RUNNING": lambda worker: worker.num_running,
@@ -35,6 +41,17 @@ _POOL_COLUMNS: Columns[Pool] = {
     "HIT RATE": lambda pool: percent(pool.num_prefix_hits, pool.num_prefix_queries),
     "LEDGER": lambda pool: "recovering" if pool.recovering else "whole",
 }
+
+
+def _uptime(worker: Worker) -> str:
+    """How long the worker has been there, such as 3h12m."""
+    if not worker.started_unix_ms:
+        return ""
+    minutes, seconds = divmod(max(0, int(time.time() - worker.started_unix_ms / 1000)), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{minutes:02d}m"
+    return f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"
 
 
 def _kernels(worker: Worker) -> str:
@@ -64,4 +81,6 @@ def pools(gateway: OperationsFlags, as_json: Json = False) -> None:
     print_items(as_json, _POOL_COLUMNS, found)
     for pool in found:
         if pool.missing_worker_ids and not as_json:
-            print(f"{pool.pool_id} waits for {', '.join(pool.missing_worker_ids)}")
+            print(
+                f"{pool.pool_id} waits for {', '.join(map(worker_name, pool.missing_worker_ids))}"
+            )

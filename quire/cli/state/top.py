@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
+from quire.addresses import http_url
 from quire.cli.flags import AccessFlags
-from quire.connections import http_url
 from quire.errors import Unreachable
 
 if TYPE_CHECKING:

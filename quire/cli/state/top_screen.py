@@ -10,6 +10,7 @@ from rich.text import Text
 
 from quire.cli.state.dashboard_feed import Document
 from quire.sizes import format_size
+from quire.worker_names import worker_name
 
 _NUM_REQUESTS = 20
 _BAR_CELLS = 72
@@ -85,7 +86,7 @@ def _pool(pool_id: str, pool: Mapping[str, Any]) -> RenderableType:
     about = f"{pool['num_blocks']:,} blocks, {size}; {pool['num_holders']} holders, "
     about += f"{pool['waiters']} waiters; prefix hits {hits:.1%}"
     warnings = ["recovering"] if pool["recovering"] else []
-    warnings += [f"{name} is fenced" for name in pool["fenced"]]
+    warnings += [f"{worker_name(each)} is fenced" for each in pool["fenced"]]
     lines: list[RenderableType] = [bar, counts, about]
     lines += [Text(warning, style="red") for warning in warnings]
     return Panel(Group(*lines), title=f"pool {pool_id}", title_align="left")
@@ -98,7 +99,7 @@ def _workers(workers: Mapping[str, Any]) -> RenderableType:
     for worker_id, worker in sorted(workers.items(), key=lambda one: (one[1]["role"], one[0])):
         is_decode = worker["role"] == "decode"
         table.add_row(
-            worker_id,
+            worker_name(worker_id),
             Text(worker["state"], style="green" if worker["state"] == "serving" else "red"),
             f"{worker['running']:,}",
             f"{worker['slots'] - worker['free_slots']} of {worker['slots']}" if is_decode else "",

@@ -8,6 +8,7 @@ from grpc import aio
 from blockstore.errors import UnknownPool
 from blockstore.registry import Member
 from quire.v1 import worker_pb2
+from quire.worker_names import worker_name
 from services.block_manager.rounds import Connection
 from services.common.errors import LastWorker, Unavailable, UnknownWorker
 from services.common.rpc.message_batching import unpack_batch
@@ -66,9 +67,10 @@ class Drainer:
         serving = {m.member_id for m in peers if m.state == "serving"} - set(fenced)
         if worker.member_id in serving and serving - self._recent.keys() <= {worker.member_id}:
             raise LastWorker(
-                f"{worker.member_id} is the last {worker.role} worker that serves {worker.model} "
-                f"on pool {worker.pool_id} (of {len(peers)} there, 1 serves): start another one "
-                "first, or drain it with --force, and requests wait until there is another one"
+                f"{worker_name(worker.member_id)} is the last {worker.role} worker that serves "
+                f"{worker.model} on pool {worker.pool_id} (of {len(peers)} there, 1 serves): start "
+                "another one first, or drain it with --force, and requests wait until there is "
+                "another one"
             )
 
 
@@ -77,7 +79,7 @@ def _worker(members: tuple[Member, ...], worker_id: str) -> Member:
     if worker is None or worker.role not in ("prefill", "decode"):
         raise UnknownWorker(f"no worker {worker_id!r}")
     if worker.state == "starting":
-        raise Unavailable(f"{worker_id} has not started yet; try again")
+        raise Unavailable(f"{worker_name(worker_id)} has not started yet; try again")
     return worker
 
 

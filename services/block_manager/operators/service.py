@@ -9,6 +9,7 @@ from blockstore.records import PoolStats
 from blockstore.registry import Member
 from quire.v1 import block_manager_pb2 as pb
 from quire.v1 import block_manager_pb2_grpc
+from quire.worker_names import role_of
 from services.block_manager.auditor import LastAudits
 from services.block_manager.operators.block_watch import BlockWatch, to_wire
 from services.block_manager.operators.drain import Drainer
@@ -153,6 +154,7 @@ def _worker(member: Member, fenced: bool) -> pb.Worker:
         load=load_to_wire(LoadReport(member.load, member.state == "draining")),
         engine=member.engine,
         started_unix_ms=member.started_unix_ms,
+        pid=member.pid,
     )
 
 
@@ -161,7 +163,7 @@ def _unannounced(worker_id: str, stats: PoolStats, fenced: bool) -> pb.Worker:
     renewing its registration. Its role is the first part of its id."""
     return pb.Worker(
         worker_id=worker_id,
-        role=worker_id.rpartition("-")[0],
+        role=role_of(worker_id),
         pool_id=stats.spec.pool_id,
         model=stats.spec.model,
         state=pb.WORKER_STATE_FENCED if fenced else pb.WORKER_STATE_STARTING,

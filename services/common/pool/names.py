@@ -1,4 +1,4 @@
-"""Generates names of pools and workers. No name is used twice."""
+"""Generates names of pools. No name is used twice."""
 
 import re
 import secrets
@@ -14,8 +14,3 @@ def new_pool_id(model: str) -> str:
     name and as a hash tag of Redis."""
     slug = re.sub(r"[^a-z0-9._]+", "-", model.lower()).strip("-._")[:_MAX_SLUG]
     return f"{slug or 'model'}-{secrets.token_hex(4)}"
-
-
-def new_worker_id(role: str) -> str:
-    """`<role>-<8 hex>`: the id of one incarnation of a worker."""
-    return f"{role}-{secrets.token_hex(4)}"

@@ -133,7 +133,7 @@ def expected_failure(error: BaseException) -> Failure | None:
 
 def code_of(error: BaseException) -> str:
     """The error's code, as clients, logs and metrics show it."""
-    failure = expected_failure(error)
+    failure = error.failure if isinstance(error, RemoteError) else expected_failure(error)
     return failure.code if failure else INTERNAL_CODE
 
 

@@ -22,7 +22,8 @@ ENDING_S = 5.0
 """The part of `stop_grace_s` that a service keeps for its shutdown after its running requests."""
 
 LogLevel = Literal["debug", "info", "warning", "error"]
-LogFormat = Literal["auto", "console", "json"]
+LogFormat = Literal["auto", "console", "json", "supervised"]
+"""`supervised`: as `console`, without the time, which the supervisor of `quire serve` adds."""
 
 
 def split_by_commas(value: object) -> object:

@@ -1,5 +1,5 @@
 """Structured logs on stderr, for Quire's loggers and those of libraries: constant snake_case events
-with keys.
+with keys, as JSON or as lines for people.
 
 Every line of a task has the keys that the task has bound with `structlog.contextvars`, such as
 `request_id`, which `services.common.rpc.interceptor` binds from the gRPC metadata.
@@ -13,6 +13,7 @@ import structlog
 from structlog.types import EventDict, FilteringBoundLogger, Processor, WrappedLogger
 
 from services.common.runtime.config import LogFormat, LogLevel
+from services.common.runtime.console import LineRenderer
 
 _FIRST_KEYS = ("timestamp", "level", "service", "event")
 
@@ -75,11 +76,12 @@ class _AddService:
 def _renderers(log_format: LogFormat, stream: TextIO) -> list[Processor]:
     if log_format == "auto":
         log_format = "console" if stream.isatty() else "json"
-    if log_format == "console":
-        # Plain tracebacks: with the values of variables they would show prompts and secrets.
-        plain = structlog.dev.plain_traceback
-        return [structlog.dev.ConsoleRenderer(colors=stream.isatty(), exception_formatter=plain)]
-    return [structlog.processors.format_exc_info, _order_keys, structlog.processors.JSONRenderer()]
+    # Plain tracebacks: with the values of variables they would show prompts and secrets.
+    plain = structlog.processors.format_exc_info
+    if log_format == "json":
+        return [plain, _order_keys, structlog.processors.JSONRenderer()]
+    is_piped = log_format == "supervised"
+    return [plain, LineRenderer(has_time=not is_piped, has_colours=is_piped or stream.isatty())]
 
 
 def _order_keys(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:

@@ -240,11 +240,15 @@ class ServedModel:
 
     model: str
     max_model_len: int
+    """The longest prompt + generation that a pool has room for."""
     block_size: int
     dtype: str
+    """Of the weights: int8, int4-32 ... where their linears compute quantized."""
     root: str = ""
     parent: str = ""
     """Of a LoRA adapter, the model that it is for."""
+    context: int = 0
+    """The longest prompt + generation of the model, whatever the pools' room."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,8 +173,9 @@ class Relay:
 
 @contextmanager
 def audited(method: str, request: Message | Mapping[str, Any]) -> Iterator[None]:
-    """Log an operation and its outcome: `ok`, the code of its error, or `cancelled`. Listings,
-    which dashboards ask for all the time, are logged at level debug."""
+    """Log an operation and its outcome: `ok`, the code of its error, or `cancelled`. Calls that
+    change nothing, which dashboards and `quire scale --wait` make all the time, are logged at level
+    debug."""
     outcome = "cancelled"
     try:
         yield
@@ -185,7 +186,8 @@ def audited(method: str, request: Message | Mapping[str, Any]) -> Iterator[None]
     finally:
         if isinstance(request, Message):
             request = MessageToDict(request, preserving_proto_field_name=True)
-        write = log.debug if method.startswith("List") else log.info
+        only_reads = method.startswith("List") or (method == "Scale" and not _scales(request))
+        write = log.debug if only_reads else log.info
         write(
             "operation_performed",
             operator=current_caller(EVERYONE).key.lstrip("~") or "anybody",
@@ -193,6 +195,11 @@ def audited(method: str, request: Message | Mapping[str, Any]) -> Iterator[None]
             target=request,
             outcome=outcome,
         )
+
+
+def _scales(request: Mapping[str, Any]) -> bool:
+    """Whether a request of Scale changes the number of workers, and does not only ask for it."""
+    return "num_prefill" in request or "num_decode" in request
 
 
 def _metadata(context: aio.ServicerContext[Any, Any]) -> tuple[tuple[str, str | bytes], ...]:

@@ -80,6 +80,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 inference_pb2.Model(
                     id=model.model,
                     max_model_len=model.max_model_len,
+                    context=model.context,
                     block_size=model.block_size,
                     dtype=model.dtype,
                 )

@@ -15,7 +15,6 @@ from services.gateway.intake.prompts import (
     PROMPT,
     check_token_ids,
     context_length,
-    prompt_too_long,
     tokenize_prompt,
 )
 from services.gateway.intake.sampling import resolve_sampling
@@ -295,7 +294,11 @@ def resolve_max_tokens(
     PromptTooLong: the prompt and the limit do not fit the context, or no pool can hold them.
     """
     if num_prompt + 1 > max_model_len:
-        raise prompt_too_long(str(num_prompt), max_model_len)
+        raise PromptTooLong(
+            f"{context_length(max_model_len)} However, the prompt has {num_prompt} tokens, which "
+            "leave none to generate",
+            PROMPT,
+        )
     if asked is not None and num_prompt + asked > max_model_len:
         raise PromptTooLong(
             f"{context_length(max_model_len)} However, you requested {num_prompt + asked} tokens: "
@@ -309,7 +312,8 @@ def resolve_max_tokens(
     left = min(max_model_len - num_prompt, max(room, 1))
     max_tokens = asked or (left if default is None else min(left, default))
     if problem := capacity_problem(num_prompt, max_tokens, pool, num_sequences):
-        raise PromptTooLong(problem, PROMPT if asked is None else "max_tokens")
+        text = f"{context_length(max_model_len)} However, {problem}"
+        raise PromptTooLong(text, PROMPT if asked is None else "max_tokens")
     return max_tokens
 
 
@@ -325,7 +329,7 @@ def capacity_problem(num_prompt: int, max_tokens: int, spec: PoolSpec, num_seque
         return ""
     times = f", {num_sequences} times," if num_sequences > 1 else ""
     return (
-        f"{context_length(spec.num_blocks * spec.block_size)} That is the room of its KV pool: "
-        f"prompt ({num_prompt} tokens) and max_tokens ({max_tokens}){times} need {num_blocks} "
-        f"blocks of {spec.block_size} tokens; the pool has {spec.num_blocks}"
+        f"its KV pool has room for {spec.num_blocks * spec.block_size} tokens: prompt "
+        f"({num_prompt} tokens) and max_tokens ({max_tokens}){times} need {num_blocks} blocks of "
+        f"{spec.block_size} tokens; the pool has {spec.num_blocks}"
     )

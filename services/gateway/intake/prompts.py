@@ -202,9 +202,7 @@ def _encode(
 
 def prompt_too_long(num_tokens: str, max_model_len: int) -> PromptTooLong:
     return PromptTooLong(
-        f"{context_length(max_model_len)} However, the prompt has {num_tokens} tokens; there must "
-        "be room for one more",
-        PROMPT,
+        f"{context_length(max_model_len)} However, the prompt has {num_tokens} tokens", PROMPT
     )
 
 

@@ -51,6 +51,13 @@ class ModelPools:
     pools: tuple[Pool, ...]
 
     @property
+    def longest_request(self) -> int:
+        """The most tokens of a prompt + generation: the context, or the room of the largest pool if
+        that is less."""
+        room = max(spec.num_blocks * spec.block_size for spec in self.specs)
+        return min(self.max_model_len, room)
+
+    @property
     def specs(self) -> tuple[PoolSpec, ...]:
         return tuple(pool.spec for pool in self.pools)
 

@@ -5,6 +5,7 @@ It begins before the worker loads its model, so that gateways can read the token
 
 import asyncio
 import math
+import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from blockstore.redis_store import RedisStore
 from blockstore.registry import Member, Registry, State
-from services.common.pool.names import new_worker_id
+from quire.worker_names import new_worker_id
 from services.common.runtime import redis
 from services.common.runtime.registry_heartbeat import RegistryHeartbeat
 from services.protocol.version import PROTOCOL_VERSION
@@ -50,10 +51,11 @@ class Registration:
         self.heartbeat = RegistryHeartbeat(registry, self._describe)
         self._worker: PoolWorker | None = None
         self._member = Member(
-            member_id=new_worker_id(settings.service),
+            member_id=new_worker_id(settings.service, settings.worker_number),
             role=settings.service,
             address="",
             state="starting",
+            pid=os.getpid(),
             started_unix_ms=time.time_ns() // 1_000_000,
             protocol_version=PROTOCOL_VERSION,
             model=settings.served_name,

@@ -3,7 +3,8 @@
 import asyncio
 import secrets
 import time
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 
@@ -11,6 +12,7 @@ from quire.v1 import prefill_pb2
 from services.common.errors import (
     DuplicateRequest,
     InvalidRequest,
+    NoWorker,
     Overloaded,
     PromptTooLong,
     UnknownModel,
@@ -20,10 +22,14 @@ from services.gateway.frontend.api import (
     ChatMessage,
     GenerationRequest,
     RequestedBeams,
+    RequestedEmbedding,
     RequestedSampling,
 )
 from services.gateway.intake import admission
+from services.gateway.intake.admission import resolve_max_tokens
+from services.gateway.scheduling.router import Pool
 from services.gateway.streaming import output
+from services.gateway.workers.directory import ModelPools
 from tests.waiting import until
 
 from .conftest import PROMPT, SPEC, Call, asked
@@ -308,6 +314,52 @@ async def test_a_bad_resume_token_is_refused(harness: Any, fields: Any, text: st
 
 
 async def test_an_unknown_model_is_named_with_those_that_are_there(harness: Any) -> None:
+    with pytest.raises(UnknownModel, match="'other' is not served here; these are: toy"):
+        await Call(harness.gateway, asked(model="other")).result()
+    await Call(harness.gateway, asked(model="toy")).result()
+
+
+def served_by(num_blocks: int, max_model_len: int = 4096) -> ModelPools:
+    """A model's pools: one with so many blocks of 16 tokens."""
+    pool = Pool(replace(SPEC, num_blocks=num_blocks), (), ())
+    return ModelPools(cast("Any", None), max_model_len, (pool,))
+
+
+def test_longest_request_is_what_the_pool_has_room_for() -> None:
+    assert served_by(num_blocks=85).longest_request == 1360
+    assert served_by(num_blocks=5000).longest_request == 4096
+
+
+def test_request_beyond_the_pool_is_told_the_context_and_the_room() -> None:
+    pools = served_by(num_blocks=85).specs
+    with pytest.raises(PromptTooLong) as refused:
+        resolve_max_tokens(1300, 100, 4096, pools, 1)
+    assert str(refused.value) == (
+        "This model's maximum context length is 4096 tokens. However, its KV pool has room for "
+        "1360 tokens: prompt (1300 tokens) and max_tokens (100) need 88 blocks of 16 tokens; the "
+        "pool has 85"
+    )
+
+
+async def test_embedding_beyond_the_context_is_not_told_of_a_token_to_generate(
+    harness: Any,
+) -> None:
+    sampling = RequestedSampling(embedding=RequestedEmbedding())
+    request = GenerationRequest(prompt=(7,) * 4097, sampling=sampling)
+    with pytest.raises(PromptTooLong) as refused:
+        await Call(harness.gateway, request).result()
+    assert str(refused.value) == (
+        "This model's maximum context length is 4096 tokens. However, the prompt has 4097 tokens"
+    )
+
+
+async def test_model_of_the_deployment_without_workers_is_unavailable_not_unknown(
+    make_harness: Any,
+) -> None:
+    """Its workers have died and do not start again, while those of another model serve."""
+    harness = await make_harness(FakePrefill(), FakeDecode(), models=("toy", "big"), patience_s=0.1)
+    with pytest.raises(NoWorker, match="no prefill and no decode worker serves 'big' now"):
+        await Call(harness.gateway, asked(model="big")).result()
     with pytest.raises(UnknownModel, match="'other' is not served here; these are: toy"):
         await Call(harness.gateway, asked(model="other")).result()
     await Call(harness.gateway, asked(model="toy")).result()

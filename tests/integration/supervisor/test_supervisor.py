@@ -133,7 +133,7 @@ def test_the_supervisor_prints_how_to_send_requests(start: Callable[..., Run]) -
     run = start()
     run.wait_until_serving()
     assert f"quire generate --address 127.0.0.1:{run.grpc_port} " in run.text()
-    assert f"quire down --grpc-port {run.grpc_port}" in run.text()
+    assert f"quire down --run {run.grpc_port}" in run.text()
     assert '"model": "toys"' in run.text()
 
 
@@ -197,6 +197,15 @@ def test_a_service_that_cannot_start_ends_the_run_with_its_reason(
     assert run.process.wait(timeout=LIMIT_S) == 1
     assert run.text().endswith("quire: decode-1 cannot start: error: there is no memory\n")
     assert run.text().count("\nerror: there is no memory\n") == 1  # and not tried again
+    assert not run.root.exists()
+
+
+def test_options_with_which_no_worker_could_start_end_the_run_before_any_service_starts(
+    start: Callable[..., Run],
+) -> None:
+    run = start(flags=("--pool-memory", "1MiB"))
+    assert run.process.wait(timeout=LIMIT_S) == 1
+    assert run.text() == "quire: prefill-1 cannot start: pool memory is too small\n"
     assert not run.root.exists()
 
 
@@ -370,7 +379,7 @@ def test_a_host_without_prefill_workers_waits_for_another_one(
 def test_down_ends_the_run(start: Callable[..., Run]) -> None:
     run = start()
     run.wait_until_serving()
-    command = [sys.executable, "-m", "quire.cli", "down", "--grpc-port", str(run.grpc_port)]
+    command = [sys.executable, "-m", "quire.cli", "down", "--run", str(run.grpc_port)]
     subprocess.run([*command, "--run-root", str(run.root)], check=True, timeout=LIMIT_S)
     assert run.process.wait(timeout=LIMIT_S) == 0
     assert not run.root.exists()

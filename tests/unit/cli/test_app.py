@@ -72,6 +72,38 @@ def test_a_shell_completes_commands_flags_and_choices() -> None:
     assert completed("quire serve --preemption s").split() == ["swap"]
 
 
+def imported_by(*words: str) -> set[str]:
+    """The modules that a command of `quire` has imported at its end."""
+    code = "import sys; from quire.cli import main; main(sys.argv[1:]); print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=True
+    )
+    return set(done.stdout.splitlines()[-1].split())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--version"],
+        ["serve", "--help"],
+        ["down", "--help"],
+        ["workers", "--help"],
+        ["scale", "--help"],
+        ["drain", "--help"],
+        ["audit", "--help"],
+    ],
+    ids=" ".join,
+)
+def test_a_command_imports_no_large_library_that_it_does_not_use(words: list[str]) -> None:
+    large = {"grpc", "google.protobuf", "asyncio", "numpy", "rich", "cryptography", "redis"}
+    assert imported_by(*words) & (large | {"huggingface_hub", "tokenizers"}) == set()
+
+
+def test_a_command_imports_no_other_command() -> None:
+    commands = {name for name in imported_by("workers", "--help") if name.startswith("quire.cli.")}
+    assert not {name for name in commands if "deployment" in name or "requests" in name}
+
+
 def test_importing_the_client_library_imports_no_command_line() -> None:
     code = (
         "import sys, quire; print([m for m in ('typer', 'rich', 'quire.cli') if m in sys.modules])"

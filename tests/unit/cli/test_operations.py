@@ -1,6 +1,7 @@
 """Operations: tables, JSON, exit statuses."""
 
 import json
+import time
 from typing import Any
 
 import grpc
@@ -20,7 +21,7 @@ def pool(**fields: Any) -> bm.Pool:
     )
 
 
-def worker(worker_id: str) -> bm.Worker:
+def worker(worker_id: str, **fields: Any) -> bm.Worker:
     return bm.Worker(
         worker_id=worker_id,
         role="decode",
@@ -30,6 +31,7 @@ def worker(worker_id: str) -> bm.Worker:
         state="WORKER_STATE_DRAINING",
         load=WorkerLoad(num_running=2, num_free_slots=62),
         engine={"backend": "cpu", "isa": "avx2", "dtype": "bfloat16", "quantize": "none"},
+        **fields,
     )
 
 
@@ -74,13 +76,15 @@ def test_a_pool_that_recovers_says_so_and_whom_it_waits_for(gateway: Any, capsys
 
 
 def test_workers(gateway: Any, capsys: Any) -> None:
-    gateway.worker_lists = [[worker("decode-1")]]
+    started = int((time.time() - 11_530) * 1000)
+    numbered = worker("decode-1-3fa85f64", started_unix_ms=started, pid=4711)
+    gateway.worker_lists = [[numbered]]
     assert main(["workers"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "WORKER    ROLE    MODEL  STATE     ADDRESS         POOL  RUNNING  WAITING  FREE SLOTS  "
-        "KERNELS",
-        "decode-1  decode  m      draining  127.0.0.1:4000  p-1         2        0          62  "
-        "cpu avx2 bfloat16",
+        "WORKER    ROLE    MODEL  STATE     UP     PID   ADDRESS         POOL  RUNNING  WAITING  "
+        "FREE SLOTS  KERNELS",
+        "decode-1  decode  m      draining  3h12m  4711  127.0.0.1:4000  p-1         2        0  "
+        "        62  cpu avx2 bfloat16",
     ]
 
 
@@ -92,17 +96,20 @@ def test_workers_as_json(gateway: Any, capsys: Any) -> None:
 
 
 def test_models(gateway: Any, capsys: Any) -> None:
-    gateway.models = [inference.Model(id="m", max_model_len=4096, block_size=16, dtype="float32")]
+    """ROOM is the longest request that a pool holds."""
+    gateway.models = [
+        inference.Model(id="m", max_model_len=1360, context=4096, block_size=16, dtype="int8")
+    ]
     assert main(["models"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "MODEL  CONTEXT  BLOCK SIZE  DTYPE",
-        "m        4,096          16  float32",
+        "MODEL  CONTEXT   ROOM  BLOCK SIZE  DTYPE",
+        "m        4,096  1,360          16  int8",
     ]
 
 
 def test_an_empty_list_is_a_header(gateway: Any, capsys: Any) -> None:
     assert main(["models"]) == 0
-    assert capsys.readouterr().out == "MODEL  CONTEXT  BLOCK SIZE  DTYPE\n"
+    assert capsys.readouterr().out == "MODEL  CONTEXT  ROOM  BLOCK SIZE  DTYPE\n"
 
 
 def test_a_clean_audit_exits_0(gateway: Any, capsys: Any) -> None:
@@ -128,6 +135,7 @@ def test_a_broken_law_exits_1_and_is_named(gateway: Any, capsys: Any, flags: lis
 
 
 def test_drain_tells_what_still_runs(gateway: Any, capsys: Any) -> None:
+    gateway.worker_lists = [[worker("decode-1")]]
     assert main(["drain", "decode-1"]) == 0
     assert gateway.requests == [bm.DrainWorkerRequest(worker_id="decode-1")]
     assert capsys.readouterr().out == "decode-1 takes no new work; it still runs 3 requests\n"
@@ -140,13 +148,36 @@ def test_a_worker_is_drained_by_its_address(gateway: Any, capsys: Any) -> None:
     assert gateway.requests[-1] == bm.DrainWorkerRequest(worker_id="decode-1", force=True)
 
 
+def test_a_worker_is_drained_by_its_name(gateway: Any, capsys: Any) -> None:
+    """The name that `quire workers`, `quire scale` and the logs show."""
+    gateway.worker_lists = [[worker("decode-1-0a1b2c3d"), worker("decode-2-3fa85f64")]]
+    assert main(["drain", "decode-2"]) == 0
+    assert gateway.requests[-1] == bm.DrainWorkerRequest(worker_id="decode-2-3fa85f64")
+    assert capsys.readouterr().out.startswith("decode-2 takes no new work")
+
+
+def test_worker_that_serves_has_the_name_before_its_fenced_predecessor(gateway: Any) -> None:
+    new = worker("decode-1-00000002")
+    new.state = bm.WORKER_STATE_SERVING
+    gateway.worker_lists = [[worker("decode-1-00000001"), new]]
+    assert main(["drain", "decode-1"]) == 0
+    assert gateway.requests[-1] == bm.DrainWorkerRequest(worker_id="decode-1-00000002")
+
+
+def test_a_name_on_two_hosts_is_refused_with_the_addresses(gateway: Any, capsys: Any) -> None:
+    gateway.worker_lists = [[worker("decode-1-00000001"), worker("decode-1-00000002")]]
+    assert main(["drain", "decode-1"]) == 1
+    assert "decode-1-00000001 at 127.0.0.1:4000, decode-1-00000002 at" in capsys.readouterr().err
+
+
 def test_the_last_worker_is_drained_by_force(gateway: Any, capsys: Any) -> None:
+    gateway.worker_lists = [[worker("decode-1")]]
     assert main(["drain", "decode-1", "--force"]) == 0
     assert gateway.requests == [bm.DrainWorkerRequest(worker_id="decode-1", force=True)]
 
 
 def test_drain_waits_until_the_worker_has_left(gateway: Any, capsys: Any) -> None:
-    gateway.worker_lists = [[worker("decode-1")], [worker("decode-2")]]
+    gateway.worker_lists = [[worker("decode-1")]] * 2 + [[worker("decode-2")]]
     assert main(["drain", "decode-1", "--wait", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"num_running": 3, "left": True}
 
@@ -158,9 +189,12 @@ def test_drain_does_not_wait_for_ever(gateway: Any, capsys: Any) -> None:
 
 
 def test_draining_an_unknown_worker_fails(gateway: Any, capsys: Any) -> None:
-    gateway.refuse(grpc.StatusCode.NOT_FOUND, "there is no worker x")
+    gateway.worker_lists = [[worker("decode-1-3fa85f64"), worker("prefill-1-3fa85f64")]]
     assert main(["drain", "x"]) == 1
-    assert capsys.readouterr().err == "quire: there is no worker x\n"
+    assert capsys.readouterr().err == (
+        "quire: there is no worker 'x'; the workers: decode-1, prefill-1\n"
+    )
+    assert gateway.requests == []
 
 
 def serving(*worker_ids: str) -> list[bm.Worker]:
@@ -175,6 +209,12 @@ def test_scale_says_who_comes_and_who_goes(gateway: Any, capsys: Any) -> None:
     assert main(["scale", "decode=1", "prefill=2"]) == 0
     assert gateway.requests == [ScaleRequest(num_prefill=2, num_decode=1)]
     assert capsys.readouterr().out == "to start: prefill-2\nto leave: decode-3, decode-2\n"
+
+
+def test_scale_warns_of_more_workers_than_the_host_has_cpus(gateway: Any, capsys: Any) -> None:
+    gateway.scaled = ScaleResponse(num_decode=3, warning="4 workers on 2 CPUs take turns")
+    assert main(["scale", "decode=3"]) == 0
+    assert capsys.readouterr().err == "quire: warning: 4 workers on 2 CPUs take turns\n"
 
 
 def test_scale_waits_until_all_serve_and_nobody_else_is_there(gateway: Any, capsys: Any) -> None:

@@ -4,7 +4,8 @@ import pytest
 from grpc import StatusCode, aio
 
 from quire import DeadlineExceeded, Overloaded, Unavailable, Unreachable
-from quire.errors import QuireError, translate_errors
+from quire.error_translation import translate_errors
+from quire.errors import QuireError
 from quire.messages import Request
 from quire.progress import ACCEPTED_METADATA, Progress
 from quire.types import Sampling

@@ -12,7 +12,7 @@ from quire.cli import main
 from quire.cli.runs import run_address
 from quire.errors import Unreachable
 from quire.sockets import living_sockets, operations_socket, remove_dead_sockets
-from quire.supervisor import NoSuchRun
+from quire.supervisor.errors import NoSuchRun
 
 
 class Runs:

@@ -19,6 +19,9 @@ export const css = (name) => getComputedStyle(document.documentElement).getPrope
 export const count = (n) => Number(n ?? 0).toLocaleString("en", { maximumFractionDigits: 0 });
 export const percent = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(part && part < whole ? 1 : 0)} %` : "–");
 
+// decode-1 for decode-1-3fa85f64, as quire.worker_names has it: the id changes when the worker starts again.
+export const workerName = (id) => id.replace(/^([a-z]+-\d+)-[0-9a-f]{8}$/, "$1");
+
 export function duration(seconds) {
   if (seconds === null || seconds === undefined || !Number.isFinite(seconds)) return "–";
   if (seconds < 0.0995) return `${(seconds * 1000).toFixed(seconds < 0.00995 ? 1 : 0)} ms`;

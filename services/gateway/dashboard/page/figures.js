@@ -1,6 +1,6 @@
 // Figures, workers and distributions. Rates and distributions are of the last minute that this page has seen.
 
-import { byId, count, duration, h, percent, svg } from "./dom.js";
+import { byId, count, duration, h, percent, svg, workerName } from "./dom.js";
 
 const WINDOW_MS = 60_000;
 let history = []; // {at, doc fields that only grow}
@@ -113,7 +113,7 @@ export function renderWorkers(doc) {
     const load = isDecode ? `${count(worker.running)} ${worker.running === 1 ? "sequence" : "sequences"}, ${count(busy)} of ${count(worker.slots)} slots` : `${count(worker.pending_tokens)} prompt tokens to compute`;
     const engine = Object.entries(worker.engine).map(([name, value]) => `${name} ${value}`).join(", ");
     return h("div", { class: `worker ${worker.state === "gone" ? "gone" : ""}`, "data-tip": `${id}\n${engine}\nup for ${duration((doc.now_ms - worker.started_ms) / 1000)}`, tabindex: 0 },
-      h("p", null, h("span", null, id), h("span", { class: TONES[worker.state] ?? "muted" }, `${worker.state === "serving" ? "●" : "▲"} ${worker.state}`)),
+      h("p", null, h("span", null, workerName(id)), h("span", { class: TONES[worker.state] ?? "muted" }, `${worker.state === "serving" ? "●" : "▲"} ${worker.state}`)),
       h("div", { class: `bar ${worker.role}` }, svg("svg", { viewBox: "0 0 100 6", preserveAspectRatio: "none", "aria-hidden": "true" }, svg("rect", { width: 100 * share, height: 6 }))),
       h("p", { class: "sub" }, h("span", null, load)));
   }));

@@ -1,6 +1,6 @@
 // The block map of each pool, on a canvas, and the pool's figures.
 
-import { ago, byId, bytes, count, css, h, hideTip, legendItem, percent, showTip } from "./dom.js";
+import { ago, byId, bytes, count, css, h, hideTip, legendItem, percent, showTip, workerName } from "./dom.js";
 import { headers, problemOf } from "./feed.js";
 
 const STATES = ["free", "cached", "held", "shared", "quarantined", "unread"];
@@ -223,7 +223,7 @@ class PoolPanel {
       const free = size - values.slice(0, 5).reduce((a, b) => a + b);
       lines.push(STATES.map((state) => [state, state === "free" ? free : values[{ unread: UNREAD, cached: CACHED, held: HELD, shared: SHARED, quarantined: QUARANTINED }[state]]]).filter(([, n]) => n).map(([state, n]) => `${n} ${state}`).join(", "));
       const holder = this.pool.holders[values[SLOT]];
-      if (holder) lines.push(`last holder: ${holder.request || holder.id} on ${holder.worker}`);
+      if (holder) lines.push(`last holder: ${holder.request || holder.id} on ${workerName(holder.worker)}`);
     } else if (this.facts) {
       const [block] = this.facts;
       lines.push(`${block.state}, ref count ${block.num_holders}`);

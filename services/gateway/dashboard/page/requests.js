@@ -1,6 +1,6 @@
 // The timeline: a row for each request, a bar for each phase.
 
-import { byId, count, duration, h, legendItem, svg } from "./dom.js";
+import { byId, count, duration, h, legendItem, svg, workerName } from "./dom.js";
 
 const PHASES = ["waiting", "prefill", "hand-off", "decode", "preempted", "moving", "lost"];
 const NUM_TICKS = 4;
@@ -59,7 +59,7 @@ function rowOf(request, now, spanMs) {
   root.dataset.tip = [
     request.id,
     `${count(request.prompt)} prompt tokens (${count(request.cached)} cached), ${count(request.tokens)} generated${request.sequences > 1 ? ` in ${request.sequences} sequences` : ""}`,
-    ...bars.slice(-12).map(({ phase, worker, from, to }) => `${phase} ${duration((to - from) / 1000)}${worker ? ` on ${worker}` : ""}`),
+    ...bars.slice(-12).map(({ phase, worker, from, to }) => `${phase} ${duration((to - from) / 1000)}${worker ? ` on ${workerName(worker)}` : ""}`),
     request.outcome ? `ended: ${request.outcome}` : "running",
   ].join("\n");
   root.setAttribute("aria-label", root.dataset.tip.replaceAll("\n", "; "));

@@ -10,6 +10,8 @@ from pathlib import Path
 def run(role: str) -> None:
     """Behave according to TOY_<ROLE>: `cannot-start` (also if the run directory has a file of that
     name), `stubborn` (ignores SIGTERM), or serve."""
+    if "--check" in sys.argv:
+        check(role)
     behaviour = os.environ.get(f"TOY_{role.upper()}", "")
     if behaviour == "cannot-start" or (run_dir(role) / f"{role}-cannot-start").exists():
         print("error: there is no memory", file=sys.stderr)
@@ -18,6 +20,14 @@ def run(role: str) -> None:
     signal.signal(signal.SIGUSR1, _leave)
     enter(role)
     wait_for_parent()
+
+
+def check(role: str) -> None:
+    """As a service's --check: pool memory of 1MiB is too little."""
+    if os.environ.get(f"QUIRE_{role.upper()}_POOL_MEMORY") == "1MiB":
+        print("error: pool memory is too small", file=sys.stderr)
+        sys.exit(2)
+    sys.exit(0)
 
 
 def enter(role: str) -> None:

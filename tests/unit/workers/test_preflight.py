@@ -1,0 +1,50 @@
+"""Settings of a worker that its checkpoint cannot have are found before anything is loaded."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from services.common.errors import StartupError
+from services.worker.preflight import check_pool, check_quantize
+
+
+def settings(**changes: object) -> Any:
+    fields = {"quantize": None, "kernels": "cpu", "kv_dtype": "auto", "dtype": "auto"}
+    return SimpleNamespace(**{**fields, "block_size": 16, "pool_bytes": None, **changes})
+
+
+def config(kind: str | None = None) -> Any:
+    """SmolLM2-135M's shape; `kind`: of the quantized linears that it stores."""
+    stored = SimpleNamespace(kind=kind) if kind else None
+    return SimpleNamespace(num_layers=30, num_kv_heads=3, head_dim=64, quantization=stored)
+
+
+@pytest.mark.parametrize(
+    ("quantize", "stored"),
+    [(None, "int4-32"), ("int8", None), ("int8", "int8"), ("int4", "int4-64")],
+)
+def test_quantization_that_the_checkpoint_can_have_is_accepted(
+    quantize: str | None, stored: str | None
+) -> None:
+    check_quantize(settings(quantize=quantize), config(stored))
+
+
+def test_checkpoint_is_not_quantized_again_to_another_kind() -> None:
+    with pytest.raises(StartupError, match=r"already quantized \(int4-32\); .* again, to int8"):
+        check_quantize(settings(quantize="int8"), config("int4-32"))
+
+
+def test_only_the_cpu_kernels_quantize() -> None:
+    with pytest.raises(StartupError, match="backend 'triton' has no int4 kernels"):
+        check_quantize(settings(quantize="int4", kernels="triton"), config())
+
+
+@pytest.mark.parametrize(
+    ("changes", "fewest_bytes"),
+    [({}, 4 * 368_640), ({"kv_dtype": "int8"}, 4 * 195_840), ({"dtype": "float32"}, 4 * 737_280)],
+)
+def test_pool_needs_room_for_four_blocks(changes: dict[str, str], fewest_bytes: int) -> None:
+    check_pool(settings(pool_bytes=fewest_bytes, **changes), config())
+    with pytest.raises(StartupError, match="is too small: the KV pool needs at least 4 blocks of"):
+        check_pool(settings(pool_bytes=fewest_bytes - 1, **changes), config())
