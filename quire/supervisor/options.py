@@ -36,8 +36,8 @@ class RunOptions:
         Argument(
             metavar="[[NAME,ALIAS...=]MODEL]...",
             help="the models to serve, each a directory in Hugging Face format, a GGUF file, an id "
-            f"in the local Hugging Face cache, or `{EMBEDDED}`, the small model that comes with "
-            "Quire and is the default",
+            f"of the Hugging Face hub (downloaded if the cache does not have it), or "
+            f"`{EMBEDDED}`, the small model that comes with Quire and is the default",
             show_default=False,
         ),
     ] = None
@@ -53,6 +53,10 @@ class RunOptions:
             "file",
         ),
     ] = None
+    offline: Annotated[
+        bool,
+        Option("--offline", help="download no model: serve only what this host has"),
+    ] = False
     own: Annotated[
         list[str] | None,
         Option(
