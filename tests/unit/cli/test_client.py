@@ -1,7 +1,6 @@
 """The client library: both clients send the same, receive the same, and fail alike."""
 
 import asyncio
-from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -67,7 +66,7 @@ def test_leaving_a_stream_cancels_the_request(hello: Any) -> None:
 async def test_closing_an_async_stream_cancels_the_request(hello: Any) -> None:
     hello.endless = True
     async with AsyncClient(hello.address) as client:
-        async with aclosing(client.generate("Hi")) as stream:
+        async with client.generate("Hi") as stream:
             assert (await anext(stream)).text == "Hello,"
         assert await asyncio.to_thread(hello.cancelled.wait, 10)
 
