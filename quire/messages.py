@@ -263,7 +263,7 @@ def _choice(deltas: Sequence[Delta]) -> Choice:
 
 
 def models(response: inference_pb2.ListModelsResponse) -> tuple[Model, ...]:
-    return tuple(Model(m.id, m.max_model_len, m.block_size, m.dtype) for m in response.models)
+    return tuple(_from_message(Model, model) for model in response.models)
 
 
 def pools(response: block_manager_pb2.ListPoolsResponse) -> tuple[Pool, ...]:

@@ -160,7 +160,8 @@ def _prefill_needs(workers: Sequence[Figures], targets: Targets) -> tuple[Need, 
         ),
         Need(
             backlog_s / targets.ttft_s,
-            f"{{:,.0f}} prompt tokens waited, {{:.1f}} s of one worker (target {targets.ttft_s:g} s)",
+            "{:,.0f} prompt tokens waited, {:.1f} s of one worker "
+            f"(target {targets.ttft_s:g} s)",
             (pending, backlog_s),
         ),
     )

@@ -227,13 +227,16 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model that a gateway serves. `max_model_len`: the longest prompt + generation, in
-    tokens."""
+    """A model that a gateway serves."""
 
     id: str
     max_model_len: int
+    """The longest prompt + generation, in tokens."""
+
     block_size: int
     dtype: str
+    parent: str = ""
+    """The model that an adapter is for; empty for a model."""
 
 
 @dataclass(frozen=True, slots=True)

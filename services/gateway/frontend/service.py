@@ -82,6 +82,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                     max_model_len=model.max_model_len,
                     block_size=model.block_size,
                     dtype=model.dtype,
+                    parent=model.parent,
                 )
                 for model in self._generator.models()
             ]

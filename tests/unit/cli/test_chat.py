@@ -124,7 +124,6 @@ def test_on_a_terminal_the_chat_goes_on_after_ctrl_c_and_while_the_server_is_awa
         hello.refusal, hello.is_away = None, False
         terminal.write(b"Still?\n")
         terminal.read_until(b"Hello, world")
-        os.kill(process.pid, signal.SIGINT)
         terminal.read_until(b"> ")
         terminal.write(b"\x04")
         assert process.wait(timeout=10) == 0
