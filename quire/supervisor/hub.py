@@ -57,7 +57,12 @@ def _has_weights(snapshot: Path) -> bool:
 @contextmanager
 def _reasons(model_id: str, hub: str) -> Iterator[None]:
     """Says why a download failed, in one line."""
-    from huggingface_hub.errors import GatedRepoError, HTTPError, RepositoryNotFoundError
+    # HTTPError is that of the HTTP client, for a connection that breaks.
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HTTPError,  # type: ignore[attr-defined]
+        RepositoryNotFoundError,
+    )
 
     try:
         yield

@@ -4,6 +4,7 @@
         <grpc port>-<8 hex>/         locked while the run's supervisor lives
             run.json                 {"pid": ..., "grpc_port": ..., "http_port": ...}
             redis.sock  pools/ ...   files of the services
+            metrics/decode-1.sock    where the first gateway reads the metrics of a service
 
 The locks are on the directories themselves, so no lock file is left behind. The kernel drops a lock
 however its owner dies: a run directory without a lock belongs to a dead run.
@@ -25,7 +26,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from quire.files import try_lock
-from quire.sockets import operations_socket
 from quire.supervisor.errors import NoSuchRun, PortInUse, ServeError
 
 RUNS = Path(f"/dev/shm/quire-{os.getuid()}")
@@ -145,7 +145,7 @@ def _is_port_free(host: str, port: int) -> bool:
 
 def _create(runs: Path, record: RunRecord) -> RunDirectory:
     path = runs / f"{record.grpc_port}-{secrets.token_hex(4)}"
-    longest = operations_socket(path, record.host, record.grpc_port)
+    longest = metrics_directory(path) / "block-manager-1.sock"
     if len(os.fsencode(longest)) > _MAX_SOCKET_PATH:
         raise ServeError(
             f"the path of the run's sockets, such as {longest}, is longer than "
@@ -177,6 +177,11 @@ def _live_runs(runs: Path) -> Iterator[tuple[Path, RunRecord]]:
             yield path, RunRecord(**json.loads((path / _RECORD).read_text()))
         except FileNotFoundError:
             continue  # ended since it was listed
+
+
+def metrics_directory(run: Path) -> Path:
+    """The directory of the sockets on which services without a metrics port write their metrics."""
+    return run / "metrics"
 
 
 def run_paths(runs: Path) -> list[Path]:

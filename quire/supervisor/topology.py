@@ -19,6 +19,7 @@ from quire.supervisor.child import ChildSpec, Stage
 from quire.supervisor.gateway_options import GatewayOptions
 from quire.supervisor.models import ROLES, ModelOptions, aliases
 from quire.supervisor.options import ServeOptions
+from quire.supervisor.run_directory import metrics_directory
 
 LOOPBACK = "127.0.0.1"
 
@@ -120,6 +121,8 @@ def _gateway(options: ServeOptions, index: int, common: dict[str, str]) -> Child
         "PORT": str(options.grpc_port + index),
         "HTTP_PORT": str(options.http_port + index),
     }
+    if index == 0:
+        settings["METRICS_DIRECTORY"] = str(metrics_directory(Path(settings["RUN_DIR"])))
     if options.operations_port is not None:
         settings["OPERATIONS_PORT"] = str(options.operations_port + index)
     name = f"gateway-{index + 1}" if index else "gateway"
@@ -131,12 +134,15 @@ def _service(
 ) -> ChildSpec:
     prefix = f"QUIRE_{module.upper()}_"
     environment = {prefix + setting: value for setting, value in settings.items()}
+    sockets = metrics_directory(Path(settings["RUN_DIR"])) / module.replace("_", "-")
+    reads_all = "METRICS_DIRECTORY" in settings
     return ChildSpec(
         name=name,
         command=tuple(module_command(f"services.{module}")),
         stage=stage,
         environment=environment,
         base_ports=_base_ports(prefix, environment),
+        metrics_socket=None if reads_all else (prefix + "METRICS_SOCKET", str(sockets)),
         number=number,
     )
 

@@ -20,6 +20,7 @@ from services.common.runtime import open_files, redis
 from services.common.runtime.exposition import metrics_endpoint
 from services.common.runtime.logging import get_logger
 from services.common.runtime.metrics import GatewayMetrics
+from services.common.runtime.metrics_socket import WithServices
 from services.common.runtime.registry_heartbeat import RegistryHeartbeat
 from services.common.runtime.secret import Secret, deployment_secret
 from services.common.tracing.opening import open_tracer
@@ -229,8 +230,11 @@ class _Listeners:
         settings = self.settings
         if settings.http_port is None:
             return None
+        directory = settings.metrics_directory
         app = create_app(
-            *(self.generator, metrics, settings.allowed_hosts, settings.body_memory),
+            self.generator,
+            metrics if directory is None else WithServices(metrics, directory),
+            *(settings.allowed_hosts, settings.body_memory),
             keyring=self.keyring,
             cors_origins=settings.cors_origins,
             more_routes=more_routes,

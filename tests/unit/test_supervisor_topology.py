@@ -43,6 +43,19 @@ def test_a_run_has_as_many_workers_as_asked() -> None:
     assert names(asked) == ["block-manager", *workers, "gateway"]
 
 
+def test_the_first_gateway_reads_the_metrics_of_all_services() -> None:
+    found = {spec.name: spec.variables for spec in services(options(num_decode=2, num_gateways=2))}
+    directory = f"{RUN}/metrics"
+    assert found["gateway"]["QUIRE_GATEWAY_METRICS_DIRECTORY"] == directory
+    assert "QUIRE_GATEWAY_METRICS_SOCKET" not in found["gateway"]
+    for name, variable, file in (
+        ("gateway-2", "GATEWAY", "gateway-2.sock"),
+        ("decode-2", "DECODE", "decode-2.sock"),
+        ("block-manager", "BLOCK_MANAGER", "block-manager-1.sock"),
+    ):
+        assert found[name][f"QUIRE_{variable}_METRICS_SOCKET"] == f"{directory}/{file}"
+
+
 def test_a_mover_and_the_address_of_other_hosts() -> None:
     asked = options(redis_url="redis://h", service_host="10.0.0.1", num_prefill=0, num_decode=2)
     assert names(asked) == ["block-manager", "decode-1", "decode-2", "mover", "gateway"]
