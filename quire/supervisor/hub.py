@@ -58,9 +58,9 @@ def _has_weights(snapshot: Path) -> bool:
 def _reasons(model_id: str, hub: str) -> Iterator[None]:
     """Says why a download failed, in one line."""
     # HTTPError is that of the HTTP client, for a connection that breaks.
-    from huggingface_hub.errors import (
+    from huggingface_hub.errors import (  # type: ignore[attr-defined]
         GatedRepoError,
-        HTTPError,  # type: ignore[attr-defined]
+        HTTPError,
         RepositoryNotFoundError,
     )
 

@@ -45,6 +45,8 @@ class RunRecord:
     grpc_port: int
     http_port: int
     num_gateways: int = 1
+    drain_s: float = 0.0
+    """How long running requests may go on when the run ends."""
 
     @property
     def ports(self) -> tuple[int, ...]:
@@ -94,7 +96,8 @@ def claim(runs: Path, record: RunRecord, timeout_s: float = 5.0) -> RunDirectory
 def stop_run(runs: Path, grpc_port: int | None, timeout_s: float = 60.0) -> RunRecord:
     """End the run on this port (None: the only run) and wait until it has ended.
 
-    NoSuchRun: not exactly one run matches. ServeError: the run has not ended after `timeout_s`.
+    NoSuchRun: not exactly one run matches. ServeError: the run has not ended `timeout_s` after the
+    time that its requests have.
     """
     live = list(_live_runs(runs))
     chosen = [found for found in live if grpc_port in (None, found[1].grpc_port)]
@@ -104,7 +107,7 @@ def stop_run(runs: Path, grpc_port: int | None, timeout_s: float = 60.0) -> RunR
         raise NoSuchRun(f"there is not one run of this user{where} to end; ports of runs: {ports}")
     ((path, run),) = chosen
     os.kill(run.pid, signal.SIGTERM)
-    _wait_until_unlocked(path, timeout_s)
+    _wait_until_unlocked(path, run.drain_s + timeout_s)
     return run
 
 

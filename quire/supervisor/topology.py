@@ -23,9 +23,6 @@ from quire.supervisor.run_directory import metrics_directory
 
 LOOPBACK = "127.0.0.1"
 
-STOP_GRACE_S = 15.0
-"""How long a service may take to end after SIGTERM; the service gets this limit as a setting."""
-
 
 def services(
     options: ServeOptions, models: Sequence[ModelOptions], run: Path, *, log_format: str = "json"
@@ -78,7 +75,7 @@ def _common(options: ServeOptions, run: Path, log_format: str) -> dict[str, str]
         "LOG_LEVEL": options.log_level,
         "LOG_FORMAT": log_format,
         "HOST": options.service_host or LOOPBACK,
-        "STOP_GRACE_S": str(STOP_GRACE_S),
+        "STOP_GRACE_S": str(options.stop_grace_s),
     }
     if options.secret_file:
         settings["SECRET_FILE"] = str(options.secret_file)

@@ -18,7 +18,8 @@ import torch
 
 import kvops
 from bench.make_checkpoint import make_checkpoint
-from quire.supervisor.supervisor import GRACE_S
+from quire.supervisor.options import ServeOptions
+from quire.supervisor.supervisor import EXIT_S
 from services.common.pool.directory import pool_directories
 from services.common.pool.locks import revoke_lock
 from services.engine.models import load_model
@@ -66,7 +67,7 @@ class Worker:
     def stop(self) -> int:
         """Stop it; returns the exit status, in less time than a supervisor allows."""
         self.process.send_signal(signal.SIGTERM)
-        self.process.communicate(timeout=GRACE_S)
+        self.process.communicate(timeout=ServeOptions().stop_grace_s + EXIT_S)
         return self.process.returncode
 
 

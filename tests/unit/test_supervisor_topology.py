@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
-from quire.supervisor import child, end_with_parent, supervisor, topology, valkey
+from quire.supervisor import child, end_with_parent, topology, valkey
 from quire.supervisor.child import ChildSpec
 from quire.supervisor.models import ModelOptions
 from quire.supervisor.options import ServeOptions
 from quire.supervisor.worker_options import WorkerOptions
 from services.common.runtime import process
+from services.common.runtime.config import ServiceSettings
 
 RUN = Path("/dev/shm/quire-1000/50051-a1b2c3d4")
 
@@ -178,9 +179,10 @@ def test_workers_divide_the_cpus_unless_their_threads_are_given() -> None:
 
 
 def test_services_know_how_long_they_are_waited_for() -> None:
-    for spec in services(options()):
+    """Running requests get all of --drain-time: services keep `ENDING_S` for themselves."""
+    for spec in services(options(drain_time=30.0)):
         (grace_s,) = (v for name, v in spec.environment.items() if name.endswith("_STOP_GRACE_S"))
-        assert float(grace_s) < supervisor.GRACE_S
+        assert ServiceSettings(stop_grace_s=grace_s).request_grace_s == 30.0
 
 
 def test_the_name_of_the_pipe_is_the_one_that_services_read() -> None:
