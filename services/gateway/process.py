@@ -33,6 +33,7 @@ from services.gateway.adapters import GatewayAdapters
 from services.gateway.config import GatewaySettings
 from services.gateway.dashboard.access import check_local
 from services.gateway.dashboard.feed import Feed
+from services.gateway.dashboard.history import History
 from services.gateway.dashboard.routes import make_dashboard
 from services.gateway.frontend import service
 from services.gateway.frontend.adapters import SERVICE_NAME as ADAPTERS
@@ -87,7 +88,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
         server, port = await listeners.open_public()
         operations = await listeners.open_operations(port)
         http = await stack.enter_async_context(AsyncExitStack())
-        feed, routes = _operator_routes(
+        feed, history, routes = _operator_routes(
             settings, wiring, request_metrics.metrics, relays[0], keyring
         )
         http_port = await listeners.open_http(metrics, routes, http)
@@ -103,7 +104,8 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
         log.info("gateway_listening", port=port, http_port=http_port)
         async with asyncio.TaskGroup() as tasks:
             health = update_health(wiring, (server, operations), heartbeat)
-            background = [tasks.create_task(heartbeat.keep()), tasks.create_task(health)]
+            works = (heartbeat.keep(), health, history.keep())
+            background = [tasks.create_task(work) for work in works]
             if keyring is not None:
                 address, directory = settings.address(port), settings.usage_directory
                 budgets = Budgets(keyring, registry, address, directory)
@@ -123,13 +125,13 @@ def _operator_routes(
     metrics: GatewayMetrics,
     block_manager: Relay,
     keyring: Keyring | None,
-) -> tuple[Feed, list[Route]]:
-    """The dashboard's feed, and the routes of HTTP that are for operators."""
-    feed, routes = make_dashboard(
+) -> tuple[Feed, History, list[Route]]:
+    """The dashboard's feed and history, and the routes of HTTP that are for operators."""
+    feed, history, routes = make_dashboard(
         settings.dashboard, wiring, metrics, block_manager, keyring=keyring
     )
     if wiring.adapters is None:
-        return feed, routes
+        return feed, history, routes
 
     def check(request: Request) -> None:
         if keyring is not None:
@@ -137,7 +139,7 @@ def _operator_routes(
         else:
             check_local(request, "loading adapters")
 
-    return feed, [*routes, *adapter_routes(wiring.adapters, check)]
+    return feed, history, [*routes, *adapter_routes(wiring.adapters, check)]
 
 
 async def _shut_down(
