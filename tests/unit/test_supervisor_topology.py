@@ -182,7 +182,7 @@ def test_services_know_how_long_they_are_waited_for() -> None:
     """Running requests get all of --drain-time: services keep `ENDING_S` for themselves."""
     for spec in services(options(drain_time=30.0)):
         (grace_s,) = (v for name, v in spec.environment.items() if name.endswith("_STOP_GRACE_S"))
-        assert ServiceSettings(stop_grace_s=grace_s).request_grace_s == 30.0
+        assert ServiceSettings(stop_grace_s=float(grace_s)).request_grace_s == 30.0
 
 
 def test_the_name_of_the_pipe_is_the_one_that_services_read() -> None:
