@@ -17,7 +17,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -46,7 +45,7 @@ class Stream:
     in_the_middle: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self, client: AsyncClient) -> None:
-        async with aclosing(client.generate(self.prompt, self.sampling, timeout_s=120)) as deltas:
+        async with client.generate(self.prompt, self.sampling, timeout_s=120) as deltas:
             async for delta in deltas:
                 self.request_id = delta.request_id
                 self.tokens += delta.token_ids

@@ -186,7 +186,7 @@ async def _send_round(target: Target, num_streams: int, num_tokens: int) -> list
     """Streams that start together."""
     load = Load(target)
     session = Session([Turn(lambda: "count", num_tokens)])
-    await load.closed_loop(iter([session] * num_streams), num_streams, 0.0, None)
+    await load.closed_loop(iter([session] * num_streams), num_streams, 0.0)
     for record in load.records:
         if record.error or record.num_output_tokens != num_tokens:
             raise SystemExit(f"{record.num_output_tokens} of {num_tokens}: {record.message}")

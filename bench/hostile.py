@@ -239,7 +239,7 @@ async def neighbour(url: str, process: multiprocessing.Process, num_tokens: int)
         while len(load.records) < at_least or process.is_alive():
             yield Session([Turn(lambda: "A block table", num_tokens)])
 
-    await load.closed_loop(sessions(), 1, 0.0, None)
+    await load.closed_loop(sessions(), 1, 0.0)
     await target.close()
     if load.num_failed:
         raise SystemExit(f"{load.num_failed} of the neighbour's requests failed")

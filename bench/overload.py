@@ -45,9 +45,9 @@ class Outcome:
 async def capacity(address: str, seed: int, seconds: float) -> float:
     """Requests a second with every slot taken."""
     target = gateway_target(address)
-    load = Load(target)
+    load = Load(target, limit_s=seconds)
     sessions = synthetic(Prompts(seed, None), SHAPE)
-    elapsed_s = await load.closed_loop(sessions, NUM_SLOTS, 0.0, seconds)
+    elapsed_s = await load.closed_loop(sessions, NUM_SLOTS, 0.0)
     await target.close()
     return (load.num_done - load.num_failed) / elapsed_s
 
@@ -78,7 +78,7 @@ async def offer_apart(
     flags = {
         "address": address,
         "request-rate": rate,
-        "duration": seconds,
+        "num-requests": max(1, round(rate * seconds)),
         "timeout": deadline_s,
         "seed": seed,
         "prompts": "ids",

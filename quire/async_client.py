@@ -11,6 +11,7 @@ from quire.calls import Call, ClientBase
 from quire.error_translation import translate_errors
 from quire.errors import QuireError
 from quire.messages import Request
+from quire.progress import Progress
 from quire.types import (
     Completion,
     Delta,
@@ -27,6 +28,32 @@ from quire.types import (
 T = TypeVar("T")
 
 
+class AsyncStream:
+    """`Stream` for asyncio. The request is sent when the first delta is asked for.
+
+    The end of the stream's `async with` block, or `aclose`, cancels an unfinished request at every
+    hop.
+    """
+
+    def __init__(self, deltas: AsyncGenerator[Delta, None]) -> None:
+        self._deltas = deltas
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Delta:
+        return await anext(self._deltas)
+
+    async def aclose(self) -> None:
+        await self._deltas.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.aclose()
+
+
 class AsyncClient(ClientBase):
     """`Client` for asyncio. Create it inside a running event loop."""
 
@@ -39,15 +66,15 @@ class AsyncClient(ClientBase):
         *,
         model: str = "",
         timeout_s: float | None = None,
-    ) -> AsyncGenerator[Delta, None]:
-        """Stream the answer; closing the iterator (`aclosing`) cancels the request."""
+    ) -> AsyncStream:
+        """Stream the answer to a text, token ids or a conversation."""
         return self.send(Request(prompt, sampling or Sampling(), model), timeout_s)
 
-    async def send(
-        self, request: Request, timeout_s: float | None = None
-    ) -> AsyncGenerator[Delta, None]:
+    def send(self, request: Request, timeout_s: float | None = None) -> AsyncStream:
         """`generate` with every field of a request. `timeout_s`: the request's time limit."""
-        progress = self._progress(request, timeout_s)
+        return AsyncStream(self._deltas(self._progress(request, timeout_s)))
+
+    async def _deltas(self, progress: Progress) -> AsyncGenerator[Delta, None]:
         while True:
             connection = self._gateways.current
             call = connection.inference.Generate(progress.message(), timeout=progress.timeout_s())
@@ -76,8 +103,8 @@ class AsyncClient(ClientBase):
         timeout_s: float | None = None,
     ) -> Completion:
         """Wait for the whole answer, with `sampling.n` sequences."""
-        stream = self.generate(prompt, sampling, model=model, timeout_s=timeout_s)
-        return messages.completion([delta async for delta in stream])
+        async with self.generate(prompt, sampling, model=model, timeout_s=timeout_s) as stream:
+            return messages.completion([delta async for delta in stream])
 
     async def embed(
         self,

@@ -7,8 +7,9 @@ inter-token latency at its step time, and the share of blocks that is held. See 
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
 from typing import Protocol
 
 TTFT_S = 1.0
@@ -48,12 +49,40 @@ class Figures(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Need:
+    """One measure of the load, and the workers that it keeps as busy as the targets say."""
+
+    num_workers: float
+    text: str
+    """A sentence with places for the figures."""
+
+    figures: tuple[float, ...]
+
+    @property
+    def sentence(self) -> str:
+        return self.text.format(*self.figures)
+
+
+@dataclass(frozen=True, slots=True)
 class RolePlan:
-    """`needed`: workers that the load keeps as busy as the targets say. `reason`: what decides."""
+    """The plan for one role. The largest of its needs decides."""
 
     num_workers: int
-    needed: float
-    reason: str
+    """The workers that are there."""
+
+    needs: tuple[Need, ...]
+
+    @property
+    def needed(self) -> float:
+        return self._largest.num_workers
+
+    @property
+    def reason(self) -> str:
+        return self._largest.sentence
+
+    @property
+    def _largest(self) -> Need:
+        return max(self.needs, key=lambda need: need.num_workers)
 
     @property
     def recommended(self) -> int:
@@ -86,17 +115,29 @@ def plan(
     """Plan for the serving workers of one model. `num_waiting`: requests that no worker has yet.
     `held_share`: held blocks as a share of all blocks of the model's pools."""
     return Plan(
-        _prefill(prefill, targets),
-        _largest(len(decode), _decode_needs(decode, targets, num_waiting, held_share)),
+        RolePlan(len(prefill), _prefill_needs(prefill, targets)),
+        RolePlan(len(decode), _decode_needs(decode, targets, num_waiting, held_share)),
     )
 
 
 def mean(plans: Sequence[Plan]) -> Plan:
-    """The last plan, with the needs on average over all of them."""
-    last, num = plans[-1], len(plans)
-    prefill = sum(each.prefill.needed for each in plans) / num
-    decode = sum(each.decode.needed for each in plans) / num
-    return Plan(replace(last.prefill, needed=prefill), replace(last.decode, needed=decode))
+    """The plan for the last plan's workers, with each need and its figures on average over all
+    plans."""
+    return Plan(
+        _mean_role([each.prefill for each in plans]), _mean_role([each.decode for each in plans])
+    )
+
+
+def _mean_role(plans: Sequence[RolePlan]) -> RolePlan:
+    by_measure = zip(*(each.needs for each in plans), strict=True)
+    return RolePlan(plans[-1].num_workers, tuple(map(_mean_need, by_measure)))
+
+
+def _mean_need(needs: Sequence[Need]) -> Need:
+    figures = zip(*(each.figures for each in needs), strict=True)
+    return Need(
+        fmean(each.num_workers for each in needs), needs[-1].text, tuple(map(fmean, figures))
+    )
 
 
 def held_share(pools: Iterable[tuple[int, int]]) -> float:
@@ -106,49 +147,57 @@ def held_share(pools: Iterable[tuple[int, int]]) -> float:
     return sum(num_held for num_held, _ in counts) / total if total else 0.0
 
 
-def _prefill(workers: Sequence[Figures], targets: Targets) -> RolePlan:
+def _prefill_needs(workers: Sequence[Figures], targets: Targets) -> tuple[Need, ...]:
     busy = sum(worker.busy_permille for worker in workers) / 1000
     pending = sum(worker.num_pending_tokens for worker in workers)
     speeds = [worker.tokens_per_s for worker in workers if worker.tokens_per_s]
     backlog_s = pending * len(speeds) / sum(speeds) if speeds else 0.0
-    return _largest(
-        len(workers),
-        {
-            f"busy {busy / max(1, len(workers)):.0%} of the time": busy / targets.busy,
-            f"{pending:,} pending tokens, {backlog_s:.1f} s of one worker": backlog_s
-            / targets.ttft_s,
-        },
+    return (
+        Need(
+            busy / targets.busy,
+            f"workers computed {{:.0%}} of the time (target {targets.busy:.0%})",
+            (busy / max(1, len(workers)),),
+        ),
+        Need(
+            backlog_s / targets.ttft_s,
+            "{:,.0f} prompt tokens waited, {:.1f} s of one worker "
+            f"(target {targets.ttft_s:g} s)",
+            (pending, backlog_s),
+        ),
     )
 
 
 def _decode_needs(
     workers: Sequence[Figures], targets: Targets, num_waiting: int, held_share: float
-) -> Mapping[str, float]:
+) -> tuple[Need, ...]:
     running = sum(worker.num_running for worker in workers)
     slots = running + sum(worker.num_free_slots for worker in workers)
-    if not slots:
-        return {"no decode slots": 1.0 if num_waiting else 0.0}
-    within = sum(
-        min(
-            worker.num_running + worker.num_free_slots,
-            worker.num_running * 1e6 * targets.inter_token_s / worker.step_us,
-        )
-        if worker.num_running and worker.step_us
-        else worker.num_running + worker.num_free_slots
-        for worker in workers
-    )
     asked, num_workers = running + num_waiting, len(workers)
-    step_ms = max(worker.step_us for worker in workers) / 1000
-    within = min(within, slots)
-    return {
-        f"{asked} of {slots} slots": num_workers * asked / (slots * targets.busy),
-        f"a step takes {step_ms:.0f} ms": num_workers * running / within
-        if within < running
-        else 0.0,
-        f"{held_share:.0%} of the blocks held": num_workers * held_share / FULL_BLOCKS,
-    }
+    by_slots = num_workers * asked / (slots * targets.busy) if slots else float(num_waiting > 0)
+    step_ms = max((worker.step_us for worker in workers), default=0) / 1000
+    within = min(slots, sum(_within(worker, targets.inter_token_s) for worker in workers))
+    return (
+        Need(
+            by_slots,
+            f"requests asked for {{:.1f}} of {{:.0f}} slots (target {targets.busy:.0%})",
+            (asked, slots),
+        ),
+        Need(
+            num_workers * running / within if within < running else 0.0,
+            f"a step took {{:.0f}} ms (target {1000 * targets.inter_token_s:.0f} ms)",
+            (step_ms,),
+        ),
+        Need(
+            num_workers * held_share / FULL_BLOCKS,
+            f"requests held {{:.0%}} of the blocks (at most {FULL_BLOCKS:.0%})",
+            (held_share,),
+        ),
+    )
 
 
-def _largest(num_workers: int, needs: Mapping[str, float]) -> RolePlan:
-    reason, needed = max(needs.items(), key=lambda need: need[1])
-    return RolePlan(num_workers, needed, reason)
+def _within(worker: Figures, inter_token_s: float) -> float:
+    """The sequences that a worker can run at this latency."""
+    slots = worker.num_running + worker.num_free_slots
+    if not worker.num_running or not worker.step_us:
+        return slots
+    return min(slots, worker.num_running * 1e6 * inter_token_s / worker.step_us)

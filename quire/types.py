@@ -239,6 +239,8 @@ class Model:
 
     context: int = 0
     """The longest prompt + generation of the model itself, in tokens."""
+    parent: str = ""
+    """The model that an adapter is for; empty for a model."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ fewer requests. The closed loop keeps a number of sessions running.
 
 import asyncio
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 
 from quire.bench.record import Record
@@ -18,14 +18,22 @@ from quire.types import ChatMessage, Prompt
 
 @dataclass(slots=True)
 class Load:
-    """One run against `target`. Its counters may be read while it runs. `as_chat`: prompts are
-    messages of a user, and the turns of a session are one conversation."""
+    """One run against `target`. Its counters may be read while it runs."""
 
     target: Target
     as_chat: bool = False
+    """Whether prompts are messages of a user, and the turns of a session one conversation."""
+
+    num_sessions: int | None = None
+    """The number of sessions, if it is known."""
+
+    limit_s: float | None = None
+    """The longest duration of the run. The requests that still run then are cut off."""
+
     records: list[Record] = field(default_factory=list)
     num_running: int = 0
     num_done: int = 0
+    num_sessions_done: int = 0
     num_failed: int = 0
     num_tokens: int = 0
     began: float = field(default_factory=time.perf_counter)
@@ -35,33 +43,47 @@ class Load:
         """Seconds since the start of the run."""
         return time.perf_counter() - self.began
 
+    @property
+    def share_done(self) -> float | None:
+        """How far the run is, from 0 to 1; None if neither its size nor its duration is known."""
+        parts = ((self.num_sessions_done, self.num_sessions), (self.now, self.limit_s))
+        return max((min(1.0, done / whole) for done, whole in parts if whole), default=None)
+
     async def open_loop(self, sessions: Iterable[Session]) -> float:
         """Run sessions at their times; returns the duration of the run."""
         self.began = time.perf_counter()
-        async with asyncio.TaskGroup() as running:
+        async with self._limit(), asyncio.TaskGroup() as running:
             for session in sessions:
                 await asyncio.sleep(max(0.0, session.due - self.now))
                 running.create_task(self.send(session, session.due))
         return self.now
 
     async def closed_loop(
-        self, sessions: Iterator[Session], concurrency: int, ramp_s: float, limit_s: float | None
+        self, sessions: Iterator[Session], concurrency: int, ramp_s: float
     ) -> float:
-        """Keep `concurrency` sessions running, the last of them from `ramp_s` seconds on. After
-        `limit_s` no new one begins."""
+        """Keep `concurrency` sessions running, the last of them from `ramp_s` seconds on; returns
+        the duration of the run."""
         self.began = time.perf_counter()
 
         async def client(index: int) -> None:
             await asyncio.sleep(ramp_s * index / concurrency)
-            while limit_s is None or self.now < limit_s:
-                if (session := next(sessions, None)) is None:
-                    return
+            for session in sessions:
                 await self.send(session)
 
-        async with asyncio.TaskGroup() as running:
+        async with self._limit(), asyncio.TaskGroup() as running:
             for index in range(concurrency):
                 running.create_task(client(index))
         return self.now
+
+    @asynccontextmanager
+    async def _limit(self) -> AsyncIterator[None]:
+        """End what runs inside at the limit of the run."""
+        try:
+            async with asyncio.timeout(self.limit_s) as limit:
+                yield
+        except TimeoutError:
+            if not limit.expired():
+                raise
 
     async def send(self, session: Session, due: float | None = None) -> None:
         """Send the turns; `due`: when the first one had to be sent, if a schedule says so."""
@@ -76,9 +98,10 @@ class Load:
             self.records.append(record)
             answer = await self._observe(Call(prompt, turn.num_tokens), record)
             if record.error:
-                return
+                break
             turns.append(ChatMessage("assistant", answer))
             due = None
+        self.num_sessions_done += 1
 
     async def _observe(self, call: Call, record: Record) -> str:
         """Send a request and record what comes; returns the answer's text."""
@@ -97,6 +120,9 @@ class Load:
                         record.num_reported = chunk.num_output_tokens
             if not record.arrivals:
                 raise RequestFailed("the answer has no tokens", "no tokens")
+        except asyncio.CancelledError:
+            record.is_cut, record.failed_at = True, self.now
+            raise
         except RequestFailed as error:
             record.error, record.message, record.failed_at = error.kind, str(error), self.now
             self.num_failed += 1

@@ -66,7 +66,8 @@ class LoadOptions:
         _load(metavar="N", min=1, help="number of sessions; default: 100, a whole trace"),
     ] = None
     duration: Annotated[
-        float | None, _load(metavar="S", min=0.001, help="begin no session after S seconds")
+        float | None,
+        _load(metavar="S", min=0.001, help="end after S seconds, and cut off what still runs"),
     ] = None
     ramp: Annotated[
         float, _load(metavar="S", min=0, help="raise rate or concurrency over S seconds")

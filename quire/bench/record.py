@@ -20,12 +20,22 @@ class Record:
     """The number of tokens in each of them, as counted from the chunks."""
 
     failed_at: float | None = None
+    """When the request failed or was cut off."""
+
     num_prompt_tokens: int = 0
     num_reported: int | None = None
     error: str | None = None
     """Kind of the error."""
 
     message: str = ""
+
+    is_cut: bool = False
+    """Whether the request was still running at the end of the run."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the whole answer came."""
+        return self.error is None and not self.is_cut
 
     @property
     def num_output_tokens(self) -> int:
@@ -67,6 +77,7 @@ class Record:
             "num_prompt_tokens": self.num_prompt_tokens,
             "num_output_tokens": self.num_output_tokens,
             "error": self.error,
+            "is_cut": self.is_cut,
             "message": self.message,
             "ttft_ms": round(1000 * self.ttft_s, 3) if self.arrivals else None,
             "e2e_ms": round(1000 * self.e2e_s, 3),

@@ -68,6 +68,7 @@ def totals(summary: Mapping[str, Any]) -> dict[str, str]:
     """The figures that are one number."""
     shown = {
         "Completed": f"{summary['num_completed']:,} of {summary['num_requests']:,}",
+        **({"Cut off at the end": f"{summary['num_cut']:,}"} if summary["num_cut"] else {}),
         "Duration": f"{summary['duration_s']:,.2f} s",
         "Requests": f"{summary['request_throughput']:,.2f} req/s",
         "Output tokens": f"{summary['output_token_throughput']:,.1f} tok/s",
@@ -124,7 +125,7 @@ def _errors(summary: Mapping[str, Any]) -> str:
 
 
 def _charts(records: Sequence[Record], duration_s: float) -> list[str]:
-    whole = [record for record in records if record.error is None]
+    whole = [record for record in records if record.is_whole]
     ttfts = [(record.sent, 1000 * record.ttft_s) for record in whole]
     gaps = [1000 * gap for record in whole for gap in record.gaps_s]
     tpots = [1000 * tpot for record in whole if (tpot := record.tpot_s) is not None]

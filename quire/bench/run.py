@@ -14,8 +14,8 @@ from quire.bench.summary import summarize
 from quire.bench.target import RequestFailed, Target
 from quire.bench.workload import Session, poisson
 
-Progress = Callable[[Load, int | None], AbstractAsyncContextManager[None]]
-"""Shows a load while it runs, of which the number of requests may be known."""
+Progress = Callable[[Load, str], AbstractAsyncContextManager[None]]
+"""Shows a load while it runs, under a name."""
 
 
 @dataclass(slots=True)
@@ -41,17 +41,19 @@ async def run(
 ) -> Result:
     """`sessions`: a function of whether it is the warm-up. Raises RequestFailed if a request of the
     warm-up fails."""
-    await _warm_up(target, sessions(True), options.warmup, as_chat)
-    load = Load(target, as_chat)
-    work, num_requests = _work(load, sessions(False), options)
-    async with progress(load, num_requests):
+    warmup = Load(target, as_chat, options.warmup)
+    async with progress(warmup, "warm-up"):
+        await _warm_up(warmup, sessions(True))
+    load = Load(target, as_chat, limit_s=options.duration)
+    work = _work(load, sessions(False), options)
+    async with progress(load, "load"):
         duration_s = await work()
     return Result(config, summarize(load.records, duration_s, slo_ms), load.records)
 
 
-async def _warm_up(target: Target, sessions: Iterator[Session], number: int, as_chat: bool) -> None:
-    load = Load(target, as_chat)
-    await load.closed_loop(itertools.islice(sessions, number), min(number, 8) or 1, 0.0, None)
+async def _warm_up(load: Load, sessions: Iterator[Session]) -> None:
+    number = load.num_sessions or 0
+    await load.closed_loop(itertools.islice(sessions, number), min(number, 8) or 1, 0.0)
     for record in load.records:
         if record.error:
             raise RequestFailed(f"the warm-up failed: {record.message}", record.error)
@@ -59,15 +61,18 @@ async def _warm_up(target: Target, sessions: Iterator[Session], number: int, as_
 
 def _work(
     load: Load, sessions: Iterator[Session], options: LoadOptions
-) -> tuple[Callable[[], Awaitable[float]], int | None]:
+) -> Callable[[], Awaitable[float]]:
+    """The function that runs the load, whose number of sessions is set if it is known."""
     sessions = itertools.islice(sessions, options.num_requests)
     concurrency, limit_s = options.concurrency, options.duration
     if concurrency is not None:
-        return lambda: load.closed_loop(sessions, concurrency, options.ramp, limit_s), None
+        load.num_sessions = options.num_requests
+        return lambda: load.closed_loop(sessions, concurrency, options.ramp)
     if options.request_rate is not None:
         times = poisson(options.request_rate, options.ramp, options.seed)
         timed = (Session(each.turns, due) for due, each in zip(times, sessions, strict=False))
     else:
         timed = (each for each in sessions)
     planned = list(itertools.takewhile(lambda s: limit_s is None or s.due < limit_s, timed))
-    return lambda: load.open_loop(planned), sum(len(each.turns) for each in planned)
+    load.num_sessions = len(planned)
+    return lambda: load.open_loop(planned)

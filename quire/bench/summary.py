@@ -15,15 +15,18 @@ _LATE_MS = 10.0
 def summarize(
     records: Sequence[Record], duration_s: float, slo_ms: Mapping[str, float]
 ) -> dict[str, Any]:
-    """All figures. Latencies and tokens are those of whole answers only."""
-    whole = [record for record in records if record.error is None]
+    """All figures. Latencies are those of whole answers only; the tokens are those of requests that
+    did not fail."""
+    whole = [record for record in records if record.is_whole]
+    cut = [record for record in records if record.is_cut]
     num_prompt = sum(record.num_prompt_tokens for record in whole)
-    num_output = sum(record.num_output_tokens for record in whole)
+    num_output = sum(record.num_output_tokens for record in (*whole, *cut))
     tpots = [tpot for record in whole if (tpot := record.tpot_s) is not None]
     return {
         "duration_s": duration_s,
         "num_requests": len(records),
         "num_completed": len(whole),
+        "num_cut": len(cut),
         "errors": dict(Counter(record.error for record in records if record.error)),
         "error_messages": _messages(records),
         "num_prompt_tokens": num_prompt,
@@ -67,8 +70,13 @@ def warnings(summary: Mapping[str, Any]) -> list[str]:
             "was too slow for this rate, and the server got less load than asked for"
         )
     if summary["errors"]:
-        num_failed = summary["num_requests"] - summary["num_completed"]
+        num_failed = sum(summary["errors"].values())
         found.append(f"{num_failed} requests failed; the latencies leave them out")
+    if summary["num_cut"] > summary["num_completed"]:
+        found.append(
+            f"only {summary['num_completed']} requests ended within --duration: the latencies "
+            f"leave out {summary['num_cut']} that were cut off, which are the longer ones"
+        )
     return found
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -145,7 +144,7 @@ class GrpcTarget:
         sampling = Sampling(**self._sampling | {"max_tokens": call.num_tokens})
         request = Request(call.prompt, sampling, self._model)
         try:
-            async with aclosing(self._client.send(request, self._timeout_s)) as deltas:
+            async with self._client.send(request, self._timeout_s) as deltas:
                 async for delta in deltas:
                     usage = delta.usage
                     yield Chunk(

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from quire.cli.flags import with_flags
-from quire.errors import QuireError, Unreachable, UnreachableUrl
+from quire.errors import NotAllowed, QuireError, Unreachable, UnreachableUrl
 from quire.supervisor.errors import ServeError
 
 EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHABLE, EXIT_INTERRUPTED = 1, 2, 3, 130
@@ -129,6 +129,9 @@ def _errors_as_exits() -> Iterator[None]:
         flag = "--url" if isinstance(error, UnreachableUrl) else "--address"
         hint = f"is `quire serve` running? {flag} names another gateway, --tls-ca one with TLS"
         raise typer.Exit(_fail(f"{error} ({hint})", EXIT_UNREACHABLE)) from error
+    except NotAllowed as error:
+        text = f"{error} (QUIRE_API_KEY, or --api-key, gives this command its key)"
+        raise typer.Exit(_fail(text, EXIT_FAILED)) from error
     except (QuireError, ServeError) as error:
         raise typer.Exit(_fail(str(error), EXIT_FAILED)) from error
     except KeyboardInterrupt as error:

@@ -13,7 +13,7 @@ from typer import Argument, BadParameter
 from quire.async_client import AsyncClient
 from quire.bench.options import LoadOptions, ResultOptions, ServerOptions, WorkloadOptions
 from quire.cli.flags import GatewayFlags
-from quire.errors import QuireError, Unreachable, UnreachableUrl
+from quire.errors import NotAllowed, QuireError, Unreachable, UnreachableUrl
 from quire.sizes import duration
 from quire.types import Sampling
 
@@ -54,9 +54,11 @@ def bench(
         load = replace(load, num_requests=num_sessions)
         result = asyncio.run(_run(gateway, server, sessions, load, slo_ms, config))
     except RequestFailed as error:
-        unreachable = UnreachableUrl if server.url else Unreachable
-        kind = unreachable if error.kind == "no connection" else QuireError
-        raise kind(str(error), "bench") from error
+        kinds = {
+            "no connection": UnreachableUrl if server.url else Unreachable,
+            "http 401": NotAllowed,
+        }
+        raise kinds.get(error.kind, QuireError)(str(error), "bench") from error
     except ValueError as error:
         raise QuireError(str(error), "usage") from error
     _report(result, results)

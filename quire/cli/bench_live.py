@@ -1,4 +1,4 @@
-"""The output of `quire bench`: a line of progress while it runs, and tables at the end."""
+"""The output of `quire bench`: its progress while it runs, and tables at the end."""
 
 import asyncio
 import sys
@@ -15,37 +15,48 @@ if TYPE_CHECKING:
     from quire.bench.load import Load
 
 _REFRESH_S = 0.25
+_LINE_S = 10.0
+"""Between two lines of progress where standard error is no terminal."""
 
 
 @asynccontextmanager
-async def live(load: "Load", num_requests: int | None) -> AsyncIterator[None]:
-    """Show how far the load is, on standard error if that is a terminal."""
+async def live(load: "Load", name: str) -> AsyncIterator[None]:
+    """Show how far a load is, on standard error: a bar on a terminal, elsewhere a line now and
+    then."""
     console = Console(stderr=True)
-    if not console.is_terminal:
-        yield
-        return
-    columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    columns = (TextColumn(name), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, auto_refresh=False, transient=True) as progress:
-        task = progress.add_task("", total=num_requests)
-        refreshing = asyncio.create_task(_refresh(progress, task, load))
+        task = progress.add_task("", total=1.0 if load.share_done is not None else None)
+        shown = _refresh(progress, task, load) if console.is_terminal else _lines(load, name)
+        showing = asyncio.create_task(shown)
         try:
             yield
         finally:
-            refreshing.cancel()
+            showing.cancel()
             with suppress(asyncio.CancelledError):
-                await refreshing
+                await showing
 
 
 async def _refresh(progress: Progress, task: TaskID, load: "Load") -> None:
+    async for text in _states(load, _REFRESH_S):
+        progress.update(task, completed=load.share_done or 0.0, description=text, refresh=True)
+
+
+async def _lines(load: "Load", name: str) -> None:
+    async for text in _states(load, _LINE_S):
+        print(f"quire: {name}, {load.now:.0f} s: {text}", file=sys.stderr, flush=True)
+
+
+async def _states(load: "Load", interval_s: float) -> AsyncIterator[str]:
+    """The state of a load after each interval, with the tokens per second in it."""
     num_tokens, at = 0, 0.0
     while True:
-        await asyncio.sleep(_REFRESH_S)
+        await asyncio.sleep(interval_s)
         now = load.now
         rate = (load.num_tokens - num_tokens) / max(now - at, 1e-9)
         num_tokens, at = load.num_tokens, now
-        failed = f", [red]{load.num_failed} failed[/]" if load.num_failed else ""
-        text = f"{load.num_done} done, {load.num_running} running{failed}, {rate:,.0f} tok/s"
-        progress.update(task, completed=load.num_done, description=text, refresh=True)
+        failed = f", {load.num_failed} failed" if load.num_failed else ""
+        yield f"{load.num_done} done, {load.num_running} running{failed}, {rate:,.0f} tok/s"
 
 
 def print_report(summary: dict[str, Any]) -> None:

@@ -37,7 +37,8 @@ class ChildSpec:
     `environment`: variables that the service gets in addition to the supervisor's own. `noise`: an
     output line that contains one of these strings is not forwarded. `base_ports`: ports that the
     user has set for a whole role, by variable name; each running service of a role has a different
-    `number`, and its port is the base port plus `number`. `role`, `model`: of a worker.
+    `number`, and its port is the base port plus `number`. `metrics_socket`: a variable, and the
+    text before the number in the path that is its value. `role`, `model`: of a worker.
     """
 
     name: str
@@ -46,6 +47,7 @@ class ChildSpec:
     environment: Mapping[str, str] = field(default_factory=dict)
     noise: tuple[str, ...] = ()
     base_ports: Mapping[str, int] = field(default_factory=dict)
+    metrics_socket: tuple[str, str] | None = None
     number: int = 0
     role: str = ""
     model: str = ""
@@ -62,7 +64,11 @@ class ChildSpec:
     def variables(self) -> dict[str, str]:
         """The variables that the service gets in addition to the supervisor's own."""
         ports = {name: str(base + self.number) for name, base in self.base_ports.items()}
-        return {**self.environment, **ports}
+        sockets = {}
+        if self.metrics_socket is not None:
+            name, path = self.metrics_socket
+            sockets[name] = f"{path}-{self.number + 1}.sock"
+        return {**self.environment, **ports, **sockets}
 
 
 class ParentPipe:

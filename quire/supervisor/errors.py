@@ -6,7 +6,8 @@ class ServeError(Exception):
 
 
 class ModelNotFound(ServeError):
-    """No such directory exists, and no such model is in the Hugging Face cache."""
+    """No such directory exists, and the model is not in the Hugging Face cache and cannot be
+    downloaded."""
 
 
 class ModelUnusable(ServeError):

@@ -1,5 +1,5 @@
-"""Finds a model's files (a directory, a GGUF file, in the local Hugging Face cache, or in the
-package), and checks whether Quire can serve them."""
+"""Finds a model's files (a directory, a GGUF file, by Hugging Face id, or in the package), and
+checks whether Quire can serve them."""
 
 import subprocess
 from collections.abc import Mapping
@@ -11,6 +11,7 @@ from typing import Any
 from quire.files import default_name
 from quire.module_command import module_command
 from quire.supervisor.errors import ModelNotFound, ModelUnusable
+from quire.supervisor.hub import find_snapshot
 
 EMBEDDED = "embedded"
 _EMBEDDED_DIRECTORY = Path(str(files("quire") / "embedded"))
@@ -26,9 +27,9 @@ class ModelSource:
     directory: Path
 
 
-def find_model(name: str) -> ModelSource:
-    """Find a model by directory or GGUF file, by Hugging Face id, or as `embedded`. Raises
-    ModelNotFound."""
+def find_model(name: str, *, offline: bool = False) -> ModelSource:
+    """Find a model by directory or GGUF file, by Hugging Face id, or as `embedded`. A model that
+    is not in the local Hugging Face cache is downloaded, unless `offline`. Raises ModelNotFound."""
     if name == EMBEDDED:
         return ModelSource("quire-embedded", _embedded())
     directory = Path(name).expanduser()
@@ -40,14 +41,17 @@ def find_model(name: str) -> ModelSource:
         )
     if not _may_be_id(name):
         raise ModelNotFound(f"there is no directory {name}")
-    return ModelSource(name, _cached(name))
+    return ModelSource(name, find_snapshot(name, offline=offline))
 
 
-def with_draft_directory(speculative_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The setting with the directory of its draft model, if it has one. Raises ModelNotFound."""
+def with_draft_directory(
+    speculative_config: Mapping[str, Any], *, offline: bool = False
+) -> dict[str, Any]:
+    """The setting with the directory of its draft model, if it has one, which is found as a model
+    is. Raises ModelNotFound."""
     found = dict(speculative_config)
     if found.get("model") is not None:
-        found["model"] = str(find_model(str(found["model"])).directory)
+        found["model"] = str(find_model(str(found["model"]), offline=offline).directory)
     return found
 
 
@@ -81,20 +85,3 @@ def _embedded() -> Path:
     if not (_EMBEDDED_DIRECTORY / "config.json").is_file():
         raise ModelNotFound(f"this installation has no embedded model in {_EMBEDDED_DIRECTORY}")
     return _EMBEDDED_DIRECTORY
-
-
-def _cached(model_id: str) -> Path:
-    # Imported here because only model ids need it, and the import takes a third of a second.
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.constants import HF_HUB_CACHE
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(model_id, local_files_only=True))
-    except HFValidationError as error:
-        raise ModelNotFound(f"there is no directory {model_id}, and it is no model id") from error
-    except LocalEntryNotFoundError as error:
-        raise ModelNotFound(
-            f"there is no directory {model_id}, and the Hugging Face cache ({HF_HUB_CACHE}) does "
-            f"not have it; download it with: hf download {model_id}"
-        ) from error

@@ -47,7 +47,7 @@ def find_models(options: ServeOptions) -> tuple[ModelOptions, ...]:
         given = [(options.model_name, given[0][1])]
     models = [_model(names, source, options) for names, source in given]
     _check_names(models)
-    models = _with_own_options(models, options.own)
+    models = _with_own_options(models, options)
     for model in models:
         if len(models) > 1 and not any(name in model.settings for name in _MEMORY):
             raise WrongModels(
@@ -70,8 +70,8 @@ def _split(text: str) -> tuple[str, str]:
 
 
 def _model(names: str, source: str, options: ServeOptions) -> ModelOptions:
-    found = find_model(source)
-    settings = _with_draft_directory(options.settings(WorkerOptions))
+    found = find_model(source, offline=options.offline)
+    settings = _with_draft_directory(options.settings(WorkerOptions), options)
     if source == EMBEDDED:
         settings.setdefault("POOL_MEMORY", EMBEDDED_POOL_MEMORY)
     name, *others = _names(names) if names else [found.name]
@@ -80,10 +80,11 @@ def _model(names: str, source: str, options: ServeOptions) -> ModelOptions:
     )
 
 
-def _with_draft_directory(settings: dict[str, str]) -> dict[str, str]:
+def _with_draft_directory(settings: dict[str, str], options: ServeOptions) -> dict[str, str]:
     """The settings with the directory of the draft model in the place of its name."""
     if text := settings.get("SPECULATIVE_CONFIG"):
-        settings["SPECULATIVE_CONFIG"] = json.dumps(with_draft_directory(json.loads(text)))
+        found = with_draft_directory(json.loads(text), offline=options.offline)
+        settings["SPECULATIVE_CONFIG"] = json.dumps(found)
     return settings
 
 
@@ -107,11 +108,11 @@ def _check_names(models: Sequence[ModelOptions]) -> None:
         raise WrongModels(f"the name {same[0]!r} is given to two models: NAME=MODEL gives another")
 
 
-def _with_own_options(models: list[ModelOptions], given: list[str] | None) -> list[ModelOptions]:
+def _with_own_options(models: list[ModelOptions], options: ServeOptions) -> list[ModelOptions]:
     """The models with the options that were set for one of them."""
     known = {field.name for field in fields(WorkerOptions)}
     by_name = {model.name: model for model in models}
-    for text in given or ():
+    for text in options.own or ():
         place, equals, value = text.partition("=")
         name, _, option = place.rpartition(".")
         option = option.replace("-", "_")
@@ -126,7 +127,7 @@ def _with_own_options(models: list[ModelOptions], given: list[str] | None) -> li
             by_name[name] = replace(model, **{f"num_{option}": int(value)})  # type: ignore[arg-type]
         elif option in known:
             settings = {**model.settings, option.upper(): _parsed(text, option, value)}
-            by_name[name] = replace(model, settings=_with_draft_directory(settings))
+            by_name[name] = replace(model, settings=_with_draft_directory(settings, options))
         else:
             raise WrongModels(f"--set {text}: {option!r} is no option of one model")
     return list(by_name.values())

@@ -12,9 +12,14 @@ from quire.supervisor.gateway_options import GatewayOptions
 from quire.supervisor.model_source import EMBEDDED
 from quire.supervisor.worker_options import SharedOptions, WorkerOptions, network
 
+DEFAULT_DRAIN_S = 10.0
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_GRPC_PORT = 50051
 DEFAULT_HTTP_PORT = 8000
+
+ENDING_S = 5.0
+"""What a service takes to end after its running requests, at most
+(`services.common.runtime.config`)."""
 
 MAX_SERVICES = 64
 """The most services of one role. A larger number on one host is a typing error."""
@@ -36,8 +41,8 @@ class RunOptions:
         Argument(
             metavar="[[NAME,ALIAS...=]MODEL]...",
             help="the models to serve, each a directory in Hugging Face format, a GGUF file, an id "
-            f"in the local Hugging Face cache, or `{EMBEDDED}`, the small model that comes with "
-            "Quire and is the default",
+            f"of the Hugging Face hub (downloaded if the cache does not have it), or "
+            f"`{EMBEDDED}`, the small model that comes with Quire and is the default",
             show_default=False,
         ),
     ] = None
@@ -53,6 +58,10 @@ class RunOptions:
             "file",
         ),
     ] = None
+    offline: Annotated[
+        bool,
+        Option("--offline", help="download no model: serve only what this host has"),
+    ] = False
     own: Annotated[
         list[str] | None,
         Option(
@@ -118,6 +127,15 @@ class RunOptions:
             help="certificates of `quire certs` for connections between services; default: no TLS",
         ),
     ] = None
+    drain_time: Annotated[
+        float,
+        Option(
+            metavar="S",
+            min=0,
+            max=3600,
+            help="how long running requests may go on after Ctrl-C or `quire down`",
+        ),
+    ] = DEFAULT_DRAIN_S
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
         Option(help="the lowest level that the services log"),
@@ -128,6 +146,11 @@ class RunOptions:
 class ServeOptions(GatewayOptions, WorkerOptions, RunOptions):
     """The options of one run. None leaves a setting to the services' environment variables and
     defaults."""
+
+    @property
+    def stop_grace_s(self) -> float:
+        """How long a service may take to end after SIGTERM."""
+        return self.drain_time + ENDING_S
 
     @property
     def has_movers(self) -> bool:

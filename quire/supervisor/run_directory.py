@@ -4,6 +4,7 @@
         <grpc port>-<8 hex>/         locked while the run's supervisor lives
             run.json                 {"pid": ..., "grpc_port": ..., "http_port": ...}
             redis.sock  pools/ ...   files of the services
+            metrics/decode-1.sock    where the first gateway reads the metrics of a service
 
 The locks are on the directories themselves, so no lock file is left behind. The kernel drops a lock
 however its owner dies: a run directory without a lock belongs to a dead run.
@@ -24,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from quire.files import try_lock
-from quire.sockets import join_host_port, listen, operations_socket
+from quire.sockets import join_host_port, listen
 from quire.supervisor.errors import NoSuchRun, PortInUse, ServeError
 
 RUNS = Path(f"/dev/shm/quire-{os.getuid()}")
@@ -44,6 +45,8 @@ class RunRecord:
     grpc_port: int
     http_port: int
     num_gateways: int = 1
+    drain_s: float = 0.0
+    """How long running requests may go on when the run ends."""
 
     @property
     def ports(self) -> tuple[int, ...]:
@@ -94,7 +97,8 @@ def stop_run(runs: Path, name: str | None, timeout_s: float = 60.0) -> RunRecord
     """End a run and wait until it has ended. `name`: its gRPC port or its directory; None: the only
     run in `runs`.
 
-    NoSuchRun: not exactly one run matches. ServeError: the run has not ended after `timeout_s`.
+    NoSuchRun: not exactly one run matches. ServeError: the run has not ended `timeout_s` after the
+    time that its requests have.
     """
     directory = None if name is None or name.isdecimal() else Path(name).absolute()
     live = list(_live_runs(directory.parent if directory else runs))
@@ -107,7 +111,7 @@ def stop_run(runs: Path, name: str | None, timeout_s: float = 60.0) -> RunRecord
         raise NoSuchRun(f"there is not {which}: choose with --run PORT; ports of runs: {ports}")
     ((path, run),) = chosen
     os.kill(run.pid, signal.SIGTERM)
-    _wait_until_unlocked(path, timeout_s)
+    _wait_until_unlocked(path, run.drain_s + timeout_s)
     return run
 
 
@@ -149,7 +153,7 @@ def _is_port_free(host: str, port: int) -> bool:
 
 def _create(runs: Path, record: RunRecord) -> RunDirectory:
     path = runs / f"{record.grpc_port}-{secrets.token_hex(4)}"
-    longest = operations_socket(path, record.host, record.grpc_port)
+    longest = metrics_directory(path) / "block-manager-1.sock"
     if len(os.fsencode(longest)) > _MAX_SOCKET_PATH:
         raise ServeError(
             f"the path of the run's sockets, such as {longest}, is longer than "
@@ -181,6 +185,11 @@ def _live_runs(runs: Path) -> Iterator[tuple[Path, RunRecord]]:
             yield path, RunRecord(**json.loads((path / _RECORD).read_text()))
         except FileNotFoundError:
             continue  # ended since it was listed
+
+
+def metrics_directory(run: Path) -> Path:
+    """The directory of the sockets on which services without a metrics port write their metrics."""
+    return run / "metrics"
 
 
 def run_paths(runs: Path) -> list[Path]:

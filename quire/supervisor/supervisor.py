@@ -22,16 +22,20 @@ from quire.supervisor.readiness import wait_until_serving
 from quire.supervisor.run_directory import RUNS, RunRecord, claim
 from quire.supervisor.worker_scaler import WorkerScaler
 
-GRACE_S = topology.STOP_GRACE_S + 1.0
-"""How long the services of one stage may take to end: STOP_GRACE_S, which they know, and 1 s for
-the exit of a process."""
+EXIT_S = 1.0
+"""What the exit of a process takes, at most."""
 
 
 def serve(options: ServeOptions, models: Sequence[ModelOptions], runs: Path = RUNS) -> None:
     """Run a deployment until SIGINT, SIGTERM or SIGHUP. Raises ServeError if the deployment cannot
     start."""
     record = RunRecord(
-        os.getpid(), options.host, options.grpc_port, options.http_port, options.num_gateways
+        os.getpid(),
+        options.host,
+        options.grpc_port,
+        options.http_port,
+        options.num_gateways,
+        options.drain_time,
     )
     directory = claim(runs, record)
     try:
@@ -142,9 +146,10 @@ class Supervisor:
 
     async def _take_down(self) -> None:
         """End all services, stage by stage: each ends before the services on which it depends."""
+        grace_s = self._options.stop_grace_s + EXIT_S
         for stage in sorted(Stage, reverse=True):
             ending = [child for child in self._children if child.spec.stage is stage]
-            await asyncio.gather(*(child.stop(GRACE_S) for child in ending))
+            await asyncio.gather(*(child.stop(grace_s) for child in ending))
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._pipe.close()
 
@@ -156,7 +161,11 @@ class Supervisor:
     def _on_signal(self) -> None:
         """The first signal ends the run in order, a second one kills all services."""
         if not self._stop.is_set():
-            self._console.note("ending; once more ends it at once")
+            self._console.note(
+                f"ending: running requests may go on for {self._options.drain_time:g} s "
+                "(--drain-time)"
+            )
+            self._console.note("once more ends all at once, in the middle of their answers")
             self._stop.set()
             return
         for child in self._children:

@@ -19,11 +19,9 @@ from quire.supervisor.child import ChildSpec, Stage
 from quire.supervisor.gateway_options import GatewayOptions
 from quire.supervisor.models import ROLES, ModelOptions, aliases
 from quire.supervisor.options import ServeOptions
+from quire.supervisor.run_directory import metrics_directory
 
 LOOPBACK = "127.0.0.1"
-
-STOP_GRACE_S = 15.0
-"""How long a service may take to end after SIGTERM; the service gets this limit as a setting."""
 
 
 def services(
@@ -81,7 +79,7 @@ def _common(options: ServeOptions, run: Path, log_format: str) -> dict[str, str]
         "LOG_LEVEL": options.log_level,
         "LOG_FORMAT": log_format,
         "HOST": options.service_host or LOOPBACK,
-        "STOP_GRACE_S": str(STOP_GRACE_S),
+        "STOP_GRACE_S": str(options.stop_grace_s),
     }
     if options.secret_file:
         settings["SECRET_FILE"] = str(options.secret_file)
@@ -120,6 +118,8 @@ def _gateway(options: ServeOptions, index: int, common: dict[str, str]) -> Child
         "PORT": str(options.grpc_port + index),
         "HTTP_PORT": str(options.http_port + index),
     }
+    if index == 0:
+        settings["METRICS_DIRECTORY"] = str(metrics_directory(Path(settings["RUN_DIR"])))
     if options.operations_port is not None:
         settings["OPERATIONS_PORT"] = str(options.operations_port + index)
     name = f"gateway-{index + 1}" if index else "gateway"
@@ -131,12 +131,15 @@ def _service(
 ) -> ChildSpec:
     prefix = f"QUIRE_{module.upper()}_"
     environment = {prefix + setting: value for setting, value in settings.items()}
+    sockets = metrics_directory(Path(settings["RUN_DIR"])) / module.replace("_", "-")
+    reads_all = "METRICS_DIRECTORY" in settings
     return ChildSpec(
         name=name,
         command=tuple(module_command(f"services.{module}")),
         stage=stage,
         environment=environment,
         base_ports=_base_ports(prefix, environment),
+        metrics_socket=None if reads_all else (prefix + "METRICS_SOCKET", str(sockets)),
         number=number,
     )
 

@@ -133,6 +133,10 @@ class GatewaySettings(TracedSettings, GatewayOptions):
         le=65535,
         description="OpenAI-compatible HTTP; 0 takes a free port, none: no HTTP",
     )
+    metrics_directory: Path | None = Field(
+        default=None,
+        description="directory of other services' sockets of metrics, which /metrics has too",
+    )
     allowed_hosts: SeveralTexts = Field(
         default=(),
         description="hosts, by commas, that HTTP requests may be for: a name, an address, or "

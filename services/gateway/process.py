@@ -19,6 +19,7 @@ from services.common.runtime import open_files, redis
 from services.common.runtime.exposition import metrics_endpoint
 from services.common.runtime.logging import get_logger
 from services.common.runtime.metrics import GatewayMetrics
+from services.common.runtime.metrics_socket import WithServices
 from services.common.runtime.registry_heartbeat import RegistryHeartbeat
 from services.common.runtime.secret import Secret, deployment_secret
 from services.common.tracing.opening import open_tracer
@@ -29,6 +30,7 @@ from services.gateway.access.keyring import Keyring
 from services.gateway.adapters import GatewayAdapters
 from services.gateway.config import GatewaySettings
 from services.gateway.dashboard.feed import Feed
+from services.gateway.dashboard.history import History
 from services.gateway.dashboard.routes import make_dashboard
 from services.gateway.frontend import service
 from services.gateway.frontend.adapters import SERVICE_NAME as ADAPTERS
@@ -83,7 +85,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
         server, port = await listeners.open_public()
         operations = await listeners.open_operations(port)
         http = await stack.enter_async_context(AsyncExitStack())
-        feed, routes = _operator_routes(
+        feed, history, routes = _operator_routes(
             settings, wiring, request_metrics.metrics, relays[0], keyring
         )
         http_port = await listeners.open_http(metrics, routes, http)
@@ -99,7 +101,8 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
         log.info("gateway_listening", port=port, http_port=http_port)
         async with asyncio.TaskGroup() as tasks:
             health = update_health(wiring, (server, operations), heartbeat)
-            background = [tasks.create_task(heartbeat.keep()), tasks.create_task(health)]
+            works = (heartbeat.keep(), health, history.keep())
+            background = [tasks.create_task(work) for work in works]
             if keyring is not None:
                 address, directory = settings.address(port), settings.usage_directory
                 budgets = Budgets(keyring, registry, address, directory)
@@ -119,14 +122,14 @@ def _operator_routes(
     metrics: GatewayMetrics,
     block_manager: Relay,
     keyring: Keyring | None,
-) -> tuple[Feed, list[Route]]:
-    """The dashboard's feed, and the routes of HTTP that are for operators."""
-    feed, routes = make_dashboard(
+) -> tuple[Feed, History, list[Route]]:
+    """The dashboard's feed and history, and the routes of HTTP that are for operators."""
+    feed, history, routes = make_dashboard(
         settings.dashboard, wiring, metrics, block_manager, keyring=keyring
     )
     if wiring.adapters is None:
-        return feed, routes
-    return feed, [*routes, *adapter_routes(wiring.adapters)]
+        return feed, history, routes
+    return feed, history, [*routes, *adapter_routes(wiring.adapters)]
 
 
 async def _shut_down(
@@ -219,8 +222,11 @@ class _Listeners:
         settings = self.settings
         if settings.http_port is None:
             return None
+        directory = settings.metrics_directory
         app = create_app(
-            *(self.generator, metrics, settings.allowed_hosts, settings.body_memory),
+            self.generator,
+            metrics if directory is None else WithServices(metrics, directory),
+            *(settings.allowed_hosts, settings.body_memory),
             keyring=self.keyring,
             cors_origins=settings.cors_origins,
             more_routes=more_routes,

@@ -40,11 +40,14 @@ def give(page: Page, key: str) -> None:
 def test_nothing_is_shown_without_an_operators_key(page: Page) -> None:
     expect(page.locator("#key")).to_be_visible()
     assert page.locator(".figure, .worker, .row").count() == 0
+    for other in ("main", "#notice", "#why"):
+        expect(page.locator(other).first).to_be_hidden()
     for key in ("qk-" + "x" * 40, ALICE):
         with page.expect_response("**/dashboard/feed") as answered:
             give(page, key)
         assert answered.value.status in (401, 403)
         expect(page.locator("#key")).to_be_visible()
+        expect(page.locator("#why")).not_to_be_empty()
     assert page.locator(".figure, .worker, .row").count() == 0
 
 

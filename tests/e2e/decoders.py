@@ -105,4 +105,5 @@ async def figures(deployment: Deployment, *names: str) -> list[float]:
     async with httpx.AsyncClient() as http:
         text = (await http.get(f"{deployment.http}/metrics")).text
     found = {f.name: f.samples for f in text_string_to_metric_families(text)}
-    return [sum(s.value for s in found[f"quire:{n}"] if s.name.endswith("_total")) for n in names]
+    own = {name: [s for s in samples if "job" not in s.labels] for name, samples in found.items()}
+    return [sum(s.value for s in own[f"quire:{n}"] if s.name.endswith("_total")) for n in names]

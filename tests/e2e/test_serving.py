@@ -4,7 +4,6 @@ releases."""
 import asyncio
 import random
 from collections.abc import Sequence
-from contextlib import aclosing
 
 import pytest
 
@@ -110,7 +109,7 @@ async def test_cancelled_streams_give_their_blocks_back(client: AsyncClient) -> 
     async def run(n: int) -> int:
         stop_after = chance.randrange(1, 30) if n % 2 else 1000
         got = 0
-        async with aclosing(client.generate(prompt(n, 12), greedy(36))) as stream:
+        async with client.generate(prompt(n, 12), greedy(36)) as stream:
             async for delta in stream:
                 got += len(delta.token_ids)
                 if got >= stop_after:

@@ -106,6 +106,8 @@ async def test_models_are_listed_with_aliases_and_a_request_names_one(
     for model in ("one", "two"):
         assert f'quire:generation_tokens_total{{model_name="{model}"' in metrics
     assert 'model_name="default"' not in metrics
+    for job, instance in (("decode", "decode-2"), ("block-manager", "block-manager-1")):
+        assert f'instance="{instance}",job="{job}"' in metrics
     with pytest.raises(NotFound, match="these are: default, one, two"):
         await tokens(client, "three", SHORT)
 

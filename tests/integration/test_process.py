@@ -21,7 +21,7 @@ from services.common.runtime.registry_heartbeat import RegistryHeartbeat
 
 LIMIT_S = 20
 COOK = """
-import asyncio, gc, os, sys
+import asyncio, gc, os, sys, time
 from typing import ClassVar
 from pydantic_settings import SettingsConfigDict
 from services.common.runtime.config import ServiceSettings
@@ -52,6 +52,8 @@ async def serve(settings, stop):
         await asyncio.Event().wait()
     if settings.mode == "busy":
         while True: pass
+    if settings.mode == "loading":
+        asyncio.get_running_loop().run_in_executor(None, time.sleep, 60)
     if settings.mode == "garbage":
         with importing():
             print(collects_at_start, gc.isenabled(), flush=True)
@@ -121,6 +123,14 @@ def test_a_signal_stops_it_gracefully(signum: signal.Signals) -> None:
         status, out, err = service.end()
     assert (status, out) == (0, "cleaned up\n")
     assert '"event": "service_stopped"' in err
+
+
+def test_a_thread_that_still_loads_is_not_waited_for() -> None:
+    with cook(environ={"QUIRE_COOK_MODE": "loading"}) as service:
+        service.line()
+        service.process.send_signal(signal.SIGTERM)
+        status, out, _ = service.end()
+    assert (status, out) == (0, "cleaned up\n")
 
 
 def test_a_second_signal_ends_what_does_not_stop() -> None:

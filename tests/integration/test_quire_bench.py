@@ -110,6 +110,32 @@ def test_a_stream_that_breaks_and_a_timeout_are_errors(server: Any, capsys: Any)
     assert found["errors"] == {"timeout": 2}
 
 
+@pytest.mark.parametrize("load", [("--concurrency", "2"), ("--request-rate", "20")])
+def test_the_end_of_the_duration_is_the_end_of_the_run(
+    server: Any, capsys: Any, load: tuple[str, str]
+) -> None:
+    """An answer takes 16 s here. The tokens that came count; the latencies leave the rest out."""
+    _, url = server
+    flags = ("--duration", "0.5", "--output-len", "2000", "--warmup", "0")
+    found = measured(url, capsys, *load, *flags, status=1)
+    assert found["num_cut"] == found["num_requests"] > 0
+    assert (found["num_completed"], found["errors"], found["e2e_ms"]) == (0, {}, None)
+    assert 0.5 <= found["duration_s"] < 5
+    assert 0 < found["num_output_tokens"] < 2000
+
+
+def test_without_a_terminal_the_progress_is_a_line_now_and_then(
+    server: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.cli.bench_live._LINE_S", 0.1)
+    _, url = server
+    flags = ("--num-requests", "4", "--prompt-len", "16", "--output-len", "21", "--json")
+    assert main(["bench", "--url", url, "--concurrency", "1", *flags]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert any(line.startswith("quire: warm-up, 0 s: ") for line in lines)
+    assert any(line.startswith("quire: load, 0 s: 0 done, 1 running, ") for line in lines)
+
+
 def test_turns_repeat_the_conversation_and_wait_for_the_answer(server: Any, capsys: Any) -> None:
     synthetic, url = server
     found = measured(

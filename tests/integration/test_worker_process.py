@@ -18,7 +18,8 @@ import torch
 
 import kvops
 from bench.make_checkpoint import make_checkpoint
-from quire.supervisor.supervisor import GRACE_S
+from quire.supervisor.options import ServeOptions
+from quire.supervisor.supervisor import EXIT_S
 from services.common.pool.directory import pool_directories
 from services.common.pool.locks import revoke_lock
 from services.engine.models import load_model
@@ -27,10 +28,13 @@ from tests.waiting import wait_until
 LIMIT_S = 60.0
 
 COUNTED_AT_ITS_END = """
-import atexit, gc, runpy
-from tests.waiting import wait_until
+import gc, os, runpy
 ENDED = '{"event": "ended", "num_collected_from": %d}'
-atexit.register(lambda: print(ENDED % len(gc.get_objects())))
+exit_now = os._exit
+def count_and_exit(status):
+    print(ENDED % len(gc.get_objects()), flush=True)
+    exit_now(status)
+os._exit = count_and_exit
 runpy.run_module("services.decode", run_name="__main__")
 """
 
@@ -66,7 +70,7 @@ class Worker:
     def stop(self) -> int:
         """Stop it; returns the exit status, in less time than a supervisor allows."""
         self.process.send_signal(signal.SIGTERM)
-        self.process.communicate(timeout=GRACE_S)
+        self.process.communicate(timeout=ServeOptions().stop_grace_s + EXIT_S)
         return self.process.returncode
 
 

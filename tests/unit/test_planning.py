@@ -1,7 +1,5 @@
 """Loads and the workers that the planner recommends for them."""
 
-from dataclasses import replace
-
 import pytest
 
 from blockstore.registry import Load
@@ -43,13 +41,13 @@ def test_slow_steps_need_decode_workers_before_the_slots_are_used() -> None:
     found = plan([prefill()], [slow] * 2, TARGETS)
     assert found.decode.needed == pytest.approx(5)
     assert found.decode.recommended == 4
-    assert "250 ms" in found.decode.reason
+    assert found.decode.reason == "a step took 250 ms (target 100 ms)"
 
 
 def test_full_pools_need_more_pods() -> None:
     found = plan([prefill()], [Load(num_running=1, num_free_slots=9)] * 3, TARGETS, 0, 0.99)
     assert found.decode.recommended == 4
-    assert "99% of the blocks" in found.decode.reason
+    assert "requests held 99% of the blocks" in found.decode.reason
     assert held_share([(9, 10), (90, 100)]) == pytest.approx(0.9)
     assert held_share([]) == 0
 
@@ -83,6 +81,14 @@ def test_a_total_is_divided_in_the_ratio_of_the_needs(
 def test_a_plan_over_a_window_is_the_mean_of_its_samples() -> None:
     """One full second out of four does not start a worker."""
     busy, idle = plan([prefill(1.0)], [FULL], TARGETS), plan([prefill()], [IDLE_DECODE], TARGETS)
-    found = mean([busy, idle, idle, replace(idle)])
+    found = mean([busy, idle, idle, idle])
     assert found.decode.needed == pytest.approx(1.25 / 4)
     assert found.prefill.recommended == found.decode.recommended == 1
+
+
+def test_the_reason_of_a_plan_over_a_window_has_the_figures_of_the_whole_window() -> None:
+    """Not those of its last, idle second."""
+    busy, idle = plan([prefill(1.0)], [FULL], TARGETS), plan([prefill()], [IDLE_DECODE], TARGETS)
+    found = mean([busy, idle, idle, idle]).prefill
+    assert found.needed == pytest.approx(0.25 / 0.8)
+    assert found.reason == "workers computed 25% of the time (target 80%)"

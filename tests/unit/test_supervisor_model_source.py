@@ -42,7 +42,7 @@ def test_an_id_that_is_cached(hub_cache: Path) -> None:
 
 
 def test_an_id_that_is_not_cached_says_how_to_get_it(hub_cache: Path) -> None:
-    with pytest.raises(ModelNotFound, match="download it with: hf download org/tiny"):
+    with pytest.raises(ModelNotFound, match="Download it with: hf download org/tiny"):
         find_model("org/tiny")
 
 

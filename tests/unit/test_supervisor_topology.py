@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
-from quire.supervisor import child, end_with_parent, supervisor, topology, valkey
+from quire.supervisor import child, end_with_parent, topology, valkey
 from quire.supervisor.child import ChildSpec
 from quire.supervisor.models import ModelOptions
 from quire.supervisor.options import ServeOptions
 from quire.supervisor.preflight import specs_to_check
 from quire.supervisor.worker_options import WorkerOptions
 from services.common.runtime import process
+from services.common.runtime.config import ServiceSettings
 
 RUN = Path("/dev/shm/quire-1000/50051-a1b2c3d4")
 
@@ -42,6 +43,19 @@ def test_a_run_has_as_many_workers_as_asked() -> None:
     asked = options(num_prefill=2, num_decode=3)
     workers = ["prefill-1", "prefill-2", "decode-1", "decode-2", "decode-3"]
     assert names(asked) == ["block-manager", *workers, "gateway"]
+
+
+def test_the_first_gateway_reads_the_metrics_of_all_services() -> None:
+    found = {spec.name: spec.variables for spec in services(options(num_decode=2, num_gateways=2))}
+    directory = f"{RUN}/metrics"
+    assert found["gateway"]["QUIRE_GATEWAY_METRICS_DIRECTORY"] == directory
+    assert "QUIRE_GATEWAY_METRICS_SOCKET" not in found["gateway"]
+    for name, variable, file in (
+        ("gateway-2", "GATEWAY", "gateway-2.sock"),
+        ("decode-2", "DECODE", "decode-2.sock"),
+        ("block-manager", "BLOCK_MANAGER", "block-manager-1.sock"),
+    ):
+        assert found[name][f"QUIRE_{variable}_METRICS_SOCKET"] == f"{directory}/{file}"
 
 
 def test_a_mover_and_the_address_of_other_hosts() -> None:
@@ -166,9 +180,10 @@ def test_workers_divide_the_cpus_unless_their_threads_are_given() -> None:
 
 
 def test_services_know_how_long_they_are_waited_for() -> None:
-    for spec in services(options()):
+    """Running requests get all of --drain-time: services keep `ENDING_S` for themselves."""
+    for spec in services(options(drain_time=30.0)):
         (grace_s,) = (v for name, v in spec.environment.items() if name.endswith("_STOP_GRACE_S"))
-        assert float(grace_s) < supervisor.GRACE_S
+        assert ServiceSettings(stop_grace_s=float(grace_s)).request_grace_s == 30.0
 
 
 def test_the_name_of_the_pipe_is_the_one_that_services_read() -> None:

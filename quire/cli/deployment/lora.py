@@ -1,12 +1,19 @@
-"""`quire lora`: loads and unloads LoRA adapters of a running deployment."""
+"""`quire lora`: loads, lists and unloads LoRA adapters of a running deployment."""
 
 from typing import Annotated
 
 from typer import Argument, Option, Typer
 
-from quire.cli.flags import OperationsFlags, with_flags
+from quire.cli.flags import Json, OperationsFlags, with_flags
+from quire.cli.output import Columns, print_items
+from quire.types import Model
 
-app = Typer(help="Load and unload LoRA adapters.", no_args_is_help=True, add_completion=False)
+app = Typer(help="Load, list and unload LoRA adapters.", no_args_is_help=True, add_completion=False)
+
+_COLUMNS: Columns[Model] = {
+    "ADAPTER": lambda adapter: adapter.id,
+    "MODEL": lambda adapter: adapter.parent,
+}
 
 _Name = Annotated[str, Argument(metavar="NAME", help="what requests name as their model")]
 
@@ -29,5 +36,12 @@ def unload(name: _Name, gateway: OperationsFlags) -> None:
     print(f"{name} is not served any more")
 
 
+def list_adapters(gateway: OperationsFlags, as_json: Json = False) -> None:
+    """List the adapters that are served."""
+    with gateway.connect() as client:
+        print_items(as_json, _COLUMNS, [model for model in client.models() if model.parent])
+
+
 app.command()(with_flags(load))
+app.command("list")(with_flags(list_adapters))
 app.command()(with_flags(unload))

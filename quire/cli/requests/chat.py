@@ -11,9 +11,12 @@ from quire.cli.requests.generate import RequestFlags
 from quire.cli.requests.interrupt import ctrl_c_cancels
 from quire.cli.requests.sampling import SamplingFlags
 from quire.client import Client
-from quire.errors import QuireError, Unreachable
+from quire.errors import QuireError
 from quire.messages import Request, usage_of
 from quire.types import ChatMessage
+
+_TEMPERATURE = 0.7
+"""The API's default of 1 is for programs that know what they want; small models ramble at it."""
 
 _HELP = """\
 /system TEXT  set the system message, without TEXT remove it; the conversation goes on
@@ -30,17 +33,22 @@ def chat(
 ) -> None:
     """Chat with a model in the terminal; /help lists the commands.
 
+    Without --temperature, answers are drawn at temperature 0.7.
+
     Standard input may be a pipe: each line is a message, and the first error ends the command.
     """
     # A request id names one request; each turn of a chat is another one.
+    if sampling.temperature is None:
+        sampling = replace(sampling, temperature=_TEMPERATURE)
     request = replace(asked.request([], sampling.sampling()), request_id="")
     with gateway.connect() as client:
         _Chat(client, request, asked.timeout, system).run()
 
 
 class _Chat:
-    """A conversation. A message whose answer failed leaves it; a cancelled answer stays as far as
-    it has come, because the reader has seen it."""
+    """A conversation. A message whose answer failed leaves it, and the rest stays, even if the
+    server is away. A cancelled answer stays as far as it has come, because the reader has seen it.
+    """
 
     def __init__(
         self, client: Client, request: Request, timeout_s: float | None, system: str | None
@@ -97,7 +105,7 @@ class _Chat:
             answer = self._stream()
         except QuireError as error:
             self._turns.pop()
-            if not self._is_interactive or isinstance(error, Unreachable):
+            if not self._is_interactive:
                 raise
             print(f"quire: {error}", file=sys.stderr)
         else:
@@ -109,11 +117,13 @@ class _Chat:
         delta = None
         request = replace(self._request, prompt=self._messages())
         try:
-            with self._client.send(request, self._timeout_s) as stream, ctrl_c_cancels(stream):
+            with ctrl_c_cancels(lambda: self._client.send(request, self._timeout_s)) as stream:
                 for delta in stream:
                     texts.append(delta.text)
                     print(delta.text, end="", flush=True)
         except KeyboardInterrupt:
+            if not self._is_interactive:
+                raise
             print(" [cancelled]")
             return "".join(texts)
         print(flush=True)

@@ -69,9 +69,9 @@ def generate(
     samples = Samples(several.n, delta_text if several.logprobs is None else logprob_lines)
     show = print_json if as_json else samples.show
     delta = None
-    with gateway.connect() as client, client.send(request, asked.timeout) as stream:
+    with gateway.connect() as client:
         try:
-            with ctrl_c_cancels(stream):
+            with ctrl_c_cancels(lambda: client.send(request, asked.timeout)) as stream:
                 for delta in stream:
                     show(delta)
         except InvalidRequest as error:

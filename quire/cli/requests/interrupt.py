@@ -1,7 +1,7 @@
 """Ctrl-C while an answer comes."""
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Thread
 
@@ -10,23 +10,32 @@ from quire.errors import QuireError
 
 
 @contextmanager
-def ctrl_c_cancels(stream: Stream) -> Iterator[None]:
-    """Within the block Ctrl-C cancels the stream, in another thread; KeyboardInterrupt is raised
-    when the stream has ended by it. Otherwise it would be raised anywhere in gRPC's code, which may
-    lose it, or whose connection may not work after it."""
+def ctrl_c_cancels(send: Callable[[], Stream]) -> Iterator[Stream]:
+    """Send a request, whose stream Ctrl-C cancels within the block, in another thread.
+
+    KeyboardInterrupt is raised at the end of the stream. Otherwise it would be raised anywhere in
+    gRPC's code, which may lose it, or whose connection may not work after it.
+    """
+    stream: Stream | None = None
     is_pressed = False
 
     def cancel(*_: object) -> None:
         nonlocal is_pressed
         is_pressed = True
-        Thread(target=stream.cancel).start()
+        if stream is not None:
+            Thread(target=stream.cancel).start()
 
     before = signal.signal(signal.SIGINT, cancel)
     try:
-        yield
+        with send() as stream:
+            if is_pressed:
+                stream.cancel()
+            yield stream
     except QuireError as error:
-        if is_pressed:
-            raise KeyboardInterrupt from error
-        raise
+        if not is_pressed:
+            raise
+        raise KeyboardInterrupt from error
     finally:
         signal.signal(signal.SIGINT, before)
+    if is_pressed:
+        raise KeyboardInterrupt

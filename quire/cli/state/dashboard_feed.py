@@ -8,7 +8,7 @@ from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 from quire.connections import Tls
-from quire.errors import QuireError, UnreachableUrl
+from quire.errors import NotAllowed, QuireError, UnreachableUrl
 
 Document = dict[str, Any]
 
@@ -41,7 +41,8 @@ def documents(url: str, api_key: str | None, tls: Tls | None) -> Iterator[Docume
                 document = merge({} if name == "whole" else document, json.loads(data))
                 yield document
     except HTTPError as error:
-        raise QuireError(_problem(error), "refused") from error
+        refused = NotAllowed if error.code == 401 else QuireError
+        raise refused(_problem(error), "refused") from error
     except (URLError, HTTPException, OSError) as error:
         reason = getattr(error, "reason", error)
         raise UnreachableUrl(f"no gateway answers at {url}: {reason}", "unreachable") from error

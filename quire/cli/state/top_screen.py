@@ -30,7 +30,7 @@ def _figures(document: Document) -> RenderableType:
     models = ", ".join(document["models"]) or "no model"
     figures = {
         "running": f"{document['num_running']:,}",
-        "waiting": f"{document['num_waiting']:,}",
+        "waiting for a token": f"{document['num_waiting']:,}",
         "oldest wait": f"{document['oldest_wait_ms'] / 1000:.1f} s",
         "ttft p50": _seconds(quantile(document["ttft"], 0.5)),
         "ttft p99": _seconds(quantile(document["ttft"], 0.99)),
@@ -39,6 +39,7 @@ def _figures(document: Document) -> RenderableType:
         "tokens": f"{document['generated_tokens']:,.0f}",
         "preempted": f"{document['preemptions']:,.0f}",
         "moved": f"{document['moves']:,.0f}",
+        "errors": f"{sum(document['failures'].values()):,.0f}",
     }
     table = Table.grid(padding=(0, 2))
     for line in _lines(figures):

@@ -77,6 +77,10 @@ class ServiceSettings(BaseSettings):
         le=65535,
         description="Prometheus port; 0 takes a free one, none: no endpoint",
     )
+    metrics_socket: Path | None = Field(
+        default=None,
+        description="without metrics_port: Unix socket on which a gateway reads the metrics",
+    )
     log_level: LogLevel = Field(default="info", description="the lowest level that is logged")
     log_format: LogFormat = Field(
         default="auto", description="auto: console on a terminal, else JSON"

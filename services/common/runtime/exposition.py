@@ -3,16 +3,18 @@
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, cast
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import ThreadingWSGIServer, choose_encoder
+from prometheus_client.registry import Collector
 
 from services.common.errors import StartupError
 from services.common.runtime.config import ServiceSettings
 from services.common.runtime.logging import get_logger
+from services.common.runtime.metrics_socket import metrics_socket
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 
-def exposition(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
+def exposition(registry: Collector, accept: str) -> tuple[bytes, str]:
     """The metrics in the format that the header `accept` asks for (Prometheus text or OpenMetrics),
     and the content type.
 
@@ -38,12 +40,15 @@ def exposition(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
 def metrics_endpoint(
     settings: ServiceSettings, registry: CollectorRegistry
 ) -> Iterator[int | None]:
-    """Serves `/metrics` from a thread of its own; yields the port, or None without `metrics_port`.
+    """Serves `/metrics` from a thread of its own; yields the port. Without `metrics_port`, yields
+    None, and serves `metrics_socket` if there is one.
 
-    StartupError: the service cannot listen on the port.
+    StartupError: the service cannot listen there.
     """
     if settings.metrics_port is None:
-        yield None
+        path = settings.metrics_socket
+        with nullcontext() if path is None else metrics_socket(path, registry):
+            yield None
         return
     try:
         server = _server(settings.host, settings.metrics_port, _application(registry))

@@ -10,6 +10,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from services.common.runtime.metrics import GatewayMetrics
 from services.gateway.dashboard.block_maps import BlockMaps
+from services.gateway.dashboard.history import History
 from services.gateway.intake.identity import client_id
 from services.gateway.request.lifecycle import RequestLifecycle
 from services.gateway.request.timeline import Phase
@@ -23,7 +24,9 @@ _MAX_ID_CHARS = 64
 _LOST_S = 60.0
 """How long a worker that is gone is still listed, as lost."""
 
-_WAITING = (Phase.WAITING, Phase.PREEMPTED, Phase.LOST)
+_WAITING = (Phase.WAITING, Phase.PREFILL, Phase.PREEMPTED, Phase.LOST)
+"""The phases in which a client waits for its next token: in a queue, whether a gateway's or a
+prefill worker's, or for its prompt."""
 
 
 class EndedRequests:
@@ -52,21 +55,21 @@ class DashboardDocument:
         self._metrics = metrics
         self._ended = ended
         self._block_maps = block_maps
+        self.history = History(self._sample)
         self._seen_workers: dict[str, tuple[float, dict[str, Any]]] = {}
 
     async def build(self) -> dict[str, Any]:
         """At most MAX_RUNNING + MAX_RECENT requests, however many there are."""
         await self._block_maps.update()
-        lifecycles = self._dispatcher.lifecycles
-        waiting = [each for each in lifecycles if each.timeline.phase in _WAITING]
-        now_ms = time.time_ns() // 1_000_000
-        oldest_ms = min((each.timeline.spans[-1][1] for each in waiting), default=now_ms)
+        waiting = self._waiting()
+        now_ms = _now_ms()
+        oldest_ms = min((_waits_since_ms(each) for each in waiting), default=now_ms)
         return {
             "now_ms": now_ms,
             "gateway": self._gateway_id,
             "models": list(self._directory.model_names()),
             "block_manager": self._block_maps.is_current,
-            "num_running": len(lifecycles) - len(waiting),
+            "num_running": len(self._dispatcher.lifecycles) - len(waiting),
             "num_waiting": len(waiting) + self._dispatcher.num_admitting,
             "oldest_wait_ms": now_ms - oldest_ms,
             "workers": self._workers(),
@@ -79,7 +82,35 @@ class DashboardDocument:
             "cached_tokens": _total(self._metrics.prompt_tokens_cached),
             "preemptions": _total(self._metrics.num_preemptions),
             "moves": _total(self._metrics.num_moves),
+            "failures": self._failures(),
+            "history": list(self.history.samples),
         }
+
+    def _waiting(self) -> list[RequestLifecycle]:
+        """The requests that have no token yet, or lost their place at a worker."""
+        lifecycles = self._dispatcher.lifecycles
+        return [each for each in lifecycles if each.timeline.phase in _WAITING]
+
+    def _failures(self) -> dict[str, float]:
+        """The requests that failed or were refused since the start, by error code. A request whose
+        client has left did not fail."""
+        numbers: dict[str, float] = {}
+        for sample in _samples(self._metrics.requests_failed, "_total"):
+            code = sample.labels["code"]
+            if code != "cancelled":
+                numbers[code] = numbers.get(code, 0.0) + sample.value
+        return numbers
+
+    def _sample(self) -> list[float]:
+        """Unix ms, running and waiting requests; tokens and failures since the start."""
+        num_waiting = len(self._waiting())
+        return [
+            _now_ms(),
+            len(self._dispatcher.lifecycles) - num_waiting,
+            num_waiting + self._dispatcher.num_admitting,
+            _total(self._metrics.generation_tokens),
+            sum(self._failures().values()),
+        ]
 
     def _requests(self) -> dict[str, Any]:
         """First those that run: a long queue hides none of them."""
@@ -107,6 +138,20 @@ class DashboardDocument:
         gone = self._seen_workers.keys() - present.keys()
         lost = {each: {**self._seen_workers[each][1], "state": "gone"} for each in gone}
         return {**present, **lost}
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+def _waits_since_ms(lifecycle: RequestLifecycle) -> int:
+    """When the first of the phases began in which the request now waits, one after the other."""
+    since_ms = _now_ms()
+    for phase, began_ms, _ in reversed(lifecycle.timeline.spans):
+        if phase not in _WAITING:
+            break
+        since_ms = began_ms
+    return since_ms
 
 
 def _key(lifecycle: RequestLifecycle) -> str:

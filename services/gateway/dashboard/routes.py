@@ -18,6 +18,7 @@ from services.gateway.dashboard.access import DashboardSetting, check_local
 from services.gateway.dashboard.block_maps import BlockMaps
 from services.gateway.dashboard.document import DashboardDocument
 from services.gateway.dashboard.feed import Feed
+from services.gateway.dashboard.history import History
 from services.gateway.frontend.http.answering.sending import Json, unless_disconnected
 from services.gateway.frontend.relay import Relay
 from services.gateway.intake.identity import client_id
@@ -52,8 +53,9 @@ def make_dashboard(
     block_manager: Relay,
     *,
     keyring: Keyring | None,
-) -> tuple[Feed, list[Route]]:
-    """The feed, and the routes that serve the dashboard; none if it is off. `keyring`: None if API
+) -> tuple[Feed, History, list[Route]]:
+    """The feed, the history to keep, and the routes that serve the dashboard; none if it is off.
+    `keyring`: None if API
     keys are off; with them, the dashboard needs an operator's."""
 
     def requests() -> dict[str, str]:
@@ -73,7 +75,7 @@ def make_dashboard(
     )
     feed = Feed(document.build)
     routes = DashboardRoutes(feed, block_maps, check).routes()
-    return feed, [] if setting == "off" else routes
+    return feed, document.history, [] if setting == "off" else routes
 
 
 class DashboardRoutes:

@@ -83,6 +83,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                     context=model.context,
                     block_size=model.block_size,
                     dtype=model.dtype,
+                    parent=model.parent,
                 )
                 for model in self._generator.models()
             ]

@@ -13,9 +13,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from quire.v1 import block_manager_pb2 as pb
-from services.common.errors import Unavailable
+from services.common.errors import PromptTooLong, Unavailable
 from services.gateway.access.keyring import Keyring
 from services.gateway.dashboard.access import DashboardSetting
+from services.gateway.dashboard.history import History
 from services.gateway.dashboard.routes import PAGE, make_dashboard
 from services.gateway.frontend.http.app import create_app
 from services.gateway.frontend.http.transport.server import http_server
@@ -54,8 +55,10 @@ class FakeBlockManager:
 
 
 class Page:
-    def __init__(self, http: httpx.AsyncClient, manager: FakeBlockManager) -> None:
-        self.http, self.manager = http, manager
+    def __init__(
+        self, http: httpx.AsyncClient, manager: FakeBlockManager, history: History
+    ) -> None:
+        self.http, self.manager, self.history = http, manager, history
         self.bytes = b""
 
     async def documents(self) -> AsyncIterator[dict[str, Any]]:
@@ -92,12 +95,14 @@ async def dashboard(
 ) -> AsyncIterator[Page]:
     manager: Any = FakeBlockManager()
     metrics = harness.metrics.metrics
-    feed, routes = make_dashboard(setting, harness.assembly, metrics, manager, keyring=keys)
+    feed, history, routes = make_dashboard(
+        setting, harness.assembly, metrics, manager, keyring=keys
+    )
     app = create_app(harness.gateway, CollectorRegistry(), keyring=keys, more_routes=routes)
     async with http_server(app, "127.0.0.1", 0, grace_s=0) as port:
         url = f"http://127.0.0.1:{port}"
         async with httpx.AsyncClient(base_url=url, timeout=10, trust_env=False) as http:
-            yield Page(http, manager)
+            yield Page(http, manager, history)
         feed.close()
 
 
@@ -126,6 +131,40 @@ async def test_feed_follows_a_request_from_its_queue_to_its_end(make_harness: An
         assert ended["ended_ms"] >= ended["spans"][-1][1]
         assert sum(document["ttft"]["counts"]) == 1
         assert document["generated_tokens"] == 8
+
+
+async def test_a_request_without_a_token_waits_also_at_a_prefill_worker(make_harness: Any) -> None:
+    prefill = FakePrefill()
+    prefill.holds = True
+    harness = await make_harness(prefill, FakeDecode())
+    async with dashboard(harness) as page:
+        call = Call(harness.gateway, asked("r1", 8))
+        document = await page.until(
+            lambda now: any(view["spans"][-1][0] == "prefill" for view in now["requests"].values())
+        )
+        (request,) = document["requests"].values()
+        assert (document["num_running"], document["num_waiting"]) == (0, 1)
+        assert document["oldest_wait_ms"] == document["now_ms"] - request["spans"][0][1]
+        prefill.let_go()
+        await call.result()
+        document = await page.until(lambda now: now["num_waiting"] == 0)
+        assert document["oldest_wait_ms"] == 0
+
+
+async def test_errors_and_the_last_minutes_are_shown(make_harness: Any) -> None:
+    """Also those from before somebody looked."""
+    harness = await make_harness(FakePrefill(), FakeDecode())
+    async with dashboard(harness) as page:
+        await Call(harness.gateway, asked("r1", 8)).result()
+        with pytest.raises(PromptTooLong):
+            await Call(harness.gateway, asked("r2", 8, prompt=(1,) * 100_000)).result()
+        keeping = asyncio.create_task(page.history.keep())
+        document = await page.until(lambda now: bool(now["history"]))
+        keeping.cancel()
+    assert document["failures"] == {"context_length_exceeded": 1}
+    ((at_ms, *figures),) = document["history"]
+    assert figures == [0, 0, 8, 1]
+    assert at_ms <= document["now_ms"]
 
 
 async def test_feed_has_no_text_of_prompts_and_answers(make_harness: Any) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import aclosing
 from typing import Any
 
 import pytest
@@ -50,7 +49,7 @@ class Reader:
         self.task = asyncio.create_task(self._read(client))
 
     async def _read(self, client: AsyncClient) -> None:
-        async with aclosing(client.send(self._request, timeout_s=60.0)) as deltas:
+        async with client.send(self._request, timeout_s=60.0) as deltas:
             async for delta in deltas:
                 assert len(delta.logprobs) in (0, len(delta.token_ids))
                 self.tokens += delta.token_ids

@@ -3,7 +3,7 @@ lost."""
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack
 from typing import Any
 
 import grpc
@@ -34,7 +34,7 @@ class Reader:
         self.task = asyncio.create_task(self._read(client))
 
     async def _read(self, client: AsyncClient) -> None:
-        async with aclosing(client.send(self._request, timeout_s=60.0)) as deltas:
+        async with client.send(self._request, timeout_s=60.0) as deltas:
             async for delta in deltas:
                 self.tokens += delta.token_ids
                 self.text += delta.text

@@ -262,7 +262,7 @@ def test_a_second_signal_ends_the_run_at_once(start: Callable[..., Run]) -> None
     run.wait_until_serving()
     everyone = run.everyone()
     run.process.send_signal(signal.SIGINT)
-    wait_until(lambda: "once more ends it at once" in run.text(), explain=run.text)
+    wait_until(lambda: "once more ends all at once" in run.text(), explain=run.text)
     assert run.end(signal.SIGINT) == 0
     assert "did not end" not in run.text()
     assert not any(map(_is_alive, everyone))

@@ -70,6 +70,15 @@ def test_failed_requests_count_as_errors_only() -> None:
     assert warnings(found) == ["3 requests failed; the latencies leave them out"]
 
 
+def test_requests_that_are_cut_off_count_with_their_tokens_only() -> None:
+    cut = Record(0.0, 0.0, [0.1, 0.5], [1, 1], failed_at=1.0, is_cut=True)
+    found = summarize([record(0.0, 0.1, 0.2), cut, cut], 1.0, {"e2e": 1000})
+    assert (found["num_requests"], found["num_completed"], found["num_cut"]) == (3, 1, 2)
+    assert (found["num_output_tokens"], found["errors"], found["goodput"]) == (6, {}, 1.0)
+    assert found["e2e_ms"]["max"] == pytest.approx(200)
+    assert "leave out 2 that were cut off" in warnings(found)[0]
+
+
 def test_a_late_generator_is_warned_about() -> None:
     found = summarize([record(1.5, 0.1, due=1.0)], 2.0, {})
     assert found["lateness_ms"]["p50"] == pytest.approx(500)

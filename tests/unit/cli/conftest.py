@@ -27,6 +27,7 @@ class FakeGateway(InferenceServicer, BlockManagerServicer, SupervisorServicer):
     address: str = ""
     responses: list[inference.GenerateResponse] = field(default_factory=list)
     refusal: tuple[grpc.StatusCode, str] | None = None
+    is_away: bool = False
     endless: bool = False
     models: list[inference.Model] = field(default_factory=list)
     pools: list[bm.Pool] = field(default_factory=list)
@@ -93,6 +94,8 @@ class FakeGateway(InferenceServicer, BlockManagerServicer, SupervisorServicer):
         self.refusal = status, text
 
     def _refuse(self, context: grpc.ServicerContext) -> None:
+        if self.is_away:  # as a proxy says of a gateway that is gone
+            context.abort(grpc.StatusCode.UNAVAILABLE, "")
         if self.refusal is not None:
             context.set_trailing_metadata(
                 (("quire-error-code", "some_code"), ("grpc-retry-pushback-ms", "1500"))

@@ -45,6 +45,12 @@ def test_reset_and_system(hello: Any, monkeypatch: pytest.MonkeyPatch, capsys: A
     )
 
 
+def test_the_temperature_suits_a_chat(hello: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    say(monkeypatch, "a")
+    say(monkeypatch, "a", flags=("--temperature", "1.5"))
+    assert [each.sampling.temperature for each in hello.requests] == pytest.approx([0.7, 1.5])
+
+
 def test_sampling_flags_reach_every_turn(hello: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     say(monkeypatch, "a", "b", flags=("--temperature", "0", "--max-tokens", "5", "--stop", "x"))
     assert [each.sampling.max_tokens for each in hello.requests] == [5, 5]
@@ -88,7 +94,9 @@ class Terminal:
         os.write(self._file, text)
 
 
-def test_on_a_terminal_ctrl_c_cancels_the_answer_and_the_chat_goes_on(hello: Any) -> None:
+def test_on_a_terminal_the_chat_goes_on_after_ctrl_c_and_while_the_server_is_away(
+    hello: Any,
+) -> None:
     hello.endless = True
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "quire.cli", "chat"]
@@ -109,7 +117,17 @@ def test_on_a_terminal_ctrl_c_cancels_the_answer_and_the_chat_goes_on(hello: Any
         terminal.write(b"And?\n")
         terminal.read_until(b"quire: no worker")
         terminal.read_until(b"> ")
+        hello.is_away = True
+        terminal.write(b"And?\n")
+        terminal.read_until(b"quire: no server answers at ")
+        terminal.read_until(b"> ")
+        hello.refusal, hello.is_away = None, False
+        terminal.write(b"Still?\n")
+        terminal.read_until(b"Hello, world")
+        terminal.read_until(b"> ")
         terminal.write(b"\x04")
         assert process.wait(timeout=10) == 0
     os.close(ours)
+    assert sent(hello)[-1][:2] == [("user", "Hi"), ("assistant", "Hello, world")]
+    assert sent(hello)[-1][2:] == [("user", "Still?")]
     assert sent(hello)[1] == [("user", "Hi"), ("assistant", "Hello, world"), ("user", "And?")]

@@ -3,7 +3,6 @@
 import asyncio
 import subprocess
 import sys
-from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -102,7 +101,7 @@ def test_a_clients_stream_is_an_error_in_a_forked_child_and_goes_on_in_its_paren
 async def test_closing_an_async_stream_cancels_the_request(hello: Any) -> None:
     hello.endless = True
     async with AsyncClient(hello.address) as client:
-        async with aclosing(client.generate("Hi")) as stream:
+        async with client.generate("Hi") as stream:
             assert (await anext(stream)).text == "Hello,"
         assert await asyncio.to_thread(hello.cancelled.wait, 10)
 

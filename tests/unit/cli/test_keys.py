@@ -100,9 +100,13 @@ def test_the_key_goes_with_each_call(gateway: Any, monkeypatch: Any) -> None:
 
 
 def test_refused_keys_and_unusable_files_are_errors_of_their_own(
-    gateway: Any, tmp_path: Path
+    gateway: Any, tmp_path: Path, capsys: Any
 ) -> None:
     gateway.refuse(grpc.StatusCode.UNAUTHENTICATED, "no API key")
+    assert main(["models"]) == 1
+    assert "no API key (QUIRE_API_KEY, or --api-key, gives this command its key)" in (
+        capsys.readouterr().err
+    )
     with Client(gateway.address) as client, pytest.raises(NotAllowed, match="no API key"):
         client.models()
     with pytest.raises(BadTls, match=r"cannot read .*none.crt: No such file"):

@@ -107,6 +107,12 @@ def test_models(gateway: Any, capsys: Any) -> None:
     ]
 
 
+def test_adapters(gateway: Any, capsys: Any) -> None:
+    gateway.models = [inference.Model(id="m"), inference.Model(id="poet", parent="m")]
+    assert main(["lora", "list"]) == 0
+    assert capsys.readouterr().out.splitlines() == ["ADAPTER  MODEL", "poet     m"]
+
+
 def test_an_empty_list_is_a_header(gateway: Any, capsys: Any) -> None:
     assert main(["models"]) == 0
     assert capsys.readouterr().out == "MODEL  CONTEXT  ROOM  BLOCK SIZE  DTYPE\n"

@@ -161,7 +161,7 @@ def test_a_draft_model_is_found_as_a_model_is(hub_cache: Path, tmp_path: Path) -
     ("draft", "message"),
     [
         ("/no/where", "there is no directory /no/where"),
-        ("org/other", "download it with: hf download org/other"),
+        ("org/other", "Download it with: hf download org/other"),
     ],
 )
 def test_a_draft_model_that_is_not_there_is_named(
@@ -183,7 +183,7 @@ def test_cpus_and_threads_exclude_each_other(capsys: Any) -> None:
     [
         ("/no/where", "there is no directory /no/where"),
         ("nowhere", "there is no directory nowhere"),
-        ("org/tiny", "download it with: hf download org/tiny"),
+        ("org/tiny", "Download it with: hf download org/tiny"),
     ],
 )
 def test_a_model_that_is_not_there_is_named(

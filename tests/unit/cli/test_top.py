@@ -36,6 +36,7 @@ DOCUMENT: dict[str, Any] = {
     "ttft": {"bounds": [0.1, 1.0], "counts": [9, 1, 0]},
     "inter_token": {"bounds": [0.1, 1.0], "counts": [0, 0, 0]},
     **{"generated_tokens": 1234.0, "preemptions": 1.0, "moves": 0.0},
+    "failures": {"no_worker": 2.0, "queue_full": 1.0},
 }
 
 

@@ -9,10 +9,11 @@ export function remember(doc, isNew) {
   const pools = Object.values(doc.pools);
   const sum = (name) => pools.reduce((total, pool) => total + pool[name], 0);
   if (isNew && history.length && doc.generated_tokens < history.at(-1).generated) history = []; // the gateway restarted
-  history.push({ at: doc.now_ms, generated: doc.generated_tokens, ttft: doc.ttft.counts, itl: doc.inter_token.counts, queries: sum("queries"), hits: sum("hits") });
+  history.push({ at: doc.now_ms, failed: failures(doc), generated: doc.generated_tokens, ttft: doc.ttft.counts, itl: doc.inter_token.counts, queries: sum("queries"), hits: sum("hits") });
   history = history.filter(({ at }) => at > doc.now_ms - WINDOW_MS);
 }
 
+const failures = (doc) => Object.values(doc.failures).reduce((sum, n) => sum + n, 0);
 const firstAndLast = () => [history[0], history.at(-1)];
 
 function rates() {
@@ -25,16 +26,19 @@ export function renderFigures(doc) {
   const seconds = (last.at - recent[0].at) / 1000;
   const rate = seconds ? (last.generated - recent[0].generated) / seconds : 0;
   const queries = last.queries - first.queries;
+  const failed = last.failed - first.failed;
+  const codes = Object.entries(doc.failures).map(([code, n]) => `${code} ${count(n)}`).join("\n");
   const items = [
     ["Running", count(doc.num_running), `of ${count(slots(doc))} slots`],
-    ["Waiting", count(doc.num_waiting), doc.num_waiting ? `oldest ${duration(doc.oldest_wait_ms / 1000)}` : ""],
+    ["Waiting for a token", count(doc.num_waiting), doc.num_waiting ? `oldest ${duration(doc.oldest_wait_ms / 1000)}` : ""],
     ["Tokens per second", count(rate), "", sparkline(rates())],
     ["TTFT p50", duration(quantile(windowed("ttft", doc.ttft.bounds), 0.5)), ""],
     ["Prefix hits", queries ? percent(last.hits - first.hits, queries) : percent(last.hits, last.queries), queries ? "last minute" : "since start"],
+    ["Errors", count(failed || last.failed), failed ? "last minute" : "since start", null, codes && `since start:\n${codes}`, failed && "bad"],
     ["Preempted", count(doc.preemptions), `${count(doc.moves)} moved`],
   ];
-  byId("figures").replaceChildren(...items.map(([label, value, note, extra]) =>
-    h("div", { class: "panel figure" }, extra, h("dl", null, h("dt", null, label), h("dd", null, value, note && h("small", null, ` ${note}`))))));
+  byId("figures").replaceChildren(...items.map(([label, value, note, extra, tip, tone]) =>
+    h("div", { class: "panel figure", "data-tip": tip || undefined, tabindex: tip ? 0 : undefined }, extra, h("dl", null, h("dt", null, label), h("dd", { class: tone || undefined }, value, note && h("small", null, ` ${note}`))))));
 }
 
 const slots = (doc) => Object.values(doc.workers).filter(({ role, state }) => role === "decode" && state !== "gone").reduce((n, worker) => n + worker.slots, 0);
@@ -43,6 +47,27 @@ function sparkline(values) {
   const top = Math.max(1, ...values);
   const points = values.map((value, i) => `${(100 * (i + 1)) / values.length},${30 - (27 * value) / top}`);
   return svg("svg", { class: "spark", viewBox: "0 0 100 30", preserveAspectRatio: "none", "aria-hidden": "true" }, points.length > 1 && svg("path", { d: `M${points.join("L")}` }));
+}
+
+// ── the last minutes, as the gateway has sampled them ─────────────────────────────────────────
+
+const HISTORY_MS = 600_000;
+
+export function renderHistory(doc) {
+  const samples = doc.history;
+  const perSecond = (column) => samples.slice(1).map((row, i) => [row[0], Math.max(0, (1000 * (row[column] - samples[i][column])) / Math.max(1, row[0] - samples[i][0]))]);
+  const charts = [
+    ["Running", samples.map((row) => [row[0], row[1]])],
+    ["Waiting for a token", samples.map((row) => [row[0], row[2]])],
+    ["Tokens per second", perSecond(3)],
+    ["Errors per minute", perSecond(4).map(([at, n]) => [at, 60 * n])],
+  ];
+  byId("history").replaceChildren(...charts.map(([label, points]) => {
+    const top = Math.max(0, ...points.map(([, value]) => value));
+    const path = points.map(([at, value]) => `${100 * (1 - (doc.now_ms - at) / HISTORY_MS)},${38 - (top ? (34 * value) / top : 0)}`);
+    return h("figure", { class: "past" }, h("figcaption", null, label, h("small", null, ` most ${count(top)}`)),
+      svg("svg", { viewBox: "0 0 100 40", preserveAspectRatio: "none", role: "img", "aria-label": `${label}, most ${count(top)}` }, svg("line", { x1: 0, x2: 100, y1: 38, y2: 38 }), path.length > 1 && svg("path", { d: `M${path.join("L")}` })));
+  }));
 }
 
 // ── distributions ──────────────────────────────────────────────────────────────────────────────

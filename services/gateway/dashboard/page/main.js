@@ -2,7 +2,7 @@
 
 import { byId, watchTips } from "./dom.js";
 import { follow, key } from "./feed.js";
-import { remember, renderDistribution, renderFigures, renderWorkers } from "./figures.js";
+import { remember, renderDistribution, renderFigures, renderHistory, renderWorkers } from "./figures.js";
 import { showModels, startPlayground } from "./playground.js";
 import { redrawPools, renderPools } from "./pools.js";
 import { renderRequests, showPhases } from "./requests.js";
@@ -20,6 +20,7 @@ function render() {
   renderPools(doc);
   renderRequests(doc);
   renderWorkers(doc);
+  renderHistory(doc);
   renderDistribution("ttft", "ttft", doc.ttft, "requests");
   renderDistribution("itl", "itl", doc.inter_token, "tokens");
 }
@@ -41,9 +42,13 @@ function onStatus(state, why = "", needsKey = false) {
   const text = { live: "live", offline: "reconnecting", refused: "not permitted" }[state];
   if (status.dataset.state !== state) { status.dataset.state = state; status.textContent = text; }
   byId("overview").classList.toggle("stale", state !== "live" && latest !== null);
-  if (state === "live") { byId("key").hidden = true; return undefined; }
-  warn(state === "offline" ? `No connection: ${why}. What you see is ${latest ? "the last state" : "nothing yet"}; the page connects again by itself.` : why);
-  if (state === "offline") return undefined;
+  const isRefused = state === "refused";
+  byId("locked").hidden = !isRefused;
+  for (const view of document.querySelectorAll("main")) view.classList.toggle("locked", isRefused);
+  if (state === "offline") warn(`No connection: ${why}. What you see is ${latest ? "the last state" : "nothing yet"}; the page connects again by itself.`);
+  if (!isRefused) return undefined;
+  warn("");
+  byId("why").textContent = needsKey && !key.get() ? "" : why; // without a key, the form says it all
   byId("key").hidden = !needsKey;
   return new Promise((resolve) => byId("key").addEventListener("submit", (event) => {
     event.preventDefault();

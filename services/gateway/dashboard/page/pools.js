@@ -67,7 +67,6 @@ class PoolPanel {
     this.figures.replaceChildren(
       h("span", null, `${count(pool.num_blocks)} blocks of ${pool.block_size} tokens, ${bytes(pool.num_blocks * pool.block_bytes)}; ${per}`),
       h("span", null, `${count(pool.num_holders)} holders, ${count(pool.waiters)} waiters`),
-      h("span", null, `prefix hits ${percent(pool.hits, pool.queries)}`),
       pool.recovering ? h("span", { class: "warn" }, "recovering its ledger") : "", this.audit, headers().Authorization ? this.button : "");
   }
 

@@ -1,5 +1,6 @@
 """The HTTP application: its routes, and the path of one request to the generator and back."""
 
+import asyncio
 import math
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -9,7 +10,7 @@ from http import HTTPStatus
 from importlib.metadata import version
 from typing import Any, TypeVar
 
-from prometheus_client import CollectorRegistry
+from prometheus_client.registry import Collector
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -77,7 +78,7 @@ CompletionsBody = TypeVar("CompletionsBody", CompletionBody, ChatBody)
 
 def create_app(
     generator: Generator,
-    metrics: CollectorRegistry,
+    metrics: Collector,
     allowed_hosts: Sequence[str] = (),
     max_body_memory_bytes: int = DEFAULT_BODY_MEMORY_BYTES,
     more_routes: Sequence[Route] = (),
@@ -139,9 +140,10 @@ def _cors(origins: Sequence[str]) -> dict[str, Any]:
 
 
 class _Endpoints:
-    def __init__(self, generator: Generator, metrics: CollectorRegistry) -> None:
+    def __init__(self, generator: Generator, metrics: Collector) -> None:
         self._generator = generator
         self._metrics = metrics
+        self._scraping = asyncio.Lock()
         self._started_unix_s = int(time.time())
 
     async def completions(self, request: Request) -> Response:
@@ -233,7 +235,10 @@ class _Endpoints:
         return Json({"status": "not_serving"}, HTTPStatus.SERVICE_UNAVAILABLE)
 
     async def metrics(self, request: Request) -> Response:
-        content, content_type = exposition(self._metrics, request.headers.get("accept", ""))
+        async with self._scraping:
+            content, content_type = await asyncio.to_thread(
+                exposition, self._metrics, request.headers.get("accept", "")
+            )
         return Response(content, headers={"Content-Type": content_type})
 
     def _model_json(self, model: ServedModel) -> dict[str, object]:
