@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from typer import Argument, Option
 
 from quire.supervisor.gateway_options import GatewayOptions
-from quire.supervisor.model_source import EMBEDDED
+from quire.supervisor.model_source import DEMO
 from quire.supervisor.worker_options import SharedOptions, WorkerOptions, network
 
 DEFAULT_HOST = "127.0.0.1"
@@ -36,8 +36,8 @@ class RunOptions:
         Argument(
             metavar="[[NAME,ALIAS...=]MODEL]...",
             help="the models to serve, each a directory in Hugging Face format, a GGUF file, an id "
-            f"in the local Hugging Face cache, or `{EMBEDDED}`, the small model that comes with "
-            "Quire and is the default",
+            f"in the local Hugging Face cache, or `{DEMO}` (SmolLM2-135M-Instruct), which "
+            "is the default",
             show_default=False,
         ),
     ] = None

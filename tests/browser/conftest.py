@@ -29,9 +29,9 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def deployment(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """The embedded model, with a pool that a few requests fill."""
+    """The demo model, with a pool that a few requests fill."""
     directory: Path = tmp_path_factory.mktemp("browser")
-    with serving("embedded", directory, "--decode", "2", "--pool-memory", "3MiB") as deployment:
+    with serving("demo", directory, "--decode", "2", "--pool-memory", "3MiB") as deployment:
         yield deployment
 
 

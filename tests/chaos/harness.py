@@ -147,7 +147,7 @@ async def run_chaos(
         redis = stack.enter_context(closing(RedisServer(directory)))
         args = (*workers, *MEMORY, "--redis-url", redis.url, "--device", device)
         deployment = stack.enter_context(
-            serving("embedded", directory, *args, num_gateways=NUM_GATEWAYS)
+            serving("demo", directory, *args, num_gateways=NUM_GATEWAYS)
         )
         operator = Operator(deployment.operations)
         stack.push_async_callback(operator.close)
