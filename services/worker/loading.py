@@ -77,9 +77,9 @@ def load(settings: WorkerSettings, progress: Progress, place: Place | None = Non
     settings.check_ranks(config)
     settings.check_speculation()
     tokenizer_file(settings.model)  # raises without a tokenizer: gateways would not serve the model
-    if settings.is_dequantized(config):
-        log.info("weights_dequantized", model=settings.served_name, dtype=settings.dtype)
     name = _dtype(settings, config)
+    if settings.is_dequantized(config):
+        log.info("weights_dequantized", model=settings.served_name, dtype=name)
     dtype, kv_dtype = DTYPES[name], name if settings.kv_dtype == "auto" else settings.kv_dtype
     backend = _backend(settings, device, config, dtype, kv_dtype, progress)
     num_threads = _num_threads(settings, place)

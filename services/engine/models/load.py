@@ -63,13 +63,13 @@ def load_model(
     directory = Path(directory)
     config = ModelConfig.from_directory(directory).for_context(context)
     if backend.native is not None:
-        weights = _weights(directory, config, dequantize)
+        weights = _weights(directory, config, dtype, dequantize)
         return load_fused(
             *(directory, config, weights, dtype, quantize, backend.native, cache, progress)
         )
     if quantize:
         raise StartupError(f"backend {backend.name!r} has no {quantize} kernels; 'cpu' has")
-    weights = _weights(directory, config, dequantize)
+    weights = _weights(directory, config, dtype, dequantize)
     digest = weights_digest(directory, progress)
 
     def load(place: Placement) -> ComposedModel:
@@ -78,8 +78,8 @@ def load_model(
     return _placed(load, f"{digest} {config}", dtype, device, shared)
 
 
-def _weights(directory: Path, config: ModelConfig, dequantize: bool) -> Weights:
-    weights = load_weights(directory, config)
+def _weights(directory: Path, config: ModelConfig, dtype: torch.dtype, dequantize: bool) -> Weights:
+    weights = load_weights(directory, config, dtype)
     return DequantizedWeights(weights) if dequantize else weights
 
 
