@@ -9,6 +9,9 @@ import torch
 from .conftest import NUM_TEXTS, TEXT_TOKENS, RealModel, likeliest
 
 SAMPLES = {"smollm2": 3, "gemma3": 1}
+SAMPLE_SLACK = 0.02
+"""By how much the share of a few texts may be less than that of all, in bf16."""
+
 FULL = (pytest.mark.full, pytest.mark.timeout(1200))
 
 
@@ -21,8 +24,10 @@ def test_the_likeliest_tokens_of_real_texts_are_those_of_transformers(
     models: dict[str, RealModel], name: str, dtype: torch.dtype, least: float, texts: str
 ) -> None:
     """After every token in fp32; after 99 of 100 in bf16, which rounds."""
-    model = models[name]
-    number = SAMPLES[name] if texts == "sample" else NUM_TEXTS
+    model, number = models[name], NUM_TEXTS
+    if texts == "sample":
+        number = SAMPLES[name]
+        least -= 0 if dtype == torch.float32 else SAMPLE_SLACK
     runner, same = model.runner(dtype), 0
     for i, text in enumerate(model.texts[:number]):
         assert len(text) == TEXT_TOKENS
