@@ -181,6 +181,13 @@ class WorkerSettings(TracedSettings, PoolServiceSettings):
         """The word none, which the settings of other options take for no value."""
         return quantize or "none"
 
+    @field_validator("quantize")
+    @classmethod
+    def _check_dtype(cls, quantize: Quantize, others: ValidationInfo) -> Quantize:
+        if kind_to_make(quantize) and others.data.get("dtype") == "float32":
+            raise ValueError(f"{quantize} computes in bfloat16, and dtype is float32: choose one")
+        return quantize
+
     @field_validator("weights_cache", mode="before")
     @classmethod
     def _expand_home(cls, path: str | Path | None) -> Path | None:

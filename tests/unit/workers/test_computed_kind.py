@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from quire.choices import Quantize
 from services.common.checkpoint.quantization import StoredQuantization
@@ -51,6 +52,11 @@ def test_what_is_set_for_the_demo_model_has_precedence(monkeypatch: pytest.Monke
         monkeypatch.setenv(f"QUIRE_PREFILL_{name}", value)
     settings = PrefillSettings()
     assert (settings.served_name, settings.quantize) == ("small", "int8")
+
+
+def test_quantized_kernels_in_float32_are_refused_before_anything_loads() -> None:
+    with pytest.raises(ValidationError, match="int8 computes in bfloat16, and dtype is float32"):
+        PrefillSettings(model=Path("/model"), dtype="float32", quantize="int8")
 
 
 def test_none_in_the_environment_dequantizes(monkeypatch: pytest.MonkeyPatch) -> None:
