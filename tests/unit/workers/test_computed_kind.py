@@ -42,7 +42,7 @@ def test_a_worker_finds_the_demo_model_by_its_word(
     """As containers name it: with the words for defaults in the place of the other settings."""
     for name, value in (("MODEL", "demo"), ("MODEL_NAME", ""), ("QUANTIZE", "auto")):
         monkeypatch.setenv(f"QUIRE_PREFILL_{name}", value)
-    settings = PrefillSettings()
+    settings = PrefillSettings.model_validate({})
     assert (settings.model, settings.served_name) == (smollm2, "SmolLM2-135M-Instruct")
     assert settings.quantize == "none"
 
@@ -50,16 +50,16 @@ def test_a_worker_finds_the_demo_model_by_its_word(
 def test_what_is_set_for_the_demo_model_has_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("MODEL", "demo"), ("MODEL_NAME", "small"), ("QUANTIZE", "int8")):
         monkeypatch.setenv(f"QUIRE_PREFILL_{name}", value)
-    settings = PrefillSettings()
+    settings = PrefillSettings.model_validate({})
     assert (settings.served_name, settings.quantize) == ("small", "int8")
 
 
 def test_quantized_kernels_in_float32_are_refused_before_anything_loads() -> None:
     with pytest.raises(ValidationError, match="int8 computes in bfloat16, and dtype is float32"):
-        PrefillSettings(model=Path("/model"), dtype="float32", quantize="int8")
+        PrefillSettings.model_validate({"model": "/model", "dtype": "float32", "quantize": "int8"})
 
 
 def test_none_in_the_environment_dequantizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_PREFILL_MODEL", "/model")
     monkeypatch.setenv("QUIRE_PREFILL_QUANTIZE", "none")
-    assert PrefillSettings().quantize == "none"
+    assert PrefillSettings.model_validate({}).quantize == "none"
