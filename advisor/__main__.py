@@ -41,6 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--pool-memory", default="")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--quantize", default="auto")
     parser.add_argument("--backend", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--requests", type=int, default=2000)
@@ -66,6 +67,7 @@ def _block_size(args: argparse.Namespace) -> dict[str, Any]:
         model=args.model,
         pool_memory=args.pool_memory,
         dtype=args.dtype,
+        quantize=args.quantize,
         backend=args.backend,
         num_threads=args.threads,
         most_requests=args.requests,

@@ -12,11 +12,13 @@ from advisor.step import DecodeStep
 from advisor.store_cost import counted_us, embedded_valkey, measured_us
 from advisor.timing import DEFAULT_BLOCK_SIZE, Engine, ModelTimings, time_model
 from advisor.workload import RecordedRequest, Workload
+from quire.choices import Quantize
 from quire.sizes import parse_size
 from quire.supervisor.errors import NoValkey
 from services.common.errors import StartupError
 from services.common.pool.layout import ITEM_BYTES, Dtype
 from services.common.text.model_config import ModelConfig
+from services.worker.computed_kind import is_dequantized
 
 FLASH_PAGE = 256
 """flash-attn needs a block size that is a multiple of this (`kvops.attention.flash`, which only
@@ -36,6 +38,7 @@ class AdviceRequest:
     model: Path
     pool_memory: str = ""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    quantize: Quantize = "auto"
     backend: str = "cpu"
     num_threads: int = 1
     most_requests: int = 2000
@@ -75,7 +78,10 @@ async def recommend(request: AdviceRequest, report: Callable[[str], None]) -> Re
     step = _average_step(replays[DEFAULT_BLOCK_SIZE])
     report(f"timing steps of {step.num_rows} rows of {step.context} tokens")
     threads, cache = request.num_threads, request.weights_cache
-    engine = Engine(request.model, dtype, request.backend, threads, cache)
+    engine = Engine(
+        *(request.model, dtype, request.backend, threads, cache),
+        dequantize=is_dequantized(config.quantization, request.dtype, request.quantize),
+    )
     timed = time_model(engine, step, BLOCK_SIZES)
     report("timing the store")
     store_us, how = await _store_us(request, asked, num_slots, replays, context)

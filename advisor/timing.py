@@ -39,6 +39,8 @@ class Engine:
     backend: str
     num_threads: int
     weights_cache: Path | None = None
+    dequantize: bool = False
+    """Whether linears that the checkpoint has quantized compute in floating point."""
 
 
 def time_model(engine: Engine, step: DecodeStep, block_sizes: Sequence[int]) -> ModelTimings:
@@ -51,7 +53,9 @@ def time_model(engine: Engine, step: DecodeStep, block_sizes: Sequence[int]) -> 
         ops = kvops.backend(engine.backend)
         if ops.native is not None:
             ops.native.assign([Lane()] * engine.num_threads)
-        model = load_model(engine.model, dtype, ops, cache=engine.weights_cache)
+        model = load_model(
+            *(engine.model, dtype, ops), dequantize=engine.dequantize, cache=engine.weights_cache
+        )
         step_us = 1e6 * time_step(model, step, DEFAULT_BLOCK_SIZE)
         seconds = time_attention(config, step, block_sizes, ops, dtype)
     except (kvops.BackendUnavailable, ValueError) as error:

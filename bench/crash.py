@@ -1,7 +1,7 @@
 """Measures how long a client's stream pauses when its decode worker is killed, and checks that the
 stream goes on with the same tokens.
 
-    python -m bench.crash [--model embedded] [--streams 16] [--repeats 5] [--sampled]
+    python -m bench.crash [--model demo] [--streams 16] [--repeats 5] [--sampled]
 
 Starts `quire serve` with two decode workers by itself, `--streams` on each, kills one of the two in
 mid-stream, and compares every stream with what it gave undisturbed. Prints a markdown table.
@@ -190,7 +190,7 @@ def _ms(values: Sequence[float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--model", default="embedded")
+    parser.add_argument("--model", default="demo")
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--sampled", action="store_true")

@@ -1,6 +1,6 @@
 """Measures the pauses of streams when their decode worker is drained, and the cost of the drain.
 
-    python -m bench.drain [--model embedded] [--streams 16] [--repeats 3]
+    python -m bench.drain [--model demo] [--streams 16] [--repeats 3]
 
 Starts `quire serve` by itself with one decode worker, which gets all streams, then a second one,
 and drains the first. Prints a markdown table, a row for each repeat: how many streams moved, how
@@ -137,7 +137,7 @@ def _step_ms(streams: list[Stream], begin: float, end: float) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--model", default="embedded")
+    parser.add_argument("--model", default="demo")
     parser.add_argument("--streams", type=int, default=16, help="at the worker that is drained")
     parser.add_argument("--serve", nargs="*", default=[], help="more flags of `quire serve`")
     parser.add_argument("--repeats", type=int, default=3)

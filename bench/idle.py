@@ -1,6 +1,6 @@
 """Measures the cost of a deployment without requests.
 
-    python -m bench.idle [--model embedded] [--seconds 60] [--prefill 1] [--decode 1]
+    python -m bench.idle [--model demo] [--seconds 60] [--prefill 1] [--decode 1]
 
 Starts `quire serve` by itself, lets it settle, and reads the processor time of each process from
 /proc before and after. Prints a markdown table: percent of one core, by process.
@@ -34,7 +34,7 @@ def _name(pid: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--model", default="embedded")
+    parser.add_argument("--model", default="demo")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--prefill", default="1")
     parser.add_argument("--decode", default="1")

@@ -3,7 +3,7 @@ refused, and whether memory grows.
 
     python -m bench.overload [--seconds 120] [--times 5] [--seed 1]
 
-Starts `quire serve` with the embedded model by itself. Clients that ask again as soon as they are
+Starts `quire serve` with the demo model by itself. Clients that ask again as soon as they are
 answered find the capacity; requests at random times (Poisson, seeded) then offer parts and
 multiples of it. A tenth of them come from a `quire bench` of its own, where nothing else is done:
 how long a refusal takes there is told apart. Prints a markdown table.
@@ -158,7 +158,7 @@ def main() -> None:
     options = ("--max-num-seqs", str(NUM_SLOTS))
     with (
         tempfile.TemporaryDirectory() as folder,
-        serving("embedded", Path(folder), *options) as deployment,
+        serving("demo", Path(folder), *options) as deployment,
     ):
         asyncio.run(measure(deployment, args))
 

@@ -18,7 +18,7 @@ at the step that held most KV. What is wasted is told apart: with paging *tail*,
 that hold some KV, and *look-ahead*, blocks that hold none yet; without, slots *for later* tokens,
 and those *never used*. *At once*: requests that run, on average. No figure depends on the machine.
 
-`--live` asks a `quire serve` of its own with the embedded model and a pool of as many slots, all
+`--live` asks a `quire serve` of its own with the demo model and a pool of as many slots, all
 requests at once. It samples who holds which blocks, and what those say of themselves, and prints
 that beside the simulation of the same requests. *In prefill*: slots without a full block of
 requests that are computed, or whose client has no token yet; *over*: of those whose client has all.

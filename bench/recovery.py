@@ -1,4 +1,4 @@
-"""How long a deployment of the embedded model takes to serve again after a process is killed, and
+"""How long a deployment of the demo model takes to serve again after a process is killed, and
 until one more decode worker takes load.
 
     python -m bench.recovery [--repeats 3]
@@ -105,7 +105,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--repeats", type=int, default=3)
     repeats = parser.parse_args().repeats
-    with tempfile.TemporaryDirectory() as folder, serving("embedded", Path(folder)) as deployment:
+    with tempfile.TemporaryDirectory() as folder, serving("demo", Path(folder)) as deployment:
         asyncio.run(measure(deployment, repeats))
 
 

@@ -40,7 +40,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import quire
 from bench.make_checkpoint import SHAPES, make_checkpoint
 from bench.speculation_answers import ANSWERS
 from bench.speculation_texts import (
@@ -52,12 +51,13 @@ from bench.speculation_texts import (
     quoting,
 )
 from quire import LLM, Sampling
+from quire.supervisor.model_source import DEMO, find_model
 from quire.types import Completion
 from services.common.text.tokenizer import Tokenizer, read_tokenizer
 
 NUM_PROMPT_TOKENS = 600
 SMALL_VOCABULARY = 512
-EMBEDDED = Path(quire.__file__).parent / "embedded"
+DEMO_FILE = find_model(DEMO).directory
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ def decode(
 def prompts_and_answer(text: Text, streams: int) -> tuple[list[list[int]], list[int]]:
     """The tokens of the prompts, and those of the answer of a real text."""
     if text.written is not None:
-        tokenizer = Tokenizer.from_directory(EMBEDDED)
+        tokenizer = Tokenizer.from_directory(DEMO_FILE)
         prompt, answer = (list(tokenizer.encode(part)) for part in text.written())
         return [prompt] * streams, answer
     chance, vocabulary = random.Random(streams), text.changes.get("vocab_size", 2048)
@@ -173,7 +173,7 @@ def of_text(text: Text, args: argparse.Namespace) -> tuple[str, str]:
     text."""
     if text.written is None:
         return "", ""
-    tokenizer = read_tokenizer(EMBEDDED)
+    tokenizer = read_tokenizer(DEMO_FILE)
     prompt, answer = text.written()
     encoded = tokenizer.encode(answer, add_special_tokens=False)
     ids = encoded.ids[: args.tokens]

@@ -3,7 +3,7 @@
 from quire import Client
 
 with Client() as client:
-    for delta in client.generate("What is a block table?"):
+    for delta in client.generate("Why is the sky blue?"):
         print(delta.text, end="", flush=True)
 """
 

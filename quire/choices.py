@@ -7,6 +7,7 @@ from typing import Literal
 
 Dtype = Literal["auto", "bfloat16", "float32"]
 KvDtype = Literal["auto", "int8"]
+Quantize = Literal["auto", "none", "int8", "int4", "int4-32", "int4-128"]
 Backend = Literal["auto", "cpu", "reference", "triton"]
 Attention = Literal["auto", "flashinfer", "flash", "triton", "reference"]
 Isa = Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "portable"]

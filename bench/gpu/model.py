@@ -1,5 +1,6 @@
 """A model's steps with all tensors on the GPU, against the same model on the CPU."""
 
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -30,8 +31,6 @@ DRAWS = (
 """Of the prompts in turn."""
 
 BLOCK_SIZE = 16
-
-_EMBEDDED = Path("quire/embedded")  # of the repository, in which this runs
 
 
 def checks(machine: Machine) -> Iterator[Check]:
@@ -231,17 +230,20 @@ def _token(result: object) -> int:
 
 
 def _loader(machine: Machine) -> Passed:
-    """The embedded model, loaded as a worker does, on the CPU and on the device."""
+    """A checkpoint, loaded as a worker does, on the CPU and on the device."""
     try:
+        from bench.make_checkpoint import make_checkpoint
         from services.engine.models.load import load_model
     except ModuleNotFoundError as error:
         raise Skipped(f"runs only with all packages of a worker: {error}") from error
     texts = machine.pick(prompts(machine), [[5, 6, 7]])
     found = []
-    for backend, device in (("reference", "cpu"), ("triton", machine.device)):
-        ops = kvops.backend(backend)
-        model = load_model(_EMBEDDED, torch.float32, ops, device=device)
-        found.append(Steps.of(model, ops).generate(texts, machine.pick(24, 2), chunk=1000))
+    with tempfile.TemporaryDirectory() as name:
+        directory = make_checkpoint(Path(name) / "model")
+        for backend, device in (("reference", "cpu"), ("triton", machine.device)):
+            ops = kvops.backend(backend)
+            model = load_model(directory, torch.float32, ops, device=device)
+            found.append(Steps.of(model, ops).generate(texts, machine.pick(24, 2), chunk=1000))
     if differing := sum(a != b for a, b in zip(*found, strict=True)):
         raise Failed(f"{differing} of {len(texts)} sequences differ")
     return Passed(f"{len(texts)} prompts, the tokens of the CPU")

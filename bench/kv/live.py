@@ -24,7 +24,7 @@ from blockstore.memory_store import MemoryStore
 from blockstore.redis.keys import pool_tag
 from blockstore.redis_store import RedisStore
 from quire.bench.target import Call, Target
-from quire.supervisor.model_source import EMBEDDED, find_model
+from quire.supervisor.model_source import DEMO, find_model
 from quire.types import Prompt
 from services.common.pool.directory import PoolDirectory
 from services.common.pool.layout import PoolLayout
@@ -118,12 +118,12 @@ COLUMNS = ("KV", "at the peak", *PagedMemory.waste_kinds, "in prefill", "over", 
 def measure(
     asked: Sequence[RecordedRequest], num_slots: int, seed: int, directory: Path
 ) -> tuple[Seen, Outcome]:
-    """Of `quire serve` with the embedded model, and of a simulation of the same requests on as many
+    """Of `quire serve` with the demo model, and of a simulation of the same requests on as many
     slots. RequestFailed."""
     memory = num_slots // BLOCK_SIZE * _bytes_per_block()
     args = ["--pool-memory", str(memory), "--max-num-seqs", str(_MOST_AT_ONCE)]
     args += ["--block-size", str(BLOCK_SIZE)]
-    with serving(EMBEDDED, directory, *args) as deployment:
+    with serving(DEMO, directory, *args) as deployment:
         seen = asyncio.run(_load(deployment, asked, seed))
     return seen, asyncio.run(_expected(asked, num_slots))
 
@@ -135,7 +135,7 @@ async def _expected(asked: Sequence[RecordedRequest], num_slots: int) -> Outcome
 
 async def _load(deployment: Deployment, asked: Sequence[RecordedRequest], seed: int) -> Seen:
     """Run all requests at once, and sample until the last one has ended."""
-    prompts = prompts_of(find_model(EMBEDDED).directory, seed)
+    prompts = prompts_of(find_model(DEMO).directory, seed)
     target = gateway_target(deployment.address)
     warm_up, seen = _Stream(RecordedRequest(32, 8), prompts.draw(32)), Seen()
     await warm_up.receive(target)  # everything is warm from here on
@@ -247,7 +247,7 @@ class _Pool:
 
 def _bytes_per_block() -> int:
     """The bytes of a block with its stamp."""
-    config = ModelConfig.from_directory(find_model(EMBEDDED).directory)
+    config = ModelConfig.from_directory(find_model(DEMO).directory)
     layers, heads, head_dim = config.num_layers, config.num_kv_heads, config.head_dim
     layout = PoolLayout("", "", layers, heads, head_dim, "bfloat16", BLOCK_SIZE)
     return layout.block_bytes + record_bytes(BLOCK_SIZE)

@@ -39,12 +39,10 @@ class Int4Weight:
 
     def dequantized(self) -> Tensor:
         """Return the weights [N, K], fp32."""
-        k = self.codes.shape[1]
-        scales, zeros = (
-            values.repeat_interleave(self.group, dim=1)[:, :k]
-            for values in (self.scales, self.zeros)
-        )
-        return scales * (self.codes - zeros)
+        n, k = self.codes.shape
+        padded = F.pad(self.codes, (0, -k % self.group)).view(n, -1, self.group)
+        weights = (padded - self.zeros[:, :, None]).mul_(self.scales[:, :, None])
+        return weights.view(n, -1)[:, :k]
 
 
 def quantize(weight: Tensor, group: int) -> Int4Weight:

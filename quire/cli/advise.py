@@ -19,7 +19,7 @@ from quire.cli.flags import Json, with_flags
 from quire.cli.output import Columns, print_table
 from quire.module_command import module_command
 from quire.sizes import memory_size
-from quire.supervisor.model_source import EMBEDDED, find_model
+from quire.supervisor.model_source import DEMO, find_model
 
 Costs = dict[str, Any]
 """The costs of one block size, as `advisor` prints them."""
@@ -54,7 +54,7 @@ class AdvisorFlags:
             "log",
         ),
     ]
-    model: Annotated[str, Option(metavar="DIR|ID", help="as for `quire serve`")] = EMBEDDED
+    model: Annotated[str, Option(metavar="DIR|ID", help="as for `quire serve`")] = DEMO
     pool_memory: Annotated[
         str | None,
         Option(
@@ -83,7 +83,9 @@ class AdvisorFlags:
 
 def block_size(flags: AdvisorFlags, as_json: Json = False) -> int:
     """Recommend the --block-size for a recorded workload, with reasons."""
-    options = asdict(flags) | {"model": find_model(flags.model).directory}
+    source = find_model(flags.model)
+    quantize = source.settings.get("quantize", "auto")
+    options = asdict(flags) | {"model": source.directory, "quantize": quantize}
     found = _run_advisor(options)
     if "error" in found:
         print(f"quire: {found['error']}", file=sys.stderr)

@@ -6,7 +6,7 @@ from quire.supervisor.options import DEFAULT_GRPC_PORT, ServeOptions
 from quire.supervisor.readiness import Serving
 
 _WILDCARDS = ("0.0.0.0", "::")
-_QUESTION = "What is paged attention?"
+_QUESTION = "What is the capital of France?"
 
 
 def banner(options: ServeOptions, serving: Serving, took_s: float) -> str:

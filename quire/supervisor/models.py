@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import get_type_hints
 
 from quire.supervisor.errors import WrongModels
-from quire.supervisor.model_source import EMBEDDED, find_model, with_draft_directory
+from quire.supervisor.model_source import DEMO, find_model, with_draft_directory
 from quire.supervisor.options import MAX_SERVICES, ServeOptions
-from quire.supervisor.worker_options import EMBEDDED_POOL_MEMORY, WorkerOptions
+from quire.supervisor.worker_options import WorkerOptions
 
 ROLES = ("prefill", "decode")
 _MEMORY = ("POOL_MEMORY", "GPU_MEMORY_UTILIZATION")
@@ -40,7 +40,7 @@ def find_models(options: ServeOptions) -> tuple[ModelOptions, ...]:
     together."""
     if options.models and options.model is not None:
         raise WrongModels(f"--model {options.model} and {options.models[0]} both name models")
-    given = [_split(text) for text in options.models or [options.model or EMBEDDED]]
+    given = [_split(text) for text in options.models or [options.model or DEMO]]
     if options.model_name is not None:
         if len(given) > 1 or given[0][0]:
             raise WrongModels("--served-model-name is for one MODEL without names of its own")
@@ -71,9 +71,8 @@ def _split(text: str) -> tuple[str, str]:
 
 def _model(names: str, source: str, options: ServeOptions) -> ModelOptions:
     found = find_model(source, offline=options.offline)
-    settings = _with_draft_directory(options.settings(WorkerOptions), options)
-    if source == EMBEDDED:
-        settings.setdefault("POOL_MEMORY", EMBEDDED_POOL_MEMORY)
+    own = {option.upper(): value for option, value in found.settings.items()}
+    settings = own | _with_draft_directory(options.settings(WorkerOptions), options)
     name, *others = _names(names) if names else [found.name]
     return ModelOptions(
         *(name, found.directory, options.num_prefill, options.num_decode, tuple(others)), settings

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from typer import Argument, Option
 
 from quire.supervisor.gateway_options import GatewayOptions
-from quire.supervisor.model_source import EMBEDDED
+from quire.supervisor.model_source import DEMO
 from quire.supervisor.worker_options import SharedOptions, WorkerOptions, network
 
 DEFAULT_DRAIN_S = 10.0
@@ -41,8 +41,8 @@ class RunOptions:
         Argument(
             metavar="[[NAME,ALIAS...=]MODEL]...",
             help="the models to serve, each a directory in Hugging Face format, a GGUF file, an id "
-            f"of the Hugging Face hub (downloaded if the cache does not have it), or "
-            f"`{EMBEDDED}`, the small model that comes with Quire and is the default",
+            f"of the Hugging Face hub (downloaded if the cache does not have it), or `{DEMO}` "
+            "(SmolLM2-135M-Instruct), which is the default",
             show_default=False,
         ),
     ] = None

@@ -2,16 +2,12 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated
 
 from typer import Option
 
-from quire.choices import Attention, Backend, Dtype, Isa, KvDtype, Numa, Preemption
+from quire.choices import Attention, Backend, Dtype, Isa, KvDtype, Numa, Preemption, Quantize
 from quire.sizes import duration, memory_size
-
-EMBEDDED_POOL_MEMORY = "256MiB"
-"""Enough for hundreds of chats with the embedded model. The default for other models, half of the
-free memory, would take longer to allocate than the embedded model takes to load."""
 
 engine = partial(Option, rich_help_panel="Engine", show_default=False)
 network = partial(Option, rich_help_panel="Network", show_default=False)
@@ -56,7 +52,7 @@ class WorkerOptions(SharedOptions):
             metavar="SIZE",
             parser=memory_size,
             help="the pool's KV memory, such as 2GiB; default: half of what is free after the "
-            f"weights ({EMBEDDED_POOL_MEMORY} for the embedded model)",
+            "weights (1GiB for the demo model)",
         ),
     ] = None
     swap_memory: Annotated[
@@ -127,10 +123,11 @@ class WorkerOptions(SharedOptions):
         ),
     ] = None
     quantize: Annotated[
-        Literal["int8", "int4", "int4-32", "int4-128"] | None,
+        Quantize | None,
         engine(
             help="run linears with 8-bit or 4-bit weights (groups of 64, 32 or 128 inputs) and "
-            "8-bit activations"
+            "8-bit activations; none: quantized files too are served in --dtype; default: auto, "
+            "as the files are"
         ),
     ] = None
     kv_dtype: Annotated[

@@ -44,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("input", type=Path)
     parser.add_argument("output", type=Path)
-    parser.add_argument("--model", default="embedded")
+    parser.add_argument("--model", default="demo")
     for name in _SETTINGS:
         parser.add_argument(f"--{name.replace('_', '-')}")
     return parser

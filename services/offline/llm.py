@@ -54,7 +54,7 @@ class _Context:
 class LLM:
     """Loads a model and generates in this process: no server, no Redis, no sockets.
 
-    `model`: a directory, a GGUF file, a Hugging Face id in the local cache, or "embedded".
+    `model`: a directory, a GGUF file, a Hugging Face id in the local cache, or "demo".
     `settings`: those of workers, in lower case, such as `dtype`, `quantize`, `kv_dtype`,
     `pool_memory`, `max_model_len`, `max_num_seqs`, `max_num_batched_tokens`, `threads`, `isa`,
     `max_loras`, `speculative_config`. `enable_lora`: as in vLLM; False takes no adapters.
@@ -64,9 +64,7 @@ class LLM:
     `close`. It works only in the process that made it. Raises QuireError.
     """
 
-    def __init__(
-        self, model: str = "embedded", *, enable_lora: bool = True, **settings: Any
-    ) -> None:
+    def __init__(self, model: str = "demo", *, enable_lora: bool = True, **settings: Any) -> None:
         set_up_openmp(None)  # before the next import, which imports PyTorch
         if not structlog.is_configured():
             configure_logging("offline", "warning", "auto")
@@ -75,10 +73,13 @@ class LLM:
         source = find_model(model)
         if isinstance(speculative := settings.get("speculative_config"), Mapping):
             settings["speculative_config"] = with_draft_directory(speculative)
+        given = {name: value for name, value in settings.items() if value is not None}
         if not enable_lora:
             settings["max_loras"] = 0
         with _domain_errors():
-            known = offline_settings(model=source.directory, model_name=source.name, **settings)
+            known = offline_settings(
+                **{**source.settings, **given}, model=source.directory, model_name=source.name
+            )
         self.num_at_once = _AT_ONCE * known.max_num_seqs
         self._loaded: set[LoRARequest] = set()
         self._pid = os.getpid()

@@ -4,16 +4,18 @@ import os
 import re
 from contextlib import suppress
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from quire.choices import Attention, Backend, Dtype, Isa, KvDtype, Numa, Preemption
+from quire.choices import Attention, Backend, Dtype, Isa, KvDtype, Numa, Preemption, Quantize
 from quire.files import default_name
 from quire.sizes import parse_size
 from quire.speculative_config import SpeculativeConfig
-from services.common.checkpoint.quantization import Quantization
+from quire.supervisor.errors import ModelNotFound
+from quire.supervisor.model_source import DEMO, find_model
+from services.common.checkpoint.quantization import Quantization, StoredKind
 from services.common.checkpoint.shards import SIZES, check_shards, refuse_kind
 from services.common.errors import StartupError
 from services.common.numa.topology import parse_cpus
@@ -21,6 +23,7 @@ from services.common.pool.sizing import check_capacity
 from services.common.runtime.config import PoolServiceSettings
 from services.common.text.model_config import ModelConfig
 from services.common.tracing.opening import TracedSettings, check_tracing
+from services.worker.computed_kind import computed_kind, is_dequantized, kind_to_make
 from services.worker.draft_config import draft_config
 from services.worker.preflight import check_pool, check_quantize
 
@@ -42,11 +45,12 @@ class WorkerSettings(TracedSettings, PoolServiceSettings):
         description="of keys and values; auto: as dtype; int8: with a scale for each head of a "
         "position",
     )
-    quantize: Quantization | None = Field(
-        None,
-        description="int8: linears of 8-bit weights and activations; int4: of 4-bit weights in "
+    quantize: Quantize = Field(
+        "auto",
+        description="auto: as in the checkpoint; none: in dtype, dequantized if the checkpoint is "
+        "quantized; int8: linears of 8-bit weights and activations; int4: of 4-bit weights in "
         "groups of 64 inputs and 8-bit activations, with an int8 head; int4-32, int4-128: in "
-        "groups of this size; none: as dtype says",
+        "groups of this size",
     )
     weights_cache: Path | None = Field(
         Path("~/.cache/quire"),
@@ -163,6 +167,34 @@ class WorkerSettings(TracedSettings, PoolServiceSettings):
         description="how long a decode worker keeps sequences whose gateway is gone; 0: not at all",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _find_demo(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """The values with the file of the model `demo`, and with its own way to be served."""
+        if str(values.get("model")) != DEMO:
+            return values
+        try:
+            found = find_model(DEMO)
+        except ModelNotFound as error:
+            raise ValueError(str(error)) from None
+        if values.get("quantize", "auto") == "auto":
+            values = {**values, "quantize": found.settings["quantize"]}
+        name = values.get("model_name") or found.name
+        return {**values, "model": found.directory, "model_name": name}
+
+    @field_validator("quantize", mode="before")
+    @classmethod
+    def _name_none(cls, quantize: str | None) -> str:
+        """The word none, which the settings of other options take for no value."""
+        return quantize or "none"
+
+    @field_validator("quantize")
+    @classmethod
+    def _check_dtype(cls, quantize: Quantize, others: ValidationInfo) -> Quantize:
+        if kind_to_make(quantize) and others.data.get("dtype") == "float32":
+            raise ValueError(f"{quantize} computes in bfloat16, and dtype is float32: choose one")
+        return quantize
+
     @field_validator("weights_cache", mode="before")
     @classmethod
     def _expand_home(cls, path: str | Path | None) -> Path | None:
@@ -253,6 +285,19 @@ class WorkerSettings(TracedSettings, PoolServiceSettings):
         default = _BATCHED_TOKENS_ON_GPU if self.is_on_gpu else _BATCHED_TOKENS
         return self.max_num_batched_tokens or max(default, self.max_num_seqs)
 
+    def computed_kind(self, config: ModelConfig) -> StoredKind | Quantization | None:
+        """The kind of the model's quantized linears; None: they compute in floating point."""
+        return computed_kind(config.quantization, self.dtype, self.quantize)
+
+    def is_dequantized(self, config: ModelConfig) -> bool:
+        """Whether linears that the checkpoint has quantized compute in floating point."""
+        return is_dequantized(config.quantization, self.dtype, self.quantize)
+
+    @property
+    def kind_to_make(self) -> Quantization | None:
+        """The kind to which linears in floating point are quantized; None: they are not."""
+        return kind_to_make(self.quantize)
+
     @property
     def served_name(self) -> str:
         return self.model_name or default_name(self.model.resolve())
@@ -312,8 +357,8 @@ class WorkerSettings(TracedSettings, PoolServiceSettings):
         _ = self.devices
         if self.tensor_parallel_size == 1:
             return
-        if self.quantize:
-            raise refuse_kind(self.tensor_parallel_size, self.quantize)
+        if self.kind_to_make:
+            raise refuse_kind(self.tensor_parallel_size, self.kind_to_make)
 
 
 class PrefillSettings(WorkerSettings):

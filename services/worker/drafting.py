@@ -115,7 +115,8 @@ def load_draft(
         raise StartupError(f"the draft model {plan.directory}: {error}") from error
     model = load_model(
         *(plan.directory, DTYPES[dtype], ops),
-        quantize=None if plan.config.quantization else settings.quantize,
+        quantize=None if plan.config.quantization else settings.kind_to_make,
+        dequantize=settings.is_dequantized(plan.config),
         cache=cache,
         context=plan.context,
         progress=progress,

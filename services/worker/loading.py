@@ -78,6 +78,8 @@ def load(settings: WorkerSettings, progress: Progress, place: Place | None = Non
     settings.check_speculation()
     tokenizer_file(settings.model)  # raises without a tokenizer: gateways would not serve the model
     name = _dtype(settings, config)
+    if settings.is_dequantized(config):
+        log.info("weights_dequantized", model=settings.served_name, dtype=name)
     dtype, kv_dtype = DTYPES[name], name if settings.kv_dtype == "auto" else settings.kv_dtype
     backend = _backend(settings, device, config, dtype, kv_dtype, progress)
     num_threads = _num_threads(settings, place)
@@ -87,14 +89,14 @@ def load(settings: WorkerSettings, progress: Progress, place: Place | None = Non
     draft, draft_plan = None, plan_draft(settings, config, kv_dtype)
     with place.weights.interleaved() if place else nullcontext():
         model, ranks = _load(
-            *(settings, device, backend, dtype, kv_dtype),
+            *(settings, config, device, backend, dtype, kv_dtype),
             *(place, num_threads, shared, progress),
         )
         if draft_plan is not None and settings.service == "decode":
             cache = _cache(settings, place)
             draft = load_draft(settings, draft_plan, backend, name, cache, progress)
     kinds = {
-        "quantize": _quantized(settings, config) or "none",
+        "quantize": settings.computed_kind(config) or "none",
         "kv_dtype": kv_dtype,
         "tensor_parallel_size": str(settings.tensor_parallel_size),
     }
@@ -133,6 +135,7 @@ def load(settings: WorkerSettings, progress: Progress, place: Place | None = Non
 
 def _load(
     settings: WorkerSettings,
+    config: ModelConfig,
     device: OpenDevice,
     backend: kvops.Backend,
     dtype: torch.dtype,
@@ -158,7 +161,8 @@ def _load(
     return load_model(
         *(settings.model, dtype, backend),
         device=str(device.torch),
-        quantize=settings.quantize,
+        quantize=settings.kind_to_make,
+        dequantize=settings.is_dequantized(config),
         cache=_cache(settings, place),
         context=settings.max_model_len,
         progress=progress,
@@ -291,14 +295,8 @@ def _attention(settings: WorkerSettings) -> str:
 def _dtype(settings: WorkerSettings, config: ModelConfig) -> Dtype:
     if settings.dtype != "auto":
         return settings.dtype
-    plain = config.dtype == "float32" and not _quantized(settings, config)
+    plain = config.dtype == "float32" and not settings.computed_kind(config)
     return "float32" if plain else "bfloat16"
-
-
-def _quantized(settings: WorkerSettings, config: ModelConfig) -> str | None:
-    """How the linears are quantized, by the checkpoint or here; None: they are not."""
-    stored = config.quantization
-    return stored.kind if stored and stored.kind else settings.quantize
 
 
 def chosen_isa(settings: WorkerSettings, config: ModelConfig, progress: Progress) -> str | None:
@@ -313,10 +311,9 @@ def chosen_isa(settings: WorkerSettings, config: ModelConfig, progress: Progress
 
 def _shape(settings: WorkerSettings, config: ModelConfig) -> ModelShape:
     sections = layer_sections(config, 0).values()
-    stored = config.quantization.kind if config.quantization else None
-    wanted = kind_of(settings.quantize) if settings.quantize else _dtype(settings, config)
+    kind = settings.computed_kind(config)
     return ModelShape(
-        kind=stored or wanted,
+        kind=kind_of(kind) if kind else _dtype(settings, config),
         linears=tuple((section.num_outputs, section.num_inputs) for section in sections),
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
@@ -349,9 +346,9 @@ def _plan(
     )
     num_values = settings.tensor_parallel_size * 2 * settings.num_batched_tokens * width
     num_values += settings.max_num_seqs * config.vocab_size
-    weight_bytes = _weight_bytes(settings.model, config, dtype)
+    weight_bytes = _weight_bytes(settings, settings.model, config, dtype)
     if draft is not None:
-        weight_bytes += _weight_bytes(draft.directory, draft.config, dtype)
+        weight_bytes += _weight_bytes(settings, draft.directory, draft.config, dtype)
     return MemoryPlan(
         pool_bytes=settings.pool_bytes,
         num_expected_workers=settings.num_expected_workers,
@@ -360,15 +357,21 @@ def _plan(
     )
 
 
-def _weight_bytes(directory: Path, config: ModelConfig, dtype: torch.dtype) -> int:
+def _weight_bytes(
+    settings: WorkerSettings, directory: Path, config: ModelConfig, dtype: torch.dtype
+) -> int:
+    dequantized = settings.is_dequantized(config)
     if (gguf := gguf_file(directory)) is not None:
-        return served_bytes(GgufFile.read(gguf), dtype.itemsize)
+        return served_bytes(GgufFile.read(gguf), dtype.itemsize, dequantized)
     file_bytes = sum(path.stat().st_size for path in weight_files(directory))
-    return int(file_bytes * dtype.itemsize / _stored_bytes(config, dtype))
+    return int(file_bytes * dtype.itemsize / _stored_bytes(config, dtype, dequantized))
 
 
-def _stored_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+def _stored_bytes(config: ModelConfig, dtype: torch.dtype, dequantized: bool) -> float:
     """The bytes of a weight in the files. Linears that keep their quantization keep their size."""
     if config.quantization is None:
         return int(getattr(torch, config.dtype).itemsize)
-    return dtype.itemsize if config.quantization.kind else 1
+    kind = config.quantization.kind
+    if kind is None or dequantized:
+        return 0.5 if kind and kind.startswith("int4") else 1
+    return dtype.itemsize

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
+from bench.make_checkpoint import make_checkpoint
+from tests.e2e.conftest import POOL_MEMORY
 from tests.e2e.deployment import Deployment, serving
 
 CHROMIUM = shutil.which("chromium")
@@ -29,9 +31,11 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def deployment(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """The embedded model, with a pool that a few requests fill."""
+    """Random weights, which decode fast, and a pool that a few requests fill."""
     directory: Path = tmp_path_factory.mktemp("browser")
-    with serving("embedded", directory, "--decode", "2", "--pool-memory", "3MiB") as deployment:
+    model = make_checkpoint(directory / "tiny")
+    options = ("--decode", "2", "--pool-memory", str(POOL_MEMORY))
+    with serving(model, directory, *options) as deployment:
         yield deployment
 
 

@@ -62,7 +62,7 @@ def test_an_operators_key_opens_it_until_the_tab_is_closed(page: Page) -> None:
     page.reload()
     live(page)
     page.get_by_role("button", name="Playground").click()
-    page.get_by_label("Message").fill("What is a block table?")
+    page.get_by_label("Message").fill("Why is the sky blue?")
     page.get_by_label("Max tokens").fill("8")
     page.get_by_role("button", name="Send").click()
     expect(page.locator(".turn .muted")).to_contain_text("finish:")

@@ -15,6 +15,7 @@ from quire.async_client import AsyncClient
 from tests.chaos.cases import cases_of, with_outputs
 from tests.chaos.limits import LAST_STREAMS_S
 from tests.chaos.load import User
+from tests.chaos.model import chaos_model
 from tests.chaos.operator import Operator
 from tests.chaos.processes import Processes
 from tests.chaos.redis_server import RedisServer
@@ -147,7 +148,7 @@ async def run_chaos(
         redis = stack.enter_context(closing(RedisServer(directory)))
         args = (*workers, *MEMORY, "--redis-url", redis.url, "--device", device)
         deployment = stack.enter_context(
-            serving("embedded", directory, *args, num_gateways=NUM_GATEWAYS)
+            serving(chaos_model(directory), directory, *args, num_gateways=NUM_GATEWAYS)
         )
         operator = Operator(deployment.operations)
         stack.push_async_callback(operator.close)

@@ -19,9 +19,9 @@ from pathlib import Path
 
 from quire.async_client import AsyncClient
 from quire.sockets import living_sockets
-from quire.supervisor.model_source import EMBEDDED, find_model
 from tests.chaos.harness import inject_faults
 from tests.chaos.limits import RECOVERY_S
+from tests.chaos.model import chaos_model
 from tests.chaos.operator import Operator
 from tests.chaos.processes import worker_ids
 from tests.chaos.redis_server import RedisServer
@@ -104,7 +104,7 @@ class Hosts:
     """The processes of all hosts. Use as a context."""
 
     def __init__(self, folder: Path, network: Network, redis_url: str) -> None:
-        model = find_model(EMBEDDED).directory
+        model = chaos_model(folder)
         self.pools = {
             name: Host(
                 *(name, folder, model, redis_url, POOL_MEMORY, ADDRESSES[name[0]]),

@@ -10,12 +10,10 @@ import pytest
 from quire.client import Client
 from quire.types import ChatMessage, Sampling
 from tests.e2e.deployment import Deployment, serving
+from tests.real_models import transformers_tokenizer
 
-from .venvs import ROOT
-
-MODEL = "quire-embedded"
-MODEL_DIR = ROOT / "quire" / "embedded"
-QUESTION = "What is a block table?"
+MODEL = "SmolLM2-135M-Instruct"
+QUESTION = "What is the capital of France?"
 MAX_TOKENS = 200
 """More tokens than the answer has: OpenAI's stream reader takes only a completed response."""
 TABLE = "QUIRE_CLIENTS_TABLE"
@@ -23,7 +21,7 @@ TABLE = "QUIRE_CLIENTS_TABLE"
 
 _HEAD = """# Clients
 
-These clients, which are not part of Quire, run against a deployment of the embedded model.
+These clients, which are not part of Quire, run against a deployment of SmolLM2-135M-Instruct.
 `make test-clients` installs each into a virtual environment of its own (`tests/clients/venvs.py`
 pins the versions), runs it, and writes this table. Where a client gets text, the text has to equal
 that of Quire's own gRPC client.
@@ -52,8 +50,16 @@ def table() -> Iterator[Table]:
 
 @pytest.fixture(scope="session")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    with serving("embedded", tmp_path_factory.mktemp("clients"), "--pool-memory", "64MiB") as run:
+    with serving("demo", tmp_path_factory.mktemp("clients"), "--pool-memory", "64MiB") as run:
         yield run
+
+
+@pytest.fixture(scope="session")
+def tokenizer_directory(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model's tokenizer in Hugging Face's format: clients that count tokens read no GGUF."""
+    directory = tmp_path_factory.mktemp("tokenizer")
+    transformers_tokenizer(smollm2).save_pretrained(directory)
+    return directory
 
 
 @pytest.fixture(scope="session")

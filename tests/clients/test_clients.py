@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.deployment import Deployment
 
-from .conftest import MAX_TOKENS, MODEL, MODEL_DIR, QUESTION, TABLE, Table
+from .conftest import MAX_TOKENS, MODEL, QUESTION, TABLE, Table
 from .venvs import ROOT, client_bin, client_version, own_version
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -127,21 +127,27 @@ generation_kwargs: {{until: ["\\n"], max_gen_toks: 8, temperature: 0}}
 metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}]
 """
 _QUESTIONS = [
-    {"question": "A block table is", "choices": [" the ordered list", " a desk"], "label": 0},
-    {"question": "A prefill worker", "choices": [" sleeps", " computes"], "label": 1},
+    {"question": "The capital of France is", "choices": [" Paris", " a desk"], "label": 0},
+    {"question": "Birds can", "choices": [" marble", " fly"], "label": 1},
 ]
 
 
 @pytest.mark.clients
 def test_lm_eval_measures_likelihoods_and_generates(
-    deployment: Deployment, tmp_path: Path, outside: dict[str, str], table: Table
+    deployment: Deployment,
+    tokenizer_directory: Path,
+    tmp_path: Path,
+    outside: dict[str, str],
+    table: Table,
 ) -> None:
     """With tasks and data of its own directory, so that nothing is downloaded."""
     data = tmp_path / "questions.jsonl"
     data.write_text("".join(json.dumps(each) + "\n" for each in _QUESTIONS))
     for name, task in (("choice", _CHOICE), ("generate", _GENERATE)):
         (tmp_path / f"{name}.yaml").write_text(task.format(data=data))
-    arguments = f"model={MODEL},base_url={deployment.http}/v1/completions,tokenizer={MODEL_DIR}"
+    arguments = (
+        f"model={MODEL},base_url={deployment.http}/v1/completions,tokenizer={tokenizer_directory}"
+    )
     run(
         [
             *(client_bin("lm-eval") / "lm-eval", "run", "--model", "local-completions"),
@@ -154,7 +160,7 @@ def test_lm_eval_measures_likelihoods_and_generates(
     )
     (report,) = (tmp_path / "out").rglob("results*.json")
     results = json.loads(report.read_text())["results"]
-    assert results["quire_choice"]["acc,none"] == 1.0  # the model knows its own vocabulary
+    assert results["quire_choice"]["acc,none"] == 1.0
     assert "exact_match,none" in results["quire_generate"]
     called = "`local-completions`: loglikelihood (multiple choice), generate_until; a local task"
     table.add("lm-eval", client_version("lm-eval"), called, "accuracy 1.0 of 2 questions")
@@ -162,7 +168,11 @@ def test_lm_eval_measures_likelihoods_and_generates(
 
 @pytest.mark.clients
 def test_guidellm_measures(
-    deployment: Deployment, tmp_path: Path, outside: dict[str, str], table: Table
+    deployment: Deployment,
+    tokenizer_directory: Path,
+    tmp_path: Path,
+    outside: dict[str, str],
+    table: Table,
 ) -> None:
     run(
         [
@@ -170,7 +180,7 @@ def test_guidellm_measures(
             *("--backend", f"kind=openai_http,target={deployment.http},model={MODEL}"),
             *("--profile", "kind=concurrent,streams=4"),
             *("--constraint", f"kind=max_requests,count={NUM_REQUESTS}"),
-            *("--tokenizer", f"kind=huggingface_auto,model={MODEL_DIR}"),
+            *("--tokenizer", f"kind=huggingface_auto,model={tokenizer_directory}"),
             *("--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=16"),
             *("--output", f"kind=json,path={tmp_path / 'out.json'}"),
         ],
@@ -187,13 +197,18 @@ def test_guidellm_measures(
 
 @pytest.mark.clients
 def test_aiperf_measures(
-    deployment: Deployment, tmp_path: Path, outside: dict[str, str], table: Table
+    deployment: Deployment,
+    tokenizer_directory: Path,
+    tmp_path: Path,
+    outside: dict[str, str],
+    table: Table,
 ) -> None:
     run(
         [
             *(client_bin("aiperf") / "aiperf", "profile", "--model", MODEL),
             *("--url", deployment.http, "--endpoint-type", "chat", "--streaming"),
-            *("--tokenizer", MODEL_DIR, "--concurrency", 4, "--num-requests", NUM_REQUESTS),
+            *("--tokenizer", tokenizer_directory),
+            *("--concurrency", 4, "--num-requests", NUM_REQUESTS),
             *("--isl", 32, "--osl", 16, "--output-artifact-dir", tmp_path / "out"),
             *("--no-gpu-telemetry", "--no-server-metrics", "--ui-type", "none"),
         ],

@@ -25,5 +25,5 @@ def secured(directory: Path, *args: str, has_client_ca: bool = False) -> Iterato
         flags += ["--tls-client-ca", f"{tls}/ca.crt"]
         shown = Tls(tls / "ca.crt", tls / "client.crt", tls / "client.key")
     flags += ["--api-keys", str(keys), *args]
-    with serving("embedded", directory, *flags, tls=shown) as deployment:
+    with serving("demo", directory, *flags, tls=shown) as deployment:
         yield deployment

@@ -48,7 +48,7 @@ def test_a_failed_request_does_not_fail_the_others(tmp_path: Path) -> None:
 
 
 def test_model_has_the_name_that_it_has_in_a_service(tmp_path: Path) -> None:
-    source = write(tmp_path / "in", [line("a", model="quire-embedded")])
+    source = write(tmp_path / "in", [line("a", model="SmolLM2-135M-Instruct")])
     paths = str(source), str(tmp_path / "out")
     command = [sys.executable, "-m", "quire.cli", "batch", *paths, *SETTINGS]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)

@@ -127,7 +127,7 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Scraped, st
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ports.items():
             patch.setenv(name, value)
-        with serving("embedded", root, "--pool-memory", "16MiB", "--threads", "1") as deployment:
+        with serving("demo", root, "--pool-memory", "16MiB", "--threads", "1") as deployment:
             generate_load(deployment.address)
             yield Scraped(targets), deployment.address
 

@@ -91,7 +91,7 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
     keys = folder / "keys.json"
     keys.write_text(text_of())
     keys.chmod(0o600)
-    with serving("embedded", folder, "--api-keys", str(keys)) as running:
+    with serving("demo", folder, "--api-keys", str(keys)) as running:
         yield running
 
 

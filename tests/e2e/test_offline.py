@@ -275,9 +275,9 @@ def test_a_chat_with_tools_is_that_of_the_http_api(tmp_path: Path) -> None:
 
 
 def test_conversations_are_messages_or_dicts() -> None:
-    with LLM("embedded", pool_memory="16MiB", threads=1) as llm:
-        asked = [ChatMessage("user", "What is a block table?")]
-        as_dicts = [{"role": "user", "content": "What is a block table?"}]
+    with LLM("demo", pool_memory="16MiB", threads=1) as llm:
+        asked = [ChatMessage("user", "Why is the sky blue?")]
+        as_dicts = [{"role": "user", "content": "Why is the sky blue?"}]
         greedy = Sampling(temperature=0, max_tokens=8)
         (one,) = llm.chat(asked, greedy, use_tqdm=False)
         (other,) = llm.chat([as_dicts], greedy, use_tqdm=False)

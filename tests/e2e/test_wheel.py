@@ -40,6 +40,8 @@ def test_wheel_in_a_bare_environment_serves(tmp_path: Path) -> None:
     constraints = ROOT / "deploy" / "constraints-cpu.txt"
     wanted = f"{wheel}[worker,local]"
     run(python, "-m", "pip", "install", "--quiet", "--constraint", constraints, wanted)
+    hashed = ("--no-deps", "--require-hashes", "-r", ROOT / "deploy" / "demo.txt")
+    run(python, "-m", "pip", "install", "--quiet", *hashed)
     port = free_port("127.0.0.1")
     command = [str(tmp_path / "venv" / "bin" / "quire"), "serve", "--grpc-port", str(port)]
     command += ["--http-port", "0", "--pool-memory", "16MiB", "--run-root", str(tmp_path)]

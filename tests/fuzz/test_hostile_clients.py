@@ -20,7 +20,7 @@ CHAT = {"prompt": "A block table", "max_tokens": 8, "temperature": 0}
 
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    with serving("embedded", tmp_path_factory.mktemp("hostile"), "--pool-memory", "64MiB") as run:
+    with serving("demo", tmp_path_factory.mktemp("hostile"), "--pool-memory", "64MiB") as run:
         yield run
 
 

@@ -161,6 +161,7 @@ class RecordingRunner(Runner):
         dtype: torch.dtype = torch.float32,
         *,
         quantize: Quantization | None = None,
+        dequantize: bool = False,
         cache: Path | None = None,
         num_threads: int = 1,
         kv_in_int8: bool = False,
@@ -170,7 +171,11 @@ class RecordingRunner(Runner):
         if self.ops.native is not None:
             self.ops.native.assign([Lane()] * num_threads)
         model = load_model(
-            directory, dtype, self.ops, quantize=quantize, cache=cache, context=context
+            *(directory, dtype, self.ops),
+            quantize=quantize,
+            dequantize=dequantize,
+            cache=cache,
+            context=context,
         )
         c = model.config
         shape = (num_blocks, c.num_layers, 2, block_size, c.num_kv_heads, c.head_dim)

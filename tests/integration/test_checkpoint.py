@@ -155,9 +155,9 @@ def test_a_run_of_a_bad_checkpoint_ends_before_any_service_starts(checkpoint: Pa
     assert not run_root.exists()
 
 
-def test_the_embedded_model_needs_no_check(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_model_needs_no_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", None)
-    check_model(find_model("embedded").directory)
+    check_model(find_model("demo").directory)
 
 
 @pytest.mark.parametrize(

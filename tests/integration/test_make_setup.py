@@ -34,6 +34,8 @@ def clone(tmp_path: Path) -> Path:
     (tmp_path / "deploy").mkdir()
     for name in ("Makefile", "pyproject.toml", "deploy/venv.sh", "deploy/constraints-cpu.txt"):
         shutil.copy(ROOT / name, tmp_path / name)
+    for name in ("demo.txt", "test-models.txt"):  # of these, nothing is installed
+        (tmp_path / "deploy" / name).touch()
     write_program(tmp_path / "deploy" / "install.sh", "#!/bin/sh\n")
     return tmp_path
 

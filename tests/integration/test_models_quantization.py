@@ -1,18 +1,17 @@
-"""The cost of rounding: bf16 compared with fp64, as transformers' own, int8 and int4 compared with
-fp32, and the embedded model's perplexity in each.
+"""The cost of rounding: bf16 compared with fp64, as transformers' own, and int8 and int4
+compared with fp32.
 
 `pytest -s` prints the figures of docs/benchmarks/quantization.md.
 """
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -20,12 +19,9 @@ from bench.make_checkpoint import CheckpointSpec, make_checkpoint
 from kvops import int4
 from services.common.checkpoint.quantization import Quantization
 from services.engine.batch import Row, Scoring
-from tools.embedded_model.corpus import load
-from tools.embedded_model.render import END_OF_TURN, sentence, user_turn
 
 from .models_oracle import GREEDY, LLAMA3_ROPE, RecordingRunner, random_prompt
 
-EMBEDDED = Path(__file__).parents[2] / "quire" / "embedded"
 BLOCK_SIZE = 16
 PROMPTS = [random_prompt(length, seed=i) for i, length in enumerate((1, 2, 17, 60, 150, 300))]
 SHAPES = {
@@ -147,64 +143,3 @@ def test_int4_logits_are_as_near_to_the_dequantized_weights_as_int8_is(
     print(f"\n{name}: {quantize} error {whole:.4f}, with the same weights {of_activations:.4f}")
     assert 0.001 < of_activations < 0.07
     assert of_activations < whole < 0.6
-
-
-@dataclass(frozen=True, slots=True)
-class Text:
-    """A held-out question, as a chat, and its answer, which begins at token `begin`."""
-
-    token_ids: list[int]
-    begin: int
-
-
-@dataclass(frozen=True, slots=True)
-class Quality:
-    """The perplexity of the questions, which the model was not trained to write, and of their
-    answers, which it was; and the likeliest token after every token."""
-
-    questions: float
-    answers: float
-    best: Tensor
-
-
-@pytest.fixture(scope="module")
-def texts() -> list[Text]:
-    tokenizer = Tokenizer.from_file(str(EMBEDDED / "tokenizer.json"))
-    found = []
-    for fact in load().facts:
-        for phrasing in fact.phrasings[:1]:
-            question, answer = user_turn(sentence(phrasing)), fact.answer + END_OF_TURN
-            begin = len(tokenizer.encode(question).ids)
-            found.append(Text(tokenizer.encode(question + answer).ids, begin))
-    return found
-
-
-def quality(recording: RecordingRunner, texts: list[Text]) -> Quality:
-    losses: dict[bool, list[Tensor]] = {False: [], True: []}
-    best = []
-    for text in texts:
-        log_probs = all_logits(recording, text.token_ids[:-1]).double().log_softmax(dim=-1)
-        of_next = -log_probs.gather(1, torch.tensor(text.token_ids[1:])[:, None])
-        losses[False].append(of_next[: text.begin - 1])
-        losses[True].append(of_next[text.begin - 1 :])
-        best.append(log_probs.argmax(dim=-1))
-    questions, answers = (float(torch.cat(losses[part]).mean().exp()) for part in (False, True))
-    return Quality(questions, answers, torch.cat(best))
-
-
-def test_rounding_keeps_the_embedded_models_perplexity(texts: list[Text]) -> None:
-    """int8: within 1 % of fp32's where the model is unsure, and within 0.1 % where it is not; bf16:
-    within a fifth of that; int4: within thirty times; KV in int8: within half."""
-    exact = quality(ours(EMBEDDED, torch.float32), texts)
-    bf16 = quality(ours(EMBEDDED, torch.bfloat16), texts)
-    int8 = quality(ours(EMBEDDED, torch.bfloat16, "int8"), texts)
-    four = quality(ours(EMBEDDED, torch.bfloat16, "int4"), texts)
-    kv = quality(ours(EMBEDDED, torch.bfloat16, kv_in_int8=True), texts)
-    print(f"\n{len(texts)} questions and answers, {len(exact.best)} tokens")
-    all_found = {"fp32": exact, "bf16": bf16, "int8": int8, "int4": four, "int8 KV": kv}
-    for name, found in all_found.items():
-        same = float((found.best == exact.best).double().mean())
-        print(f"{name}: {found.questions:.3f}, {found.answers:.5f}, as in fp32 {same:.2%}")
-    for found, limit in ((bf16, 0.2), (int8, 1.0), (four, 30.0), (kv, 0.5)):
-        assert found.questions == pytest.approx(exact.questions, rel=0.01 * limit)
-        assert found.answers == pytest.approx(exact.answers, rel=0.001 * limit)

@@ -42,7 +42,6 @@ def test_the_control_image_has_a_complete_wheel_and_needs_no_compiler(sources: P
     for needed in (
         "quire/cli/__main__.py",
         "quire/v1/inference_pb2.py",
-        "quire/embedded/model.safetensors",
         "kvops/__init__.py",
         "services/gateway/__main__.py",
     ):

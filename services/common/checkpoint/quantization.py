@@ -19,6 +19,7 @@ int-quantized (8 bits) are of compressed-tensors, whose float-quantized is read 
 StoredKind = Literal["int8", "int4-32", "int4-64", "int4-128"]
 """The kind of linear that has exactly the stored weights."""
 
+
 SUPPORTED = "Quire reads gptq, awq, compressed-tensors, fp8 and mxfp4, and GGUF files"
 _GROUPS: dict[int, StoredKind] = {32: "int4-32", 64: "int4-64", 128: "int4-128"}
 _BLOCK = [128, 128]

@@ -57,11 +57,12 @@ def form_of(file: GgufFile, name: str) -> StoredKind | None:
     return "int4-32" if kind.startswith("Q4") else "int8"
 
 
-def served_bytes(file: GgufFile, itemsize: int) -> int:
+def served_bytes(file: GgufFile, itemsize: int, dequantized: bool) -> int:
     """The bytes of a model's weights in memory, with `itemsize` bytes for a floating-point one."""
     sizes = {None: itemsize, "int8": 1.0, "int4-32": 0.625}  # with scales and zero points
     values = {name: math.prod(tensor.shape) for name, tensor in file.tensors.items()}
-    return int(sum(number * sizes[form_of(file, name)] for name, number in values.items()))
+    forms = {name: None if dequantized else form_of(file, name) for name in values}
+    return int(sum(number * sizes[forms[name]] for name, number in values.items()))
 
 
 def gguf_family(file: GgufFile) -> GgufFamily:

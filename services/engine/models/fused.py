@@ -43,7 +43,7 @@ from services.engine.sampling.logprobs import scores_of
 from services.engine.sampling.sampler import SMALLEST_TEMPERATURE, least_scaled
 from services.engine.sampling.sampling_head import join_answers
 from services.engine.weights.adapter_weights import JoinedAdapter, joined_adapters
-from services.engine.weights.checkpoint import load_weights, weights_digest
+from services.engine.weights.checkpoint import weights_digest
 from services.engine.weights.fused_weights import (
     COLUMNS,
     HEAD_SECTION,
@@ -54,6 +54,7 @@ from services.engine.weights.fused_weights import (
 )
 from services.engine.weights.kinds import packable, section_kinds
 from services.engine.weights.packed_file import Contents, Facts, Progress, packed_file
+from services.engine.weights.weights import Weights
 
 _NO_TOKEN = -1
 """In the native head's tokens: as input, a token to draw; as output, logits that are not finite."""
@@ -131,6 +132,7 @@ class FusedModel:
 def load_fused(
     directory: Path,
     config: ModelConfig,
+    weights: Weights,
     dtype: torch.dtype,
     quantize: Quantization | None,
     cpu: NativeCpu,
@@ -139,7 +141,6 @@ def load_fused(
 ) -> FusedModel:
     """Load a checkpoint for the native kernels; arguments as of `load_model`. Raises StartupError
     as it does, and if the kernels do not support a shape or the cache cannot be written."""
-    weights = load_weights(directory, config)
     sections = {section.name: section for section in all_sections(config)}
     kinds = section_kinds(sections.values(), weights, dtype, quantize)
     sizes = {

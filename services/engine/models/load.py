@@ -27,6 +27,7 @@ from services.engine.models.decoder import ComposedModel, Layer, Linear
 from services.engine.models.fused import load_fused
 from services.engine.models.model import Model
 from services.engine.weights.checkpoint import load_weights, weights_digest
+from services.engine.weights.dequantized import DequantizedWeights
 from services.engine.weights.fused_weights import Section, layer_sections
 from services.engine.weights.packed_file import Progress
 from services.engine.weights.placement import Placement, SharedWeights, private
@@ -41,6 +42,7 @@ def load_model(
     *,
     device: str = "cpu",
     quantize: Quantization | None = None,
+    dequantize: bool = False,
     cache: Path | None = None,
     context: int | None = None,
     progress: Progress = lambda: None,
@@ -49,7 +51,8 @@ def load_model(
     """Load the checkpoint's decoder, to compute in `dtype` (bf16 or fp32) on `backend`, with its
     weights on `device`, such as "cuda".
 
-    `quantize`: quantize the weights of the linears. `cache`: a directory for packed weights, which
+    `quantize`: quantize the weights of the linears. `dequantize`: serve linears that the checkpoint
+    has quantized in floating point. `cache`: a directory for packed weights, which
     the next start and the other workers of this host reuse; None: each process packs its own.
     `context`: the most positions of a request, see `ModelConfig.for_context`.
     `progress` is called several times a second; an exception that it raises ends the loading.
@@ -60,16 +63,24 @@ def load_model(
     directory = Path(directory)
     config = ModelConfig.from_directory(directory).for_context(context)
     if backend.native is not None:
-        return load_fused(directory, config, dtype, quantize, backend.native, cache, progress)
+        weights = _weights(directory, config, dtype, dequantize)
+        return load_fused(
+            *(directory, config, weights, dtype, quantize, backend.native, cache, progress)
+        )
     if quantize:
         raise StartupError(f"backend {backend.name!r} has no {quantize} kernels; 'cpu' has")
-    weights = load_weights(directory, config)
+    weights = _weights(directory, config, dtype, dequantize)
     digest = weights_digest(directory, progress)
 
     def load(place: Placement) -> ComposedModel:
         return _composed(directory, config, weights, digest, backend, place)
 
     return _placed(load, f"{digest} {config}", dtype, device, shared)
+
+
+def _weights(directory: Path, config: ModelConfig, dtype: torch.dtype, dequantize: bool) -> Weights:
+    weights = load_weights(directory, config, dtype)
+    return DequantizedWeights(weights) if dequantize else weights
 
 
 def load_shard(
@@ -176,7 +187,10 @@ class _Parts:
         weight = self.weights.linear(name)
         if not isinstance(weight, Tensor):
             form = self.weights.form(name)
-            raise StartupError(f"{self.directory}: backend {self.backend!r} has no {form} kernels")
+            raise StartupError(
+                f"{self.directory}: backend {self.backend!r} has no {form} kernels; "
+                "--quantize none serves the weights in floating point"
+            )
         return weight
 
     def _linear(self, section: Section) -> Linear:

@@ -53,12 +53,16 @@ class SafetensorsWeights:
         return stored is not None and mark(stored, linear, self.tensors) is not None
 
 
-def load_weights(directory: Path, config: ModelConfig) -> Weights:
+def load_weights(
+    directory: Path, config: ModelConfig, embedding_dtype: torch.dtype = torch.bfloat16
+) -> Weights:
     """The weights of a checkpoint, in safetensors files or in a GGUF file, as Llama names and
-    orders them. Raises StartupError if a file cannot be read, or as `checked_weights` and
-    `check_tensors` do."""
+    orders them. A GGUF file's quantized embedding is dequantized to `embedding_dtype`.
+
+    Raises StartupError if a file cannot be read, or as `checked_weights` and `check_tensors` do.
+    """
     if (gguf := gguf_file(directory)) is not None:
-        return load_gguf(gguf, config)
+        return load_gguf(gguf, config, embedding_dtype)
     tensors: dict[str, Tensor] = {}
     for path, names in checked_weights(directory, config).items():
         try:

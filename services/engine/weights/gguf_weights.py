@@ -7,6 +7,7 @@ types are dequantized, and become linears of eight bits; MXFP4 becomes bf16, whi
     Q4_1   fp16 scale, fp16 minimum, 16 bytes: weight = scale * code + minimum
     Q4_K   eight blocks: fp16 scale, fp16 minimum, 12 bytes with 6 bits of each block's scale and of
            its minimum, 128 bytes: weight = scale * block scale * code - minimum * block minimum
+    Q8_0   fp16 scale, 32 codes of a byte: weight = scale * code
 
 In Q4_0 and Q4_1, byte i has code i in its low bits and code i + 16 in its high bits; in Q4_K, 32
 bytes have two blocks, one in the low bits.
@@ -106,8 +107,9 @@ class GgufWeights:
         return weight if order is None else rows_of(weight, order)
 
 
-def load_gguf(path: Path, config: ModelConfig) -> Weights:
-    """StartupError: as `check_tensors`."""
+def load_gguf(path: Path, config: ModelConfig, embedding_dtype: torch.dtype) -> Weights:
+    """A quantized embedding is dequantized to `embedding_dtype`. StartupError: as
+    `check_tensors`."""
     file = GgufFile.read(path)
     check_tensors(file, config)
     _log_growth(file)
@@ -116,7 +118,7 @@ def load_gguf(path: Path, config: ModelConfig) -> Weights:
     stored = _Stored(file, config, tensor_places(config, family), data, family.pairs)
     experts = (expert_linears(config, layer) for layer in range(config.num_layers))
     routers = {f"{linears.router}.weight" for linears in experts if linears is not None}
-    tensors = {EMBEDDING: _embedding(stored)}
+    tensors = {EMBEDDING: _embedding(stored, embedding_dtype)}
     for name, shape in weight_shapes(config).items():
         if name == EMBEDDING or (is_linear(name, shape) and name not in routers):
             continue
@@ -141,12 +143,12 @@ def _mapped(path: Path) -> Tensor:
     return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
-def _embedding(stored: _Stored) -> Tensor:
-    """The embedding as it is stored, or in bf16 if it is quantized."""
+def _embedding(stored: _Stored, dtype: torch.dtype) -> Tensor:
+    """The embedding as it is stored, or in `dtype` if it is quantized."""
     tensor = stored.tensor(EMBEDDING)
     if tensor.type.name in _FLOATS:
         return stored.floats(EMBEDDING)
-    raw, table = stored.raw(EMBEDDING), torch.empty(tensor.shape, dtype=torch.bfloat16)
+    raw, table = stored.raw(EMBEDDING), torch.empty(tensor.shape, dtype=dtype)
     for begin in range(0, len(table), _ROWS):
         rows = slice(begin, begin + _ROWS)
         table[rows] = _float(raw[rows], tensor)
@@ -163,6 +165,9 @@ def _float(raw: Tensor, tensor: GgufTensor) -> Tensor:
     name = tensor.type.name
     if name in _FLOATS:
         return raw.view(_FLOATS[name])
+    if name == "Q8_0":  # of most embeddings; `gguf` takes five times as long
+        blocks = raw.view(len(raw), -1, tensor.type.num_bytes)
+        return (blocks[:, :, 2:].view(torch.int8) * _half(blocks, 0)[:, :, None]).flatten(1)
     import gguf  # takes a third of a second, which only these files need
 
     kind = gguf.GGMLQuantizationType[name]

@@ -9,7 +9,7 @@ from torch import Tensor
 from kvops.int4 import Int4Weight
 from kvops.int8 import Int8Weight
 from kvops.native import Kind, group_of
-from services.common.checkpoint.quantization import Quantization
+from services.common.checkpoint.quantization import Quantization, StoredKind
 from services.common.errors import StartupError
 from services.engine.weights.fused_weights import HEAD_SECTION, Section
 from services.engine.weights.weights import Form, Weight, Weights
@@ -49,7 +49,7 @@ def section_kinds(
     return kinds | {section.name: "float32" for section in sections if section.is_exact}
 
 
-def kind_of(quantize: Quantization) -> Kind:
+def kind_of(quantize: Quantization | StoredKind) -> Kind:
     return "int4-64" if quantize == "int4" else quantize
 
 

@@ -1,7 +1,6 @@
 """The checks of structured output by a gateway, in a child process."""
 
 import asyncio
-from importlib.resources import files
 from pathlib import Path
 from threading import Event
 
@@ -12,11 +11,12 @@ from services.common.text.model_config import ModelConfig
 from services.gateway.intake.structures import StructureChecker
 
 
-async def test_checks_that_nobody_waits_for_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_checks_that_nobody_waits_for_are_left_out(
+    smollm2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Clients that ask for costly checks and leave do not keep others waiting."""
-    directory = Path(str(files("quire"))) / "embedded"
-    config = ModelConfig.from_directory(directory)
-    checker = StructureChecker(directory, config.vocab_size, config.eos_token_ids)
+    config = ModelConfig.from_directory(smollm2)
+    checker = StructureChecker(smollm2, config.vocab_size, config.eos_token_ids)
     begin, checked = Event(), list[str]()
     verdict = checker._verdict
 

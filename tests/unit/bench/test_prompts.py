@@ -8,8 +8,7 @@ from tokenizers import Tokenizer
 from bench.make_checkpoint import SHAPES, make_checkpoint
 from bench.serving.scenarios import prompts_of
 from quire.bench.prompts import Prompts, single_token_words
-
-EMBEDDED = Path(__file__).parents[3] / "quire" / "embedded"
+from services.common.text.tokenizer import read_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -17,12 +16,20 @@ def random_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), SHAPES["tiny"], vocab_size=2048)
 
 
-@pytest.mark.parametrize("embedded", [True, False])
+@pytest.fixture(scope="module")
+def real_tokenizer(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tokenizer of SmolLM2 as a tokenizer.json."""
+    file = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    read_tokenizer(smollm2).save(str(file))
+    return file
+
+
+@pytest.mark.parametrize("real", [True, False])
 @pytest.mark.parametrize("length", [1, 17, 512])
 def test_text_has_as_many_tokens_as_asked_for(
-    random_checkpoint: Path, embedded: bool, length: int
+    random_checkpoint: Path, real_tokenizer: Path, real: bool, length: int
 ) -> None:
-    file = (EMBEDDED if embedded else random_checkpoint) / "tokenizer.json"
+    file = real_tokenizer if real else random_checkpoint / "tokenizer.json"
     text = Prompts(0, single_token_words(file)).draw(length)
     assert isinstance(text, str)
     assert len(Tokenizer.from_file(str(file)).encode(text, add_special_tokens=False).ids) == length

@@ -56,7 +56,7 @@ def test_a_table_and_the_recommendation(asked: list[dict[str, Any]], capsys: Any
     assert rest == ["--block-size 16", "  16 leaves 90.0% of the machine", "  store: counted"]
     (options,) = asked
     assert (str(options["workload"]), options["pool_memory"]) == ("w.jsonl", "2GiB")
-    assert Path(options["model"]).name == "embedded"
+    assert Path(options["model"]).stem == "SmolLM2-135M-Instruct.Q4_1"
 
 
 def test_a_command_has_the_options_that_are_given() -> None:

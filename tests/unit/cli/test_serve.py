@@ -53,19 +53,19 @@ def test_a_value_that_cannot_be_is_named(capsys: Any, flag: str, value: str, mes
     assert line.endswith(" (see `quire serve --help`)")
 
 
-SMALL, LARGE = "small=embedded", "large={}"
+SMALL, LARGE = "small=demo", "large={}"
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["{}", "--model", "{}"], "both name models"),
-        (["embedded", "embedded"], "is given twice; one model may have several names"),
-        (["a=embedded", "b=embedded"], "is given twice"),
-        (["a=embedded", "a={}"], "the name 'a' is given to two models"),
-        (["a,b=embedded", "b={}"], "the name 'b' is given to two models"),
-        (["a,,b=embedded"], "'' cannot be the name of a model"),
-        (["a b=embedded"], "'a b' cannot be the name of a model"),
+        (["demo", "demo"], "is given twice; one model may have several names"),
+        (["a=demo", "b=demo"], "is given twice"),
+        (["a=demo", "a={}"], "the name 'a' is given to two models"),
+        (["a,b=demo", "b={}"], "the name 'b' is given to two models"),
+        (["a,,b=demo"], "'' cannot be the name of a model"),
+        (["a b=demo"], "'a b' cannot be the name of a model"),
         ([SMALL, LARGE], "large: with several models, each needs the size of its pool"),
         ([SMALL, LARGE, "--served-model-name", "x"], "--served-model-name is for one MODEL"),
         ([SMALL, "--set", "large.decode=2"], "not MODEL.OPTION=VALUE of small"),
@@ -95,8 +95,14 @@ PART = ("--decode", "0", *STORE, "--service-host", "10.0.0.1")
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--prefill", "0", "--decode", "0"], "quire-embedded has neither prefill nor decode"),
-        (["--set", "quire-embedded.prefill=0"], "no prefill workers on this host, so it needs"),
+        (
+            ["--prefill", "0", "--decode", "0"],
+            "has neither prefill nor decode",
+        ),
+        (
+            ["--set", "SmolLM2-135M-Instruct.prefill=0"],
+            "no prefill workers on this host",
+        ),
         (["--decode", "0", *STORE], "no decode workers on this host, so it needs --service-host"),
         ([*PART, "--device", "cuda:0"], "it needs a mover: add --mover"),
         ([*PART, "--no-mover"], "it needs a mover: leave out --no-mover"),
@@ -123,11 +129,11 @@ def test_each_model_has_names_and_options_of_its_own(tmp_path: Path) -> None:
     large = str(tmp_path / "m=1")
     own = ["Big.pool_memory=4GiB", "Big.decode=3", "m.v2.kv-dtype=int8"]
     options = ServeOptions(
-        models=["m.v2,default,latest=embedded", f"Big={large}"], num_prefill=2, own=own
+        models=["m.v2,default,latest=demo", f"Big={large}"], num_prefill=2, own=own
     )
     small, big = find_models(options)
     assert (small.name, small.aliases) == ("m.v2", ("default", "latest"))
-    assert small.settings == {"POOL_MEMORY": "256MiB", "KV_DTYPE": "int8"}
+    assert small.settings == {"QUANTIZE": "none", "POOL_MEMORY": "1GiB", "KV_DTYPE": "int8"}
     assert (big.path, big.settings) == (Path(large), {"POOL_MEMORY": "4GiB"})
     assert [(m.num_prefill, m.num_decode) for m in (small, big)] == [(2, 1), (2, 3)]
     (alone,) = find_models(ServeOptions(models=[large]))
@@ -146,7 +152,7 @@ def test_a_draft_model_is_found_as_a_model_is(hub_cache: Path, tmp_path: Path) -
     text, other = DRAFT.format(tmp_path / "small"), DRAFT.format("org/tiny")
     first, second = find_models(
         ServeOptions(
-            models=["one=embedded", f"two={snapshot}"],
+            models=["one=demo", f"two={snapshot}"],
             speculative_config=text,
             pool_memory="1GiB",
             own=[f"two.speculative_config={other}"],

@@ -9,12 +9,10 @@ from services.gateway.frontend.api import ChatMessage, Prompt, PromptReport
 from services.gateway.streaming.logprob_text import PromptReporter, with_text
 from services.protocol.logprobs import Logprobs
 
-EMBEDDED = Path(__file__).parents[3] / "quire" / "embedded"
-
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.from_directory(EMBEDDED)
+def tokenizer(smollm2: Path) -> Tokenizer:
+    return Tokenizer.from_directory(smollm2)
 
 
 def special(tokenizer: Tokenizer) -> tuple[int, str]:

@@ -15,8 +15,6 @@ from services.worker import loading
 from services.worker.config import WorkerSettings
 from services.worker.cpu.instruction_set import measured_isa
 
-EMBEDDED = Path(__file__).parents[3] / "quire" / "embedded"
-
 SHAPE = contest.ModelShape("bfloat16", ((64, 32),), 4, 2, 16)
 SLOWER: contest.Timings = {"few rows": (1.2, 1.0), "many rows": (9.0, 8.0)}
 """As on a Xeon on which the first set is the slower one."""
@@ -183,19 +181,18 @@ def test_a_single_instruction_set_is_not_measured(
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({"dtype": "bfloat16"}, "bfloat16"),
+        ({}, "int4-32"),
+        ({"quantize": "none"}, "bfloat16"),
         ({"dtype": "float32"}, "float32"),
-        ({"quantize": "int8"}, "int8"),
-        ({"quantize": "int4"}, "int4-64"),
         # Not measured.
         ({"dtype": "bfloat16", "isa": "avx2"}, "avx2"),
         ({"dtype": "bfloat16", "backend": "reference"}, None),
     ],
 )
 def test_kernels_are_measured_for_the_model_unless_a_setting_names_the_set(
-    given: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
+    smollm2: Path, given: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loading, "measured_isa", lambda shape, *_: shape.kind)
     settings = WorkerSettings.model_validate({"model": "/model", **given})
-    config = ModelConfig.from_directory(EMBEDDED)
+    config = ModelConfig.from_directory(smollm2)
     assert loading.chosen_isa(settings, config, lambda: None) == expected

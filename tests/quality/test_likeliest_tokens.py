@@ -1,0 +1,36 @@
+"""Models of GGUF files compute what transformers computes with the same dequantized weights.
+
+The bounds are for weights in floating point. The quantized formats get theirs later.
+"""
+
+import pytest
+import torch
+
+from .conftest import NUM_TEXTS, TEXT_TOKENS, RealModel, likeliest
+
+SAMPLES = {"smollm2": 3, "gemma3": 1}
+SAMPLE_SLACK = 0.02
+"""By how much the share of a few texts may be less than that of all, in bf16."""
+
+FULL = (pytest.mark.full, pytest.mark.timeout(1200))
+
+
+@pytest.mark.parametrize("texts", ["sample", pytest.param("all", marks=FULL)])
+@pytest.mark.parametrize(
+    ("dtype", "least"), [(torch.float32, 1.0), (torch.bfloat16, 0.99)], ids=["fp32", "bf16"]
+)
+@pytest.mark.parametrize("name", ["smollm2", "gemma3"])
+def test_the_likeliest_tokens_of_real_texts_are_those_of_transformers(
+    models: dict[str, RealModel], name: str, dtype: torch.dtype, least: float, texts: str
+) -> None:
+    """After every token in fp32; after 99 of 100 in bf16, which rounds."""
+    model, number = models[name], NUM_TEXTS
+    if texts == "sample":
+        number = SAMPLES[name]
+        least -= 0 if dtype == torch.float32 else SAMPLE_SLACK
+    runner, same = model.runner(dtype), 0
+    for i, text in enumerate(model.texts[:number]):
+        assert len(text) == TEXT_TOKENS
+        same += int((likeliest(runner, text) == model.expected(i)).sum())
+    print(f"\n{name} {dtype}: {same / (number * TEXT_TOKENS):.4f} of {number} texts")
+    assert same >= least * number * TEXT_TOKENS
