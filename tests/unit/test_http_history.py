@@ -15,7 +15,7 @@ REASONED = assistant_fields((), "Hm")
 
 def chat_message(**fields: Any) -> ChatMessage:
     (request,) = checked({"messages": [fields]}, ChatBody).requests("r")
-    (message,) = request.prompt
+    (message,) = tuple(request.prompt)
     assert isinstance(message, ChatMessage)
     return message
 

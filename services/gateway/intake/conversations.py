@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from typing import Any
 
-from services.common.text.template_traits import TemplateTraits
+from services.gateway.intake.template_traits import TemplateTraits
 from services.gateway.frontend.api import ChatMessage
 
 Fields = dict[str, Any]
