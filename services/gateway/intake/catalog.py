@@ -7,10 +7,10 @@ from services.common.checkpoint.embedding_config import EmbeddingConfig
 from services.common.text.chat_template import ChatTemplate
 from services.common.text.model_config import ModelConfig
 from services.common.text.pieces import Pieces
-from services.gateway.intake.template_traits import TemplateTraits
 from services.common.text.tokenizer import Tokenizer
 from services.gateway.intake.generation_config import GenerationConfig
 from services.gateway.intake.structures import StructureChecker
+from services.gateway.intake.template_traits import TemplateTraits
 from services.gateway.parsing.choice import Parsers
 from services.gateway.parsing.message import MessageFormat
 
