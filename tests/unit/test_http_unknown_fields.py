@@ -8,7 +8,6 @@ from services.common.errors import InvalidRequest
 from services.gateway.frontend.http.bodies.fields import Body
 from services.gateway.frontend.http.bodies.reading import checked
 from services.gateway.frontend.http.bodies.schema import ChatBody, CompletionBody
-from services.gateway.frontend.http.bodies.unknown_fields import OF_REQUESTS
 from services.gateway.frontend.http.embeddings import EmbeddingBody
 from services.gateway.frontend.http.responses_api.body import ResponsesBody
 from services.gateway.frontend.http.tokens import TokenizeBody
@@ -60,7 +59,7 @@ def test_unknown_field_is_ignored(body: type[Any], base: dict[str, Any]) -> None
 def test_unknown_field_without_a_value_is_absent(
     body: type[Any], base: dict[str, Any], value: Any
 ) -> None:
-    more = dict.fromkeys(OF_REQUESTS.keys() - body.model_fields.keys(), value)
+    more = dict.fromkeys(body.refused.keys() - body.model_fields.keys(), value)
     assert asked(body, base | more) == asked(body, base)
 
 
@@ -68,7 +67,7 @@ def test_unknown_field_without_a_value_is_absent(
 def test_unknown_field_that_changes_nothing_is_absent(
     body: type[Any], base: dict[str, Any]
 ) -> None:
-    more = {name: values[0] for name, values in OF_REQUESTS.items() if values}
+    more = {name: values[0] for name, values in body.refused.items() if values}
     more = {name: value for name, value in more.items() if name not in body.model_fields}
     assert asked(body, base | more) == asked(body, base)
 
@@ -77,7 +76,7 @@ def test_unknown_field_that_changes_nothing_is_absent(
 def test_unknown_field_that_would_change_the_tokens_is_refused_by_name(
     body: type[Any], base: dict[str, Any]
 ) -> None:
-    for name in OF_REQUESTS.keys() - body.model_fields.keys():
+    for name in body.refused.keys() - body.model_fields.keys():
         error = refusal(body, base | {name: {"a": "value of no other server"}})
         assert error.param == name
         assert str(error).startswith(f"{name} is not supported")

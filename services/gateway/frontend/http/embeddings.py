@@ -10,12 +10,12 @@ from pydantic import Field
 from services.gateway.frontend.api import GenerationRequest
 from services.gateway.frontend.embedding import Embedding, embedding_request
 from services.gateway.frontend.http.bodies.fields import Body, Inputs
-from services.gateway.frontend.http.bodies.unknown_fields import OF_REQUESTS
+from services.gateway.frontend.http.bodies.unknown_fields import OF_PROMPTS
 from services.gateway.intake.prompts import PROMPT
 
 
 class EmbeddingBody(Body):
-    refused = OF_REQUESTS
+    refused = OF_PROMPTS
 
     input: Inputs
     model: str | None = None

@@ -12,7 +12,7 @@ from services.gateway.frontend.http.bodies.fields import Body, FieldError, Integ
 from services.gateway.frontend.http.bodies.messages import Messages
 from services.gateway.frontend.http.bodies.reading import read_body
 from services.gateway.frontend.http.bodies.tools import Tools, requested_tools
-from services.gateway.frontend.http.bodies.unknown_fields import OF_REQUESTS
+from services.gateway.frontend.http.bodies.unknown_fields import OF_PROMPTS
 from services.gateway.frontend.http.failures import PARAM_NAMES
 from services.gateway.intake.prompts import PROMPT
 
@@ -20,7 +20,7 @@ from services.gateway.intake.prompts import PROMPT
 class TokenizeBody(Body):
     """Text as `prompt`, or a chat as `messages`."""
 
-    refused = OF_REQUESTS
+    refused = OF_PROMPTS
 
     model: str | None = None
     prompt: str | None = None

@@ -211,7 +211,7 @@ async def test_developers_message_is_the_systems_unless_the_template_knows_it(
 async def test_tools_need_a_template_and_a_format(
     make_harness: Callable[..., Awaitable[GatewayHarness]], model_dir: Path
 ) -> None:
-    async def refusal(template: str) -> str:
+    async def answer(template: str, **more: Any) -> str:
         (model_dir / "chat_template.jinja").write_text(template)
         harness = await make_harness(fakes.prefill.FakePrefill(), fakes.decode.FakeDecode())
         app = create_app(harness.gateway, harness.request_metrics)
@@ -221,12 +221,16 @@ async def test_tools_need_a_template_and_a_format(
                 base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0
             ) as client,
         ):
-            with pytest.raises(openai.BadRequestError) as refused:
-                await client.chat.completions.create(**fields())
-        return str(refused.value)
+            try:
+                answer = await client.chat.completions.create(**fields(**more))
+            except openai.BadRequestError as error:
+                return str(error)
+            return str(answer.choices[0].finish_reason)
 
-    assert "has no place for tools" in await refusal("{{ messages }}##")
-    assert "--tool-call-parser" in await refusal("{{ messages }}{{ tools }}##")
+    no_place = "{{ messages }}##"
+    assert "has no place for tools" in await answer(no_place)
+    assert await answer(no_place, tool_choice="none") == "stop"
+    assert "--tool-call-parser" in await answer("{{ messages }}{{ tools }}##")
 
 
 # ── /v1/responses ────────────────────────────────────────────────────────────────────────────────

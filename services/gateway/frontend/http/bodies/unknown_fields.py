@@ -62,7 +62,7 @@ _CONSTRAINTS: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "tools": (),
 }
-_PROMPT: dict[str, tuple[Any, ...]] = {
+OF_PROMPTS: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "add_special_tokens": (False,),  # to a chat, whose template has its own
     "audio": (),
@@ -82,10 +82,11 @@ _PROMPT: dict[str, tuple[Any, ...]] = {
     "thinking": (),
     "truncate_prompt_tokens": (),
 }
+"""The fields that would change a prompt's tokens -> the values that change nothing. A body that has
+such a field of its own serves it."""
 
-OF_REQUESTS = {**_SAMPLING, **_CONSTRAINTS, **_PROMPT}
-"""The fields that would change a request's tokens -> the values that change nothing. A body that
-has such a field of its own serves it."""
+OF_REQUESTS = {**_SAMPLING, **_CONSTRAINTS, **OF_PROMPTS}
+"""The same for a request for text."""
 
 OF_MESSAGES: dict[str, tuple[Any, ...]] = {"audio": (), "function_call": (), "images": ()}
 """The same for a message of a chat."""
