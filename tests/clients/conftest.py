@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.make_checkpoint import make_checkpoint
 from quire.client import Client
 from quire.types import ChatMessage, Sampling
 from tests.e2e.deployment import Deployment, serving
@@ -51,6 +52,23 @@ def table() -> Iterator[Table]:
 @pytest.fixture(scope="session")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     with serving("demo", tmp_path_factory.mktemp("clients"), "--pool-memory", "64MiB") as run:
+        yield run
+
+
+TOOLS_TEMPLATE = """
+{%- if tools %}{{ tools | tojson }}{% endif %}
+{%- for m in messages %}{{ m.role }}: {{ m.content }}{% for call in m.tool_calls or [] %}
+<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}
+{% endfor %}"""
+
+
+@pytest.fixture(scope="session")
+def with_tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """A deployment of a model with random weights, called MODEL, whose template takes tools."""
+    directory = tmp_path_factory.mktemp("tools") / MODEL
+    checkpoint = make_checkpoint(directory, max_position_embeddings=16384)
+    (checkpoint / "chat_template.jinja").write_text(TOOLS_TEMPLATE)
+    with serving(checkpoint, tmp_path_factory.mktemp("run"), "--pool-memory", "64MiB") as run:
         yield run
 
 

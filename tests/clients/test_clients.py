@@ -104,6 +104,21 @@ def test_a_library_gets_the_same_text(
     table.add(client, client_version(client), called, "the same text")
 
 
+@pytest.mark.clients
+def test_every_object_of_a_conversation_is_taken_back(
+    with_tools: Deployment, tmp_path: Path, outside: dict[str, str], table: Table
+) -> None:
+    """The ordinary tests play the same conversations with workers that write what they must
+    (`tests/integration/gateway/conversations`)."""
+    program = PROGRAMS / "openai_conversations.py"
+    run([client_bin("openai") / "python", program, with_tools.http, MODEL], outside, tmp_path)
+    called = (
+        "conversations of chats and responses (whole, streamed, parsed, with tools), and those of "
+        "Codex and Cline"
+    )
+    table.add("openai", client_version("openai"), called, "every object that came is taken back")
+
+
 _CHOICE = """\
 task: quire_choice
 dataset_path: json

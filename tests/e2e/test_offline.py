@@ -268,6 +268,11 @@ def test_a_chat_with_tools_is_that_of_the_http_api(tmp_path: Path) -> None:
         assert offline(**thinking) == over_http(**thinking)
         assert offline(**thinking)["reasoning_content"]
         asked += [said, {"role": "tool", "tool_call_id": call["id"], "content": "3"}]
+        written = {"name": "look_up", "arguments": json.loads(call["function"]["arguments"])}
+        as_object = {**said, "tool_calls": [{"id": call["id"], "function": written}]}
+        with_text = offline(tools=TOOLS)
+        asked[-2] = as_object
+        assert offline(tools=TOOLS) == with_text
         assert offline(tools=TOOLS) == over_http(tools=TOOLS)
         named = {"type": "function", "function": {"name": "no"}}
         with pytest.raises(InvalidRequest, match="'no' is not one of the tools"):

@@ -52,12 +52,9 @@ def refusal(body: type[Body], fields: dict[str, Any]) -> InvalidRequest:
         ("received", {"received": [{"index": 0, "token_ids": [1]}]}),
         ("tool_choice", {"tool_choice": "required"}),
         ("tool_choice", {"tools": [TOOL], "tool_choice": {**TOOL, "function": {"name": "g"}}}),
-        ("tools", {"tools": [TOOL, TOOL]}),
         ("tools[0].function.name", tools(name="a b")),
         ("tools[0].function.parameters", tools(name="f", parameters=3)),
         ("messages[0].content", message(content=[{"type": "image_url"}])),
-        ("messages[0].content", message()),
-        ("messages[0].tool_call_id", message(content="", tool_call_id="c")),
         ("messages[0].tool_calls", message(content="", tool_calls=[CALL])),
         ("logit_bias", {"logit_bias": {"x": 1}}),
         ("logit_bias", {"logit_bias": {"\N{ARABIC-INDIC DIGIT FIVE}": 1}}),
@@ -94,9 +91,9 @@ def test_refused_chat_names_the_field_at_fault(param: str, fields: dict[str, Any
             (ResponsesBody, "input[0]", {"input": [{"type": kind, name: None, **others}]})
             for kind, name, others in (
                 ("function_call", "name", {"call_id": "c", "arguments": "{}"}),
-                ("function_call", "arguments", {"call_id": "c", "name": "f"}),
                 ("function_call_output", "call_id", {"output": "x"}),
                 ("message", "role", {"content": "Hi"}),
+                ("item_reference", "id", {}),
             )
         ),
         (TokenizeBody, "prompt", {}),

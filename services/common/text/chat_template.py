@@ -61,6 +61,11 @@ class ChatTemplate:
         names = _environment().parse(self.source).find_all(nodes.Name)
         return any(name.name == "tools" for name in names)
 
+    def has_string(self, text: str) -> bool:
+        """Whether the template's code has this string. Its comments and its text do not count."""
+        strings = _environment().parse(self.source).find_all(nodes.Const)
+        return any(string.value == text for string in strings)
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

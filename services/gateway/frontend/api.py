@@ -168,6 +168,10 @@ class GenerationRequest:
     empty."""
     echo: bool = False
     """Report the prompt too."""
+    add_special_tokens: bool = True
+    """To text; a chat has those of its template."""
+    add_generation_prompt: bool = True
+    """To a chat."""
     template_arguments: TemplateArguments = field(default_factory=dict)
     tools: RequestedTools | None = None
     wants_parts: bool = False

@@ -123,6 +123,8 @@ async def admit(
     prompt = await tokenize_prompt(
         *(request.prompt, served.model, served.max_model_len),
         *(request.template_arguments, request.tools),
+        add_special_tokens=request.add_special_tokens,
+        add_generation_prompt=request.add_generation_prompt,
     )
     most, context = served.model.config.generation.max_new_tokens, served.max_model_len
     if asked.embedding is not None and len(prompt) == context:

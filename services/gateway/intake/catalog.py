@@ -10,6 +10,7 @@ from services.common.text.pieces import Pieces
 from services.common.text.tokenizer import Tokenizer
 from services.gateway.intake.generation_config import GenerationConfig
 from services.gateway.intake.structures import StructureChecker
+from services.gateway.intake.template_traits import TemplateTraits
 from services.gateway.parsing.choice import Parsers
 from services.gateway.parsing.message import MessageFormat
 
@@ -22,6 +23,8 @@ class Model:
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     """None if the checkpoint has no chat template."""
+    template_traits: TemplateTraits | None
+    """What its chat template takes; None if there is none."""
     structures: StructureChecker
     format: MessageFormat
     message_pieces: Pieces
@@ -49,6 +52,7 @@ def load_model(
         tokenizer=tokenizer,
         structures=StructureChecker(path, config.vocab_size, config.eos_token_ids),
         chat_template=template,
+        template_traits=None if template is None else TemplateTraits.of(template),
         format=form,
         message_pieces=tokenizer.pieces_with(form.markers),
         embedding=EmbeddingConfig.from_directory(path),

@@ -19,8 +19,10 @@ from services.gateway.frontend.api import (
     Prompt,
     RequestedTools,
     TemplateArguments,
+    ToolChoice,
 )
 from services.gateway.intake.catalog import Model
+from services.gateway.intake.conversations import fitted
 
 _SHORT_CHARS = 2048
 """Up to this length, tokenizing takes less time than a change to a thread and back."""
@@ -64,7 +66,7 @@ async def tokenize_prompt(
         encode = partial(model.tokenizer.encode, add_special_tokens=add_special_tokens)
         work = partial(_encode, prompt, model, max_model_len, encode)
     else:
-        definitions = () if tools is None else tools.definitions
+        definitions = _shown(tools, model)
         chat = ChatOptions(arguments or {}, definitions, add_generation_prompt)
         work = partial(_token_ids, prompt, model, max_model_len, chat)
     if _num_chars(prompt) <= _SHORT_CHARS and not arguments and tools is None:
@@ -74,6 +76,16 @@ async def tokenize_prompt(
     if not token_ids:
         raise InvalidRequest("the prompt is empty", PROMPT)
     return token_ids
+
+
+def _shown(tools: RequestedTools | None, model: Model) -> Sequence[Mapping[str, Any]]:
+    """The tools that the chat template gets. A template without a place for them gets none if they
+    may not be called."""
+    if tools is None:
+        return ()
+    template = model.chat_template
+    has_place = template is None or template.takes_tools
+    return () if tools.choice is ToolChoice.NONE and not has_place else tools.definitions
 
 
 def check_num_messages(number: int) -> None:
@@ -141,16 +153,15 @@ def _render(
     Only the template may place special tokens. Those that the client wrote are hidden, so that they
     stay text.
     """
-    if model.chat_template is None:
+    if model.chat_template is None or model.template_traits is None:
         raise InvalidRequest("this model has no chat template; send text or token ids", PROMPT)
     for number, message in enumerate(messages):
         if not message.role:
             raise InvalidRequest(f"message {number} has no role", PROMPT)
     if options.tools and not model.chat_template.takes_tools:
         raise InvalidRequest("this model's chat template has no place for tools", "tools")
-    own_name = "system" if "developer" not in model.chat_template.source else "developer"
     written = {
-        "messages": [_fields(message, developer=own_name) for message in messages],
+        "messages": fitted(messages, model.template_traits),
         "arguments": options.arguments,
         "tools": options.tools,
     }
@@ -163,14 +174,6 @@ def _render(
         tools=given["tools"],
     )
     return text, hidden
-
-
-def _fields(message: ChatMessage, developer: str) -> dict[str, Any]:
-    """A message as the template gets it. `developer`: its name of the role `developer`, which
-    most templates do not know: some of them would leave the message out."""
-    role = developer if message.role == "developer" else message.role
-    fields = {"role": role, "content": message.content, **message.fields}
-    return {**fields, "name": message.name} if message.name else fields
 
 
 def _encode(

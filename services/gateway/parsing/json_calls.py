@@ -2,8 +2,10 @@
 
 from collections.abc import Collection
 
+from pydantic_core import from_json
+
 from services.gateway.parsing.parts import PartWriter
-from services.gateway.parsing.reader import Malformed, Reader, Reading
+from services.gateway.parsing.reader import Malformed, Reader, Reading, Sink
 
 _ARGUMENTS = ("arguments", "parameters")
 
@@ -29,11 +31,11 @@ def read_call(reader: Reader, writer: PartWriter, offered: Collection[str] | Non
             reader.hold()
         elif key in _ARGUMENTS and name is None and early is None:
             early = []
-            yield from reader.value(early.append)
+            yield from _read_arguments(reader, early.append)
         elif key in _ARGUMENTS and name is not None and early is None:
             early = []
             reader.held()
-            yield from reader.value(writer.arguments)
+            yield from _read_arguments(reader, writer.arguments)
             reader.hold()
         elif key not in ("name", *_ARGUMENTS):
             yield from reader.value(lambda _: None)
@@ -51,6 +53,26 @@ def read_call(reader: Reader, writer: PartWriter, offered: Collection[str] | Non
         raise Malformed
     reader.take(1)
     reader.hold()
+
+
+def _read_arguments(reader: Reader, sink: Sink) -> Reading[None]:
+    """Gives `sink` the arguments as they are written. An object that the model has written into a
+    JSON string is taken out of it."""
+    if (yield from reader.peek()) != '"':
+        yield from reader.value(sink)
+        return
+    written: list[str] = []
+    yield from reader.value(written.append)
+    sink(_unwrapped("".join(written)))
+
+
+def _unwrapped(string: str) -> str:
+    """The JSON object in a JSON string; the string as it is if it has none."""
+    try:
+        text: str = from_json(string)
+        return text if isinstance(from_json(text), dict) else string
+    except ValueError:
+        return string
 
 
 def _key(reader: Reader) -> Reading[str]:

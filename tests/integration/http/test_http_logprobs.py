@@ -301,7 +301,6 @@ async def test_a_prompt_is_scored_without_an_answer(
         ("chat/completions", {"echo": True}, "echo is not supported"),
         ("completions", {"logprobs": True}, "logprobs"),
         ("completions", {"logprobs": "5"}, "logprobs"),
-        ("completions", {"top_logprobs": 2}, "top_logprobs is not supported"),
         ("completions", {"prompt_logprobs": 1, "stream": True}, "not available with stream"),
     ],
 )

@@ -54,6 +54,7 @@ async def test_list_with_an_adapter_fits_the_document(
 
 BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {**HI, "logprobs": True, "top_logprobs": 2, "tools": []}),
+    ("/v1/chat/completions", {**HI, "tools": [{"type": "web_search"}], "mirostat": 0, "new": 1}),
     ("/v1/completions", {"prompt": "Hi", "stop": "x", "logit_bias": {"5": 1}, "n": 2}),
     ("/v1/completions", {"prompt": [[1, 2], [3]], "logprobs": False, "return_token_ids": True}),
     ("/v1/responses", {"input": "Hi", "store": False, "text": {"format": {"type": "text"}}}),
@@ -82,12 +83,14 @@ async def test_bodies_and_answers_fit_the_document(
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x", "age": 3}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "audio": {"id": "a"}}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}),
+        ("/v1/chat/completions", {**HI, "enable_thinking": False}),
         ("/v1/chat/completions", {**HI, "tools": [{"type": "function"}]}),
         ("/v1/completions", {"prompt": 3}),
         ("/v1/completions", {"prompt": "Hi", "logit_bias": {"x": 1}}),
         ("/v1/completions", {"prompt": "Hi", "suffix": "x"}),
-        ("/v1/responses", {"input": "Hi", "store": True}),
+        ("/v1/responses", {"input": "Hi", "n": 2}),
         ("/v1/responses", {"input": "Hi", "previous_response_id": "resp_1"}),
         ("/v1/responses", {"input": [{"type": "web_search_call", "role": "user", "content": "x"}]}),
         ("/detokenize", {"tokens": ["x"]}),
@@ -128,7 +131,7 @@ async def test_a_chat_and_a_text_are_tokenized(
     [
         ({}, "one of prompt and messages"),
         ({"prompt": "Hi", **HI}, "one of prompt and messages"),
-        ({"prompt": "Hi", "add_generation_prompt": True}, "is for messages"),
+        ({"prompt": "Hi", "chat_template_kwargs": {"a": 1}}, "is for messages"),
         ({**HI, "add_special_tokens": True}, "is for a prompt"),
     ],
 )

@@ -131,58 +131,32 @@ async def test_an_error_before_the_stream_sets_the_status(
     [
         ("previous_response_id", "resp_1", "keeps no responses"),
         ("conversation", "conv_1", "keeps no responses"),
-        ("store", True, "keeps no responses"),
         ("background", True, "background"),
         ("prompt", {"id": "pmpt_1"}, "stored prompts"),
-        ("tools[0].type", "web_search", "'function'"),
         ("tools[0].name", "a b", "pattern"),
-        ("max_tool_calls", 3, "not limited"),
-        ("truncation", "auto", "refused, not truncated"),
-        ("reasoning.summary", "auto", "summaries"),
-        ("include[0]", "reasoning.encrypted_content", "logprobs"),
         ("input[0].type", "web_search_call", "'web_search_call' are not supported"),
         ("input[0].content", [{"type": "input_image", "image_url": "x"}], "'input_image'"),
         ("n", 2, "not supported"),
+        ("max_tokens", 2, "use max_output_tokens"),
+        ("reasoning_effort", "low", "use reasoning.effort"),
     ],
 )
 async def test_unsupported_fields_are_refused_with_reason_and_param(
     http: httpx.AsyncClient, generator: FakeGenerator, field: str, value: Any, reason: str
 ) -> None:
-    outer, dot, inner = field.partition(".")
+    outer, _, inner = field.partition(".")
     body: dict[str, Any] = {"input": "Hi"}
     if outer == "input[0]":
         body["input"] = [{"role": "user", "content": "Hi"} | {inner: value}]
     elif outer == "tools[0]":
         body["tools"] = [{"type": "function", "name": "f"} | {inner: value}]
-    elif outer == "include[0]":
-        body["include"] = [value]
     else:
-        body[outer] = {inner: value} if dot else value
+        body[outer] = value
     answer = await http.post("/v1/responses", json=body)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, field)
     assert reason in error["message"]
     assert generator.requests == []
-
-
-async def test_values_that_request_nothing_are_accepted(http: httpx.AsyncClient) -> None:
-    """Standard clients send them."""
-    body = {
-        "input": "Hi",
-        "store": False,
-        "tools": [],
-        "tool_choice": "auto",
-        "parallel_tool_calls": True,
-        "previous_response_id": None,
-        "truncation": "disabled",
-        "text": {"format": {"type": "text"}},
-        "reasoning": {"effort": "low", "summary": None},
-        "include": ["message.output_text.logprobs"],
-        "service_tier": "auto",
-        "user": "me",
-    }
-    answer = await http.post("/v1/responses", json=body)
-    assert answer.status_code == 200, answer.text
 
 
 async def test_a_limit_makes_the_response_incomplete(
@@ -199,9 +173,8 @@ async def test_tools_that_do_not_fit_are_refused(http: httpx.AsyncClient) -> Non
     tool = {"type": "function", "name": "f"}
     for body, reason in (
         ({"tool_choice": "required"}, "tool_choice is for requests with tools"),
-        ({"tools": [tool, tool]}, "'f' is there more than once"),
         ({"tools": [tool], "tool_choice": {"type": "function", "name": "g"}}, "'g' is not one of"),
-        ({"input": [{"type": "function_call", "name": "f"}]}, "needs call_id, arguments"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "needs call_id"),
     ):
         answer = await http.post("/v1/responses", json={"input": "Hi", **body})
         assert answer.status_code == 400

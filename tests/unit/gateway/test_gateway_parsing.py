@@ -57,6 +57,23 @@ def test_arguments_are_streamed_as_the_model_writes_them() -> None:
 
 
 @pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ('"{\\"a\\": \\"}\\"}"', '{"a": "}"}'),
+        ('"{\\"a\\": "', '"{\\"a\\": "'),
+        ('"two"', '"two"'),
+        ('"\\ud800"', '"\\ud800"'),
+        ("null", "null"),
+    ],
+)
+@pytest.mark.parametrize("early", [False, True])
+def test_object_in_a_json_string_is_taken_out(written: str, arguments: str, early: bool) -> None:
+    fields = ['"name": "f"', f'"arguments": {written}']
+    text = f"<tool_call>{{{', '.join(reversed(fields) if early else fields)}}}</tool_call>"
+    assert parse(CallFormat.HERMES, text) == call(0, "f", arguments)
+
+
+@pytest.mark.parametrize(
     ("form", "text", "expected"),
     [
         ("llama3_json", '{"name": "f", "parameters": {"x": "1"}}', call(0, "f", '{"x": "1"}')),

@@ -10,15 +10,18 @@ from pydantic import Field
 from services.gateway.frontend.api import GenerationRequest
 from services.gateway.frontend.embedding import Embedding, embedding_request
 from services.gateway.frontend.http.bodies.fields import Body, Inputs
+from services.gateway.frontend.http.bodies.unknown_fields import OF_PROMPTS
 from services.gateway.intake.prompts import PROMPT
 
 
 class EmbeddingBody(Body):
+    refused = OF_PROMPTS
+
     input: Inputs
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
-    user: str | None = None
+    add_special_tokens: bool | None = None
 
     cache_salt: str | None = None
     priority: int | None = None
@@ -41,6 +44,7 @@ class EmbeddingBody(Body):
                 ),
                 priority=self.priority or 0,
                 cache_salt=self.cache_salt or "",
+                add_special_tokens=self.add_special_tokens is not False,
             )
             for index, prompt in enumerate(self.input)
         ]

@@ -12,12 +12,15 @@ from services.gateway.frontend.http.bodies.fields import Body, FieldError, Integ
 from services.gateway.frontend.http.bodies.messages import Messages
 from services.gateway.frontend.http.bodies.reading import read_body
 from services.gateway.frontend.http.bodies.tools import Tools, requested_tools
+from services.gateway.frontend.http.bodies.unknown_fields import OF_PROMPTS
 from services.gateway.frontend.http.failures import PARAM_NAMES
 from services.gateway.intake.prompts import PROMPT
 
 
 class TokenizeBody(Body):
     """Text as `prompt`, or a chat as `messages`."""
+
+    refused = OF_PROMPTS
 
     model: str | None = None
     prompt: str | None = None
@@ -33,7 +36,7 @@ class TokenizeBody(Body):
         if (self.prompt is None) == (self.messages is None):
             raise FieldError("prompt", "one of prompt and messages is needed")
         if self.prompt is not None:
-            for name in ("add_generation_prompt", "chat_template_kwargs", "tools"):
+            for name in ("chat_template_kwargs", "tools"):
                 if getattr(self, name):
                     raise FieldError(name, f"{name} is for messages")
         elif self.add_special_tokens:

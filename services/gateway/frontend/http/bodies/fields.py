@@ -5,9 +5,9 @@ a whole. So even a large body causes few errors.
 """
 
 import re
-from collections.abc import Callable
-from functools import partial
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
@@ -23,7 +23,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from services.gateway.frontend.api import Received
-from services.gateway.frontend.http.bodies.ignored_fields import NO_EFFECT_VALUES, without_ignored
+from services.gateway.frontend.http.bodies.unknown_fields import EMPTY, without_ignored
 from services.protocol.ticket import FinishReason
 
 
@@ -56,10 +56,13 @@ Strings = Annotated[list[str], Field(fail_fast=True)]
 
 
 class Body(BaseModel):
-    """An object of a body. Drops the fields of `ignored_fields`, and refuses unknown ones. A whole
-    number may have a fraction of 0, as in JSON Schema: 5.0 is an integer."""
+    """An object of a body. Ignores unknown fields (`unknown_fields`). A whole number may have a
+    fraction of 0, as in JSON Schema: 5.0 is an integer."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """The unknown fields that would change the tokens -> the values that change nothing."""
 
     @model_validator(mode="before")
     @classmethod
@@ -70,21 +73,28 @@ class Body(BaseModel):
             raise ValueError(f"an object of {len(fields)} fields, at most {MAX_FIELDS}")
         return {
             name: int(value) if isinstance(value, float) and _is_whole(value) else value
-            for name, value in without_ignored(fields, cls.model_fields).items()
+            for name, value in without_ignored(fields, _names(cls), cls.refused).items()
         }
 
     @classmethod
     def __get_pydantic_json_schema__(
         cls, core: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        """The schema of what is accepted, with the fields that are dropped."""
+        """The schema of what is accepted: with any field that is not refused."""
         reference = handler(core)
         schema = handler.resolve_ref_schema(reference)
-        for name, values in NO_EFFECT_VALUES.items():
+        del schema["additionalProperties"]
+        for name, values in cls.refused.items():
             if name not in cls.model_fields:
-                schema.setdefault("properties", {})[name] = {"enum": [None, *values]}
+                schema.setdefault("properties", {})[name] = {"enum": [*EMPTY, *values]}
         schema["maxProperties"] = MAX_FIELDS
         return reference
+
+
+@cache
+def _names(body: type[BaseModel]) -> frozenset[str]:
+    """The names of its fields in JSON."""
+    return frozenset(field.alias or name for name, field in body.model_fields.items())
 
 
 def _is_whole(number: float) -> bool:
@@ -166,43 +176,7 @@ def _types(values: list[Any]) -> set[type]:
     return set(map(type, values))
 
 
-def _content(value: Any) -> str:
-    """A message's text. Parts of type text are joined as lines; null is an empty text, as in
-    vLLM."""
-    if value is None:
-        return ""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise ValueError("must be text or a list of text parts")
-    return "\n".join(map(_part, value))
-
-
-def _part(part: Any) -> str:
-    match part:
-        case {"type": "text", "text": str(text), **others} if others.keys() <= _PART_EXTRAS:
-            return text
-        case {"type": "text", "text": str(), **others}:
-            names = ", ".join(sorted(map(str, others.keys() - _PART_EXTRAS)))
-            raise ValueError(f"a text part has only type and text, not {names[:_MAX_SHOWN]}")
-        case {"type": str(kind)} if kind != "text":
-            text = f"content parts of type {kind[:_MAX_SHOWN]!r} are not supported, only 'text'"
-            raise ValueError(text)
-    raise ValueError('a text part is {"type": "text", "text": "..."}')
-
-
-_PART_EXTRAS = {"cache_control"}
-"""Asks to cache the prompt up to a part, which Quire always does."""
-
-_MAX_SHOWN = 64
-
 _IDS = {"type": "array", "items": {"type": "integer"}}
-_TEXT_PART = {
-    "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}, "cache_control": {}},
-    "required": ["type", "text"],
-    "additionalProperties": False,
-}
 
 
 def _parsed(parse: Callable[[Any], Any], *forms: dict[str, Any]) -> tuple[Any, Any]:
@@ -250,9 +224,4 @@ NumberOrFalse = Annotated[
     int | None,
     BeforeValidator(none_if_false),
     WithJsonSchema({"anyOf": [{"type": "integer"}, {"const": False}, _NULL]}),
-]
-
-
-MessageText = Annotated[
-    str, *_parsed(_content, _STRING, {"type": "array", "items": _TEXT_PART}, _NULL)
 ]

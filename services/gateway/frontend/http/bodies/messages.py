@@ -6,40 +6,44 @@ from typing import Annotated, Any, Self
 from pydantic import Field, model_validator
 
 from services.gateway.frontend.api import ChatMessage
-from services.gateway.frontend.http.bodies.fields import Body, FieldError, MessageText
+from services.gateway.frontend.http.bodies.fields import Body, FieldError
+from services.gateway.frontend.http.bodies.parts import MessageContent, Said
 from services.gateway.frontend.http.bodies.tools import ToolCallBody, ToolCalls
+from services.gateway.frontend.http.bodies.unknown_fields import OF_MESSAGES
 from services.gateway.intake.prompts import MAX_MESSAGES
 
 
 class MessageBody(Body):
+    refused = OF_MESSAGES
+
     role: str = Field(min_length=1)
-    content: MessageText = ""
+    content: MessageContent = Said()
     name: str | None = None
     tool_calls: ToolCalls | None = None
     """Of an assistant's message: its calls."""
     tool_call_id: str | None = None
     """Of a tool's message: the call that it answers."""
+    refusal: str | None = None
+    """Of an assistant's message: what it says instead of its content."""
     reasoning: str | None = None
     reasoning_content: str | None = None
+    thinking: str | None = None
     """Of an assistant's message, for templates that show earlier reasoning; `reasoning` is vLLM's
-    newer name for it."""
+    newer name for `reasoning_content`, `thinking` is Ollama's."""
 
     @model_validator(mode="after")
-    def _check_fields(self) -> Self:
+    def _check_calls(self) -> Self:
         if self.tool_calls and self.role != "assistant":
             raise FieldError("tool_calls", "tool_calls are of messages with role assistant")
-        if self.tool_call_id is not None and self.role != "tool":
-            raise FieldError("tool_call_id", "tool_call_id is of messages with role tool")
-        if "content" not in self.model_fields_set and not self.tool_calls:
-            raise FieldError("content", "content is needed, except with tool_calls")
         return self
 
     def to_message(self) -> ChatMessage:
-        reasoning = self.reasoning_content or self.reasoning or ""
+        said = self.content
+        reasoning = self.reasoning_content or self.reasoning or self.thinking or said.reasoning
         fields = assistant_fields(self.tool_calls or (), reasoning)
-        if self.tool_call_id is not None:
+        if self.tool_call_id is not None and self.role == "tool":
             fields["tool_call_id"] = self.tool_call_id
-        return ChatMessage(self.role, self.content, self.name or "", fields)
+        return ChatMessage(self.role, said.text or self.refusal or "", self.name or "", fields)
 
 
 def assistant_fields(calls: Sequence[ToolCallBody], reasoning: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import re
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -15,9 +16,10 @@ from starlette.requests import Request
 from services.common.errors import InvalidRequest
 from services.gateway.frontend.http.bodies.bounds import check_counts
 from services.gateway.frontend.http.bodies.fields import FieldError
-from services.gateway.frontend.http.bodies.ignored_fields import SUCCESSORS
+from services.gateway.frontend.http.bodies.unknown_fields import INSTEAD
 
 _MAX_PROBLEMS = 5
+_INDEX = re.compile(r"\[\d+\]")
 
 _SMALL_BYTES = 1 << 16
 """A body of at most this size is parsed in a millisecond or two, whatever it contains."""
@@ -95,8 +97,8 @@ def _location(steps: tuple[int | str, ...], kind: str, body: Any) -> Iterator[in
 
 def _text(path: str, kind: str, message: str) -> str:
     if kind == "extra_forbidden":
-        successor = SUCCESSORS.get(path)
-        return f"{path} is not supported" + (f"; use {successor}" if successor else "")
+        instead = INSTEAD.get(_INDEX.sub("", path))
+        return f"{path} is not supported" + (f"; use {instead}" if instead else "")
     message = message.removeprefix("Value error, ")
     return f"{path}: {message}" if path else message
 

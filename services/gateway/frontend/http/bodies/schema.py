@@ -36,6 +36,7 @@ from services.gateway.frontend.http.bodies.structured import (
     StructuredOutputsBody,
 )
 from services.gateway.frontend.http.bodies.tools import Choice, Tools, requested_tools
+from services.gateway.frontend.http.bodies.unknown_fields import OF_REQUESTS
 from services.gateway.intake.prompts import PROMPT
 from services.gateway.intake.structures import STRUCTURE
 from services.protocol.ticket import EarlyStopping
@@ -58,8 +59,9 @@ DEFAULT_MAX_TOKENS = 16
 
 
 class SampledBody(Body):
-    """The fields of every request for text. Like vLLM, Quire accepts `metadata` to `user`, which
-    are notes to a provider, and does not use them."""
+    """The fields of every request for text."""
+
+    refused = OF_REQUESTS
 
     model: str | None = None
     temperature: float | None = None
@@ -70,13 +72,6 @@ class SampledBody(Body):
     frequency_penalty: float | None = None
     logit_bias: Biases = ()
     stream: bool | None = None
-
-    metadata: dict[str, Any] | None = None
-    prompt_cache_key: str | None = None
-    safety_identifier: str | None = None
-    service_tier: str | None = None
-    store: bool | None = None
-    user: str | None = None
 
     allowed_token_ids: Integers | None = None
     bad_words: Strings | None = None
@@ -254,6 +249,7 @@ class CompletionBody(GenerationBody):
     prompt: Prompts
     logprobs: NumberOrFalse = None
     echo: bool | None = None
+    add_special_tokens: bool | None = None
 
     @model_validator(mode="after")
     def _check_completion(self) -> Self:
@@ -287,6 +283,10 @@ class CompletionBody(GenerationBody):
             prompt_logprobs=max((n for n in numbers if n is not None), default=None),
         )
 
+    def request(self, prompt: Prompt, request_id: str) -> GenerationRequest:
+        request = super().request(prompt, request_id)
+        return replace(request, add_special_tokens=self.add_special_tokens is not False)
+
     def requests(self, request_id: str) -> list[GenerationRequest]:
         """One request for each prompt, in order."""
         if len(self.prompt) == 1:
@@ -297,7 +297,7 @@ class CompletionBody(GenerationBody):
         ]
 
 
-ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class ChatBody(GenerationBody):
@@ -305,6 +305,7 @@ class ChatBody(GenerationBody):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: ReasoningEffort | None = None
     include_reasoning: bool | None = None
@@ -349,6 +350,7 @@ class ChatBody(GenerationBody):
         return [
             replace(
                 self.request(messages, request_id),
+                add_generation_prompt=self.add_generation_prompt is not False,
                 template_arguments=arguments,
                 tools=self.requested_tools(),
                 wants_parts=True,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema
 from pydantic_core import from_json
 
 from services.gateway.frontend.api import RequestedTools, ToolChoice
@@ -32,6 +32,21 @@ class ToolBody(Body):
         return {"type": self.type, "function": function}
 
 
+class OtherToolBody(Body):
+    """A tool that is no function, such as a web search of the server. It is left out."""
+
+    type: Annotated[str, WithJsonSchema({"type": "string", "not": {"const": "function"}})]
+
+
+def tagged(value: Any) -> str:
+    """Which of the two kinds of tools a JSON value is."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "other_tool" if isinstance(kind, str) and kind != "function" else "function_tool"
+
+
+OtherTool = Annotated[OtherToolBody, Tag("other_tool")]
+
+
 class NamedFunctionBody(Body):
     name: Name
 
@@ -41,57 +56,64 @@ class NamedChoiceBody(Body):
     function: NamedFunctionBody
 
 
-Tools = Annotated[list[ToolBody], Field(fail_fast=True, max_length=MAX_TOOLS)]
+Tool = Annotated[Annotated[ToolBody, Tag("function_tool")] | OtherTool, Discriminator(tagged)]
+Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)]
 Choice = Literal["auto", "none", "required"] | NamedChoiceBody
 
 
 def requested_tools(
-    tools: Sequence[ToolBody] | None, choice: Choice | None, parallel: bool | None
+    tools: Sequence[ToolBody | OtherToolBody] | None, choice: Choice | None, parallel: bool | None
 ) -> RequestedTools | None:
-    """The tools of a body; None: it has none. FieldError: they do not fit together."""
-    if not tools:
+    """The functions of a body; None: it has none. Of several with one name, the last one counts.
+    FieldError: they do not fit together."""
+    functions = {tool.function.name: tool for tool in tools or () if isinstance(tool, ToolBody)}
+    if not functions:
         if choice not in (None, "auto", "none"):
             raise FieldError("tool_choice", "tool_choice is for requests with tools")
         return None
-    names = [tool.function.name for tool in tools]
-    if twice := {name for name in names if names.count(name) > 1}:
-        raise FieldError("tools", f"tools: {min(twice)!r} is there more than once")
     function = choice.function.name if isinstance(choice, NamedChoiceBody) else None
-    if function is not None and function not in names:
+    if function is not None and function not in functions:
         raise FieldError("tool_choice", f"tool_choice: {function!r} is not one of the tools")
     return RequestedTools(
-        tuple(tool.definition() for tool in tools),
+        tuple(tool.definition() for tool in functions.values()),
         ToolChoice(choice) if isinstance(choice, str) else ToolChoice.AUTO,
         function,
         parallel is not False,
-        tuple(tool.function.name for tool in tools if tool.function.strict),
+        tuple(name for name, tool in functions.items() if tool.function.strict),
     )
 
 
+def arguments_of(value: Any) -> dict[str, Any]:
+    """The arguments of an earlier call as an object, as chat templates want them. A model may have
+    written anything, and a limit may have cut it: what is no object counts as an empty one. The
+    object's text may itself stand in a JSON string."""
+    for _ in range(2):
+        if isinstance(value, str):
+            try:
+                value = from_json(value, allow_inf_nan=False)
+            except ValueError:
+                return {}
+    return value if isinstance(value, dict) else {}
+
+
 class CalledFunctionBody(Body):
-    name: Name
-    arguments: str
+    name: str
+    """As the model wrote it, which is not always a function's name."""
+    arguments: Annotated[
+        dict[str, Any], BeforeValidator(arguments_of, json_schema_input_type=Any)
+    ] = Field(default={})
 
 
 class ToolCallBody(Body):
     """A call of an earlier message."""
 
-    id: str
+    id: str | None = None
     type: Literal["function"] | None = None
     function: CalledFunctionBody
 
     def to_fields(self) -> Mapping[str, Any]:
-        """For the chat template, which wants the arguments as an object. Arguments that are no
-        JSON object stay text: the model may have written them so."""
-        arguments: Any = self.function.arguments
-        try:
-            value = from_json(arguments, allow_inf_nan=False)
-        except ValueError:
-            value = None
-        if isinstance(value, dict):
-            arguments = value
-        function = {"name": self.function.name, "arguments": arguments}
-        return {"id": self.id, "type": "function", "function": function}
+        """For the chat template."""
+        return {"id": self.id or "", "type": "function", "function": self.function.model_dump()}
 
 
 ToolCalls = Annotated[list[ToolCallBody], Field(fail_fast=True, max_length=MAX_CALLS)]

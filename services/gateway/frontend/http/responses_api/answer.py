@@ -94,7 +94,7 @@ class ResponseAnswer:
             "temperature": body.temperature,
             "text": {"format": body.format_json},
             "tool_choice": body.chosen_json,
-            "tools": [tool.model_dump() for tool in body.tools or ()],
+            "tools": [tool.model_dump() for tool in body.functions],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": body.top_p,
             "truncation": "disabled",

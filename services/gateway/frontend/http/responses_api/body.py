@@ -1,7 +1,6 @@
 """The body of /v1/responses.
 
-A field that asks for something that Quire does not have (stored responses, tools of the server) is
-refused with the reason, unless its value requests nothing.
+A field that takes the conversation from what a server has kept is refused with the reason.
 """
 
 from dataclasses import replace
@@ -9,8 +8,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BeforeValidator,
+    Discriminator,
     Field,
     PlainValidator,
+    Tag,
     WithJsonSchema,
     model_validator,
 )
@@ -22,7 +23,7 @@ from services.gateway.frontend.api import (
     RequestedSampling,
     RequestedTools,
 )
-from services.gateway.frontend.http.bodies.fields import Body
+from services.gateway.frontend.http.bodies.fields import Body, Strings
 from services.gateway.frontend.http.bodies.schema import (
     ReasoningEffort,
     SampledBody,
@@ -37,8 +38,10 @@ from services.gateway.frontend.http.bodies.tools import (
     Name,
     NamedChoiceBody,
     NamedFunctionBody,
+    OtherTool,
     ToolBody,
     requested_tools,
+    tagged,
 )
 from services.gateway.frontend.http.responses_api.items import Item, messages_of
 from services.gateway.intake.prompts import MAX_MESSAGES, PROMPT
@@ -46,8 +49,6 @@ from services.gateway.intake.structures import STRUCTURE
 
 LOGPROBS = "message.output_text.logprobs"
 """The value of `include` that asks for logprobs."""
-
-Included = Literal["message.output_text.logprobs"]
 
 _STATELESS = "Quire keeps no responses: send the whole conversation as `input`"
 
@@ -65,13 +66,18 @@ def _only(reason: str, *values: Any) -> tuple[Any, Any]:
 
 
 class FunctionToolBody(FunctionBody):
-    """A tool; the fields of its function are its own."""
+    """A function; its fields are those of the tool."""
 
     type: Literal["function"]
 
     def to_tool(self) -> ToolBody:
         function = FunctionBody(**self.model_dump(exclude={"type"}))
         return ToolBody(type="function", function=function)
+
+
+Tool = Annotated[
+    Annotated[FunctionToolBody, Tag("function_tool")] | OtherTool, Discriminator(tagged)
+]
 
 
 class FunctionChoiceBody(Body):
@@ -81,17 +87,10 @@ class FunctionChoiceBody(Body):
 
 class TextBody(Body):
     format: ResponsesFormat | None = None
-    verbosity: Annotated[Any, *_only("only medium verbosity is supported", "medium")] = None
 
 
 class ReasoningBody(Body):
     effort: ReasoningEffort | None = None
-    summary: Annotated[Any, *_only("summaries of reasoning are not supported")] = None
-    generate_summary: Annotated[Any, *_only("summaries of reasoning are not supported")] = None
-
-
-class ResponsesStreamOptions(Body):
-    """Has only ignored fields: the events of a response always end with its usage."""
 
 
 def _as_items(value: Any) -> Any:
@@ -105,30 +104,23 @@ class ResponsesBody(SampledBody):
     input: Annotated[Items, BeforeValidator(_as_items, json_schema_input_type=str | Items)]
     instructions: str | None = None
     max_output_tokens: int | None = None
-    include: Annotated[list[Included], Field(fail_fast=True)] | None = None
+    include: Strings | None = None
     top_logprobs: int | None = None
     reasoning: ReasoningBody | None = None
     text: TextBody | None = None
-    stream_options: ResponsesStreamOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    prompt_cache_retention: str | None = None
+    metadata: dict[str, Any] | None = None
+    user: str | None = None
 
-    store: Annotated[Any, *_only(_STATELESS, False)] = None
     previous_response_id: Annotated[Any, *_only(_STATELESS)] = None
     conversation: Annotated[Any, *_only(_STATELESS)] = None
     background: Annotated[
         Any, *_only(f"no response runs in the background. {_STATELESS}", False)
     ] = None
     prompt: Annotated[Any, *_only(f"stored prompts do not exist. {_STATELESS}")] = None
-    tools: Annotated[list[FunctionToolBody], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = (
-        None
-    )
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["auto", "none", "required"] | FunctionChoiceBody | None = None
     parallel_tool_calls: bool | None = None
-    max_tool_calls: Annotated[Any, *_only("the number of calls is not limited")] = None
-    truncation: Annotated[
-        Any, *_only("an input that is too long is refused, not truncated", "disabled")
-    ] = None
 
     @property
     def names(self) -> dict[str, str]:
@@ -158,6 +150,11 @@ class ResponsesBody(SampledBody):
         chosen = self.tool_choice
         return chosen.model_dump() if isinstance(chosen, FunctionChoiceBody) else chosen or "auto"
 
+    @property
+    def functions(self) -> list[FunctionToolBody]:
+        """The tools that are served."""
+        return [tool for tool in self.tools or () if isinstance(tool, FunctionToolBody)]
+
     def requested_tools(self) -> RequestedTools | None:
         choice: Choice | None
         if isinstance(self.tool_choice, FunctionChoiceBody):
@@ -165,7 +162,7 @@ class ResponsesBody(SampledBody):
             choice = NamedChoiceBody(type="function", function=function)
         else:
             choice = self.tool_choice
-        tools = [tool.to_tool() for tool in self.tools or ()]
+        tools = [tool.to_tool() for tool in self.functions]
         return requested_tools(tools, choice, self.parallel_tool_calls)
 
     @property

@@ -2,14 +2,13 @@
 text."""
 
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from tokenizers import Tokenizer
 
 from services.gateway.frontend.api import (
     ChatMessage,
@@ -21,86 +20,12 @@ from services.gateway.frontend.api import (
 from services.gateway.frontend.http.app import create_app
 from services.gateway.frontend.http.transport.server import http_server
 from services.gateway.parsing.parts import Part, joined
+from tests.integration.gateway import fakes
+from tests.integration.gateway.conftest import Call, GatewayHarness, asked
 
-from . import fakes
-from .conftest import Call, GatewayHarness, asked, write_model
-from .fakes import decode, prefill
+from .conftest import TEXT, TOOLS, USER, Script
 
 pytestmark = pytest.mark.usefixtures("script")
-
-TEMPLATE = """
-{%- if tools %}{% for tool in tools %}tool {{ tool | tojson }}\n{% endfor %}{% endif %}
-{%- for m in messages %}{{ m.role }}: {{ m.content }}
-{%- if m.reasoning_content %} ({{ m.reasoning_content }}){% endif %}
-{%- for call in m.tool_calls or [] %} calls {{ call.function.name }}
-{%- for name, value in call.function.arguments.items() %} {{ name }}={{ value | tojson }}
-{%- endfor %}{% endfor %}\n{% endfor %}
-{#- <think> </think> <tool_call> #}
-##{% if thinks %}<think>\n{% endif %}"""
-TOOLS: Any = [
-    {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": "Weather of <|city|>",
-            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-        },
-    }
-    for name in ("get_weather", "get_time")
-]
-TEXT = (
-    "<think>\nThe user asks.\n</think>\n\nLook:\n"
-    '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Genève"}}\n</tool_call>\n'
-    '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>END'
-)
-USER: Any = [{"role": "user", "content": "What is the weather?"}]
-
-
-class Script:
-    """The text of every worker: `text` after a prompt, which ends with ##."""
-
-    def __init__(self, model_dir: Path) -> None:
-        self.text = TEXT
-        self.tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
-
-    def next_token(self, tokens: Sequence[int], index: int = 0) -> int:
-        end = bytes(tokens).rfind(b"##") + 2
-        token_ids: list[int] = self.tokenizer.encode(self.text).ids
-        return token_ids[len(tokens) - end]
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch, model_dir: Path) -> Script:
-    script = Script(model_dir)
-    for module in (prefill, decode):
-        monkeypatch.setattr(module, "next_token", script.next_token)
-    return script
-
-
-@pytest.fixture
-def model_dir(tmp_path: Path) -> Path:
-    write_model(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
-    return tmp_path
-
-
-@pytest.fixture
-async def harness(make_harness: Callable[..., Awaitable[GatewayHarness]]) -> GatewayHarness:
-    return await make_harness(fakes.prefill.FakePrefill(), fakes.decode.FakeDecode())
-
-
-@pytest.fixture
-async def client(harness: GatewayHarness) -> AsyncIterator[openai.AsyncOpenAI]:
-    app = create_app(harness.gateway, harness.request_metrics)
-    async with http_server(app, "127.0.0.1", 0, grace_s=1) as port:
-        transport = openai.DefaultAsyncHttpxClient(timeout=10, trust_env=False)
-        async with openai.AsyncOpenAI(
-            base_url=f"http://127.0.0.1:{port}/v1",
-            api_key="none",
-            max_retries=0,
-            http_client=transport,
-        ) as client:
-            yield client
 
 
 def parts_of(deltas: Sequence[Delta]) -> tuple[Part, ...]:
@@ -263,7 +188,14 @@ async def test_a_forced_call_has_a_form_of_its_own(client: openai.AsyncOpenAI, c
         await client.chat.completions.create(**fields(tool_choice="required", tools=tools))
 
 
-@pytest.mark.parametrize(("more", "role"), [("", "system"), ("{# developer #}", "developer")])
+@pytest.mark.parametrize(
+    ("more", "role"),
+    [
+        ("", "system"),
+        ("{# developer #}", "system"),
+        ("{% if messages[0].role == 'developer' %}{% endif %}", "developer"),
+    ],
+)
 async def test_developers_message_is_the_systems_unless_the_template_knows_it(
     make_harness: Callable[..., Awaitable[GatewayHarness]], model_dir: Path, more: str, role: str
 ) -> None:
@@ -279,7 +211,7 @@ async def test_developers_message_is_the_systems_unless_the_template_knows_it(
 async def test_tools_need_a_template_and_a_format(
     make_harness: Callable[..., Awaitable[GatewayHarness]], model_dir: Path
 ) -> None:
-    async def refusal(template: str) -> str:
+    async def answer(template: str, **more: Any) -> str:
         (model_dir / "chat_template.jinja").write_text(template)
         harness = await make_harness(fakes.prefill.FakePrefill(), fakes.decode.FakeDecode())
         app = create_app(harness.gateway, harness.request_metrics)
@@ -289,12 +221,16 @@ async def test_tools_need_a_template_and_a_format(
                 base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0
             ) as client,
         ):
-            with pytest.raises(openai.BadRequestError) as refused:
-                await client.chat.completions.create(**fields())
-        return str(refused.value)
+            try:
+                answer = await client.chat.completions.create(**fields(**more))
+            except openai.BadRequestError as error:
+                return str(error)
+            return str(answer.choices[0].finish_reason)
 
-    assert "has no place for tools" in await refusal("{{ messages }}##")
-    assert "--tool-call-parser" in await refusal("{{ messages }}{{ tools }}##")
+    no_place = "{{ messages }}##"
+    assert "has no place for tools" in await answer(no_place)
+    assert await answer(no_place, tool_choice="none") == "stop"
+    assert "--tool-call-parser" in await answer("{{ messages }}{{ tools }}##")
 
 
 # ── /v1/responses ────────────────────────────────────────────────────────────────────────────────

@@ -1,0 +1,89 @@
+"""A gateway whose workers generate the test's text, and OpenAI's own client."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from tokenizers import Tokenizer
+
+from services.gateway.frontend.http.app import create_app
+from services.gateway.frontend.http.transport.server import http_server
+from tests.integration.gateway import fakes
+from tests.integration.gateway.conftest import GatewayHarness, write_model
+from tests.integration.gateway.fakes import decode, prefill
+
+TEMPLATE = """
+{%- if tools %}{% for tool in tools %}tool {{ tool | tojson }}\n{% endfor %}{% endif %}
+{%- for m in messages %}{{ m.role }}: {{ m.content }}
+{%- if m.reasoning_content %} ({{ m.reasoning_content }}){% endif %}
+{%- for call in m.tool_calls or [] %} calls {{ call.function.name }}
+{%- for name, value in call.function.arguments.items() %} {{ name }}={{ value | tojson }}
+{%- endfor %}{% endfor %}\n{% endfor %}
+{#- <think> </think> <tool_call> #}
+##{% if thinks %}<think>\n{% endif %}"""
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "Weather of <|city|>",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        },
+    }
+    for name in ("get_weather", "get_time")
+]
+TEXT = (
+    "<think>\nThe user asks.\n</think>\n\nLook:\n"
+    '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Genève"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>END'
+)
+USER: Any = [{"role": "user", "content": "What is the weather?"}]
+
+
+class Script:
+    """The text of every worker: `text` after a prompt, which ends with ##."""
+
+    def __init__(self, model_dir: Path) -> None:
+        self.text = TEXT
+        self.tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+
+    def next_token(self, tokens: Sequence[int], index: int = 0) -> int:
+        end = bytes(tokens).rfind(b"##") + 2
+        token_ids: list[int] = self.tokenizer.encode(self.text).ids
+        return token_ids[len(tokens) - end]
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch, model_dir: Path) -> Script:
+    script = Script(model_dir)
+    for module in (prefill, decode):
+        monkeypatch.setattr(module, "next_token", script.next_token)
+    return script
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    write_model(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    return tmp_path
+
+
+@pytest.fixture
+async def harness(make_harness: Callable[..., Awaitable[GatewayHarness]]) -> GatewayHarness:
+    return await make_harness(fakes.prefill.FakePrefill(), fakes.decode.FakeDecode())
+
+
+@pytest.fixture
+async def client(harness: GatewayHarness) -> AsyncIterator[openai.AsyncOpenAI]:
+    app = create_app(harness.gateway, harness.request_metrics)
+    async with http_server(app, "127.0.0.1", 0, grace_s=1) as port:
+        transport = openai.DefaultAsyncHttpxClient(timeout=10, trust_env=False)
+        async with openai.AsyncOpenAI(
+            base_url=f"http://127.0.0.1:{port}/v1",
+            api_key="none",
+            max_retries=0,
+            http_client=transport,
+        ) as client:
+            yield client
