@@ -124,6 +124,7 @@ async def admit(
         *(request.prompt, served.model, served.max_model_len),
         *(request.template_arguments, request.tools),
     )
+    require(bool(prompt), "the prompt is empty", PROMPT)
     most, context = served.model.config.generation.max_new_tokens, served.max_model_len
     if asked.embedding is not None and len(prompt) == context:
         context += 1  # its one token is never drawn
