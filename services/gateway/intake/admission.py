@@ -18,7 +18,7 @@ from services.gateway.intake.prompts import (
     tokenize_prompt,
 )
 from services.gateway.intake.sampling import resolve_sampling
-from services.gateway.intake.tools import parsing_of, with_calls
+from services.gateway.intake.tools import parsing_of, with_form
 from services.gateway.parsing.message import Parsing
 from services.gateway.request.trace import RequestTrace
 from services.gateway.workers.directory import ModelPools
@@ -144,7 +144,7 @@ async def admit(
     )
     check_received(request, max_tokens, sampling.temperature, served.model.config.vocab_size)
     parsing = parsing_of(request, served.model, prompt)
-    sampling = await with_calls(sampling, request, parsing, served.model)
+    sampling = await with_form(sampling, request, parsing, served.model)
     return AdmittedRequest(
         request_id=request_id,
         model=name,
