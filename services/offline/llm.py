@@ -276,11 +276,11 @@ class LLM:
         whole = messages.completion(
             [one for delta in found for one in messages.deltas(response_to_wire(delta, ""))]
         )
-        said = next((delta.prompt for delta in found if delta.prompt is not None), None)
-        if said is not None:
+        prompt = next((delta.prompt for delta in found if delta.prompt is not None), None)
+        if prompt is not None:
             is_ids = isinstance(next(iter(request.prompt), ""), int)
-            text = None if is_ids else said.text
-            whole = replace(whole, prompt=text, prompt_token_ids=said.token_ids)
+            text = None if is_ids else prompt.text
+            whole = replace(whole, prompt=text, prompt_token_ids=prompt.token_ids)
         if not request.wants_parts:
             return whole
         transcripts = {choice.index: Transcript() for choice in whole.choices}
