@@ -201,12 +201,22 @@ class Completion:
 
     `choices`: all sequences, by index. `usage`: of all sequences together. `text`, `token_ids`,
     `finish_reason` and `logprobs` are those of the first choice, for requests with `n` = 1.
+    `outputs`, `prompt` and `prompt_token_ids` have vLLM's names.
     """
 
     request_id: str
     choices: tuple[Choice, ...]
     usage: Usage
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt: str | None = None
+    """Of `LLM`: the text, for a chat as the template renders it; None for token ids."""
+
+    prompt_token_ids: tuple[int, ...] = ()
+    """Of `LLM`: the prompt as the model gets it."""
+
+    @property
+    def outputs(self) -> tuple[Choice, ...]:
+        return self.choices
 
     @property
     def text(self) -> str:

@@ -144,15 +144,13 @@ class Gateway:
         """See `Generator.tokenize`."""
         _, served, _ = await self._served(request.model, EVERYONE)
         tokenizer = served.model.tokenizer
-        token_ids: tuple[int, ...] = ()
-        if request.prompt != "":
-            with self._tokenizing():
-                token_ids = await tokenize_prompt(
-                    *(request.prompt, served.model, served.max_model_len),
-                    *(request.template_arguments, request.tools),
-                    add_special_tokens=request.add_special_tokens,
-                    add_generation_prompt=request.add_generation_prompt,
-                )
+        with self._tokenizing():
+            token_ids = await tokenize_prompt(
+                *(request.prompt, served.model, served.max_model_len),
+                *(request.template_arguments, request.tools),
+                add_special_tokens=request.add_special_tokens,
+                add_generation_prompt=request.add_generation_prompt,
+            )
         tokens = tuple(map(tokenizer.token, token_ids)) if request.with_tokens else None
         return Tokenized(token_ids, tokens, served.longest_request)
 

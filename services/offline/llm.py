@@ -272,11 +272,16 @@ class LLM:
             ]
 
     async def _complete(self, request: GenerationRequest) -> Completion:
-        async with aclosing(self._wiring.gateway.generate(request)) as stream:
+        async with aclosing(self._wiring.gateway.generate(replace(request, echo=True))) as stream:
             found = [delta async for delta in stream]
         whole = messages.completion(
             [one for delta in found for one in messages.deltas(response_to_wire(delta, ""))]
         )
+        prompt = next((delta.prompt for delta in found if delta.prompt is not None), None)
+        if prompt is not None:
+            is_ids = isinstance(next(iter(request.prompt), ""), int)
+            text = None if is_ids else prompt.text
+            whole = replace(whole, prompt=text, prompt_token_ids=prompt.token_ids)
         if not request.wants_parts:
             return whole
         transcripts = {choice.index: Transcript() for choice in whole.choices}

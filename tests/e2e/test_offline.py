@@ -62,6 +62,18 @@ def test_greedy_tokens_are_those_of_transformers(llm: LLM, oracle: Oracle) -> No
         assert list(answer.token_ids) == oracle.choices(prompt, answer.token_ids)
 
 
+def test_an_answer_has_the_names_of_vllm(llm: LLM) -> None:
+    (of_text,) = llm.generate("a b", GREEDY, use_tqdm=False)
+    assert of_text.outputs[0].text == of_text.text
+    assert of_text.outputs == of_text.choices
+    assert of_text.prompt == "a b"
+    assert len(of_text.prompt_token_ids) == of_text.usage.num_prompt_tokens
+    (of_ids,) = llm.generate([[7, 11]], GREEDY, use_tqdm=False)
+    assert (of_ids.prompt, of_ids.prompt_token_ids) == (None, (7, 11))
+    (again,) = llm.generate([list(of_text.prompt_token_ids)], GREEDY, use_tqdm=False)
+    assert again.token_ids == of_text.token_ids
+
+
 def test_close_when_the_loop_has_just_ended_is_no_error() -> None:
     """As after a start that failed: the loop's thread ends by itself."""
     llm = LLM.__new__(LLM)
@@ -257,6 +269,8 @@ def test_a_chat_with_tools_is_that_of_the_http_api(tmp_path: Path) -> None:
 
         def offline(**options: Any) -> dict[str, Any]:
             (found,) = llm.chat(asked, greedy, use_tqdm=False, **options)
+            assert len(found.prompt_token_ids) == found.usage.num_prompt_tokens
+            assert found.prompt
             return dict(found.choices[0].message or {})
 
         said = offline(**forced)

@@ -311,3 +311,27 @@ def test_wrong_forms_are_refused_with_the_reason(
 ) -> None:
     with pytest.raises(InvalidRequest, match=problem):
         grammar(vocabulary, kind, text)
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, "-7"),
+        ({"type": "number", "minimum": -1.7976931348623157e308}, "1.5"),
+        ({"type": "array", "uniqueItems": False}, "[1]"),
+        ({"properties": {"format": {"type": "string", "format": "phone"}}}, '{"format":"1"}'),
+        ({"anyOf": [{"type": "string", "format": "binary"}, {"type": "null"}]}, '"x"'),
+    ],
+)
+def test_keywords_that_ask_for_nothing_are_served(
+    vocabulary: Vocabulary, tokenizer: Tokenizer, schema: dict[str, Any], text: str
+) -> None:
+    assert accepts(vocabulary, tokenizer, "json", json.dumps(schema), text)
+
+
+def test_a_choice_of_many_texts_is_one_expression(
+    vocabulary: Vocabulary, tokenizer: Tokenizer
+) -> None:
+    choices = json.dumps([str(number * 7919 % 100_003) for number in range(5000)])
+    assert accepts(vocabulary, tokenizer, "choice", choices, "7919")
+    assert not accepts(vocabulary, tokenizer, "choice", choices, "7918x")

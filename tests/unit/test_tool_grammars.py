@@ -13,10 +13,11 @@ import pytest
 from bench.make_checkpoint import CheckpointSpec, make_checkpoint
 from services.common.errors import InvalidRequest
 from services.common.structured.grammar import Compiled, Grammar, compile_structure
+from services.common.structured.structure import Structure, StructureKind
 from services.common.structured.vocabulary import Vocabulary
 from services.common.text.tokenizer import Tokenizer
 from services.gateway.frontend.api import RequestedTools, ToolChoice
-from services.gateway.intake.tool_grammars import structure_of_calls
+from services.gateway.intake.tool_grammars import structure_after_reasoning, structure_of_calls
 from services.gateway.parsing.message import CallFormat, MessageFormat, MessageParser, Parsing
 from services.gateway.parsing.parts import CallArguments, CallStart, Part, joined
 
@@ -52,6 +53,15 @@ class Walk:
     def __init__(self, vocabulary: Vocabulary, tools: RequestedTools, parsing: Parsing) -> None:
         structure = structure_of_calls(tools, parsing)
         assert structure is not None
+        self._begin(vocabulary, structure)
+
+    @classmethod
+    def of_form(cls, vocabulary: Vocabulary, structure: Structure) -> "Walk":
+        walk = cls.__new__(cls)
+        walk._begin(vocabulary, structure)
+        return walk
+
+    def _begin(self, vocabulary: Vocabulary, structure: Structure) -> None:
         compiled: Future[Compiled] = Future()
         compiled.set_result(compile_structure(structure, vocabulary))
         self._walk = Grammar(compiled, VOCAB_SIZE).walk()
@@ -163,3 +173,36 @@ def test_pythonic_calls_cannot_be_forced() -> None:
     parsing = Parsing(MessageFormat(CallFormat.PYTHONIC), ("f",))
     with pytest.raises(InvalidRequest, match="pythonic cannot be forced"):
         structure_of_calls(RequestedTools(TOOLS, ToolChoice.REQUIRED), parsing)
+
+
+@pytest.mark.parametrize(
+    ("kind", "form", "text"),
+    [
+        ("json", "", '{"a": 1}'),
+        ("json", json.dumps(SCHEMA), '{"city": "Bonn", "unit": "C"}'),
+        ("regex", "[a-c]+", "abc"),
+        ("choice", json.dumps(["a/b", "c\td\n.", "ä"]), "c\td\n."),
+        ("grammar", 'start: "a" | "b"', "b"),
+        ("grammar", 'root ::= "a" | "b"', "b"),
+        ("structural_tag", '{"format": {"type": "const_string", "value": "a"}}', "a"),
+    ],
+)
+def test_reasoning_comes_before_a_form_of_the_client(
+    vocabulary: Vocabulary, tokenizer: Tokenizer, kind: str, form: str, text: str
+) -> None:
+    """Otherwise the form is the reasoning of a template that opens it, and the content is empty."""
+    asked, has_reasoning = Structure(StructureKind(kind), form), MessageFormat(None, THINK)
+
+    def accepts(said: str, parsing: Parsing) -> bool:
+        structure = structure_after_reasoning(asked, parsing)
+        return Walk.of_form(vocabulary, structure).accepts(tokenizer.encode(said))
+
+    begun = Parsing(has_reasoning, begins_in_reasoning=True)
+    assert accepts(f"Hm {{\n</think>\n\n{text}", begun)
+    assert not accepts(text, begun)
+    free = Parsing(has_reasoning)
+    assert accepts(text, free)
+    assert accepts(f"<think>\nHm\n</think>\n{text}", free)
+    over = Parsing(has_reasoning, reasoning_is_over=True)
+    assert structure_after_reasoning(asked, over) is asked
+    assert structure_after_reasoning(asked, Parsing(MessageFormat())) is asked

@@ -44,7 +44,8 @@ def _choice(text: str) -> str:
     if not all(isinstance(choice, str) for choice in choices):
         raise ValueError("a choice is not a string")
     quoted = (json.dumps(choice, ensure_ascii=False) for choice in choices)
-    return LLMatcher.grammar_from_lark("start: " + " | ".join(quoted))
+    # One expression: as many rules would take seconds, and a parser's limit.
+    return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(quoted))
 
 
 _GRAMMARS: dict[StructureKind, Callable[[str], str]] = {

@@ -10,8 +10,49 @@ _WHITESPACE = r"[ \t]{1,4}|\r?\n[ \t]{0,40}"
 space until `max_tokens` ends the text."""
 
 
+_FORMATS = {
+    *("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6"),
+    *("uuid", "uri"),
+}
+"""The formats that llguidance enforces. Any other is an annotation, as JSON Schema says."""
+
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_MOST = float(1 << 63)
+"""A bound from here on is that of a type, such as int64 or float64, and asks for nothing more."""
+
+_ONE = ("items", "additionalItems", "additionalProperties", "contains", "not", "if", "then", "else")
+_MANY = ("anyOf", "allOf", "oneOf", "prefixItems", "items")
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")
+
+
+def _asking(schema: Any) -> Any:
+    """The schema without keywords that ask for nothing."""
+    if not isinstance(schema, dict):
+        return schema
+    kept = {name: value for name, value in schema.items() if not _asks_nothing(name, value)}
+    for name, value in kept.items():
+        if name in _ONE and isinstance(value, dict):
+            kept[name] = _asking(value)
+        elif name in _MANY and isinstance(value, list):
+            kept[name] = [_asking(each) for each in value]
+        elif name in _NAMED and isinstance(value, dict):
+            kept[name] = {key: _asking(each) for key, each in value.items()}
+    return kept
+
+
+def _asks_nothing(name: str, value: Any) -> bool:
+    if name == "uniqueItems":
+        return value is False
+    if name == "format":
+        return isinstance(value, str) and value not in _FORMATS
+    if name not in _BOUNDS or isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return value <= -_MOST if "inimum" in name else value >= _MOST
+
+
 def with_options(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema, with the white space above unless its own options say another."""
+    """What the schema asks for, with the white space above unless its own options say another."""
+    schema = _asking(schema)
     options = schema.get(OPTIONS, {})
     if isinstance(options, dict) and not options.keys() & {
         "whitespace_flexible",

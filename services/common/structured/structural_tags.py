@@ -21,6 +21,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from services.common.structured.json_schemas import with_options
 from services.common.structured.regexes import lark_of_regex
+from services.common.structured.structure import Structure, StructureKind
 
 Format = Mapping[str, Any]
 
@@ -47,17 +48,37 @@ _NO_EFFECT: tuple[Any, ...] = (None, False, [], "json")
 def grammar_of_tags(text: str, special: Mapping[str, int]) -> str:
     """The grammar of a structural tag. `special`: the ids of special tokens by name. Raises
     ValueError."""
+    rules = _Rules(special)
+    rules.lines.append(f"start: {rules.add(_format_of_tags(text))}")
+    return json.dumps({"grammars": [{"lark_grammar": "\n".join(rules.lines)}, *rules.named]})
+
+
+def format_of(structure: Structure) -> Format:
+    """Any structure as the format of a structural tag, which can stand beside others. Raises
+    ValueError."""
+    text = structure.text
+    match structure.kind:
+        case StructureKind.JSON:
+            schema = json.loads(text) if text else {"type": "object"}
+            return {"type": "json_schema", "json_schema": schema}
+        case StructureKind.REGEX:
+            return {"type": "regex", "pattern": text}
+        case StructureKind.GRAMMAR:
+            return {"type": "grammar", "grammar": text}
+        case StructureKind.CHOICE:
+            return {"type": "regex", "pattern": "|".join(map(_pattern, json.loads(text)))}
+        case StructureKind.STRUCTURAL_TAG:
+            return _format_of_tags(text)
+
+
+def _format_of_tags(text: str) -> Format:
     match json.loads(text):
         case {"format": dict() as form}:
-            top: Format = form
+            return form
         case {"structures": [*structures], "triggers": [*triggers]}:
             tags = [_tag_of_structure(structure) for structure in structures]
-            top = {"type": "triggered_tags", "triggers": triggers, "tags": tags}
-        case _:
-            raise ValueError('it has neither "format" nor "structures" and "triggers"')
-    rules = _Rules(special)
-    rules.lines.append(f"start: {rules.add(top)}")
-    return json.dumps({"grammars": [{"lark_grammar": "\n".join(rules.lines)}, *rules.named]})
+            return {"type": "triggered_tags", "triggers": triggers, "tags": tags}
+    raise ValueError('it has neither "format" nor "structures" and "triggers"')
 
 
 def _tag_of_structure(structure: Any) -> Format:
@@ -205,7 +226,7 @@ def _quoted(text: str) -> str:
 
 
 def _pattern(text: str) -> str:
-    return re.escape(text).replace("/", r"\/").replace("\n", r"\n")
+    return "".join(char if char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)
 
 
 def _strings(form: Format, name: str) -> list[str]:

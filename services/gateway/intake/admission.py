@@ -18,7 +18,7 @@ from services.gateway.intake.prompts import (
     tokenize_prompt,
 )
 from services.gateway.intake.sampling import resolve_sampling
-from services.gateway.intake.tools import parsing_of, with_calls
+from services.gateway.intake.tools import parsing_of, with_form
 from services.gateway.parsing.message import Parsing
 from services.gateway.request.trace import RequestTrace
 from services.gateway.workers.directory import ModelPools
@@ -126,6 +126,7 @@ async def admit(
         add_special_tokens=request.add_special_tokens,
         add_generation_prompt=request.add_generation_prompt,
     )
+    require(bool(prompt), "the prompt is empty", PROMPT)
     most, context = served.model.config.generation.max_new_tokens, served.max_model_len
     if asked.embedding is not None and len(prompt) == context:
         context += 1  # its one token is never drawn
@@ -145,7 +146,7 @@ async def admit(
     )
     check_received(request, max_tokens, sampling.temperature, served.model.config.vocab_size)
     parsing = parsing_of(request, served.model, prompt)
-    sampling = await with_calls(sampling, request, parsing, served.model)
+    sampling = await with_form(sampling, request, parsing, served.model)
     return AdmittedRequest(
         request_id=request_id,
         model=name,

@@ -55,7 +55,8 @@ async def tokenize_prompt(
     add_special_tokens: bool = True,
     add_generation_prompt: bool = True,
 ) -> tuple[int, ...]:
-    """The prompt's token ids: at least one, all in the vocabulary.
+    """The prompt's token ids, all in the vocabulary. An empty text has what the tokenizer adds to
+    every text, such as BOS, or none.
 
     `arguments`: variables of the chat template. `tools`: functions that a chat's template
     describes. `add_special_tokens`: to text. `add_generation_prompt`: to a chat.
@@ -70,12 +71,8 @@ async def tokenize_prompt(
         chat = ChatOptions(arguments or {}, definitions, add_generation_prompt)
         work = partial(_token_ids, prompt, model, max_model_len, chat)
     if _num_chars(prompt) <= _SHORT_CHARS and not arguments and tools is None:
-        token_ids = work()
-    else:
-        token_ids = await asyncio.get_running_loop().run_in_executor(_threads, work)
-    if not token_ids:
-        raise InvalidRequest("the prompt is empty", PROMPT)
-    return token_ids
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(_threads, work)
 
 
 def _shown(tools: RequestedTools | None, model: Model) -> Sequence[Mapping[str, Any]]:
@@ -184,8 +181,6 @@ def _encode(
     Cutting a text changes its tokens near the cut only. So a prefix with more tokens than 1.1 times
     the context, plus 64, proves that the whole text does not fit.
     """
-    if not text:
-        return ()
     surely_too_many = max_model_len + max_model_len // 10 + 64
     look = _FIRST_LOOK_CHARS
     while look < len(text):

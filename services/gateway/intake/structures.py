@@ -35,6 +35,11 @@ _WALL_LIMIT_S = 30.0
 """For a machine so loaded that the child gets little CPU time."""
 
 
+class _Unfinished(str):
+    """The problem of a structure whose check did not end. It is not kept: the structure may be
+    right, and the machine busy, or the child killed from outside."""
+
+
 class StructureChecker:
     """Checks structures for one model, one at a time, and remembers the last verdicts."""
 
@@ -43,6 +48,7 @@ class StructureChecker:
         self._has_end = bool(eos_token_ids)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="structures")
         self._child: subprocess.Popen[bytes] | None = None
+        self._at_exit: weakref.finalize[..., StructureChecker] | None = None
         self._verdicts: OrderedDict[Structure, str | None] = OrderedDict()
         self._waiting: dict[Structure, asyncio.Task[str | None]] = {}
         self._num_asking = Counter[Structure]()
@@ -94,7 +100,7 @@ class StructureChecker:
             verdict = await loop.run_in_executor(self._thread, self._verdict, structure)
         finally:
             del self._waiting[structure]
-        if verdict is _LEFT_OUT:
+        if verdict is _LEFT_OUT or isinstance(verdict, _Unfinished):
             return verdict
         self._verdicts[structure] = verdict
         while len(self._verdicts) > _MOST_VERDICTS:
@@ -106,9 +112,7 @@ class StructureChecker:
         verdict."""
         if structure not in self._num_asking:
             return _LEFT_OUT
-        if self._child is None or self._child.poll() is not None:
-            self._child = self._start()
-        child = self._child
+        child = self._running()
         assert child.stdin is not None
         try:
             child.stdin.write(json.dumps([structure.kind.value, structure.text]).encode() + b"\n")
@@ -119,13 +123,27 @@ class StructureChecker:
         if line:
             problem: str | None = json.loads(line)
             return problem
-        _end(child)
-        self._child = None
-        return (
+        self._forget()
+        return _Unfinished(
             f"structured output: this {structure.kind.value} is too large, too deep or too complex:"
             f" it cannot be compiled with {CPU_LIMIT_S} s of CPU time and "
             f"{MEMORY_LIMIT_BYTES >> 20} MiB"
         )
+
+    def _running(self) -> "subprocess.Popen[bytes]":
+        if self._child is not None and self._child.poll() is None:
+            return self._child
+        self._forget()
+        self._child = child = self._start()
+        self._at_exit = weakref.finalize(self, _end, child)
+        return child
+
+    def _forget(self) -> None:
+        """End the child, if there is one."""
+        self._child = None
+        if self._at_exit is not None:
+            self._at_exit()
+            self._at_exit = None
 
     def _start(self) -> "subprocess.Popen[bytes]":
         child = subprocess.Popen(
@@ -134,8 +152,8 @@ class StructureChecker:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # the backtraces of those that end beyond a limit
         )
-        weakref.finalize(self, _end, child)
         if not _line_of(child):
+            _end(child)
             raise StartupError("the process that checks structured output does not start")
         return child
 

@@ -1,7 +1,8 @@
 """The form of texts with calls that a request forces, or whose arguments have a schema.
 
 A form is a structural tag (`services.common.structured.structural_tags`) in the model's own format
-of calls, with each function's parameters as the schema of its arguments.
+of calls, with each function's parameters as the schema of its arguments. Reasoning comes before
+any form, also before one that the client gave.
 """
 
 import json
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.common.errors import InvalidRequest
+from services.common.structured.structural_tags import format_of
 from services.common.structured.structure import Structure, StructureKind
 from services.gateway.frontend.api import RequestedTools
 from services.gateway.parsing.message import CallFormat, Parsing
@@ -78,6 +80,15 @@ def structure_of_calls(tools: RequestedTools, parsing: Parsing) -> Structure | N
     return Structure(StructureKind.STRUCTURAL_TAG, json.dumps({"format": form}))
 
 
+def structure_after_reasoning(structure: Structure, parsing: Parsing) -> Structure:
+    """The form that a client gave, behind the reasoning of a model that writes some."""
+    if parsing.format.calls is CallFormat.HARMONY or not (before := _reasoning(parsing)):
+        return structure
+    form = {"type": "sequence", "elements": [*before, format_of(structure)]}
+    text = json.dumps({"format": form}, ensure_ascii=False)
+    return Structure(StructureKind.STRUCTURAL_TAG, text)
+
+
 def _forced(tools: RequestedTools, parsing: Parsing, writing: _Writing) -> Form:
     """Reasoning, if the model has it, and then nothing but calls."""
     is_harmony = parsing.format.calls is CallFormat.HARMONY
@@ -123,7 +134,7 @@ def _tag(writing: _Writing, function: Any, *, has_schema: bool) -> Form:
 
 
 def _reasoning(parsing: Parsing) -> list[Form]:
-    """The text that may stand before forced calls."""
+    """The text that may stand before a form."""
     tags, begun = parsing.format.reasoning, parsing.begins_in_reasoning
     if parsing.format.calls is CallFormat.HARMONY:
         thought = _thought(*_HARMONY_REASONING)

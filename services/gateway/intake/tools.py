@@ -5,8 +5,8 @@ from dataclasses import replace
 from services.common.errors import InvalidRequest
 from services.gateway.frontend.api import GenerationRequest, ToolChoice
 from services.gateway.intake.catalog import Model
-from services.gateway.intake.structures import check_combination
-from services.gateway.intake.tool_grammars import structure_of_calls
+from services.gateway.intake.structures import STRUCTURE, check_combination
+from services.gateway.intake.tool_grammars import structure_after_reasoning, structure_of_calls
 from services.gateway.parsing.message import CallFormat, Parsing
 from services.protocol.ticket import SamplingParams
 
@@ -45,28 +45,32 @@ def parsing_of(request: GenerationRequest, model: Model, prompt: tuple[int, ...]
     )
 
 
-async def with_calls(
+async def with_form(
     sampling: SamplingParams, request: GenerationRequest, parsing: Parsing | None, model: Model
 ) -> SamplingParams:
-    """`sampling` with the form of the text that the request's tools demand.
+    """`sampling` with the form of the whole text: the calls that the request's tools demand, or the
+    form that the client gave, behind the model's reasoning.
 
     InvalidRequest: it cannot be combined with another parameter, or a schema of a function is not
     supported.
     """
-    tools, asked = request.tools, request.sampling
-    if tools is None or parsing is None or parsing.offered is None:
+    if parsing is None:
         return sampling
-    structure = structure_of_calls(tools, parsing)
-    if structure is None:
-        return sampling
-    if asked.structure is not None:
-        if tools.is_forced:
+    tools, given = request.tools, request.sampling.structure
+    may_call = tools is not None and parsing.offered is not None
+    structure = structure_of_calls(tools, parsing) if tools is not None and may_call else None
+    param = "tools"
+    if given is not None:
+        if structure is not None and tools is not None and tools.is_forced:
             raise InvalidRequest(
                 "tool_choice forces a call, so the text cannot have the form of response_format or "
                 "structured_outputs too",
                 "tool_choice",
             )
-        return sampling  # the form that the client gave allows no calls
-    check_combination(replace(asked, structure=structure))
-    await model.structures.check(structure, "tools")
+        # The form that the client gave allows no calls.
+        structure, param = structure_after_reasoning(given, parsing), STRUCTURE
+    if structure is None:
+        return sampling
+    check_combination(replace(request.sampling, structure=structure))
+    await model.structures.check(structure, param)
     return replace(sampling, structure=structure)

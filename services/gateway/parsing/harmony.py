@@ -34,7 +34,8 @@ def read_harmony(reader: Reader, writer: PartWriter, *, has_calls: bool) -> Read
         writer.is_in_reasoning = False
         if end != START:
             reader.take(len(end))
-        writer.end_call()
+        if end:  # a call that the text's end cuts stays as it was written
+            writer.end_call()
 
 
 def _header(reader: Reader) -> Reading[str]:

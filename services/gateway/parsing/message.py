@@ -138,18 +138,28 @@ def _read_marked(
     """Reads content to the end of the text, with calls between `begin` and `end`; "": they end by
     themselves. What is no call is content, up to the character where that shows."""
     while (yield from reader.until((begin,), writer.content)):
+        num_before = writer.num_calls
         reader.hold()
         try:
             yield from reader.expect(begin)
             yield from body()
             if end:
                 yield from reader.skip_spaces()
-                yield from reader.expect(end)
+                if not (yield from reader.close(end)):
+                    raise Malformed
             reader.held()
-        except Malformed:
             writer.end_call()
-            writer.content(reader.held())
+        except Malformed:
+            _break_off(reader, writer, num_before)
+
+
+def _break_off(reader: Reader, writer: PartWriter, num_before: int) -> None:
+    """Ends calls that something else follows, which is content. Where the text's end cuts a call,
+    it stays as it was written. `num_before`: of calls, before these."""
+    rest = reader.held()
+    if not reader.was_cut or writer.num_calls == num_before:
         writer.end_call()
+        writer.content(rest)
 
 
 def _read_hermes(reader: Reader, writer: PartWriter, _offered: Collection[str]) -> Reading[None]:
@@ -164,7 +174,7 @@ def _read_list(reader: Reader, writer: PartWriter, _offered: Collection[str]) ->
     def body() -> Reading[None]:
         yield from read_calls(reader, writer, None)
         yield from reader.skip_spaces()
-        yield from reader.skip("<|/tool_call|>")  # Granite ends its message instead
+        yield from reader.close("<|/tool_call|>")  # Granite ends its message instead
 
     yield from _read_marked(reader, writer, "<|tool_call|>", "", body)
 
@@ -208,9 +218,9 @@ def _read_llama3(reader: Reader, writer: PartWriter, offered: Collection[str]) -
     try:
         if (yield from reader.skip_spaces()) == "{":
             yield from several(offered)
+        writer.content(reader.held())
     except Malformed:
-        writer.end_call()
-    writer.content(reader.held())
+        _break_off(reader, writer, 0)
     yield from _read_marked(reader, writer, "<|python_tag|>", "", body)
 
 
@@ -223,11 +233,10 @@ def _read_pythonic(reader: Reader, writer: PartWriter, offered: Collection[str])
         yield from reader.skip_spaces()
         yield from read_list(reader, writer, offered)
         yield from reader.skip_spaces()
-        yield from reader.skip("<|python_end|>")
+        yield from reader.close("<|python_end|>")
         reader.held()
     except Malformed:
-        pass
-    writer.content(reader.held())
+        _break_off(reader, writer, 0)
 
 
 _READERS: dict[CallFormat, Callable[[Reader, PartWriter, Collection[str]], Reading[None]]] = {

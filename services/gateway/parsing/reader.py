@@ -85,6 +85,22 @@ class Reader:
         self.take(len(found))
         return bool(found)
 
+    @property
+    def was_cut(self) -> bool:
+        """Whether the text ended, and all of it has been read."""
+        return self._has_ended and self._position == len(self._text)
+
+    def close(self, literal: str) -> Reading[bool]:
+        """Read the mark that ends a call, or as much of it as there is when the text ends. Returns
+        whether it came."""
+        if (yield from self.skip(literal)):
+            return True
+        rest = self._text[self._position :]
+        if not self._has_ended or not literal.startswith(rest):
+            return False
+        self.take(len(rest))
+        return True
+
     def expect(self, literal: str) -> Reading[None]:
         """Read `literal`. Malformed: something else comes next."""
         if not (yield from self.skip(literal)):

@@ -1,13 +1,20 @@
 """The checks of structured output by a gateway, in a child process."""
 
 import asyncio
+import subprocess
+import sys
+import weakref
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import pytest
 
+from bench.make_checkpoint import CheckpointSpec, make_checkpoint
+from services.common.errors import InvalidRequest, StartupError
 from services.common.structured.structure import Structure, StructureKind
 from services.common.text.model_config import ModelConfig
+from services.gateway.intake import structures
 from services.gateway.intake.structures import StructureChecker
 
 
@@ -41,3 +48,49 @@ async def test_checks_that_nobody_waits_for_are_left_out(
     await asyncio.gather(asks[3], again)
     await asyncio.wait([*checker._waiting.values(), again])
     assert sorted(set(checked) & {"a", "b", "c"}) == ["a", "b"]
+
+
+async def test_a_verdict_of_a_killed_child_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = Path(make_checkpoint(tmp_path, CheckpointSpec()))
+    config = ModelConfig.from_directory(directory)
+    checker = StructureChecker(directory, config.vocab_size, config.eos_token_ids)
+    form = Structure(StructureKind.REGEX, "a")
+    with monkeypatch.context() as patch:
+        patch.setattr(checker, "_start", lambda: started(checker, "input()"))
+        for _ in range(2):
+            with pytest.raises(InvalidRequest, match="cannot be compiled"):
+                await checker.check(form)
+            assert checker._at_exit is None
+    await checker.check(form)
+    assert checker._child is not None
+    finalizer = checker._at_exit
+    assert isinstance(finalizer, weakref.finalize)
+    assert finalizer.alive
+    checker._forget()
+    assert checker._verdicts[form] is None
+
+
+def started(checker: StructureChecker, program: str) -> subprocess.Popen[bytes]:
+    """A child that runs another program than the checker."""
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, "-c", program], stdin=pipe, stdout=pipe)
+
+
+def test_a_child_that_does_not_start_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    children: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def silent(*_: object, **kept: Any) -> subprocess.Popen[bytes]:
+        children.append(popen([sys.executable, "-c", "input()"], **kept))
+        return children[-1]
+
+    monkeypatch.setattr(structures, "_WALL_LIMIT_S", 0.0)
+    monkeypatch.setattr(subprocess, "Popen", silent)
+    checker = StructureChecker(tmp_path, 400, [1])
+    with pytest.raises(StartupError):
+        checker._running()
+    assert [child.poll() for child in children] == [-9]

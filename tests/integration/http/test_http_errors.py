@@ -1,5 +1,7 @@
 """Refusals over HTTP: errors have OpenAI's shape."""
 
+import gzip
+
 import httpx
 import openai
 import pytest
@@ -107,6 +109,42 @@ async def test_bad_bodies_are_refused(
     assert message in answer.json()["error"]["message"]
     assert generator.requests == []
     assert generator.refusals == [("invalid_request", answer.json()["error"]["message"])]
+
+
+GZIPPED = gzip.compress(b'{"prompt": "Hi"}')
+
+
+@pytest.mark.parametrize(
+    ("encoding", "content"),
+    [("", b'\xef\xbb\xbf{"prompt": "Hi"}'), ("gzip", GZIPPED), ("identity", b'{"prompt": "Hi"}')],
+)
+async def test_bodies_may_have_a_byte_order_mark_or_be_gzipped(
+    http: httpx.AsyncClient, generator: FakeGenerator, encoding: str, content: bytes
+) -> None:
+    headers = {"Content-Encoding": encoding} if encoding else {}
+    answer = await http.post("/v1/completions", content=content, headers=headers)
+    assert answer.status_code == 200
+    assert [request.prompt for request in generator.requests] == ["Hi"]
+
+
+@pytest.mark.parametrize(
+    ("encoding", "content", "status", "message"),
+    [
+        ("gzip", b'{"prompt": "Hi"}', 400, "not valid gzip"),
+        ("gzip", GZIPPED[:-9], 400, "not valid gzip: it is cut off"),
+        ("gzip", GZIPPED + GZIPPED, 400, "has more behind it"),
+        ("gzip", gzip.compress(bytes(40_000_000)), 413, "the body is larger than"),
+        ("zstd", b"x", 415, "Content-Encoding is 'zstd'"),
+    ],
+)
+async def test_encodings_that_cannot_be_read_are_refused(
+    http: httpx.AsyncClient, encoding: str, content: bytes, status: int, message: str
+) -> None:
+    answer = await http.post(
+        "/v1/completions", content=content, headers={"Content-Encoding": encoding}
+    )
+    assert answer.status_code == status
+    assert message in answer.json()["error"]["message"]
 
 
 async def test_the_wrong_field_is_the_param(http: httpx.AsyncClient) -> None:

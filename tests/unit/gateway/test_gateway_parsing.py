@@ -162,6 +162,37 @@ def test_text_after_a_broken_call_is_content() -> None:
     ]
 
 
+LIST = '{"name": "f", "arguments": {"a": 1}}'
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "begin"),
+    [
+        ("hermes", f"<tool_call>\n{LIST}\n</tool_call>", "<tool_call>\n{"),
+        ("llama3_json", f"{LIST}; {LIST}", "{"),
+        ("mistral", f"[TOOL_CALLS][{LIST}, {LIST}]", "[TOOL_CALLS][{"),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"a": 1}', "[TOOL_CALLS]f[ARGS]{"),
+        ("phi4_mini_json", f"<|tool_call|>[{LIST}, {LIST}]<|/tool_call|>", "<|tool_call|>[{"),
+        ("pythonic", "[f(a=1), f(a=1)]<|python_end|>", "[f(a=1)"),
+        (
+            "openai",
+            '<|channel|>commentary to=functions.f<|message|>{"a": 1}',
+            "<|channel|>commentary to=functions.f<|message|>",
+        ),
+    ],
+)
+def test_a_cut_call_is_what_was_written(form: str, text: str, begin: str) -> None:
+    """As by max_tokens: no scraps of it are content, and nothing is made up."""
+    for size in range(len(begin), len(text) + 1):
+        parts = parse(CallFormat(form), text[:size])
+        if not any(isinstance(part, CallStart) for part in parts):
+            continue  # its name is not complete
+        assert not any(isinstance(part, Content) for part in parts), text[:size]
+        for part in parts:
+            if isinstance(part, CallArguments):
+                assert '{"a": 1}'.startswith(part.text), text[:size]
+
+
 def test_text_without_offered_functions_has_no_calls() -> None:
     text = '<think>Hm</think> <tool_call>{"name": "f"}</tool_call>'
     assert parse(CallFormat.HERMES, text, None) == [Reasoning("Hm"), Content(text[18:])]

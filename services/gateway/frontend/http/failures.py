@@ -28,6 +28,7 @@ _CODES = {
     405: "method_not_allowed",
     408: "request_timeout",
     413: "request_too_large",
+    415: "unsupported_media_type",
     503: "unavailable",
 }
 

@@ -5,6 +5,7 @@
 
 import asyncio
 import re
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -61,7 +62,7 @@ def checked(fields: dict[str, Any], model: type[M]) -> M:
 
 def _parsed(content: bytes) -> dict[str, Any]:
     try:
-        fields = from_json(content, allow_inf_nan=False)
+        fields = from_json(content.removeprefix(BOM_UTF8), allow_inf_nan=False)
     except ValueError as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
     if not isinstance(fields, dict):

@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.errors import Overloaded
 from services.common.rpc.transport import MAX_MESSAGE_BYTES
+from services.gateway.frontend.http.middleware.content_encoding import BodyDecoder
 
 MAX_BODY_BYTES = MAX_MESSAGE_BYTES
 DEFAULT_BODY_MEMORY_BYTES = 256 * 1024 * 1024
@@ -22,7 +23,8 @@ _RETRY_DELAY_S = 1.0
 
 class BodyLimits:
     """Middleware: `receive` raises HTTPException 413 for a body of more than MAX_BODY_BYTES, and
-    Overloaded if all bodies together would take more than `max_memory_bytes`.
+    Overloaded if all bodies together would take more than `max_memory_bytes`. Bodies arrive decoded
+    (`BodyDecoder`), and count with their decoded size.
 
     A body counts from its first byte until the application calls `receive` for the message after
     the body, or returns. The application makes that call after it has parsed the body.
@@ -37,24 +39,32 @@ class BodyLimits:
         self._give_back = _malloc_trim()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        declared = Headers(scope=scope).get("content-length", "0")
+        headers = Headers(scope=scope)
+        declared = headers.get("content-length", "0")
         num_bytes, ended = 0, False
+        decoder: BodyDecoder | None = None
 
         async def receive_counted() -> Message:
-            nonlocal num_bytes, ended
+            nonlocal num_bytes, ended, decoder
             if ended:
                 self._release(num_bytes)
                 num_bytes = 0
             elif int(declared) > MAX_BODY_BYTES:
                 raise _too_large()
+            decoder = decoder or BodyDecoder(headers.get("content-encoding", ""))
             message = await receive()
             if message["type"] == "http.request":
-                size = len(message.get("body", b""))
+                is_last = not message.get("more_body", False)
+                body = decoder.decode(
+                    message.get("body", b""), MAX_BODY_BYTES - num_bytes, is_last=is_last
+                )
+                message = {**message, "body": body}
+                size = len(body)
                 if num_bytes + size > MAX_BODY_BYTES:
                     raise _too_large()
                 self._take(size, is_small=num_bytes + size <= _SMALL_BODY_BYTES)
                 num_bytes += size
-                ended = not message.get("more_body", False)
+                ended = is_last
             return message
 
         try:
