@@ -16,7 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from services.common.errors import InvalidRequest, StartupError
 from services.common.gguf.file import GgufFile, gguf_file
 from services.common.gguf.tokenizer import gguf_chat_template
-from services.common.text.tokenizer import TOKENIZER_CONFIG_FILE, read_tokenizer_config
+from services.common.text.added_tokens import TOKENIZER_CONFIG_FILE, read_tokenizer_config
 
 TEMPLATE_FILE = "chat_template.jinja"
 TOOL_TEMPLATE_FILE = "additional_chat_templates/tool_use.jinja"
