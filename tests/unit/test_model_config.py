@@ -370,3 +370,34 @@ def test_an_end_token_that_only_the_tokenizer_names_ends_an_answer(tmp_path: Pat
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     assert read(tmp_path, eos_token_id=None).eos_token_ids == (1,)
     assert read(tmp_path, eos_token_id=7).eos_token_ids == (7,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "context"),
+    [
+        ({"rope_scaling": {"type": "linear", "factor": 4}}, 4 * 40960),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, 4 * 40960),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_parameters": None}
+            | {"original_max_position_embeddings": 32768},
+            131072,
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "original_max_position_embeddings": 32768}},
+            40960,
+        ),
+        (
+            {"max_position_embeddings": 131072}
+            | {"rope_parameters": {"rope_type": "yarn", "factor": 32.0, "rope_theta": 150000}}
+            | {"original_max_position_embeddings": 4096},
+            131072,
+        ),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4}}, 40960),
+        ({"rope_scaling": LLAMA3 | {"rope_type": "llama3"}}, 40960),
+        ({"rope_scaling": LONGROPE}, 40960),
+    ],
+)
+def test_yarn_and_linear_ropes_extend_the_context(
+    tmp_path: Path, changes: dict[str, Any], context: int
+) -> None:
+    assert read(tmp_path, **changes).max_position_embeddings == context

@@ -13,7 +13,13 @@ from services.common.text.expert_config import ExpertConfig, read_experts
 from services.common.text.families import FAMILIES, Family, Number
 from services.common.text.json_fields import JsonFields
 from services.common.text.neutral_fields import check_all_read
-from services.common.text.rope_config import LongScaling, RopeConfig, read_ropes, rotated_layers
+from services.common.text.rope_config import (
+    LongScaling,
+    RopeConfig,
+    extended_context,
+    read_ropes,
+    rotated_layers,
+)
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
@@ -165,7 +171,7 @@ def _model_config(config: JsonFields, generation: JsonFields) -> ModelConfig:
         head_dim=head_dim,
         intermediate_size=config.integer("intermediate_size"),
         vocab_size=vocab_size,
-        max_position_embeddings=config.integer("max_position_embeddings"),
+        max_position_embeddings=extended_context(config, family),
         rms_norm_eps=config.number("rms_norm_eps", 1e-6),
         ropes=read_ropes(config, family, head_dim, windows),
         tied_embeddings=config.boolean("tie_word_embeddings", default=False),
