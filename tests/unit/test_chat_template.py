@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2 import TemplateError
 
 from services.common.errors import InvalidRequest, StartupError
+from services.common.text import template_bounds
 from services.common.text.chat_template import ChatTemplate
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -149,3 +151,46 @@ def test_no_usable_template_is_a_startup_error(tmp_path: Path, chat_template: ob
     config(tmp_path, chat_template)
     with pytest.raises(StartupError, match="chat_template has no default"):
         loaded(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 'a' | center(3000000000) }}",
+        "{{ 'a'.ljust(3000000000) }}",
+        "{{ 'a' * 3000000000 }}",
+        "{{ '%3000000000d' % 1 }}",
+        "{{ '{:>3000000000}'.format(1) }}",
+        "{{ '{a:{b}}'.format_map({'a': 1, 'b': 3000000000}) }}",
+        "{% set n = namespace(x='aaaaaaaa') %}{% for _ in range(99) %}"
+        "{% set n.x = n.x ~ n.x %}{% endfor %}",
+        "{% set n = namespace(x='aaaaaaaa') %}{% for _ in range(99) %}"
+        "{% set y %}{{ n.x }}{{ n.x }}{% endset %}{% set n.x = y %}{% endfor %}",
+        "{% set n = namespace(x='aaaaaaaa') %}{% for _ in range(99) %}"
+        "{% set n.x = n.x.replace('a', 'aa') %}{% endfor %}",
+        "{{ 10 ** 9999999999 }}",
+    ],
+)
+def test_a_template_cannot_make_texts_without_end(source: str) -> None:
+    template = ChatTemplate.from_source(source, {})
+    with pytest.raises(InvalidRequest, match="makes more than 67,108,864 characters"):
+        template.render([])
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        "{% for b in range(99999) %}{% endfor %}",
+        "{% for b in range(99999) if b < 0 %}{% endfor %}",
+    ],
+)
+def test_a_template_cannot_run_without_end(loop: str) -> None:
+    source = "{% for a in range(99999) %}" + loop + "{% endfor %}"
+    environment = template_bounds.BoundedEnvironment()
+    with template_bounds.time_bound(0.05), pytest.raises(TemplateError, match="takes more than"):
+        environment.from_string(source).render()
+
+
+def test_joined_values_are_those_of_the_operator() -> None:
+    template = ChatTemplate.from_source("{{ 1 ~ 'a' ~ none ~ ('b' ~ 2) }}", {})
+    assert template.render([]) == "1aNoneb2"

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
+from tokenizers import decoders, models
 
 from services.common.errors import StartupError
 from services.common.text.families import FAMILIES
@@ -353,3 +355,49 @@ def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(StartupError, match=r"config\.json: not JSON"):
         ModelConfig.from_directory(tmp_path)
+
+
+@pytest.mark.parametrize(("top_k", "expected"), [(-1, 0), (0, 0), (50.0, 50), (20, 20)])
+def test_top_k_of_a_generation_config(tmp_path: Path, top_k: float, expected: int) -> None:
+    assert read(tmp_path, {"top_k": top_k}).generation.top_k == expected
+
+
+def test_an_end_token_that_only_the_tokenizer_names_ends_an_answer(tmp_path: Path) -> None:
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    assert read(tmp_path, eos_token_id=None).eos_token_ids == (1,)
+    assert read(tmp_path, eos_token_id=7).eos_token_ids == (7,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "context"),
+    [
+        ({"rope_scaling": {"type": "linear", "factor": 4}}, 4 * 40960),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, 4 * 40960),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_parameters": None}
+            | {"original_max_position_embeddings": 32768},
+            131072,
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "original_max_position_embeddings": 32768}},
+            40960,
+        ),
+        (
+            {"max_position_embeddings": 131072}
+            | {"rope_parameters": {"rope_type": "yarn", "factor": 32.0, "rope_theta": 150000}}
+            | {"original_max_position_embeddings": 4096},
+            131072,
+        ),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4}}, 40960),
+        ({"rope_scaling": LLAMA3 | {"rope_type": "llama3"}}, 40960),
+        ({"rope_scaling": LONGROPE}, 40960),
+    ],
+)
+def test_yarn_and_linear_ropes_extend_the_context(
+    tmp_path: Path, changes: dict[str, Any], context: int
+) -> None:
+    assert read(tmp_path, **changes).max_position_embeddings == context

@@ -11,12 +11,12 @@ from typing import Any, NoReturn, Self
 from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from services.common.errors import InvalidRequest, StartupError
 from services.common.gguf.file import GgufFile, gguf_file
 from services.common.gguf.tokenizer import gguf_chat_template
-from services.common.text.tokenizer import TOKENIZER_CONFIG_FILE, read_tokenizer_config
+from services.common.text.added_tokens import TOKENIZER_CONFIG_FILE, read_tokenizer_config
+from services.common.text.template_bounds import BoundedEnvironment, time_bound
 
 TEMPLATE_FILE = "chat_template.jinja"
 TOOL_TEMPLATE_FILE = "additional_chat_templates/tool_use.jinja"
@@ -96,7 +96,8 @@ class ChatTemplate:
                 )
         try:
             template = self._tool_template if tools else self._template
-            return template.render(**given, **(arguments or {}))
+            with time_bound():
+                return template.render(**given, **(arguments or {}))
         # A template is a program: a client's messages can make it raise any error.
         except Exception as error:
             text = f"the chat template refuses the messages: {error}"
@@ -139,8 +140,8 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+def _environment() -> BoundedEnvironment:
+    environment = BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
     )
     environment.filters["tojson"] = _to_json

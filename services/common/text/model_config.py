@@ -13,7 +13,13 @@ from services.common.text.expert_config import ExpertConfig, read_experts
 from services.common.text.families import FAMILIES, Family, Number
 from services.common.text.json_fields import JsonFields
 from services.common.text.neutral_fields import check_all_read
-from services.common.text.rope_config import LongScaling, RopeConfig, read_ropes, rotated_layers
+from services.common.text.rope_config import (
+    LongScaling,
+    RopeConfig,
+    extended_context,
+    read_ropes,
+    rotated_layers,
+)
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
@@ -39,7 +45,7 @@ class GenerationDefaults:
                 raise fields.wrong(name, f"{fields.values[name]!r} is above 1")
         return cls(
             temperature=_optional_number(fields, "temperature"),
-            top_k=fields.integer("top_k", least=0) if fields.has("top_k") else None,
+            top_k=_top_k(fields),
             top_p=_optional_number(fields, "top_p", positive=True),
             min_p=_optional_number(fields, "min_p"),
             repetition_penalty=_optional_number(fields, "repetition_penalty", positive=True),
@@ -117,7 +123,10 @@ class ModelConfig:
             if generation_path.exists()
             else JsonFields(generation_path, {})
         )
-        return _model_config(config, generation)
+        found = _model_config(config, generation)
+        if found.eos_token_ids:
+            return found
+        return replace(found, eos_token_ids=_eos_of_tokenizer(directory, found.vocab_size))
 
     def for_context(self, context: int | None) -> "ModelConfig":
         """The configuration of a worker whose requests have at most `context` positions; None: the
@@ -162,7 +171,7 @@ def _model_config(config: JsonFields, generation: JsonFields) -> ModelConfig:
         head_dim=head_dim,
         intermediate_size=config.integer("intermediate_size"),
         vocab_size=vocab_size,
-        max_position_embeddings=config.integer("max_position_embeddings"),
+        max_position_embeddings=extended_context(config, family),
         rms_norm_eps=config.number("rms_norm_eps", 1e-6),
         ropes=read_ropes(config, family, head_dim, windows),
         tied_embeddings=config.boolean("tie_word_embeddings", default=False),
@@ -308,6 +317,29 @@ def _eos_token_ids(config: JsonFields, generation: JsonFields, vocab_size: int) 
         if not 0 <= token_id < vocab_size:
             raise owner.wrong("eos_token_id", f"{token_id} is outside the vocabulary {vocab_size}")
     return tuple(ids)
+
+
+def _eos_of_tokenizer(directory: Path, vocab_size: int) -> tuple[int, ...]:
+    """The end token that only the tokenizer's files name."""
+    from services.common.text.tokenizer import Tokenizer, has_tokenizer  # rarely needed, and large
+
+    if not has_tokenizer(directory):
+        return ()
+    tokenizer = Tokenizer.from_directory(directory)
+    token_id = tokenizer.token_id(tokenizer.special_tokens.get("eos_token", ""))
+    return () if token_id is None or token_id >= vocab_size else (token_id,)
+
+
+def _top_k(fields: JsonFields) -> int | None:
+    """-1 means all tokens, as 0 does. Some files have a whole float."""
+    value = fields.value("top_k")
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < -1:
+        raise fields.wrong("top_k", f"{value!r} is not -1, 0 (all) or a number of tokens")
+    return max(value, 0)
 
 
 def _optional_number(fields: JsonFields, name: str, *, positive: bool = False) -> float | None:

@@ -78,10 +78,7 @@ def read_ropes(
 ) -> tuple[RopeConfig | None, ...]:
     """The rotation of each layer; None: it has none. Reads both forms: transformers 5 writes
     everything into `rope_parameters`, earlier versions wrote `rope_theta` beside `rope_scaling`."""
-    name = "rope_parameters" if config.has("rope_parameters") else "rope_scaling"
-    fields = config.object(name)
-    if not fields.values:
-        fields = replace(fields, values=family.rope_scaling)
+    name, fields = _scaling_fields(config, family)
     if family.ropes != "by layer type":
         rope = _rope(config, family, fields, config.number("rope_theta", 10_000.0), head_dim)
         return tuple(rope if has else None for has in rotated_layers(config, family, len(windows)))
@@ -98,6 +95,26 @@ def read_ropes(
         False: _rope(config, family, sliding, local, head_dim),
     }
     return tuple(by_kind[window is None] for window in windows)
+
+
+def extended_context(config: JsonFields, family: Family) -> int:
+    """The positions of the model's context. Files with YaRN or linear scaling may have the context
+    before its extension, as vLLM and transformers read them. Layers with ropes of their own are
+    stretched by different factors; then the file has the extended context."""
+    context = config.integer("max_position_embeddings")
+    _, fields = _scaling_fields(config, family)
+    kind = fields.text("rope_type", fields.text("type", "default"))
+    if family.ropes == "by layer type" or kind not in ("linear", "yarn"):
+        return context
+    original = _original(config, fields)
+    return max(context, int(original * fields.number("factor", context / original)))
+
+
+def _scaling_fields(config: JsonFields, family: Family) -> tuple[str, JsonFields]:
+    """The fields of the rope's scaling, and the name of their object."""
+    name = "rope_parameters" if config.has("rope_parameters") else "rope_scaling"
+    fields = config.object(name)
+    return name, fields if fields.values else replace(fields, values=family.rope_scaling)
 
 
 def rotated_layers(config: JsonFields, family: Family, num_layers: int) -> list[bool]:

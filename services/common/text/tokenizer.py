@@ -1,25 +1,22 @@
 """A checkpoint's tokenizer: encodes text to token ids, and makes detokenizers."""
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import tokenizers
 
 from services.common.errors import StartupError
 from services.common.gguf.file import GgufFile, gguf_file
-from services.common.gguf.tokenizer import gguf_special_tokens, gguf_tokenizer
+from services.common.gguf.tokenizer import gguf_tokenizer
+from services.common.text.added_tokens import add_tokens, special_tokens
 from services.common.text.detokenizer import Detokenizer
 from services.common.text.pieces import Pieces, check_decoder, pieces_of, special_token_ids
 from services.common.text.special_tokens import SpecialTokens, encoding_of
 
 TOKENIZER_FILE = "tokenizer.json"
-TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
-
-_SPECIAL_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
 @dataclass(frozen=True)
@@ -151,34 +148,5 @@ def read_tokenizer(directory: Path) -> tokenizers.Tokenizer:
     except Exception as error:  # tokenizers raises a plain Exception for any unreadable file
         raise StartupError(f"cannot read {path}: {error}") from error
     check_decoder(tokenizer)
+    add_tokens(tokenizer, directory)
     return tokenizer
-
-
-def read_tokenizer_config(directory: Path) -> dict[str, Any]:
-    """The content of tokenizer_config.json; empty if the file does not exist. StartupError: it is
-    not a JSON object."""
-    path = directory / TOKENIZER_CONFIG_FILE
-    if not path.is_file():
-        return {}
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise StartupError(f"cannot read {path}: {error}") from error
-    if not isinstance(config, dict):
-        raise StartupError(f"cannot read {path}: not a JSON object")
-    return config
-
-
-def special_tokens(directory: Path) -> dict[str, str]:
-    """The text of each special token, by role. In tokenizer_config.json a token is a string, or an
-    object with the string in `content`. StartupError: the file is not a JSON object."""
-    if (gguf := gguf_file(directory)) is not None:
-        return gguf_special_tokens(GgufFile.read(gguf))
-    config = read_tokenizer_config(directory)
-    found: dict[str, str] = {}
-    for role in _SPECIAL_TOKENS:
-        token = config.get(f"{role}_token")
-        text = token.get("content") if isinstance(token, dict) else token
-        if isinstance(text, str):
-            found[f"{role}_token"] = text
-    return found
