@@ -188,7 +188,7 @@ def test_a_template_cannot_run_without_end(loop: str) -> None:
     source = "{% for a in range(99999) %}" + loop + "{% endfor %}"
     environment = template_bounds.BoundedEnvironment()
     with template_bounds.time_bound(0.05), pytest.raises(TemplateError, match="takes more than"):
-        environment.from_string(source).render()
+        environment.bounded_template(source).render()
 
 
 def test_joined_values_are_those_of_the_operator() -> None:

@@ -49,8 +49,10 @@ class ChatTemplate:
         """`tool_source`: the template for requests with tools; None: the same."""
         environment = _environment()
         try:
-            template = environment.from_string(source)
-            with_tools = template if tool_source is None else environment.from_string(tool_source)
+            template = environment.bounded_template(source)
+            with_tools = (
+                template if tool_source is None else environment.bounded_template(tool_source)
+            )
         except TemplateError as error:
             raise StartupError(f"the chat template is not valid: {error}") from error
         return cls(template, with_tools, source + (tool_source or ""), special_tokens)

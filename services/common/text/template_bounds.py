@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from jinja2 import TemplateError, nodes
+from jinja2 import Template, TemplateError, nodes
 from jinja2.filters import FILTERS
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -80,14 +80,15 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
                 _check_size(left.bit_length() * right)
         return super().call_binop(context, operator, left, right)
 
-    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        template = super()._parse(source, name, filename)
+    def bounded_template(self, source: str) -> Template:
+        """The template with checks in its loops and joins. TemplateError: its syntax is wrong."""
+        template = self.parse(source)
         for loop in list(template.find_all(nodes.For)):
             loop.body.insert(0, nodes.ExprStmt(_call("turn", [])))
             if loop.test is not None:
                 loop.test = nodes.And(_call("turn", []), loop.test)
         _replace_joins(template)
-        return template.set_environment(self)  # type: ignore[return-value]
+        return self.from_string(template.set_environment(self))  # type: ignore[arg-type]
 
 
 def _call(name: str, args: list[nodes.Expr]) -> nodes.Call:
