@@ -1,9 +1,36 @@
-"""Replaces files in one step, locks directories, and names models by their files."""
+"""Reads and replaces small files, locks directories, and names models by their files."""
 
+import errno
 import fcntl
 import os
 import re
+import stat
 from pathlib import Path
+from typing import BinaryIO
+
+
+def open_regular_file(path: Path) -> BinaryIO:
+    """Open a file to read it. OSError: it cannot be opened, or is a device, a FIFO or the like, of
+    which a read may wait for ever or have no end."""
+
+    def without_waiting(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NONBLOCK)  # a FIFO would wait for its writer
+
+    file = open(path, "rb", opener=without_waiting)  # noqa: SIM115  # the caller closes it
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return file
+
+
+def read_small_file(path: Path, max_bytes: int) -> bytes:
+    """The content of a regular file. OSError: as `open_regular_file`, or the file is larger."""
+    with open_regular_file(path) as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        text = f"larger than {max_bytes:,} bytes, the most that Quire reads of such a file"
+        raise OSError(errno.EFBIG, text, str(path))
+    return content
 
 
 def replace_file(path: Path, content: bytes, mode: int = 0o600) -> None:

@@ -345,7 +345,7 @@ def test_adapters_that_do_not_fit_are_refused(checkpoint: Path, tmp_path: Path) 
     for text, problem in {
         "{": "Expecting",
         "[]": "is not a JSON",
-        "[" * 10**5: "recursion",
+        "[" * 10**5: "nested too deeply",
     }.items():
         (tmp_path / "good" / CONFIG_FILE).write_text(text)
         with pytest.raises(InvalidRequest, match=rf"good: {CONFIG_FILE}.*{problem}"):

@@ -166,7 +166,7 @@ def test_no_weights_at_all(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("index", "named"),
     [
-        ("{", "not an index with a weight_map"),
+        ("{", "not JSON: "),
         ("[]", "not an index with a weight_map"),
         ('{"weight_map": []}', "not an index with a weight_map"),
         ('{"weight_map": {}}', "weight_map: empty"),

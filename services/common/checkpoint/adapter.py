@@ -2,19 +2,21 @@
 adapter_model.safetensors. The weights are checked, and not kept.
 """
 
-import json
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
+from quire.files import open_regular_file, read_small_file
 from services.common.checkpoint.layout import Shape, weight_shapes
 from services.common.checkpoint.weights import StoredTensor, read_header
 from services.common.errors import InvalidRequest, StartupError
+from services.common.text.json_fields import MAX_JSON_BYTES, parse_json
 from services.common.text.model_config import ModelConfig
 
 CONFIG_FILE = "adapter_config.json"
@@ -28,9 +30,15 @@ _LINEARS = tuple(
         *("mlp.gate", "mlp.up", "mlp.down"),
     )
 )
-_FLOATS = {"F32": ("<u4", 0x7F800000), "F16": ("<u2", 0x7C00), "BF16": ("<u2", 0x7F80)}
-"""Of each dtype: integers of its size, and the bits of the exponent, which are all 1 in infinities
-and NaN."""
+_FLOATS = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+"""numpy's dtype of each dtype; it has none for bf16."""
+
+_MAX_GROWTH = 2.0**30
+"""How large an adapter may make inputs of 1. A trained one makes them up to some thousands; with
+those that are far beyond, sums of squares overflow and the logits are no numbers."""
+
+_PIECE_BYTES = 1 << 20
+
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "task_type": ("CAUSAL_LM", None),
@@ -92,38 +100,32 @@ class AdapterFiles:
         has features that are not supported, weights that are no numbers, or a rank above
         `max_rank`."""
         try:
-            fields = _fields((directory / CONFIG_FILE).read_text(encoding="utf-8"))
+            config_text = read_small_file(directory / CONFIG_FILE, MAX_JSON_BYTES)
+            fields = parse_json(Path(CONFIG_FILE), config_text)
+            if not isinstance(fields, dict):
+                raise StartupError(f"{CONFIG_FILE} is not a JSON object")
             header = read_header(directory / WEIGHTS_FILE)
-            weights = (directory / WEIGHTS_FILE).read_bytes()
-            digest = _digest((directory / CONFIG_FILE).read_bytes(), weights)
         except OSError as error:
             raise _refused(directory, f"{error.filename}: {error.strerror}") from error
-        except (ValueError, RecursionError, StartupError) as error:
+        except StartupError as error:
             raise _refused(directory, str(error)) from error
         _check_config(directory, fields)
         shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in header.items()}
         ranks = _ranks(directory, shapes, weight_shapes(config))
         linears = {name: _adapted(directory, fields, name, rank) for name, rank in ranks.items()}
-        files = cls(directory, linears, digest)
-        if files.rank > max_rank:
-            raise _refused(directory, f"rank {files.rank} is above max_lora_rank {max_rank}")
-        _check_finite(directory, header, weights)
-        return files
+        if (rank := max(ranks.values())) > max_rank:
+            raise _refused(directory, f"rank {rank} is above max_lora_rank {max_rank}")
+        # From here on the header has bounded the size of the file.
+        try:
+            with open_regular_file(directory / WEIGHTS_FILE) as weights:
+                _check_values(directory, header, weights, linears)
+                return cls(directory, linears, _digest(config_text, weights))
+        except (OSError, ValueError) as error:  # the file has changed since
+            raise _refused(directory, f"{WEIGHTS_FILE}: {error}") from error
 
 
 def _refused(directory: Path, problem: str) -> InvalidRequest:
     return InvalidRequest(f"adapter {directory}: {problem}", "lora_path")
-
-
-def _fields(config: str) -> dict[str, Any]:
-    """ValueError: the text of adapter_config.json is not a JSON object."""
-    try:
-        fields = json.loads(config)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{CONFIG_FILE}: {error}") from error
-    if not isinstance(fields, dict):
-        raise ValueError(f"{CONFIG_FILE} is not a JSON object")
-    return fields
 
 
 def _check_config(directory: Path, fields: Mapping[str, Any]) -> None:
@@ -191,25 +193,46 @@ def _ranks(
     return ranks
 
 
-def _check_finite(directory: Path, header: Mapping[str, StoredTensor], weights: bytes) -> None:
-    """A weight that is no number makes the logits of every request NaN."""
-    first = len(weights) - max(tensor.end for tensor in header.values())
-    for name, tensor in header.items():
-        integer, exponent = _FLOATS[tensor.dtype]
-        size = math.prod(tensor.shape)
-        begin = first + tensor.end - size * np.dtype(integer).itemsize
-        if begin < first:
-            raise _refused(directory, f"{name} has fewer bytes than its shape needs")
-        values = np.frombuffer(weights, integer, size, begin)
-        if num_wrong := int(((values & exponent) == exponent).sum()):
-            raise _refused(directory, f"{name} has {num_wrong} values that are NaN or infinite")
+def _check_values(
+    directory: Path,
+    header: Mapping[str, StoredTensor],
+    weights: BinaryIO,
+    linears: Mapping[str, AdaptedLinear],
+) -> None:
+    """Weights that are no numbers, or near the largest, make the logits of every request NaN."""
+    first = weights.seek(0, os.SEEK_END) - max(tensor.end for tensor in header.values())
+    for linear, adapted in linears.items():
+        sides = []
+        for side in "AB":
+            name = f"base_model.model.{linear}.lora_{side}.weight"
+            sides.append(magnitudes := _magnitudes(weights, header[name], first))
+            if num_wrong := int((~np.isfinite(magnitudes)).sum()):
+                raise _refused(directory, f"{name} has {num_wrong} values that are NaN or infinite")
+        a, b = sides
+        inner, scaled = a.sum(axis=1), abs(adapted.scale) * b
+        growth = max(inner.max(), scaled.max(), (scaled @ inner).max())
+        if growth > _MAX_GROWTH:
+            raise _refused(
+                directory,
+                f"{linear}: its weights make inputs of 1 as large as {growth:.1e}, beyond "
+                f"{_MAX_GROWTH:.1e}; requests would overflow",
+            )
 
 
-def _digest(*contents: bytes) -> str:
+def _magnitudes(weights: BinaryIO, tensor: StoredTensor, first: int) -> Any:
+    """The absolute values of a tensor as fp64. `first`: where the tensors begin in the file."""
+    weights.seek(first + tensor.begin)
+    values = np.frombuffer(weights.read(tensor.end - tensor.begin), _FLOATS[tensor.dtype])
+    if tensor.dtype == "BF16":
+        values = (values.astype(np.uint32) << 16).view(np.float32)
+    return np.abs(values.astype(np.float64)).reshape(tensor.shape)
+
+
+def _digest(config: bytes, weights: BinaryIO) -> str:
     import xxhash  # a check of a GPU imports this module, and has no xxhash
 
-    digest = xxhash.xxh3_128()
-    for content in contents:
-        digest.update(len(content).to_bytes(8, "little"))
-        digest.update(content)
+    digest = xxhash.xxh3_128(len(config).to_bytes(8, "little") + config)
+    weights.seek(0)
+    while piece := weights.read(_PIECE_BYTES):
+        digest.update(piece)
     return digest.hexdigest()

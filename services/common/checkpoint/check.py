@@ -7,9 +7,10 @@ from services.common.checkpoint.weights import INDEX_FILE, SINGLE_FILE, checked_
 from services.common.errors import StartupError
 from services.common.gguf.config import check_tensors
 from services.common.gguf.file import GgufFile, gguf_file
+from services.common.text.added_tokens import special_tokens
 from services.common.text.chat_template import ChatTemplate
 from services.common.text.model_config import ModelConfig
-from services.common.text.tokenizer import read_tokenizer, special_tokens
+from services.common.text.tokenizer import read_tokenizer
 
 _OTHER_FORMATS = {
     "pytorch_model*.bin": "PyTorch's own format",

@@ -5,14 +5,13 @@ there; else the state of the last token is the embedding.
     1_Pooling/config.json   which states are pooled
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from services.common.errors import StartupError
-from services.common.text.json_fields import JsonFields
+from services.common.text.json_fields import JsonFields, read_json
 
 MODULES_FILE = "modules.json"
 CONFIG_FILE = "config.json"
@@ -56,10 +55,9 @@ def _modules(directory: Path) -> Iterator[tuple[str, Path]]:
     if not file.is_file():
         return
     try:
-        modules = json.loads(file.read_text(encoding="utf-8"))
-        for module in modules:
+        for module in read_json(file):
             yield str(module["type"]).rpartition(".")[2], directory / str(module["path"])
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (TypeError, KeyError) as error:
         raise StartupError(
             f"{file}: not a list of modules with type and path: {error!r}"
         ) from error

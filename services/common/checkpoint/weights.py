@@ -1,15 +1,18 @@
 """Reads the headers of a checkpoint's safetensors files: one file, or shards with an index."""
 
 import json
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quire.files import open_regular_file
 from services.common.checkpoint.layout import Shape, ignored_weights
 from services.common.checkpoint.stored_tensors import FLOATS, Expected, expected_tensors
 from services.common.errors import StartupError
 from services.common.gguf.file import GgufFile, gguf_file
+from services.common.text.json_fields import read_json
 from services.common.text.model_config import ModelConfig
 
 SINGLE_FILE = "model.safetensors"
@@ -22,15 +25,34 @@ _LENGTH_BYTES = 8
 """A file begins with the length of its header, little-endian; then the header (JSON) follows, then
 the tensors."""
 
+_MAX_HEADER_BYTES = 16 << 20
+"""Room for 100,000 tensors. The largest published headers have 1 MB."""
+
+_MAX_INDEX_BYTES = 32 << 20
+
+_ITEM_BYTES = {
+    **dict.fromkeys(("F64", "I64", "U64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"), 1),
+}
+"""The bytes of a value, by dtype. Tensors of other dtypes are refused later, by their names."""
+
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A header's record of one tensor. `dtype`: as in safetensors, such as BF16. `end`: the offset
-    at which the tensor's bytes end, from the end of the header."""
+    """A header's record of one tensor."""
 
     dtype: str
+    """As in safetensors, such as BF16."""
+
     shape: Shape
+
+    begin: int
+    """The offset of the tensor's first byte from the end of the header."""
+
     end: int
+    """The offset after the tensor's last byte."""
 
 
 def weight_files(directory: Path) -> tuple[Path, ...]:
@@ -76,35 +98,55 @@ def _used(header: dict[str, StoredTensor], config: ModelConfig) -> dict[str, Sto
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file, by name. StartupError: the file is not a safetensors file,
-    or is truncated."""
+    is truncated, or its tensors overlap or leave gaps."""
     try:
-        with path.open("rb") as file:
+        with open_regular_file(path) as file:
             num_bytes = path.stat().st_size
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
             if num_bytes < _LENGTH_BYTES + length:
                 raise ValueError(f"{num_bytes} bytes, shorter than its header")
+            if length > _MAX_HEADER_BYTES:
+                raise ValueError(f"its header has {length} bytes, at most {_MAX_HEADER_BYTES}")
             fields = json.loads(file.read(length))
         tensors = {name: _stored(entry) for name, entry in fields.items() if name != "__metadata__"}
-        wanted = (
-            _LENGTH_BYTES + length + max((tensor.end for tensor in tensors.values()), default=0)
-        )
+        wanted = _LENGTH_BYTES + length + _end(tensors)
         if num_bytes != wanted:
             raise ValueError(f"{num_bytes} bytes, but its header requires {wanted}")
+    except RecursionError as error:
+        raise StartupError(f"{path}: its header is nested too deeply") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise StartupError(f"{path}: not a readable safetensors file: {error}") from error
     return tensors
 
 
 def _stored(entry: dict[str, Any]) -> StoredTensor:
-    return StoredTensor(str(entry["dtype"]), tuple(entry["shape"]), int(entry["data_offsets"][1]))
+    shape, offsets = tuple(entry["shape"]), tuple(entry["data_offsets"])
+    if len(offsets) != 2 or not all(type(n) is int and n >= 0 for n in (*shape, *offsets)):
+        raise ValueError(f"shape {shape} at bytes {offsets}")
+    return StoredTensor(str(entry["dtype"]), shape, *offsets)
+
+
+def _end(tensors: dict[str, StoredTensor]) -> int:
+    """Where the last tensor ends. ValueError: the tensors do not follow one another."""
+    position = 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
+        size = tensor.end - tensor.begin
+        if tensor.begin != position:
+            raise ValueError(f"{name} begins at byte {tensor.begin}, not at {position}")
+        item_bytes = _ITEM_BYTES.get(tensor.dtype)
+        wanted = size if item_bytes is None else math.prod(tensor.shape) * item_bytes
+        if size < 0 or size != wanted:
+            raise ValueError(f"{name} has {size} bytes, and its shape needs {wanted}")
+        position = tensor.end
+    return position
 
 
 def _read_index(path: Path) -> dict[str, str]:
     """The index's map from tensor names to file names. StartupError: the index is invalid."""
     try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = read_json(path, _MAX_INDEX_BYTES)["weight_map"]
         files = {str(name): str(file) for name, file in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
+    except (KeyError, TypeError, AttributeError) as exc:
         raise StartupError(f"{path}: not an index with a weight_map: {exc!r}") from exc
     if not files:
         raise StartupError(f"{path}: weight_map: empty")

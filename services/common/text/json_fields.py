@@ -7,7 +7,42 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from quire.files import read_small_file
 from services.common.errors import StartupError
+
+MAX_JSON_BYTES = 4 << 20
+"""The largest JSON file that is read where the caller says nothing else. Parsed, a hostile one of
+this size takes 150 MB."""
+
+
+def read_text(path: Path, max_bytes: int = MAX_JSON_BYTES) -> str:
+    """The text of a small file. StartupError: it cannot be read, is larger, is no regular file, or
+    is not UTF-8."""
+    try:
+        return read_small_file(path, max_bytes).decode()
+    except OSError as error:
+        raise StartupError(f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise StartupError(f"{path}: not UTF-8: {error}") from error
+
+
+def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
+    """The value in a JSON file. StartupError: the file cannot be read, is larger, is no regular
+    file, or is not JSON."""
+    try:
+        return parse_json(path, read_small_file(path, max_bytes))
+    except OSError as error:
+        raise StartupError(f"{path}: {error.strerror}") from error
+
+
+def parse_json(path: Path, content: str | bytes) -> Any:
+    """The value of JSON text, which is in the file `path`. StartupError: it is not JSON."""
+    try:
+        return json.loads(content)
+    except RecursionError as error:
+        raise StartupError(f"{path}: not JSON: nested too deeply") from error
+    except ValueError as error:  # not JSON, or not UTF-8
+        raise StartupError(f"{path}: not JSON: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +59,8 @@ class JsonFields:
     asked: set[str] = field(default_factory=set, compare=False)
 
     @classmethod
-    def read(cls, path: Path) -> "JsonFields":
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as exc:
-            raise StartupError(f"{path}: {exc.strerror}") from exc
-        except ValueError as exc:  # not JSON, or not UTF-8
-            raise StartupError(f"{path}: not JSON: {exc}") from exc
+    def read(cls, path: Path, max_bytes: int = MAX_JSON_BYTES) -> "JsonFields":
+        values = read_json(path, max_bytes)
         if not isinstance(values, dict):
             raise StartupError(f"{path}: not a JSON object")
         return cls(path, values)
