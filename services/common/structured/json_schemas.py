@@ -17,8 +17,9 @@ _FORMATS = {
 """The formats that llguidance enforces. Any other is an annotation, as JSON Schema says."""
 
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-_MOST = float(1 << 63)
-"""A bound from here on is that of a type, such as int64 or float64, and asks for nothing more."""
+_MOST = (1 << 63) - 1024
+"""llguidance takes no larger bound. A larger one is that of a type, such as int64 or float64, and
+becomes this one: then every text that the form allows is still within the schema's bounds."""
 
 _ONE = ("items", "additionalItems", "additionalProperties", "contains", "not", "if", "then", "else")
 _MANY = ("anyOf", "allOf", "oneOf", "prefixItems", "items")
@@ -31,7 +32,9 @@ def _asking(schema: Any) -> Any:
         return schema
     kept = {name: value for name, value in schema.items() if not _asks_nothing(name, value)}
     for name, value in kept.items():
-        if name in _ONE and isinstance(value, dict):
+        if name in _BOUNDS:
+            kept[name] = _bound(name, value)
+        elif name in _ONE and isinstance(value, dict):
             kept[name] = _asking(value)
         elif name in _MANY and isinstance(value, list):
             kept[name] = [_asking(each) for each in value]
@@ -45,9 +48,14 @@ def _asks_nothing(name: str, value: Any) -> bool:
         return value is False
     if name == "format":
         return isinstance(value, str) and value not in _FORMATS
-    if name not in _BOUNDS or isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return value <= -_MOST if "inimum" in name else value >= _MOST
+    return False
+
+
+def _bound(name: str, value: Any) -> Any:
+    """The bound, or the largest one that llguidance takes if it is larger."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    return max(value, -_MOST) if "inimum" in name else min(value, _MOST)
 
 
 def with_options(schema: dict[str, Any]) -> dict[str, Any]:
