@@ -302,5 +302,3 @@ def test_conversations_are_messages_or_dicts() -> None:
         (other,) = llm.chat([as_dicts], greedy, use_tqdm=False)
         assert one.text == other.text != ""
         assert one.choices[0].message == {"role": "assistant", "content": one.text}
-        with pytest.raises(InvalidRequest, match=r"messages\[0\].text is not supported"):
-            llm.chat([{"role": "user", "text": "?"}], greedy, use_tqdm=False)
