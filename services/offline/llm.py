@@ -73,9 +73,9 @@ class LLM:
         source = find_model(model)
         if isinstance(speculative := settings.get("speculative_config"), Mapping):
             settings["speculative_config"] = with_draft_directory(speculative)
-        given = {name: value for name, value in settings.items() if value is not None}
         if not enable_lora:
             settings["max_loras"] = 0
+        given = {name: value for name, value in settings.items() if value is not None}
         with _domain_errors():
             known = offline_settings(
                 **{**source.settings, **given}, model=source.directory, model_name=source.name
