@@ -35,6 +35,8 @@ class TokenizeBody(Body):
     def _check_form(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise FieldError("prompt", "one of prompt and messages is needed")
+        if self.messages is not None and not self.messages:
+            raise FieldError("messages", "messages is empty")
         if self.prompt is not None:
             for name in ("chat_template_kwargs", "tools"):
                 if getattr(self, name):
