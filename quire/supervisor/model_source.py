@@ -73,8 +73,8 @@ def with_draft_directory(
 def check_model(directory: Path) -> None:
     """Raises ModelUnusable if the services would refuse the model's files. Blocks the thread.
 
-    A separate process, without PyTorch, reads the files. The demo model, a file of a pinned
-    package, needs no check.
+    A separate process, without PyTorch and with limits of time and memory, reads the files. The
+    demo model, a file of a pinned package, needs no check.
     """
     if directory.name == _DEMO_FILE and directory.parent.name == _DEMO_PACKAGE:
         return
@@ -82,6 +82,8 @@ def check_model(directory: Path) -> None:
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
         reason = done.stderr.strip() or f"the check of its files ended with {done.returncode}"
+        if done.returncode < 0:
+            reason = f"{directory}: the check of its files came to its limit of time or memory"
         raise ModelUnusable(reason.splitlines()[-1].removeprefix("error: "))
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,14 @@ from safetensors.torch import load_file, save_file
 
 from bench.make_checkpoint import make_checkpoint
 from quire.files import read_small_file
+from quire.supervisor.errors import ModelUnusable
+from quire.supervisor.model_source import check_model
 from services.common.checkpoint.adapter import CONFIG_FILE, WEIGHTS_FILE, AdapterFiles
 from services.common.checkpoint.weights import read_header
 from services.common.errors import InvalidRequest, StartupError
 from services.common.text.json_fields import MAX_JSON_BYTES, JsonFields
 from services.common.text.model_config import ModelConfig
+from services.common.text.tokenizer import Tokenizer
 from tests.adapters import make_adapter
 
 
@@ -143,3 +147,71 @@ def test_an_adapter_that_overflows_is_refused_by_name(
     save_file(weights, adapter / WEIGHTS_FILE)
     with pytest.raises(InvalidRequest, match=rf"up_proj\.{side}\.weight has 1 values that are NaN"):
         AdapterFiles.read(adapter, config, 64)
+
+
+def edit_tokenizer(directory: Path, edit: Callable[[dict[str, Any]], object]) -> Path:
+    path = make_checkpoint(directory) / "tokenizer.json"
+    fields = json.loads(path.read_text())
+    edit(fields)
+    path.write_text(json.dumps(fields))
+    return directory
+
+
+def added(text: str, token_id: int) -> dict[str, Any]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": token_id, "content": text, "special": True, **flags}
+
+
+@pytest.mark.parametrize(
+    ("edit", "problem"),
+    [
+        (
+            lambda fields: fields["added_tokens"].extend(
+                added(f"<{number}>", 384 + number) for number in range(70_000)
+            ),
+            r"tokenizer\.json: 7000\d added tokens, at most 65536",
+        ),
+        (
+            lambda fields: fields["added_tokens"].append(added("<" * 2000, 384)),
+            r"tokenizer\.json: an added token of 2000 characters, at most 1024",
+        ),
+        (
+            lambda fields: fields["model"]["vocab"].update({"far": 4_000_000_000}),
+            "a token id of 4000000000, at most 4194303",
+        ),
+        (
+            lambda fields: fields.update(padding_text=" " * (64 << 20)),
+            r"tokenizer\.json: larger than 67,108,864 bytes",
+        ),
+    ],
+)
+def test_a_tokenizer_of_too_much_is_refused_before_any_process_starts(
+    tmp_path: Path, edit: Callable[[dict[str, Any]], object], problem: str
+) -> None:
+    with pytest.raises(ModelUnusable, match=problem):
+        check_model(edit_tokenizer(tmp_path / "model", edit))
+
+
+def test_a_check_ends_at_its_limit_of_memory(tmp_path: Path) -> None:
+    """The metadata of this file are a list of 2^30 numbers."""
+    path = tmp_path / "model.gguf"
+    name = b"general.numbers"
+    header = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, len(name)) + name
+    path.write_bytes(header + struct.pack("<IIQ", 9, 0, 1 << 30))
+    os.truncate(path, (1 << 30) + (1 << 20))
+    with pytest.raises(ModelUnusable, match="to read the checkpoint's files takes more than 2 GiB"):
+        check_model(path)
+
+
+def test_parts_of_special_tokens_are_hidden_among_many_tokens(tmp_path: Path) -> None:
+    texts = [f"<|reserved {number}|>" for number in range(5000)]
+    directory = edit_tokenizer(
+        tmp_path / "model",
+        lambda fields: fields["added_tokens"].extend(
+            added(text, 384 + number) for number, text in enumerate(texts)
+        ),
+    )
+    special = Tokenizer.from_directory(directory).special
+    given, hidden = special.hide(["Hi <|reserved 7", "served 4999|> there", texts[9], "plain"])
+    assert sorted(hidden.values()) == ["<|reserved 7", texts[9], "served 4999|>"]
+    assert given[3] == "plain"

@@ -3,14 +3,14 @@ tokenizer, chat template."""
 
 from pathlib import Path
 
+from services.common.checkpoint.embedding_config import EmbeddingConfig
 from services.common.checkpoint.weights import INDEX_FILE, SINGLE_FILE, checked_weights
 from services.common.errors import StartupError
 from services.common.gguf.config import check_tensors
 from services.common.gguf.file import GgufFile, gguf_file
-from services.common.text.added_tokens import special_tokens
 from services.common.text.chat_template import ChatTemplate
 from services.common.text.model_config import ModelConfig
-from services.common.text.tokenizer import read_tokenizer
+from services.common.text.tokenizer import Tokenizer
 
 _OTHER_FORMATS = {
     "pytorch_model*.bin": "PyTorch's own format",
@@ -22,8 +22,9 @@ _OTHER_FORMATS = {
 def check(directory: Path) -> None:
     """Raises StartupError, with the first reason, if Quire cannot serve this checkpoint."""
     check_weights(directory)
-    read_tokenizer(directory)
-    ChatTemplate.from_directory(directory, special_tokens(directory))
+    tokenizer = Tokenizer.from_directory(directory)
+    ChatTemplate.from_directory(directory, tokenizer.special_tokens)
+    EmbeddingConfig.from_directory(directory)
 
 
 def check_weights(directory: Path) -> ModelConfig:

@@ -23,6 +23,10 @@ ADDED_TOKENS_FILE = "added_tokens.json"
 
 _ROLES = tuple(f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _EXTRA = ("additional_special_tokens", "extra_special_tokens")
+_MAX_ADDED_TOKENS = 1 << 16
+"""Ten times the most that a published tokenizer has (Gemma 3: 6,400). They take 130 MB."""
+
+_MAX_CHARACTERS = 1024
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -46,7 +50,7 @@ def add_tokens(tokenizer: tokenizers.Tokenizer, directory: Path) -> None:
     """Add to a tokenizer the tokens that only the files beside tokenizer.json name, in the order in
     which transformers adds them. StartupError: a file is wrong."""
     config = _merged(directory)
-    known = list(tokenizer.get_added_tokens_decoder().values())
+    known = set(tokenizer.get_added_tokens_decoder().values())
     missing = [token for token in _listed(directory, config) if token not in known]
     texts = {token.content for token in [*known, *missing]}
     for text in _special_texts(config):
@@ -55,6 +59,17 @@ def add_tokens(tokenizer: tokenizers.Tokenizer, directory: Path) -> None:
             missing.append(AddedToken(text, special=True, normalized=False))
     for special, group in groupby(missing, key=lambda token: token.special):
         (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(list(group))
+
+
+def check_added_tokens(tokenizer: tokenizers.Tokenizer, path: Path) -> None:
+    """Raises StartupError if there are so many added tokens, or so long ones, that they would take
+    hundreds of MB, or that to look for them in a text would take seconds."""
+    added = tokenizer.get_added_tokens_decoder().values()
+    if len(added) > _MAX_ADDED_TOKENS:
+        raise StartupError(f"{path}: {len(added)} added tokens, at most {_MAX_ADDED_TOKENS}")
+    if (longest := max((len(token.content) for token in added), default=0)) > _MAX_CHARACTERS:
+        text = f"an added token of {longest} characters, at most {_MAX_CHARACTERS}"
+        raise StartupError(f"{path}: {text}")
 
 
 def _read(path: Path) -> Mapping[str, Any]:

@@ -16,6 +16,7 @@ from services.common.errors import InvalidRequest, StartupError
 from services.common.gguf.file import GgufFile, gguf_file
 from services.common.gguf.tokenizer import gguf_chat_template
 from services.common.text.added_tokens import TOKENIZER_CONFIG_FILE, read_tokenizer_config
+from services.common.text.json_fields import read_text
 from services.common.text.template_bounds import BoundedEnvironment, time_bound
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -113,8 +114,8 @@ def _sources(directory: Path) -> tuple[str, str | None] | None:
         return gguf_chat_template(GgufFile.read(gguf))
     path, tool_path = directory / TEMPLATE_FILE, directory / TOOL_TEMPLATE_FILE
     if path.is_file():
-        with_tools = tool_path.read_text(encoding="utf-8") if tool_path.is_file() else None
-        return path.read_text(encoding="utf-8"), with_tools
+        with_tools = read_text(tool_path) if tool_path.is_file() else None
+        return read_text(path), with_tools
     match read_tokenizer_config(directory).get("chat_template"):
         case None:
             return None

@@ -19,6 +19,9 @@ Piece = bytes | None
 """The UTF-8 bytes of a token, which may be part of a character. None: the id has no text, because
 it has no token, or a special token that is not shown."""
 
+_MAX_IDS = 1 << 22
+"""The tables have an entry for each id, also for those without a token."""
+
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
@@ -86,7 +89,9 @@ def special_token_ids(tokenizer: tokenizers.Tokenizer) -> tuple[int, ...]:
 def _texts(tokenizer: tokenizers.Tokenizer) -> list[str | None]:
     """The token of each id; None for ids without a token."""
     by_id = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
-    return [by_id.get(token_id) for token_id in range(max(by_id, default=-1) + 1)]
+    if (size := max(by_id, default=-1) + 1) > _MAX_IDS:
+        raise StartupError(f"the tokenizer has a token id of {size - 1}, at most {_MAX_IDS - 1}")
+    return [by_id.get(token_id) for token_id in range(size)]
 
 
 def _same_everywhere(

@@ -15,7 +15,8 @@ A chat without hidden text is encoded by the checkpoint's own tokenizer.
 """
 
 import secrets
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -46,8 +47,8 @@ class SpecialTokens:
         added = tokenizer.get_added_tokens_decoder()
         special = {token.content: token_id for token_id, token in added.items() if token.special}
         self._ids = frozenset(special.values())
-        self._beginnings = {text[:size] for text in special for size in range(1, len(text))}
-        self._endings = {text[size:] for text in special for size in range(1, len(text))}
+        self._sorted = sorted(special)
+        self._sorted_reversed = sorted(text[::-1] for text in special)
         self._longest = max(map(len, special), default=0)
         self._first_chars = {text[0] for text in special}
         self._special = _finder(special)
@@ -134,14 +135,20 @@ class SpecialTokens:
             found = _matches(self._special, text)
         begin, end = len(text) - len(text.lstrip()), len(text.rstrip())
         for size in range(min(self._longest, end - begin), 0, -1):
-            if text[begin : begin + size] in self._endings:
+            if _is_beginning(text[begin : begin + size][::-1], self._sorted_reversed):
                 found.append((begin, begin + size, text[begin : begin + size]))
                 break
         for size in range(min(self._longest, end - begin), 0, -1):
-            if text[end - size : end] in self._beginnings:
+            if _is_beginning(text[end - size : end], self._sorted):
                 found.append((end - size, end, text[end - size : end]))
                 break
         return _disjoint(found)
+
+
+def _is_beginning(text: str, longer: Sequence[str]) -> bool:
+    """Whether one of these texts, which are sorted, begins with `text` and is longer."""
+    place = bisect_right(longer, text)
+    return place < len(longer) and longer[place].startswith(text)
 
 
 def _finder(texts: Iterable[str]) -> tokenizers.Tokenizer:

@@ -8,15 +8,19 @@ from typing import Self
 
 import tokenizers
 
+from quire.files import read_small_file
 from services.common.errors import StartupError
 from services.common.gguf.file import GgufFile, gguf_file
 from services.common.gguf.tokenizer import gguf_tokenizer
-from services.common.text.added_tokens import add_tokens, special_tokens
+from services.common.text.added_tokens import add_tokens, check_added_tokens, special_tokens
 from services.common.text.detokenizer import Detokenizer
 from services.common.text.pieces import Pieces, check_decoder, pieces_of, special_token_ids
 from services.common.text.special_tokens import SpecialTokens, encoding_of
 
 TOKENIZER_FILE = "tokenizer.json"
+
+_MAX_TOKENIZER_BYTES = 64 << 20
+"""Twice as large as the largest published ones (33 MB)."""
 
 
 @dataclass(frozen=True)
@@ -141,12 +145,18 @@ def read_tokenizer(directory: Path) -> tokenizers.Tokenizer:
     """Read tokenizer.json, or the tokenizer in a GGUF file, and check its decoder. StartupError: as
     `Tokenizer.from_directory`."""
     if (gguf := gguf_file(directory)) is not None:
-        return gguf_tokenizer(GgufFile.read(gguf))
+        tokenizer = gguf_tokenizer(GgufFile.read(gguf))
+        check_added_tokens(tokenizer, gguf)
+        return tokenizer
     path = tokenizer_file(directory)
     try:
-        tokenizer: tokenizers.Tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        content = read_small_file(path, _MAX_TOKENIZER_BYTES)
+        tokenizer = tokenizers.Tokenizer.from_buffer(content)
+    except OSError as error:
+        raise StartupError(f"cannot read {path}: {error.strerror}") from error
     except Exception as error:  # tokenizers raises a plain Exception for any unreadable file
         raise StartupError(f"cannot read {path}: {error}") from error
     check_decoder(tokenizer)
     add_tokens(tokenizer, directory)
+    check_added_tokens(tokenizer, path)
     return tokenizer
