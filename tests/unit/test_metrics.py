@@ -1,7 +1,10 @@
 """Metrics: names as dashboards expect them, continued pool counters, and an endpoint that ends."""
 
+import socket
+import threading
 import urllib.error
 import urllib.request
+from contextlib import suppress
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
@@ -11,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families as prometheu
 from blockstore.records import PoolSpec, PoolStats
 from blockstore.registry import Load
 from services.common.errors import StartupError
+from services.common.runtime import exposition as exposition_module
 from services.common.runtime.config import ServiceSettings
 from services.common.runtime.exposition import exposition, metrics_endpoint
 from services.common.runtime.metrics import GatewayMetrics, PoolMetrics, WorkerMetrics
@@ -143,6 +147,24 @@ def test_the_endpoint_answers_and_ends() -> None:
             pass
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(url, timeout=5)
+
+
+def test_idle_connections_take_few_threads_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scrape is answered beside any number of them, and no thread is left behind."""
+    monkeypatch.setattr(exposition_module, "_LIMIT_S", 0.1)
+    with metrics_endpoint(ServiceSettings(metrics_port=0), CollectorRegistry()) as port:
+        assert port is not None
+        before = threading.active_count()
+        idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(200)]
+        url = f"http://127.0.0.1:{port}/metrics"
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            assert answer.status == 200
+        assert threading.active_count() - before <= 2 * 16
+        for connection in idle:
+            connection.settimeout(10)
+            with suppress(ConnectionResetError):
+                assert connection.recv(1) == b""
+            connection.close()
 
 
 def test_no_port_is_no_endpoint() -> None:

@@ -2,9 +2,10 @@
 
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, cast
+from contextlib import contextmanager, nullcontext, suppress
+from typing import TYPE_CHECKING, Any, cast
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 from prometheus_client import CollectorRegistry
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 log = get_logger(__name__)
+
+_MAX_CONNECTIONS = 16
+_LIMIT_S = 5.0
+"""How long a connection may be open."""
 
 
 def exposition(registry: Collector, accept: str) -> tuple[bytes, str]:
@@ -81,11 +86,45 @@ class _QuietHandler(WSGIRequestHandler):
         """Log nothing."""
 
 
+class _BoundedServer(ThreadingWSGIServer):
+    """A server with a thread for each of at most `_MAX_CONNECTIONS` connections. A new connection
+    ends the oldest one, which is idle, because an answer takes milliseconds."""
+
+    request_queue_size = 128
+
+    def __init__(self, *args: Any) -> None:
+        self._ends: dict[socket.socket, float] = {}
+        """When each open connection ends, the oldest first. Threads remove their own."""
+        super().__init__(*args)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        for oldest in list(self._ends)[: 1 - _MAX_CONNECTIONS]:
+            self._end(oldest)
+        self._ends[request] = time.monotonic() + _LIMIT_S
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self._ends.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Called twice a second."""
+        now = time.monotonic()
+        for request in [request for request, end in self._ends.copy().items() if end < now]:
+            self._end(request)
+
+    def _end(self, connection: socket.socket) -> None:
+        """End what its thread waits for; the thread closes it."""
+        self._ends.pop(connection, None)
+        with suppress(OSError):  # it has just ended by itself
+            connection.shutdown(socket.SHUT_RDWR)
+
+
 def _server(host: str, port: int, application: "WSGIApplication") -> ThreadingWSGIServer:
     found, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, _, _, _, address = found
 
-    class Server(ThreadingWSGIServer):
+    class Server(_BoundedServer):
         address_family = family
 
     return make_server(str(address[0]), port, application, Server, _QuietHandler)
