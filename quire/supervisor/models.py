@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import get_type_hints
 
+from quire.names import name_problem
 from quire.supervisor.errors import WrongModels
 from quire.supervisor.model_source import DEMO, find_model, with_draft_directory
 from quire.supervisor.options import MAX_SERVICES, ServeOptions
@@ -73,7 +74,11 @@ def _model(names: str, source: str, options: ServeOptions) -> ModelOptions:
     found = find_model(source, offline=options.offline)
     own = {option.upper(): value for option, value in found.settings.items()}
     settings = own | _with_draft_directory(options.settings(WorkerOptions), options)
-    name, *others = _names(names) if names else [found.name]
+    name, *others = names.split(",") if names else [found.name]
+    for each in (name, *others):
+        if problem := name_problem(each):
+            hint = "" if names else f"; NAME={source} gives another"
+            raise WrongModels(f"{each!r} cannot be the name of a model: it {problem}{hint}")
     return ModelOptions(
         *(name, found.directory, options.num_prefill, options.num_decode, tuple(others)), settings
     )
@@ -85,15 +90,6 @@ def _with_draft_directory(settings: dict[str, str], options: ServeOptions) -> di
         found = with_draft_directory(json.loads(text), offline=options.offline)
         settings["SPECULATIVE_CONFIG"] = json.dumps(found)
     return settings
-
-
-def _names(text: str) -> list[str]:
-    """The names in a list by commas."""
-    names = text.split(",")
-    for name in names:
-        if not name or not name.isprintable() or " " in name or "=" in name:
-            raise WrongModels(f"{name!r} cannot be the name of a model")
-    return names
 
 
 def _check_names(models: Sequence[ModelOptions]) -> None:

@@ -18,6 +18,7 @@ from typing import NoReturn
 
 from blockstore.errors import BlockStoreError
 from blockstore.registry import AdapterList
+from quire.names import name_problem
 from services.common.checkpoint.adapter import AdapterFiles
 from services.common.errors import InvalidRequest, StartupError, UnknownModel
 from services.common.runtime.logging import get_logger
@@ -28,7 +29,6 @@ from services.protocol.ticket import Adapter
 
 log = get_logger(__name__)
 
-MAX_NAME_CHARS = 200
 _REFRESH_S = 1.0
 _MIN_REFRESH_S = 0.1
 """Between two reads for names that nobody serves."""
@@ -168,14 +168,8 @@ class GatewayAdapters:
 
 
 def _check_name(name: str) -> None:
-    if not 0 < len(name) <= MAX_NAME_CHARS:
-        raise InvalidRequest(
-            f"lora_name has {len(name)} characters, not 1 to {MAX_NAME_CHARS}", "lora_name"
-        )
-    if not name.isprintable() or name != name.strip():
-        raise InvalidRequest(
-            f"lora_name {name!r} has control characters, or spaces at an end", "lora_name"
-        )
+    if problem := name_problem(name):
+        raise InvalidRequest(f"lora_name {name!r} {problem}", "lora_name")
 
 
 def _absolute(directory: str) -> Path:

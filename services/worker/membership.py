@@ -236,15 +236,16 @@ class _WantedPool:
     memory: PoolMemory
 
     def find(self) -> PoolDirectory | None:
-        """The pool of these weights that can be joined, if there is one. StartupError: it has
-        another geometry, or is in other memory."""
-        wanted = self.layout.fingerprint, self.colder_of
+        """The pool of this model and these weights that can be joined, if there is one. Two models
+        with the same weights have a pool each. StartupError: the pool has another geometry, or is
+        in other memory."""
+        wanted = self.layout.model, self.layout.fingerprint, self.colder_of
         for directory in pool_directories(self.root):
             try:
                 header = directory.read_header()
             except BadHeader:
                 continue  # a live pool of another version of Quire
-            found = header.layout.fingerprint, header.colder_of
+            found = header.layout.model, header.layout.fingerprint, header.colder_of
             if found == wanted and not directory.gone.exists():
                 self._check(header)
                 return directory

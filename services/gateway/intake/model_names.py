@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from quire.names import name_problem
 from services.common.errors import InvalidRequest, StartupError, UnknownModel
 
 _SETTING = "model_aliases"
@@ -15,6 +16,8 @@ def parse_aliases(entries: Sequence[str]) -> dict[str, str]:
         alias, _, model = entry.partition("=")
         if not alias or not model:
             raise StartupError(f"{_SETTING}: {entry!r} is not ALIAS=MODEL")
+        if problem := name_problem(alias):
+            raise StartupError(f"{_SETTING}: {alias!r} {problem}")
         if models.setdefault(alias, model) != model:
             raise StartupError(f"{_SETTING}: {alias!r} stands for {models[alias]} and for {model}")
     if chained := [alias for alias, model in models.items() if model in models]:

@@ -96,10 +96,14 @@ async def test_workers_that_join_at_once_make_one_pool(joined: Join, tmp_path: P
     assert len(pool_directories(tmp_path)) == 1
 
 
-async def test_other_weights_get_a_pool_of_their_own(joined: Join, tmp_path: Path) -> None:
+@pytest.mark.parametrize("other", [{"fingerprint": "beef"}, {"model": "copy"}])
+async def test_other_weights_and_other_models_get_a_pool_of_their_own(
+    joined: Join, tmp_path: Path, other: dict[str, str]
+) -> None:
+    """A copy of a checkpoint with another chat template is another model with the same weights."""
     members = [
         await joined("decode-1"),
-        await joined("decode-2", layout=replace(LAYOUT, fingerprint="beef")),
+        await joined("decode-2", layout=replace(LAYOUT, **other)),  # type: ignore[arg-type]
     ]
     assert len({member.spec.pool_id for member in members}) == 2
     assert len(pool_directories(tmp_path)) == 2

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from quire.cli import main
+from quire.supervisor.errors import WrongModels
 from quire.supervisor.models import find_models
 from quire.supervisor.options import ServeOptions
 from tests.hub_cache import cached, use_empty_cache
@@ -65,7 +66,8 @@ SMALL, LARGE = "small=demo", "large={}"
         (["a=demo", "a={}"], "the name 'a' is given to two models"),
         (["a,b=demo", "b={}"], "the name 'b' is given to two models"),
         (["a,,b=demo"], "'' cannot be the name of a model"),
-        (["a b=demo"], "'a b' cannot be the name of a model"),
+        (["a,b =demo"], "'b ' cannot be the name of a model: it has control characters, or spaces"),
+        (["none=demo"], "'none' cannot be the name of a model: it means no value in settings"),
         ([SMALL, LARGE], "large: with several models, each needs the size of its pool"),
         ([SMALL, LARGE, "--served-model-name", "x"], "--served-model-name is for one MODEL"),
         ([SMALL, "--set", "large.decode=2"], "not MODEL.OPTION=VALUE of small"),
@@ -136,10 +138,10 @@ def test_each_model_has_names_and_options_of_its_own(tmp_path: Path) -> None:
     assert small.settings == {"QUANTIZE": "none", "POOL_MEMORY": "1GiB", "KV_DTYPE": "int8"}
     assert (big.path, big.settings) == (Path(large), {"POOL_MEMORY": "4GiB"})
     assert [(m.num_prefill, m.num_decode) for m in (small, big)] == [(2, 1), (2, 3)]
-    (alone,) = find_models(ServeOptions(models=[large]))
-    assert (alone.name, alone.path) == ("m=1", Path(large))
-    (named,) = find_models(ServeOptions(model=large, model_name="a,b"))
-    assert (named.name, named.aliases) == ("a", ("b",))
+    with pytest.raises(WrongModels, match=f"'m=1' cannot be .* equals sign; NAME={large} gives"):
+        find_models(ServeOptions(models=[large]))
+    (named,) = find_models(ServeOptions(model=large, model_name="a,b c"))
+    assert (named.name, named.path, named.aliases) == ("a", Path(large), ("b c",))
 
 
 DRAFT = '{{"model": "{}", "num_speculative_tokens": 5}}'

@@ -95,8 +95,10 @@ async def test_names_and_limits(
     with pytest.raises(InvalidRequest, match="base is the name of a model"):
         await one.load("base", str(adapter))
     for name, problem in {
-        "": "lora_name has 0 characters, not 1 to 200",
-        "x" * 201: "lora_name has 201 characters",
+        "": "lora_name '' has 0 characters, not 1 to 200",
+        "x" * 201: "has 201 characters, not 1 to 200",
+        "none": "lora_name 'none' means no value in settings",
+        "a,b": "lora_name 'a,b' has a comma or an equals sign",
         "a\n": r"lora_name 'a\\n' has control characters",
         " a": "or spaces at an end",
     }.items():

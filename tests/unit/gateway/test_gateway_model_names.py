@@ -20,6 +20,7 @@ ALIASES = {"default": "small", "gpt-4": "big", "big": "small", "later": "gone"}
         (["=x"], "'=x' is not ALIAS=MODEL"),
         (["x="], "'x=' is not ALIAS=MODEL"),
         (["x=a", "x=b"], "'x' stands for a and for b"),
+        (["none=a"], "'none' means no value in settings"),
         (["x=a", "y=x"], "'y' stands for another alias"),
     ],
 )
