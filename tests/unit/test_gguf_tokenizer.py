@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 from tokenizers import Tokenizer
 
 from bench.make_checkpoint import SPECIAL_TOKENS, make_checkpoint
@@ -61,6 +62,16 @@ def test_byte_level_bpe_has_the_same_tokens(reference: Tokenizer) -> None:
     added = found.get_added_tokens_decoder().values()
     assert {t.content for t in added if t.special} == set(SPECIAL_TOKENS)
     assert pieces_of(found).following == pieces_of(reference).following
+
+
+def test_the_default_split_is_gpt_2s_with_a_warning(reference: Tokenizer) -> None:
+    """transformers reads these files so too."""
+    with capture_logs() as logs:
+        found = byte_level(reference, "default")
+    (entry,) = logs
+    assert (entry["event"], entry["log_level"]) == ("gguf_splits_text_by_default", "warning")
+    for text in TEXTS:
+        assert found.encode(text).ids == reference.encode(text).ids
 
 
 def words(tokenizer: Tokenizer, text: str) -> list[str]:

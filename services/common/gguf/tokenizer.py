@@ -12,7 +12,10 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from services.common.gguf.file import GgufFile
+from services.common.runtime.logging import get_logger
 from services.common.text.json_fields import JsonFields
+
+log = get_logger(__name__)
 
 _FIELD = "tokenizer.ggml."
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
@@ -63,6 +66,7 @@ _SPLITS: Mapping[str, _Split] = {
     "deepseek-r1-qwen": _Split(_QWEN2),
     "tekken": _Split(_TEKKEN, whole_words=True, starts=True),
     "gpt-4o": _Split(_GPT_4O),
+    "default": _Split(None),
     "gpt-2": _Split(None),
     "phi-2": _Split(None),
     "olmo": _Split(None),
@@ -142,6 +146,8 @@ def _byte_level(fields: JsonFields, tokens: Sequence[str]) -> tokenizers.Tokeniz
     if name not in _SPLITS:
         known = ", ".join(_SPLITS)
         raise fields.wrong(f"{_FIELD}pre", f"{name!r} is not supported, only {known}")
+    if name == "default":
+        log.warning("gguf_splits_text_by_default", path=str(fields.path), as_in="gpt-2")
     split = _SPLITS[name]
     merges = [merge.partition(" ")[::2] for merge in _list(fields, "merges", str)]
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
