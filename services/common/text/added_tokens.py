@@ -52,6 +52,9 @@ def add_tokens(tokenizer: tokenizers.Tokenizer, directory: Path) -> None:
     config = _merged(directory)
     known = set(tokenizer.get_added_tokens_decoder().values())
     missing = [token for token in _listed(directory, config) if token not in known]
+    named = {_content(config.get(role)) for role in _ROLES}
+    for token in missing:
+        token.special = token.special or token.content in named
     texts = {token.content for token in [*known, *missing]}
     for text in _special_texts(config):
         if text not in texts:
