@@ -17,7 +17,7 @@ from services.common.gguf.file import GgufFile, gguf_file
 from services.common.gguf.tokenizer import gguf_chat_template
 from services.common.text.added_tokens import TOKENIZER_CONFIG_FILE, read_tokenizer_config
 from services.common.text.json_fields import read_text
-from services.common.text.template_bounds import BoundedEnvironment, time_bound
+from services.common.text.template_bounds import BoundedEnvironment, bounded, time_bound
 
 TEMPLATE_FILE = "chat_template.jinja"
 TOOL_TEMPLATE_FILE = "additional_chat_templates/tool_use.jinja"
@@ -147,7 +147,7 @@ def _environment() -> BoundedEnvironment:
     environment = BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
     )
-    environment.filters["tojson"] = _to_json
+    environment.filters["tojson"] = bounded("tojson", _to_json)
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
