@@ -39,6 +39,11 @@ those that are far beyond, sums of squares overflow and the logits are no number
 
 _PIECE_BYTES = 1 << 20
 
+_MAX_PATTERNS = 256
+_MAX_REPEATS = 3
+_REPEATS, _REPEATED_GROUP = re.compile(r"[*+?{]"), re.compile(r"\)[*+?{]")
+"""Python's regular expressions backtrack: `(a+)+b` takes for ever to match a name."""
+
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "task_type": ("CAUSAL_LM", None),
@@ -156,10 +161,14 @@ def _of_linear(
     regular expression; else that of the field `default`."""
     values = fields.get(pattern) or {}
     try:
+        if len(values) > _MAX_PATTERNS:
+            raise _refused(directory, f"{pattern} has {len(values)} keys, at most {_MAX_PATTERNS}")
         for key, value in values.items():
+            if _REPEATED_GROUP.search(key) or len(_REPEATS.findall(key)) > _MAX_REPEATS:
+                raise _refused(directory, f"{pattern}: {key!r} could take for ever to match")
             if re.match(rf"(.*\.)?({key})$", name):
                 return value
-    except (AttributeError, re.error) as error:
+    except (AttributeError, TypeError, re.error) as error:
         raise _refused(directory, f"{pattern} {values!r}: {error}") from error
     return fields.get(default)
 
