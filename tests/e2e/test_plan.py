@@ -60,7 +60,7 @@ async def test_a_worker_changes_its_role_under_streams(
         assert [row["recommended"] for row in idle.values()] == [1, 1]
         streams = [asyncio.create_task(stream(number)) for number in range(NUM_STREAMS)]
         await until(lambda: sum(map(bool, tokens)) >= NUM_SLOTS)
-        planned = await plan(deployment, "--total", "3", "--window", "0", "--apply")
+        planned = await plan(deployment, "--total", "3", "--apply")
         assert f"of {NUM_SLOTS} slots" in str(planned["decode"]["reason"])
         assert (planned["prefill"]["recommended"], planned["decode"]["recommended"]) == (1, 2)
         await asyncio.gather(*streams)

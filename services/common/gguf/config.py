@@ -14,7 +14,7 @@ from services.common.gguf.families import (
     tensor_places,
 )
 from services.common.gguf.file import GgufFile
-from services.common.gguf.rope import DIVISORS, LONG, SHORT, read_ropes
+from services.common.gguf.rope import DIVISORS, LONG, SHORT, extended_context, read_ropes
 from services.common.gguf.tokenizer import gguf_end_tokens
 from services.common.text.expert_config import ExpertConfig
 from services.common.text.families import FAMILIES, Family, Number
@@ -97,7 +97,7 @@ def gguf_config(file: GgufFile) -> ModelConfig:
         head_dim=head_dim,
         intermediate_size=fields.integer("feed_forward_length"),
         vocab_size=vocab_size,
-        max_position_embeddings=fields.integer("context_length"),
+        max_position_embeddings=extended_context(fields, family),
         rms_norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
         ropes=read_ropes(file, fields, family, head_dim, windows),
         tied_embeddings="output.weight" not in file.tensors,

@@ -50,6 +50,18 @@ def _width(fields: JsonFields, family: Family, head_dim: int) -> int:
     raise fields.wrong("rope.dimension_count", f"{width}, but the size of a head is {head_dim}")
 
 
+def extended_context(fields: JsonFields, family: Family) -> int:
+    """The positions of the model's context; as for config.json, YaRN and linear scaling extend the
+    one that the model was trained with."""
+    context = fields.integer("context_length")
+    usual = "linear" if fields.has("rope.scaling.factor") else "none"
+    kind = fields.text("rope.scaling.type", usual)
+    if family.ropes == "by layer type" or kind not in ("linear", "yarn"):
+        return context
+    original = fields.integer("rope.scaling.original_context_length", context)
+    return max(context, int(original * fields.number("rope.scaling.factor", context / original)))
+
+
 def _scaling(
     file: GgufFile, fields: JsonFields, family: Family, theta: float, width: int
 ) -> Scaling | None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -320,7 +321,10 @@ def test_workers_of_one_role_never_share_a_port(
     run.wait_until_serving()
 
     def ports() -> list[str]:
-        environments = [Path(f"/proc/{pid}/environ").read_bytes() for pid in run.pids("decode")]
+        environments = []
+        for pid in run.pids("decode"):
+            with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+                environments.append(Path(f"/proc/{pid}/environ").read_bytes())
         found = [re.search(rb"QUIRE_DECODE_METRICS_PORT=(\d+)", text) for text in environments]
         return sorted(match[1].decode() for match in found if match)
 
