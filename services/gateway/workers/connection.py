@@ -189,6 +189,7 @@ class WorkerConnection:
         report = load_from_wire(message.welcome.load)
         self._backoff_s, self._last_reason = _FIRST_BACKOFF_S, ""
         self.worker.connected = True
+        self.worker.unresponsive = False  # what it was asked on an earlier stream is lost with that
         self.worker.report(report)
         log.info("worker_connected", worker_id=self.worker.id, pool_id=message.welcome.pool_id)
         self._sink.on_change()

@@ -208,6 +208,22 @@ async def test_a_worker_that_answers_late_is_asked_again(make_harness: Any) -> N
     assert [c.request_id for c in silent.commands(decode_pb2.Reserve)] == ["r1", "r2"]
 
 
+async def test_a_worker_whose_stream_broke_is_asked_again(make_harness: Any) -> None:
+    """It never answers what it was asked on the stream before; the only worker would stay
+    unused."""
+    only = FakeDecode("decode-1", num_slots=8)
+    only.answers_reservations = False
+    harness = await make_harness(FakePrefill(), only, reserve_timeout_s=0.05)
+    call = Call(harness.gateway, asked())
+    await until(lambda: len(only.commands(decode_pb2.Reserve)) == 1)
+    seen = harness.assembly.directory.decode_workers()["pool"]
+    await until(lambda: all(worker.unresponsive for worker in seen))
+    only.answers_reservations = True
+    only.close_streams()
+    await call.result()
+    assert call.tokens == expected(PROMPT, 8)
+
+
 async def test_a_request_waits_while_all_slots_are_taken(make_harness: Any) -> None:
     decode = FakeDecode(num_slots=1)
     harness = await make_harness(FakePrefill(), decode)
