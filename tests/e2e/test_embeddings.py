@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +23,6 @@ from tests.e2e.quiet import quiet
 PROMPTS = [[7 + i, 11, *range(20, 20 + 9 * i), 3] for i in range(12)]
 TOLERANCE = 2e-5
 """The largest difference of a value of a vector of length 1, in fp32."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _logs() -> Iterator[None]:
-    """The fixture of the same name in test_offline.py explains it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("services.offline.llm.configure_logging", lambda *_: None)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -41,15 +41,6 @@ PROMPTS = [[7 + i, 11, *range(20, 20 + 3 * i), 3] for i in range(12)]
 GREEDY = Sampling(temperature=0, max_tokens=24, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _logs() -> Iterator[None]:
-    """Keep the logging of this process: `LLM` configures it if the caller has not, and later tests
-    read logs."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("services.offline.llm.configure_logging", lambda *_: None)
-        yield
-
-
 @pytest.fixture(scope="module")
 def llm(checkpoint: Path) -> Iterator[LLM]:
     with LLM(str(checkpoint), pool_memory=str(POOL_MEMORY), threads=1) as llm:

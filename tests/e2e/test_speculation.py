@@ -117,12 +117,10 @@ def deployment(
 def expected(method: Method, looping: Path) -> dict[str, tuple[Choice, ...]]:
     """The answers without speculation."""
     strategies = method.strategies
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("services.offline.llm.configure_logging", lambda *_: None)
-        with LLM(str(looping), pool_memory=str(method.pool_memory), threads=1) as llm:
-            answers = llm.generate(
-                [list(PROMPT)] * len(strategies), list(strategies.values()), use_tqdm=False
-            )
+    with LLM(str(looping), pool_memory=str(method.pool_memory), threads=1) as llm:
+        answers = llm.generate(
+            [list(PROMPT)] * len(strategies), list(strategies.values()), use_tqdm=False
+        )
     assert not any(answer.usage.num_accepted_drafts for answer in answers)
     return dict(zip(strategies, (answer.choices for answer in answers), strict=True))
 
@@ -231,7 +229,6 @@ def test_offline_with_as_many_drafts_as_there_are(
     """Every possible draft is verified, whether it pays or not, also with penalties and with masks
     of a grammar."""
     monkeypatch.setattr("services.engine.speculation.speculation.Payoff", AsMany)
-    monkeypatch.setattr("services.offline.llm.configure_logging", lambda *_: None)
     settings: dict[str, Any] = {"pool_memory": str(method.pool_memory), "threads": 1}
     with LLM(str(looping), speculative_config=method.config, **settings) as llm:
         for name in (*STREAMED, "structured"):

@@ -120,10 +120,8 @@ NUM_SEQUENCES = 5
 
 @pytest.fixture(scope="module")
 def llm(checkpoint: Path) -> Iterator[LLM]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("services.offline.llm.configure_logging", lambda *_: None)
-        with LLM(str(checkpoint), pool_memory="64MiB", threads=1) as llm:
-            yield llm
+    with LLM(str(checkpoint), pool_memory="64MiB", threads=1) as llm:
+        yield llm
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,6 @@ def _quiet_and_eager() -> Iterator[None]:
     """Every possible draft is verified, whether it pays or not."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("services.engine.speculation.speculation.Payoff", AsMany)
-        patch.setattr("services.offline.llm.configure_logging", lambda *_: None)
         yield
 
 

@@ -324,3 +324,8 @@ def test_the_choice_of_tools_arrives(choice: Any, expected: tuple[ToolChoice, st
     tools = chat(tools=TOOLS, tool_choice=choice).tools
     assert tools is not None
     assert (tools.choice, tools.function) == expected
+
+
+async def test_number_of_thousands_of_digits_is_refused_by_its_field() -> None:
+    body = b'{"prompt": "x", "max_tokens": ' + b"9" * 4300 + b"}"
+    assert "max_tokens" in await problem(CompletionBody, body)

@@ -36,6 +36,9 @@ class FieldError(ValueError):
         self.param = param
 
 
+_MOST_BITS = 128
+"""Of a whole number. Python refuses to write one of thousands of digits into an error."""
+
 MAX_FIELDS = 128
 """Limit for the fields of one object of a body."""
 
@@ -71,9 +74,13 @@ class Body(BaseModel):
             return fields
         if len(fields) > MAX_FIELDS:
             raise ValueError(f"an object of {len(fields)} fields, at most {MAX_FIELDS}")
+        kept = without_ignored(fields, _names(cls), cls.refused)
+        for name, value in kept.items():
+            if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+                raise FieldError(name, f"a whole number of more than {_MOST_BITS} bits")
         return {
             name: int(value) if isinstance(value, float) and _is_whole(value) else value
-            for name, value in without_ignored(fields, _names(cls), cls.refused).items()
+            for name, value in kept.items()
         }
 
     @classmethod
