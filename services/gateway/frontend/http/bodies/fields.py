@@ -77,7 +77,8 @@ class Body(BaseModel):
         kept = without_ignored(fields, _names(cls), cls.refused)
         for name, value in kept.items():
             if isinstance(value, int) and value.bit_length() > _MOST_BITS:
-                raise FieldError(name, f"a whole number of more than {_MOST_BITS} bits")
+                text = f"{name} is a whole number of more than {_MOST_BITS} bits"
+                raise FieldError(name, text)
         return {
             name: int(value) if isinstance(value, float) and _is_whole(value) else value
             for name, value in kept.items()
