@@ -1,7 +1,7 @@
 """`Registry` in plain Python: for deployments in one process, and the fake of the unit tests."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 
 from blockstore.registry import Member
 
@@ -14,7 +14,6 @@ class MemoryRegistry:
         self._clock = clock
         self._members: dict[str, tuple[Member, float]] = {}  # id -> (member, gone at)
         self._last_arrival = 0
-        self._usage: dict[str, int] = {}
         self._adapters: dict[str, str] = {}
 
     async def announce(self, member: Member, ttl_s: float) -> None:
@@ -31,14 +30,6 @@ class MemoryRegistry:
     async def next_arrival(self) -> int:
         self._last_arrival = max(int(1000 * self._clock()), self._last_arrival + 1)
         return self._last_arrival
-
-    async def exchange_usage(
-        self, changed: Mapping[str, int], ended: Sequence[str] = ()
-    ) -> dict[str, int]:
-        self._usage = {
-            name: used for name, used in {**self._usage, **changed}.items() if name not in ended
-        }
-        return dict(self._usage)
 
     async def adapters(self) -> dict[str, str]:
         return dict(self._adapters)

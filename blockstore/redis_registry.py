@@ -5,7 +5,6 @@
                                 expires unless renewed
 {quire}:arrivals        ZSET    "arrivals" -> the last arrival: 1 more than the server's clock in
                                 ms, or than the arrival before
-{quire}:usage           HASH    <API key>/<period>/<gateway> -> the tokens used of a budget
 {quire}:adapters        HASH    name of a LoRA adapter -> a signature as above, a space, the entry
 
 All keys have one hash tag, so that one node of a cluster has them.
@@ -21,9 +20,8 @@ a proof from it (docs/adr/0098).
 import asyncio
 import hmac
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, fields
-from itertools import chain
 from typing import Any, Self
 
 from blockstore.errors import StoreLost
@@ -148,17 +146,6 @@ class RedisRegistry:
         arrival = int(await self._stream.submit(command, is_loss=_has_no_functions))
         self._last_arrival = max(self._last_arrival, arrival)
         return arrival
-
-    async def exchange_usage(
-        self, changed: Mapping[str, int], ended: Sequence[str] = ()
-    ) -> dict[str, int]:
-        if changed:
-            pairs: Iterable[str | int] = chain.from_iterable(changed.items())
-            await self._stream.send("HSET", keys.USAGE, *pairs)
-        if ended:
-            await self._stream.send("HDEL", keys.USAGE, *ended)
-        flat = iter(await self._stream.send("HGETALL", keys.USAGE))
-        return {name.decode(): int(used) for name, used in zip(flat, flat, strict=True)}
 
     async def adapters(self) -> dict[str, str]:
         flat = iter(await self._stream.send("HGETALL", keys.ADAPTERS))

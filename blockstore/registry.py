@@ -5,7 +5,6 @@ Its entries are plain keys under `{quire}`, which expire unless heartbeats renew
 store's functions never use them.
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -66,19 +65,9 @@ class AdapterList(Protocol):
     async def remove_adapter(self, name: str) -> None: ...
 
 
-class UsageCounters(Protocol):
-    """Counters of gateways, which a registry keeps beside its entries."""
-
-    async def exchange_usage(
-        self, changed: Mapping[str, int], ended: Sequence[str] = ()
-    ) -> dict[str, int]:
-        """Set the counters of `changed`, drop those of `ended`, and return all counters: what API
-        keys have used of their budgets, at each gateway. May be repeated."""
-
-
-class Registry(AdapterList, UsageCounters, Protocol):
-    """The list of members, the counter of arrivals, adapters and usage. Errors:
-    StoreUnavailable, StoreLost."""
+class Registry(AdapterList, Protocol):
+    """The list of members, the counter of arrivals, and adapters. Errors: StoreUnavailable,
+    StoreLost."""
 
     async def announce(self, member: Member, ttl_s: float) -> None:
         """Add or renew a member's entry, which expires after `ttl_s` by the server's clock unless

@@ -26,7 +26,6 @@ MIN_CHARS = 32
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Positive = Annotated[int, Field(ge=1)]
 Role = Literal["user", "operator"]
-Period = Literal["day", "month", "total"]
 
 
 class KeyFileError(Exception):
@@ -48,9 +47,6 @@ class ApiKey(BaseModel):
     """Tokens of prompts and of answers."""
     max_concurrency: Positive | None = None
     """Sequences that run or wait at a time: a request with n = 4 counts as 4."""
-    token_budget: Positive | None = None
-    """Tokens of prompts and of answers in a `budget_period` (UTC), at all gateways together."""
-    budget_period: Period = "month"
     max_sequences: Positive = 8
     """Limit of n, best_of, and the width of a beam search."""
     max_logprobs: int = Field(default=20, ge=0)

@@ -12,8 +12,7 @@ QuireError
 ├── DuplicateRequest
 ├── Overloaded             the client may try again later
 │   ├── QueueFull
-│   ├── RateLimited        the client's API key is at its limit of requests, tokens or sequences
-│   └── QuotaExceeded      the client's API key has used its token budget
+│   └── RateLimited        the client's API key is at its limit of requests, tokens or sequences
 ├── Unavailable            no service can do it now
 │   ├── NoWorker
 │   └── Draining
@@ -83,7 +82,7 @@ class DuplicateRequest(QuireError):
 class Overloaded(QuireError):
     code = "overloaded"
 
-    def __init__(self, message: str, retry_delay_s: float | None) -> None:
+    def __init__(self, message: str, retry_delay_s: float) -> None:
         super().__init__(message)
         self.retry_delay_s = retry_delay_s
 
@@ -94,12 +93,6 @@ class QueueFull(Overloaded):
 
 class RateLimited(Overloaded):
     code = "rate_limit_exceeded"
-
-
-class QuotaExceeded(Overloaded):
-    """`retry_delay_s` is None if the budget is never renewed."""
-
-    code = "insufficient_quota"
 
 
 class Unavailable(QuireError):

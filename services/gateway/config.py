@@ -196,11 +196,6 @@ class GatewaySettings(TracedSettings, GatewayOptions):
     api_keys: SecretStr | None = Field(
         default=None, description="API keys, as the text of such a file; in addition to the file"
     )
-    usage_dir: Path | None = Field(
-        default=None,
-        description="directory to keep what keys have used of their budgets; default: that of "
-        "api_keys_file",
-    )
     store_patience_s: float = Field(
         default=30.0, gt=0, description="how long a new request waits while Redis is away"
     )
@@ -219,12 +214,6 @@ class GatewaySettings(TracedSettings, GatewayOptions):
         for files in (service_tls(self), self.public_tls()):
             if files is not None:
                 files.check()
-
-    @property
-    def usage_directory(self) -> Path | None:
-        if self.usage_dir is not None or self.api_keys_file is None:
-            return self.usage_dir
-        return self.api_keys_file.parent
 
     def public_tls(self) -> TlsFiles | None:
         """The files for connections of clients. Raises StartupError."""

@@ -23,7 +23,6 @@ from services.common.runtime.metrics_socket import WithServices
 from services.common.runtime.registry_heartbeat import RegistryHeartbeat
 from services.common.runtime.secret import Secret, deployment_secret
 from services.common.tracing.opening import open_tracer
-from services.gateway.access.budgets import Budgets
 from services.gateway.access.control import AccessControl
 from services.gateway.access.guards import KeyGuard
 from services.gateway.access.keyring import Keyring
@@ -104,10 +103,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
             works = (heartbeat.keep(), health, history.keep())
             background = [tasks.create_task(work) for work in works]
             if keyring is not None:
-                address, directory = settings.address(port), settings.usage_directory
-                budgets = Budgets(keyring, registry, address, directory)
                 background.append(tasks.create_task(keyring.watch(), name="API keys"))
-                background.append(tasks.create_task(budgets.run(), name="budgets"))
             await stop.wait()
             heartbeat.changed()
             feed.close()

@@ -214,14 +214,3 @@ async def test_ids_that_are_no_text_do_not_stop_readers(
     await registry.announce(WORKER, ttl_s=60)
     valkey.command("SADD", "{quire}:members", b"\xff\xfe")
     assert await registry.members() == (WORKER,)
-
-
-async def test_usage_is_set_dropped_and_read(registry: RedisRegistry) -> None:
-    assert await registry.exchange_usage({}) == {}
-    assert await registry.exchange_usage({"a/total/g": 5, "b/2026-11/g": 7}) == {
-        "a/total/g": 5,
-        "b/2026-11/g": 7,
-    }
-    assert await registry.exchange_usage({"a/total/g": 6}, ["b/2026-11/g", "none"]) == {
-        "a/total/g": 6
-    }

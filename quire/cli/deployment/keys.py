@@ -12,7 +12,6 @@ from quire.api_keys import (
     MIN_CHARS,
     ApiKey,
     KeyFileError,
-    Period,
     Role,
     changed_keys,
     hash_key,
@@ -39,7 +38,6 @@ _COLUMNS: Columns[ApiKey] = {
     "REQUESTS/MIN": lambda key: _limit(key.requests_per_minute),
     "TOKENS/MIN": lambda key: _limit(key.tokens_per_minute),
     "SEQUENCES": lambda key: _limit(key.max_concurrency),
-    "BUDGET": lambda key: _budget(key),
     "MODELS": lambda key: "all" if key.models is None else " ".join(key.models),
 }
 
@@ -57,8 +55,6 @@ class KeyFlags:
     max_concurrency: Annotated[
         int | None, Option(metavar="N", min=1, help="sequences at a time")
     ] = None
-    token_budget: _Limit = None
-    budget_period: Annotated[Period, Option(help="of --token-budget, in UTC")] = "month"
     max_sequences: Annotated[
         int, Option(metavar="N", min=1, help="limit of n, best_of and beam widths")
     ] = 8
@@ -142,10 +138,6 @@ class _errors:
 
 def _limit(number: int | None) -> str:
     return "" if number is None else f"{number:,}"
-
-
-def _budget(key: ApiKey) -> str:
-    return f"{key.token_budget:,} ({key.budget_period})" if key.token_budget else ""
 
 
 for _name, _command in (("create", create), ("list", show), ("revoke", revoke), ("hash", hashed)):

@@ -64,7 +64,6 @@ _DOMAIN: dict[type[domain.QuireError], tuple[StatusCode, int]] = {
     domain.Overloaded: (_EXHAUSTED, 429),
     domain.QueueFull: (_EXHAUSTED, 429),
     domain.RateLimited: (_EXHAUSTED, 429),
-    domain.QuotaExceeded: (_EXHAUSTED, 429),
     domain.Unavailable: (_UNAVAILABLE, 503),
     domain.NoWorker: (_UNAVAILABLE, 503),
     domain.Draining: (_UNAVAILABLE, 503),

@@ -30,7 +30,7 @@ class AccessControl:
         self._keyring = keyring
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
-        """See `Generator.generate`. Also raises RateLimited and QuotaExceeded."""
+        """See `Generator.generate`. Also raises RateLimited."""
         with ExitStack() as admission:
             try:
                 caller = self._admit(request, admission)
@@ -43,7 +43,7 @@ class AccessControl:
                     yield delta
 
     async def tokenize(self, request: TokenizeRequest) -> Tokenized:
-        """See `Generator.tokenize`. Also raises RateLimited and QuotaExceeded."""
+        """See `Generator.tokenize`. Also raises RateLimited."""
         mine = replace(request, model=self._visible(request.model))
         with self._place():
             return await self._generator.tokenize(mine)

@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import hmac
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from quire.api_keys import ApiKey, KeyFileError, check_unique, hash_key, parse_keys, read_keys
@@ -47,10 +47,6 @@ class Keyring:
             self._replace(self._read())
         except KeyFileError as error:
             raise StartupError(str(error)) from error
-
-    @property
-    def accounts(self) -> Iterable[Account]:
-        return self._accounts.values()
 
     def account(self, authorization: str | None) -> Account:
         """The account of the key in an Authorization header. Raises InvalidApiKey.

@@ -109,7 +109,6 @@ async def test_tenants_never_share_a_prefix_whatever_salt_they_send(make_harness
     [
         ({"requests_per_minute": 1}, grpc.StatusCode.RESOURCE_EXHAUSTED, "rate_limit_exceeded"),
         ({"tokens_per_minute": 20}, grpc.StatusCode.RESOURCE_EXHAUSTED, "rate_limit_exceeded"),
-        ({"token_budget": 23}, grpc.StatusCode.RESOURCE_EXHAUSTED, "insufficient_quota"),
         ({"models": ["other"]}, grpc.StatusCode.NOT_FOUND, "model_not_found"),
     ],
     ids=lambda value: str(value),

@@ -1,7 +1,6 @@
 """API keys, their accounts and their limits."""
 
 import json
-from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,19 +8,16 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from blockstore.memory_registry import MemoryRegistry
 from quire.api_keys import ApiKey, hash_key
 from services.common.errors import (
     InvalidApiKey,
     InvalidRequest,
     PermissionDenied,
-    QuotaExceeded,
     RateLimited,
     StartupError,
     Unauthenticated,
 )
 from services.gateway.access.account import Account
-from services.gateway.access.budgets import FORGET_AFTER, Budgets
 from services.gateway.access.caller import (
     EVERYONE,
     Caller,
@@ -43,7 +39,7 @@ HASH = hash_key(ALICE)
 
 def account(**limits: Any) -> tuple[Account, Clock]:
     clock = Clock()
-    return Account(ApiKey(name="alice", hash=HASH, **limits), clock, clock), clock
+    return Account(ApiKey(name="alice", hash=HASH, **limits), clock), clock
 
 
 @pytest.mark.parametrize(
@@ -63,7 +59,6 @@ def test_a_changed_file_replaces_the_keys_and_a_broken_one_does_not(tmp_path: Pa
     path.write_text(text_of(max_concurrency=3))
     ring = keyring_of(path, metrics)
     alice = ring.account(f"Bearer {ALICE}")
-    alice.charge(7)
     for broken in ("{", '{"keys": [{"name": "x"}]}', text_of() + "x"):
         path.write_text(broken)
         ring.reload_if_changed()
@@ -74,7 +69,7 @@ def test_a_changed_file_replaces_the_keys_and_a_broken_one_does_not(tmp_path: Pa
     path.write_text(json.dumps({"keys": [entry("alice", ALICE, max_concurrency=5)]}))
     ring.reload_if_changed()
     assert ring.account(f"Bearer {ALICE}") is alice
-    assert (alice.key.max_concurrency, alice.num_used, alice.caller.tenant) == (5, 7, "alice")
+    assert (alice.key.max_concurrency, alice.caller.tenant) == (5, "alice")
     with pytest.raises(InvalidApiKey):
         ring.account(f"Bearer {BOB}")
     value = metrics.get_sample_value
@@ -89,7 +84,7 @@ def test_a_changed_file_replaces_the_keys_and_a_broken_one_does_not(tmp_path: Pa
         ("{", "Invalid JSON"),
         (json.dumps({"keys": [entry("a b", ALICE)]}), r"keys\[0\].name"),
         (json.dumps({"keys": [entry("a", ALICE, max_concurency=1)]}), "max_concurency"),
-        (json.dumps({"keys": [entry("a", ALICE, token_budget=0)]}), "token_budget"),
+        (json.dumps({"keys": [entry("a", ALICE, tokens_per_minute=0)]}), "tokens_per_minute"),
         (json.dumps({"keys": [{"name": "a", "hash": ALICE}]}), r"keys\[0\].hash"),
         (json.dumps({"keys": [entry("a", ALICE), entry("a", BOB)]}), "two keys are named a"),
         (json.dumps({"keys": [entry("a", ALICE), entry("b", ALICE)]}), "the same hash"),
@@ -141,29 +136,6 @@ def test_tokens_that_were_overdrawn_are_paid_back() -> None:
     clock.now_s += 31
     with one.admitted(1):
         pass
-
-
-def test_a_budget_counts_all_gateways_and_begins_anew_with_its_period() -> None:
-    one, clock = account(token_budget=100, budget_period="day")
-    clock.now_s = 86_400 * 20_000 + 3600
-    one.follow_period()
-    one.charge(60)
-    with one.admitted(1):
-        one.num_used_elsewhere = 40
-    with pytest.raises(QuotaExceeded, match="used 100 tokens; its budget is 100") as error:
-        one.admitted(1).__enter__()
-    assert error.value.retry_delay_s == 23 * 3600
-    clock.now_s += 23 * 3600
-    with one.admitted(1):
-        assert (one.num_used, one.num_used_elsewhere) == (0, 0)
-
-
-def test_a_budget_in_total_has_no_time_to_try_again() -> None:
-    one, _ = account(token_budget=1, budget_period="total")
-    one.charge(1)
-    with ExitStack() as stack, pytest.raises(QuotaExceeded) as error:
-        stack.enter_context(one.admitted(1))
-    assert error.value.retry_delay_s is None
 
 
 @pytest.mark.parametrize(
@@ -269,104 +241,3 @@ async def test_without_keys_a_grpc_client_is_its_address() -> None:
         assert current_caller().client == client
         assert GenerationRequest("x").caller.client == client
     assert Caller(key="alice", tenant="acme").client == "acme"
-
-
-BUDGET: dict[str, Any] = {"token_budget": 100, "budget_period": "total"}
-
-
-async def test_gateways_share_budgets(tmp_path: Path) -> None:
-    registry = MemoryRegistry()
-    rings = keyring(**BUDGET), keyring(**BUDGET)
-    budgets = [Budgets(ring, registry, f"gateway:{i}", tmp_path) for i, ring in enumerate(rings)]
-    first, second = (ring.account(f"Bearer {ALICE}") for ring in rings)
-    first.charge(60)
-    second.charge(40)
-    for each in (*budgets, budgets[0]):
-        await each.exchange()
-    for one in (first, second):
-        with pytest.raises(QuotaExceeded, match="used 100"):
-            one.admitted(1).__enter__()
-    rings[0].account(f"Bearer {BOB}").charge(1000)  # without a budget
-
-
-async def test_a_budget_outlives_its_gateway_and_redis(tmp_path: Path) -> None:
-    """First Redis loses its data, then the gateway restarts: neither loses or doubles the used
-    tokens."""
-    registry = MemoryRegistry()
-    for used, name in ((30, "one"), (20, "two"), (5, "one")):
-        ring = keyring(**BUDGET)
-        budgets = Budgets(ring, registry, name, tmp_path)
-        await budgets.exchange()
-        ring.account(f"Bearer {ALICE}").charge(used)
-        await budgets.exchange()
-    for found in (registry, MemoryRegistry()):
-        ring = keyring(**BUDGET)
-        budgets = Budgets(ring, found, "three", tmp_path)
-        for _ in range(2):
-            await budgets.exchange()
-        one = ring.account(f"Bearer {ALICE}")
-        assert (one.num_used, one.num_used_elsewhere) == (0, 55)
-
-
-async def test_a_budget_counts_a_gateway_that_is_gone_after_redis_lost_its_counters(
-    tmp_path: Path,
-) -> None:
-    """Its own directory is gone too, as that of a pod."""
-    (tmp_path / "gone").mkdir()
-    registry = MemoryRegistry()
-    ring = keyring(**BUDGET)
-    gone = Budgets(ring, registry, "gone", tmp_path / "gone")
-    await gone.exchange()
-    ring.account(f"Bearer {ALICE}").charge(30)
-    await gone.exchange()
-    await Budgets(keyring(**BUDGET), registry, "one", tmp_path).exchange()
-    mode = (tmp_path / "usage-one.json").stat().st_mode
-    assert mode & 0o777 == 0o600  # it has the names of keys
-    after_loss = keyring(**BUDGET)
-    await Budgets(after_loss, MemoryRegistry(), "one", tmp_path).exchange()
-    assert after_loss.account(f"Bearer {ALICE}").num_used_elsewhere == 30
-
-
-async def test_gateways_that_run_give_a_registry_the_counters_that_it_has_lost() -> None:
-    """Redis restarts; the counters of a gateway that is gone stay too, without files."""
-    registry = MemoryRegistry()
-    for gateway in ("gone", "one"):
-        ring = keyring(**BUDGET)
-        budgets = Budgets(ring, registry, gateway, None)
-        await budgets.exchange()
-        ring.account(f"Bearer {ALICE}").charge(30)
-        await budgets.exchange()
-    await registry.exchange_usage({}, list(await registry.exchange_usage({})))
-    for _ in range(2):
-        await budgets.exchange()
-        account = ring.account(f"Bearer {ALICE}")
-        assert (account.num_used, account.num_used_elsewhere) == (30, 30)
-    assert sorted((await registry.exchange_usage({})).values()) == [30, 30]
-
-
-async def test_counters_of_past_periods_are_dropped(tmp_path: Path) -> None:
-    (tmp_path / "usage-broken.json").write_text("[")
-    past = {"alice/2020-01/x": 7, "alice/total/x": 7, "stranger/2020-01/x": 7}
-    registry = MemoryRegistry()
-    await registry.exchange_usage(past)
-    await Budgets(keyring(token_budget=1), registry, "x", tmp_path).exchange()
-    left = await registry.exchange_usage({})
-    assert "alice/2020-01/x" not in left
-    assert {"alice/total/x", "stranger/2020-01/x"} < left.keys()
-
-
-async def test_counters_of_a_revoked_key_are_dropped_after_a_while(tmp_path: Path) -> None:
-    """Also from the file, and with another gateway that gives the registry what it lacks."""
-    registry = MemoryRegistry()
-    await registry.exchange_usage({"revoked/total/gone": 7})
-    budgets = [
-        Budgets(keyring(token_budget=1), registry, name, tmp_path) for name in ("one", "two")
-    ]
-    for _ in range(FORGET_AFTER - 1):
-        for each in budgets:
-            await each.exchange()
-    assert "revoked/total/gone" in await registry.exchange_usage({})
-    for each in (*budgets, *budgets):
-        await each.exchange()
-    assert not [name for name in await registry.exchange_usage({}) if name.startswith("revoked")]
-    assert "revoked" not in (tmp_path / "usage-one.json").read_text()
