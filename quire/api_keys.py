@@ -48,7 +48,7 @@ class ApiKey(BaseModel):
     max_concurrency: Positive | None = None
     """Sequences that run or wait at a time: a request with n = 4 counts as 4."""
     max_sequences: Positive = 8
-    """Limit of n, best_of, and the width of a beam search."""
+    """Limit of n and of the width of a beam search."""
     max_logprobs: int = Field(default=20, ge=0)
     max_prompt_logprobs: int = Field(default=5, ge=0)
     penalties: bool = True

@@ -60,14 +60,13 @@ class Sampling:
     `temperature`: 0 is greedy. `top_k`: 0 keeps all tokens. `max_tokens`: None allows as many as
     the context has room for. `n`: the number of sequences; they share one seed and one prefill.
     `seed`: 64 bits; a negative one is the same as seed + 2**64.
-    `best_of`: draw this many sequences and return the `n` likeliest, complete, at the end of the
-    request, best first. `logprobs`: return the logprob of each token, and the `logprobs` likeliest
-    tokens at its position; None: no logprobs. `prompt_logprobs`: the same for each prompt token but
-    the first. `logit_bias`: maps token ids to biases, which are added to the logits.
-    `allowed_token_ids`: None allows all. `bad_words`: never generated. `min_tokens`: the number of
-    tokens before which nothing ends the generation. `beam`: beam search instead of sampling; the
-    sequences come complete, at the end of the request, best first. `structured_outputs`: the form
-    of the text; None: any.
+    `logprobs`: return the logprob of each token, and the `logprobs` likeliest tokens at its
+    position; None: no logprobs. `prompt_logprobs`: the same for each prompt token but the first.
+    `logit_bias`: maps token ids to biases, which are added to the logits. `allowed_token_ids`: None
+    allows all. `bad_words`: never generated. `min_tokens`: the number of tokens before which
+    nothing ends the generation. `beam`: beam search instead of sampling; the sequences come
+    complete, at the end of the request, best first. `structured_outputs`: the form of the text;
+    None: any.
     """
 
     temperature: float | None = None
@@ -80,7 +79,6 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     n: int = 1
-    best_of: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     repetition_penalty: float | None = None
@@ -144,9 +142,9 @@ class Delta:
     `finish_reason`: set in the last delta of the sequence. `stopped_by`: the stop string or token
     id that ended the sequence, if one did. `usage`: set in the last delta of the request.
     `logprobs`: one for each token, if the request asks for them. `prompt_logprobs`: one for each
-    prompt token but the first, in the first delta, if the request asks for them. `score`: with
-    `best_of`, the mean of the sequence's logprobs; with beam search, the sum of its logprobs
-    divided by its length to the power of `length_penalty`.
+    prompt token but the first, in the first delta, if the request asks for them. `score`: with beam
+    search, the sum of the sequence's logprobs divided by its length to the power of
+    `length_penalty`.
     """
 
     request_id: str

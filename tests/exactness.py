@@ -31,7 +31,6 @@ def strategies(num_tokens: int, seed: int = SEED) -> dict[str, Sampling]:
         "logprobs of the prompt": replace(drawn, logprobs=0, prompt_logprobs=3),
         "4 samples": replace(drawn, n=4),
         "4 samples, adjusted": replace(adjusted, n=4, logprobs=2),
-        "2 best of 4": replace(drawn, n=2, best_of=4),
         "structured": structured,
         "structured, greedy": replace(structured, temperature=0.0),
         "4 samples, structured": replace(structured, n=4, repetition_penalty=1.2, logprobs=2),
@@ -63,12 +62,12 @@ def letters(text: str) -> tuple[int, ...]:
 
 def width(sampling: Sampling) -> int:
     """How many sequences run for a request."""
-    return sampling.beam.width if sampling.beam else sampling.best_of or sampling.n
+    return sampling.beam.width if sampling.beam else sampling.n
 
 
 def is_streamed(sampling: Sampling) -> bool:
     """Whether the client gets tokens before the end."""
-    return sampling.beam is None and (sampling.best_of or sampling.n) == sampling.n
+    return sampling.beam is None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -39,7 +39,6 @@ from services.gateway.request.status import CANCELLED
 from services.gateway.request.trace import RequestTrace
 from services.gateway.request_metrics import RequestMetrics
 from services.gateway.scheduling.dispatcher import Dispatcher
-from services.gateway.streaming.best_of import BestOf
 from services.gateway.streaming.logprob_text import PromptReporter
 from services.gateway.streaming.output import Output, RequestStats
 from services.gateway.streaming.pacer import StreamPacer
@@ -278,18 +277,12 @@ class Gateway:
     def _output(
         self, asked: GenerationRequest, request: AdmittedRequest, served: ModelPools
     ) -> Output:
-        with_logprobs = asked.sampling.logprobs is not None
         sequences = tuple(
-            _sequence(index, request, served.model, with_logprobs=with_logprobs)
-            for index in range(request.num_sequences)
+            _sequence(index, request, served.model) for index in range(request.num_sequences)
         )
         reports_prompt = asked.echo or request.prompt_logprobs is not None
         reporter = PromptReporter(asked.prompt, request.prompt_token_ids, served.model.tokenizer)
-        num_best = request.num_best
-        kind: Callable[..., Output] = (
-            Output if num_best is None else partial(BestOf, num_best=num_best)
-        )
-        output = kind(
+        output = Output(
             client_id(request.request_id),
             RequestStats(
                 len(request.prompt_token_ids),
@@ -316,9 +309,7 @@ def _dtype(engine: Mapping[str, str]) -> str:
     return engine.get("dtype", "") if quantize == "none" else quantize
 
 
-def _sequence(
-    index: int, request: AdmittedRequest, model: Model, *, with_logprobs: bool
-) -> Sequence:
+def _sequence(index: int, request: AdmittedRequest, model: Model) -> Sequence:
     text = Text(
         _detokenizer(request, model),
         StopMatcher(request.stop, included=request.include_stop_str),
@@ -329,7 +320,7 @@ def _sequence(
         index,
         text,
         frozenset(request.sampling.stop_token_ids),
-        model.tokenizer if with_logprobs else None,
+        None if request.sampling.logprobs is None else model.tokenizer,
         _parser(request, index),
     )
 

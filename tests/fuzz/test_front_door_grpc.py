@@ -70,7 +70,6 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "sampling.include_stop_str_in_output": st.booleans(),
     "sampling.skip_special_tokens": st.booleans(),
     "sampling.n": st.sampled_from([0, 1, 2, 3, 8, 9, 64, 65, 2**31, 2**32 - 1]),
-    "sampling.best_of": st.sampled_from([0, 1, 2, 3, 8, 9, 64, 65, 2**32 - 1]),
     "sampling.logprobs": st.sampled_from([0, 1, 20, 21, 2**31, 2**32 - 1]),
     "sampling.prompt_logprobs": st.sampled_from([0, 1, 20, 21, 2**31, 2**32 - 1]),
     "sampling.beam.width": st.sampled_from([0, 1, 2, 3, 8, 9, 16, 17, 2**31, 2**32 - 1]),

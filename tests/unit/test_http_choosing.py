@@ -1,4 +1,4 @@
-"""Bodies that ask for several answers: the best of some samples, and beam searches."""
+"""Bodies that ask for several answers: beam searches, and `best_of`."""
 
 from typing import Any
 
@@ -18,11 +18,9 @@ def beams(**fields: Any) -> RequestedBeams | None:
 
 
 def test_a_beam_search_is_as_wide_as_it_says_or_else_as_n() -> None:
-    """vLLM's `n` is the width; in its earlier versions it was `best_of`."""
     assert beams(n=4) is None
     assert beams(use_beam_search=True, n=4) == RequestedBeams(4)
-    assert beams(use_beam_search=True, n=2, best_of=5) == RequestedBeams(5)
-    assert beams(use_beam_search=True, n=2, beam_width=6, best_of=6) == RequestedBeams(6)
+    assert beams(use_beam_search=True, n=2, beam_width=6) == RequestedBeams(6)
     assert beams(
         use_beam_search=True, n=2, length_penalty=0.5, early_stopping="never"
     ) == RequestedBeams(2, 0.5, EarlyStopping.WHEN_IMPOSSIBLE)
@@ -38,7 +36,6 @@ def test_a_beam_search_is_as_wide_as_it_says_or_else_as_n() -> None:
         ({"length_penalty": 0.5}, "length_penalty is for"),
         ({"early_stopping": True}, "early_stopping is for"),
         ({"early_stopping": "soon", "use_beam_search": True}, "early_stopping"),
-        ({"beam_width": 4, "best_of": 3, "use_beam_search": True}, "differ"),
     ],
 )
 def test_wrong_beam_parameters_are_named(fields: dict[str, Any], problem: str) -> None:
@@ -46,9 +43,7 @@ def test_wrong_beam_parameters_are_named(fields: dict[str, Any], problem: str) -
         CompletionBody.model_validate({"prompt": "Hi", **fields})
 
 
-@pytest.mark.parametrize(
-    "fields", [{"best_of": 1}, {"length_penalty": 1}, {"use_beam_search": False}]
-)
+@pytest.mark.parametrize("fields", [{"length_penalty": 1}, {"use_beam_search": False}])
 def test_beam_parameters_without_effect_are_accepted(fields: dict[str, Any]) -> None:
     assert beams(**fields) is None
 
@@ -58,47 +53,28 @@ def sampled(body: type[CompletionBody] | type[ChatBody], **fields: Any) -> Reque
     return body.model_validate({**given, **fields}).requests("r")[0].sampling
 
 
-def test_the_best_of_several_samples() -> None:
-    sampling = sampled(CompletionBody, n=2, best_of=5)
-    assert (sampling.n, sampling.best_of, sampling.beam) == (2, 5, None)
-    assert sampling.selects_best
-    assert sampling.width == 5
-
-
 @pytest.mark.parametrize("body", [CompletionBody, ChatBody])
 @pytest.mark.parametrize("fields", [{"best_of": 1}, {"n": 3, "best_of": 3, "stream": True}])
 def test_a_best_of_that_chooses_nothing_may_be_said(
     body: type[CompletionBody] | type[ChatBody], fields: dict[str, Any]
 ) -> None:
-    assert not sampled(body, **fields).selects_best
+    assert sampled(body, **fields).n == fields["best_of"]
 
 
 @pytest.mark.parametrize("body", [CompletionBody, ChatBody])
-def test_a_best_of_below_n_is_for_the_gateway_to_refuse(
-    body: type[CompletionBody] | type[ChatBody],
-) -> None:
-    assert sampled(body, n=3, best_of=2).best_of == 2
-
-
 @pytest.mark.parametrize(
-    ("body", "fields", "problem"),
+    ("fields", "problem"),
     [
-        (CompletionBody, {"n": 2, "best_of": 3, "stream": True}, "not available with stream=true"),
-        (CompletionBody, {"best_of": 2.5}, "best_of"),
-        (CompletionBody, {"best_of": "2"}, "best_of"),
-        (CompletionBody, {"best_of": True}, "best_of"),
-        (ChatBody, {"best_of": 2}, "best_of above n is for /v1/completions"),
+        ({"n": 2, "best_of": 3}, "best_of is 3, n is 2"),
+        ({"best_of": 2}, "best_of is 2, n is 1"),
+        ({"n": 3, "best_of": 2}, "best_of is 2, n is 3"),
+        ({"n": 2, "best_of": 5, "use_beam_search": True}, "best_of is 5, n is 2"),
+        ({"best_of": 2.5}, "best_of"),
+        ({"best_of": True}, "best_of"),
     ],
 )
-def test_a_best_of_that_nobody_can_answer_is_refused(
+def test_a_best_of_that_would_choose_is_refused(
     body: type[CompletionBody] | type[ChatBody], fields: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(ValidationError, match=problem):
         sampled(body, **fields)
-
-
-@pytest.mark.parametrize("body", [CompletionBody, ChatBody])
-def test_of_a_beam_search_best_of_is_its_width(body: type[CompletionBody] | type[ChatBody]) -> None:
-    """Such a request may be streamed, and then its answer comes at once."""
-    sampling = sampled(body, n=2, best_of=5, use_beam_search=True, stream=True)
-    assert (sampling.beam, sampling.best_of) == (RequestedBeams(5), None)

@@ -38,7 +38,6 @@ def refusal(body: type[Body], fields: dict[str, Any]) -> InvalidRequest:
     [
         ("stream_options", {"stream_options": {"include_usage": True}}),
         ("beam_width", {"beam_width": 3}),
-        ("beam_width", {"use_beam_search": True, "beam_width": 3, "best_of": 4}),
         ("length_penalty", {"length_penalty": 2.0}),
         ("best_of", {"best_of": 3}),
         ("prompt_logprobs", {"prompt_logprobs": 1, "stream": True}),
@@ -76,7 +75,6 @@ def test_refused_chat_names_the_field_at_fault(param: str, fields: dict[str, Any
 @pytest.mark.parametrize(
     ("body", "param", "fields"),
     [
-        (CompletionBody, "best_of", TEXT | {"best_of": 3, "stream": True}),
         (
             CompletionBody,
             "received",

@@ -56,7 +56,7 @@ class KeyFlags:
         int | None, Option(metavar="N", min=1, help="sequences at a time")
     ] = None
     max_sequences: Annotated[
-        int, Option(metavar="N", min=1, help="limit of n, best_of and beam widths")
+        int, Option(metavar="N", min=1, help="limit of n and of beam widths")
     ] = 8
     max_logprobs: Annotated[int, Option(metavar="N", min=0)] = 20
     max_prompt_logprobs: Annotated[int, Option(metavar="N", min=0)] = 5

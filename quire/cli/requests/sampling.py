@@ -91,12 +91,6 @@ class SeveralFlags:
     """The options of `quire generate` alone: several answers, and the logprobs of tokens."""
 
     n: Annotated[int, _sampling(metavar="N", help="number of samples; default: 1")] = 1
-    best_of: Annotated[
-        int | None,
-        _sampling(
-            metavar="N", help="draw N samples and show the --n likeliest, best first, at the end"
-        ),
-    ] = None
     logprobs: Annotated[
         int | None,
         _sampling(
@@ -122,7 +116,7 @@ class SeveralFlags:
 
     def fields(self) -> dict[str, Any]:
         """The fields of `Sampling`."""
-        names = ("n", "best_of", "logprobs", "prompt_logprobs")
+        names = ("n", "logprobs", "prompt_logprobs")
         return {name: getattr(self, name) for name in names} | {"beam": self._beam()}
 
     def _beam(self) -> Beam | None:

@@ -107,7 +107,6 @@ def check_cost(key: ApiKey, request: GenerationRequest) -> None:
     asked = request.sampling
     bounds: tuple[tuple[str, int | None, int], ...] = (
         ("n", asked.n, key.max_sequences),
-        ("best_of", asked.best_of, key.max_sequences),
         ("beam_width", asked.beam.width if asked.beam else None, key.max_sequences),
         ("logprobs", asked.logprobs, key.max_logprobs),
         ("prompt_logprobs", asked.prompt_logprobs, key.max_prompt_logprobs),

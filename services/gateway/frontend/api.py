@@ -101,8 +101,6 @@ class RequestedSampling:
     ignore_eos: bool = False
     n: int = 1
     """Number of sequences in the answer, all sampled with one seed."""
-    best_of: int | None = None
-    """Number of sequences to sample; the answer has the `n` best. None means `n`."""
     logprobs: int | None = None
     """Report each token's logprob and those of this many likeliest tokens; None: report none."""
     prompt_logprobs: int | None = None
@@ -127,14 +125,7 @@ class RequestedSampling:
     @property
     def width(self) -> int:
         """The number of sequences that run at the same time."""
-        if self.beam is not None:
-            return self.beam.width
-        return self.n if self.best_of is None else self.best_of
-
-    @property
-    def selects_best(self) -> bool:
-        """Whether the answer has fewer sequences than are sampled."""
-        return self.best_of is not None and self.best_of > self.n
+        return self.n if self.beam is None else self.beam.width
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +218,7 @@ class Delta:
     prompt: PromptReport | None = None
     """In the first delta of the request, if it asks for the prompt or its logprobs."""
     score: float | None = None
-    """The sequence's mean logprob if `best_of` chose it, its score if a beam search found it."""
+    """The sequence's score, if a beam search found it."""
     parts: tuple[Part, ...] | None = None
     """The parts of the message that `text` completes; None: the message is not parsed."""
     has_calls: bool = False

@@ -32,8 +32,8 @@ from services.protocol.ticket import (
 
 MAX_SALT_CHARS = 1024
 MAX_LOGPROBS_PER_MESSAGE = 1 << 18
-"""Limit for the logprobs that one message carries: those of a prompt, or of a sequence that its
-client gets as a whole. They take about 7 MB; a message has at most 16 MiB."""
+"""Limit for the logprobs of a prompt. One message carries them: they take about 7 MB, and a message
+has at most 16 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,6 @@ class AdmittedRequest:
     deadline: float | None
     vocab_size: int
     num_sequences: int = 1
-    num_best: int | None = None
-    """Number of sequences in the answer, the best ones; None: all."""
     received: tuple[Received, ...] | None = None
     """The sequences that the client received in a call that broke; None: a new request."""
     prompt_logprobs: int | None = None
@@ -80,7 +78,7 @@ class AdmittedRequest:
             and self.include_stop_str == other.include_stop_str
             and self.skip_special_tokens == other.skip_special_tokens
             and self.parsing == other.parsing
-            and (self.num_sequences, self.num_best) == (other.num_sequences, other.num_best)
+            and self.num_sequences == other.num_sequences
         )
 
     @property
@@ -117,7 +115,7 @@ async def admit(
     check_text("cache_salt", request.cache_salt, MAX_SALT_CHARS)
     check_logprobs("logprobs", asked.logprobs)
     check_logprobs("prompt_logprobs", asked.prompt_logprobs)
-    check_num_sequences(asked.n, asked.best_of)
+    require(1 <= asked.n <= MAX_SEQUENCES, f"n is {asked.n}, not in [1, {MAX_SEQUENCES}]", "n")
     sampling = await resolve_sampling(asked, served.model)
     check_slots(asked.width, served.max_slots)
     prompt = await tokenize_prompt(
@@ -136,9 +134,7 @@ async def admit(
         *(context, served.specs, asked.width),
         default=_at_most(most, asked.default_max_tokens),
     )
-    check_logprobs_per_message("prompt_logprobs", len(prompt), asked.prompt_logprobs)
-    if asked.selects_best:
-        check_logprobs_per_message("logprobs", max_tokens, asked.logprobs)
+    check_logprobs_of_prompt(len(prompt), asked.prompt_logprobs)
     require(
         sampling.min_tokens <= max_tokens,
         f"min_tokens is {sampling.min_tokens}, max_tokens only {max_tokens}",
@@ -160,8 +156,7 @@ async def admit(
         arrived_at=arrived_at,
         deadline=deadline,
         vocab_size=served.model.config.vocab_size,
-        num_sequences=asked.n if asked.best_of is None else asked.best_of,
-        num_best=asked.n if asked.selects_best else None,
+        num_sequences=asked.n,
         received=request.received,
         prompt_logprobs=asked.prompt_logprobs,
         parsing=parsing,
@@ -201,13 +196,13 @@ def check_logprobs(name: str, num_top: int | None) -> None:
     )
 
 
-def check_logprobs_per_message(name: str, num_tokens: int, num_top: int | None) -> None:
+def check_logprobs_of_prompt(num_tokens: int, num_top: int | None) -> None:
     num_logprobs = 0 if num_top is None else num_tokens * (1 + num_top)
     require(
         num_logprobs <= MAX_LOGPROBS_PER_MESSAGE,
-        f"{name} {num_top} of {num_tokens} tokens are {num_logprobs} logprobs, at most "
+        f"prompt_logprobs {num_top} of {num_tokens} tokens are {num_logprobs} logprobs, at most "
         f"{MAX_LOGPROBS_PER_MESSAGE} at once",
-        name,
+        "prompt_logprobs",
     )
 
 
@@ -249,22 +244,6 @@ def check_received(
             "received",
         )
         check_token_ids("received", each.token_ids, vocab_size)
-        require(
-            each.finish_reason is not None
-            or not each.token_ids
-            or not request.sampling.selects_best,
-            f"part of sequence {each.index} received; with best_of each comes whole",
-            "received",
-        )
-
-
-def check_num_sequences(n: int, best_of: int | None) -> None:
-    require(1 <= n <= MAX_SEQUENCES, f"n is {n}, not in [1, {MAX_SEQUENCES}]", "n")
-    require(
-        best_of is None or n <= best_of <= MAX_SEQUENCES,
-        f"best_of is {best_of}, not in [{n}, {MAX_SEQUENCES}]; n is {n}",
-        "best_of",
-    )
 
 
 def check_slots(width: int, max_slots: int | None) -> None:

@@ -17,7 +17,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": ((),),
     "bad_words": ((),),
     "stop": ((),),
-    "best_of": (),
     "logprobs": (),
     "prompt_logprobs": (),
 }

@@ -32,7 +32,7 @@ async def resolve_sampling(asked: RequestedSampling, model: Model) -> SamplingPa
 
     `max_tokens` is provisional, because it depends on the prompt (`resolve_max_tokens`). Floats are
     rounded to the 32 bits of the wire before the checks, so that workers sample with the checked
-    values. Logprobs are on if `best_of` chooses sequences, which compares them.
+    values.
 
     Raises InvalidRequest.
     """
@@ -61,7 +61,7 @@ async def resolve_sampling(asked: RequestedSampling, model: Model) -> SamplingPa
         bad_words=await token_sequences(asked.bad_words, model),
         min_tokens=asked.min_tokens or 0,
         structure=asked.structure,
-        logprobs=0 if asked.selects_best and asked.logprobs is None else asked.logprobs,
+        logprobs=asked.logprobs,
         beam=beam,
     )
     _check_tokens_remain(sampling, model.config.eos_token_ids)

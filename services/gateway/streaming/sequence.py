@@ -40,9 +40,6 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.worker_finish: FinishReason | None = None
         self.last_token_at: float | None = None
-        self.cumulative_logprob = 0.0
-        """Sum over the tokens that the client gets and that came with logprobs."""
-        self._num_logprobs = 0
         self.score: float | None = None
         """The beam search's score; None for other requests."""
         self.embedding: tuple[float, ...] = ()
@@ -61,12 +58,6 @@ class Sequence:
     @property
     def has_ended(self) -> bool:
         return self.finish_reason is not None
-
-    @property
-    def mean_logprob(self) -> float:
-        """Mean logprob of the tokens in `cumulative_logprob`, among them the token that ended the
-        sequence."""
-        return self.cumulative_logprob / max(self._num_logprobs, 1)
 
     @property
     def num_unread(self) -> int:
@@ -156,9 +147,6 @@ class Sequence:
 
     def _buffer_logprobs(self, logprobs: tuple[Logprobs, ...], offsets: list[int]) -> None:
         """Keep logprobs until the client reads them; only then their tokens become text."""
-        self._num_logprobs += len(logprobs)
-        for each in logprobs:  # one by one, so that the sum does not depend on their grouping
-            self.cumulative_logprob += each.logprob
         if self._tokenizer is not None:
             self._unread_logprobs.extend(zip(logprobs, offsets, strict=False))
 

@@ -85,15 +85,6 @@ def test_samples_are_shown_one_after_another(samples: Any, capsys: Any) -> None:
     assert capsys.readouterr().out == shown
 
 
-def test_the_best_of_several_are_asked_for(samples: Any, capsys: Any) -> None:
-    assert main(["generate", "Hi", "--n", "2", "--best-of", "5"]) == 0
-    sampling = samples.requests[0].sampling
-    assert (sampling.n, sampling.best_of) == (2, 5)
-    assert capsys.readouterr().out.startswith("--- 1 of 2 ---\n")
-    main(["generate", "Hi"])
-    assert not samples.requests[1].sampling.HasField("best_of")
-
-
 def test_json_gives_one_delta_a_line(hello: Any, capsys: Any) -> None:
     assert main(["generate", "Hi", "--json"]) == 0
     first, last = (json.loads(line) for line in capsys.readouterr().out.splitlines())

@@ -142,7 +142,6 @@ def test_tokens_that_were_overdrawn_are_paid_back() -> None:
     ("asked", "text"),
     [
         ({"n": 3}, "n is 3; key alice may ask for at most 2"),
-        ({"best_of": 3}, "best_of is 3;"),
         ({"beam": RequestedBeams(3)}, "beam_width is 3;"),
         ({"logprobs": 2}, "logprobs is 2; key alice may ask for at most 1"),
         ({"prompt_logprobs": 1}, "prompt_logprobs is 1;"),

@@ -23,8 +23,6 @@ from .walk import (
     ScriptedWorker,
     Walk,
     at_rest,
-    best_of,
-    deltas_of,
     expected,
     generated,
     next_token,
@@ -164,23 +162,3 @@ async def test_disturbances_change_no_token(seed: int, num_sequences: int) -> No
         most = 4 if stop and index == 2 else MAX_TOKENS
         assert got == expected(most, index)[: len(got)]
         assert len(got) == most or not finished
-
-
-@pytest.mark.parametrize("seed", range(60))
-async def test_disturbances_do_not_change_best_of(seed: int) -> None:
-    """All computed tokens are counted once."""
-    chance = random.Random(seed)
-    stop = likely_stop(chance)
-    walk = Walk(num_sequences=NUM, stop=stop, num_best=2)
-    finished = await disturb(walk, chance)
-    try:
-        deltas = await deltas_of(walk)
-    except (Unavailable, PoisonRequest):
-        assert not finished
-        return
-    lengths = [MAX_TOKENS, MAX_TOKENS, 4 if stop else MAX_TOKENS]
-    best = best_of([expected(length, index) for index, length in enumerate(lengths)], 2)
-    got = {index: list(delta.token_ids) for index, (delta,) in deltas.items()}
-    assert got == (dict(enumerate(best)) if finished else {})
-    usages = [delta.usage.num_generated_tokens for (delta,) in deltas.values() if delta.usage]
-    assert usages == ([sum(lengths)] if finished else [])

@@ -3,10 +3,8 @@
 import asyncio
 import itertools
 import zlib
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from functools import partial
 
 from blockstore.registry import Load, Member, Role
 from services.common.text.detokenizer import Detokenizer
@@ -18,12 +16,10 @@ from services.gateway.request import worker_events
 from services.gateway.request.lifecycle import RequestLifecycle
 from services.gateway.request.pulling import Pull, no_pull
 from services.gateway.scheduling.request_queue import QueuePosition
-from services.gateway.streaming.best_of import BestOf
 from services.gateway.streaming.output import Output, RequestStats
 from services.gateway.streaming.sequence import Sequence
 from services.gateway.streaming.text import Text
 from services.gateway.workers.worker import PrefillLoad, Worker
-from services.protocol.logprobs import Logprobs
 from services.protocol.messages import (
     Admit,
     Command,
@@ -92,32 +88,6 @@ def expected(num_tokens: int, index: int = 0) -> list[int]:
     return tokens[len(PROMPT) :]
 
 
-def logprob_of(tokens: Seq[int]) -> float:
-    """The logprob of the last of these tokens: a number that depends on all of them."""
-    return -(zlib.crc32(repr(list(tokens)).encode()) % 1024) / 128
-
-
-def mean_logprob(tokens: Seq[int]) -> float:
-    """The mean logprob of a sequence with these tokens."""
-    of_each = [logprob_of([*PROMPT, *tokens[:end]]) for end in range(1, len(tokens) + 1)]
-    return sum(of_each) / len(of_each)
-
-
-def best_of(sequences: Seq[list[int]], num_best: int) -> list[list[int]]:
-    """The likeliest sequences, best first."""
-    return sorted(sequences, key=mean_logprob, reverse=True)[:num_best]
-
-
-def logprobs_of(
-    sampling: SamplingParams, before: Seq[int], gained: Seq[int]
-) -> tuple[Logprobs, ...]:
-    """The logprobs of the tokens `gained`, if the request asks for them."""
-    if sampling.logprobs is None:
-        return ()
-    ways = ([*before, *gained[:end]] for end in range(1, len(gained) + 1))
-    return tuple(Logprobs(logprob_of(tokens), rank=1) for tokens in ways)
-
-
 def text_of(token_ids: Seq[int]) -> str:
     return "".join(f"{token_id}," for token_id in token_ids)
 
@@ -131,9 +101,7 @@ def output_of(request: AdmittedRequest) -> Output:
         for index in range(request.num_sequences)
     ]
     stats, clock = RequestStats(len(PROMPT), 0.0), asyncio.get_running_loop().time
-    num_best = request.num_best
-    kind: Callable[..., Output] = Output if num_best is None else partial(BestOf, num_best=num_best)
-    return kind(request.request_id, stats, sequences, NoMeter(), clock)
+    return Output(request.request_id, stats, sequences, NoMeter(), clock)
 
 
 class Walk:
@@ -145,15 +113,12 @@ class Walk:
         num_sequences: int = 1,
         stop: tuple[str, ...] = (),
         beam: BeamParams | None = None,
-        num_best: int | None = None,
     ) -> None:
         self.prefill, self.decode = ScriptedWorker("p", "prefill"), ScriptedWorker("d")
         self.host = ScriptedHost()
-        logprobs = None if num_best is None else 0
-        sampling = SamplingParams(*(0.0, 0, 1.0, 0.0, 7, MAX_TOKENS), beam=beam, logprobs=logprobs)
+        sampling = SamplingParams(*(0.0, 0, 1.0, 0.0, 7, MAX_TOKENS), beam=beam)
         request = AdmittedRequest(
-            *("r1", "toy", PROMPT, sampling, stop, 0, "", 0.0, deadline, 256),
-            *(num_sequences, num_best),
+            *("r1", "toy", PROMPT, sampling, stop, 0, "", 0.0, deadline, 256, num_sequences),
         )
         self.output = output_of(request)
         self.lifecycle = RequestLifecycle(
@@ -184,8 +149,7 @@ class Walk:
         for sequence, finish in itertools.zip_longest(ticket.sequences, ended):
             tokens = (*ticket.prompt_token_ids, *sequence.token_ids)
             token, index = next_token(tokens, sequence.index), sequence.index
-            logprobs = logprobs_of(ticket.sampling, tokens, (token,))
-            outputs.append(Generated(*ticket.key, index, len(tokens), (token,), finish, logprobs))
+            outputs.append(Generated(*ticket.key, index, len(tokens), (token,), finish))
             if finish is None:
                 so_far = (*sequence.token_ids, token)
                 sequences.append(TicketSequence(index, so_far, (9,), len(tokens)))
@@ -210,9 +174,8 @@ def generated(
     """The decode worker's message of the present attempt and position, `skip` tokens later."""
     lifecycle = walk.lifecycle
     before = [*PROMPT, *lifecycle.client.output.sequences[index].tokens]
-    logprobs = logprobs_of(lifecycle.client.request.sampling, before, tokens)
     position = len(before) + skip
-    return Generated("r1", lifecycle.attempt.number, index, position, tokens, finish, logprobs)
+    return Generated("r1", lifecycle.attempt.number, index, position, tokens, finish)
 
 
 def step(walk: Walk, index: int, num_tokens: int = 1) -> None:

@@ -148,9 +148,9 @@ class GenerationBody(SampledBody):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
-        # In a beam search, `best_of` is the number of beams, like `beam_width`.
-        if self.use_beam_search and _differ(self.beam_width, self.best_of):
-            raise FieldError("beam_width", "beam_width and best_of differ; give one of them")
+        if _differ(self.best_of, self.num_choices):
+            text = f"best_of is {self.best_of}, n is {self.num_choices}; Quire returns all samples"
+            raise FieldError("best_of", text)
         for name, neutral in _BEAM_FIELDS.items():
             value = getattr(self, name)
             if not self.use_beam_search and value is not None and value != neutral:
@@ -197,12 +197,6 @@ class GenerationBody(SampledBody):
         return 1 if self.n is None else self.n
 
     @property
-    def selects_best(self) -> bool:
-        """Whether the answer has fewer choices than are sampled."""
-        best_of = None if self.use_beam_search else self.best_of
-        return best_of is not None and best_of > self.num_choices
-
-    @property
     def echoes(self) -> bool:
         """Whether the text begins with the prompt's text."""
         return False
@@ -232,7 +226,6 @@ class GenerationBody(SampledBody):
             super().sampling(),
             max_tokens=self.max_tokens,
             n=self.num_choices,
-            best_of=None if self.use_beam_search else self.best_of,
             prompt_logprobs=self.prompt_logprobs,
             beam=self._beams(),
         )
@@ -240,9 +233,9 @@ class GenerationBody(SampledBody):
     def _beams(self) -> RequestedBeams | None:
         if not self.use_beam_search:
             return None
-        widths = (width for width in (self.beam_width, self.best_of, self.n) if width is not None)
+        width = self.num_choices if self.beam_width is None else self.beam_width
         early_stopping = _EARLY_STOPPING[self.early_stopping or False]
-        return RequestedBeams(next(widths, 1), self.length_penalty, early_stopping)
+        return RequestedBeams(width, self.length_penalty, early_stopping)
 
 
 class CompletionBody(GenerationBody):
@@ -253,8 +246,6 @@ class CompletionBody(GenerationBody):
 
     @model_validator(mode="after")
     def _check_completion(self) -> Self:
-        if self.selects_best and self.stream:
-            raise FieldError("best_of", "best_of above n is not available with stream=true")
         if self.received is not None and len(self.prompt) > 1:
             raise FieldError("received", "received is for requests with one prompt")
         return self
@@ -316,9 +307,6 @@ class ChatBody(GenerationBody):
     @model_validator(mode="after")
     def _check_chat(self) -> Self:
         self.requested_tools()
-        if self.selects_best:
-            text = "best_of above n is for /v1/completions, or for use_beam_search=true"
-            raise FieldError("best_of", text)
         if self.top_logprobs and not self.logprobs:
             raise FieldError("top_logprobs", "top_logprobs is for requests with logprobs=true")
         if _differ(self.max_tokens, self.max_completion_tokens):
