@@ -38,21 +38,6 @@ HTTP_FIELDS = st.sampled_from(
     ]
 )
 PATHS = st.sampled_from(["/v1/completions", "/v1/chat/completions"])
-GOT = st.builds(
-    '{{"index": {}, "token_ids": {}, "finish_reason": {}}}'.format,
-    st.sampled_from(["0", "0", "1", "-1", HUGE]),
-    st.sampled_from(["[]", "[97]", "[97, 98]", "[-1]", f"[{HUGE}]", '["a"]']),
-    st.sampled_from(["null", "null", '"stop"', '"abort"', "1"]),
-)
-NEW: st.SearchStrategy[dict[str, str]] = st.just({})
-GOING_ON: st.SearchStrategy[dict[str, str]] = st.lists(GOT, max_size=2).map(
-    lambda got: {
-        "stream": "true",
-        "request_id": '"r1"',
-        "resume_token": f'"{"t" * 22}"',
-        "received": f"[{', '.join(got)}]",
-    }
-)
 
 
 @st.composite
@@ -61,7 +46,6 @@ def bodies(draw: st.DrawFn) -> tuple[str, str, bytes]:
     chat = '[{"role": "user", "content": "hi"}]'
     fields = {"max_tokens": "4", "temperature": "0"}
     fields |= {"messages": chat} if "chat" in path else {"prompt": '"hello"'}
-    fields |= draw(NEW | GOING_ON)
     fields |= dict(draw(st.lists(st.tuples(HTTP_FIELDS, JSON_VALUES), max_size=3)))
     return "POST", path, ("{" + ", ".join(f'"{k}": {v}' for k, v in fields.items()) + "}").encode()
 

@@ -75,14 +75,6 @@ def test_refused_chat_names_the_field_at_fault(param: str, fields: dict[str, Any
 @pytest.mark.parametrize(
     ("body", "param", "fields"),
     [
-        (
-            CompletionBody,
-            "received",
-            {
-                **{"prompt": ["a", "b"], "stream": True, "request_id": "r", "resume_token": "t"},
-                "received": [{"index": 0, "token_ids": []}],
-            },
-        ),
         (ResponsesBody, "tool_choice", {"input": "Hi", "tool_choice": "required"}),
         (ResponsesBody, "previous_response_id", {"input": "Hi", "previous_response_id": "r"}),
         *(

@@ -12,14 +12,12 @@ from services.common.errors import InvalidRequest
 from services.gateway.frontend.api import (
     ChatMessage,
     GenerationRequest,
-    Received,
     RequestedSampling,
     RequestedTools,
     ToolChoice,
 )
 from services.gateway.frontend.http.bodies.reading import read_body
 from services.gateway.frontend.http.bodies.schema import ChatBody, CompletionBody
-from services.protocol.ticket import FinishReason
 
 USER = [{"role": "user", "content": "Hi"}]
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
@@ -219,45 +217,6 @@ def test_the_limit_has_two_names(limits: dict[str, int], max_tokens: int | None)
 async def test_wrong_fields_are_named(fields: dict[str, Any], message: str) -> None:
     body = json.dumps({"messages": USER, **fields}).encode()
     assert message in await problem(ChatBody, body)
-
-
-GOING_ON = {"stream": True, "request_id": "mine", "resume_token": "secret", "received": []}
-
-
-def test_received_tokens_of_a_broken_stream_arrive() -> None:
-    assert chat(stream=True, request_id="mine").received is None
-    assert chat(**GOING_ON).received == ()
-    running = [
-        {"index": 1, "token_ids": [7, 8]},
-        {"index": 0, "token_ids": [], "finish_reason": None},
-    ]
-    ended = {"index": 2, "token_ids": [9], "finish_reason": "length"}
-    assert chat(**{**GOING_ON, "received": [*running, ended]}).received == (
-        Received(1, (7, 8)),
-        Received(0),
-        Received(2, (9,), FinishReason.LENGTH),
-    )
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"stream": False}, "received is for requests with stream=true, a request_id, and the"),
-        ({"request_id": None}, "received is for requests with stream=true, a request_id, and the"),
-        ({"resume_token": None}, "and the resume_token that came with the first response"),
-        ({"prompt": ["a", "b"]}, "received is for requests with one prompt"),
-        ({"echo": True}, "what was echoed is not sent again"),
-        ({"received": 5}, "received: Input should be a valid list"),
-        ({"received": [{"index": 0}]}, "received[0].token_ids: Field required"),
-        (
-            {"received": [{"index": 0, "token_ids": [], "finish_reason": "abort"}]},
-            "received[0].finish_reason: Input should be 'stop', 'length' or 'tool_calls'",
-        ),
-    ],
-)
-async def test_an_impossible_resume_is_refused(fields: dict[str, Any], message: str) -> None:
-    body = json.dumps({"prompt": "Hi", **GOING_ON, **fields}).encode()
-    assert message in await problem(CompletionBody, body)
 
 
 async def test_every_wrong_field_is_named() -> None:

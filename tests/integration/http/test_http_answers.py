@@ -7,7 +7,7 @@ import httpx
 import openai
 import pytest
 
-from services.gateway.frontend.api import ChatMessage, Received
+from services.gateway.frontend.api import ChatMessage
 
 from .conftest import HI, TEXTS, FakeGenerator
 
@@ -174,50 +174,6 @@ async def test_samples_of_a_streamed_chat_have_their_own_openings(
         assert [part.delta.content for part in mine] == ["", *TEXTS]
         assert mine[0].delta.role == "assistant"
         assert mine[-1].finish_reason == "stop"
-
-
-async def test_a_resumed_chat_has_no_second_opening(
-    http: httpx.AsyncClient, generator: FakeGenerator
-) -> None:
-    """For choices of which the client has something."""
-    received = [{"index": 1, "token_ids": [100]}]
-    named = {"request_id": "mine", "resume_token": "secret"}
-    body = {**HI, "n": 2, "stream": True, **named, "received": received}
-    answer = await http.post("/v1/chat/completions", json=body)
-    parts = [json.loads(line[6:]) for line in answer.text.split("\n\n") if "choices" in line]
-    openings = [part["choices"][0] for part in parts if "role" in part["choices"][0]["delta"]]
-    assert [opening["index"] for opening in openings] == [0]
-    (request,) = generator.requests
-    assert (request.request_id, request.resume_token) == ("mine", "secret")
-    assert request.received == (Received(1, (100,)),)
-
-
-@pytest.mark.parametrize("fields", [{}, {"request_id": "mine"}])
-async def test_a_stream_brings_the_token_that_going_on_needs(
-    http: httpx.AsyncClient, generator: FakeGenerator, fields: dict[str, Any]
-) -> None:
-    answers = [
-        await http.post("/v1/completions", json={"prompt": "Hi", "stream": True, **fields})
-        for _ in range(2)
-    ]
-    tokens = [answer.headers["x-quire-resume-token"] for answer in answers]
-    assert [request.resume_token for request in generator.requests] == tokens
-    assert tokens[0] != tokens[1]
-    assert [len(token) for token in tokens] == [43, 43]  # 256 bits
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [{"stream": False}, {"prompt": ["a", "b"]}, {"resume_token": "chosen\r\nby: the client"}],
-    ids=["no stream", "two prompts", "its own"],
-)
-async def test_no_other_answer_tells_a_token(
-    http: httpx.AsyncClient, fields: dict[str, Any]
-) -> None:
-    answer = await http.post("/v1/completions", json={"prompt": "Hi", "stream": True, **fields})
-    assert answer.status_code == 200
-    assert "x-quire-resume-token" not in answer.headers
-    assert "by" not in answer.headers
 
 
 @pytest.mark.parametrize("kind", ["chat/completions", "completions", "responses", "embeddings"])

@@ -61,9 +61,6 @@ from services.gateway.frontend.http.openapi import openapi_document
 from services.gateway.frontend.http.responses_api.answer import ResponseAnswer
 from services.gateway.frontend.http.responses_api.body import ResponsesBody
 from services.gateway.frontend.http.tokens import TokenEndpoints
-from services.gateway.intake.identity import with_resume_token
-
-RESUME_TOKEN_HEADER = "X-Quire-Resume-Token"
 
 TIMEOUT_HEADER = "X-Quire-Timeout-S"
 """A client's deadline, in seconds from now, like the deadline of a gRPC call."""
@@ -134,7 +131,7 @@ def _cors(origins: Sequence[str]) -> dict[str, Any]:
         "allow_headers": [
             *("Authorization", "Content-Type", REQUEST_ID_HEADER, TIMEOUT_HEADER, TRACEPARENT)
         ],
-        "expose_headers": [REQUEST_ID_HEADER, RESUME_TOKEN_HEADER, "Retry-After", "Retry-After-Ms"],
+        "expose_headers": [REQUEST_ID_HEADER, "Retry-After", "Retry-After-Ms"],
         "max_age": 600,
     }
 
@@ -157,7 +154,7 @@ class _Endpoints:
         answer = ResponseAnswer(body, requests[0].request_id, self._model(body.model))
         deltas = merged([self._generator.generate(each) for each in requests])
         if body.stream:
-            return EventStream(answer.parts(deltas), None, {})
+            return EventStream(answer.parts(deltas), None)
         return await _whole(request, answer.whole(deltas))
 
     async def embeddings(self, request: Request) -> Response:
@@ -195,7 +192,6 @@ class _Endpoints:
         self, request: Request, kind: type[CompletionsBody], answer_format: AnswerFormat
     ) -> Response:
         body, requests = await self._read(request, kind)
-        requests = [with_resume_token(each) for each in requests]
         answer_id = f"{answer_format.id_prefix}-{body.request_id or request.state.request_id}"
         answer = Answer(
             answer_format,
@@ -205,10 +201,7 @@ class _Endpoints:
         )
         deltas = merged([self._generator.generate(each) for each in requests])
         if body.stream:
-            # Only a stream of one prompt can be continued. A client knows a token that it chose.
-            sends_token = len(requests) == 1 and not body.resume_token
-            headers = {RESUME_TOKEN_HEADER: requests[0].resume_token} if sends_token else {}
-            return EventStream(answer.parts(deltas), error_body, headers)
+            return EventStream(answer.parts(deltas), error_body)
         return await _whole(request, answer.whole(deltas))
 
     async def version(self, _request: Request) -> Response:

@@ -37,7 +37,6 @@ _FAILURES = {
     "400": "the request is not valid",
     "404": "the model is not served",
     "408": "the client's deadline has passed, or its body came too slowly",
-    "409": "a request with this request_id and resume_token is running",
     "413": "the body is too large",
     "429": "too many requests wait; Retry-After says when to try again",
     "500": "an error of Quire, or a request that crashes every worker",

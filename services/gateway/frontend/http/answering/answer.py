@@ -107,16 +107,14 @@ class Answer:
         return number * self.body.num_choices + delta.index
 
     def _openings(self, first: Usage | None) -> Iterator[JSON]:
-        """The parts before those of the first delta, whose usage is `first`: one for each choice
-        of which the client received nothing yet."""
+        """The parts before those of the first delta, whose usage is `first`: one for each
+        choice."""
         opening = self.format.opening
         if opening is None:
             return
-        resumed = {each.index for each in self.body.received or ()}
+        usages = () if first is None else (replace(first, num_generated_tokens=0),)
         for index in range(self.num_prompts * self.body.num_choices):
-            if index not in resumed:
-                usages = () if first is None else (replace(first, num_generated_tokens=0),)
-                yield self._part([choice_json(index, opening, None, self._ids([]), None)], usages)
+            yield self._part([choice_json(index, opening, None, self._ids([]), None)], usages)
 
     def _choices(self, index: int, gained: Transcript, num_echoed: int) -> list[JSON]:
         """The choice in each part of a stream for a delta; none if the delta says nothing."""

@@ -1,7 +1,7 @@
 """Sends answers: JSON as a whole, or server-sent events. Both end when the client disconnects."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -38,12 +38,11 @@ class EventStream(Response):
         self,
         events: AsyncGenerator[dict[str, Any], None],
         error_event: Callable[[Exception], dict[str, Any]] | None,
-        headers: Mapping[str, str],
     ) -> None:
         self.status_code = 200
         self.background = None
         # X-Accel-Buffering: a proxy must pass each event on at once and not collect them.
-        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self._events = events
         self._error_event = error_event
 

@@ -7,7 +7,7 @@ a whole. So even a large body causes few errors.
 import re
 from collections.abc import Callable, Mapping
 from functools import cache, partial
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import (
     BaseModel,
@@ -22,9 +22,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from services.gateway.frontend.api import Received
 from services.gateway.frontend.http.bodies.unknown_fields import EMPTY, without_ignored
-from services.protocol.ticket import FinishReason
 
 
 class FieldError(ValueError):
@@ -112,21 +110,6 @@ def _is_whole(number: float) -> bool:
 class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-
-
-class ReceivedBody(Body):
-    """The part of one choice that the client received before its stream broke."""
-
-    index: int
-    token_ids: Integers
-    finish_reason: Literal["stop", "length", "tool_calls"] | None = None
-    """Set if the client received the whole choice."""
-
-    def to_received(self) -> Received:
-        # A choice with tool calls is one that the model has ended.
-        reason = "stop" if self.finish_reason == "tool_calls" else self.finish_reason
-        finish = None if reason is None else FinishReason(reason)
-        return Received(self.index, tuple(self.token_ids), finish)
 
 
 def parse_texts(value: Any) -> tuple[str, ...]:

@@ -5,9 +5,9 @@ gRPC and HTTP alike.
 """
 
 from dataclasses import fields, replace
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from services.common.structured.structure import Structure
 from services.gateway.frontend.api import (
@@ -24,7 +24,6 @@ from services.gateway.frontend.http.bodies.fields import (
     Integers,
     NumberOrFalse,
     Prompts,
-    ReceivedBody,
     StreamOptions,
     Strings,
     Texts,
@@ -141,8 +140,6 @@ class GenerationBody(SampledBody):
     length_penalty: float | None = None
     prompt_logprobs: int | None = None
     response_format: ResponseFormat | None = None
-    received: Annotated[list[ReceivedBody], Field(fail_fast=True)] | None = None
-    resume_token: str | None = None
     return_token_ids: bool | None = None
     use_beam_search: bool | None = None
 
@@ -161,16 +158,6 @@ class GenerationBody(SampledBody):
         if self.prompt_logprobs is not None and self.stream:
             text = "prompt_logprobs are not available with stream=true"
             raise FieldError("prompt_logprobs", text)
-        if self.received is None:
-            return self
-        if not self.stream or not self.request_id or not self.resume_token:
-            raise FieldError(
-                "received",
-                "received is for requests with stream=true, a request_id, and the resume_token "
-                "that came with the first response",
-            )
-        if self.echoes:
-            raise FieldError("echo", "what was echoed is not sent again: no echo with received")
         return self
 
     @property
@@ -212,11 +199,8 @@ class GenerationBody(SampledBody):
         return False
 
     def request(self, prompt: Prompt, request_id: str) -> GenerationRequest:
-        received = self.received
         return replace(
             super().request(prompt, request_id),
-            received=None if received is None else tuple(r.to_received() for r in received),
-            resume_token=self.resume_token or "",
             echo=self.echoes,
             running_usage=self.running_usage,
         )
@@ -243,12 +227,6 @@ class CompletionBody(GenerationBody):
     logprobs: NumberOrFalse = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
-
-    @model_validator(mode="after")
-    def _check_completion(self) -> Self:
-        if self.received is not None and len(self.prompt) > 1:
-            raise FieldError("received", "received is for requests with one prompt")
-        return self
 
     @property
     def num_logprobs(self) -> int | None:

@@ -31,6 +31,7 @@ _SAMPLING: dict[str, tuple[Any, ...]] = {
     "no_repeat_ngram_size": (0,),
     "num_beams": (1,),
     "options": (),
+    "received": (),
     "repeat_penalty": (1,),
     "sampling_seed": (),
     "smoothing_factor": (0,),
