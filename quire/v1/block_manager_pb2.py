@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from quire.v1 import worker_pb2 as quire_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cquire/v1/block_manager.proto\x12\x08quire.v1\x1a\x15quire/v1/worker.proto\"\x12\n\x10ListPoolsRequest\"2\n\x11ListPoolsResponse\x12\x1d\n\x05pools\x18\x01 \x03(\x0b\x32\x0e.quire.v1.Pool\"\xd3\x02\n\x04Pool\x12\x0f\n\x07pool_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x05 \x01(\x04\x12\x12\n\nnum_blocks\x18\x06 \x01(\x04\x12\x10\n\x08num_free\x18\x07 \x01(\x04\x12\x12\n\nnum_cached\x18\x08 \x01(\x04\x12\x10\n\x08num_held\x18\t \x01(\x04\x12\x13\n\x0bnum_holders\x18\n \x01(\x04\x12\x13\n\x0bnum_waiters\x18\x0b \x01(\x04\x12\x12\n\nworker_ids\x18\x0c \x03(\t\x12\x1a\n\x12num_prefix_queries\x18\r \x01(\x04\x12\x17\n\x0fnum_prefix_hits\x18\x0e \x01(\x04\x12\x12\n\nrecovering\x18\x0f \x01(\x08\x12\x1a\n\x12missing_worker_ids\x18\x10 \x03(\t\"\x14\n\x12ListWorkersRequest\"8\n\x13ListWorkersResponse\x12!\n\x07workers\x18\x01 \x03(\x0b\x32\x10.quire.v1.Worker\"\xa7\x02\n\x06Worker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0f\n\x07pool_id\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12$\n\x05state\x18\x06 \x01(\x0e\x32\x15.quire.v1.WorkerState\x12\"\n\x04load\x18\x07 \x01(\x0b\x32\x14.quire.v1.WorkerLoad\x12,\n\x06\x65ngine\x18\x08 \x03(\x0b\x32\x1c.quire.v1.Worker.EngineEntry\x12\x17\n\x0fstarted_unix_ms\x18\t \x01(\x04\x12\x0b\n\x03pid\x18\n \x01(\r\x1a-\n\x0b\x45ngineEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"%\n\x12ListHoldersRequest\x12\x0f\n\x07pool_id\x18\x01 \x01(\t\"8\n\x13ListHoldersResponse\x12!\n\x07holders\x18\x01 \x03(\x0b\x32\x10.quire.v1.Holder\"q\n\x06Holder\x12\x0f\n\x07pool_id\x18\x01 \x01(\t\x12\x11\n\tholder_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x11\n\tworker_id\x18\x04 \x01(\t\x12\r\n\x05order\x18\x05 \x01(\x04\x12\x12\n\nnum_blocks\x18\x06 \x01(\x04\"\x1f\n\x0c\x41uditRequest\x12\x0f\n\x07pool_id\x18\x01 \x01(\t\"3\n\rAuditResponse\x12\"\n\x05pools\x18\x01 \x03(\x0b\x32\x13.quire.v1.PoolAudit\"\xd5\x01\n\tPoolAudit\x12\x0f\n\x07pool_id\x18\x01 \x01(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\x04\x12\x10\n\x08num_free\x18\x03 \x01(\x04\x12\x12\n\nnum_cached\x18\x04 \x01(\x04\x12\x10\n\x08num_held\x18\x05 \x01(\x04\x12\x13\n\x0bnum_holders\x18\x06 \x01(\x04\x12\x16\n\x0enum_references\x18\x07 \x01(\x04\x12\x16\n\x0eledger_checked\x18\x08 \x01(\x08\x12\x12\n\nviolations\x18\t \x03(\t\x12\x12\n\nrecovering\x18\n \x01(\x08\"6\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x66orce\x18\x02 \x01(\x08\"*\n\x13\x44rainWorkerResponse\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\"z\n\x12WatchBlocksRequest\x12\x36\n\x05since\x18\x01 \x03(\x0b\x32\'.quire.v1.WatchBlocksRequest.SinceEntry\x1a,\n\nSinceEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"7\n\x13WatchBlocksResponse\x12 \n\x04maps\x18\x01 \x03(\x0b\x32\x12.quire.v1.BlockMap\"\x97\x02\n\x08\x42lockMap\x12\x1c\n\x04pool\x18\x01 \x01(\x0b\x32\x0e.quire.v1.Pool\x12\x0c\n\x04tick\x18\x02 \x01(\x04\x12\r\n\x05whole\x18\x03 \x01(\x08\x12\x17\n\x0f\x62locks_per_cell\x18\x04 \x01(\r\x12\"\n\x05\x63\x65lls\x18\x05 \x03(\x0b\x32\x13.quire.v1.BlockCell\x12&\n\x07holders\x18\x06 \x03(\x0b\x32\x15.quire.v1.BlockHolder\x12\r\n\x05\x61ge_s\x18\x07 \x01(\r\x12\x19\n\x11\x66\x65nced_worker_ids\x18\x08 \x03(\t\x12\'\n\nlast_audit\x18\t \x01(\x0b\x32\x13.quire.v1.PoolAudit\x12\x18\n\x10last_audit_age_s\x18\n \x01(\r\"\xa9\x01\n\tBlockCell\x12\r\n\x05index\x18\x01 \x01(\r\x12\x12\n\nnum_unread\x18\x02 \x01(\r\x12\x12\n\nnum_cached\x18\x03 \x01(\r\x12\x10\n\x08num_held\x18\x04 \x01(\r\x12\x12\n\nnum_shared\x18\x05 \x01(\r\x12\x17\n\x0fnum_quarantined\x18\x06 \x01(\r\x12\x13\n\x0bholder_slot\x18\x07 \x01(\r\x12\x11\n\tchanged_s\x18\x08 \x01(\r\"=\n\x0b\x42lockHolder\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12 \n\x06holder\x18\x02 \x01(\x0b\x32\x10.quire.v1.Holder\"6\n\x15\x44\x65scribeBlocksRequest\x12\x0f\n\x07pool_id\x18\x01 \x01(\t\x12\x0c\n\x04\x63\x65ll\x18\x02 \x01(\r\"9\n\x16\x44\x65scribeBlocksResponse\x12\x1f\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x0f.quire.v1.Block\"\x8c\x01\n\x05\x42lock\x12\x10\n\x08\x62lock_id\x18\x01 \x01(\x04\x12\r\n\x05state\x18\x02 \x01(\t\x12\x13\n\x0bnum_holders\x18\x03 \x01(\r\x12\x13\n\x0bprefix_hash\x18\x04 \x01(\x0c\x12\x16\n\tcached_at\x18\x05 \x01(\x04H\x00\x88\x01\x01\x12\x12\n\nholder_ids\x18\x06 \x03(\tB\x0c\n\n_cached_at*\x94\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORKER_STATE_STARTING\x10\x01\x12\x18\n\x14WORKER_STATE_SERVING\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x17\n\x13WORKER_STATE_FENCED\x10\x04\x32\x93\x04\n\x0c\x42lockManager\x12\x44\n\tListPools\x12\x1a.quire.v1.ListPoolsRequest\x1a\x1b.quire.v1.ListPoolsResponse\x12J\n\x0bListWorkers\x12\x1c.quire.v1.ListWorkersRequest\x1a\x1d.quire.v1.ListWorkersResponse\x12J\n\x0bListHolders\x12\x1c.quire.v1.ListHoldersRequest\x1a\x1d.quire.v1.ListHoldersResponse\x12\x38\n\x05\x41udit\x12\x16.quire.v1.AuditRequest\x1a\x17.quire.v1.AuditResponse\x12J\n\x0bWatchBlocks\x12\x1c.quire.v1.WatchBlocksRequest\x1a\x1d.quire.v1.WatchBlocksResponse\x12S\n\x0e\x44\x65scribeBlocks\x12\x1f.quire.v1.DescribeBlocksRequest\x1a .quire.v1.DescribeBlocksResponse\x12J\n\x0b\x44rainWorker\x12\x1c.quire.v1.DrainWorkerRequest\x1a\x1d.quire.v1.DrainWorkerResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cquire/v1/block_manager.proto\x12\x08quire.v1\x1a\x15quire/v1/worker.proto\"\x12\n\x10ListPoolsRequest\"2\n\x11ListPoolsResponse\x12\x1d\n\x05pools\x18\x01 \x03(\x0b\x32\x0e.quire.v1.Pool\"\xd3\x02\n\x04Pool\x12\x0f\n\x07pool_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x05 \x01(\x04\x12\x12\n\nnum_blocks\x18\x06 \x01(\x04\x12\x10\n\x08num_free\x18\x07 \x01(\x04\x12\x12\n\nnum_cached\x18\x08 \x01(\x04\x12\x10\n\x08num_held\x18\t \x01(\x04\x12\x13\n\x0bnum_holders\x18\n \x01(\x04\x12\x13\n\x0bnum_waiters\x18\x0b \x01(\x04\x12\x12\n\nworker_ids\x18\x0c \x03(\t\x12\x1a\n\x12num_prefix_queries\x18\r \x01(\x04\x12\x17\n\x0fnum_prefix_hits\x18\x0e \x01(\x04\x12\x12\n\nrecovering\x18\x0f \x01(\x08\x12\x1a\n\x12missing_worker_ids\x18\x10 \x03(\t\"\x14\n\x12ListWorkersRequest\"8\n\x13ListWorkersResponse\x12!\n\x07workers\x18\x01 \x03(\x0b\x32\x10.quire.v1.Worker\"\xa7\x02\n\x06Worker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0f\n\x07pool_id\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12$\n\x05state\x18\x06 \x01(\x0e\x32\x15.quire.v1.WorkerState\x12\"\n\x04load\x18\x07 \x01(\x0b\x32\x14.quire.v1.WorkerLoad\x12,\n\x06\x65ngine\x18\x08 \x03(\x0b\x32\x1c.quire.v1.Worker.EngineEntry\x12\x17\n\x0fstarted_unix_ms\x18\t \x01(\x04\x12\x0b\n\x03pid\x18\n \x01(\r\x1a-\n\x0b\x45ngineEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"q\n\x06Holder\x12\x0f\n\x07pool_id\x18\x01 \x01(\t\x12\x11\n\tholder_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x11\n\tworker_id\x18\x04 \x01(\t\x12\r\n\x05order\x18\x05 \x01(\x04\x12\x12\n\nnum_blocks\x18\x06 \x01(\x04\"\x1f\n\x0c\x41uditRequest\x12\x0f\n\x07pool_id\x18\x01 \x01(\t\"3\n\rAuditResponse\x12\"\n\x05pools\x18\x01 \x03(\x0b\x32\x13.quire.v1.PoolAudit\"\xd5\x01\n\tPoolAudit\x12\x0f\n\x07pool_id\x18\x01 \x01(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\x04\x12\x10\n\x08num_free\x18\x03 \x01(\x04\x12\x12\n\nnum_cached\x18\x04 \x01(\x04\x12\x10\n\x08num_held\x18\x05 \x01(\x04\x12\x13\n\x0bnum_holders\x18\x06 \x01(\x04\x12\x16\n\x0enum_references\x18\x07 \x01(\x04\x12\x16\n\x0eledger_checked\x18\x08 \x01(\x08\x12\x12\n\nviolations\x18\t \x03(\t\x12\x12\n\nrecovering\x18\n \x01(\x08\"6\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x66orce\x18\x02 \x01(\x08\"*\n\x13\x44rainWorkerResponse\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\"z\n\x12WatchBlocksRequest\x12\x36\n\x05since\x18\x01 \x03(\x0b\x32\'.quire.v1.WatchBlocksRequest.SinceEntry\x1a,\n\nSinceEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"7\n\x13WatchBlocksResponse\x12 \n\x04maps\x18\x01 \x03(\x0b\x32\x12.quire.v1.BlockMap\"\x97\x02\n\x08\x42lockMap\x12\x1c\n\x04pool\x18\x01 \x01(\x0b\x32\x0e.quire.v1.Pool\x12\x0c\n\x04tick\x18\x02 \x01(\x04\x12\r\n\x05whole\x18\x03 \x01(\x08\x12\x17\n\x0f\x62locks_per_cell\x18\x04 \x01(\r\x12\"\n\x05\x63\x65lls\x18\x05 \x03(\x0b\x32\x13.quire.v1.BlockCell\x12&\n\x07holders\x18\x06 \x03(\x0b\x32\x15.quire.v1.BlockHolder\x12\r\n\x05\x61ge_s\x18\x07 \x01(\r\x12\x19\n\x11\x66\x65nced_worker_ids\x18\x08 \x03(\t\x12\'\n\nlast_audit\x18\t \x01(\x0b\x32\x13.quire.v1.PoolAudit\x12\x18\n\x10last_audit_age_s\x18\n \x01(\r\"\xa9\x01\n\tBlockCell\x12\r\n\x05index\x18\x01 \x01(\r\x12\x12\n\nnum_unread\x18\x02 \x01(\r\x12\x12\n\nnum_cached\x18\x03 \x01(\r\x12\x10\n\x08num_held\x18\x04 \x01(\r\x12\x12\n\nnum_shared\x18\x05 \x01(\r\x12\x17\n\x0fnum_quarantined\x18\x06 \x01(\r\x12\x13\n\x0bholder_slot\x18\x07 \x01(\r\x12\x11\n\tchanged_s\x18\x08 \x01(\r\"=\n\x0b\x42lockHolder\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12 \n\x06holder\x18\x02 \x01(\x0b\x32\x10.quire.v1.Holder\"6\n\x15\x44\x65scribeBlocksRequest\x12\x0f\n\x07pool_id\x18\x01 \x01(\t\x12\x0c\n\x04\x63\x65ll\x18\x02 \x01(\r\"9\n\x16\x44\x65scribeBlocksResponse\x12\x1f\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x0f.quire.v1.Block\"\x8c\x01\n\x05\x42lock\x12\x10\n\x08\x62lock_id\x18\x01 \x01(\x04\x12\r\n\x05state\x18\x02 \x01(\t\x12\x13\n\x0bnum_holders\x18\x03 \x01(\r\x12\x13\n\x0bprefix_hash\x18\x04 \x01(\x0c\x12\x16\n\tcached_at\x18\x05 \x01(\x04H\x00\x88\x01\x01\x12\x12\n\nholder_ids\x18\x06 \x03(\tB\x0c\n\n_cached_at*\x94\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORKER_STATE_STARTING\x10\x01\x12\x18\n\x14WORKER_STATE_SERVING\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x17\n\x13WORKER_STATE_FENCED\x10\x04\x32\xc7\x03\n\x0c\x42lockManager\x12\x44\n\tListPools\x12\x1a.quire.v1.ListPoolsRequest\x1a\x1b.quire.v1.ListPoolsResponse\x12J\n\x0bListWorkers\x12\x1c.quire.v1.ListWorkersRequest\x1a\x1d.quire.v1.ListWorkersResponse\x12\x38\n\x05\x41udit\x12\x16.quire.v1.AuditRequest\x1a\x17.quire.v1.AuditResponse\x12J\n\x0bWatchBlocks\x12\x1c.quire.v1.WatchBlocksRequest\x1a\x1d.quire.v1.WatchBlocksResponse\x12S\n\x0e\x44\x65scribeBlocks\x12\x1f.quire.v1.DescribeBlocksRequest\x1a .quire.v1.DescribeBlocksResponse\x12J\n\x0b\x44rainWorker\x12\x1c.quire.v1.DrainWorkerRequest\x1a\x1d.quire.v1.DrainWorkerResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,8 +36,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WORKER_ENGINEENTRY']._serialized_options = b'8\001'
   _globals['_WATCHBLOCKSREQUEST_SINCEENTRY']._loaded_options = None
   _globals['_WATCHBLOCKSREQUEST_SINCEENTRY']._serialized_options = b'8\001'
-  _globals['_WORKERSTATE']._serialized_start=2428
-  _globals['_WORKERSTATE']._serialized_end=2576
+  _globals['_WORKERSTATE']._serialized_start=2331
+  _globals['_WORKERSTATE']._serialized_end=2479
   _globals['_LISTPOOLSREQUEST']._serialized_start=65
   _globals['_LISTPOOLSREQUEST']._serialized_end=83
   _globals['_LISTPOOLSRESPONSE']._serialized_start=85
@@ -52,40 +52,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WORKER']._serialized_end=855
   _globals['_WORKER_ENGINEENTRY']._serialized_start=810
   _globals['_WORKER_ENGINEENTRY']._serialized_end=855
-  _globals['_LISTHOLDERSREQUEST']._serialized_start=857
-  _globals['_LISTHOLDERSREQUEST']._serialized_end=894
-  _globals['_LISTHOLDERSRESPONSE']._serialized_start=896
-  _globals['_LISTHOLDERSRESPONSE']._serialized_end=952
-  _globals['_HOLDER']._serialized_start=954
-  _globals['_HOLDER']._serialized_end=1067
-  _globals['_AUDITREQUEST']._serialized_start=1069
-  _globals['_AUDITREQUEST']._serialized_end=1100
-  _globals['_AUDITRESPONSE']._serialized_start=1102
-  _globals['_AUDITRESPONSE']._serialized_end=1153
-  _globals['_POOLAUDIT']._serialized_start=1156
-  _globals['_POOLAUDIT']._serialized_end=1369
-  _globals['_DRAINWORKERREQUEST']._serialized_start=1371
-  _globals['_DRAINWORKERREQUEST']._serialized_end=1425
-  _globals['_DRAINWORKERRESPONSE']._serialized_start=1427
-  _globals['_DRAINWORKERRESPONSE']._serialized_end=1469
-  _globals['_WATCHBLOCKSREQUEST']._serialized_start=1471
-  _globals['_WATCHBLOCKSREQUEST']._serialized_end=1593
-  _globals['_WATCHBLOCKSREQUEST_SINCEENTRY']._serialized_start=1549
-  _globals['_WATCHBLOCKSREQUEST_SINCEENTRY']._serialized_end=1593
-  _globals['_WATCHBLOCKSRESPONSE']._serialized_start=1595
-  _globals['_WATCHBLOCKSRESPONSE']._serialized_end=1650
-  _globals['_BLOCKMAP']._serialized_start=1653
-  _globals['_BLOCKMAP']._serialized_end=1932
-  _globals['_BLOCKCELL']._serialized_start=1935
-  _globals['_BLOCKCELL']._serialized_end=2104
-  _globals['_BLOCKHOLDER']._serialized_start=2106
-  _globals['_BLOCKHOLDER']._serialized_end=2167
-  _globals['_DESCRIBEBLOCKSREQUEST']._serialized_start=2169
-  _globals['_DESCRIBEBLOCKSREQUEST']._serialized_end=2223
-  _globals['_DESCRIBEBLOCKSRESPONSE']._serialized_start=2225
-  _globals['_DESCRIBEBLOCKSRESPONSE']._serialized_end=2282
-  _globals['_BLOCK']._serialized_start=2285
-  _globals['_BLOCK']._serialized_end=2425
-  _globals['_BLOCKMANAGER']._serialized_start=2579
-  _globals['_BLOCKMANAGER']._serialized_end=3110
+  _globals['_HOLDER']._serialized_start=857
+  _globals['_HOLDER']._serialized_end=970
+  _globals['_AUDITREQUEST']._serialized_start=972
+  _globals['_AUDITREQUEST']._serialized_end=1003
+  _globals['_AUDITRESPONSE']._serialized_start=1005
+  _globals['_AUDITRESPONSE']._serialized_end=1056
+  _globals['_POOLAUDIT']._serialized_start=1059
+  _globals['_POOLAUDIT']._serialized_end=1272
+  _globals['_DRAINWORKERREQUEST']._serialized_start=1274
+  _globals['_DRAINWORKERREQUEST']._serialized_end=1328
+  _globals['_DRAINWORKERRESPONSE']._serialized_start=1330
+  _globals['_DRAINWORKERRESPONSE']._serialized_end=1372
+  _globals['_WATCHBLOCKSREQUEST']._serialized_start=1374
+  _globals['_WATCHBLOCKSREQUEST']._serialized_end=1496
+  _globals['_WATCHBLOCKSREQUEST_SINCEENTRY']._serialized_start=1452
+  _globals['_WATCHBLOCKSREQUEST_SINCEENTRY']._serialized_end=1496
+  _globals['_WATCHBLOCKSRESPONSE']._serialized_start=1498
+  _globals['_WATCHBLOCKSRESPONSE']._serialized_end=1553
+  _globals['_BLOCKMAP']._serialized_start=1556
+  _globals['_BLOCKMAP']._serialized_end=1835
+  _globals['_BLOCKCELL']._serialized_start=1838
+  _globals['_BLOCKCELL']._serialized_end=2007
+  _globals['_BLOCKHOLDER']._serialized_start=2009
+  _globals['_BLOCKHOLDER']._serialized_end=2070
+  _globals['_DESCRIBEBLOCKSREQUEST']._serialized_start=2072
+  _globals['_DESCRIBEBLOCKSREQUEST']._serialized_end=2126
+  _globals['_DESCRIBEBLOCKSRESPONSE']._serialized_start=2128
+  _globals['_DESCRIBEBLOCKSRESPONSE']._serialized_end=2185
+  _globals['_BLOCK']._serialized_start=2188
+  _globals['_BLOCK']._serialized_end=2328
+  _globals['_BLOCKMANAGER']._serialized_start=2482
+  _globals['_BLOCKMANAGER']._serialized_end=2937
 # @@protoc_insertion_point(module_scope)

@@ -108,18 +108,6 @@ class Worker(_message.Message):
     pid: int
     def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., pool_id: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., load: _Optional[_Union[_worker_pb2.WorkerLoad, _Mapping]] = ..., engine: _Optional[_Mapping[str, str]] = ..., started_unix_ms: _Optional[int] = ..., pid: _Optional[int] = ...) -> None: ...
 
-class ListHoldersRequest(_message.Message):
-    __slots__ = ("pool_id",)
-    POOL_ID_FIELD_NUMBER: _ClassVar[int]
-    pool_id: str
-    def __init__(self, pool_id: _Optional[str] = ...) -> None: ...
-
-class ListHoldersResponse(_message.Message):
-    __slots__ = ("holders",)
-    HOLDERS_FIELD_NUMBER: _ClassVar[int]
-    holders: _containers.RepeatedCompositeFieldContainer[Holder]
-    def __init__(self, holders: _Optional[_Iterable[_Union[Holder, _Mapping]]] = ...) -> None: ...
-
 class Holder(_message.Message):
     __slots__ = ("pool_id", "holder_id", "epoch", "worker_id", "order", "num_blocks")
     POOL_ID_FIELD_NUMBER: _ClassVar[int]

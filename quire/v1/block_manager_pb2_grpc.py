@@ -46,11 +46,6 @@ class BlockManagerStub:
                 request_serializer=quire_dot_v1_dot_block__manager__pb2.ListWorkersRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_block__manager__pb2.ListWorkersResponse.FromString,
                 _registered_method=True)
-        self.ListHolders = channel.unary_unary(
-                '/quire.v1.BlockManager/ListHolders',
-                request_serializer=quire_dot_v1_dot_block__manager__pb2.ListHoldersRequest.SerializeToString,
-                response_deserializer=quire_dot_v1_dot_block__manager__pb2.ListHoldersResponse.FromString,
-                _registered_method=True)
         self.Audit = channel.unary_unary(
                 '/quire.v1.BlockManager/Audit',
                 request_serializer=quire_dot_v1_dot_block__manager__pb2.AuditRequest.SerializeToString,
@@ -85,12 +80,6 @@ class BlockManagerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListWorkers(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def ListHolders(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -138,11 +127,6 @@ def add_BlockManagerServicer_to_server(servicer, server):
                     servicer.ListWorkers,
                     request_deserializer=quire_dot_v1_dot_block__manager__pb2.ListWorkersRequest.FromString,
                     response_serializer=quire_dot_v1_dot_block__manager__pb2.ListWorkersResponse.SerializeToString,
-            ),
-            'ListHolders': grpc.unary_unary_rpc_method_handler(
-                    servicer.ListHolders,
-                    request_deserializer=quire_dot_v1_dot_block__manager__pb2.ListHoldersRequest.FromString,
-                    response_serializer=quire_dot_v1_dot_block__manager__pb2.ListHoldersResponse.SerializeToString,
             ),
             'Audit': grpc.unary_unary_rpc_method_handler(
                     servicer.Audit,
@@ -221,33 +205,6 @@ class BlockManager:
             '/quire.v1.BlockManager/ListWorkers',
             quire_dot_v1_dot_block__manager__pb2.ListWorkersRequest.SerializeToString,
             quire_dot_v1_dot_block__manager__pb2.ListWorkersResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ListHolders(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/quire.v1.BlockManager/ListHolders',
-            quire_dot_v1_dot_block__manager__pb2.ListHoldersRequest.SerializeToString,
-            quire_dot_v1_dot_block__manager__pb2.ListHoldersResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,7 +37,6 @@ class BlockManagerStub:
     def __new__(cls, channel: _aio.Channel) -> BlockManagerAsyncStub: ...
     ListPools: _grpc.UnaryUnaryMultiCallable[_block_manager_pb2.ListPoolsRequest, _block_manager_pb2.ListPoolsResponse]
     ListWorkers: _grpc.UnaryUnaryMultiCallable[_block_manager_pb2.ListWorkersRequest, _block_manager_pb2.ListWorkersResponse]
-    ListHolders: _grpc.UnaryUnaryMultiCallable[_block_manager_pb2.ListHoldersRequest, _block_manager_pb2.ListHoldersResponse]
     Audit: _grpc.UnaryUnaryMultiCallable[_block_manager_pb2.AuditRequest, _block_manager_pb2.AuditResponse]
     """Recounts every reference from the ledger and compares."""
     WatchBlocks: _grpc.UnaryUnaryMultiCallable[_block_manager_pb2.WatchBlocksRequest, _block_manager_pb2.WatchBlocksResponse]
@@ -60,7 +59,6 @@ class BlockManagerAsyncStub(BlockManagerStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     ListPools: _aio.UnaryUnaryMultiCallable[_block_manager_pb2.ListPoolsRequest, _block_manager_pb2.ListPoolsResponse]  # type: ignore[assignment]
     ListWorkers: _aio.UnaryUnaryMultiCallable[_block_manager_pb2.ListWorkersRequest, _block_manager_pb2.ListWorkersResponse]  # type: ignore[assignment]
-    ListHolders: _aio.UnaryUnaryMultiCallable[_block_manager_pb2.ListHoldersRequest, _block_manager_pb2.ListHoldersResponse]  # type: ignore[assignment]
     Audit: _aio.UnaryUnaryMultiCallable[_block_manager_pb2.AuditRequest, _block_manager_pb2.AuditResponse]  # type: ignore[assignment]
     """Recounts every reference from the ledger and compares."""
     WatchBlocks: _aio.UnaryUnaryMultiCallable[_block_manager_pb2.WatchBlocksRequest, _block_manager_pb2.WatchBlocksResponse]  # type: ignore[assignment]
@@ -92,13 +90,6 @@ class BlockManagerServicer(metaclass=_abc_1.ABCMeta):
         request: _block_manager_pb2.ListWorkersRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_block_manager_pb2.ListWorkersResponse, _abc.Awaitable[_block_manager_pb2.ListWorkersResponse]]: ...
-
-    @_abc_1.abstractmethod
-    def ListHolders(
-        self,
-        request: _block_manager_pb2.ListHoldersRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_block_manager_pb2.ListHoldersResponse, _abc.Awaitable[_block_manager_pb2.ListHoldersResponse]]: ...
 
     @_abc_1.abstractmethod
     def Audit(

@@ -1,9 +1,7 @@
 """The gRPC service quire.v1.BlockManager, which answers operators."""
 
-from collections.abc import Awaitable, Callable
 from dataclasses import asdict
-from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 from blockstore.records import PoolStats
 from blockstore.registry import Member
@@ -13,14 +11,12 @@ from quire.worker_names import role_of
 from services.block_manager.auditor import LastAudits
 from services.block_manager.operators.block_watch import BlockWatch, to_wire
 from services.block_manager.operators.drain import Drainer
-from services.block_manager.rounds import Connection, RoundRunner
+from services.block_manager.rounds import RoundRunner
 from services.common.pool.names import REMOTE_ROLE
 from services.common.rpc.tls import TlsFiles
 from services.protocol.codec import load_to_wire
 from services.protocol.fields import values
 from services.protocol.messages import LoadReport
-
-T = TypeVar("T")
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["BlockManager"].full_name
 
@@ -84,21 +80,11 @@ class BlockManagerService(block_manager_pb2_grpc.BlockManagerServicer):
         workers.sort(key=lambda worker: worker.worker_id)
         return pb.ListWorkersResponse(workers=workers)
 
-    async def ListHolders(
-        self, request: pb.ListHoldersRequest, context: Any
-    ) -> pb.ListHoldersResponse:
-        connection = self._runner.connection
-
-        async def read(pool_id: str) -> list[pb.Holder]:
-            found = await connection.store.holders(pool_id)
-            return [pb.Holder(pool_id=pool_id, **asdict(holder)) for holder in found]
-
-        pools = await _one_or_all(connection, request.pool_id, read)
-        return pb.ListHoldersResponse(holders=chain.from_iterable(pools))
-
     async def Audit(self, request: pb.AuditRequest, context: Any) -> pb.AuditResponse:
         connection = self._runner.connection
-        reports = await _one_or_all(connection, request.pool_id, connection.store.audit)
+        audit = connection.store.audit
+        pool_id = request.pool_id
+        reports = [await audit(pool_id)] if pool_id else await connection.of_all_pools(audit)
         for report in reports:
             self._last_audits.note(report)
         return pb.AuditResponse(pools=[pb.PoolAudit(**asdict(report)) for report in reports])
@@ -130,13 +116,6 @@ class BlockManagerService(block_manager_pb2_grpc.BlockManagerServicer):
             self._runner.connection, request.worker_id, force=request.force
         )
         return pb.DrainWorkerResponse(num_running=num_running)
-
-
-async def _one_or_all(
-    connection: Connection, pool_id: str, read: Callable[[str], Awaitable[T]]
-) -> list[T]:
-    """Read one pool, or all pools if `pool_id` is empty. UnknownPool: the pool does not exist."""
-    return [await read(pool_id)] if pool_id else await connection.of_all_pools(read)
 
 
 def _pool(stats: PoolStats) -> pb.Pool:

@@ -138,14 +138,6 @@ async def test_workers_are_listed_from_registry_and_pools(served: Served) -> Non
     assert (workers[1].pool_id, workers[1].model) == ("tiny-1", "tiny")
 
 
-async def test_holders_are_listed_by_pool(served: Served) -> None:
-    await fill(served.store)
-    (holder,) = (await served.stub.ListHolders(pb.ListHoldersRequest())).holders
-    assert (holder.pool_id, holder.holder_id, holder.worker_id) == ("tiny-1", "h", "decode-1")
-    assert (holder.epoch, holder.order, holder.num_blocks) == (1, 7, 2)
-    assert (await served.stub.ListHolders(pb.ListHoldersRequest(pool_id="tiny-1"))).holders
-
-
 async def test_an_audit_answers_the_recount(served: Served) -> None:
     await fill(served.store)
     (audit,) = (await served.stub.Audit(pb.AuditRequest())).pools
@@ -171,11 +163,9 @@ async def test_a_pool_that_recovers_says_so_and_no_audit_blames_it(served: Serve
     assert not audit.violations
 
 
-@pytest.mark.parametrize("method", ["ListHolders", "Audit"])
-async def test_a_pool_that_is_not_there_is_not_found(served: Served, method: str) -> None:
-    request = {"ListHolders": pb.ListHoldersRequest, "Audit": pb.AuditRequest}[method]
+async def test_a_pool_that_is_not_there_is_not_found(served: Served) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await getattr(served.stub, method)(request(pool_id="gone"))
+        await served.stub.Audit(pb.AuditRequest(pool_id="gone"))
     assert raised.value.code() is grpc.StatusCode.NOT_FOUND
 
 

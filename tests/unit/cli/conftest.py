@@ -66,9 +66,6 @@ class FakeGateway(InferenceServicer, BlockManagerServicer, SupervisorServicer):
         workers = self.worker_lists.pop(0) if len(self.worker_lists) > 1 else self.worker_lists[0]
         return bm.ListWorkersResponse(workers=workers)
 
-    def ListHolders(self, _request: Any, context: Any) -> NoReturn:
-        raise NotImplementedError
-
     def WatchBlocks(self, _request: Any, context: Any) -> NoReturn:
         raise NotImplementedError
 

@@ -33,9 +33,6 @@ class Gateway(InferenceServicer, BlockManagerServicer):
     def Embed(self, _request: Any, _context: Any) -> Any:
         raise NotImplementedError
 
-    def ListHolders(self, _request: Any, _context: Any) -> Any:
-        raise NotImplementedError
-
     def Audit(self, _request: Any, _context: Any) -> Any:
         raise NotImplementedError
 
