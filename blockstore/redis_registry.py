@@ -15,7 +15,7 @@ every arrival before, unless there were a thousand a second.
 `members` leaves out and reports entries whose signature was not made with this deployment's key.
 The signature covers the key's name and the whole member, including the address. It cannot show that
 an entry is an old one that somebody restored, so a service that connects to a member also requires
-a proof from it (docs/adr/0098).
+a proof from it.
 """
 
 import asyncio

@@ -5,8 +5,6 @@ mapped read only. Stamps are files of the host, and are copied by the CPU.
 
 A copy is executed by the GPU that it writes to, on a stream of its own. So the driver's list of
 that GPU shows when a mover that was killed writes no more, as it does for workers.
-
-See ADR 174.
 """
 
 import ctypes

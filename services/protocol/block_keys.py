@@ -7,8 +7,6 @@
 
 The *key* of a block is the hash of its tokens and of all tokens before them. The key of a full
 block is its prefix hash, which the prefix index knows. Blocks with equal keys are one block.
-
-See ADR 84.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The decoder in native code for CPUs: one call per step, with weights that are packed into panels
 and shared by all workers of the host.
-
-See ADR 42.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

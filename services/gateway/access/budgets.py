@@ -7,7 +7,7 @@ may overdraw by what it uses in that time.
 
 Redis keeps nothing through a restart, so each gateway gives the registry the counters that it knows
 and that the registry lacks, also those of gateways that are gone. It also writes them to a file of
-`directory`, beside the key file. A gateway that starts reads the files of all. See ADR 133.
+`directory`, beside the key file. A gateway that starts reads the files of all.
 """
 
 import asyncio

@@ -1,5 +1,5 @@
 """The output of a request with `best_of`: the best sequences, each in one delta, once all sequences
-have ended. See ADR 81."""
+have ended."""
 
 from collections import deque
 from collections.abc import Sequence as Seq
