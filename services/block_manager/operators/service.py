@@ -135,7 +135,7 @@ class BlockManagerService(block_manager_pb2_grpc.BlockManagerServicer):
 async def _one_or_all(
     connection: Connection, pool_id: str, read: Callable[[str], Awaitable[T]]
 ) -> list[T]:
-    """Read one pool, or all pools if `pool_id` is empty. UnknownPool: the pool does not exist."""
+    """Read one pool, or all pools if `pool_id` is empty. Raises UnknownPool."""
     return [await read(pool_id)] if pool_id else await connection.of_all_pools(read)
 
 
@@ -159,8 +159,8 @@ def _worker(member: Member, fenced: bool) -> pb.Worker:
 
 
 def _unannounced(worker_id: str, stats: PoolStats, fenced: bool) -> pb.Worker:
-    """A worker that is on a pool but not in the registry: it is starting, or it has stopped
-    renewing its registration. Its role is the first part of its id."""
+    """Describe a worker that is on a pool but not in the registry, because it is starting or has
+    stopped renewing its registration. Its role is the first part of its id."""
     return pb.Worker(
         worker_id=worker_id,
         role=role_of(worker_id),
