@@ -58,7 +58,7 @@ FROM dependencies-control AS dependencies-worker-cuda
 COPY --from=requirements /requirements-cuda.txt /requirements-flashinfer.txt /
 RUN pip install --no-cache-dir --requirement /requirements-cuda.txt
 # FlashInfer with compiled kernels, which are not on PyPI: its index for this CUDA, such as
-# https://flashinfer.ai/whl/cu130. Without it `--attention auto` takes another one (ADR 171). FlashInfer
+# https://flashinfer.ai/whl/cu130. Without it `--attention auto` takes another one. FlashInfer
 # ignores kernels of another version than its own.
 ARG FLASHINFER_INDEX=""
 RUN if [ -n "$FLASHINFER_INDEX" ]; then \
@@ -86,7 +86,7 @@ ENV MACHINE=x86_64 COMPILER=g++-x86-64-linux-gnu
 FROM build AS compiler-arm64
 ENV MACHINE=aarch64 COMPILER=g++-aarch64-linux-gnu
 
-# Cross-compiled: under emulation this would take hours (ADR 182).
+# Cross-compiled: under emulation this would take hours.
 # hadolint ignore=DL3006  # a stage
 FROM compiler-$TARGETARCH AS kernels
 # hadolint ignore=DL3008  # whichever patch level the distribution's compiler has

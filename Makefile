@@ -12,7 +12,7 @@ HOW_LOUD := $(if $(shell test -t 2 && echo yes),--verbose,--quiet)
 .NOTPARALLEL:
 
 # Tests run beside the services that they start, so each process has one OpenMP thread, which does
-# not spin. `tests/conftest.py` divides the tests between two processes (ADR 106).
+# not spin. `tests/conftest.py` divides the tests between two processes.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0
 TEST := $(TEST_ENV) $(BIN)/pytest
 IN_TWO := --numprocesses 2 --no-loadscope-reorder --durations 40

@@ -9,7 +9,7 @@ product of four parts, each measured or simulated:
     store       time of a token / that time plus the block store's time for the token
 
 The product is the share of requests per second that is left if memory limits how many requests run
-at once and the other three parts determine how long each takes. See ADR 79.
+at once and the other three parts determine how long each takes.
 """
 
 from collections.abc import Mapping, Sequence

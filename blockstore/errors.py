@@ -4,7 +4,7 @@ BlockStoreError
 ├── StoreUnavailable      no answer from the server within the limit
 │   └── NotPrimary        the server that answers is not, or no longer, the primary of the data
 ├── StoreLost             the server lost its data (another run_id, or the pool is unknown to it)
-│   └── PoolGone          the pool's content is gone too, or only that: its GPU is lost
+│   └── PoolGone          the pool's content is lost, such as with its GPU
 ├── StoreUnsuitable       the server is too old, evicts keys, or has other functions of this name
 └── LedgerError           the ledger refused an operation; has a code and numbers
     ├── PoolExists  UnknownPool  UnknownWorker
@@ -121,5 +121,5 @@ def _leaves(cls: type[LedgerError]) -> list[type[LedgerError]]:
 
 
 BY_CODE: dict[str, type[LedgerError]] = {error.code: error for error in _leaves(LedgerError)}
-"""The error for the code in a function's error reply `CODE numbers`; a test checks that every code
+"""The error for each code with which a function's error reply begins. A test checks that every code
 in functions/ is here."""

@@ -22,7 +22,7 @@ def root_hash(fingerprint: str, secret: bytes, cache_salt: str, adapter: str = "
 
     Every part is hashed behind its length, so that ("ab", "c") and ("a", "bc") differ. Only 64 bits
     derived from the secret are hashed, so that nobody can find the secret itself by guessing with a
-    fast hash. `adapter`: the digest of a LoRA adapter; "": none.
+    fast hash. `adapter` is the digest of a LoRA adapter, or empty for the model alone.
     """
     derived = hashlib.blake2b(secret, digest_size=8, person=b"quire-prefix").digest()
     parts = [fingerprint.encode(), derived, cache_salt.encode()]

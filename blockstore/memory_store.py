@@ -209,7 +209,7 @@ class MemoryStore:
             mark_owned(holder_id, block_ids)
 
     def ledger(self, pool_id: str) -> Ledger:
-        """Return the pool's ledger. UnknownPool."""
+        """Return the pool's ledger. Raises UnknownPool."""
         check_pool_id(pool_id)
         try:
             return self._ledgers[pool_id]
@@ -218,7 +218,7 @@ class MemoryStore:
 
     @contextmanager
     def _freeing(self, pool_id: str) -> Iterator[Ledger]:
-        """Give the pool's ledger, and end the waits for room if the context freed blocks."""
+        """Yield the pool's ledger, and end the waits for room if the block freed some."""
         ledger = self.ledger(pool_id)
         num_freed_before = ledger.blocks.num_freed
         yield ledger

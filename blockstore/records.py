@@ -10,11 +10,7 @@ PrefixHash = bytes
 
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
-    """The identity and geometry of a pool; all workers that join it have the same ones.
-
-    `allocate` leaves `watermark_blocks` available when it admits a request, unless no block of the
-    pool is held.
-    """
+    """The identity and geometry of a pool, which are the same for all workers that join it."""
 
     pool_id: str
     model: str
@@ -23,18 +19,20 @@ class PoolSpec:
     block_size: int
     block_bytes: int
     watermark_blocks: int = 0
+    """How many blocks `allocate` leaves available, unless no block of the pool is held."""
 
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """The answer to `allocate`. `block_ids[:num_cached_blocks]` were found in the prefix index and
-    are shared, the rest are new. `runs`: the number of hashes of each branch that were found."""
+    """The answer to `allocate`: its first `num_cached_blocks` blocks were found in the prefix index
+    and are shared, the others are new."""
 
     holder_id: str
     epoch: int
     block_ids: tuple[int, ...]
     num_cached_blocks: int
     runs: tuple[int, ...] = ()
+    """The number of hashes that were found, for each branch."""
 
     def cached(
         self, hashes: Sequence[PrefixHash], branches: Sequence[Sequence[PrefixHash]] = ()
@@ -58,31 +56,32 @@ class Growth:
 
 @dataclass(frozen=True, slots=True)
 class Grown:
-    """The answer to one `Growth`. `error` is None, "OUT_OF_BLOCKS" or "STALE_HOLDER"; with an
-    error, `block_ids` is empty."""
+    """The answer to one `Growth`; after an error it has no blocks."""
 
     holder_id: str
     block_ids: tuple[int, ...]
     error: str | None = None
+    """"OUT_OF_BLOCKS", "STALE_HOLDER", or None."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extension:
-    """The answer to `extend`. `demands`: holders that the asking worker must preempt, so that
-    others can grow."""
+    """The answer to `extend`."""
 
     grown: tuple[Grown, ...]
     demands: tuple[str, ...]
+    """The holders that the asking worker must preempt, so that others can grow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The answer to `claim`. `num_acquired`: the number of blocks that the holder ever got;
-    `block_ids`: the blocks that it holds now, in order of acquisition."""
+    """The answer to `claim`."""
 
     epoch: int
     num_acquired: int
+    """The number of blocks that the holder ever got."""
     block_ids: tuple[int, ...]
+    """The blocks that the holder holds now, in order of acquisition."""
 
     @classmethod
     def of(cls, epoch: int, acquired: Sequence[int], held: Set[int]) -> "Claim":
@@ -95,13 +94,15 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
+    """The answer to `heartbeat`."""
+
     fenced: bool
     demands: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class HolderInfo:
-    """A holder in answers of the store. `num_blocks`: the number of blocks that it holds now."""
+    """A holder in answers of the store, with the number of blocks that it holds now."""
 
     holder_id: str
     epoch: int
@@ -112,58 +113,56 @@ class HolderInfo:
 
 @dataclass(frozen=True, slots=True)
 class BlockInfo:
-    """A block as an observer of the pool sees it. `num_holders` is 0 for a free or a cached block.
-    `cached_at`: of a cached block, the pool's count of blocks that became cached; the block with
-    the lowest one is evicted next. A block with neither is free."""
+    """A block as an observer of the pool sees it. A block without holders is cached if it has
+    `cached_at`, and otherwise free."""
 
     block_id: int
     num_holders: int
     prefix_hash: PrefixHash | None
     cached_at: int | None
+    """The number of blocks of the pool that had become cached when this one did; the block with the
+    lowest number is evicted next."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asserted:
-    """A holder as its worker reports it in a recovery. `block_ids`: every block that it ever got,
-    in order of acquisition; `given_back`: those that it no longer holds."""
+    """A holder as its worker reports it in a recovery."""
 
     holder_id: str
     epoch: int
     order: int
     num_cached_blocks: int
     block_ids: tuple[int, ...]
+    """Every block that the holder ever got, in order of acquisition."""
     given_back: tuple[int, ...] = ()
+    """The blocks that the holder no longer holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A wait as its worker reports it in a recovery. `released_epoch`: for a returning waiter, the
-    last epoch of its released holder; otherwise 0."""
+    """A wait as its worker reports it in a recovery."""
 
     holder_id: str
     order: int
     released_epoch: int = 0
+    """The last epoch of the released holder of a returning waiter; 0 for any other waiter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
     """The content of a block, by its stamp: finished KV of `prefix_hash`, or data that a holder may
-    have written (`private`), or neither if the block was never used. Finished blocks are evicted in
-    order of `rank`, lowest first; ranks are distinct, and less than the pool's number of blocks."""
+    have written (`private`), or neither if the block was never used."""
 
     prefix_hash: PrefixHash | None = None
     private: bool = False
     rank: int = 0
+    """The place of a finished block in the order of eviction, from 0 on; no two ranks are equal."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
     """Counters of a pool, read in O(1). num_free + num_cached + num_held == spec.num_blocks, except
-    while the pool is recovering: then num_free counts only free blocks that are accounted for.
-
-    `num_prefix_queries` and `num_prefix_hits` count the hashes of allocations that were served.
-    `ledger_epoch`: 1 + the number of times that the server lost the ledger.
-    """
+    while the pool is recovering: then num_free counts only free blocks that are accounted for."""
 
     spec: PoolSpec
     num_free: int
@@ -172,10 +171,12 @@ class PoolStats:
     num_holders: int
     num_waiters: int
     num_prefix_queries: int
+    """The number of hashes in allocations that were served; `num_prefix_hits` were found."""
     num_prefix_hits: int
     worker_ids: tuple[str, ...]
     fenced_worker_ids: tuple[str, ...]
     ledger_epoch: int = 1
+    """1 + the number of times that the server lost the ledger."""
     recovering: bool = False
     missing_worker_ids: tuple[str, ...] = ()
     num_accounted: int = 0
@@ -187,9 +188,7 @@ class PoolStats:
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """The result of an audit; each violation is a sentence with its numbers. `ledger_checked` is
-    False if the pool changed during every attempt of a paged recount, so that only its counters
-    were checked, or if the pool is `recovering`, so that not every block has a state yet."""
+    """The result of an audit; each violation is a sentence with its numbers."""
 
     pool_id: str
     num_blocks: int
@@ -199,6 +198,8 @@ class AuditReport:
     num_holders: int
     num_references: int
     ledger_checked: bool
+    """False if only the counters were checked, because the pool changed during every attempt of a
+    paged recount, or because not every block of a recovering pool has a state yet."""
     violations: tuple[str, ...]
     recovering: bool = False
 

@@ -14,7 +14,7 @@ every arrival before, unless there were a thousand a second.
 `members` leaves out and reports entries whose signature was not made with this deployment's key.
 The signature covers the key's name and the whole member, including the address. It cannot show that
 an entry is an old one that somebody restored, so a service that connects to a member also requires
-a proof from it (docs/adr/0098).
+a proof from it.
 """
 
 import asyncio
@@ -39,8 +39,8 @@ def encode(member: Member, key: bytes) -> str:
 
 
 def decode(member_id: str, entry: bytes, key: bytes) -> Member | None:
-    """Return a member as it announced itself; None: the entry's signature is not that of `key` for
-    this member id. Unknown fields, which a newer version may have written, are left out."""
+    """Return a member as it announced itself, or None if the entry's signature is not that of `key`
+    for this member id. Unknown fields, which a newer version may have written, are left out."""
     signature, _, text = entry.partition(b" ")
     if not hmac.compare_digest(signature, _signature(key, member_id, text).encode()):
         return None
@@ -59,8 +59,8 @@ def _known(cls: type[Load] | type[Member], values: dict[str, Any]) -> dict[str, 
 
 
 class RedisRegistry:
-    """The registry in Redis; see `blockstore.registry.Registry`. `refused`: the ids of the entries
-    that the last call of `members` left out; `on_refused` is called with each new one."""
+    """The registry in Redis; see `blockstore.registry.Registry`. `refused` has the ids of the
+    entries that the last call of `members` left out; `on_refused` is called with each new one."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class RedisRegistry:
         retry_for_s: float = 5.0,
         on_refused: Callable[[str], None] = lambda member_id: None,
     ) -> Self:
-        """Connect; `key` signs entries. StoreUnavailable, StoreUnsuitable."""
+        """Connect; `key` signs entries. Raises StoreUnavailable or StoreUnsuitable."""
         server = _server(url, min(2.0, retry_for_s / 2))
         await server.check_suitable()
         stream = CommandStream(server, retry_for_s, renews=True)

@@ -312,8 +312,8 @@ class RedisStore(RedisCalls):
         )
 
     async def stats(self, pool_id: str) -> PoolStats:
-        """Return a pool's counters. UnknownPool: also for a pool that a restarted server read from
-        a file."""
+        """Return a pool's counters. Raises UnknownPool also for a pool that a restarted server read
+        from a file."""
         stats, run_id = pool_stats(pool_id, await self._read("stats", pool_id))
         if run_id != self._link(pool_id).server.run_id:
             raise UnknownPool(f"pool {pool_id} is older than the server's restart")
@@ -343,8 +343,9 @@ class RedisStore(RedisCalls):
 
     async def _renew(self, pool_id: str, run_id: str) -> None:
         """Report everything that this store's workers hold of a pool, and wait until the pool is
-        rebuilt. StoreUnavailable: call it again. StoreLost, PoolGone: a recovery is impossible.
-        WorkerFenced, UnknownWorker: a worker of this store was fenced or reaped meanwhile."""
+        rebuilt. After StoreUnavailable it is called again. Raises StoreLost or PoolGone if a
+        recovery is impossible, and WorkerFenced or UnknownWorker if a worker of this store was
+        fenced or reaped meanwhile."""
         link = self._link(pool_id)
         if not link.recoverable:
             raise link.server.mark_lost("it was restarted, or replaced by another one")

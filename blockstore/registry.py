@@ -14,44 +14,45 @@ State = Literal["starting", "serving", "draining"]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The load of a service. `num_free_slots`: how many more sequences a decode worker can take.
-    `num_pending_tokens`: prompt tokens that a prefill worker has yet to compute. Of the steps of
-    the last seconds: `busy_permille`, their share of the time in 1/1000; `step_us`, their mean
-    duration; `tokens_per_s`, the tokens computed in a second of steps."""
+    """The load of a service, with measurements of its steps of the last seconds."""
 
     num_running: int = 0
     num_waiting: int = 0
     num_free_slots: int = 0
+    """How many more sequences a decode worker can take."""
     num_pending_tokens: int = 0
+    """The prompt tokens that a prefill worker has yet to compute."""
     busy_permille: int = 0
+    """The share of the time in which the worker computed steps, in 1/1000."""
     step_us: int = 0
+    """The mean duration of a step."""
     tokens_per_s: int = 0
+    """The number of tokens that were computed in a second of steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One running service. `address` is the host:port at which others reach its gRPC server;
-    `pid` is of its process, on its host.
-
-    A worker's entry also has its pool and model: the gateway reads tokenizer and config from
-    `model_dir`, `max_model_len` limits prompt + generated tokens, and `engine` describes the
-    computation (backend, dtype, isa, threads).
-    """
+    """One running service. The entry of a worker also names its pool and its model."""
 
     member_id: str
     role: Role
     address: str
+    """The host:port at which others reach the service's gRPC server."""
     state: State
     started_unix_ms: int
     protocol_version: int
     pool_id: str = ""
     model: str = ""
     model_dir: str = ""
+    """The directory from which a gateway reads tokenizer and configuration."""
     max_model_len: int = 0
+    """The most tokens of a prompt and its answer together."""
     max_num_seqs: int = 0
     load: Load = field(default_factory=Load)
     engine: dict[str, str] = field(default_factory=dict)
+    """A description of the computation: backend, dtype, isa, threads."""
     pid: int = 0
+    """The process of the service, on its host."""
 
 
 class AdapterList(Protocol):

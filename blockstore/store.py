@@ -91,8 +91,8 @@ class Recovery(Protocol):
     a time does each step; doing a step again is no error."""
 
     def begin(self, store: "BlockStore", run_id: str) -> Awaitable[None]:
-        """Make the pool again unless the server with this `run_id` has its current ledger.
-        PoolGone: the pool's content is lost, too."""
+        """Make the pool again unless the server with this `run_id` has its current ledger. Raises
+        PoolGone if the pool's content is lost, too."""
 
     def finish(self, store: "BlockStore") -> Awaitable[None]:
         """Restore the blocks' contents and reopen the pool, unless workers are missing."""
@@ -107,8 +107,7 @@ class BlockStore(Protocol):
     a detached holder has no writer."""
 
     async def register_pool(self, spec: PoolSpec) -> None:
-        """Make a pool. PoolExists: a pool with this id and another spec exists. Registering the
-        same spec again is no error."""
+        """Make a pool. Raises PoolExists if there is one with this id and another spec."""
 
     async def drop_pool(self, pool_id: str) -> None:
         """Forget a pool and all its keys. A pool that does not exist is no error."""
@@ -124,29 +123,29 @@ class BlockStore(Protocol):
         mark_owned: MarkOwned | None = None,
         lease_ms: int = 0,
     ) -> None:
-        """Join a pool; joining again is no error. A missing worker that joins holds nothing.
+        """Join a pool. A missing worker that joins holds nothing.
 
-        `lease_ms`: of a member on another host, which has no lock file here: nobody reaps it for
-        that long, by the server's clock. Joining again renews the lease. 0: no lease.
+        A member on another host has no lock file here. Nobody reaps it within `lease_ms`, by the
+        server's clock, and joining again renews this lease; with 0 it has none.
 
         With `recovery`, calls wait while the server has lost the pool, until the pool is rebuilt;
         without, they raise StoreLost from then on. `mark_owned` is called with the new (not cached)
         blocks that `allocate` and `extend` give to the worker's holders.
 
-        GeometryMismatch: block size, number or bytes differ. FingerprintMismatch, checked next:
-        weights, dtype or numerics differ. UnknownWorker: this name was reaped."""
+        Raises GeometryMismatch if block size, number or bytes differ, then FingerprintMismatch if
+        weights, dtype or numerics do, and UnknownWorker if this name was reaped."""
 
     async def fence(self, pool_id: str, worker_id: str) -> None:
         """Fence a worker: from now on it may only release, and its waits end. A missing worker gets
-        a quarantine and is no longer missing. Fencing again is no error."""
+        a quarantine and is no longer missing."""
 
     async def leave(self, pool_id: str, worker_id: str) -> None:
-        """Remove a worker, missing or not, from the pool. WorkerNotEmpty: it still holds or waits.
-        A worker that is not on the pool is no error."""
+        """Remove a worker, missing or not, from the pool. A worker that is not on the pool is no
+        error. Raises WorkerNotEmpty if it still holds or waits."""
 
     async def heartbeat(self, pool_id: str, worker_id: str) -> Heartbeat:
         """Return whether the worker is fenced, and the demands on its holders, in order, running
-        and detached alike. Recovering: the worker is missing and should reassert."""
+        and detached alike. Raises Recovering if the worker is missing and should reassert."""
 
     async def allocate(
         self,
@@ -168,13 +167,13 @@ class BlockStore(Protocol):
         Shared cached blocks leave the cache; new blocks may evict cached ones.
 
         needed = num_blocks - hits. available = free + cached - (hits that are cached), less
-        `watermark_blocks` if any block of the pool is held; at least 0. OutOfBlocks reports both.
+        `watermark_blocks` if any block of the pool is held; at least 0.
 
-        MustWait, checked first: a waiter with a lower `order` exists. OutOfBlocks: needed >
+        Raises MustWait if a waiter with a lower `order` exists, otherwise OutOfBlocks if needed >
         available. After either error the holder is a waiter with this order and worker (a later
         call replaces both) until it is served or withdrawn, or its worker is fenced or reaped.
-        StaleHolder: the holder was released, or is at another epoch or worker. The same worker that
-        asks again gets the same answer: the first `num_blocks` blocks that the holder acquired.
+        Raises StaleHolder if the holder was released, or is at another epoch or worker. A worker
+        that asks again gets the first `num_blocks` blocks that the holder acquired.
         """
 
     async def withdraw(self, pool_id: str, holder_id: str) -> None:
@@ -199,18 +198,18 @@ class BlockStore(Protocol):
     async def commit(
         self, pool_id: str, holder_id: str, epoch: int, blocks: Sequence[tuple[int, PrefixHash]]
     ) -> tuple[bool, ...]:
-        """Publish finished blocks in the prefix index, all or none. True for a block that is now
-        indexed under its hash; False if another block already is: the index keeps that one, and
-        this block stays private. A call names a block once. StaleHolder. NotHeld: the holder does
-        not hold a block, or the block has another hash."""
+        """Publish finished blocks in the prefix index, all or none. Returns for each block whether
+        it is now indexed under its hash; if the index has another block, this one stays private. A
+        call names a block once. Raises StaleHolder, or NotHeld if the holder does not hold one of
+        the blocks, or a block has another hash."""
 
     async def retract(self, pool_id: str, block_id: int, prefix_hash: PrefixHash) -> None:
         """Remove a wrong entry from the index: a cached block becomes free, a held one becomes free
         on its last release. An entry that does not exist is no error."""
 
     async def detach(self, pool_id: str, holder_id: str, epoch: int) -> int:
-        """Make a running holder claimable: epoch + 1, same worker. No step may be in flight.
-        StaleHolder: also if `epoch` is even. A repeated call gets the same answer until the holder
+        """Make a running holder claimable: epoch + 1, same worker. No step may be in flight. Raises
+        StaleHolder, also if `epoch` is even. A repeated call gets the same answer until the holder
         is claimed."""
 
     async def claim(
@@ -222,41 +221,40 @@ class BlockStore(Protocol):
         block_ids: Sequence[int] = (),
     ) -> Claim:
         """Take over a detached holder: epoch + 1, now run by `worker_id`. `block_ids` are the
-        blocks that its ticket names. StaleHolder: the holder was released, is running, or was
-        claimed by another worker. NotHeld: it does not hold one of `block_ids`. A repeated call by
-        the same worker gets the same answer."""
+        blocks that its ticket names. Raises StaleHolder if the holder was released, is running, or
+        was claimed by another worker, and NotHeld if it does not hold one of `block_ids`."""
 
     async def give_back(
         self, pool_id: str, holder_id: str, epoch: int, block_ids: Sequence[int]
     ) -> None:
         """Drop a holder's references to `block_ids`, from the last acquired to the first, in
-        whatever order they are given. Blocks that it does not hold are no error. StaleHolder."""
+        whatever order they are given. Blocks that it does not hold are no error."""
 
     async def release(
         self, pool_id: str, holder_id: str, epoch: int, comes_back: bool = False
     ) -> None:
         """Drop all of a holder's references and forget it; its id is never used again. A repeated
-        call at the same epoch is no error while the tombstone lasts. StaleHolder: the holder was
-        never allocated, or is at another epoch.
+        call at the same epoch is no error while the tombstone lasts. Raises StaleHolder if the
+        holder was never allocated, or is at another epoch.
 
-        `comes_back`: the request was preempted and leaves a returning waiter with its order and
-        worker (unless the worker is fenced): no later request is admitted until another holder of
-        the same order asks for blocks, or the wait is withdrawn."""
+        A preempted request that `comes_back` leaves a returning waiter with its order and worker
+        (unless the worker is fenced): no later request is admitted until another holder of the same
+        order asks for blocks, or the wait is withdrawn."""
 
     async def match(self, pool_id: str, hashes: Sequence[PrefixHash]) -> int:
         """Return how many leading `hashes` are in the index. Changes nothing, not even the order of
         eviction."""
 
     async def victim(self, pool_id: str) -> HolderInfo | None:
-        """Return the last holder in order whose worker is not fenced: the first one to preempt.
-        None: there is no such holder. Recovering."""
+        """Return the last holder in order whose worker is not fenced, which is the first one to
+        preempt; None if there is none. Raises Recovering."""
 
     async def holders(self, pool_id: str) -> tuple[HolderInfo, ...]:
-        """Return all holders, in order. Recovering: not all are known."""
+        """Return all holders, in order. Raises Recovering while not all are known."""
 
     async def holder_page(self, pool_id: str, first: int, limit: int) -> tuple[HolderInfo, ...]:
         """Return up to `limit` holders from number `first` on, in an order that is stable while
-        no holder comes or goes. Recovering."""
+        no holder comes or goes. Raises Recovering."""
 
     async def held_blocks(self, pool_id: str, holder_id: str) -> frozenset[int]:
         """Return the blocks that a holder holds now; none if there is no such holder (or pool)."""
@@ -270,34 +268,34 @@ class BlockStore(Protocol):
     async def reap(self, pool_id: str, worker_id: str) -> int:
         """Release everything that a dead worker held or waited for, the last holder in order first,
         remove the worker from the pool, and return the number of its holders. A worker that is not
-        on the pool is no error (0). In both cases the name can no longer join. LeaseHeld: it is on
-        another host, and its lease has not ended."""
+        on the pool is no error (0). In both cases the name can no longer join. Raises LeaseHeld if
+        the worker is on another host and its lease has not ended."""
 
     async def recover_pool(
         self, spec: PoolSpec, ledger_epoch: int, worker_ids: Sequence[str]
     ) -> None:
         """Make a pool whose ledger the server lost; `worker_ids` are the workers that may hold
-        blocks, and are missing now. PoolExists: the server has the pool at another ledger epoch
-        (drop it if that one is old). A repeated call is no error."""
+        blocks, and are missing now. Raises PoolExists if the server has the pool at another ledger
+        epoch (drop it if that one is old)."""
 
     async def reassert(
         self, spec: PoolSpec, worker_id: str, holders: Sequence[Asserted], waits: Sequence[Wait]
     ) -> tuple[str, ...]:
         """Report everything that a worker holds and waits for; returns the workers that are still
-        missing. If two workers report the same holder, the higher epoch counts. WorkerFenced: the
-        worker was fenced before. UnknownWorker: it was reaped before. A repeated call, or one to a
-        pool that is not recovering, changes nothing."""
+        missing. If two workers report the same holder, the higher epoch counts. Raises WorkerFenced
+        or UnknownWorker if the worker was fenced or reaped before. A call to a pool that is not
+        recovering changes nothing."""
 
     async def restore(self, pool_id: str, first: int, contents: Sequence[Content]) -> None:
         """Account for the blocks from `first` on. Finished blocks are indexed and, without a
         holder, cached; other blocks without a holder are free; each quarantine also holds the
-        private ones. Recovering: workers are missing, or blocks before `first` are not accounted
-        for. A repeated call, or one to a pool that is not recovering, changes nothing."""
+        private ones. Raises Recovering if workers are missing, or blocks before `first` are not
+        accounted for. A call to a pool that is not recovering changes nothing."""
 
     async def reopen(self, pool_id: str) -> None:
-        """End the recovery; blocks not accounted for count as never used. Recovering: workers are
-        missing, a holder has a block that is not accounted for, or there is a quarantine (which
-        needs all blocks accounted for). A repeated call is no error."""
+        """End the recovery; blocks not accounted for count as never used. Raises Recovering if
+        workers are missing, if a holder has a block that is not accounted for, or if there is a
+        quarantine, which needs all blocks accounted for."""
 
     async def audit(self, pool_id: str) -> AuditReport:
         """Recount references from the ledger and compare them with counters, states and index."""

@@ -3,7 +3,7 @@
 
 Everything is measured: how busy prefill workers are, and how long their pending prompt tokens take
 at their speed; how many decode slots are in use, how many a worker can run within the target for
-inter-token latency at its step time, and the share of blocks that is held. See ADR 168.
+inter-token latency at its step time, and the share of blocks that is held.
 """
 
 import math

@@ -85,7 +85,8 @@ class Blocks:
             self.returned.append(block_id)
 
     def publish(self, block_id: int, prefix_hash: PrefixHash) -> bool:
-        """Index a block under a hash unless another block is. True: this block is indexed now."""
+        """Index a block under a hash unless another block has that hash. Returns whether this block
+        is indexed now."""
         first = self.index.setdefault(prefix_hash, block_id)
         if first == block_id:
             self.hash_of[block_id] = prefix_hash

@@ -11,18 +11,18 @@ from blockstore.store import TOMBSTONE_S
 
 @dataclass(slots=True)
 class Holder:
-    """A holder and its blocks. `acquired`: every block that the holder ever got, in order; `held`:
-    those that it has not given back. `runs`: the number of hashes of each branch that were found in
-    the prefix index at the allocation."""
+    """A holder and its blocks."""
 
     holder_id: str
     worker_id: str
     order: int
     num_cached_blocks: int
     acquired: list[int] = field(default_factory=list)
+    """Every block that the holder ever got, in order."""
     held: set[int] = field(default_factory=set)
     epoch: int = 1
     runs: tuple[int, ...] = ()
+    """The number of hashes that the allocation found in the prefix index, for each branch."""
 
     @property
     def sort_key(self) -> tuple[int, str]:
@@ -47,7 +47,7 @@ class Holders(dict[str, Holder]):
     """The holders of a pool by id."""
 
     def require(self, holder_id: str) -> Holder:
-        """Return a holder. StaleHolder: there is none with this id."""
+        """Return a holder. Raises StaleHolder if there is none with this id."""
         if holder_id not in self:
             raise StaleHolder(f"{holder_id} holds nothing")
         return self[holder_id]

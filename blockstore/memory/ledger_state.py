@@ -15,7 +15,7 @@ class LedgerState:
     """Holders, blocks, prefix index and waiters of one pool.
 
     `clock` returns seconds from any start; only the age of tombstones and the end of leases depend
-    on it. `missing`: the workers of a pool whose ledger was lost; None: the pool is new.
+    on it. `missing` are the workers of a pool whose ledger was lost, or None for a new pool.
     """
 
     def __init__(

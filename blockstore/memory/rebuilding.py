@@ -16,8 +16,8 @@ from blockstore.store import QUARANTINE
 
 
 class Rebuilding:
-    """Tracks the progress of a recovery. `missing`: workers that have not reported yet what they
-    hold. `top`: blocks below it have to be accounted for. `is_over`: no recovery is in progress."""
+    """Tracks the progress of a recovery: which workers are `missing`, because they have not
+    reported yet what they hold, and up to which block (`top`) blocks have to be accounted for."""
 
     def __init__(self, missing: Iterable[str] = (), is_over: bool = True) -> None:
         self.missing = set(missing)
@@ -56,8 +56,8 @@ class Rebuilding:
     def restore(
         self, blocks: Blocks, quarantines: Sequence[Holder], first: int, contents: Sequence[Content]
     ) -> None:
-        """Account for the blocks from `first` on, unless that is done. Recovering: blocks before
-        `first` are not accounted for."""
+        """Account for the blocks from `first` on, unless that is done. Raises Recovering if blocks
+        before `first` are not accounted for."""
         if first > blocks.next_unused:
             raise Recovering(f"blocks from {blocks.next_unused} on are not accounted for")
         for content in contents[blocks.next_unused - first :]:
@@ -68,7 +68,7 @@ class Rebuilding:
             blocks.restore(content)
 
     def end(self, blocks: Blocks) -> None:
-        """End the recovery. Recovering: a block that may be held is not accounted for."""
+        """End the recovery. Raises Recovering if a block that may be held is not accounted for."""
         if blocks.next_unused < self.top:
             raise Recovering(f"blocks {blocks.next_unused} to {self.top - 1} may be held")
         self.is_over = True

@@ -42,7 +42,7 @@ def _check_counts(blocks: Blocks, references: Counter[int]) -> Iterator[str]:
 
 
 def _check_states(blocks: Blocks, references: Counter[int]) -> Iterator[str]:
-    """Every block is in exactly one place: never used, returned, cached or held."""
+    """Check that every block is in exactly one place: never used, returned, cached or held."""
     places = Counter(range(blocks.next_unused, blocks.num_blocks))
     places.update(blocks.returned)
     places.update(blocks.cached.keys())
@@ -66,8 +66,8 @@ def _check_index(blocks: Blocks) -> Iterator[str]:
 
 
 def _check_workers(ledger: Ledger) -> Iterator[str]:
-    """Every holder has a registered worker (law 3), every waiter a registered one that is not
-    fenced, every demand a holder."""
+    """Check that every holder has a registered worker (law 3), every waiter a registered worker
+    that is not fenced, and every demand a holder."""
     for holder in ledger.holders.values():
         if holder.worker_id not in ledger.workers:
             yield f"holder {holder.holder_id} has worker {holder.worker_id}, which is not there"

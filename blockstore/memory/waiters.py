@@ -12,8 +12,8 @@ class Waiter:
 
 
 class Waiters(dict[str, Waiter]):
-    """The waiters by holder id: of requests that were refused blocks, and returning ones of
-    preempted requests, which come back as another holder of the same order."""
+    """The waiters by holder id. A request that was refused blocks has one, and so has a preempted
+    request, which comes back as another holder of the same order."""
 
     def of(self, worker_id: str) -> list[str]:
         return [holder_id for holder_id, waiter in self.items() if waiter.worker_id == worker_id]

@@ -36,8 +36,8 @@ LISTING_S = 2.0
 class Link:
     """A store's connections to the server of one pool, or of the set of pools.
 
-    `mirrors`: what this store's workers hold on the pool; None: the store has not joined it. If the
-    server does not know a pool that the store has joined, the server has lost its data.
+    `mirrors` records what this store's workers hold on the pool; it is None until the store joins.
+    If the server does not know a pool that the store has joined, the server has lost its data.
     """
 
     def __init__(self, url: str, key: str, retry_for_s: float) -> None:
@@ -85,9 +85,9 @@ class RedisCalls(ABC):
         """Connect to the server that a URL names (see `blockstore.redis.locator`), and load the
         functions.
 
-        `retry_for_s`: how long an unanswered call is sent again. StoreUnavailable: the server does
-        not answer. StoreUnsuitable: it is older than Redis 7, may evict keys, is a replica, or has
-        other functions of this name.
+        An unanswered call is sent again for `retry_for_s`. Raises StoreUnavailable if the server
+        does not answer, and StoreUnsuitable if it is older than Redis 7, may evict keys, is a
+        replica, or has other functions of this name.
         """
         store = cls(url, retry_for_s, renews=True)
         await store._set_link.server.check_suitable()
@@ -101,7 +101,7 @@ class RedisCalls(ABC):
 
     @property
     def run_id(self) -> str:
-        """Which history of data the server with the set of pools has; see `Server.run_id`."""
+        """Identifies the history of data of the server with the set of pools."""
         return self._set_link.server.run_id
 
     async def close(self) -> None:
@@ -117,7 +117,7 @@ class RedisCalls(ABC):
         return link
 
     async def _run_id_of(self, pool_id: str) -> str:
-        """Which history of data the pool's server has; see `Server.run_id`."""
+        """Return what identifies the history of data of the pool's server; see `Server`."""
         link = self._link(pool_id)
         if link.server.run_id == "":
             await link.mutations.send("PING")
@@ -133,9 +133,9 @@ class RedisCalls(ABC):
         about: Collection[str] | None = None,
         record: Callable[[HeldBlocksMirror, Any], None] | None = None,
     ) -> Any:
-        """Call a function that changes the pool. `about`: the holders that it changes; None: the
-        pool or a worker as a whole. `record` updates each held-blocks mirror on the pool with the
-        answer."""
+        """Call a function that changes the pool. `about` names the holders that it changes, or is
+        None if it changes the pool or a worker as a whole. `record` updates each held-blocks mirror
+        on the pool with the answer."""
         link = self._link(pool_id)
 
         def record_all(reply: object) -> None:
@@ -171,8 +171,8 @@ class RedisCalls(ABC):
             return await stream.submit(command, about, record, is_loss)
 
     def _join(self, pool_id: str, run_id: bytes) -> None:
-        """Record that this store uses the pool. StoreLost: the pool was made before the server
-        restarted; the server read an old state from a file."""
+        """Record that this store uses the pool. Raises StoreLost if the server restarted after the
+        pool was made, and read an old state from a file."""
         link = self._link(pool_id)
         if run_id.decode() != link.server.run_id:
             raise link.server.mark_lost(f"pool {pool_id} is older than the server's restart")
@@ -184,8 +184,8 @@ class RedisCalls(ABC):
     @abstractmethod
     async def _renew(self, pool_id: str, run_id: str) -> None:
         """Report everything that this store's workers hold of a pool to the server with this
-        run_id, and wait until the pool is rebuilt. StoreUnavailable: call it again. Other errors
-        end the store."""
+        run_id, and wait until the pool is rebuilt. After StoreUnavailable it is called again; other
+        errors end the store."""
 
     def _keep_listed(self, pool_id: str) -> None:
         """Add a pool to the set of pools every now and then: the node with the set may lose it

@@ -35,7 +35,7 @@ class FreeBlockNotifier:
     ) -> None:
         """Return after a message on `channel` or after the timeout. `require` runs when the wait is
         registered already, so that a message during it is not missed. Raises the errors of
-        `require`, StoreLost, StoreUnsuitable."""
+        `require`, StoreLost or StoreUnsuitable."""
         self._check()
         announced: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting[channel].add(announced)
@@ -82,7 +82,7 @@ class FreeBlockNotifier:
                 raise
 
     async def _follow(self, connection: AbstractConnection) -> None:
-        """End waits as messages arrive. StoreUnavailable: the connection broke."""
+        """End waits as messages arrive. Raises StoreUnavailable if the connection breaks."""
         self._connection, self._subscribed = connection, set(self._waiting)
         try:
             with translate_errors(self._server.url):

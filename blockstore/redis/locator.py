@@ -35,7 +35,7 @@ class Locator:
     """Opens connections to the primary; in a cluster, to the one with the slot of `key`."""
 
     def __init__(self, url: str, key: str, ours: Options) -> None:
-        """`ours`: options that override those in the URL. StoreUnsuitable: the URL is malformed."""
+        """`ours` overrides options in the URL. Raises StoreUnsuitable if the URL is malformed."""
         self.url = without_password(url)
         self._slot = key_slot(key.encode())
         self._nodes: list[Options] = []  # primaries of the cluster, as last seen
@@ -50,9 +50,9 @@ class Locator:
     async def connect(self) -> Opened:
         """Return a new connection to the primary, which the caller disconnects.
 
-        StoreUnavailable: no host answers. NotPrimary: the hosts that answer are replicas now; the
-        only host of a URL is connected whatever its role. StoreUnsuitable: for example, a host
-        refuses the password.
+        Raises StoreUnavailable if no host answers, and NotPrimary if the hosts that answer are
+        replicas now (the only host of a URL is connected whatever its role). Raises StoreUnsuitable
+        if, for example, a host refuses the password.
         """
         if self._service:
             return await _first(self._sentinels, self._connect_by_sentinel)
@@ -101,7 +101,7 @@ class Locator:
         return connection, parse_info(b"\r\n".join(sections))
 
     async def _owner(self, connection: AbstractConnection, options: Options) -> Options | None:
-        """Return how to connect to the node with the slot; None: it is this one."""
+        """Return how to connect to the node with the slot, or None if it is this one."""
         try:
             with translate_errors(self.url):
                 my_id = await ask(connection, "CLUSTER", "MYID")
@@ -121,7 +121,7 @@ _SECTIONS = "server", "replication"
 
 
 async def _first(hosts: list[Options], connect: Callable[[Options], Awaitable[Opened]]) -> Opened:
-    """Connect with the first host that can; StoreUnavailable: that of the first host."""
+    """Connect with the first host that can; otherwise raise the first host's StoreUnavailable."""
     errors = []
     for options in hosts:
         try:
@@ -132,8 +132,8 @@ async def _first(hosts: list[Options], connect: Callable[[Options], Awaitable[Op
 
 
 def _parse(url: str) -> tuple[list[Options], str]:
-    """Return redis-py's options for each host, and the name of the Sentinel's service; no name: the
-    hosts are servers. ValueError."""
+    """Return redis-py's options for each host, and the name of the Sentinel's service, which is
+    empty if the hosts are servers. Raises ValueError."""
     parts = urlsplit(url)
     scheme, path, service = parts.scheme, parts.path, ""
     if parts.scheme in _SENTINEL_SCHEMES:

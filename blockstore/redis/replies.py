@@ -14,8 +14,8 @@ milliseconds for it."""
 def pages_of(
     worker_id: str, holders: Sequence[Asserted], waits: Sequence[Wait]
 ) -> Iterator[list[Argument]]:
-    """Give the arguments of each call of the function `reassert`: one call or more. The last one
-    carries the waits and a 1."""
+    """Yield the arguments of each call of the function `reassert`. The last call carries the waits
+    and a 1."""
     waiting: list[Argument] = [len(waits)]
     for wait in waits:
         waiting += (wait.holder_id, wait.order, wait.released_epoch)

@@ -17,28 +17,27 @@ from blockstore.redis.connection import ask, parse_info, require_suitable, trans
 from blockstore.redis.locator import Locator
 
 Renew = Callable[[str], Awaitable[None]]
-"""Rebuilds the lost data on a server; the argument is its run_id. StoreUnavailable: call it again.
-Any other error ends the store: later calls raise it."""
+"""Rebuilds the lost data on the server with this run_id. After StoreUnavailable it is called again;
+any other error ends the store, and later calls raise it."""
 
 Prepare = Callable[[str, AbstractConnection], Awaitable[None]]
 """Prepares a server on the first connection; gets the URL for error texts."""
 
 
 class Server:
-    """Opens connections to the primary that has one key. The server is `in_doubt` from when another
-    process answers, or an answer shows that data is lost, until `open(renews=True)` has rebuilt the
-    data; `on_doubt` is called when the doubt begins.
+    """Opens connections to the primary that has one key.
 
-    `process_id`: the primary's run_id. `run_id`: that, and the primary's replication id, which a
-    failover changes: so a server that was a replica in between, and may have lost writes, has
-    another `run_id`.
+    The server is `in_doubt` from the moment at which another process answers, or an answer shows
+    that data is lost. The doubt ends when `open(renews=True)` has rebuilt the data. `run_id`
+    identifies the history of data: the primary's process and its replication id, which a failover
+    changes. So a server that was a replica in between, and may have lost writes, has another one.
     """
 
     def __init__(
         self, url: str, timeout_s: float, key: str, prepare: Prepare | None = None
     ) -> None:
-        """`timeout_s` limits connecting and each reply. StoreUnsuitable: the URL is not one for
-        Redis."""
+        """`timeout_s` limits connecting and each reply. Raises StoreUnsuitable if the URL is not
+        one for Redis."""
         self.timeout_s = timeout_s
         self.run_id = ""
         self.process_id = ""
@@ -63,17 +62,16 @@ class Server:
         self._on_doubt = on_doubt
 
     async def check_suitable(self) -> None:
-        """Make the first connection, and close it. StoreUnavailable, StoreUnsuitable."""
+        """Make the first connection, and close it. Raises StoreUnavailable or StoreUnsuitable."""
         await (await self.open()).disconnect()
 
     async def open(self, renews: bool = False) -> AbstractConnection:
         """Return a new connection, which the caller disconnects. The first one checks whether the
         server can hold a block store, and prepares it.
 
-        With `renews`, rebuild lost data first. StoreLost: the server has lost its data, and there
-        is no `renew`. StoreUnavailable: the server does not answer, or is in doubt and not yet
-        rebuilt. StoreUnsuitable: for example, the server refuses the password. Other errors are
-        those of `renew`.
+        With `renews`, rebuild lost data first. Raises StoreLost if the server has lost its data and
+        nothing can rebuild it; StoreUnavailable if the server does not answer, or is in doubt;
+        StoreUnsuitable if, for example, the server refuses the password; the errors of `renew`.
         """
         self.check()
         connection, info = await self._locator.connect()

@@ -45,8 +45,8 @@ MAX_IDLE_S = 60.0
 that are gone keep none."""
 
 Record = Callable[[object], None]
-"""Called with a reply, or with the error that it was, before the caller gets it; also for a
-cancelled caller."""
+"""Called with each reply or error before the caller of the command gets it, even if that caller was
+cancelled."""
 
 
 @dataclass(slots=True)
@@ -107,11 +107,11 @@ class CommandStream:
         """Queue a command and return its future reply. Cancelling the caller does not remove the
         command from the queue.
 
-        `about`: the names of the command's subjects; None: it is sent alone. `is_loss`: whether an
-        error means that the server has lost its data; then the command stays queued and is sent
-        again. The reply raises the server's error, StoreUnavailable if there is no reply within
-        `retry_for_s` (the command may or may not have been executed), or StoreLost. TypeError, at
-        once: an argument is not text, bytes or a number.
+        `about` names the command's subjects; a command with None is sent alone. If `is_loss` says
+        that an error means lost data, the command stays queued and is sent again. The reply raises
+        the server's error, StoreLost, or StoreUnavailable if there is no reply within `retry_for_s`
+        (the command may or may not have been executed). Raises TypeError at once if an argument is
+        not text, bytes or a number.
         """
         self._server.check()
         if self._closed:

@@ -2,7 +2,7 @@
 
 CPU flags do not show it: some CPUs multiply bf16 numbers at twice the rate of fp32 with
 `avx512_bf16`'s instruction, others at half of it, and on them `avx512`, which widens the numbers
-first, is faster. See ADR 110.
+first, is faster.
 """
 
 import math

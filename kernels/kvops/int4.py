@@ -1,7 +1,7 @@
 """Four-bit weights: quantization, and packing into the panels of the native kernels.
 
 A group is 32, 64 or 128 consecutive inputs of an output. Its weights share a scale and a zero
-point: weight = scale * (code - zero), with codes from 0 to 15. See ADR 107.
+point: weight = scale * (code - zero), with codes from 0 to 15.
 """
 
 import math

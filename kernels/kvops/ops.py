@@ -9,8 +9,6 @@ s % block_size of block s // block_size. Slots into which no row was stored may 
 including NaN; no operation reads them.
 
 ValueError: a wrong shape, dtype or device. The values of index tensors are not checked.
-
-See ADR 10.
 """
 
 from __future__ import annotations

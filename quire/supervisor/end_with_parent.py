@@ -3,8 +3,6 @@
 For programs that do not watch the supervisor's pipe (Valkey). The kernel sends SIGKILL when the
 thread that started this process dies (PR_SET_PDEATHSIG), also after exec, so no extra process
 stays. The supervisor starts it as a file, so it imports only the standard library.
-
-See ADR 4.
 """
 
 import ctypes

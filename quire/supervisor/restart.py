@@ -1,7 +1,4 @@
-"""Decides when an ended service starts again, and when a restart is hopeless.
-
-See ADR 6.
-"""
+"""Decides when an ended service starts again, and when a restart is hopeless."""
 
 import re
 from dataclasses import dataclass

@@ -22,7 +22,7 @@ class LastAudits:
         self._reports[report.pool_id] = time.monotonic(), report
 
     def find(self, pool_id: str) -> tuple[AuditReport, int] | None:
-        """The last audit of a pool, and its age in seconds; None: there was none."""
+        """Return the last audit of a pool and its age in seconds, or None if there was none."""
         if pool_id not in self._reports:
             return None
         audited_at, report = self._reports[pool_id]

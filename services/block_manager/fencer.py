@@ -65,8 +65,8 @@ class Fencer:
     async def _expected_in_registry(
         self, connection: Connection, stats: PoolStats, members: frozenset[str]
     ) -> set[str]:
-        """Workers that should be in the registry: they were in it before, or hold blocks, or are
-        missing in a recovery. None of these holds for a worker that is still starting."""
+        """Return the workers that should be in the registry: those that were in it before, hold
+        blocks, or are missing in a recovery. A worker that is still starting is none of these."""
         self._announced |= members & set(stats.worker_ids)
         self._announced.update(stats.missing_worker_ids)
         if stats.recovering or set(stats.worker_ids) <= members | self._announced:

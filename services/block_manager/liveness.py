@@ -30,20 +30,20 @@ from services.common.pool.keeper import close_all
 
 @dataclass(frozen=True, slots=True)
 class ProcessRecord:
-    """A process of a worker on GPUs, one for each rank, or of a mover. `started`: in the kernel's
-    ticks since boot; a pid alone may be used again. `gpu_uuid`: empty for a mover. `is_listed`:
-    whether the driver listed the process when it registered. If not, its list shows no end either.
-
-    The records of a worker are in the pool's directory: the next block manager knows them, too."""
+    """The process of a rank of a worker on GPUs, or of a mover. The records are in the pool's
+    directory, so that the next block manager knows them, too."""
 
     pid: int
     started: int
+    """The start in the kernel's ticks since boot, because a pid may be used again."""
     gpu_uuid: str
+    """Empty for a mover."""
     is_listed: bool = True
+    """Whether the driver listed the process when it registered. If not, the list shows no end."""
 
     @classmethod
     def read(cls, path: Path) -> "tuple[ProcessRecord, ...]":
-        """OSError, ValueError or TypeError: there is no readable record."""
+        """Raises OSError, ValueError or TypeError if there is no readable record."""
         records = tuple(cls(**fields) for fields in json.loads(path.read_text()))
         if not records:
             raise ValueError(f"{path} is empty")
@@ -69,9 +69,9 @@ class WorkerProcesses:
         listed: GpuProcesses,
     ) -> Sequence[ProcessRecord]:
         """Record a worker, with a process and a GPU for each rank; the caller keeps `pidfds`.
-        ValueError: one is no pidfd of a process that can be seen from here, or is missing. OSError:
-        the pool is gone. ProcessListError: a list that cannot be read now could not be read at the
-        worker's death either."""
+        Raises ValueError if one is missing, or is no pidfd of a process that can be seen from here,
+        OSError if the pool is gone, and ProcessListError, because a list that cannot be read now
+        could not be read at the worker's death either."""
         pids = [_pid_of(pidfd) for pidfd in pidfds]
         path = directory.process_path(worker_id)
         records = [
@@ -101,7 +101,7 @@ class WorkerProcesses:
         return bool(select.select([known[record.pid]], [], [], 0)[0])
 
     def forget(self, path: Path) -> None:
-        """Close the pidfds and delete the records, of a worker that was reaped or has left."""
+        """Close the pidfds and delete the records of a worker that was reaped or has left."""
         close_all(self._pidfds.pop(path, {}).values())
         path.unlink(missing_ok=True)
 
@@ -112,14 +112,14 @@ class WorkerProcesses:
 
 
 class Liveness:
-    """Answers for the members of this host: workers on pools in files and on GPUs, movers."""
+    """Answers for all members of this host: workers on pools in files and on GPUs, and movers."""
 
     def __init__(self, processes: WorkerProcesses, listed: GpuProcesses) -> None:
         self._processes = processes
         self._listed = listed
 
     def obstacle(self, directory: PoolDirectory, worker_id: str) -> str | None:
-        """Why a worker whose lock has dropped may still write; None: it never writes again."""
+        """Return why a worker whose lock has dropped may still write, or None if it never will."""
         if not directory.path.exists() or directory.finished_path(worker_id).exists():
             return None
         path = directory.process_path(worker_id)
@@ -163,7 +163,7 @@ def _pid_of(pidfd: int) -> int:
 
 
 def _start_of(pid: int) -> int:
-    """ValueError: there is no such process."""
+    """Return the start of a process, in ticks. Raises ValueError if there is no such process."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError as error:

@@ -36,7 +36,7 @@ class BlockManager:
         last_audits: LastAudits,
         listed: GpuProcesses | None = None,
     ) -> None:
-        """`listed`: the processes of GPUs; None: as their drivers list them."""
+        """`listed` lists the processes of GPUs; None asks their drivers."""
         root: Path = settings.pool_root
         self._settings = settings
         self._runner = runner

@@ -66,8 +66,8 @@ async def _publish(store: BlockStore, directory: PoolDirectory, worker_id: str) 
 def _finished(
     directory: PoolDirectory, holders: dict[str, HolderInfo]
 ) -> dict[str, list[tuple[int, PrefixHash]]]:
-    """The complete blocks and their prefix hashes, by the holder that wrote them; the stamp names
-    the holder. Nothing if the pool's header or stamps cannot be read."""
+    """Return the complete blocks and their prefix hashes, by the holder that wrote them, which the
+    stamp names. Returns nothing if the pool's header or stamps cannot be read."""
     try:
         header = directory.read_header()
         stamps = Stamps(directory.stamps, header.num_blocks, header.layout.block_size)

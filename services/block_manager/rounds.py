@@ -33,7 +33,8 @@ class Connection:
     registry: Registry
 
     async def of_all_pools(self, read: Callable[[str], Awaitable[T]]) -> list[T]:
-        """The answers of `read` for all pool ids. A pool that is dropped meanwhile is left out."""
+        """Return what `read` answers for each pool. A pool that is dropped meanwhile is left
+        out."""
         answers = []
         for pool_id in await self.store.pool_ids():
             with suppress(UnknownPool):

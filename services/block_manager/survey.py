@@ -12,12 +12,12 @@ from services.block_manager.rounds import Connection
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """The members of the registry and the pools of the store. `pool_ids`: all pools; `pools`: the
-    stats of those whose ledger the store has, by id."""
+    """The members of the registry and the pools of the store."""
 
     members: tuple[Member, ...]
     pool_ids: frozenset[str]
     pools: Mapping[str, PoolStats]
+    """The counters of each pool of `pool_ids` whose ledger the store has, by id."""
 
     @property
     def member_ids(self) -> frozenset[str]:

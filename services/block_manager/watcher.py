@@ -27,7 +27,7 @@ class Watcher:
     def __init__(
         self, root: Path, reap: Reap, liveness: Liveness, on_quiet: Callable[[float], object]
     ) -> None:
-        """`on_quiet`: gets the seconds from a dropped lock until the worker could write no more."""
+        """`on_quiet` gets the seconds from a dropped lock until the worker could write no more."""
         self._root = root
         self._reap = reap
         self._liveness = liveness

@@ -3,8 +3,6 @@
 A step is launched, and retired when the device has computed it. Tokens, stamps and freed blocks
 appear when the step is retired. Until then its groups keep their blocks: a command that takes a
 group or a sequence out of the engine waits.
-
-See ADR 115.
 """
 
 import time

@@ -1,12 +1,10 @@
 """The interface of a device to the engine: a step is launched, and its flight is retired later.
 
-    engine    launch 1   launch 2, retire 1   launch 3, retire 2      a device that computes beside
-    device    |---- step 1 ----|---- step 2 ----|---- step 3 ----|    the engine's thread
+engine    launch 1   launch 2, retire 1   launch 3, retire 2      a device that computes beside
+device    |---- step 1 ----|---- step 2 ----|---- step 3 ----|    the engine's thread
 
-    engine    launch 1 .......... retire 1, launch 2 .......... retire 2   a device whose `launch`
-    device    |---- step 1 ----|            |---- step 2 ----|             computes: the CPU
-
-See ADR 115.
+engine    launch 1 .......... retire 1, launch 2 .......... retire 2   a device whose `launch`
+device    |---- step 1 ----|            |---- step 2 ----|             computes: the CPU
 """
 
 from collections.abc import Sequence

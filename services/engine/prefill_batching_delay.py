@@ -4,8 +4,6 @@ A prefill step takes long, and no request can join it once it has begun. A reque
 moment later waits for the end of the step, and is then decoded in a batch of its own, which costs
 about as much as decoding all in one batch. Requests that are sent at once, or wait for the same
 prefix, reach the engine some milliseconds apart.
-
-See ADR 92.
 """
 
 _SHARE = 1 / 40

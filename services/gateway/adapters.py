@@ -3,8 +3,6 @@
 They are listed in the registry, so every gateway serves what one of them has loaded. A gateway
 reads the names and shapes of an adapter only; workers load its weights
 (`services.worker.adapters`).
-
-See ADR 172.
 """
 
 import asyncio

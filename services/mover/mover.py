@@ -29,12 +29,12 @@ _ALONE_S = 3.0
 """How long a mover stays on a pool without workers, which may be restarting."""
 
 BANDWIDTH = "bandwidth:"
-"""Prefix of a mover's registry fields: before the id of a pool that it can read, in bytes a
-second."""
+"""The prefix of a mover's registry fields with the bandwidth, in bytes a second, from the pool of
+this id."""
 
 
 class Mover:
-    """Pulls into `own`. `target`: that pool as a side of the pulls."""
+    """Pulls into its own pool, which is the `target` side of the pulls."""
 
     def __init__(
         self,
@@ -72,11 +72,10 @@ class Mover:
     async def pulling(
         self, ticket: Ticket, source_pool_id: str
     ) -> AsyncIterator[tuple["asyncio.Future[Ticket | None]", Pull]]:
-        """Pull a ticket. Yields its future as it will be in the own pool (None: only the prefix
-        cache was filled; Unavailable: nothing was copied, and why), and the pull. When the body
-        ends, the pull is given up, and what was pulled is released, unless a worker has claimed it.
-
-        Unavailable: the mover does not read that pool."""
+        """Pull a ticket, and yield the pull and a future of the ticket in the own pool: None if
+        only the prefix cache was filled, Unavailable with the reason if nothing was copied. At the
+        end of the block the pull is given up, and its blocks are released unless a worker has
+        claimed them. Raises Unavailable if the mover does not read that pool."""
         source = self._source_of(source_pool_id)
         pull = Pull(
             *(self._transport, source, self._target, ticket),
@@ -165,8 +164,8 @@ class Mover:
     # The own pool.
 
     async def keep_membership(self) -> None:
-        """Send heartbeats, until the pool has no workers any more. WorkerFenced; errors of the
-        store."""
+        """Send heartbeats until the pool has no workers any more. Raises WorkerFenced and errors of
+        the store."""
         alone_since: float | None = None
         clock = asyncio.get_running_loop().time
         while True:

@@ -38,7 +38,7 @@ class _Prepared:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """The memory of another mover. `agent`: its NIXL agent."""
+    """The memory of another mover, which its NIXL agent serves."""
 
     agent: str
     areas: dict[Area, _Prepared]
@@ -51,7 +51,7 @@ class NixlTransport:
     name: ClassVar[str] = "nixl"
 
     def __init__(self, agent_name: str) -> None:
-        """StartupError: NIXL is not installed, or finds no way to communicate."""
+        """Raises StartupError if NIXL is not installed, or finds no way to communicate."""
         try:
             from nixl_cu12 import nixl_agent, nixl_agent_config, nixl_thread_sync_t
 

@@ -46,8 +46,8 @@ class OwnPool:
         return set(self.directory.live_worker_ids()) != {self.member_id}
 
     def close(self) -> None:
-        """Drop the lock. Nothing lands any more, and this process may live on: it says so, and the
-        block manager need not wait for its end."""
+        """Drop the lock, when nothing lands any more. The pool's directory says so: the block
+        manager need not wait for the end of this process, which may live on."""
         if not self.lock.is_unlinked:
             with suppress(OSError):  # the pool is gone
                 self.directory.finished_path(self.member_id).touch(0o600)
@@ -55,15 +55,14 @@ class OwnPool:
         self.kept.close()
 
     async def leave(self) -> None:
-        """Leave the pool: the mover holds nothing, and nothing lands any more. WorkerNotEmpty,
-        StoreUnavailable, StoreLost: the block manager does what is left to do."""
+        """Leave the pool, when the mover holds nothing and nothing lands any more. After
+        WorkerNotEmpty, StoreUnavailable or StoreLost the block manager does the rest."""
         await leave_pool(self.store, self.directory, self.member_id, self.lock)
 
 
 def find_pool(root: Path, model_name: str) -> PoolDirectory | None:
-    """The live pool of a model; None: there is none yet. `model_name`: empty for the only pool.
-
-    StartupError: there are several."""
+    """Return the live pool of a model, or None if there is none yet. An empty `model_name` means
+    the only pool. Raises StartupError if there are several."""
     found: dict[str, PoolDirectory] = {}
     for directory in pool_directories(root):
         try:
@@ -82,8 +81,8 @@ def find_pool(root: Path, model_name: str) -> PoolDirectory | None:
 
 
 async def join_pool(store: RedisStore, directory: PoolDirectory, member_id: str) -> OwnPool:
-    """Join a live pool. FileNotFoundError or BadHeader: it was just removed. StartupError: the
-    block manager or the store refuses this member."""
+    """Join a live pool. Raises FileNotFoundError or BadHeader if the pool was just removed, and
+    StartupError if the block manager or the store refuses this member."""
     async with host_lock(directory.path.parent):
         header = directory.read_header()
         with ExitStack() as undo:
@@ -107,14 +106,15 @@ async def join_pool(store: RedisStore, directory: PoolDirectory, member_id: str)
 
 
 def _open_gpus(header: PoolHeader) -> None:
-    """The keeper asks whether their drivers list this process. StartupError: one is not here."""
+    """Open the pool's GPUs, so that their drivers list this process when the keeper looks. Raises
+    StartupError if one is not here."""
     from services.mover.peer_transport import drivers_of  # imports torch
 
     drivers_of(header)
 
 
 def _blocks(directory: PoolDirectory, header: PoolHeader, kept: KeptMemory) -> Region:
-    """The mapped arenas of the pool. StartupError: a GPU's memory cannot be mapped."""
+    """Map the arenas of the pool. Raises StartupError if a GPU's memory cannot be mapped."""
     if header.kind == "file":
         arenas = [map_file(path, header.arena_bytes) for path in directory.arenas]
         return Region.of(arenas, header.layout.block_bytes, header.num_blocks)

@@ -5,8 +5,6 @@ mapped read only. Stamps are files of the host, and are copied by the CPU.
 
 A copy is executed by the GPU that it writes to, on a stream of its own. So the driver's list of
 that GPU shows when a mover that was killed writes no more, as it does for workers.
-
-See ADR 174.
 """
 
 import ctypes
@@ -36,12 +34,12 @@ from services.mover.transport import (
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 Copy = tuple[int, int, int]
-"""Target, source, bytes."""
+"""The target address, the source address, and the number of bytes."""
 
 
 def map_own(header: PoolHeader, fds: Sequence[int]) -> Region:
-    """Map the arenas of the mover's pool, each for the GPU that has it. Takes over `fds`.
-    StartupError: a GPU is not there, or has no driver here."""
+    """Map the arenas of the mover's pool, each for the GPU that has it. Takes over `fds`. Raises
+    StartupError if a GPU is not there, or has no driver here."""
     try:
         return _mapped(drivers_of(header), header, fds, writable=True)
     except DriverError as error:
@@ -49,7 +47,7 @@ def map_own(header: PoolHeader, fds: Sequence[int]) -> Region:
 
 
 def drivers_of(header: PoolHeader) -> list[Driver]:
-    """Of the GPUs that have the pool. StartupError: as `map_own`."""
+    """Return the drivers of the GPUs that have the pool. Raises StartupError as `map_own` does."""
     try:
         return [driver_of(uuid) for uuid in header.gpu_uuids]
     except (DriverError, BackendUnavailable) as error:
@@ -59,7 +57,7 @@ def drivers_of(header: PoolHeader) -> list[Driver]:
 def _mapped(
     drivers: Sequence[Driver], header: PoolHeader, fds: Sequence[int], *, writable: bool
 ) -> Region:
-    """Takes over `fds`. DriverError."""
+    """Map the arenas, each for its GPU. Takes over `fds`. Raises DriverError."""
     memories: list[SharedMemory] = []
     left = list(fds)
     try:
@@ -79,8 +77,8 @@ Source = dict[Area, Region]
 
 
 class PeerTransport:
-    """Between pools on GPUs of one host. `on_failure`: called with an error of a GPU, after which
-    this process's contexts may be unusable."""
+    """Copies between pools on GPUs of one host. After an error of a GPU, with which `on_failure` is
+    called, this process's contexts may be unusable."""
 
     name: ClassVar[str] = "peer"
 
@@ -95,7 +93,7 @@ class PeerTransport:
         self._on_failure = on_failure
 
     def close(self) -> None:
-        """Unmap the own pool: its memory goes with it. No read of this side is RUNNING."""
+        """Unmap the own pool, when no read of this side is RUNNING."""
         if self._own is not None:
             self.forget(self._own)
 
@@ -171,7 +169,7 @@ class PeerTransport:
 def _copies(
     size: int, target: int, source: int, items: Sequence[int], places: Sequence[int]
 ) -> list[Copy]:
-    """Of one part; items that are neighbours in both memories are one copy."""
+    """List the copies of one part. Items that are neighbours in both memories are one copy."""
     found: list[Copy] = []
     for item, place in zip(items, places, strict=True):
         to, begin = target + place * size, source + item * size
@@ -204,4 +202,4 @@ class _Reads:
         return State.RUNNING if self._marks else State.DONE
 
     def release(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: no memory is kept for a read."""

@@ -52,8 +52,8 @@ async def serve(settings: MoverSettings, stop: asyncio.Event) -> None:
 
 
 async def _serve_one(settings: MoverSettings, metrics: MoverMetrics, stop: asyncio.Event) -> None:
-    """Serve the host's pool until it has no workers, this mover was given up, or `stop`. Each time
-    under a new name, with a new agent of the transport."""
+    """Serve the host's pool under a new name, with a new agent of the transport, until the pool has
+    no workers, this mover was given up, or `stop`."""
     async with AsyncExitStack() as stack:
         store, members = await redis.connect(settings, stack, store_retry_for_s=math.inf)
         own = await _joined(settings, store, stop)
@@ -91,7 +91,7 @@ def _transport(own: OwnPool) -> Transport:
 async def _joined(
     settings: MoverSettings, store: RedisStore, stop: asyncio.Event
 ) -> OwnPool | None:
-    """Wait for the host's pool and join it. None: stopped before."""
+    """Wait for the host's pool and join it. Returns None if it is stopped before."""
     while not stop.is_set():
         if directory := find_pool(settings.pool_root, settings.model_name):
             with suppress(FileNotFoundError, BadHeader):

@@ -53,7 +53,7 @@ _OVER = (StaleHolder, NotHeld, UnknownPool, UnknownWorker, StoreLost)
 
 
 class PullFailed(Exception):
-    """A pull that copied nothing; the request is computed instead. `reason`: for metrics."""
+    """A pull copied nothing, so the request is computed instead. Metrics count the `reason`."""
 
     def __init__(self, reason: str, text: str = "") -> None:
         super().__init__(f"{reason}: {text}" if text else reason)
@@ -62,18 +62,20 @@ class PullFailed(Exception):
 
 @dataclass(slots=True)
 class Target(Side):
-    """The mover's own pool. `blocks`: its blocks, prepared for reads. `may_write`: false once the
-    block manager has given this mover up. `end_process`: called when a read does not end."""
+    """The mover's own pool."""
 
     stamps: Stamps
     blocks: Any
+    """The pool's blocks, prepared for reads."""
     may_write: Callable[[], bool]
+    """False once the block manager has given this mover up."""
     end_process: Callable[[str], None]
+    """Called when a read does not end."""
 
 
 class Pull:
-    """Copies the KV of one ticket, in a task that no cancellation ends: `give_up` tells it to.
-    `timeout_s`: how long the calls of the stores, and each part of a read, may take."""
+    """Copies the KV of one ticket, in a task that `give_up` ends and no cancellation. `timeout_s`
+    limits the calls of the stores and each part of a read."""
 
     def __init__(
         self,
@@ -101,7 +103,7 @@ class Pull:
         self._keys = BlockKeys.of(ticket, target.spec.block_size, num_left_out=left_out)
 
     def holds(self, side: Side, holder_id: str) -> bool:
-        """Whether this pull has that holder: in the source or in the own pool."""
+        """Whether this pull has that holder in the source or in the own pool."""
         pinned = self._pin is not None and self._pin[0] == holder_id and side is self._source
         return pinned or (side is self._target and self._holder_id == holder_id)
 
@@ -113,8 +115,8 @@ class Pull:
         self._given_up_at = min(self._given_up_at, monotonic())
 
     async def run(self) -> Ticket | None:
-        """Returns the ticket, detached in the own pool; None: the prompt's blocks are in its prefix
-        cache. Raises PullFailed; errors of the own pool's store."""
+        """Return the ticket, detached in the own pool, or None if the prompt's blocks are in its
+        prefix cache. Raises PullFailed and errors of the own pool's store."""
         stamping = self._before, self._after = await self._source.stampings.get()
         try:
             self._check()
@@ -130,7 +132,7 @@ class Pull:
     # 1, 7: the source pool.
 
     async def _pinned(self) -> dict[Key, int]:
-        """Hold blocks of the source pool. Returns the block of each key."""
+        """Hold blocks of the source pool, and return the block of each key."""
         try:
             return await (self._pin_prefix() if self._is_prefix else self._claim())
         except (StaleHolder, NotHeld, WorkerFenced, UnknownWorker, MustWait, OutOfBlocks) as error:
@@ -153,7 +155,7 @@ class Pull:
         return self._keys.blocks(tables)
 
     async def _pin_prefix(self) -> dict[Key, int]:
-        """Nothing if the own pool has as long a prefix already."""
+        """Pin the prompt's prefix, unless the own pool has as long a prefix already."""
         source, hashes = self._source, self._keys.trunk.hashes
         num_there = await source.store.match(source.spec.pool_id, hashes)
         if num_there <= await self._target.store.match(self._target.spec.pool_id, hashes):

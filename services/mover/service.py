@@ -20,7 +20,7 @@ SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Mover"].full_name
 
 
 class MoverService(mover_pb2_grpc.MoverServicer):
-    """`memory`: what `Transport.share` has returned."""
+    """Answers other movers and gateways; `memory` is what `Transport.share` has returned."""
 
     def __init__(self, mover: Mover, header: PoolHeader, transport: str, memory: bytes) -> None:
         self._mover = mover

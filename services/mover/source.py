@@ -71,27 +71,28 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """Copies of a pool's stamps, each at its place. `prepared`: the memory, prepared for reads."""
+    """Copies of a pool's stamps, each at its place, and their memory `prepared` for reads."""
 
     stamps: Stamps
     prepared: Any
 
 
 Stamping = tuple[Copies, Copies]
-"""Where one pull reads a source's stamps to: before its blocks, and after them."""
+"""The memory into which one pull reads a source's stamps: before its blocks, and after them."""
 
 
 @dataclass(slots=True)
 class Source(Side):
-    """The pool that a pull reads. `memory`: the transport's. `stampings`: those that no pull uses;
-    so many pulls of a source run at a time. `is_broken`: a call has failed, so nothing more is
-    pulled, and the lease is not renewed; the mover then opens another one."""
+    """The pool that a pull reads."""
 
     memory: Any
+    """The transport's object for the pool's memory."""
     lease_s: float
     stampings: "asyncio.Queue[Stamping]" = field(default_factory=asyncio.Queue)
+    """The memory for stamps that no pull uses. It limits how many pulls of the source run."""
     bandwidth: Bandwidth = field(default_factory=Bandwidth)
     is_broken: bool = False
+    """After a failed call nothing is pulled, and the mover opens another source."""
     _lease_ends: float = 0.0
 
     @property
@@ -100,8 +101,8 @@ class Source(Side):
 
     @property
     def has_lease(self) -> bool:
-        """Whether this mover still has its lease, counted from before the renewal was sent: it ends
-        here no later than at the store."""
+        """Whether this mover still has its lease. The lease counts from before its renewal was
+        sent, so it ends here no later than at the store."""
         return asyncio.get_running_loop().time() < self._lease_ends and not self.is_broken
 
     @property
@@ -109,7 +110,7 @@ class Source(Side):
         return self.lease_s / _RENEWALS
 
     async def renew(self) -> tuple[str, ...]:
-        """Join, or renew the lease. Returns the holders that the source demands back. Raises the
+        """Join, or renew the lease, and return the holders that the source demands back. Raises the
         store's errors."""
         sent_at = asyncio.get_running_loop().time()
         lease_ms = round(self.lease_s * 1000)
@@ -142,8 +143,8 @@ class Source(Side):
 async def open_source(
     member: Member, header: PoolHeader, transport: Transport, settings: MoverSettings
 ) -> Source | None:
-    """Join the pool of another mover. None: that pool has other weights or another layout, or is
-    out of reach. Raises QuireError, BlockStoreError or TransportError."""
+    """Join the pool of another mover. Returns None if that pool has other weights or another
+    layout, or is out of reach. Raises QuireError, BlockStoreError or TransportError."""
     described = await _describe(member, settings)
     theirs = PoolHeader.parse(described.header)
     if theirs.layout != header.layout or described.transport != transport.name:
@@ -191,9 +192,9 @@ def _copies(transport: Transport, header: PoolHeader) -> Copies:
 
 
 async def _probe(source: Source, header: PoolHeader, transport: Transport, num_bytes: int) -> None:
-    """Measure the bandwidth: read the first blocks of the pool to memory of the probe's own,
-    whatever they hold. The first read of all connects, and is not measured. Without a time limit:
-    the memory may not be freed before a read has ended, however late."""
+    """Measure the bandwidth: read the first blocks of the pool, whatever they hold, to memory of
+    the probe. A first read, which connects, is not measured. No read has a time limit, because its
+    memory may not be freed before it has ended."""
     block_bytes = header.layout.block_bytes
     num_blocks = max(1, min(header.num_blocks, num_bytes // block_bytes))
     parts = header.layout.tensor_parallel_size

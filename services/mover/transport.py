@@ -34,23 +34,23 @@ class Area(Enum):
 
 
 class State(Enum):
-    """The state of a read. `FAILED`: parts of it may have landed; nothing lands any more."""
+    """The state of a read."""
 
     RUNNING = "running"
     DONE = "done"
-    FAILED = "failed"
+    FAILED = "failed"  # parts of it may have landed; nothing lands any more
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Memory with one item (a block, a stamp) after the other. With several ranks a block has a
-    part in the arena of each: `parts` are the addresses of the arenas. `memories`: of this process;
-    they stay mapped as long as this region is known."""
+    """Memory with one item (a block, a stamp) after the other."""
 
     parts: tuple[int, ...]
+    """The addresses of the arenas: with several ranks a block has a part in the arena of each."""
     item_bytes: int
     num_items: int
     memories: tuple[object, ...] = ()
+    """The mappings of this process, which this region keeps alive."""
 
     @classmethod
     def of(cls, memories: Sequence[mmap.mmap], item_bytes: int, num_items: int) -> "Region":
@@ -58,7 +58,7 @@ class Region:
         return cls(parts, item_bytes, num_items, tuple(memories))
 
     def places(self, items: Sequence[int]) -> list[int]:
-        """The numbers of all parts of these items: part 0 of each, then part 1 of each ..."""
+        """Return the numbers of all parts of these items: part 0 of each item, then part 1 ..."""
         num_parts = len(self.parts)
         return [part * self.num_items + item for part in range(num_parts) for item in items]
 
@@ -67,25 +67,26 @@ class Transfer(Protocol):
     def poll(self) -> State: ...
 
     def release(self) -> None:
-        """Free what the transport keeps for it. Only once it is not RUNNING."""
+        """Free what the transport keeps for the transfer, which is not RUNNING any more."""
 
 
 class Transport(Protocol):
-    """`name`: both sides of a transfer need the same. Prepared regions and sources are the
-    transport's own objects. All methods may raise TransportError."""
+    """Reads the memory of other movers. Prepared regions and sources are the transport's own
+    objects. All methods may raise TransportError."""
 
     name: ClassVar[str]
+    """Both sides of a transfer need a transport of the same name."""
 
     def share(self, blocks: Region, stamps: Region) -> bytes: ...
 
     def allocate(self, num_parts: int, item_bytes: int, num_items: int) -> Region:
-        """New memory of the kind that blocks are in."""
+        """Allocate memory of the kind that blocks are in."""
         ...
 
     def prepare(self, region: Region) -> Any: ...
 
     def forget(self, prepared: Any) -> None:
-        """Undo `prepare`: no read to it is RUNNING."""
+        """Undo `prepare`, when no read to the region is RUNNING."""
 
     def connect(self, memory: bytes) -> Any: ...
 
@@ -99,7 +100,7 @@ class Transport(Protocol):
         """Forget a source from which no read is RUNNING."""
 
     def close(self) -> None:
-        """Answer no reads any more. No read of this side is RUNNING."""
+        """Answer no reads any more, when no read of this side is RUNNING."""
 
 
 _POLL_S = 0.0005
@@ -108,8 +109,8 @@ _POLL_S = 0.0005
 async def landed(
     transfer: Transfer, while_running: Callable[[], Awaitable[None]] | None = None
 ) -> None:
-    """Wait, without a time limit, until nothing lands any more. `while_running`: called meanwhile.
-    TransportError: the read has failed."""
+    """Wait, without a time limit, until nothing lands any more; `while_running` is called
+    meanwhile. Raises TransportError if the read has failed."""
     while (state := transfer.poll()) is State.RUNNING:
         if while_running is not None:
             await while_running()

@@ -7,8 +7,6 @@
 
 The *key* of a block is the hash of its tokens and of all tokens before them. The key of a full
 block is its prefix hash, which the prefix index knows. Blocks with equal keys are one block.
-
-See ADR 84.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -88,11 +86,12 @@ class BlockSpan:
 
 @dataclass(frozen=True, slots=True)
 class BlockKeys:
-    """The keys of all blocks of a group. `trunk`: the full blocks that all sequences have.
-    `branches`: for each sequence of the ticket, in order, its blocks after the trunk."""
+    """The keys of all blocks of a group."""
 
     trunk: BlockSpan
+    """The full blocks that all sequences have."""
     branches: tuple[BlockSpan, ...]
+    """The blocks of each sequence after the trunk, in the order of the ticket."""
 
     @classmethod
     def of(cls, ticket: Ticket, block_size: int, num_left_out: int = 0) -> "BlockKeys":
@@ -122,7 +121,7 @@ class BlockKeys:
         return self.trunk, *self.branches
 
     def keys_of(self, number: int) -> tuple[Key, ...]:
-        """The keys of all blocks of sequence `number`, counted in the ticket's order."""
+        """Return the keys of all blocks of the sequence at place `number` of the ticket."""
         return self.trunk.keys + self.branches[number].keys
 
     def computed_blocks(self, found: Mapping[Key, int]) -> list[ComputedBlocks]:
@@ -144,11 +143,11 @@ class BlockKeys:
     ) -> tuple[list[ComputedBlocks], dict[Key, int]]:
         """Extend what was `found` in the cache by blocks to copy back from a swap pool.
 
-        `computed`: the keys of this group without each sequence's last token, whose KV the swap
-        pool does not have. `sources`: the keys of blocks that can be copied. After its cached
-        blocks, each sequence gets a block of `new_block_ids` for each next key, until a key is not
-        in `sources` or no new block is left; sequences share the blocks of equal keys. Returns the
-        leading blocks of each sequence, and the new block of each key to copy.
+        `computed` has the keys of this group without each sequence's last token, because the swap
+        pool does not have its KV. `sources` are the keys of blocks that can be copied. After its
+        cached blocks, each sequence gets a block of `new_block_ids` for each next key, until a key
+        is not in `sources` or no new block is left; sequences share the blocks of equal keys.
+        Returns the leading blocks of each sequence, and the new block of each key to copy.
         """
         new, copied = iter(new_block_ids), dict[Key, int]()
         extended: list[ComputedBlocks] = []

@@ -58,7 +58,7 @@ def ticket_to_wire(ticket: Ticket) -> ticket_pb2.Ticket:
 
 
 def ticket_from_wire(message: ticket_pb2.Ticket, *, may_have_ended: bool = False) -> Ticket:
-    """Check and convert a ticket. `may_have_ended`: accept a ticket without sequences. Raises
+    """Check and convert a ticket. `may_have_ended` accepts a ticket without sequences. Raises
     InvalidRequest, which names what is wrong."""
     check_request_id(message.request_id)
     _check_holder(message)
@@ -100,7 +100,8 @@ def check_request_id(request_id: str) -> None:
 
 
 def finish_reason_from_wire(number: sampling_pb2.FinishReason) -> FinishReason | None:
-    """The reason; None while the sequence runs. Raises InvalidRequest if it is unknown."""
+    """Return the reason, or None while the sequence runs. Raises InvalidRequest if the reason is
+    unknown."""
     return FINISH_REASONS.member(number, "finish_reason") if number else None
 
 

@@ -8,14 +8,12 @@ MAX_LOGPROBS = 20
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """The logprobs at one position: of its token, and of the likeliest tokens.
-
-    `rank`: 1 + the number of tokens with a larger logit. The likeliest tokens are in falling order;
-    of equal ones the lowest id comes first.
-    """
+    """The logprobs of the token at one position and of the likeliest tokens there, which are in
+    falling order; of equal ones the lowest id comes first."""
 
     logprob: float
     rank: int
+    """1 + the number of tokens with a larger logit."""
     top_token_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
 

@@ -33,24 +33,23 @@ class Reserve(RequestMessage):
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """Sends a ticket without blocks to a prefill worker, to be computed.
-
-    `prompt_logprobs`: also return the prompt's logprobs, each with so many of the likeliest tokens;
-    None: do not. `suspect`: the worker begins the request only while it computes no other suspect.
-    """
+    """Sends a ticket without blocks to a prefill worker, to be computed."""
 
     ticket: Ticket
     prompt_logprobs: int | None = None
+    """How many of the likeliest tokens to return with each logprob of the prompt; None returns no
+    logprobs of the prompt."""
     suspect: bool = False
+    """Whether the worker begins the request only while it computes no other suspect."""
 
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """Sends a ticket with blocks to a decode worker, which claims it and continues it. `suspect`:
-    see `Submit`."""
+    """Sends a ticket with blocks to a decode worker, which claims it and continues it."""
 
     ticket: Ticket
     suspect: bool = False
+    """As in `Submit`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,38 +93,34 @@ class Began(RequestMessage):
 
 @dataclass(frozen=True, slots=True)
 class Generated(RequestMessage):
-    """The output of a prefill or of one decode step for one sequence.
-
-    `position`: the position of the first token, counted from the start of the prompt. `logprobs`:
-    one for each token, or none. `score`: of a hypothesis that a beam search found; while the search
-    runs, outputs have no tokens. `embedding`: of a request for one, which has no tokens either.
-    `num_drafts`: how many drafts the step verified, of which it accepted `num_accepted`: these are
-    among its tokens.
-    """
+    """The output of a prefill or of one decode step for one sequence."""
 
     index: int
     position: int
+    """The position of the first token, counted from the start of the prompt."""
     token_ids: tuple[int, ...] = ()
+    """Empty for an embedding, and while a beam search runs."""
     finish_reason: FinishReason | None = None
     logprobs: tuple[Logprobs, ...] = ()
+    """The logprobs of each token, if the request asked for them."""
     score: float | None = None
+    """The score of a hypothesis that a beam search found."""
     embedding: tuple[float, ...] = ()
     num_drafts: int = 0
+    """How many drafts the step verified. `num_accepted` of them are among its tokens."""
     num_accepted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """A prefill worker has computed a ticket.
-
-    `outputs`: the next token of each submitted sequence. `ticket`: the sequences that continue,
-    with their blocks; none if all have ended. `prompt_logprobs`: one for each token of the prompt
-    but the first, if the request asked for them.
-    """
+    """A prefill worker has computed a ticket."""
 
     ticket: Ticket
+    """The sequences that continue, with their blocks; it has no sequence if all have ended."""
     outputs: tuple[Generated, ...]
+    """The next token of each submitted sequence."""
     prompt_logprobs: tuple[Logprobs, ...] = ()
+    """The logprobs of each token of the prompt but the first, if the request asked for them."""
 
     @property
     def request_id(self) -> str:
@@ -138,7 +133,7 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True)
 class Failed(RequestMessage):
-    """A request ended at a worker with a domain error, whose code is `code`."""
+    """A request ended at a worker with a domain error of this code."""
 
     code: str
     message: str
@@ -155,17 +150,14 @@ class RequeueReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Requeued(RequestMessage):
-    """A worker returns a request.
-
-    `ticket`: a detached ticket, whose blocks (in its pool or swapped out) the worker keeps until
-    another worker claims them; None: the gateway builds a new ticket from the tokens received.
-    `progress`: a ticket without blocks, with what the worker had computed. The gateway uses only
-    the state of a beam search of it.
-    """
+    """A worker returns a request."""
 
     reason: RequeueReason
     ticket: Ticket | None = None
+    """A detached ticket. The worker keeps its blocks, in the pool or swapped out, until another
+    worker claims them. Without it the gateway builds a ticket from the tokens received."""
     progress: Ticket | None = None
+    """A ticket without blocks, of which the gateway uses the state of a beam search."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,11 +172,12 @@ RequestEvent = Malformed | Reserved | Began | Prefilled | Generated | Failed | R
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """A worker's load. `stalled`: the worker waits for its block store."""
+    """A worker's load."""
 
     load: Load
     draining: bool = False
     stalled: bool = False
+    """Whether the worker waits for its block store."""
 
 
 @dataclass(frozen=True, slots=True)

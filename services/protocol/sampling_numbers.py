@@ -14,12 +14,14 @@ MAX_PENALTY = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """`neutral`: the value that changes nothing. `accepts`: whether a value is allowed; false for
-    NaN. `bounds`: the allowed values in words, after "not"."""
+    """A sampling parameter that is a number."""
 
     neutral: float
+    """The value that changes nothing."""
     accepts: Callable[[float], bool]
+    """Whether a value is allowed; no parameter allows NaN."""
     bounds: str
+    """The allowed values in words, for the end of an error message after "not"."""
 
 
 def _is_penalty(value: float) -> bool:

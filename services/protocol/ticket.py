@@ -76,8 +76,7 @@ MAX_LENGTH_PENALTY = 4.0
 
 
 class EarlyStopping(Enum):
-    """The condition that ends a beam search with `width` hypotheses; the values as in
-    transformers."""
+    """When a beam search that has found `width` hypotheses ends; the values are transformers'."""
 
     WHEN_FULL = "true"  # at once
     WHEN_UNLIKELY = "false"  # when the best beam, ended here, would not be among them
@@ -97,7 +96,7 @@ class BeamParams:
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """A finished result of a beam search: its generated tokens, the last of which ended it, and its
+    """A finished result of a beam search: its generated tokens, of which the last ended it, and its
     score."""
 
     token_ids: tuple[int, ...]
@@ -107,21 +106,19 @@ class Hypothesis:
 
 @dataclass(frozen=True, slots=True)
 class BeamState:
-    """The state of a beam search between two steps.
-
-    `scores`: the sums of logprobs of its living beams, best first; beam i is sequence i of the
-    ticket. `finished`: the best hypotheses so far, at most `width`, best first.
-    """
+    """The state of a beam search between two steps."""
 
     scores: tuple[float, ...]
+    """The sum of logprobs of each living beam, best first; beam i is sequence i of the ticket."""
     finished: tuple[Hypothesis, ...] = ()
+    """The best hypotheses so far, best first; at most as many as the search has beams."""
 
 
 class PoolingMode(Enum):
     """Which final states of a prompt become its embedding."""
 
-    LAST = "last"  # that of the last token
-    MEAN = "mean"  # the mean over all tokens
+    LAST = "last"  # the state of the last token
+    MEAN = "mean"  # the mean of the states of all tokens
 
 
 MAX_DIMENSIONS = 1 << 16
@@ -130,8 +127,8 @@ MAX_DIMENSIONS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """How a prompt becomes an embedding of `dimensions` values: the first ones of the pooled final
-    state, scaled to length 1."""
+    """How a prompt becomes an embedding: the first `dimensions` values of the pooled final state,
+    scaled to length 1."""
 
     mode: PoolingMode
     dimensions: int
@@ -139,20 +136,13 @@ class Pooling:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """The sampling parameters of a request, with all defaults resolved.
-
-    `temperature` 0 is greedy; `top_k` 0 keeps all tokens. `logprobs`: report the logprob of each
-    token, and those of that many of the likeliest tokens; None: report none. `logit_bias`: (token
-    id, bias) pairs, ascending by id. `allowed_token_ids`: empty means all. `bad_words`: token
-    sequences that must not be generated. `min_tokens`: how many tokens come before any token that
-    ends the sequence. `structure`: the form of the text; None: any. `beam`: run a beam search
-    instead of sampling. `pooling`: the request is for the embedding of its prompt, and no token is
-    drawn. The order in which all of this applies is in services/engine/sampling/adjustment.py and
-    sampler.py.
-    """
+    """The sampling parameters of a request, with all defaults resolved. The order in which they
+    apply is in services/engine/sampling/adjustment.py and sampler.py."""
 
     temperature: float
+    """0 is greedy."""
     top_k: int
+    """0 keeps all tokens."""
     top_p: float
     min_p: float
     seed: int
@@ -160,16 +150,24 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     beam: BeamParams | None = None
+    """The parameters of a beam search in place of sampling."""
     logprobs: int | None = None
+    """How many of the likeliest tokens to report beside each token's logprob; None reports none."""
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    """Pairs of token id and bias, ascending by id."""
     allowed_token_ids: tuple[int, ...] = ()
+    """The tokens that may be drawn; empty allows all."""
     bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens that must not be generated."""
     min_tokens: int = 0
+    """How many tokens come before any token that ends the sequence."""
     structure: Structure | None = None
+    """The form of the text; None allows any text."""
     pooling: Pooling | None = None
+    """How to make the embedding of the prompt, for which no token is drawn."""
 
     @property
     def needs_all_states(self) -> bool:
@@ -189,24 +187,25 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A LoRA adapter that a request uses. `path`: its directory, where every worker loads it from.
-    `digest`: of its files."""
+    """A LoRA adapter that a request uses, with the digest of its files."""
 
     name: str
     path: str
+    """The directory from which every worker loads the adapter."""
     digest: str
 
 
 @dataclass(frozen=True, slots=True)
 class TicketSequence:
-    """One sequence of a ticket. `token_ids`: the tokens generated so far, which are final.
-    `block_ids`: its block table; empty means recompute. `num_computed_tokens`: how many leading
-    tokens of prompt + token_ids have KV in the blocks."""
+    """One sequence of a ticket."""
 
     index: int
     token_ids: tuple[int, ...] = ()
+    """The tokens generated so far, which are final."""
     block_ids: tuple[int, ...] = ()
+    """The block table; without it the sequence is recomputed."""
     num_computed_tokens: int = 0
+    """How many leading tokens of prompt + token_ids have KV in the blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,16 +218,14 @@ class SwappedTable:
 
 @dataclass(frozen=True, slots=True)
 class Swapped:
-    """The KV of a preempted request in the swap pool `pool_id`, under a detached holder.
-
-    `tables`: one for each sequence that the request had when it was swapped out, ascending by
-    index. Tables share blocks of equal content.
-    """
+    """The KV of a preempted request in the swap pool `pool_id`, under a detached holder."""
 
     pool_id: str
     holder_id: str
     holder_epoch: int
     tables: tuple[SwappedTable, ...]
+    """A table for each sequence that the request had when it was swapped out, ascending by index.
+    Tables share blocks of equal content."""
 
     @property
     def block_ids(self) -> tuple[int, ...]:
@@ -238,40 +235,40 @@ class Swapped:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Everything that a worker needs to compute or continue a request.
-
-    `attempt`: the number under which the gateway sent it out. `order`: the queue position.
-    `holder_epoch`: an odd number while a worker runs the holder, an even one while the ticket is
-    detached, 0 before the allocation. `root_hash`: 16 bytes, the root of the chained prefix hashes.
-    `sequences`: those that have not ended, ascending by index; empty only in the answer of a
-    prefill worker at which all ended. `timeout_ms`: the rest of the deadline; 0: none. `swapped`:
-    where a prefill worker can copy KV from instead of computing it. `prefill_ns_per_token`: the
-    cost of computing it; 0: not measured yet. `beams`: the state of a beam search that has begun.
-    `traceparent`: the trace context for the worker's spans; "": it reports none. `adapter`:
-    None: the model alone.
-    """
+    """Everything that a worker needs to compute or continue a request."""
 
     request_id: str
     attempt: int
+    """The number under which the gateway sent the ticket out."""
     order: int
+    """The queue position (`queue_order`)."""
     pool_id: str
     holder_id: str
     holder_epoch: int
+    """Odd while a worker runs the holder, even while it is detached, 0 before the allocation."""
     root_hash: bytes
+    """The root of the chained prefix hashes, 16 bytes."""
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     sequences: tuple[TicketSequence, ...] = field(default=(TicketSequence(0),))
+    """The sequences that have not ended, ascending by index. A prefill worker answers without any
+    if all have ended there."""
     num_cached_tokens: int = 0
     timeout_ms: int = 0
+    """The rest of the deadline; 0 if the request has none."""
     swapped: Swapped | None = None
+    """The KV that a prefill worker can copy instead of computing it."""
     prefill_ns_per_token: int = 0
+    """The measured cost of computing a token of the prompt; 0 before the first measurement."""
     beams: BeamState | None = None
+    """The state of a beam search that has begun."""
     traceparent: str = ""
+    """The trace context for the worker's spans; empty if the request is not traced."""
     adapter: Adapter | None = None
 
     @property
     def key(self) -> tuple[str, int]:
-        """(request, attempt): what every message about this ticket carries."""
+        """The request and the attempt, which every message about this ticket carries."""
         return self.request_id, self.attempt
 
     @property

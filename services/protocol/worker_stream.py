@@ -28,22 +28,23 @@ class StreamEnded(Exception):
 
 
 class MalformedMessage(Exception):
-    """A message of a worker does not show which request it is about. Any request of the worker may
+    """A worker's message does not show which request it is about. Any request of the worker may
     have lost an event, so the stream must end. The text says what the worker sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamType:
-    """One of the two worker streams. `method`: the full name of its RPC."""
+    """One of the two worker streams."""
 
     method: str
+    """The full name of the stream's RPC."""
     stub: Callable[[aio.Channel], Any]
     request: Callable[..., Any]
 
     def connect(
         self, channel: aio.Channel, requests: AsyncIterator[Any] | None, metadata: Metadata
     ) -> Stream:
-        """Open a stream. `requests`: None: the caller writes them."""
+        """Open a stream. Without `requests` the caller writes the messages."""
         stream: Stream = self.stub(channel).Connect(requests, metadata=metadata)
         return stream
 
@@ -55,8 +56,8 @@ class StreamType:
         return self.request(hello=hello)
 
     def events(self, message: Any) -> Iterator[Event]:
-        """The events of a message and of those batched in it. An invalid event about a request is
-        `Malformed`. MalformedMessage: an event about a request does not name the request."""
+        """Yield the events of a message and of the messages batched in it. An invalid event about a
+        request is `Malformed`. Raises MalformedMessage if such an event names no request."""
         for event in chain.from_iterable(map(events_from_wire, unpack_batch(message))):
             if isinstance(event, RequestEvent) and not event.request_id:
                 raise MalformedMessage("a message about a request, and not which")
@@ -79,7 +80,8 @@ def stream_type(role: Role) -> StreamType:
 
 
 async def read(stream: Stream) -> Any:
-    """Read the next message. StreamEnded; AioRpcError; MalformedMessage: it cannot be decoded."""
+    """Read the next message. Raises StreamEnded, AioRpcError, or MalformedMessage if the message
+    cannot be decoded."""
     message = await stream.read()
     if message is None:  # gRPC returns None for a message that it cannot decode
         raise MalformedMessage("bytes that are no message")

@@ -1,7 +1,4 @@
-"""The draft model of a decode worker: its weights, and the memory of its KV.
-
-See ADR 165.
-"""
+"""The draft model of a decode worker: its weights, and the memory of its KV."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -11,9 +11,7 @@ The worker may ask for one more block just before, and the request comes to rest
 No message tells an issuer that its ticket was claimed: it learns it from its release, however late.
 A lost gateway may have sent the ticket to a worker that still claims it, while another gateway
 finds the ticket at its issuer and sends it to another worker. Workers die, are fenced and lose
-replies as in `tests.model_checking.scenario`.
-
-See ADR 71."""
+replies as in `tests.model_checking.scenario`."""
 
 from collections.abc import Callable, Iterator
 

@@ -9,8 +9,6 @@
 //
 // This path needs AVX-512 without tiles, bf16, head sizes that are multiples of 32, groups of 1, 2,
 // 4 or 8 heads, and block sizes that are multiples of 16.
-//
-// See ADR 46.
 #pragma once
 
 #include "attention/columns.h"

@@ -1,6 +1,4 @@
 // Divides the attention of a batch into pieces, and the pieces into tasks for the lanes.
-//
-// See ADR 93.
 #pragma once
 
 #include <algorithm>

@@ -1,6 +1,4 @@
 // One step of the online softmax (Milakov and Gimelshein, 2018) over a tile of scores.
-//
-// See ADR 94.
 #pragma once
 
 #include "attention/product.h"

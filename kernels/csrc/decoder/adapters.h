@@ -1,8 +1,6 @@
 // Low-rank adapters (LoRA): for some tokens of a step, y = W x + B (A x).
 //
 // The addition to a token depends on the token's own input alone (law 10).
-//
-// See ADR 172 and ADR 191.
 #pragma once
 
 #include <vector>

@@ -5,8 +5,6 @@
 // bytes with a scale for each token); queries are fp32 beside fp32 weights and otherwise bf16, as
 // keys and values are unless the arena has them in int8. Buffers grow to the largest batch so far
 // and are kept.
-//
-// See ADR 42.
 #pragma once
 
 #include <vector>

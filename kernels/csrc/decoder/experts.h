@@ -9,8 +9,6 @@
 // Each expert computes its rows together, and all experts are one loop, so that an expert's weights
 // are read once a step. A row's outputs are added in the order of experts: its sum does not depend
 // on the other rows.
-//
-// See ADR 150.
 #pragma once
 
 #include <atomic>

@@ -7,8 +7,6 @@
 // products of even k and those of odd k are two chains of 16 fused multiply-adds from 0, in order
 // of k; then sum += even + odd. Each operation reads denormals as 0 and writes 0 for a denormal
 // (DAZ and FTZ). Products of bytes are exact.
-//
-// See ADR 108.
 #pragma once
 
 #include <immintrin.h>

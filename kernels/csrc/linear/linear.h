@@ -11,7 +11,7 @@
 //
 // Tables with tiles multiply bf16 and int8 by them instead (linear/linear_tiles.h).
 //
-// See ADR 43, ADR 89 and ADR 95.
+// See ADR 43.
 #pragma once
 
 #include "isa/dot.h"

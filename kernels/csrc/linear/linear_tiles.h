@@ -8,8 +8,6 @@
 // block of 256 rows and 256 columns keeps its sums in L2 and takes K 1 KiB at a time, so that a
 // panel's part (32 KiB) stays in L1 for all rows, and the rows' part (256 KiB) in L2 for all
 // panels.
-//
-// See ADR 108.
 #pragma once
 
 #include "isa/tiles.h"

@@ -4,8 +4,6 @@
 // front to back, and these are added in one tree. B is packed as the linear is:
 // when a tile of the linear is finished, the sums of its rows and columns are computed, rank after
 // rank. Neither depends on other rows.
-//
-// See ADR 191.
 #pragma once
 
 #include "isa/dot.h"

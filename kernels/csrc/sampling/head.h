@@ -1,7 +1,5 @@
 // The model's head: from final states to logits, tokens and logprobs. The head's weights are the
 // largest of a model; a step reads them once for all its questions.
-//
-// See ADR 85.
 #pragma once
 
 #include <optional>

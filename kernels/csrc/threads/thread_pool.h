@@ -20,7 +20,7 @@
 //   next       5 of 16   7 of 16  pieces of the group's part that were taken
 //   gate       31        31       opens the next loop to the group's lanes
 //
-// See ADR 42, ADR 45 and ADR 113.
+// See ADR 45.
 #pragma once
 
 #include <algorithm>

@@ -1,10 +1,8 @@
 """Chooses who computes attention on a GPU, once, at start.
 
-    auto         Hopper, Blackwell: flashinfer, flash, triton; other GPUs: flash, triton; the first
-                 that is installed and serves the model's shape
-    another      that one, or an error
-
-See ADR 123.
+auto         Hopper, Blackwell: flashinfer, flash, triton; other GPUs: flash, triton; the first
+             that is installed and serves the model's shape
+another      that one, or an error
 """
 
 import torch

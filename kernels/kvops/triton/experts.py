@@ -12,8 +12,6 @@ shapes bound the number of tiles, and programs beyond the last one end at once.
 
 An output has one order of accumulation, whatever the step: a tile always has the same number of
 lines, some of them empty. A row's outputs are added in the order of the experts.
-
-See ADR 183.
 """
 # Triton has no type annotations, and a kernel's arguments have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators

@@ -31,6 +31,8 @@ log = get_logger(__name__)
 
 
 class Keeper:
+    """Keeps memory for the workers that connect to its socket."""
+
     def __init__(self, root: Path, processes: WorkerProcesses, listed: GpuProcesses) -> None:
         self._root = root
         self._processes = processes
@@ -99,7 +101,7 @@ class Keeper:
                 self._processes.forget(path)  # the worker has left
 
     def _register(self, data: bytes, fds: list[int]) -> tuple[Path | None, tuple[int, ...]]:
-        """Take over a registration and its descriptors. Returns the path of the worker's record,
+        """Take over a registration and its descriptors, and return the path of the worker's record
         and the pool's memory."""
         with ExitStack() as closing:
             closing.callback(close_all, fds)

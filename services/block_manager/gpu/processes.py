@@ -11,7 +11,8 @@ class ProcessListError(Exception):
 
 class GpuProcesses(Protocol):
     def pids(self, gpu_uuid: str) -> frozenset[int]:
-        """The processes that use this GPU, in the namespace of this process. ProcessListError."""
+        """Return the processes that use this GPU, as this process numbers them. Raises
+        ProcessListError."""
         ...
 
 
@@ -44,7 +45,7 @@ class NvmlProcesses:
 
 
 class MappedProcesses:
-    """For memfd:N: the processes that map its memory (`kvops.cuda.memfd`)."""
+    """Lists the processes that map the memory of a device memfd:N (`kvops.cuda.memfd`)."""
 
     def pids(self, gpu_uuid: str) -> frozenset[int]:
         name = f"memfd:quire-{gpu_uuid} "

@@ -28,8 +28,8 @@ class WeightKeeper:
         self._changed = asyncio.Condition()
 
     async def serve(self, connection: socket.socket, key: WeightsKey, fds: list[int]) -> None:
-        """Serve a worker until it ends. Takes over `fds`: memory that this worker brings. OSError:
-        it has ended."""
+        """Serve a worker until it ends. Takes over `fds`, the memory that this worker brings.
+        Raises OSError if the worker has ended."""
         name = key.weights, key.gpu_uuid
         self._users[name] += 1
         try:
@@ -53,7 +53,7 @@ class WeightKeeper:
         self._sealed.clear()
 
     async def _is_sealed(self, name: _Name) -> bool:
-        """Waits while another worker fills. False: the caller's worker is the one that fills."""
+        """Wait while another worker fills. Returns False if the caller's worker has to fill."""
         async with self._changed:
             await self._changed.wait_for(lambda: name not in self._filling)
             if name in self._sealed:
@@ -75,8 +75,8 @@ class WeightKeeper:
                 self._changed.notify_all()
 
     def _seal(self, name: _Name, num_bytes: int, fds: list[int]) -> None:
-        """Keep the last of the descriptors. The first memory of this name is the one that counts:
-        another one was filled while no keeper was there."""
+        """Keep the last of the descriptors. The first memory of this name counts: a second one was
+        filled while no keeper was there."""
         *others, fd = fds
         for one in others:
             os.close(one)

@@ -39,7 +39,7 @@ class BlockState(IntEnum):
 
 
 class BlockMap:
-    """Follows the blocks of one pool. `stats`: of the last `advance`."""
+    """Follows the blocks of one pool; `stats` has the counters at the last `advance`."""
 
     def __init__(self, stats: PoolStats, clock: Callable[[], float] = time.monotonic) -> None:
         num_blocks = stats.spec.num_blocks
@@ -126,8 +126,8 @@ class BlockMap:
         return [holder_id for holder_id, held in self._held.items() if block_id in held]
 
     def cells_since(self, tick: int) -> Iterator[tuple[int, list[int], int, int]]:
-        """The cells that changed after a tick: index, number of blocks in each state, slot of a
-        holder, second of the last change."""
+        """Yield each cell that changed after a tick: its index, its number of blocks in each state,
+        the slot of one holder, and the second of its last change."""
         for cell, changed in enumerate(self._cell_ticks):
             if changed > tick:
                 at = cell * len(BlockState)

@@ -30,8 +30,8 @@ class BlockWatch:
         self._drop: asyncio.TimerHandle | None = None
 
     async def maps(self, connection: Connection) -> list[BlockMap]:
-        """The maps of all pools, updated unless that was done a moment ago. Raises the errors of
-        the store."""
+        """Return the maps of all pools, updated unless that was done a moment ago. Raises the
+        errors of the store."""
         if self._drop is not None:
             self._drop.cancel()
         self._drop = asyncio.get_running_loop().call_later(IDLE_S, self._maps.clear)
@@ -56,8 +56,8 @@ class BlockWatch:
                 self._maps.pop(pool_id, None)
 
     async def describe(self, connection: Connection, pool_id: str, cell: int) -> list[pb.Block]:
-        """The first blocks of a cell as the ledger has them now. UnknownPool: nobody watches this
-        pool, or it is gone."""
+        """Return the first blocks of a cell as the ledger has them now. Raises UnknownPool if
+        nobody watches this pool, or it is gone."""
         block_map = self._maps.get(pool_id)
         if block_map is None or cell >= block_map.num_cells:
             raise UnknownPool(f"there is no block map of pool {pool_id} with a cell {cell}")
@@ -76,8 +76,8 @@ class BlockWatch:
 
 
 def to_wire(block_map: BlockMap, pool: pb.Pool, since: int) -> pb.BlockMap:
-    """The cells that changed after the tick `since`; all cells if the map is younger than that
-    tick, or if `since` is 0."""
+    """Convert the cells that changed after the tick `since`, or all cells if the map is younger
+    than that tick, or if `since` is 0."""
     is_whole = not block_map.first_tick <= since <= block_map.tick
     in_order = sorted(block_map.holders.values(), key=lambda info: (info.order, info.holder_id))
     return pb.BlockMap(

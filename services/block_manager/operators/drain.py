@@ -23,8 +23,8 @@ _REGISTRY_LAG_S = 5.0
 
 class Drainer:
     """Drains workers for operators: one at a time, and never the last serving worker of its role on
-    a pool, unless the operator forces it. `peer_id` and `rpc_key` identify this block manager to
-    the workers. A worker has `timeout_s` to answer. `tls`: for connections to workers."""
+    a pool, unless the operator forces it. `peer_id`, `rpc_key` and `tls` are for the connections to
+    workers. A worker has `timeout_s` to answer."""
 
     def __init__(
         self, peer_id: str, rpc_key: bytes, timeout_s: float, tls: TlsFiles | None = None
@@ -39,9 +39,9 @@ class Drainer:
     async def drain(self, connection: Connection, worker_id: str, *, force: bool) -> int:
         """Tell a worker to drain. Returns how many requests it still runs.
 
-        UnknownWorker: the registry lists no prefill or decode worker with this id; LastWorker;
-        Unavailable: the worker is starting or does not answer; TimeoutError: it did not answer in
-        time, and may drain nevertheless.
+        Raises LastWorker, UnknownWorker if the registry lists no prefill or decode worker with this
+        id, Unavailable if the worker is starting or does not answer, and TimeoutError if it did not
+        answer in time; it may drain nevertheless.
         """
         async with self._lock:  # the second of two drains must see the first
             members = await connection.registry.members()
@@ -86,8 +86,8 @@ def _worker(members: tuple[Member, ...], worker_id: str) -> Member:
 async def send_drain(
     worker: Member, peer_id: str, rpc_key: bytes, tls: TlsFiles | None = None
 ) -> int:
-    """Tell `worker` to drain. Returns how many requests it still runs. Unauthenticated: another
-    process is at its address; VersionMismatch; Unavailable: it does not answer."""
+    """Tell `worker` to drain. Returns how many requests it still runs. Raises Unauthenticated if
+    another process is at its address, VersionMismatch, or Unavailable if it does not answer."""
     async with open_channel(worker.address, tls) as channel:
         with translate_errors():
             return await _drain_over(worker, channel, peer_id, rpc_key)

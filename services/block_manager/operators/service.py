@@ -138,8 +138,8 @@ def _worker(member: Member, fenced: bool) -> pb.Worker:
 
 
 def _unannounced(worker_id: str, stats: PoolStats, fenced: bool) -> pb.Worker:
-    """A worker that is on a pool but not in the registry: it is starting, or it has stopped
-    renewing its registration. Its role is the first part of its id."""
+    """Describe a worker that is on a pool but not in the registry, because it is starting or has
+    stopped renewing its registration. Its role is the first part of its id."""
     return pb.Worker(
         worker_id=worker_id,
         role=role_of(worker_id),

@@ -9,8 +9,7 @@
     (waits for the end)                                 (waits for the end)
 
 Nobody else gets memory that is not sealed: if the first worker ends before, the next one fills. The
-keeper gives the memory up when the last connection ends. See `services.common.pool.keeper` and
-ADR 170.
+keeper gives the memory up when the last connection ends. See `services.common.pool.keeper`.
 """
 
 import json

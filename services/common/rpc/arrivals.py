@@ -3,7 +3,7 @@
 gRPC keeps what it has of a message until it is whole, up to 16 MiB for each call, and does not tell
 how much that is. A whole message of an honest client is there at once, or as fast as its link is.
 So the calls whose message takes long are bounded, for a server as a whole: beyond the bound, the
-call that has waited longest gives way. See ADR 198.
+call that has waited longest gives way.
 """
 
 import asyncio

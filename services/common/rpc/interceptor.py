@@ -1,8 +1,8 @@
 """A server interceptor: lets the server's guard admit calls, and maps exceptions of handlers to
 gRPC statuses, for unary and streaming handlers.
 
-A call is admitted before its message is read, so that a client that may not call takes no memory
-(ADR 198). A failed call has the trailer `quire-error-code`, and `grpc-retry-pushback-ms` if a retry
+A call is admitted before its message is read, so that a client that may not call takes no memory.
+A failed call has the trailer `quire-error-code`, and `grpc-retry-pushback-ms` if a retry
 may help. Cancellation passes through unchanged, because it is not an error.
 """
 

@@ -7,8 +7,6 @@ that has to move 16 requests gets all 16 commands before its next step.
 
     put   a b c         d e
     sent        [a b c]     [d e]
-
-See ADR 90.
 """
 
 import asyncio

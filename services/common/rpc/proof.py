@@ -8,8 +8,7 @@
 
 Both HMACs cover the method, the server's id, the time and the nonce. So an intercepted proof is
 valid for no other method, no other server and no second call, and a process that took over a dead
-server's address cannot answer. The data of the connection is not protected; that needs TLS (ADR
-98).
+server's address cannot answer. The data of the connection is not protected; that needs TLS.
 """
 
 import hmac

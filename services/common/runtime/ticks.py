@@ -1,8 +1,6 @@
 """Ticks of an event loop's clock: all periodic work that is due with a tick wakes the process once.
 
 To wake an idle process, whose caches are cold, costs several times as much as most of that work.
-
-See ADR 105.
 """
 
 import asyncio

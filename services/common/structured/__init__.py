@@ -1,1 +1,1 @@
-"""Structured output: forms of texts, and which tokens they allow next (docs/adr/0153)."""
+"""Structured output: forms of texts, and which tokens they allow next."""

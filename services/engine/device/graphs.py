@@ -6,8 +6,6 @@ numbers of rows, and replayed in one call.
 
 A graph reads and writes the memory that its launches were recorded with. So a step's inputs are
 copied into static tensors, from which all graphs read, and a step with fewer rows is padded.
-
-See ADR 125.
 """
 
 from collections.abc import Callable, Mapping

@@ -6,8 +6,6 @@
 On a GPU the host's buffer is pinned, so that the copy does not wait for the steps before. There are
 two of them, used in turn: while the device copies one, the next step fills the other.
 On a CPU the tensors are views of the host's buffer, and nothing is copied.
-
-See ADR 115.
 """
 
 from collections import deque

@@ -30,13 +30,13 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The weights of one layer. `qkv` and `gate_up` are joined: their outputs follow one another.
-    Norms: of the inputs of attention and of the MLP, and of their outputs; None: there is none.
-    `window`: how many positions a query attends to, its own included; None: all. `rope`: None: no
-    rotation. A layer has either `gate_up` and `down`, or `experts`."""
+    """The weights of one layer. A norm that the family does not have is None. A layer has either
+    `gate_up` and `down`, or `experts`."""
 
     attention_in: Tensor | None
+    """The norm of the attention's input; `attention_out` is the norm of its output."""
     qkv: Linear
+    """Queries, keys and values as one linear: their outputs follow one another, as in `gate_up`."""
     query_norm: Tensor | None
     key_norm: Tensor | None
     output: Linear
@@ -44,7 +44,9 @@ class Layer:
     mlp_in: Tensor | None
     mlp_out: Tensor | None
     window: int | None
+    """How many positions a query attends to, its own included; None is all of them."""
     rope: RopeConfig | None
+    """The rotation of queries and keys; None leaves them as they are."""
     gate_up: Linear | None = None
     down: Linear | None = None
     experts: ExpertWeights | None = None
@@ -52,15 +54,15 @@ class Layer:
 
 
 LowRanks = dict[tuple[int, str], tuple[Tensor, Tensor]]
-"""Layer and linear -> A and B of an adapter."""
+"""Maps a layer and one of its linears to A and B of an adapter."""
 
 
 class ComposedModel:
     """A `Model` on the device of its weights, composed of the backend's operations.
 
-    `shard`: None, or the part of one rank that this is. `collectives`: then the exchanges with the
-    other ranks, set before the first step. The final states are then the same on all ranks; only
-    rank 0 gets the logits of all tokens.
+    If it is the part of one rank, `shard` says which part, and `collectives` are the exchanges with
+    the other ranks, set before the first step. The final states are then the same on all ranks;
+    only rank 0 gets the logits of all tokens.
     """
 
     def __init__(
@@ -151,13 +153,13 @@ class ComposedModel:
         return residual
 
     def _leave(self, x: Tensor, norm: Tensor | None) -> Tensor:
-        """The part of a sublayer's output that is added to the residual stream."""
+        """Return what a sublayer adds to the residual stream."""
         if norm is not None:
             x = self.ops.rms_norm(x, norm, self.config.rms_norm_eps)
         return x if self.config.residual_scale == 1 else x * self.config.residual_scale
 
     def _sum(self, x: Tensor) -> Tensor:
-        """The output of a linear whose inputs are divided among the ranks."""
+        """Add up the outputs of a linear whose inputs are divided among the ranks."""
         return x if self.collectives is None else self.collectives.sum(x)
 
     def _attention(
@@ -198,7 +200,7 @@ class ComposedModel:
         return self._sum(self._linear(i, "down", layer.down, gated, batch))
 
     def _linear(self, i: int, site: str, linear: Linear, x: Tensor, batch: Batch) -> Tensor:
-        """One linear of layer `i`, and what adapters add to it."""
+        """Compute one linear of layer `i`, and what adapters add to it."""
         y = self.ops.linear(x, linear.weight, linear.bias)
         for run in batch.adapters:
             if (pair := run.adapter.get((i, site))) is not None:
@@ -208,7 +210,7 @@ class ComposedModel:
         return y
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, ...]:
-        """[T, outputs of qkv] -> queries, keys and values, [T, heads, head_dim] each: views."""
+        """Return queries, keys and values as views [T, heads, head_dim] of [T, outputs of qkv]."""
         c = self.config
         heads = qkv.view(len(qkv), -1, c.head_dim)
         return torch.split(heads, [c.num_heads, c.num_kv_heads, c.num_kv_heads], dim=1)

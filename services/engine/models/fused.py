@@ -1,7 +1,5 @@
 """The decoder in native code for CPUs: one call per step, with weights that are packed into panels
 and shared by all workers of the host.
-
-See ADR 42.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -57,7 +55,7 @@ from services.engine.weights.packed_file import Contents, Facts, Progress, packe
 from services.engine.weights.weights import Weights
 
 _NO_TOKEN = -1
-"""In the native head's tokens: as input, a token to draw; as output, logits that are not finite."""
+"""Marks a token that the native head has to draw and, in its answer, logits that are not finite."""
 
 
 _SITES = ("qkv", "output", "gate_up", "down")
@@ -76,8 +74,8 @@ class FusedModel:
         packed: Mapping[str, PackedLinear],
         digest: str,
     ) -> None:
-        """`packed`: the linears by section name. `weights`: the checkpoint's tensors, for embedding
-        and norms, which are not packed. `digest`: the digest of the weight files."""
+        """`packed` has the linears by section name. `weights` are the checkpoint's tensors, of
+        which embedding and norms are not packed. `digest` is the digest of the weight files."""
         self.config = self.whole_config = config
         self.dtype, self.device = dtype, torch.device("cpu")
         self.weights_digest = digest
@@ -139,8 +137,8 @@ def load_fused(
     cache: Path | None,
     progress: Progress,
 ) -> FusedModel:
-    """Load a checkpoint for the native kernels; arguments as of `load_model`. Raises StartupError
-    as it does, and if the kernels do not support a shape or the cache cannot be written."""
+    """Load a checkpoint for the native kernels, with the arguments and errors of `load_model`. Also
+    raises StartupError if the kernels do not support a shape or the cache cannot be written."""
     sections = {section.name: section for section in all_sections(config)}
     kinds = section_kinds(sections.values(), weights, dtype, quantize)
     sizes = {
@@ -174,7 +172,8 @@ def load_fused(
 
 
 def _low_rank(cpu: NativeCpu, dtype: torch.dtype, one: JoinedAdapter) -> LowRank:
-    """A, B and, for each `COLUMNS` outputs, the first rank of A x that their B is for."""
+    """Pack an adapter: A with a row for each rank, B in the linear's panels, and for each `COLUMNS`
+    outputs the first rank of A x that their B multiplies."""
     kind: Kind = "float32" if dtype == torch.float32 else "bfloat16"
     n, turn = one.section.num_outputs, one.section.turn
     down, ups, firsts = one.down, one.ups, one.firsts
@@ -323,7 +322,7 @@ def native_answers(
 
 
 def _native_draw(query: Query) -> NativeDraw | None:
-    """None if the query is for the likeliest token or for a given one."""
+    """Convert a draw; None if the query is for the likeliest token or for a given one."""
     if isinstance(query.token, int) or query.token.is_plain:
         return None
     return native_draw(query.token, query.position)
@@ -345,5 +344,5 @@ def native_draw(draw: Draw, position: int) -> NativeDraw:
 
 
 def _readable(weight: Tensor) -> Tensor:
-    """The checkpoint's own tensor if the kernels can read it; float16 is converted to float32."""
+    """Return the checkpoint's own tensor if the kernels can read it; float16 becomes float32."""
     return weight.float() if weight.dtype == torch.float16 else weight

@@ -51,14 +51,15 @@ def load_model(
     """Load the checkpoint's decoder, to compute in `dtype` (bf16 or fp32) on `backend`, with its
     weights on `device`, such as "cuda".
 
-    `quantize`: quantize the weights of the linears. `dequantize`: serve linears that the checkpoint
-    has quantized in floating point. `cache`: a directory for packed weights, which
-    the next start and the other workers of this host reuse; None: each process packs its own.
-    `context`: the most positions of a request, see `ModelConfig.for_context`.
-    `progress` is called several times a second; an exception that it raises ends the loading.
-    `shared`: one copy of the weights for all workers on the device; None: a copy of its own.
+    `quantize` quantizes the weights of the linears; `dequantize` serves linears that the checkpoint
+    has quantized in floating point. `cache` is a directory for packed weights, which the next start
+    and the other workers of this host reuse; without it each process packs its own. `context` is
+    the most positions of a request (`ModelConfig.for_context`). `progress` is called several times
+    a second; an exception that it raises ends the loading. `shared` has one copy of the weights for
+    all workers on the device; without it the model has a copy of its own.
 
-    StartupError: the configuration, a weight or the quantization is wrong or not supported.
+    Raises StartupError if the configuration, a weight or the quantization is wrong or not
+    supported.
     """
     directory = Path(directory)
     config = ModelConfig.from_directory(directory).for_context(context)
@@ -115,7 +116,7 @@ def _placed(
     device: str,
     shared: SharedWeights | None,
 ) -> ComposedModel:
-    """`content`: what the weights depend on, besides `dtype`."""
+    """Load the weights to their place. `content` names what they depend on besides `dtype`."""
     if shared is None:
         return load(private(device, dtype))
     return shared.load(xxhash.xxh3_128_hexdigest(content.encode()), dtype, load)
@@ -145,7 +146,7 @@ def _composed(
 
 @dataclass(frozen=True)
 class _Parts:
-    """Reads the parts of a model's layers. `directory` and `backend`: for errors."""
+    """Reads the parts of a model's layers. Errors name `directory` and `backend`."""
 
     directory: Path
     config: ModelConfig
@@ -176,7 +177,7 @@ class _Parts:
 
     def norm(self, name: str) -> Tensor:
         weight = self.weights.tensors[f"{name}.weight"]
-        if self.config.family.norm_offset:  # of which bf16 would keep too few bits
+        if self.config.family.norm_offset:  # bf16 would keep too few bits of weight + offset
             return weight.to(self.device)
         return self.place(lambda: [weight])
 
@@ -220,7 +221,7 @@ class _Parts:
         )
 
     def _expert_biases(self, linears: Sequence[str]) -> Tensor | None:
-        """[experts, outputs]; None unless every linear has a bias."""
+        """Return the biases as [experts, outputs], or None unless every linear has one."""
         assert self.config.experts is not None
         found = [self.weights.tensors.get(f"{linear}.bias") for linear in linears]
         some = [bias for bias in found if bias is not None]

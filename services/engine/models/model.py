@@ -23,26 +23,24 @@ class AdapterRun:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The tensors of one step: T new tokens of B rows, row after row; see `kvops.ops`.
-
-    token_ids, positions, slot_mapping: [T] int64. block_tables: [B, any] int32. cu_query_lens:
-    [B + 1] int32. context_lens: [B] int32, new tokens included.
-
-    What kernels need to know on the host, so that they do not wait for the device to tell: the
-    longest row's new tokens, and the longest context.
-
-    `adapters`: those of the last tokens; the tokens before have none.
-    """
+    """The tensors of one step: T new tokens of B rows, row after row; see `kvops.ops`. Kernels know
+    two lengths on the host, so that they do not wait for the device to tell."""
 
     token_ids: Tensor
+    """[T] int64, as are `positions` and `slot_mapping`."""
     positions: Tensor
     slot_mapping: Tensor
     block_tables: Tensor
+    """[B, any] int32."""
     cu_query_lens: Tensor
+    """[B + 1] int32."""
     context_lens: Tensor
+    """[B] int32, new tokens included."""
     max_query_len: int
+    """The new tokens of the row with the most."""
     max_context_len: int
     adapters: tuple[AdapterRun, ...] = ()
+    """The adapters of the last tokens; the tokens before have none."""
 
     @property
     def is_decode(self) -> bool:
@@ -51,51 +49,50 @@ class Batch:
 
 
 def embedding_scale(config: ModelConfig, dtype: torch.dtype) -> float:
-    """The factor of embeddings. The root of the hidden size is rounded to the dtype of the
-    computation, as where the models were trained."""
+    """Return the factor of embeddings. The root of the hidden size is rounded to the dtype of the
+    computation, as it was when the models were trained."""
     scale = config.embedding_scale
     return torch.tensor(scale, dtype=dtype).item() if config.family.scaled_embedding else scale
 
 
 class Model(Protocol):
-    """A decoder's weights and arithmetic. The KV that it reads and writes belongs to the caller.
-
-    `dtype`: that of activations and KV. `weights_digest`: the digest of its checkpoint's weight
-    files (`services.engine.weights.checkpoint`).
-    """
+    """A decoder's weights and arithmetic. The KV that it reads and writes belongs to the caller."""
 
     weights_digest: str
+    """The digest of the checkpoint's weight files (`services.engine.weights.checkpoint`)."""
 
     @property
     def config(self) -> ModelConfig:
-        """If this is the part of one rank: with its heads."""
+        """The configuration of this model; the part of one rank has that rank's heads."""
 
     @property
     def whole_config(self) -> ModelConfig:
-        """That of the checkpoint."""
+        """The configuration of the checkpoint."""
 
     @property
-    def dtype(self) -> torch.dtype: ...
+    def dtype(self) -> torch.dtype:
+        """The dtype of activations and KV."""
 
     @property
     def device(self) -> torch.device: ...
 
     def load_adapter(self, files: AdapterFiles) -> Any:
-        """Load a LoRA adapter, for rows of a step. Any thread may call this beside steps. OSError,
-        SafetensorError: its file is not readable. ValueError: this model takes no adapters."""
+        """Load a LoRA adapter, for rows of a step. Any thread may call this beside steps. Raises
+        OSError or SafetensorError if the adapter's file is not readable, and ValueError if this
+        model takes no adapters."""
         ...
 
     def forward(self, batch: Batch, kv: Tensor, wanted: Tensor) -> Tensor:
         """Compute the batch and write the KV of its tokens into the arena `kv`. Returns the final
-        hidden states of the tokens `wanted`, ascending indices into [T]: [len(wanted),
+        hidden states of the tokens `wanted` (ascending indices into [T]) as [len(wanted),
         hidden_size]."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, hidden_size] -> fp32 [N, vocab_size]."""
+        """Return the logits of states [N, hidden_size] as fp32 [N, vocab_size]."""
         ...
 
     def answer(self, hidden: Tensor, queries: Sequence[Query]) -> list[Answer | Fault]:
-        """Answer the queries, as `services.engine.sampling.sampling_head` defines. `hidden`: states
-        [N, hidden_size], each with a query. Those that draw share one pass over the head."""
+        """Answer the queries of states [N, hidden_size], one each, as
+        `services.engine.sampling.sampling_head` defines. All share one pass over the head."""
         ...

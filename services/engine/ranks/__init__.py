@@ -5,6 +5,4 @@
                                                       sums of partial outputs (Collectives) ┘
 
 Every rank has a shard of the weights, and an arena with its KV heads of the same blocks.
-
-See ADR 126.
 """

@@ -7,7 +7,7 @@ the message's size and the value's place in it (law 10).
 On a GPU an exchange is launched on the stream of the kernels around it (`asyncOp` is off), and so
 becomes part of a CUDA graph that is captured there.
 
-See ADR 127 and ADR 179.
+See ADR 127.
 """
 
 from collections.abc import Sequence

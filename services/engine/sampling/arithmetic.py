@@ -3,8 +3,6 @@
 `kernels/csrc/sampling/softmax.h` and `kernels/kvops/triton/draw_arithmetic.py` compute the same,
 operation for operation. Each operation is rounded by itself, in fp32: no fused multiply-add, no
 function of a library. Probabilities are whole numbers, whose sums are exact: they have no order.
-
-See ADR 124.
 """
 
 import torch

@@ -2,8 +2,6 @@
 
 This module is the definition. `kernels/csrc/sampling/scorer.cpp` computes the same for CPUs; there
 the order of a row's operations depends on nothing but the size of the vocabulary (law 10).
-
-See ADR 75.
 """
 
 from collections.abc import Sequence

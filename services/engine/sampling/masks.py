@@ -4,8 +4,6 @@
     mask thread              |== masks of the step's draws ==|
 
 The thread holds the interpreter's lock only between two grammars.
-
-See ADR 153.
 """
 
 from collections.abc import Iterable, Sequence

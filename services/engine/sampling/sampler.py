@@ -16,7 +16,7 @@ their share of the random numbers. A draw by the cumulative distribution would m
 all later tokens. Noise of 1e-6 in the logits changes about one draw in a million. Each row is
 computed alone, in an order of its own, so its token does not depend on the rest of the batch.
 
-See ADR 12, ADR 85 and ADR 124.
+See ADR 12.
 """
 
 from collections.abc import Sequence

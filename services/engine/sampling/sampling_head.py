@@ -2,8 +2,6 @@
 their logits. This module is the definition, and has what all models share.
 
 `services.engine.sampling.sampler` draws tokens, `services.engine.sampling.logprobs` scores them.
-
-See ADR 85.
 """
 
 from collections.abc import Callable, Iterator, Sequence

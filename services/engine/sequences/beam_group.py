@@ -6,8 +6,6 @@ the likeliest next tokens of every beam; then the best continuations of all beam
              2 ───▶ 2
              3            a beam without continuation ends: its finished blocks are given back, its
                           unfinished ones become spare, for forks to write
-
-See ADR 78.
 """
 
 from collections import defaultdict

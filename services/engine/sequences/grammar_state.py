@@ -2,8 +2,6 @@
 
 It is a function of the tokens alone (law 7), like the penalty state: after a preemption, a move or
 a crash a new state walks the tokens again.
-
-See ADR 153.
 """
 
 from collections.abc import Sequence

@@ -14,7 +14,7 @@ All blocks belong to the group's holder. Each block is in one of these places:
                       that needs a block
     given back        finished and in no table any more, or spare and not needed
 
-See ADR 76 and ADR 115.
+See ADR 76.
 """
 
 from collections import Counter, defaultdict, deque

@@ -2,8 +2,6 @@
 
 The result is a function of the tokens alone (law 7). Only token counts are kept from draw to draw;
 each draw adds the tokens that are new since the last.
-
-See ADR 74.
 """
 
 from collections.abc import Collection, Iterable, Sequence

@@ -1,7 +1,4 @@
-"""Drafts by a small model with the target's vocabulary, which keeps KV of its own.
-
-See ADR 165.
-"""
+"""Drafts by a small model with the target's vocabulary, which keeps KV of its own."""
 
 from collections.abc import Callable, Container
 from collections.abc import Sequence as Seq

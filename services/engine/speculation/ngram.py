@@ -1,7 +1,4 @@
-"""Drafts by prompt lookup: what followed the last tokens where they occurred before.
-
-See ADR 187.
-"""
+"""Drafts by prompt lookup: what followed the last tokens where they occurred before."""
 
 from array import array
 from collections.abc import Sequence as Seq

@@ -2,8 +2,6 @@
 
 A draft that is not accepted costs the time by which it lengthens the step, and the time in which it
 was proposed. How long these take is measured; how likely a draft is accepted, its drafter knows.
-
-See ADR 160, ADR 177 and ADR 188.
 """
 
 from collections import defaultdict, deque

@@ -1,4 +1,4 @@
-"""Decides which callers may see the dashboard (ADR 135).
+"""Decides which callers may see the dashboard.
 
 Without API keys, the dashboard is for users of this host: connections from the loopback interface
 that name this host and that no proxy has forwarded. `on` shows it to everybody who reaches the

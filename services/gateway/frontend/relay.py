@@ -2,8 +2,8 @@
 registry, or the supervisor of this run. Each host has a block manager; one that does not answer is
 not asked while another one does.
 
-Operations have their own listener (ADR 99); the public one serves them to operators' API keys only
-(ADR 131). Each call leaves a line in the log, the audit log of operations: `operation_performed`,
+Operations have their own listener; the public one serves them to operators' API keys only.
+Each call leaves a line in the log, the audit log of operations: `operation_performed`,
 with the operator, the method, the target and the outcome.
 
 The relay checks that a request parses as its message, then forwards the received bytes. It takes

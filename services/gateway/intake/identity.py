@@ -2,7 +2,7 @@
 
 Gateway and workers identify a request by the client's id and a digest of the token and the key's
 name. A second client that uses the same id therefore names another request, and cannot find out
-whether the first one exists (ADR 101, 130). That holds for another key even with a stolen token.
+whether the first one exists. That holds for another key even with a stolen token.
 """
 
 import base64

@@ -3,8 +3,6 @@
 A structure is compiled in a child process (`services.common.structured.checker`) with limits on its
 CPU time and memory: whatever a client sends, the answer comes in bounded time, and nobody else
 notices. Workers compile what has passed.
-
-See ADR 154.
 """
 
 import asyncio

@@ -1,1 +1,1 @@
-"""Divides a model's text into reasoning, content and tool calls, while it arrives. See ADR 156."""
+"""Divides a model's text into reasoning, content and tool calls, while it arrives."""

@@ -69,7 +69,7 @@ class Parsing:
 
 class MessageParser:
     """Parses one message as its text arrives. All parts together do not depend on how the text is
-    cut, and text that is no complete call stays content (ADR 156)."""
+    cut, and text that is no complete call stays content."""
 
     def __init__(self, parsing: Parsing, seed: str) -> None:
         is_short = parsing.format.calls is CallFormat.MISTRAL

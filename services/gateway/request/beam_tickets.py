@@ -1,7 +1,5 @@
 """Builds and checks the tickets of a beam search. The client gets no token before the end, so the
 checks cannot compare tokens, and only the tickets show the progress of the search.
-
-See ADR 78.
 """
 
 import math

@@ -1,7 +1,5 @@
 """Builds the tickets of a request from the tokens that its client has received, and checks returned
 tickets against these tokens (law 7).
-
-See ADR 70.
 """
 
 import secrets

@@ -5,7 +5,7 @@ move computes nothing again and copies no KV: the gateway reserves the slots fir
 the tickets over. Requests that move together stop after the same step and continue with the same
 step: their messages travel as one, and none of them waits for a step of the others.
 
-See ADR 50 and ADR 90.
+See ADR 50.
 """
 
 import asyncio

@@ -167,7 +167,7 @@ class Placement:
         self, queue: ModelQueue, lifecycle: RequestLifecycle, reason: str
     ) -> float:
         """The time that is left for workers to appear; when none is left, the request is closed.
-        While workers start, such as after a crash, requests wait longer: see ADR 193."""
+        While workers start, such as after a crash, requests wait longer."""
         now = self._clock()
         is_starting = self._workers.is_starting(queue.model)
         if is_starting and now - lifecycle.waiting_since < self._options.start_patience_s:

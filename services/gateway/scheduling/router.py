@@ -8,7 +8,7 @@ prefix may be copied from one: whatever takes the least time.
          + tokens that no cache has              x time of a token
          + blocks to copy / measured bandwidth, before and after the prefill
 
-See ADR 30 and ADR 163.
+See ADR 30.
 """
 
 import asyncio

@@ -33,7 +33,7 @@ class Client:
         self._give_up = give_up
         self._read_window_s = read_window_s
         self._pause_timer: asyncio.TimerHandle | None = None
-        """Runs while backpressure is on (ADR 64)."""
+        """Runs while backpressure is on."""
         self._deadline_timer: asyncio.TimerHandle | None = None
         self._attach(request, output)
 

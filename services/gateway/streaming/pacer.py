@@ -11,8 +11,6 @@ together, so waiting saves work.
 
 A call that is accepted holds the streams back for some turns: another call may wait behind it, and
 turns without writes are short.
-
-See ADR 86 and ADR 114.
 """
 
 import asyncio

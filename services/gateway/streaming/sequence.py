@@ -1,5 +1,4 @@
-"""One sequence of a request's output: turns its tokens into text, and ends it at a stop string. See
-ADR 77."""
+"""One sequence of a request's output: turns its tokens into text, and ends it at a stop string."""
 
 from quire.types import Usage
 from services.common.errors import InvalidRequest

@@ -13,7 +13,7 @@ its domain, because it waits for memory that its own CPUs keep busy; prefill bor
 While a stream runs, decode is never idle, and prompts would have only their half. So decode pauses
 between steps: the more prompts wait for each running stream, the longer, up to a limit.
 
-See ADR 45 and ADR 113.
+See ADR 45.
 """
 
 from collections.abc import Mapping, Sequence

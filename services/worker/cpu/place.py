@@ -1,7 +1,4 @@
-"""Chooses where a worker computes: its entry on the CPU board, its NUMA nodes, and its memory.
-
-See ADR 113.
-"""
+"""Chooses where a worker computes: its entry on the CPU board, its NUMA nodes, and its memory."""
 
 import os
 from dataclasses import dataclass

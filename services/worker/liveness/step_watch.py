@@ -2,8 +2,6 @@
 
 While the process lives, the worker keeps its blocks and its gateways get its load reports. Only the
 end of the process lets other workers take over.
-
-See ADR 73.
 """
 
 import asyncio

@@ -1,7 +1,4 @@
-"""Measures what swapping costs, and what computing again costs.
-
-See ADR 55.
-"""
+"""Measures what swapping costs, and what computing again costs."""
 
 _WEIGHT = 0.3
 """The weight of the newest measurement in a running mean."""

@@ -4,7 +4,7 @@
 
 Accepting a socket costs the event loop 20 µs; a connection and the first request on it cost about a
 millisecond. So sockets are accepted as they come, and wait here until the loop has time for
-them. See ADR 192.
+them.
 """
 
 import asyncio

@@ -5,7 +5,7 @@
 
 httptools refuses ambiguous framing (Content-Length together with Transfer-Encoding, bare line
 feeds, folded headers). `Connection` adds timeouts, limits on sizes, and a limit on the work that
-the connection may cause in one turn of the event loop. See ADR 96.
+the connection may cause in one turn of the event loop.
 """
 
 import asyncio

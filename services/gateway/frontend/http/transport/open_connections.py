@@ -1,5 +1,5 @@
 """The parts that all HTTP connections of a server share: limits, a read buffer, and a pacer for
-large reads (ADR 96)."""
+large reads."""
 
 import asyncio
 from collections.abc import Coroutine

@@ -4,7 +4,7 @@
 
 asyncio's TLS keeps buffers and flow control of its own between the two, which costs 2.7 µs for each
 write and 0.2 ms for each connection. Here each write is encrypted at once and given to the socket's
-transport, whose buffer and limits are the only ones. See ADR 194.
+transport, whose buffer and limits are the only ones.
 """
 
 import asyncio
