@@ -9,7 +9,7 @@ from itertools import chain
 
 import numpy as np
 
-from services.engine.batch import Draw, Row, RowOutput, RowResult, Wait
+from services.engine.batch import Draw, Row, RowOutput, RowResult, Wait, with_draws_behind
 from services.engine.forward import ForwardPass
 
 
@@ -33,6 +33,9 @@ class LateForward:
     ) -> "LateFlight":
         assert len(self.flights) < 2, "one step may be in flight while the next is launched"
         self.num_ahead += sum(row.drawn_by is not None for row in rows)
+        if any(row.draw_behind is not None for row in rows):
+            assert self._last is not None
+            rows = with_draws_behind(rows, self._last.result())  # as the runner waits for it
         frozen = tuple(_as_now(row) for row in rows)
         flight = LateFlight(self, self._last, frozen, tuple(copies), num_waiting)
         self._last = flight

@@ -1,7 +1,7 @@
 """Types that cross between engine, runner and model: the rows of a step, and their results."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -81,6 +81,8 @@ class Row:
     them, after the token before it, and one after the last token.
     `drawn_by`: the index of a row in the step launched before. That row draws this row's one token,
     and is not retired yet; `token_ids` has `UNKNOWN_TOKEN` instead. None: all tokens are known.
+    `draw_behind`: makes the row's one draw from that token, because penalties or a grammar depend
+    on it; `draws` has the draw without them. None: the draw does not depend on the token.
     `num_states`: of how many of its last tokens the final states are wanted as they are; such a row
     neither draws nor scores.
     `adapter`: what it is computed with; rows of a step are grouped by it, those without one first.
@@ -93,6 +95,7 @@ class Row:
     draws: tuple[Draw, ...] = ()
     scoring: Scoring | None = None
     drawn_by: int | None = None
+    draw_behind: Callable[[tuple[int, ...]], Draw] | None = None
     num_states: int = 0
     num_drafts: int = 0
     adapter: LoadedAdapter | None = None
@@ -112,6 +115,22 @@ class RowOutput:
 
 RowResult = tuple[int, ...] | RowOutput | Fault
 """The result of a row: a token for each of its draws, with or without logprobs, or its fault."""
+
+
+def with_draws_behind(rows: Sequence[Row], last: Sequence[RowResult]) -> list[Row]:
+    """The rows with the draws that depend on tokens of the step before. `last`: the results of
+    that step. A row behind a fault keeps the draw that it has, since its result is dropped."""
+    return [_with_draw_behind(row, last) for row in rows]
+
+
+def _with_draw_behind(row: Row, last: Sequence[RowResult]) -> Row:
+    if row.draw_behind is None or row.drawn_by is None:
+        return row
+    result = last[row.drawn_by]
+    if isinstance(result, Fault):
+        return replace(row, draw_behind=None)
+    tokens = result.tokens if isinstance(result, RowOutput) else result
+    return replace(row, draws=(row.draw_behind(tokens),), draw_behind=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvops import Backend, int8_kv
 from kvops.step import page_facts
-from services.engine.batch import Draw, Row, Wait
+from services.engine.batch import Draw, Row, Wait, with_draws_behind
 from services.engine.device.drawing import DeviceDrawing
 from services.engine.device.flights import DrawnFlight
 from services.engine.device.graphs import Graph, padded
@@ -103,9 +103,23 @@ class Runner:
             if has_states:
                 results = with_states(rows, results, hidden.float().numpy(force=True))
             return CompleteFlight(results)
-        hidden, placed = self._forward(rows, self._drawing.arrays(asked))
-        self._last = self._drawing.launch(rows, asked, hidden, placed, masks)
+        if any(row.draw_behind is not None for row in rows):
+            self._last = self._draw_behind(rows)
+        else:
+            hidden, placed = self._forward(rows, self._drawing.arrays(asked))
+            self._last = self._drawing.launch(rows, asked, hidden, placed, masks)
         return self._last
+
+    def _draw_behind(self, rows: Sequence[Row]) -> DrawnFlight:
+        """Launch the forward pass of rows whose draws depend on tokens of the last step. While the
+        device computes it, wait for these tokens, and make and launch the draws."""
+        last, (hidden, _) = self._last, self._forward(rows, {})
+        assert last is not None  # otherwise `_forward` raises
+        rows = with_draws_behind(rows, last.result())
+        asked = queries(rows)
+        masks = self._masks.begin(asked)
+        placed = self._inputs.place(self._drawing.arrays(asked))
+        return self._drawing.launch(rows, asked, hidden, placed, masks)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks, (source, target) each; all sources are read before any target is written."""

@@ -22,8 +22,6 @@ STRATEGIES = strategies(NUM_TOKENS)
 STRATEGIES["4 beams that end"] = replace(  # one ends after 2 tokens and stays the best
     STRATEGIES["4 beams"], beam=Beam(4, early_stopping="never"), stop_token_ids=(61, 201)
 )
-RUN_AHEAD = ("greedy", "temperature", "top_k and top_p", "min_p", "4 samples")
-"""The strategies in which nothing on the host needs a token before the next step is launched."""
 ADAPTED = ("greedy", "temperature", "4 samples, adjusted", "structured", "4 beams")
 """The strategies that are compared with a LoRA adapter too."""
 SPECULATING = [name for name in STRATEGIES if "beams" not in name]
@@ -72,8 +70,8 @@ async def in_a_batch(deployment: ExactnessDeployment, request: Request) -> Answe
     await until_begun(3 + len(others))
     decode.forward.go_on()
     answer = await call.answer()
-    # On a late device, rows that need their last token on the host are in every second step.
-    least = BATCH // 4 if deployment.late_decoders else BATCH
+    # On a late device, beams are in every second step.
+    least = BATCH // 2 if deployment.late_decoders else BATCH
     assert min(row.num_rows for row in decode.forward.seen) >= least
     assert prefill.forward.seen[0].num_rows > 1
     await deployment.cancel_all()
@@ -218,12 +216,11 @@ async def threads(deployment: ExactnessDeployment, request: Request) -> Answer:
 
 
 async def lateness(deployment: ExactnessDeployment, request: Request) -> Answer:
-    """A step is launched before the tokens of the last one are known, unless the request's
-    parameters need these tokens on the host."""
+    """A step is launched before the tokens of the last one are known, except for beams: the host
+    chooses which of them go on."""
     answer = await deployment.ask(request)
     num_ahead = sum(device.num_ahead for device in deployment.late_decoders)
-    runs_ahead = request.sampling in [STRATEGIES[name] for name in RUN_AHEAD]
-    assert bool(num_ahead) is runs_ahead
+    assert bool(num_ahead) is (request.sampling.beam is None)
     return answer
 
 

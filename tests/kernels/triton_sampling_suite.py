@@ -5,6 +5,7 @@ pytest does not collect this file: `test_triton.py` runs it."""
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,14 +23,21 @@ from services.engine.batch import Answer, Draw, Fault, Query, Row, RowOutput, Sc
 from services.engine.device.drawing import DeviceDrawing
 from services.engine.device.flights import DrawnFlight
 from services.engine.device.inputs import StepInputs
+from services.engine.engine import Engine
+from services.engine.messages import Admit
 from services.engine.models.fused import native_draw
+from services.engine.runner import Runner
 from services.engine.sampling import arithmetic
 from services.engine.sampling.logit_queries import queries, row_results
 from services.engine.sampling.masks import MaskThread
 from services.engine.sampling.philox import uniforms
 from services.engine.sampling.sampler import sample
 from services.engine.sampling.sampling_head import answer
+from services.engine.scheduler import Scheduler
+from services.engine.sequences.group import Group
 from services.engine.sequences.penalty_state import PenaltyState
+from services.engine.sequences.sequence import Rules
+from services.protocol.ticket import Ticket
 
 from .draw_cases import ADJUSTMENTS, PLAIN, cases, wanted
 
@@ -265,3 +273,93 @@ def test_masked_draws_are_those_of_the_host() -> None:
     assert all(token % 3 == 0 for token in tokens[0])
     assert tokens[2][0] % 7 == 0
     assert tokens[3][0] in (0, 99)
+
+
+class TableSteps:
+    """The steps of a model whose logits after a token are a row of a table."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._table = 2 * torch.randn(
+            vocab_size, vocab_size, generator=torch.Generator().manual_seed(4)
+        )
+
+    def graph_size(self, num_rows: int) -> None:
+        return None
+
+    def compute(self, placed: Any, facts: Any) -> Tensor:
+        return self._table[placed["token_ids"]][placed["wanted"]]
+
+
+class Unready:
+    """A flight that is complete only once somebody has waited for it, as on a busy GPU."""
+
+    is_complete = False
+
+    def __init__(self, flight: Any) -> None:
+        self.result = flight.result
+
+
+class LateRunner(Runner):
+    def __init__(self, vocab_size: int) -> None:
+        model: Any = Head(vocab_size)
+        names = {"head_dim": 1, "num_layers": 1, "num_kv_heads": 1, "max_position_embeddings": 64}
+        for name, value in names.items():
+            setattr(model.config, name, value)
+        model.dtype, model.device = torch.float32, torch.device("cpu")
+        kv, steps = torch.zeros(8, 1, 2, 64, 1, 1), TableSteps(vocab_size)
+        super().__init__(model, kv, 64, OPS, steps)  # type: ignore[arg-type]
+        self._inputs.is_copied = True
+        self.num_ahead = 0
+
+    def launch(self, rows: Sequence[Row], *args: Any) -> Any:
+        self.num_ahead += sum(row.drawn_by is not None for row in rows)
+        return Unready(super().launch(rows, *args))
+
+
+class Alternating:
+    """A grammar whose tokens are even and odd in turn, as the token before says."""
+
+    def walk(self) -> "Alternating":
+        return self
+
+    def mask_after(self, tokens: Sequence[int], num_drafts: int) -> Mask:
+        bits = np.zeros(96, bool)
+        bits[(tokens[-1] + 1) % 2 if tokens else 0 :: 2] = True
+        return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def engine_tokens(*, runs_ahead: bool) -> tuple[dict[str, list[int]], int]:
+    """The tokens of requests that begin one step after the other, and how many rows ran ahead."""
+    runner, stamps = LateRunner(90), SimpleNamespace(complete=lambda *block: None)
+    engine = Engine(runner, Scheduler(64, 8), stamps, one_token=False, look_ahead=2)  # type: ignore[arg-type]
+    kinds: list[dict[str, Any]] = [*ADJUSTMENTS[:4], {"logprobs": 2}, {"min_tokens": 4}]
+    tokens: dict[str, list[int]] = {}
+    for number in range(20):
+        commands = []
+        if number < len(kinds):
+            sampling = replace(PLAIN, seed=number, max_tokens=10, **kinds[number])
+            asked = Ticket(
+                *(f"r{number}", 1, number, "pool", f"h{number}", 0, bytes(16), (1, 2), sampling)
+            )
+            grammar: Any = Alternating() if number % 2 else None
+            rules = Rules.of(asked, 64, frozenset({3}), 64, grammar=grammar)
+            group = Group.to_compute(asked, rules, [number])
+            if not runs_ahead:
+                group.stay_behind()
+            commands.append(Admit(group))
+        for advance in engine.step(commands).advances:
+            tokens.setdefault(advance.key, []).extend(one.token for one in advance.tokens)
+    while (outcome := engine.step()).is_busy:
+        for advance in outcome.advances:
+            tokens.setdefault(advance.key, []).extend(one.token for one in advance.tokens)
+    return tokens, runner.num_ahead
+
+
+def test_draws_that_depend_on_the_token_in_flight_are_right() -> None:
+    """The tokens of penalties, bans, grammars and logprobs are those without a step in flight."""
+    ahead, num_ahead = engine_tokens(runs_ahead=True)
+    behind, none = engine_tokens(runs_ahead=False)
+    assert ahead == behind
+    assert len(ahead) == 6
+    assert num_ahead > 30
+    assert none == 0

@@ -38,6 +38,7 @@ class DrawnFlight:
         self._asked = asked
         self._scores = scores
         self._checked = checked
+        self._results: Sequence[RowResult] | None = None
         parts = [drawn]
         for _, (token_ids, logprobs, ranks) in scores:
             parts += [token_ids, logprobs.double().view(torch.int64), ranks]
@@ -53,7 +54,12 @@ class DrawnFlight:
         return self._event.query()
 
     def result(self) -> Sequence[RowResult]:
-        self._event.synchronize()
+        if self._results is None:
+            self._event.synchronize()
+            self._results = self._read()
+        return self._results
+
+    def _read(self) -> Sequence[RowResult]:
         drawn = iter(self._host[: len(self.drawn)].tolist())
         tokens: list[int | Fault] = []
         for query in self._asked:

@@ -107,8 +107,9 @@ class Sequence:
     A step may compute *drafts* behind the last token. Those that are not accepted leave KV in slots
     from num_computed on, which the next step overwrites.
 
-    A sequence *runs ahead* if a row takes the token that the step in flight draws. It may do so if
-    nothing on the host needs that token first: no penalties, no grammar, no logprobs, no beams.
+    A sequence *runs ahead* if a row takes the token that the step in flight draws. Only beams may
+    not: the host chooses which of them go on. A draw with penalties or a grammar depends on that
+    token; it is made beside the row's forward pass, once the host knows the token.
 
     Sequences of a group that begin with the same tokens are one `Sequence` until these tokens are
     computed; it has a branch for each of them. Most sequences have one branch: their next draw.
@@ -142,9 +143,7 @@ class Sequence:
             self._grammar_state = GrammarState(rules.grammar, self.tokens, rules.num_prompt_tokens)
         pooling = rules.sampling.pooling
         self.pooler = None if pooling is None else Pooler(pooling)
-        states = (self._penalty_state, self._grammar_state, self.pooler)
-        has_state = any(state is not None for state in states)
-        self.may_run_ahead = not has_state and rules.sampling.logprobs is None
+        self.may_run_ahead = self.pooler is None and rules.sampling.beam is None
         self._place = 0
         """The index of its row in the last step that has one."""
         num_full = max(num_computed, num_adopted) // rules.block_size
@@ -232,16 +231,24 @@ class Sequence:
         drawn_by, self._place = self._place if runs_ahead else None, place
         self.num_launched = end + len(drafts)
         is_last, pooler = end >= len(self.tokens), self.pooler
+        has_state = self._penalty_state is not None or self._grammar_state is not None
+        draws_behind = runs_ahead and has_state
+        draws: tuple[Draw, ...] = ()
+        if draws_behind:
+            draws = (Draw(self.rules.sampling, self.index),)
+        elif is_last and pooler is None:
+            draws = self._draws(drafts)
         return Row(
             token_ids=(UNKNOWN_TOKEN,) if runs_ahead else [*self.tokens[start:end], *drafts],
             start=start,
             block_table=self.block_table,
             store_from=self.num_adopted,
-            draws=self._draws(drafts) if is_last and pooler is None else (),
+            draws=draws,
             scoring=self._scoring(start, end),
             num_states=0 if pooler is None else pooler.num_states(num_tokens, is_last=is_last),
             num_drafts=len(drafts),
             drawn_by=drawn_by,
+            draw_behind=self.draw_behind if draws_behind else None,
             adapter=self.rules.adapter,
         )
 

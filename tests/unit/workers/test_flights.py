@@ -1,20 +1,25 @@
 """An engine on a late device, between the launch of a step and its retirement. Blocks of 4."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from blockstore.records import PoolSpec
+from services.common.structured.structure import Structure, StructureKind
 from services.engine.batch import Draw, Fault, Row
 from services.engine.engine import Engine
-from services.engine.forward import CompleteFlight, Flight
-from services.engine.messages import AbortSequence, Admit, Command, Remove, StepOutcome
+from services.engine.forward import CompleteFlight, Flight, ForwardPass
+from services.engine.messages import AbortSequence, AddBlocks, Admit, Command, Remove, StepOutcome
 from services.engine.scheduler import Scheduler
 from services.engine.sequences.beam_group import group_class
 from services.engine.sequences.group import Group
+from services.engine.sequences.penalty_state import PenaltyState
 from services.engine.sequences.sequence import Rules
 from services.protocol.ticket import FinishReason, Ticket, TicketSequence
 from tests.late_device import LateForward
@@ -23,6 +28,16 @@ from .fakes import PROMPT, SAMPLED, Arena, FakeForward, expected, make_stamps, t
 
 SIZE = 4
 KEY = "h-r1"
+
+
+class EchoGrammar:
+    """A grammar whose mask names the tokens that it has seen."""
+
+    def walk(self) -> "EchoGrammar":
+        return self
+
+    def mask_after(self, tokens: Sequence[int], num_drafts: int) -> NDArray[np.int32]:
+        return np.array(tokens, np.int32)
 
 
 class Host:
@@ -39,7 +54,8 @@ class Host:
         )
 
     def admit(self, asked: Ticket, num_blocks: int = 20, first: int = 0) -> Admit:
-        rules = Rules.of(asked, SIZE, frozenset(), max_model_len=1000)
+        grammar: Any = None if asked.sampling.structure is None else EchoGrammar()
+        rules = Rules.of(asked, SIZE, frozenset(), max_model_len=1000, grammar=grammar)
         blocks = range(first, first + num_blocks)
         return Admit(group_class(asked).to_compute(asked, rules, blocks))
 
@@ -185,33 +201,91 @@ def test_a_fault_after_the_last_token_is_ignored(host: Host) -> None:
     assert outcomes[-2].advances[0].remaining == ()
 
 
-CHANGES: dict[str, tuple[dict[str, Any], bool]] = {
-    "sampled": ({}, True),
-    "greedy": ({"temperature": 0.0}, True),
-    "filtered": ({"top_k": 5, "top_p": 0.9}, True),
-    "repetition": ({"repetition_penalty": 1.2}, False),
-    "frequency": ({"frequency_penalty": 0.1}, False),
-    "bias": ({"logit_bias": ((1, 2.0),)}, False),
-    "min_tokens": ({"min_tokens": 3}, False),
-    "bad_words": ({"bad_words": ((1, 2),)}, False),
-    "allowed": ({"allowed_token_ids": (1, 2)}, False),
-    "logprobs": ({"logprobs": 0}, False),
+CHANGES: dict[str, dict[str, Any]] = {
+    "sampled": {},
+    "greedy": {"temperature": 0.0},
+    "filtered": {"top_k": 5, "top_p": 0.9},
+    "repetition": {"repetition_penalty": 1.2},
+    "frequency": {"frequency_penalty": 0.1},
+    "bias": {"logit_bias": ((1, 2.0),)},
+    "min_tokens": {"min_tokens": 3},
+    "bad_words": {"bad_words": ((1, 2),)},
+    "allowed": {"allowed_token_ids": (1, 2)},
+    "logprobs": {"logprobs": 0},
+    "grammar": {"structure": Structure(StructureKind.REGEX, "a*")},
 }
 
 
-@pytest.mark.parametrize(("changes", "runs_ahead"), CHANGES.values(), ids=CHANGES)
-def test_sequences_that_can_run_ahead(
-    host: Host, changes: dict[str, Any], runs_ahead: bool
+@pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
+def test_staggered_requests_share_their_steps(host: Host, changes: dict[str, Any]) -> None:
+    """A request that arrives at each step: every step computes a token of each that has come."""
+    num_requests, num_tokens, blocks = 6, 20, itertools.count()
+    acquired = dict.fromkeys((f"h-r{number}" for number in range(num_requests)), 2)
+    commands: list[Command] = []
+    num_steps = num_drawn = 0
+    for number in range(num_requests + num_tokens + 5):
+        if number < num_requests:
+            sampling = replace(SAMPLED, max_tokens=num_tokens, **changes)
+            one = ticket(f"r{number}", range(10, 13), sampling=sampling)
+            commands.append(host.admit(one, 2, next(blocks)))
+            next(blocks)
+        outcome = host.step(*commands)
+        num_steps += outcome.is_busy
+        num_drawn += len(drawn(outcome))
+        commands = []
+        for advance in outcome.advances:
+            for total in range(acquired[advance.key], advance.wanted_blocks):
+                acquired[advance.key] = total + 1
+                commands.append(AddBlocks(advance.key, (next(blocks),)))
+    assert num_drawn == num_requests * num_tokens
+    assert num_steps - 1 <= 1.05 * (num_requests - 1 + num_tokens)  # the last one only retires
+
+
+@pytest.mark.parametrize("changes", [{"repetition_penalty": 1.2}, {"min_tokens": 3}])
+def test_a_draw_that_depends_on_the_token_in_flight_is_made_from_it(
+    host: Host, changes: dict[str, Any]
 ) -> None:
-    """The others are in every second step; the sequences beside them in all."""
-    beside = ticket("r2", range(7), sampling=replace(SAMPLED, max_tokens=30))
-    waits = asked(**changes)
-    host.step(host.admit(waits), host.admit(beside, first=30))
-    num_rows = []
-    for _ in range(4):
-        host.step()
-        num_rows.append(len(host.device.flights[0].rows))
-    assert num_rows == ([2] * 4 if runs_ahead else [1, 2] * 2)
+    """Its adjustment is the one that it has if each step waits for the one before."""
+    asked_for = asked(max_tokens=6, stop_token_ids=(7,), **changes)
+    rules = Rules.of(asked_for, SIZE, frozenset(), max_model_len=1000)
+    host.step(host.admit(asked_for))
+    tokens = list(PROMPT)
+    for _ in range(5):
+        (row,) = host.device.flights[-1].rows
+        state = PenaltyState(rules.sampling, tokens, len(PROMPT), rules.end_ids)
+        (found,), wanted = [draw.adjustment for draw in row.draws], state.adjustment()
+        assert (found is None) is (wanted is None)
+        if found is not None and wanted is not None:
+            assert sorted(zip(found.seen, found.counts, strict=True)) == sorted(
+                zip(wanted.seen, wanted.counts, strict=True)
+            )
+            assert found.banned.tolist() == wanted.banned.tolist()
+        tokens += drawn(host.step())
+
+
+class MaskingLate(LateForward):
+    """A device at whose launches the masks of a step are computed."""
+
+    def __init__(self, forward: ForwardPass) -> None:
+        super().__init__(forward)
+        self.masks: list[list[int]] = []
+
+    def launch(
+        self, rows: Sequence[Row], copies: Sequence[tuple[int, int]] = (), num_waiting: int = 0
+    ) -> Any:
+        flight = super().launch(rows, copies, num_waiting)
+        grammars = [draw.grammar for row in flight.rows for draw in row.draws]
+        self.masks += [grammar.mask().tolist() for grammar in grammars if grammar is not None]
+        return flight
+
+
+def test_a_grammar_sees_the_token_in_flight(host: Host) -> None:
+    host.engine._forward = device = MaskingLate(host.model)
+    host.step(host.admit(asked(max_tokens=6, structure=Structure(StructureKind.REGEX, "a*"))))
+    while host.step().is_busy:
+        pass
+    assert device.masks == [right(number) for number in range(6)]
+    assert device.num_ahead == 5
 
 
 def test_a_token_is_drawn_by_the_row_that_the_sequence_had(host: Host) -> None:
