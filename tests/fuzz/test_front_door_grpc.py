@@ -222,7 +222,6 @@ SERVICES = [
 METHODS = [f"/{each.full_name}/{method.name}" for each in SERVICES for method in each.methods]
 OPERATIONS = st.one_of(
     st.builds(lambda p: block_manager_pb2.AuditRequest(pool_id=p), NAMES | st.just("{pool}")),
-    st.builds(lambda p: block_manager_pb2.ListHoldersRequest(pool_id=p), NAMES | st.just("pool")),
     st.builds(lambda w: block_manager_pb2.DrainWorkerRequest(worker_id=w), NAMES),
     st.builds(
         lambda p, d: supervisor_pb2.ScaleRequest(num_prefill=p, num_decode=d),
