@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 import kvops
-from kvops.contest import ModelShape
 from kvops.native import Lane
 from services.common.checkpoint.check import check_format
 from services.common.checkpoint.shards import Shard
@@ -31,12 +30,9 @@ from services.engine.models import Model, load_model
 from services.engine.pool import DTYPES
 from services.engine.ranks.lead import LeadModel, LeadRunner
 from services.engine.runner import Runner
-from services.engine.weights.fused_weights import layer_sections
-from services.engine.weights.kinds import kind_of
 from services.engine.weights.packed_file import Progress
 from services.engine.weights.placement import SharedWeights
 from services.worker.config import WorkerSettings
-from services.worker.cpu.instruction_set import measured_isa
 from services.worker.cpu.place import Place
 from services.worker.drafting import DraftPlan, LoadedDraft, load_draft, plan_draft
 from services.worker.limits import Limits
@@ -81,7 +77,7 @@ def load(settings: WorkerSettings, progress: Progress, place: Place | None = Non
     if settings.is_dequantized(config):
         log.info("weights_dequantized", model=settings.served_name, dtype=name)
     dtype, kv_dtype = DTYPES[name], name if settings.kv_dtype == "auto" else settings.kv_dtype
-    backend = _backend(settings, device, config, dtype, kv_dtype, progress)
+    backend = _backend(settings, device, config, dtype, kv_dtype)
     num_threads = _num_threads(settings, place)
     if backend.native is not None:
         backend.native.assign([Lane()] * num_threads)
@@ -245,13 +241,12 @@ def _backend(
     config: ModelConfig,
     dtype: torch.dtype,
     kv_dtype: KVDtype,
-    progress: Progress,
 ) -> kvops.Backend:
     """StartupError: it cannot run here, or does not serve the device or the model's attention."""
     try:
         part = Shard(config, 0, settings.tensor_parallel_size).own_config
         shape = attention_shape(part, settings.block_size, dtype, DTYPES[kv_dtype])
-        backend = _chosen_backend(settings, shape, chosen_isa(settings, config, progress))
+        backend = _chosen_backend(settings, shape)
     except (kvops.BackendUnavailable, ValueError) as error:
         raise StartupError(str(error)) from error
     if backend.device != device.torch.type:
@@ -262,9 +257,7 @@ def _backend(
     return backend
 
 
-def _chosen_backend(
-    settings: WorkerSettings, shape: kvops.AttentionShape, isa: str | None
-) -> kvops.Backend:
+def _chosen_backend(settings: WorkerSettings, shape: kvops.AttentionShape) -> kvops.Backend:
     """BackendUnavailable, ValueError: it cannot run here, or does not serve the shape."""
     if settings.kernels == "triton":
         backend, reason = kvops.choose_attention(_attention(settings), shape)
@@ -275,6 +268,7 @@ def _chosen_backend(
             f"attention {settings.attention!r} is for the backend 'triton'; "
             f"{settings.kernels!r} has attention of its own"
         )
+    isa = None if settings.isa == "auto" else settings.isa
     backend = kvops.backend(settings.kernels, isa)
     backend.check_attention(shape)
     return backend
@@ -297,28 +291,6 @@ def _dtype(settings: WorkerSettings, config: ModelConfig) -> Dtype:
         return settings.dtype
     plain = config.dtype == "float32" and not settings.computed_kind(config)
     return "float32" if plain else "bfloat16"
-
-
-def chosen_isa(settings: WorkerSettings, config: ModelConfig, progress: Progress) -> str | None:
-    """The instruction set to compute with; None leaves the choice to the kernels."""
-    if settings.isa != "auto":
-        return settings.isa
-    if settings.kernels != "cpu":
-        return None
-    shape = _shape(settings, config)
-    return measured_isa(shape, settings.weights_cache or settings.pool_root, progress)
-
-
-def _shape(settings: WorkerSettings, config: ModelConfig) -> ModelShape:
-    sections = layer_sections(config, 0).values()
-    kind = settings.computed_kind(config)
-    return ModelShape(
-        kind=kind_of(kind) if kind else _dtype(settings, config),
-        linears=tuple((section.num_outputs, section.num_inputs) for section in sections),
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-    )
 
 
 def _limits(settings: WorkerSettings, config: ModelConfig) -> Limits:
