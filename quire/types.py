@@ -10,12 +10,13 @@ WorkerState = Literal["unknown", "starting", "serving", "draining", "fenced"]
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One message of a conversation. `role`: as in the model's chat template (system, user,
-    assistant ...). `name`: for chat templates that distinguish speakers of one role."""
+    """One message of a conversation."""
 
     role: str
+    """A role of the model's chat template: system, user, assistant ..."""
     content: str
     name: str = ""
+    """The speaker, for chat templates that distinguish speakers of one role."""
 
 
 Prompt = str | Sequence[int] | Sequence[ChatMessage]
@@ -24,32 +25,31 @@ Prompt = str | Sequence[int] | Sequence[ChatMessage]
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """Beam search with `width` beams (1 to 16).
-
-    It gives the results of transformers' `generate` with the same `num_beams`, `length_penalty`
-    (None: 1) and `early_stopping`.
-    """
+    """Beam search with `width` beams (1 to 16). It gives the results of transformers' `generate`
+    with the same `num_beams`, `length_penalty` and `early_stopping`."""
 
     width: int
     length_penalty: float | None = None
+    """None is 1."""
     early_stopping: bool | Literal["never"] = False
 
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
-    """The form of the generated text; exactly one of the fields is given, as in vLLM.
-
-    `json`: a JSON schema, as text or as an object. `json_object`: any JSON object. `regex`: a
-    regular expression that matches all of the text. `choice`: the text is one of these. `grammar`:
-    Lark, or EBNF as of llama.cpp. `structural_tag`: parts of the text have a form; JSON.
-    """
+    """The form of the generated text; exactly one of the fields is given, as in vLLM."""
 
     json: str | Mapping[str, Any] | None = None
+    """A JSON schema, as text or as an object."""
     regex: str | None = None
+    """A regular expression that matches all of the text."""
     choice: Sequence[str] | None = None
+    """The texts of which one is generated."""
     grammar: str | None = None
+    """A grammar of Lark, or in llama.cpp's EBNF."""
     json_object: bool | None = None
+    """True asks for any JSON object."""
     structural_tag: str | Mapping[str, Any] | None = None
+    """A structural tag in JSON: parts of the text have a form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +96,14 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A token with its logprob at one position. `logprob`: before temperature, penalties and
-    filters. `rank`: 1 + the number of likelier tokens. `token`: UTF-8, which may be part of a
-    character; a special token's name."""
+    """A token with its logprob at one position, before temperature, penalties and filters."""
 
     token_id: int
     logprob: float
     rank: int
+    """1 + the number of likelier tokens."""
     token: bytes
+    """UTF-8, which may be part of a character, or the name of a special token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,21 +117,19 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts and times of one request.
-
-    `num_cached_tokens`: prompt tokens found in the prefix cache; None unless the request has a
-    `cache_salt`, or the gateway reports the number for every request (`quire serve
-    --report-cached-tokens`), since it could reveal the prompts of other clients.
-    `time_to_first_token_ms`: from the arrival at the gateway. `num_accepted_drafts`,
-    `num_rejected_drafts`: of speculative decoding.
-    """
+    """Token counts and times of one request."""
 
     num_prompt_tokens: int
     num_cached_tokens: int | None
+    """The prompt tokens that the prefix cache had. The number could reveal prompts of other
+    clients, so it is None unless the request has a `cache_salt` or the gateway reports it to
+    everybody (`quire serve --report-cached-tokens`)."""
     num_generated_tokens: int
     time_to_first_token_ms: float
+    """The time from the arrival at the gateway."""
     num_preemptions: int
     num_accepted_drafts: int = 0
+    """The drafts of speculative decoding that became tokens; `num_rejected_drafts` did not."""
     num_rejected_drafts: int = 0
 
 
@@ -161,9 +159,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One complete sequence of an answer. `stopped_by`, `logprobs`, `score`: as in `Delta`.
-    `message`: of `LLM.chat`, the assistant's message in OpenAI's format, with `reasoning_content`
-    and `tool_calls` if the model has written them."""
+    """One complete sequence of an answer, with the fields of `Delta`."""
 
     index: int
     text: str
@@ -173,6 +169,8 @@ class Choice:
     logprobs: tuple[TokenLogprobs, ...] = ()
     score: float | None = None
     message: Mapping[str, Any] | None = field(default=None, hash=False)
+    """The assistant's message of `LLM.chat` in OpenAI's format, with `reasoning_content` and
+    `tool_calls` if the model has written them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,22 +193,19 @@ class Embedding:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The complete answer to a request.
-
-    `choices`: all sequences, by index. `usage`: of all sequences together. `text`, `token_ids`,
-    `finish_reason` and `logprobs` are those of the first choice, for requests with `n` = 1.
-    `outputs`, `prompt` and `prompt_token_ids` have vLLM's names.
-    """
+    """The complete answer to a request. For requests of one sequence, the fields of the first
+    choice are also fields of the answer. `outputs`, `prompt` and `prompt_token_ids` are vLLM's
+    names."""
 
     request_id: str
     choices: tuple[Choice, ...]
+    """All sequences, by index."""
     usage: Usage
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     prompt: str | None = None
-    """Of `LLM`: the text, for a chat as the template renders it; None for token ids."""
-
+    """The text that `LLM` got, for a chat as the template renders it; None for token ids."""
     prompt_token_ids: tuple[int, ...] = ()
-    """Of `LLM`: the prompt as the model gets it."""
+    """The prompt of `LLM` as the model gets it."""
 
     @property
     def outputs(self) -> tuple[Choice, ...]:
@@ -240,11 +235,9 @@ class Model:
     id: str
     max_model_len: int
     """The longest prompt + generation, in tokens: `context`, or what a pool has room for."""
-
     block_size: int
     dtype: str
     """The kind of the weights: int8, int4-32 ... where linears compute quantized."""
-
     context: int = 0
     """The longest prompt + generation of the model itself, in tokens."""
     parent: str = ""
@@ -279,12 +272,8 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A worker in the registry, with its load. `num_free_slots`: the sequences that a decode worker
-    can still take. Of the steps of the last seconds: `busy_permille`, their share of the time in
-    1/1000; `step_us`, their mean duration; `tokens_per_s`, the tokens computed in a second of
-    steps. `engine`: its backend, instruction set or GPU, dtype and quantization. `pid`: of its
-    process, on its host; 0 while it is not in the registry. `name`: for people; it stays when the
-    worker starts again, with another id."""
+    """A worker in the registry, with its load, and with measurements of its steps of the last
+    seconds."""
 
     worker_id: str
     role: str
@@ -295,37 +284,41 @@ class Worker:
     num_running: int
     num_waiting: int
     num_free_slots: int
+    """The sequences that a decode worker can still take."""
     num_pending_tokens: int
     engine: Mapping[str, str]
+    """The worker's backend, instruction set or GPU, dtype and quantization."""
     started_unix_ms: int
     pid: int = 0
+    """The worker's process, on its host; 0 while the worker is not in the registry."""
     busy_permille: int = 0
+    """The share of the time in which the worker computed steps, in 1/1000."""
     step_us: int = 0
+    """The mean duration of a step."""
     tokens_per_s: int = 0
+    """The tokens computed in a second of steps."""
     name: str = ""
+    """The name for people, which stays when the worker starts again with another id."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
     """The result of `scale`: the worker counts once the workers in `starting` serve and those in
-    `leaving` have left. `failing`: workers that do not start, with the last line that each wrote.
-    `warning`: what the operator should know about the numbers; usually empty."""
+    `leaving` have left."""
 
     num_prefill: int
     num_decode: int
     starting: tuple[str, ...]
     leaving: tuple[str, ...]
     failing: Mapping[str, str] = field(default_factory=dict)
+    """The workers that do not start, with the last line that each wrote."""
     warning: str = ""
+    """What the operator should know about the numbers; usually empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolAudit:
-    """A recount of one pool.
-
-    `ledger_checked`: False if the pool changed too often during the audit, which then checked only
-    the counters, and while the pool is `recovering`. `violations`: empty if every law holds.
-    """
+    """A recount of one pool."""
 
     pool_id: str
     num_blocks: int
@@ -335,5 +328,8 @@ class PoolAudit:
     num_holders: int
     num_references: int
     ledger_checked: bool
+    """False if the audit checked only the counters, because the pool changed too often or
+    recovers."""
     violations: tuple[str, ...]
+    """Empty if every law holds."""
     recovering: bool = False
