@@ -54,44 +54,46 @@ class StructuredOutput:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling parameters. None: the value of the model's generation_config, else the server's
-    default.
-
-    `temperature`: 0 is greedy. `top_k`: 0 keeps all tokens. `max_tokens`: None allows as many as
-    the context has room for. `n`: the number of sequences; they share one seed and one prefill.
-    `seed`: 64 bits; a negative one is the same as seed + 2**64.
-    `logprobs`: return the logprob of each token, and the `logprobs` likeliest tokens at its
-    position; None: no logprobs. `prompt_logprobs`: the same for each prompt token but the first.
-    `logit_bias`: maps token ids to biases, which are added to the logits. `allowed_token_ids`: None
-    allows all. `bad_words`: never generated. `min_tokens`: the number of tokens before which
-    nothing ends the generation. `beam`: beam search instead of sampling; the sequences come
-    complete, at the end of the request, best first. `structured_outputs`: the form of the text;
-    None: any.
-    """
+    """Sampling parameters. None takes the value of the model's generation_config, or else the
+    server's default."""
 
     temperature: float | None = None
+    """0 is greedy."""
     top_k: int | None = None
+    """0 keeps all tokens."""
     top_p: float | None = None
     min_p: float | None = None
     seed: int | None = None
+    """64 bits; a negative one is the same as seed + 2**64."""
     max_tokens: int | None = None
+    """None allows as many as the context has room for."""
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     n: int = 1
+    """The number of sequences, which share one seed and one prefill."""
     logprobs: int | None = None
+    """How many of the likeliest tokens to return with the logprob of each token; None returns
+    none."""
     prompt_logprobs: int | None = None
+    """The same for each token of the prompt but the first."""
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Biases that are added to the logits, by token id."""
     allowed_token_ids: tuple[int, ...] | None = None
+    """None allows all."""
     bad_words: tuple[str, ...] = ()
+    """Texts that are never generated."""
     min_tokens: int | None = None
+    """The number of tokens before which nothing ends the generation."""
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     beam: Beam | None = None
+    """A beam search in place of sampling; whole sequences come at the end, best first."""
     structured_outputs: StructuredOutput | None = None
+    """The form of the text; None allows any text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,26 +137,25 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New tokens and text of one sequence of a request. `index`: of the sequence, 0 to n - 1.
-
-    `finish_reason`: set in the last delta of the sequence. `stopped_by`: the stop string or token
-    id that ended the sequence, if one did. `usage`: set in the last delta of the request.
-    `logprobs`: one for each token, if the request asks for them. `prompt_logprobs`: one for each
-    prompt token but the first, in the first delta, if the request asks for them. `score`: with beam
-    search, the sum of the sequence's logprobs divided by its length to the power of
-    `length_penalty`.
-    """
+    """New tokens and text of one sequence of a request."""
 
     request_id: str
     index: int
+    """The number of the sequence, from 0 on."""
     token_ids: tuple[int, ...]
     text: str
     finish_reason: FinishReason | None = None
+    """Set in the last delta of the sequence."""
     stopped_by: str | int | None = None
+    """The stop string or token id that ended the sequence, if one did."""
     usage: Usage | None = None
+    """Set in the last delta of the request."""
     logprobs: tuple[TokenLogprobs, ...] = ()
+    """The logprobs of each token, if the request asks for them."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """The logprobs of each prompt token but the first, in the first delta, if the request asks."""
     score: float | None = None
+    """Of a beam search: the sum of logprobs / length ** `length_penalty`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +176,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """A LoRA adapter for `LLM`, with vLLM's fields: its name, and its directory. `lora_int_id` has
-    no meaning here."""
+    """A LoRA adapter for `LLM`, with vLLM's fields. `lora_int_id` has no meaning here."""
 
     lora_name: str
     lora_int_id: int = 0
