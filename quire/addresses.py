@@ -7,7 +7,7 @@ DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 
 def http_url(text: str) -> str:
-    """Returns `text` if it is the URL of an HTTP server. ValueError: it is not."""
+    """Return `text` if it is the URL of an HTTP server. Raises ValueError if it is not."""
     parts = urlsplit(text)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"{text!r} is no URL, such as http://127.0.0.1:8000")

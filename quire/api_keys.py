@@ -33,14 +33,14 @@ class KeyFileError(Exception):
 
 
 class ApiKey(BaseModel):
-    """One key and what its owner may do. None: no limit."""
+    """One key and what its owner may do. A limit that is None does not exist."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
 
     name: Name
     hash: str = Field(pattern=r"^sha256:[0-9a-f]{64}$")
     tenant: Name = ""
-    """Keys of one tenant share cached prefixes; tenants never do. Default: the key's name."""
+    """Keys of one tenant share cached prefixes; tenants never do. By default the key's name."""
     role: Role = "user"
     requests_per_minute: Positive | None = None
     tokens_per_minute: Positive | None = None
@@ -48,13 +48,13 @@ class ApiKey(BaseModel):
     max_concurrency: Positive | None = None
     """Sequences that run or wait at a time: a request with n = 4 counts as 4."""
     max_sequences: Positive = 8
-    """Limit of n and of the width of a beam search."""
+    """The largest n and the largest width of a beam search."""
     max_logprobs: int = Field(default=20, ge=0)
     max_prompt_logprobs: int = Field(default=5, ge=0)
     penalties: bool = True
     """Whether requests may have repetition, presence and frequency penalties."""
     models: tuple[str, ...] | None = None
-    """The models that this key sees; None: all."""
+    """The models that this key sees; None is all of them."""
     priority_ceiling: int = 0
     """The most urgent priority that a request may ask for; a lower number is more urgent."""
 
@@ -82,7 +82,7 @@ def hash_key(key: str) -> str:
 
 
 def make_key(fields: dict[str, Any]) -> ApiKey:
-    """A key with these fields. KeyFileError names the first mistake."""
+    """Make a key with these fields. Raises KeyFileError, which names the first mistake."""
     try:
         return ApiKey.model_validate(fields)
     except ValidationError as error:
@@ -90,7 +90,8 @@ def make_key(fields: dict[str, Any]) -> ApiKey:
 
 
 def parse_keys(text: str, where: str) -> tuple[ApiKey, ...]:
-    """The keys in a key file's text. KeyFileError names the first mistake; `where`: the file."""
+    """Return the keys in a key file's text. Raises KeyFileError, which names the file by `where`
+    and the first mistake."""
     try:
         keys = _KeyFile.model_validate_json(text).keys
     except ValidationError as error:
@@ -106,7 +107,7 @@ def _problem(error: ValidationError) -> str:
 
 
 def check_unique(keys: Sequence[ApiKey], where: str) -> None:
-    """KeyFileError: two keys have one name, or one hash."""
+    """Raises KeyFileError if two keys have one name, or one hash."""
     names, by_hash = set(), dict[str, str]()
     for key in keys:
         if key.name in names:

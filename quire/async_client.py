@@ -71,7 +71,7 @@ class AsyncClient(ClientBase):
         return self.send(Request(prompt, sampling or Sampling(), model), timeout_s)
 
     def send(self, request: Request, timeout_s: float | None = None) -> AsyncStream:
-        """`generate` with every field of a request. `timeout_s`: the request's time limit."""
+        """Like `generate`, with every field of a request, and with a time limit for it."""
         return AsyncStream(self._deltas(self._progress(request, timeout_s)))
 
     async def _deltas(self, progress: Progress) -> AsyncGenerator[Delta, None]:

@@ -28,17 +28,18 @@ T = TypeVar("T")
 
 _TIMEOUT_S = 10.0
 _ADAPTER_TIMEOUT_S = 60.0
-"""Of a call that reads an adapter's files."""
+"""The time limit of a call that reads an adapter's files."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[T]):
-    """`stub`, `method`: of a `Connection`. `read`: makes the result of the response."""
+    """A call of one answer, by the names of a stub of `Connection` and of its method."""
 
     stub: str
     method: str
     request: Message
     read: Callable[[Any], T]
+    """Makes the result of the response."""
     timeout_s: float | None = _TIMEOUT_S
 
     def start(self, connection: Connection) -> Any:
@@ -91,7 +92,7 @@ def unload_adapter(name: str) -> Call[None]:
 
 
 class ClientBase:
-    """The connections of a client. `_library`: `grpc` or `grpc.aio`."""
+    """The connections of a client, by the library `grpc` or `grpc.aio`."""
 
     _library: Any
 

@@ -52,9 +52,9 @@ def write_certificates(
     names of the written files.
 
     An existing CA is kept, so that certificates can be renewed while services run: they read
-    changed files again. `hosts`: names and addresses by which clients reach the gateways.
-    `service_hosts`: further names of services, such as that of a Valkey with the same certificate.
-    `ca_key`: keeps the CA's key at another place than in `directory`. Raises CertificateError.
+    changed files again. `hosts` are names and addresses by which clients reach the gateways, and
+    `service_hosts` further names of services, such as a Valkey's with the same certificate. The
+    CA's key may be kept elsewhere than in `directory` (`ca_key`). Raises CertificateError.
     """
     wanted: dict[str, tuple[tuple[str, ...], str]] = {
         "service": ((SERVICE_NAME, *service_hosts), "both"),
@@ -80,7 +80,7 @@ def write_certificates(
 
 
 def _authority(certificate: Path, key: Path) -> tuple[_Pair, list[str]]:
-    """The CA in these files, made if there is none, and the names of the files written."""
+    """Return the CA in these files, made if there is none, and the names of the files written."""
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
@@ -104,7 +104,7 @@ def _authority(certificate: Path, key: Path) -> tuple[_Pair, list[str]]:
 
 
 def _signed(ca: _Pair | None, name: str, names: Sequence[str], use: str, days: float) -> _Pair:
-    """A new certificate, signed by `ca` or by itself. `use`: ca, server, client, or both."""
+    """Make a certificate, signed by `ca` or by itself. `use` is ca, server, client, or both."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -139,7 +139,7 @@ def _signed(ca: _Pair | None, name: str, names: Sequence[str], use: str, days: f
 
 
 def _key_usage(*, signs_certificates: bool) -> "x509.KeyUsage":
-    """Python 3.13 and later accept no CA without a key usage."""
+    """Return the key usage, without which Python 3.13 and later accept no CA."""
     from cryptography import x509
 
     return x509.KeyUsage(

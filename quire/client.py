@@ -102,7 +102,7 @@ class Client(ClientBase):
     separate address, `operations` (unix:PATH or host:port). Without it they are called at
     `address`, where a gateway with API keys serves them to operators' keys.
 
-    `api_key`: sent with each call. `tls`: for addresses other than unix:PATH; None: no TLS.
+    `api_key` is sent with each call. `tls` is for addresses other than unix:PATH; None uses no TLS.
     """
 
     _library = grpc
@@ -119,7 +119,7 @@ class Client(ClientBase):
         return self.send(Request(prompt, sampling or Sampling(), model), timeout_s)
 
     def send(self, request: Request, timeout_s: float | None = None) -> Stream:
-        """`generate` with every field of a request. `timeout_s`: the request's time limit."""
+        """Like `generate`, with every field of a request, and with a time limit for it."""
         return Stream(self._gateways, self._progress(request, timeout_s))
 
     def complete(
@@ -142,8 +142,8 @@ class Client(ClientBase):
         model: str = "",
         timeout_s: float | None = None,
     ) -> Embedding:
-        """The embedding of a text or of token ids. `dimensions`: the first so many values, for
-        models that are trained for it; None: all."""
+        """Return the embedding of a text or of token ids: all values or, for models that are
+        trained for it, the first `dimensions`."""
         return self._ask(calls.embed(prompt, dimensions, model, timeout_s))
 
     def is_ready(self) -> bool:
@@ -177,7 +177,7 @@ class Client(ClientBase):
         self, *, num_prefill: int | None = None, num_decode: int | None = None, model: str = ""
     ) -> Scaled:
         """Let `quire serve` start or drain workers of a model; None leaves a role as it is.
-        `model`: may be empty if the run has only one.
+        `model` may be empty if the run has only one.
 
         Returns before the workers have started or left.
         """
@@ -186,7 +186,7 @@ class Client(ClientBase):
     def load_adapter(self, name: str, path: str, model: str = "") -> str:
         """Serve the LoRA adapter in the directory `path` of the servers as the model `name`.
 
-        `model`: the model that it is for; "": the only one. Returns that model's name.
+        `model` is the model that it is for; empty for the only one. Returns that model's name.
         """
         return self._ask(calls.load_adapter(name, path, model))
 

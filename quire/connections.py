@@ -40,22 +40,23 @@ _CHANNEL_OPTIONS = [
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """TLS to gateways. `ca`: file with the CA that signed the gateways' certificates; None: those
-    that gRPC comes with. `certificate` and `key`: files to show to gateways that ask for them."""
+    """The files for TLS to gateways."""
 
     ca: Path | None = None
+    """The CA that signed the gateways' certificates; None for the CAs that gRPC comes with."""
     certificate: Path | None = None
+    """The certificate to show to gateways that ask for one, with its `key`."""
     key: Path | None = None
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """BadTls: a file cannot be read, or only one of certificate and key is given."""
+        """Raises BadTls if a file cannot be read, or only one of certificate and key is given."""
         if (self.certificate is None) != (self.key is None):
             raise BadTls("TLS needs both a certificate and its key, or neither")
         ca, key, certificate = map(_content, (self.ca, self.key, self.certificate))
         return grpc.ssl_channel_credentials(ca, key, certificate)
 
     def context(self) -> ssl.SSLContext:
-        """For HTTP. Raises BadTls."""
+        """Return the same for HTTP. Raises BadTls."""
         self.credentials()  # checks that the files go together and can be read
         try:
             context = ssl.create_default_context(cafile=self.ca)
@@ -85,7 +86,7 @@ class Access:
         return channel if self.api_key is None else _WithKey(channel, self.api_key)
 
     def credentials(self, address: str) -> grpc.ChannelCredentials | None:
-        """None: calls to this address are not encrypted."""
+        """Return None if calls to this address are not encrypted."""
         return None if self.tls is None or address.startswith("unix:") else self.tls.credentials()
 
 
@@ -104,7 +105,7 @@ class _WithKey:
 
 
 class Connection:
-    """A connection to one gateway, with a stub for each of its services. `library`: `grpc` or
+    """A connection to one gateway, with a stub for each of its services. `library` is `grpc` or
     `grpc.aio`."""
 
     def __init__(self, address: str, access: Access, library: Any) -> None:
@@ -124,7 +125,7 @@ class Connection:
 
 
 class Connections:
-    """Connections to the gateways of one deployment, one of them in use. `addresses`: one or more
+    """Connections to the gateways of one deployment, one of them in use. `addresses` is one or more
     addresses, separated by commas."""
 
     def __init__(self, addresses: str, access: Access, library: Any) -> None:

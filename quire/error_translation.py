@@ -48,7 +48,7 @@ A gRPC server answers a call that arrives just as it stops with CANCELLED."""
 
 @contextmanager
 def translate_errors(address: str) -> Iterator[None]:
-    """Raises gRPC's errors as errors of `quire.errors`. `address`: of the server, for texts."""
+    """Raise gRPC's errors as errors of `quire.errors`, whose texts name the server's address."""
     try:
         yield
     except grpc.RpcError as error:

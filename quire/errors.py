@@ -2,7 +2,7 @@
 
 
 class QuireError(Exception):
-    """Root of the client library's errors. `code`: the server's code for the error, or gRPC's
+    """Root of the client library's errors. `code` is the server's code for the error, or gRPC's
     status in lower case."""
 
     def __init__(self, message: str, code: str) -> None:

@@ -10,8 +10,8 @@ from typing import BinaryIO
 
 
 def open_regular_file(path: Path) -> BinaryIO:
-    """Open a file to read it. OSError: it cannot be opened, or is a device, a FIFO or the like, of
-    which a read may wait for ever or have no end."""
+    """Open a file to read it. Raises OSError if it cannot be opened, or is a device or a FIFO,
+    whose reading may wait for ever or have no end."""
 
     def without_waiting(name: str, flags: int) -> int:
         return os.open(name, flags | os.O_NONBLOCK)  # a FIFO would wait for its writer
@@ -24,7 +24,8 @@ def open_regular_file(path: Path) -> BinaryIO:
 
 
 def read_small_file(path: Path, max_bytes: int) -> bytes:
-    """The content of a regular file. OSError: as `open_regular_file`, or the file is larger."""
+    """Return the content of a regular file. Raises OSError as `open_regular_file` does, or if the
+    file is larger."""
     with open_regular_file(path) as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
@@ -34,7 +35,7 @@ def read_small_file(path: Path, max_bytes: int) -> bytes:
 
 
 def replace_file(path: Path, content: bytes, mode: int = 0o600) -> None:
-    """Write a file, whose readers see the old content or all of the new. OSError."""
+    """Write a file. Its readers see the old content or all of the new one. Raises OSError."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.unlink(missing_ok=True)  # of a process that was killed: its mode may be another
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
@@ -44,8 +45,8 @@ def replace_file(path: Path, content: bytes, mode: int = 0o600) -> None:
 
 
 def try_lock(directory: Path) -> int | None:
-    """Locks a directory of this user until the returned descriptor is closed, or the process ends.
-    None: another process has the lock, or the directory is gone or is another user's."""
+    """Lock a directory of this user until the returned descriptor is closed, or the process ends.
+    Returns None if another process has the lock, or the directory is gone or another user's."""
     try:
         lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:

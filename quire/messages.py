@@ -69,25 +69,23 @@ _LOAD = (
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request, except for its time limit.
-
-    `request_id`: the client library generates one if it is empty. `model`: may be empty if the
-    gateway serves only one model. `priority`: a lower one is served first; a gateway without
-    --client-priority refuses any other than 0. `cache_salt`: requests share cached prefixes only
-    with requests of the same salt.
-    """
+    """One request, except for its time limit."""
 
     prompt: Prompt
     sampling: Sampling = field(default=Sampling())
     model: str = ""
+    """May be empty if the gateway serves only one model."""
     request_id: str = ""
+    """If it is empty, the client library draws one."""
     priority: int = 0
+    """A lower one is served first; without --client-priority a gateway refuses all but 0."""
     cache_salt: str = ""
+    """Requests share cached prefixes only with requests of the same salt."""
 
 
 def generate_request(request: Request) -> inference_pb2.GenerateRequest:
-    """The request as protobuf. Raises InvalidRequest if a value does not fit into its field, such
-    as a negative token id."""
+    """Return the request as protobuf. Raises InvalidRequest if a value does not fit into its field,
+    such as a negative token id."""
     try:
         message = inference_pb2.GenerateRequest(
             request_id=request.request_id,
@@ -231,8 +229,8 @@ def _usage(usage: inference_pb2.Usage) -> Usage:
 
 
 def usage_of(last: Delta | None) -> Usage:
-    """The usage in the last delta of a request. ServerError: it has none, so the stream ended
-    before the request did."""
+    """Return the usage in the last delta of a request. Raises ServerError if it has none, because
+    the stream ended before the request did."""
     if last is None or last.usage is None:
         raise ServerError("the stream ended before the request did", "internal")
     return last.usage

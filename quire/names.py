@@ -4,7 +4,7 @@ MAX_NAME_CHARS = 200
 
 
 def name_problem(name: str) -> str:
-    """Why this cannot be the name of a model, an alias or an adapter; "" if it can.
+    """Return why this cannot be the name of a model, an alias or an adapter; empty if it can.
 
     Settings list names by commas, with `=` before what has the name, and take `none` for no value.
     """

@@ -24,11 +24,12 @@ _MAX_GROWTH = 2
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """`busy`: the share of a worker's time, or of its decode slots, that a plan uses."""
+    """What a plan has to reach."""
 
     ttft_s: float = TTFT_S
     inter_token_s: float = INTER_TOKEN_S
     busy: float = 0.8
+    """The share of a worker's time, or of its decode slots, that the plan uses."""
 
 
 class Figures(Protocol):
@@ -55,7 +56,6 @@ class Need:
     num_workers: float
     text: str
     """A sentence with places for the figures."""
-
     figures: tuple[float, ...]
 
     @property
@@ -69,7 +69,6 @@ class RolePlan:
 
     num_workers: int
     """The workers that are there."""
-
     needs: tuple[Need, ...]
 
     @property
@@ -112,8 +111,8 @@ def plan(
     num_waiting: int = 0,
     held_share: float = 0.0,
 ) -> Plan:
-    """Plan for the serving workers of one model. `num_waiting`: requests that no worker has yet.
-    `held_share`: held blocks as a share of all blocks of the model's pools."""
+    """Plan for the serving workers of one model. `num_waiting` counts the requests that no worker
+    has yet; `held_share` is the share of held blocks in the model's pools."""
     return Plan(
         RolePlan(len(prefill), _prefill_needs(prefill, targets)),
         RolePlan(len(decode), _decode_needs(decode, targets, num_waiting, held_share)),
@@ -141,7 +140,7 @@ def _mean_need(needs: Sequence[Need]) -> Need:
 
 
 def held_share(pools: Iterable[tuple[int, int]]) -> float:
-    """`pools`: held and all blocks of each."""
+    """Return the share of held blocks; each pool has its number of held and of all blocks."""
     counts = list(pools)
     total = sum(num_blocks for _, num_blocks in counts)
     return sum(num_held for num_held, _ in counts) / total if total else 0.0
@@ -196,7 +195,7 @@ def _decode_needs(
 
 
 def _within(worker: Figures, inter_token_s: float) -> float:
-    """The sequences that a worker can run at this latency."""
+    """Return how many sequences a worker can run at this latency."""
     slots = worker.num_running + worker.num_free_slots
     if not worker.num_running or not worker.step_us:
         return slots

@@ -54,13 +54,12 @@ class Progress:
         self._looked_s = 0.0
 
     def message(self) -> GenerateRequest:
-        """The message for the next call, which is sent now, with the tokens that were received so
-        far."""
+        """Return the message for the next call, which is sent now, with the received tokens."""
         self._sent_at = self._clock()
         return self._message
 
     def timeout_s(self) -> float | None:
-        """The rest of the request's time limit; None: no limit."""
+        """Return the rest of the request's time limit, or None without a limit."""
         return None if self._deadline is None else max(0.0, self._deadline - self._clock())
 
     def record_response(self, response: GenerateResponse) -> None:
@@ -80,8 +79,8 @@ class Progress:
     def record_break(
         self, error: QuireError, metadata: Iterable[tuple[str, str | bytes]] | None = ()
     ) -> float | None:
-        """Record a broken call. `metadata`: its initial metadata. Returns the seconds until the
-        next gateway should be asked; None: the answer was complete before the call broke.
+        """Record a broken call with its initial `metadata`. Returns the seconds until the next
+        gateway should be asked, or None if the answer was complete before the call broke.
 
         Raises `error` if it is final, or if the client gives up: after it has looked for a gateway
         for `window_s`, or at once if the only gateway has never answered. Raises DeadlineExceeded

@@ -20,13 +20,13 @@ def parse_size(text: str) -> int:
 
 
 def memory_size(text: str) -> str:
-    """Returns `text` if it is a size; the worker parses it again. ValueError: it is not a size."""
+    """Return `text` if it is a size, which the worker parses again. Raises ValueError if not."""
     parse_size(text)
     return text
 
 
 def duration(text: str) -> float:
-    """Returns the number. ValueError: it is no finite number from 0 on."""
+    """Return the number. Raises ValueError unless it is a finite number from 0 on."""
     try:
         number = float(text)
     except ValueError:
@@ -37,7 +37,7 @@ def duration(text: str) -> float:
 
 
 def format_size(num_bytes: int) -> str:
-    """1536 -> '1.5 KiB'."""
+    """Return a size as text: 1536 is '1.5 KiB'."""
     amount = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if amount < 1024:

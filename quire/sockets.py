@@ -56,7 +56,7 @@ def _sockets(run: Path) -> list[Path]:
 
 
 def _made_at(path: Path) -> float:
-    """Unix time of the socket's creation; the current time if the socket has just been removed."""
+    """Return when the socket was made; the current time if it has just been removed."""
     try:
         return path.stat().st_mtime
     except FileNotFoundError:

@@ -21,12 +21,8 @@ _OF_METHOD = {
 
 
 class SpeculativeConfig(BaseModel):
-    """Where drafts come from, and how many a row gets in a step at most.
-
-    A bound of the n-grams that is missing is the other one; without both, n-grams have
-    1 to 5 tokens. `model`: the checkpoint of the draft model. `draft_kv_memory`: the most memory of
-    its KV in each decode worker.
-    """
+    """Where drafts come from, and how many a row gets in a step at most. A missing bound of the
+    n-grams is equal to the other bound; without both, n-grams have 1 to 5 tokens."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
@@ -35,7 +31,9 @@ class SpeculativeConfig(BaseModel):
     prompt_lookup_min: int | None = Field(default=None, ge=1, le=64)
     prompt_lookup_max: int | None = Field(default=None, ge=1, le=64)
     model: Path | None = None
+    """The checkpoint of the draft model."""
     draft_kv_memory: str = "1GiB"
+    """The most memory of the draft model's KV in each decode worker."""
 
     @model_validator(mode="before")
     @classmethod
@@ -78,7 +76,7 @@ class SpeculativeConfig(BaseModel):
 
 
 def check_speculative_config(text: str) -> str:
-    """Returns the JSON `text` if workers take it. ValueError: they would refuse it."""
+    """Return the JSON `text` if workers take it. Raises ValueError if they would refuse it."""
     try:
         SpeculativeConfig.model_validate_json(text)
     except ValidationError as error:

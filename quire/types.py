@@ -10,12 +10,13 @@ WorkerState = Literal["unknown", "starting", "serving", "draining", "fenced"]
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One message of a conversation. `role`: as in the model's chat template (system, user,
-    assistant ...). `name`: for chat templates that distinguish speakers of one role."""
+    """One message of a conversation."""
 
     role: str
+    """A role of the model's chat template: system, user, assistant ..."""
     content: str
     name: str = ""
+    """The speaker, for chat templates that distinguish speakers of one role."""
 
 
 Prompt = str | Sequence[int] | Sequence[ChatMessage]
@@ -24,86 +25,87 @@ Prompt = str | Sequence[int] | Sequence[ChatMessage]
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """Beam search with `width` beams (1 to 16).
-
-    It gives the results of transformers' `generate` with the same `num_beams`, `length_penalty`
-    (None: 1) and `early_stopping`.
-    """
+    """Beam search with `width` beams (1 to 16). It gives the results of transformers' `generate`
+    with the same `num_beams`, `length_penalty` and `early_stopping`."""
 
     width: int
     length_penalty: float | None = None
+    """None is 1."""
     early_stopping: bool | Literal["never"] = False
 
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
-    """The form of the generated text; exactly one of the fields is given, as in vLLM.
-
-    `json`: a JSON schema, as text or as an object. `json_object`: any JSON object. `regex`: a
-    regular expression that matches all of the text. `choice`: the text is one of these. `grammar`:
-    Lark, or EBNF as of llama.cpp. `structural_tag`: parts of the text have a form; JSON.
-    """
+    """The form of the generated text; exactly one of the fields is given, as in vLLM."""
 
     json: str | Mapping[str, Any] | None = None
+    """A JSON schema, as text or as an object."""
     regex: str | None = None
+    """A regular expression that matches all of the text."""
     choice: Sequence[str] | None = None
+    """The texts of which one is generated."""
     grammar: str | None = None
+    """A grammar of Lark, or in llama.cpp's EBNF."""
     json_object: bool | None = None
+    """True asks for any JSON object."""
     structural_tag: str | Mapping[str, Any] | None = None
+    """A structural tag in JSON: parts of the text have a form."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling parameters. None: the value of the model's generation_config, else the server's
-    default.
-
-    `temperature`: 0 is greedy. `top_k`: 0 keeps all tokens. `max_tokens`: None allows as many as
-    the context has room for. `n`: the number of sequences; they share one seed and one prefill.
-    `seed`: 64 bits; a negative one is the same as seed + 2**64.
-    `logprobs`: return the logprob of each token, and the `logprobs` likeliest tokens at its
-    position; None: no logprobs. `prompt_logprobs`: the same for each prompt token but the first.
-    `logit_bias`: maps token ids to biases, which are added to the logits. `allowed_token_ids`: None
-    allows all. `bad_words`: never generated. `min_tokens`: the number of tokens before which
-    nothing ends the generation. `beam`: beam search instead of sampling; the sequences come
-    complete, at the end of the request, best first. `structured_outputs`: the form of the text;
-    None: any.
-    """
+    """Sampling parameters. None takes the value of the model's generation_config, or else the
+    server's default."""
 
     temperature: float | None = None
+    """0 is greedy."""
     top_k: int | None = None
+    """0 keeps all tokens."""
     top_p: float | None = None
     min_p: float | None = None
     seed: int | None = None
+    """64 bits; a negative one is the same as seed + 2**64."""
     max_tokens: int | None = None
+    """None allows as many as the context has room for."""
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     n: int = 1
+    """The number of sequences, which share one seed and one prefill."""
     logprobs: int | None = None
+    """How many of the likeliest tokens to return with the logprob of each token; None returns
+    none."""
     prompt_logprobs: int | None = None
+    """The same for each token of the prompt but the first."""
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Biases that are added to the logits, by token id."""
     allowed_token_ids: tuple[int, ...] | None = None
+    """None allows all."""
     bad_words: tuple[str, ...] = ()
+    """Texts that are never generated."""
     min_tokens: int | None = None
+    """The number of tokens before which nothing ends the generation."""
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     beam: Beam | None = None
+    """A beam search in place of sampling; whole sequences come at the end, best first."""
     structured_outputs: StructuredOutput | None = None
+    """The form of the text; None allows any text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A token with its logprob at one position. `logprob`: before temperature, penalties and
-    filters. `rank`: 1 + the number of likelier tokens. `token`: UTF-8, which may be part of a
-    character; a special token's name."""
+    """A token with its logprob at one position, before temperature, penalties and filters."""
 
     token_id: int
     logprob: float
     rank: int
+    """1 + the number of likelier tokens."""
     token: bytes
+    """UTF-8, which may be part of a character, or the name of a special token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,53 +119,48 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts and times of one request.
-
-    `num_cached_tokens`: prompt tokens found in the prefix cache; None unless the request has a
-    `cache_salt`, or the gateway reports the number for every request (`quire serve
-    --report-cached-tokens`), since it could reveal the prompts of other clients.
-    `time_to_first_token_ms`: from the arrival at the gateway. `num_accepted_drafts`,
-    `num_rejected_drafts`: of speculative decoding.
-    """
+    """Token counts and times of one request."""
 
     num_prompt_tokens: int
     num_cached_tokens: int | None
+    """The prompt tokens that the prefix cache had. The number could reveal prompts of other
+    clients, so it is None unless the request has a `cache_salt` or the gateway reports it to
+    everybody (`quire serve --report-cached-tokens`)."""
     num_generated_tokens: int
     time_to_first_token_ms: float
+    """The time from the arrival at the gateway."""
     num_preemptions: int
     num_accepted_drafts: int = 0
+    """The drafts of speculative decoding that became tokens; `num_rejected_drafts` did not."""
     num_rejected_drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New tokens and text of one sequence of a request. `index`: of the sequence, 0 to n - 1.
-
-    `finish_reason`: set in the last delta of the sequence. `stopped_by`: the stop string or token
-    id that ended the sequence, if one did. `usage`: set in the last delta of the request.
-    `logprobs`: one for each token, if the request asks for them. `prompt_logprobs`: one for each
-    prompt token but the first, in the first delta, if the request asks for them. `score`: with beam
-    search, the sum of the sequence's logprobs divided by its length to the power of
-    `length_penalty`.
-    """
+    """New tokens and text of one sequence of a request."""
 
     request_id: str
     index: int
+    """The number of the sequence, from 0 on."""
     token_ids: tuple[int, ...]
     text: str
     finish_reason: FinishReason | None = None
+    """Set in the last delta of the sequence."""
     stopped_by: str | int | None = None
+    """The stop string or token id that ended the sequence, if one did."""
     usage: Usage | None = None
+    """Set in the last delta of the request."""
     logprobs: tuple[TokenLogprobs, ...] = ()
+    """The logprobs of each token, if the request asks for them."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """The logprobs of each prompt token but the first, in the first delta, if the request asks."""
     score: float | None = None
+    """Of a beam search: the sum of logprobs / length ** `length_penalty`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One complete sequence of an answer. `stopped_by`, `logprobs`, `score`: as in `Delta`.
-    `message`: of `LLM.chat`, the assistant's message in OpenAI's format, with `reasoning_content`
-    and `tool_calls` if the model has written them."""
+    """One complete sequence of an answer, with the fields of `Delta`."""
 
     index: int
     text: str
@@ -173,12 +170,13 @@ class Choice:
     logprobs: tuple[TokenLogprobs, ...] = ()
     score: float | None = None
     message: Mapping[str, Any] | None = field(default=None, hash=False)
+    """The assistant's message of `LLM.chat` in OpenAI's format, with `reasoning_content` and
+    `tool_calls` if the model has written them."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """A LoRA adapter for `LLM`, with vLLM's fields: its name, and its directory. `lora_int_id` has
-    no meaning here."""
+    """A LoRA adapter for `LLM`, with vLLM's fields. `lora_int_id` has no meaning here."""
 
     lora_name: str
     lora_int_id: int = 0
@@ -195,22 +193,19 @@ class Embedding:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The complete answer to a request.
-
-    `choices`: all sequences, by index. `usage`: of all sequences together. `text`, `token_ids`,
-    `finish_reason` and `logprobs` are those of the first choice, for requests with `n` = 1.
-    `outputs`, `prompt` and `prompt_token_ids` have vLLM's names.
-    """
+    """The complete answer to a request. For requests of one sequence, the fields of the first
+    choice are also fields of the answer. `outputs`, `prompt` and `prompt_token_ids` are vLLM's
+    names."""
 
     request_id: str
     choices: tuple[Choice, ...]
+    """All sequences, by index."""
     usage: Usage
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     prompt: str | None = None
-    """Of `LLM`: the text, for a chat as the template renders it; None for token ids."""
-
+    """The text that `LLM` got, for a chat as the template renders it; None for token ids."""
     prompt_token_ids: tuple[int, ...] = ()
-    """Of `LLM`: the prompt as the model gets it."""
+    """The prompt of `LLM` as the model gets it."""
 
     @property
     def outputs(self) -> tuple[Choice, ...]:
@@ -240,11 +235,9 @@ class Model:
     id: str
     max_model_len: int
     """The longest prompt + generation, in tokens: `context`, or what a pool has room for."""
-
     block_size: int
     dtype: str
     """The kind of the weights: int8, int4-32 ... where linears compute quantized."""
-
     context: int = 0
     """The longest prompt + generation of the model itself, in tokens."""
     parent: str = ""
@@ -279,12 +272,8 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A worker in the registry, with its load. `num_free_slots`: the sequences that a decode worker
-    can still take. Of the steps of the last seconds: `busy_permille`, their share of the time in
-    1/1000; `step_us`, their mean duration; `tokens_per_s`, the tokens computed in a second of
-    steps. `engine`: its backend, instruction set or GPU, dtype and quantization. `pid`: of its
-    process, on its host; 0 while it is not in the registry. `name`: for people; it stays when the
-    worker starts again, with another id."""
+    """A worker in the registry, with its load, and with measurements of its steps of the last
+    seconds."""
 
     worker_id: str
     role: str
@@ -295,37 +284,41 @@ class Worker:
     num_running: int
     num_waiting: int
     num_free_slots: int
+    """The sequences that a decode worker can still take."""
     num_pending_tokens: int
     engine: Mapping[str, str]
+    """The worker's backend, instruction set or GPU, dtype and quantization."""
     started_unix_ms: int
     pid: int = 0
+    """The worker's process, on its host; 0 while the worker is not in the registry."""
     busy_permille: int = 0
+    """The share of the time in which the worker computed steps, in 1/1000."""
     step_us: int = 0
+    """The mean duration of a step."""
     tokens_per_s: int = 0
+    """The tokens computed in a second of steps."""
     name: str = ""
+    """The name for people, which stays when the worker starts again with another id."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
     """The result of `scale`: the worker counts once the workers in `starting` serve and those in
-    `leaving` have left. `failing`: workers that do not start, with the last line that each wrote.
-    `warning`: what the operator should know about the numbers; usually empty."""
+    `leaving` have left."""
 
     num_prefill: int
     num_decode: int
     starting: tuple[str, ...]
     leaving: tuple[str, ...]
     failing: Mapping[str, str] = field(default_factory=dict)
+    """The workers that do not start, with the last line that each wrote."""
     warning: str = ""
+    """What the operator should know about the numbers; usually empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolAudit:
-    """A recount of one pool.
-
-    `ledger_checked`: False if the pool changed too often during the audit, which then checked only
-    the counters, and while the pool is `recovering`. `violations`: empty if every law holds.
-    """
+    """A recount of one pool."""
 
     pool_id: str
     num_blocks: int
@@ -335,5 +328,8 @@ class PoolAudit:
     num_holders: int
     num_references: int
     ledger_checked: bool
+    """False if the audit checked only the counters, because the pool changed too often or
+    recovers."""
     violations: tuple[str, ...]
+    """Empty if every law holds."""
     recovering: bool = False

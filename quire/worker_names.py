@@ -12,8 +12,8 @@ _NUMBERED = re.compile(r"([a-z]+-\d+)-[0-9a-f]{8}")
 
 
 def new_worker_id(role: str, number: int | None = None) -> str:
-    """The id of one incarnation of a member. `number`: of the worker in its run; None if it has
-    none."""
+    """Return the id of one incarnation of a member, with the number that a worker has in its
+    run."""
     name = role if number is None else f"{role}-{number}"
     return f"{name}-{secrets.token_hex(4)}"
 
@@ -23,6 +23,6 @@ def role_of(worker_id: str) -> str:
 
 
 def worker_name(worker_id: str) -> str:
-    """The name for people: decode-1 for decode-1-3fa85f64."""
+    """Return the name for people: decode-1 for decode-1-3fa85f64."""
     found = _NUMBERED.fullmatch(worker_id)
     return found[1] if found else worker_id

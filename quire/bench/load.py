@@ -23,13 +23,10 @@ class Load:
     target: Target
     as_chat: bool = False
     """Whether prompts are messages of a user, and the turns of a session one conversation."""
-
     num_sessions: int | None = None
     """The number of sessions, if it is known."""
-
     limit_s: float | None = None
     """The longest duration of the run. The requests that still run then are cut off."""
-
     records: list[Record] = field(default_factory=list)
     num_running: int = 0
     num_done: int = 0
@@ -86,7 +83,7 @@ class Load:
                 raise
 
     async def send(self, session: Session, due: float | None = None) -> None:
-        """Send the turns; `due`: when the first one had to be sent, if a schedule says so."""
+        """Send the turns. `due` is when the first one had to be sent, if a schedule says so."""
         turns: list[ChatMessage] = []
         for turn in session.turns:
             prompt: Prompt = turn.prompt()

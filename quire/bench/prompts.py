@@ -20,7 +20,7 @@ counts (`usage`) is what the figures use."""
 
 
 class Prompts:
-    """Draws prompts. `words`: the words of text; None: prompts are ids below `vocab_size`."""
+    """Draws prompts of `words`; if that is None, prompts are ids below `vocab_size`."""
 
     def __init__(self, seed: int, words: Sequence[str] | None, vocab_size: int = 1000) -> None:
         self._draw = random.Random(seed)
@@ -33,7 +33,7 @@ class Prompts:
         return "".join(self._draw.choices(self._words, k=length))
 
     def between(self, low: int, high: int) -> int:
-        """A length."""
+        """Draw a length."""
         return self._draw.randint(low, high)
 
 
@@ -48,7 +48,7 @@ def single_token_words(tokenizer_file: Path) -> list[str]:
     """Words with a space before them that are one token each, wherever they stand: text of n of
     them has n tokens, since pre-tokenizers cut before the space.
 
-    ValueError: the tokenizer has none, or the file is no tokenizer.
+    Raises ValueError if the tokenizer has no such words, or if the file is no tokenizer.
     """
     from tokenizers import Tokenizer
 

@@ -8,27 +8,24 @@ from typing import Any
 
 @dataclass(slots=True)
 class Record:
-    """One request. Times are seconds since the start of the run. `due`: when the schedule wanted it
-    to be sent; a closed loop and a later turn want it at once, so there it equals `sent`."""
+    """One request. Times are seconds since the start of the run."""
 
     due: float
+    """When the schedule wanted the request to be sent: in a closed loop, and for a later turn of a
+    session, when it was `sent`."""
     sent: float
     arrivals: list[float] = field(default_factory=list)
     """When chunks with tokens came."""
-
     counts: list[int] = field(default_factory=list)
-    """The number of tokens in each of them, as counted from the chunks."""
-
+    """The number of tokens in each of these chunks."""
     failed_at: float | None = None
     """When the request failed or was cut off."""
-
     num_prompt_tokens: int = 0
     num_reported: int | None = None
+    """The number of generated tokens as the server counts them (`usage`)."""
     error: str | None = None
-    """Kind of the error."""
-
+    """The kind of the error."""
     message: str = ""
-
     is_cut: bool = False
     """Whether the request was still running at the end of the run."""
 
@@ -39,7 +36,7 @@ class Record:
 
     @property
     def num_output_tokens(self) -> int:
-        """As the server counts them (`usage`), else as they were counted from the chunks."""
+        """The number that the server reported, or else what the chunks had."""
         return sum(self.counts) if self.num_reported is None else self.num_reported
 
     @property
@@ -62,7 +59,7 @@ class Record:
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time of each token after the first; None: there is only one."""
+        """The mean time of each token after the first; None if there is only one."""
         num_later = self.num_output_tokens - 1
         return (self.e2e_s - self.ttft_s) / num_later if num_later > 0 else None
 

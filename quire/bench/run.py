@@ -39,8 +39,8 @@ async def run(
     config: Mapping[str, Any],
     progress: Progress,
 ) -> Result:
-    """`sessions`: a function of whether it is the warm-up. Raises RequestFailed if a request of the
-    warm-up fails."""
+    """Run the warm-up and the load; `sessions` returns the sessions of either. Raises RequestFailed
+    if a request of the warm-up fails."""
     warmup = Load(target, as_chat, options.warmup)
     async with progress(warmup, "warm-up"):
         await _warm_up(warmup, sessions(True))

@@ -46,7 +46,7 @@ def summarize(
 
 
 def distribution(seconds: Iterable[float]) -> dict[str, float] | None:
-    """In milliseconds; None: there is no value."""
+    """Return mean and percentiles in milliseconds, or None without values."""
     ordered = sorted(1000 * value for value in seconds)
     if not ordered:
         return None

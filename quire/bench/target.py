@@ -16,7 +16,7 @@ from quire.types import ChatMessage, Prompt, Sampling
 
 
 class RequestFailed(Exception):
-    """A request got no whole answer. `kind`: a short name to count by, such as `http 429`."""
+    """A request got no whole answer. `kind` is a short name to count by, such as `http 429`."""
 
     def __init__(self, text: str, kind: str = "failed") -> None:
         super().__init__(text)
@@ -60,7 +60,7 @@ class HttpTarget:
     """A server with `POST /v1/completions` and `/v1/chat/completions`.
 
     Where chunks do not carry `token_ids` (vLLM and Quire send them), each counts as one token.
-    `fields`: what every request's body has besides prompt and length.
+    `fields` are what every request's body has besides prompt and length.
     """
 
     def __init__(
@@ -184,7 +184,8 @@ async def _lines(content: aiohttp.StreamReader) -> AsyncGenerator[bytes, None]:
 
 
 def _chunk(event: dict[str, Any]) -> Chunk | None:
-    """None: the event has neither tokens nor counts, such as a chat's first, with only a role."""
+    """Return the chunk of an event, or None if the event has neither tokens nor counts, such as the
+    first event of a chat, which has only a role."""
     if "error" in event:
         raise RequestFailed(json.dumps(event["error"])[:500], "error in stream")
     num_tokens, text = 0, ""
@@ -200,7 +201,7 @@ def _chunk(event: dict[str, Any]) -> Chunk | None:
 
 
 def _text(choice: dict[str, Any]) -> str:
-    """Text of a completion or a chat; reasoning is generated text too."""
+    """Return the text of a completion or a chat; reasoning is generated text too."""
     delta = choice.get("delta") or {}
     reasoning = delta.get("reasoning") or delta.get("reasoning_content")  # newer and older name
     parts = (choice.get("text"), reasoning, delta.get("content"))

@@ -14,7 +14,7 @@ from quire.bench.options import WorkloadOptions
 from quire.bench.prompts import Prompts, joined
 
 TRACE_BLOCK = 512
-"""Tokens that one hash id of Mooncake's traces stands for."""
+"""The number of tokens that one hash id of Mooncake's traces stands for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +27,15 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """Requests of which each waits for the answer to the one before. `due`: when the first is sent,
-    in seconds; a closed loop has no such time."""
+    """Requests that are sent in turn, each after the answer to the one before."""
 
     turns: Sequence[Turn]
     due: float = 0.0
+    """When the first request is sent, in seconds; a closed loop has no such time."""
 
 
 def synthetic(prompts: Prompts, shape: WorkloadOptions) -> Iterator[Session]:
-    """Sessions without end."""
+    """Yield sessions without end."""
     prefixes = [prompts.draw(shape.prefix_len) for _ in range(shape.num_prefixes)]
     for prefix in itertools.cycle(prefixes):
         # Only the first turn has the prefix: the later ones repeat the conversation.
@@ -53,8 +53,8 @@ def _turn(prompts: Prompts, shape: WorkloadOptions, head: "str | list[int]") -> 
 
 
 def poisson(rate: float, ramp_s: float, seed: int) -> Iterator[float]:
-    """Times of arrivals at random, `rate` a second; over the first `ramp_s` seconds the rate rises
-    from 0 in a straight line.
+    """Yield random times of arrivals, `rate` a second; over the first `ramp_s` seconds the rate
+    rises from 0 in a straight line.
 
     Arrivals of rate 1 are mapped by the inverse of the expected number until a time.
     """
@@ -74,8 +74,8 @@ def trace(
     `input_length`, `output_length` and `hash_ids`, one for each 512 tokens of the prompt. Prompts
     share the blocks of equal hash ids.
 
-    `speed`: 2 replays twice as fast. `scale`: 0.1 makes prompts, blocks and answers a tenth
-    as long. ValueError: a line is not of this format.
+    A `speed` of 2 replays twice as fast. A `scale` of 0.1 makes prompts, blocks and answers a tenth
+    as long. Raises ValueError if a line is not of this format.
     """
     block = max(1, round(TRACE_BLOCK * scale))
     sessions = []

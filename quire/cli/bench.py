@@ -68,7 +68,7 @@ def bench(
 def _check(
     server: ServerOptions, load: LoadOptions, workload: WorkloadOptions, results: ResultOptions
 ) -> None:
-    """Raises BadParameter for flags that do not go together."""
+    """Raise BadParameter for flags that do not go together."""
     chosen = [load.request_rate is not None, load.concurrency is not None, bool(workload.trace)]
     if sum(chosen) != 1:
         raise BadParameter("choose one of --request-rate, --concurrency and --trace")
@@ -105,8 +105,8 @@ def _limit(text: str) -> tuple[str, float]:
 def _sessions(
     flags: WorkloadOptions, load: LoadOptions
 ) -> tuple[Callable[[bool], "Iterator[Session]"], int | None]:
-    """Returns a function of whether it is the warm-up, whose sessions are others, and the number of
-    sessions to run."""
+    """Return a function that makes the sessions of the warm-up (if its argument is true) or of the
+    run, and the number of sessions to run."""
     from quire.bench.prompts import COMMON_WORDS, Prompts, single_token_words
     from quire.bench.workload import block_drawer, read_trace, synthetic, trace
 
@@ -153,7 +153,7 @@ async def _run(
 
 
 async def _target(gateway: GatewayFlags, server: ServerOptions) -> "tuple[Target, str]":
-    """The server, and the name of the model."""
+    """Return the server and the name of the model."""
     from quire.bench.target import GrpcTarget, HttpTarget
 
     if server.url is None:

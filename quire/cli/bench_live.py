@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _REFRESH_S = 0.25
 _LINE_S = 10.0
-"""Between two lines of progress where standard error is no terminal."""
+"""The time between two lines of progress where standard error is no terminal."""
 
 
 @asynccontextmanager

@@ -56,7 +56,7 @@ class AccessFlags:
 
     @property
     def tls_files(self) -> "Tls | None":
-        """None: without TLS."""
+        """Return the TLS files, or None without TLS."""
         from quire.connections import Tls
 
         uses_tls = self.tls or self.tls_ca is not None or self.tls_cert is not None
@@ -113,8 +113,8 @@ class WaitFlags:
 
 
 def with_flags(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the command for typer: each parameter whose type is a dataclass is replaced by that
-    dataclass's fields."""
+    """Return the command for typer, in which the fields of a dataclass take the place of a
+    parameter of that type."""
     parameters = inspect.signature(command, eval_str=True).parameters.values()
     groups: dict[str, type[Any]] = {
         each.name: each.annotation

@@ -11,10 +11,11 @@ from quire.supervisor.run_directory import run_paths
 
 
 def run_address(name: str | None, runs: Path) -> str:
-    """The operations address of a run. `name`: its gRPC port or its directory; None: the only run.
+    """Return the operations address of a run. `name` is its gRPC port or its directory, or None for
+    the only run.
 
-    NoSuchRun: not exactly one run matches, or the choice is not clear. Unreachable: no gateway
-    listens for operations.
+    Raises NoSuchRun unless exactly one run matches, or if the choice is not clear, and Unreachable
+    if no gateway listens for operations.
     """
     if name is not None and not name.isdecimal():
         return _address_in(Path(name))
@@ -31,7 +32,7 @@ def run_address(name: str | None, runs: Path) -> str:
 
 
 def _require_no_other_gateway(name: str | None) -> None:
-    """Raises NoSuchRun if no run is named but QUIRE_ADDRESS is set: that gateway may belong to
+    """Raise NoSuchRun if no run is named but QUIRE_ADDRESS is set: that gateway may belong to
     another deployment than the run on this host."""
     gateway = os.environ.get("QUIRE_ADDRESS")
     if gateway and name is None:

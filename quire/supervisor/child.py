@@ -21,8 +21,8 @@ _LINE_END = re.compile(rb"[\r\n]+")
 
 
 class Stage(IntEnum):
-    """The order of shutdown: services end from the last stage to the first, so that each service
-    ends before the services on which it depends."""
+    """The order in which services end: from the last stage to the first, so that each service ends
+    before the services on which it depends."""
 
     STORE = 0
     BLOCK_MANAGER = 1
@@ -32,29 +32,27 @@ class Stage(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """How to start one service.
-
-    `environment`: variables that the service gets in addition to the supervisor's own. `noise`: an
-    output line that contains one of these strings is not forwarded. `base_ports`: ports that the
-    user has set for a whole role, by variable name; each running service of a role has a different
-    `number`, and its port is the base port plus `number`. `metrics_socket`: a variable, and the
-    text before the number in the path that is its value. `role`, `model`: of a worker.
-    """
+    """How to start one service."""
 
     name: str
     command: tuple[str, ...]
     stage: Stage
     environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that the service gets in addition to the supervisor's own."""
     noise: tuple[str, ...] = ()
+    """An output line that contains one of these strings is not forwarded."""
     base_ports: Mapping[str, int] = field(default_factory=dict)
+    """The ports that the user has set for a whole role, by variable name."""
     metrics_socket: tuple[str, str] | None = None
+    """A variable, and the beginning of the path that is its value; the service's number follows."""
     number: int = 0
+    """Different for each running service of a role; added to the role's base ports."""
     role: str = ""
+    """The role of a worker, as `model` is its model; empty for other services."""
     model: str = ""
 
     def worker(self, index: int, number: int) -> "ChildSpec":
-        """The spec of one worker of this role and model: `index` is in its name, `number` decides
-        about its ports."""
+        """Return the spec of one worker of this role and model, with `index` in its name."""
         setting = f"QUIRE_{self.role.upper()}_WORKER_NUMBER"
         environment = {**self.environment, setting: str(index)}
         name = f"{self.role}-{index}"
@@ -89,8 +87,8 @@ class ParentPipe:
 class Child:
     """Keeps one service process running, and ends it.
 
-    `is_steady`: whether the run has ever been ready. From then on no failure is final, because what
-    the service lacks (a Redis on another host, memory) may come back.
+    `is_steady` says whether the run has ever been ready. From then on no failure is final, because
+    what the service lacks (a Redis on another host, memory) may come back.
     """
 
     def __init__(
@@ -129,8 +127,8 @@ class Child:
 
     @property
     def failure(self) -> str:
-        """Why the service fails to start again and again; empty once it has run for STEADY_S, and
-        when it is to end."""
+        """Why the service fails to start again and again; empty once it has run for STEADY_S, or if
+        it is told to end."""
         is_steady = asyncio.get_running_loop().time() - self.running_since >= STEADY_S
         return "" if not self.is_staying or is_steady else self._failure
 

@@ -8,8 +8,9 @@ WORKERS_PER_CPU = 8
 
 
 def crowding(num_workers: int, *, is_on_gpu: bool, num_cpus: int | None = None) -> str:
-    """A warning if the workers have less than a CPU each; else empty. ValueError: there would be
-    more than `WORKERS_PER_CPU` of them for each CPU. `num_cpus`: None for those of this process."""
+    """Return a warning if the workers have less than a CPU each, otherwise nothing. Raises
+    ValueError if there would be more than `WORKERS_PER_CPU` of them for each CPU. `num_cpus` is
+    None for the CPUs of this process."""
     num_cpus = num_cpus or len(os.sched_getaffinity(0))
     if is_on_gpu or num_workers <= num_cpus:
         return ""

@@ -12,7 +12,7 @@ _SECRETS = ("QUIRE_GATEWAY_SECRET", "QUIRE_GATEWAY_SECRET_FILE")
 
 
 def check_hosts(options: ServeOptions, models: Sequence[ModelOptions]) -> None:
-    """Raises ServeError if the other hosts cannot do their part."""
+    """Raise ServeError if the other hosts cannot do their part."""
     for model in models:
         missing = [role for role in ROLES if not model.number(role)]
         if len(missing) == 2:

@@ -17,9 +17,9 @@ _OTHERS = ("original/*", "onnx/*", "openvino/*", "consolidated*.safetensors")
 def find_snapshot(model_id: str, *, offline: bool) -> Path:
     """The directory of a model in the cache, after a download if the cache does not have all of it.
 
-    The hub is asked only for a model that is missing: a start needs no network, and serves the same
-    files as the start before. `offline`: never ask the hub. ModelNotFound: the model is not in the
-    cache, and cannot be downloaded.
+    The hub is asked only for a model that is missing, and never if `offline`: a start needs no
+    network, and serves the same files as the start before. Raises ModelNotFound if the model is not
+    in the cache and cannot be downloaded.
     """
     # Imported here because only model ids need it, and the import takes a third of a second.
     from huggingface_hub import constants, snapshot_download

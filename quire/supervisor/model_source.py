@@ -34,12 +34,10 @@ class ModelSource:
 
     name: str
     """The default name of the model for clients."""
-
     directory: Path
     """The model's directory, or its GGUF file."""
-
     settings: Mapping[str, str] = field(default_factory=dict)
-    """The settings of its workers that the model has of its own; others have precedence."""
+    """The model's own settings of its workers, over which other settings have precedence."""
 
 
 def find_model(name: str, *, offline: bool = False) -> ModelSource:

@@ -19,15 +19,16 @@ _MEMORY = ("POOL_MEMORY", "GPU_MEMORY_UTILIZATION")
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """One model of a run. `name`: for clients, which also know it by `aliases`. `path`: its
-    directory or GGUF file. `settings`: of its workers, by name in capitals."""
+    """One model of a run, which clients know by its name and its aliases."""
 
     name: str
     path: Path
+    """The model's directory or GGUF file."""
     num_prefill: int = 1
     num_decode: int = 1
     aliases: tuple[str, ...] = ()
     settings: Mapping[str, str] = field(default_factory=dict)
+    """The settings of the model's workers, by name in capitals."""
 
     def number(self, role: str) -> int:
         return self.num_prefill if role == "prefill" else self.num_decode
@@ -59,12 +60,13 @@ def find_models(options: ServeOptions) -> tuple[ModelOptions, ...]:
 
 
 def aliases(models: Sequence[ModelOptions]) -> str:
-    """The gateways' setting of this name; empty: there are none."""
+    """Return the gateways' setting of this name, which is empty without aliases."""
     return ",".join(f"{alias}={model.name}" for model in models for alias in model.aliases)
 
 
 def _split(text: str) -> tuple[str, str]:
-    """The names and the source in `NAMES=MODEL`; without names: "" and the source."""
+    """Return the names and the source in `NAMES=MODEL`; the names may be missing, and empty
+    then."""
     names, given, source = text.partition("=")
     is_path = Path(text).expanduser().exists()  # a path may have such a character
     return (names, source) if given and not is_path else ("", text)
@@ -129,7 +131,7 @@ def _with_own_options(models: list[ModelOptions], options: ServeOptions) -> list
 
 
 def _parsed(text: str, option: str, value: str) -> str:
-    """The value of an option as its flag takes it. WrongModels: it does not."""
+    """Return the value of an option as its flag reads it. Raises WrongModels if it cannot."""
     parser = get_type_hints(WorkerOptions, include_extras=True)[option].__metadata__[0].parser
     try:
         return value if parser is None else str(parser(value))

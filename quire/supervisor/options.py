@@ -18,7 +18,7 @@ DEFAULT_GRPC_PORT = 50051
 DEFAULT_HTTP_PORT = 8000
 
 ENDING_S = 5.0
-"""What a service takes to end after its running requests, at most
+"""The most time that a service takes to end after its running requests
 (`services.common.runtime.config`)."""
 
 MAX_SERVICES = 64
@@ -32,8 +32,8 @@ _port = partial(Option, rich_help_panel="Network", metavar="PORT", min=0, max=65
 class RunOptions:
     """The options that no service gets under the same name.
 
-    `grpc_port`, `http_port`, `operations_port`: ports of the first gateway; each further gateway
-    takes the next ones. `quire.supervisor.models` finds the models and their own options.
+    `grpc_port`, `http_port` and `operations_port` are ports of the first gateway; each further
+    gateway takes the next ones. `quire.supervisor.models` finds the models and their own options.
     """
 
     models: Annotated[

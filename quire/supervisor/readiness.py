@@ -30,10 +30,10 @@ async def wait_until_serving(
     *,
     has_others: bool = False,
 ) -> Serving:
-    """Wait until all workers of the run serve, and the gateway serves all models. `has_others`:
-    other hosts may have workers, too.
+    """Wait until all workers of the run serve, and the gateway serves all models. With
+    `has_others`, other hosts may have workers, too.
 
-    `run`: the directory with the gateways' sockets for operations, which need neither an API key
+    `run` is the directory with the gateways' sockets for operations, which need neither an API key
     nor TLS. `report` gets what is missing, whenever that changes and every ten seconds.
     """
     loop = asyncio.get_running_loop()
@@ -54,7 +54,7 @@ async def wait_until_serving(
 
 
 async def _missing(client: AsyncClient, wanted: Sequence[ModelOptions], run: Path | None) -> str:
-    """Describes what the run still waits for; empty if it is ready. `run`: None if all workers are
+    """Describe what the run still waits for; empty if it is ready. `run` is None if all workers are
     its own."""
     try:
         workers = await client.workers()

@@ -14,12 +14,13 @@ _FIRST_DELAY_S, _MAX_DELAY_S = 0.1, 5.0
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """The end of one process of a service. `status`: the exit status, or the negative number of the
-    signal. `last_line`: the last line that the process wrote."""
+    """The end of one process of a service."""
 
     status: int
+    """The exit status, or the negative number of the signal."""
     lived_s: float
     last_line: str
+    """The last line that the process wrote."""
 
     @property
     def failed_to_start(self) -> bool:
@@ -58,9 +59,9 @@ class Restarts:
 
     @property
     def hopeless(self) -> bool:
-        """Whether another start will not help: the service gives a reason why it cannot start (for
-        what may still come, such as Redis, it has waited itself), or repeatedly fails in the same
-        way."""
+        """Whether another start will not help, because the service gives a reason why it cannot
+        start, or repeatedly fails in the same way. A service itself waits for what may still come,
+        such as Redis."""
         return self._names_reason or self._num_same >= MAX_SAME_FAILURES
 
 

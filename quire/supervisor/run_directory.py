@@ -94,11 +94,11 @@ def claim(runs: Path, record: RunRecord, timeout_s: float = 5.0) -> RunDirectory
 
 
 def stop_run(runs: Path, name: str | None, timeout_s: float = 60.0) -> RunRecord:
-    """End a run and wait until it has ended. `name`: its gRPC port or its directory; None: the only
-    run in `runs`.
+    """End a run and wait until it has ended. `name` is its gRPC port or its directory, or None for
+    the only run in `runs`.
 
-    NoSuchRun: not exactly one run matches. ServeError: the run has not ended `timeout_s` after the
-    time that its requests have.
+    Raises NoSuchRun unless exactly one run matches, and ServeError if the run has not ended
+    `timeout_s` after the time that its requests have.
     """
     directory = None if name is None or name.isdecimal() else Path(name).absolute()
     live = list(_live_runs(directory.parent if directory else runs))
@@ -121,7 +121,7 @@ def free_port(host: str) -> int:
 
 
 def _find_conflict(runs: Path, record: RunRecord) -> str | None:
-    """Why the run cannot have its ports; None if it can."""
+    """Return why the run cannot have its ports, or None if it can."""
     for _, other in _live_runs(runs):
         if record.shares_port_with(other):
             return (

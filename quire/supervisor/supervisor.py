@@ -23,7 +23,7 @@ from quire.supervisor.run_directory import RUNS, RunRecord, claim
 from quire.supervisor.worker_scaler import WorkerScaler
 
 EXIT_S = 1.0
-"""What the exit of a process takes, at most."""
+"""The most time that the exit of a process takes."""
 
 
 def serve(options: ServeOptions, models: Sequence[ModelOptions], runs: Path = RUNS) -> None:

@@ -47,7 +47,7 @@ def services(
 def worker_groups(
     options: ServeOptions, models: Sequence[ModelOptions], run: Path, *, log_format: str = "json"
 ) -> tuple[ChildSpec, ...]:
-    """A spec for each role and model, of which `ChildSpec.worker` makes those of its workers."""
+    """Return a spec for each role and model, from which `ChildSpec.worker` makes its workers'."""
     num_workers = sum(model.num_prefill + model.num_decode for model in models)
     common = {**_common(options, run, log_format), "NUM_EXPECTED_WORKERS": str(num_workers)}
     return tuple(
@@ -93,7 +93,7 @@ def _common(options: ServeOptions, run: Path, log_format: str) -> dict[str, str]
 
 
 def _workers(groups: Sequence[ChildSpec], models: Sequence[ModelOptions]) -> Iterator[ChildSpec]:
-    """The workers with which the run begins. Those of one role have different numbers."""
+    """Return the workers with which the run begins; workers of one role have different numbers."""
     by_name = {model.name: model for model in models}
     numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
     for group in groups:
@@ -103,7 +103,7 @@ def _workers(groups: Sequence[ChildSpec], models: Sequence[ModelOptions]) -> Ite
 
 
 def _movers(models: Sequence[ModelOptions], common: dict[str, str]) -> Iterator[ChildSpec]:
-    """One for each pool."""
+    """Return the movers, one for each pool."""
     for number, model in enumerate(models):
         settings = {**common, "MODEL_NAME": model.name}
         name = f"mover-{number + 1}" if len(models) > 1 else "mover"

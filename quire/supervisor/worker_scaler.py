@@ -12,17 +12,17 @@ from quire.supervisor.options import MAX_SERVICES
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The change to one role. `number`: the workers of the role once those in `starting` serve and
-    those in `leaving` have left."""
+    """The change to one role."""
 
     number: int
+    """The workers of the role once those in `starting` serve and those in `leaving` have left."""
     starting: tuple[str, ...] = ()
     leaving: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """The changes to both roles. `warning`: what the operator should know about the numbers."""
+    """The changes to both roles, and a warning to the operator about the numbers, or none."""
 
     prefill: Change
     decode: Change
@@ -30,10 +30,10 @@ class Changes:
 
 
 class WorkerScaler:
-    """Scales the workers of a run. `children`: all services that the run has ever started, in order
-    of their start, including ended ones. `groups`: a spec for each role and model. `fewest`: how
-    many workers each role has at least; 0 where other hosts may have the others. `warn_of`: returns
-    a warning about a number of workers, or raises ValueError."""
+    """Scales the workers of a run. `children` are all services that the run has ever started, in
+    order of their start, including ended ones. `groups` has a spec for each role and model. A role
+    keeps at least `fewest` workers, 0 where other hosts may have the others. `warn_of` returns a
+    warning about a number of workers, or raises ValueError."""
 
     def __init__(
         self,
@@ -51,11 +51,11 @@ class WorkerScaler:
 
     def scale(self, wanted: Mapping[str, int | None], model: str = "") -> Changes:
         """Bring each role of a model to its wanted number of workers; None leaves a role as it is.
-        `model`: may be empty if the run has only one.
+        `model` may be empty if the run has only one.
 
         Returns at once: new workers still have to load the model, and leaving workers to move their
-        running requests. ValueError: a number is not one that a role may have, or the model is not
-        clear; nothing is changed.
+        running requests. Raises ValueError, and changes nothing, if a number is not one that a role
+        may have, or if the model is not clear.
         """
         model = self._chosen(model)
         for role, number in wanted.items():
@@ -73,14 +73,14 @@ class WorkerScaler:
         return Changes(prefill, decode, warning)
 
     def failing(self, model: str = "") -> dict[str, str]:
-        """The reasons why workers of a model do not start, by worker name. `model`: empty for all
+        """Return why workers of a model do not start, by worker name; an empty `model` means all
         models."""
         workers = (child for role in ROLES for child in self._workers(role, model))
         return {child.name: child.failure for child in workers if child.failure}
 
     def _warning(self, wanted: Mapping[str, int | None], model: str) -> str:
-        """What the operator should know about the number of workers of the run; empty if that
-        number does not grow. ValueError: there would be too many."""
+        """Return what the operator should know about the number of workers of the run; nothing if
+        that number does not grow. Raises ValueError if there would be too many."""
         now = {key: len(self._staying(*key)) for key in self._groups}
         then = now | {(role, model): n for role, n in wanted.items() if n is not None}
         grows = sum(then.values()) > sum(now.values())
@@ -121,7 +121,7 @@ class WorkerScaler:
         return [child for child in self._workers(role, model) if child.is_staying]
 
     def _workers(self, role: str, model: str = "") -> list[Child]:
-        """The workers of a role and a model; empty: of all models."""
+        """Return the workers of a role and a model; an empty `model` means all models."""
         return [
             child
             for child in self._children

@@ -43,8 +43,8 @@ def drain(
 
 
 def _find(workers: Sequence[Worker], text: str) -> Worker:
-    """The worker with this name, id or address. NotFound: there is none, or several have the name,
-    on several hosts or because one with the name has just started again."""
+    """Return the worker with this name, id or address. Raises NotFound if there is none, or if
+    several have the name, on several hosts or because one with the name has just started again."""
     found = [one for one in workers if text in (one.worker_id, one.name, one.address)]
     if len(serving := [one for one in found if one.state == "serving"]) == 1:
         found = serving

@@ -102,7 +102,7 @@ def _sample(client: "Client", targets: Targets) -> dict[str, Plan]:
 
 
 def _rows(model: str, found: Plan, total: int | None) -> list[Planned]:
-    """`total`: None: as many workers as the load needs."""
+    """Return the rows of the table. Without `total` there are as many workers as the load needs."""
     roles = {"prefill": found.prefill, "decode": found.decode}
     numbers = [each.recommended for each in roles.values()]
     if total is not None:

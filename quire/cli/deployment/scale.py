@@ -62,7 +62,8 @@ def _wait_until_scaled(
 ) -> None:
     """Wait until exactly the wanted workers are registered and all of them serve.
 
-    Unavailable: a worker fails to start again and again. DeadlineExceeded: `timeout_s` has passed.
+    Raises Unavailable if a worker fails to start again and again, and DeadlineExceeded after
+    `timeout_s`.
     """
     give_up_at = time.monotonic() + timeout_s
     while True:

@@ -74,7 +74,7 @@ class _Chat:
                 self._answer(text)
 
     def _read(self) -> str | None:
-        """The next message or command; None: there are no more."""
+        """Return the next message or command, or None at the end."""
         while True:
             try:
                 return input("> " if self._is_interactive else "").strip()

@@ -35,7 +35,7 @@ class Samples:
     """Prints the sequences of a request one after another, the current one as it arrives.
 
     Deltas of later sequences wait until the earlier ones are finished. If there are several
-    sequences, each gets a heading. `format_delta`: returns the text to print for a delta.
+    sequences, each gets a heading. `format_delta` returns the text to print for a delta.
     """
 
     def __init__(self, num_samples: int, format_delta: Callable[[Delta], str]) -> None:

@@ -73,7 +73,7 @@ class SamplingFlags:
     ] = False
 
     def sampling(self, **more: Any) -> Sampling:
-        """The sampling parameters; `more`: further fields of `Sampling`."""
+        """Return the sampling parameters, with `more` fields of `Sampling`."""
         names = {field.name for field in fields(Sampling)}
         values = {name: value for name, value in vars(self).items() if name in names}
         lists = {n: tuple(value) for n, value in values.items() if isinstance(value, list | tuple)}

@@ -44,7 +44,7 @@ _POOL_COLUMNS: Columns[Pool] = {
 
 
 def _uptime(worker: Worker) -> str:
-    """How long the worker has been there, such as 3h12m."""
+    """Return how long the worker has been there, such as 3h12m."""
     if not worker.started_unix_ms:
         return ""
     minutes, seconds = divmod(max(0, int(time.time() - worker.started_unix_ms / 1000)), 60)
@@ -55,7 +55,8 @@ def _uptime(worker: Worker) -> str:
 
 
 def _kernels(worker: Worker) -> str:
-    """The worker's backend, instruction set or GPU, dtype, and how weights and KV are quantized."""
+    """Describe the worker's backend, instruction set or GPU, dtype, and quantized weights and
+    KV."""
     names = [worker.engine.get(key, "") for key in ("backend", "isa", "dtype", "quantize")]
     if worker.engine.get("kv_dtype") == "int8":
         names.append("kv-int8")

@@ -56,7 +56,8 @@ def _lines(figures: Mapping[str, str]) -> Iterator[list[tuple[str, str]]]:
 
 
 def quantile(histogram: Mapping[str, Any], share: float) -> float | None:
-    """The upper bound of the bucket in which this share of the values ends; None: no values."""
+    """Return the upper bound of the bucket in which this share of the values ends; None without
+    any."""
     rest = share * sum(histogram["counts"])
     if not rest:
         return None
