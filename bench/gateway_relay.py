@@ -54,7 +54,7 @@ from services.gateway.access.keyring import Keyring
 from services.gateway.config import GatewayOptions
 from services.gateway.frontend.api import Generator
 from services.gateway.frontend.http.app import create_app
-from services.gateway.frontend.http.transport.server import http_server
+from services.gateway.frontend.http.server import http_server
 from services.gateway.frontend.service import SERVICE_NAME, InferenceService
 from services.gateway.request_metrics import RequestMetrics
 from services.gateway.wiring import start_gateway

@@ -16,6 +16,7 @@ from services.gateway.access.keyring import Keyring
 from services.gateway.dashboard.access import DashboardSetting
 from services.gateway.frontend.http.middleware.body_limits import (
     DEFAULT_BODY_MEMORY_BYTES,
+    DEFAULT_BODY_TIMEOUT_S,
     MAX_BODY_BYTES,
 )
 from services.gateway.intake.generation_config import AUTO
@@ -157,7 +158,9 @@ class GatewaySettings(TracedSettings, GatewayOptions):
         default=10.0, gt=0, description="how long an HTTP client may take to send its headers"
     )
     body_timeout_s: float = Field(
-        default=60.0, gt=0, description="how long an HTTP client may take to send its body"
+        default=DEFAULT_BODY_TIMEOUT_S,
+        gt=0,
+        description="how long an HTTP client may take to send its body",
     )
     body_memory: int = Field(
         default=DEFAULT_BODY_MEMORY_BYTES,
@@ -206,6 +209,16 @@ class GatewaySettings(TracedSettings, GatewayOptions):
         description="share of the requests to trace whose client has sent no traceparent; one that "
         "has is traced if it says so",
     )
+
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _hosts(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
+        for host in hosts:
+            if "*" in host.removeprefix("*.") and host != "*":
+                raise ValueError(
+                    f"{host!r}: * stands only for all, or for a first part, as in *.a.b"
+                )
+        return hosts
 
     def check(self) -> None:
         check_tracing(self)

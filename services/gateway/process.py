@@ -37,8 +37,8 @@ from services.gateway.frontend.adapters import AdaptersService
 from services.gateway.frontend.api import Generator
 from services.gateway.frontend.http.adapters import adapter_routes
 from services.gateway.frontend.http.app import create_app
-from services.gateway.frontend.http.transport.open_connections import ConnectionLimits
-from services.gateway.frontend.http.transport.server import http_server
+from services.gateway.frontend.http.connections import ConnectionLimits
+from services.gateway.frontend.http.server import http_server
 from services.gateway.frontend.relay import BLOCK_MANAGER, SUPERVISOR, Relay, Target
 from services.gateway.frontend.service import InferenceService
 from services.gateway.request_metrics import RequestMetrics
@@ -225,12 +225,12 @@ class _Listeners:
             *(settings.allowed_hosts, settings.body_memory),
             keyring=self.keyring,
             cors_origins=settings.cors_origins,
+            body_timeout_s=settings.body_timeout_s,
             more_routes=more_routes,
         )
         limits = ConnectionLimits(
             _max_connections(settings),
             settings.header_timeout_s,
-            settings.body_timeout_s,
             # A slow client may start to read again until the gateway cancels its request, so a
             # write may wait a little longer than that.
             write_timeout_s=PAUSE_AFTER_S + settings.read_window_s + _LAST_WRITES_S,

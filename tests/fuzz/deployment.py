@@ -37,7 +37,7 @@ from services.decode.worker import DecodeWorker
 from services.engine.batch import Row, RowOutput, RowResult
 from services.gateway.config import GatewayOptions
 from services.gateway.frontend.http.app import create_app
-from services.gateway.frontend.http.transport.server import http_server
+from services.gateway.frontend.http.server import http_server
 from services.gateway.frontend.relay import BLOCK_MANAGER, SUPERVISOR, Relay, Target
 from services.gateway.frontend.service import InferenceService
 from services.gateway.request_metrics import RequestMetrics

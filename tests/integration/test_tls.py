@@ -27,8 +27,7 @@ from quire.errors import BadTls, Unreachable
 from services.common.errors import StartupError
 from services.common.rpc.tls import TlsFiles
 from services.common.rpc.transport import RpcServer, open_channel
-from services.gateway.frontend.http.transport.open_connections import ConnectionLimits
-from services.gateway.frontend.http.transport.server import http_server
+from services.gateway.frontend.http.server import http_server
 
 LIMIT_S = 10
 
@@ -315,25 +314,3 @@ async def test_old_versions_of_tls_are_refused(app: Any, made: Path) -> None:
             context.maximum_version = ssl.TLSVersion.TLSv1_1
         with pytest.raises(ssl.SSLError):
             await asyncio.open_connection("127.0.0.1", port, ssl=context)
-
-
-async def test_a_client_that_sends_no_handshake_is_cut_off(app: Any, made: Path) -> None:
-    limits = ConnectionLimits(header_timeout_s=0.2)
-    async with http_server(app, "127.0.0.1", 0, 1.0, limits, files(made, "gateway")) as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        async with asyncio.timeout(LIMIT_S):
-            assert await reader.read() == b""
-        writer.close()
-
-
-async def test_a_refused_body_is_answered_over_tls(app: Any, made: Path) -> None:
-    """The connection stays open for a while, so that the client can read the answer although it
-    still sends."""
-    limits = ConnectionLimits(body_timeout_s=0.2)
-    async with http_server(app, "127.0.0.1", 0, 1.0, limits, files(made, "gateway")) as port:
-        context = ssl.create_default_context(cafile=str(made / "ca.crt"))
-        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
-        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nhalf")
-        async with asyncio.timeout(LIMIT_S):
-            assert (await reader.readline()).startswith(b"HTTP/1.1 408")
-        writer.close()

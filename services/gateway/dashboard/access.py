@@ -5,16 +5,17 @@ that name this host and that no proxy has forwarded. `on` shows it to everybody 
 port.
 """
 
+import re
 from typing import Literal
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from services.gateway.access.client_address import is_loopback
-from services.gateway.frontend.http.middleware.hosts import without_port
 
 DashboardSetting = Literal["auto", "on", "off"]
 
+_PORT = re.compile(r":\d*$", re.ASCII)
 _FORWARDED = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via")
 
 
@@ -25,7 +26,7 @@ def check_local(request: Request) -> None:
     to 127.0.0.1 (DNS rebinding), and the browser would then let it read the feed.
     """
     host = request.client.host if request.client else ""
-    named = without_port(request.headers.get("host", "")).lower()
+    named = _PORT.sub("", request.headers.get("host", "")).lower()
     names_this_host = named == "localhost" or is_loopback(named.strip("[]"))
     is_forwarded = any(name in request.headers for name in _FORWARDED)
     if not is_loopback(host) or not names_this_host or is_forwarded:

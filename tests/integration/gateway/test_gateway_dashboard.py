@@ -19,7 +19,7 @@ from services.gateway.dashboard.access import DashboardSetting
 from services.gateway.dashboard.history import History
 from services.gateway.dashboard.routes import PAGE, make_dashboard
 from services.gateway.frontend.http.app import create_app
-from services.gateway.frontend.http.transport.server import http_server
+from services.gateway.frontend.http.server import http_server
 from tests.api_keys import ALICE, OPERATOR, keyring, keyring_of, text_of
 from tests.integration.gateway.conftest import Call, GatewayHarness, asked
 from tests.integration.gateway.fakes.decode import FakeDecode

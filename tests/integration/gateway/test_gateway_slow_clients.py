@@ -14,8 +14,8 @@ from prometheus_client import CollectorRegistry
 from services.common.errors import Overloaded
 from services.gateway.frontend.api import Delta
 from services.gateway.frontend.http.app import create_app
-from services.gateway.frontend.http.transport.open_connections import ConnectionLimits
-from services.gateway.frontend.http.transport.server import http_server
+from services.gateway.frontend.http.connections import ConnectionLimits
+from services.gateway.frontend.http.server import http_server
 from services.gateway.streaming import output
 from tests.waiting import until
 

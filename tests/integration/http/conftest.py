@@ -18,7 +18,7 @@ from services.gateway.frontend.api import (
     TokenizeRequest,
 )
 from services.gateway.frontend.http.app import create_app
-from services.gateway.frontend.http.transport.server import http_server
+from services.gateway.frontend.http.server import http_server
 from services.protocol.ticket import FinishReason
 
 LIMIT_S = 10

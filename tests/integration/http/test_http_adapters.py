@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 from services.common.errors import InvalidRequest
 from services.gateway.frontend.http.adapters import adapter_routes
 from services.gateway.frontend.http.app import create_app
-from services.gateway.frontend.http.transport.server import http_server
+from services.gateway.frontend.http.server import http_server
 from tests.api_keys import ALICE, OPERATOR, keyring
 
 from .conftest import LIMIT_S, FakeGenerator

@@ -23,7 +23,7 @@ from services.gateway.frontend.http.middleware.authentication import (
     OPERATION_PATHS,
     OPERATOR_PATHS,
 )
-from services.gateway.frontend.http.transport.server import http_server
+from services.gateway.frontend.http.server import http_server
 from tests.api_keys import ALICE, BOB, OPERATOR, keyring
 
 from .conftest import HI, LIMIT_S, FakeGenerator

@@ -215,5 +215,3 @@ async def test_other_hosts_are_refused(generator: FakeGenerator, host: str, allo
     async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
         answer = await client.get("/health", headers={"Host": host})
     assert answer.status_code == (200 if allowed else 400)
-    if not allowed:
-        assert f"host {host.partition(':8000')[0]!r}" in answer.json()["error"]["message"]

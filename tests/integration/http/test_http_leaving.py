@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from services.gateway.frontend.http.app import create_app
-from services.gateway.frontend.http.transport.server import http_server
+from services.gateway.frontend.http.server import http_server
 
 from .conftest import HI, FakeGenerator, soon
 

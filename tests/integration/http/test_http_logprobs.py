@@ -19,7 +19,7 @@ from services.gateway.frontend.api import (
     TokenLogprobs,
 )
 from services.gateway.frontend.http.app import create_app
-from services.gateway.frontend.http.transport.server import http_server
+from services.gateway.frontend.http.server import http_server
 from services.protocol.ticket import FinishReason
 
 from .conftest import FakeGenerator

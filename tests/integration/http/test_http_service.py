@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry
 
 from services.common import errors
 from services.gateway.frontend.http.app import create_app
-from services.gateway.frontend.http.transport.server import http_server
+from services.gateway.frontend.http.server import http_server
 
 from .conftest import HI, FakeGenerator
 

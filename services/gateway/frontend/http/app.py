@@ -15,6 +15,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -53,9 +54,9 @@ from services.gateway.frontend.http.failures import (
 from services.gateway.frontend.http.middleware.authentication import Authentication
 from services.gateway.frontend.http.middleware.body_limits import (
     DEFAULT_BODY_MEMORY_BYTES,
+    DEFAULT_BODY_TIMEOUT_S,
     BodyLimits,
 )
-from services.gateway.frontend.http.middleware.hosts import AllowedHosts
 from services.gateway.frontend.http.middleware.other_sites import OtherSites
 from services.gateway.frontend.http.openapi import openapi_document
 from services.gateway.frontend.http.responses_api.answer import ResponseAnswer
@@ -81,12 +82,14 @@ def create_app(
     more_routes: Sequence[Route] = (),
     keyring: Keyring | None = None,
     cors_origins: Sequence[str] = (),
+    body_timeout_s: float = DEFAULT_BODY_TIMEOUT_S,
 ) -> Starlette:
     """The HTTP application that serves `generator`, with `metrics` at `/metrics`.
 
-    `allowed_hosts`: see `AllowedHosts`. `max_body_memory_bytes`: limit for all request bodies that
-    are being received, together (`BodyLimits`). `keyring`: None if API keys are off.
-    `cors_origins`: origins whose web pages browsers let call this API; `*`: all.
+    `allowed_hosts`: hosts that requests may name; empty: any. `max_body_memory_bytes`: limit for
+    all request bodies that are being received, together (`BodyLimits`). `body_timeout_s`: how long
+    each may take. `keyring`: None if API keys are off. `cors_origins`: origins whose web pages
+    browsers let call this API; `*`: all.
     """
     endpoints, tokens = _Endpoints(generator, metrics), TokenEndpoints(generator)
     app = Starlette(
@@ -106,14 +109,15 @@ def create_app(
             *more_routes,
         ],
         middleware=[
-            # First, so that pages may read errors too, and because browsers send no key with the
-            # question that precedes a call.
+            Middleware(BodyLimits, max_body_memory_bytes, body_timeout_s),
+            # Outside of the errors, so that pages may read those too, and of the keys, because
+            # browsers send none with the question that precedes a call.
             *([Middleware(CORSMiddleware, **_cors(cors_origins))] if cors_origins else []),
             Middleware(RequestIdAndErrors),
-            Middleware(AllowedHosts, allowed_hosts),
+            # Against web pages whose own name resolves to this server's address.
+            Middleware(TrustedHostMiddleware, allowed_hosts or ("*",), www_redirect=False),
             Middleware(Authentication, keyring),  # which also logs what OtherSites refuses
             Middleware(OtherSites, cors_origins),
-            Middleware(BodyLimits, max_body_memory_bytes),
         ],
         exception_handlers={HTTPException: answer_http_exception},
     )

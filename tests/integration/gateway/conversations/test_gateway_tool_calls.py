@@ -18,7 +18,7 @@ from services.gateway.frontend.api import (
     TokenizeRequest,
 )
 from services.gateway.frontend.http.app import create_app
-from services.gateway.frontend.http.transport.server import http_server
+from services.gateway.frontend.http.server import http_server
 from services.gateway.parsing.parts import Part, joined
 from tests.integration.gateway import fakes
 from tests.integration.gateway.conftest import Call, GatewayHarness, asked

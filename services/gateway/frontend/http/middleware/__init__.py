@@ -1,2 +1,2 @@
-"""The middleware that every request passes first: allowed hosts, API keys, pages of other
-sites, memory for bodies."""
+"""The middleware that every request passes first: bounds of bodies, API keys, pages of other
+sites."""
