@@ -90,6 +90,16 @@ class GatewayOptions(SharedOptions):
             "only to requests with a cache_salt",
         ),
     ] = False
+    stream_ping_s: Annotated[
+        float | None,
+        network(
+            "--stream-ping",
+            min=0.0,
+            metavar="SECONDS",
+            help="how long an HTTP stream may be silent before it sends a comment, so that proxies "
+            "do not cut it; 0: it sends none; default: 15",
+        ),
+    ] = None
     trace_ratio: Annotated[
         float | None,
         network(

@@ -14,6 +14,7 @@ from services.common.runtime.metrics import KeyringMetrics
 from services.common.tracing.opening import TracedSettings, check_tracing
 from services.gateway.access.keyring import Keyring
 from services.gateway.dashboard.access import DashboardSetting
+from services.gateway.frontend.http.answering.sending import DEFAULT_STREAM_PING_S
 from services.gateway.frontend.http.middleware.body_limits import (
     DEFAULT_BODY_MEMORY_BYTES,
     DEFAULT_BODY_TIMEOUT_S,
@@ -161,6 +162,12 @@ class GatewaySettings(TracedSettings, GatewayOptions):
         default=DEFAULT_BODY_TIMEOUT_S,
         gt=0,
         description="how long an HTTP client may take to send its body",
+    )
+    stream_ping_s: float = Field(
+        default=DEFAULT_STREAM_PING_S,
+        ge=0,
+        description="how long an HTTP stream may be silent before it sends a comment, so that "
+        "proxies do not cut it; 0: it sends none",
     )
     body_memory: int = Field(
         default=DEFAULT_BODY_MEMORY_BYTES,

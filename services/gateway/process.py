@@ -226,6 +226,7 @@ class _Listeners:
             keyring=self.keyring,
             cors_origins=settings.cors_origins,
             body_timeout_s=settings.body_timeout_s,
+            stream_ping_s=settings.stream_ping_s,
             more_routes=more_routes,
         )
         limits = ConnectionLimits(

@@ -67,19 +67,21 @@ class Account:
         )
 
     @contextmanager
-    def admitted(self, num_sequences: int) -> Iterator[None]:
-        """Wraps one request from its arrival to its end. Raises RateLimited."""
+    def admitted(self, num_sequences: int, *, is_further: bool = False) -> Iterator[None]:
+        """Wraps one request from its arrival to its end. The rate of requests counts the first one
+        of a call, and not one that `is_further`. Raises RateLimited."""
         self._check_concurrency(num_sequences)
         now, key = self._clock(), self.key
         if delay_s := self._tokens.delay_s(1, now):
             raise RateLimited(
                 f"key {key.name} has used its {key.tokens_per_minute} tokens a minute", delay_s
             )
-        if delay_s := self._requests.delay_s(1, now):
+        if not is_further and (delay_s := self._requests.delay_s(1, now)):
             raise RateLimited(
                 f"key {key.name} has sent its {key.requests_per_minute} requests a minute", delay_s
             )
-        self._requests.take(1)
+        if not is_further:
+            self._requests.take(1)
         self.num_sequences += num_sequences
         try:
             yield

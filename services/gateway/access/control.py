@@ -82,7 +82,8 @@ class AccessControl:
             return LOCAL_OPERATOR
         check_cost(account.key, request)
         # The gateway refuses a width below 1, but only after the request has waited.
-        admission.enter_context(account.admitted(max(1, request.sampling.width)))
+        width = max(1, request.sampling.width)
+        admission.enter_context(account.admitted(width, is_further=request.is_further))
         return account.caller
 
     def _place(self) -> AbstractContextManager[None]:

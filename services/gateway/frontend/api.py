@@ -169,6 +169,8 @@ class GenerationRequest:
     """Deltas of a chat have the parts of its message, if the model's format is known."""
     running_usage: bool = False
     """Every delta has the usage so far; otherwise only the last one has the usage."""
+    is_further: bool = False
+    """Whether it is not the first request of its call, which a key's rate counts once."""
     caller: Caller = field(default_factory=partial(current_caller, EVERYONE))
     """The caller of the call that makes this request; access control replaces it by the account's
     newest."""

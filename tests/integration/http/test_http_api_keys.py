@@ -204,6 +204,22 @@ async def test_calls_for_tokens_count_as_requests(generator: FakeGenerator) -> N
         await control.detokenize((1,), "")
 
 
+async def test_a_call_with_several_inputs_counts_once(generator: FakeGenerator) -> None:
+    ring = keyring(requests_per_minute=2)
+    app = create_app(AccessControl(generator, ring), CollectorRegistry(), keyring=ring)
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
+        answers = [
+            await http.post(f"/v1/{path}", json=body, **as_(ALICE))
+            for path, body in (
+                ("embeddings", {"input": ["a", "b", "c"]}),
+                ("completions", {"prompt": ["a", "b", "c"]}),
+                ("embeddings", {"input": ["a", "b", "c"]}),
+            )
+        ]
+    assert [answer.status_code for answer in answers] == [200, 200, 429]
+
+
 async def test_a_negative_number_of_sequences_makes_no_room(generator: FakeGenerator) -> None:
     """While such a request waits for its refusal, its key has no more sequences than before."""
     ring = keyring(max_concurrency=2)

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from services.common import errors
 from services.gateway.frontend.http.app import create_app
+from services.gateway.frontend.http.server import http_server
 
 from .conftest import HI, TEXTS, FakeGenerator
 
@@ -89,6 +90,29 @@ async def test_an_error_after_the_first_token_ends_the_stream(
         async for part in stream:
             texts.append(part.choices[0].text)
     assert texts == TEXTS[:2]
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "responses"])
+async def test_a_silent_stream_sends_its_headers_and_comments(
+    generator: FakeGenerator, path: str
+) -> None:
+    """An error after the headers is the last event. OpenAI's client skips the comments."""
+    generator.delay_s, generator.error = 1.2, errors.Unavailable("the worker was lost")
+    app = create_app(generator, CollectorRegistry(), stream_ping_s=0.02)
+    async with http_server(app, "127.0.0.1", 0) as port:
+        url = f"http://127.0.0.1:{port}/v1"
+        body = {**HI, "stream": True} if "chat" in path else {"input": "Hi", "stream": True}
+        async with httpx.AsyncClient(trust_env=False) as http:
+            answer = await http.post(f"{url}/{path}", json=body)
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            stream = await client.responses.create(model="org/tiny", input="Hi", stream=True)
+            with pytest.raises(openai.APIError, match="the worker was lost"):
+                await anext(aiter(stream))
+    assert answer.status_code == 200
+    parts = answer.text.removesuffix("\n\n").split("\n\n")
+    assert set(parts[:-1]) == {": ping"}
+    assert "the worker was lost" in parts[-1]
+    assert parts[-1].startswith("event: error\n" if path == "responses" else "data: {")
 
 
 @pytest.mark.parametrize(

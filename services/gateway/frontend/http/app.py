@@ -36,6 +36,7 @@ from services.gateway.frontend.http.answering.logprobs import JSON
 from services.gateway.frontend.http.answering.merge import merged
 from services.gateway.frontend.http.answering.sending import (
     CLIENT_GONE,
+    DEFAULT_STREAM_PING_S,
     EventStream,
     Json,
     unless_disconnected,
@@ -83,15 +84,17 @@ def create_app(
     keyring: Keyring | None = None,
     cors_origins: Sequence[str] = (),
     body_timeout_s: float = DEFAULT_BODY_TIMEOUT_S,
+    stream_ping_s: float = DEFAULT_STREAM_PING_S,
 ) -> Starlette:
     """The HTTP application that serves `generator`, with `metrics` at `/metrics`.
 
     `allowed_hosts`: hosts that requests may name; empty: any. `max_body_memory_bytes`: limit for
     all request bodies that are being received, together (`BodyLimits`). `body_timeout_s`: how long
     each may take. `keyring`: None if API keys are off. `cors_origins`: origins whose web pages
-    browsers let call this API; `*`: all.
+    browsers let call this API; `*`: all. `stream_ping_s`: see `EventStream`.
     """
-    endpoints, tokens = _Endpoints(generator, metrics), TokenEndpoints(generator)
+    endpoints = _Endpoints(generator, metrics, stream_ping_s)
+    tokens = TokenEndpoints(generator)
     app = Starlette(
         routes=[
             Route("/v1/completions", endpoints.completions, methods=["POST"]),
@@ -141,9 +144,10 @@ def _cors(origins: Sequence[str]) -> dict[str, Any]:
 
 
 class _Endpoints:
-    def __init__(self, generator: Generator, metrics: Collector) -> None:
+    def __init__(self, generator: Generator, metrics: Collector, stream_ping_s: float) -> None:
         self._generator = generator
         self._metrics = metrics
+        self._stream_ping_s = stream_ping_s
         self._scraping = asyncio.Lock()
         self._started_unix_s = int(time.time())
 
@@ -158,7 +162,9 @@ class _Endpoints:
         answer = ResponseAnswer(body, requests[0].request_id, self._model(body.model))
         deltas = merged([self._generator.generate(each) for each in requests])
         if body.stream:
-            return EventStream(answer.parts(deltas), None)
+            return EventStream(
+                answer.parts(deltas), answer.error_event, self._stream_ping_s, is_named=True
+            )
         return await _whole(request, answer.whole(deltas))
 
     async def embeddings(self, request: Request) -> Response:
@@ -205,7 +211,7 @@ class _Endpoints:
         )
         deltas = merged([self._generator.generate(each) for each in requests])
         if body.stream:
-            return EventStream(answer.parts(deltas), error_body)
+            return EventStream(answer.parts(deltas), error_body, self._stream_ping_s)
         return await _whole(request, answer.whole(deltas))
 
     async def version(self, _request: Request) -> Response:

@@ -45,6 +45,7 @@ class EmbeddingBody(Body):
                 priority=self.priority or 0,
                 cache_salt=self.cache_salt or "",
                 add_special_tokens=self.add_special_tokens is not False,
+                is_further=index > 0,
             )
             for index, prompt in enumerate(self.input)
         ]

@@ -38,6 +38,7 @@ _FAILURES = {
     "404": "the model is not served",
     "408": "the client's deadline has passed, or its body came too slowly",
     "413": "the body is too large",
+    "415": "the body's Content-Encoding is not served",
     "429": "too many requests wait; Retry-After says when to try again",
     "500": "an error of Quire, or a request that crashes every worker",
     "503": "no worker is there, or the gateway is stopping; Retry-After says when to try again",

@@ -7,12 +7,19 @@ from typing import Any, TypeVar
 
 from pydantic_core import to_json
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 T = TypeVar("T")
 
 CLIENT_GONE = 499
 """Status of an answer whose client has disconnected, as in nginx."""
+
+
+DEFAULT_STREAM_PING_S = 15.0
+"""Proxies end a connection that is silent for 30 to 60 s."""
+_HEADERS_AFTER_S = 1.0
+"""How long a stream without an event keeps its headers back: nearly all errors come sooner, and set
+the status."""
 
 
 class Json(Response):
@@ -23,13 +30,15 @@ class Json(Response):
 
 
 class EventStream(Response):
-    """Sends each of `events` as it comes. `error_event`: of an error after the first event; None:
-    `events` report errors by themselves, and each event is named by its type, as in OpenAI's
-    Responses API. Otherwise `[DONE]` is the last one.
+    """Sends each of `events` as it comes, and then `[DONE]`. If `is_named`, each event is named by
+    its type, as in OpenAI's Responses API, and there is no `[DONE]`.
 
-    The headers wait for the first event. So an error before that event still sets the answer's
-    status; a later error becomes the last event, `{"error": ...}`. The generator is closed as soon
-    as the client disconnects, not at the next event.
+    The headers leave with the first event, or after a second without one. Before that, an error
+    sets the answer's status; a later error becomes the last event, made by `error_event`. The
+    generator is closed as soon as the client disconnects, not at the next event.
+
+    `ping_s`: how long the stream may be silent. Then it sends a comment, which clients skip, so
+    that proxies do not cut it. 0: it sends none.
     """
 
     media_type = "text/event-stream"
@@ -37,7 +46,10 @@ class EventStream(Response):
     def __init__(
         self,
         events: AsyncGenerator[dict[str, Any], None],
-        error_event: Callable[[Exception], dict[str, Any]] | None,
+        error_event: Callable[[Exception], dict[str, Any]],
+        ping_s: float,
+        *,
+        is_named: bool = False,
     ) -> None:
         self.status_code = 200
         self.background = None
@@ -45,29 +57,55 @@ class EventStream(Response):
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self._events = events
         self._error_event = error_event
+        self._ping_s = ping_s
+        self._is_named = is_named
+        self._has_begun = False
+        self._is_silent = True
+        """Whether no event has come since the last comment."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await unless_disconnected(receive, self._send(send))
 
     async def _send(self, send: Send) -> None:
-        async with aclosing(self._events) as events:
-            first = await anext(events)
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await self._send_event(send, first)
-            try:
+        keeping = asyncio.create_task(self._keep_open(send))
+        try:
+            async with aclosing(self._events) as events:
                 async for event in events:
-                    await self._send_event(send, event)
-                last = b"" if self._error_event is None else b"data: [DONE]\n\n"
-            except Exception as error:
-                if self._error_event is None:
-                    raise
-                last = b"data: %b\n\n" % to_json(self._error_event(error))
-        await send({"type": "http.response.body", "body": last, "more_body": False})
+                    self._is_silent = False
+                    if not self._has_begun:
+                        await self._begin(send)
+                    await send(_part(self._encoded(event)))
+            last = b"" if self._is_named else b"data: [DONE]\n\n"
+        except Exception as error:
+            if not self._has_begun:
+                raise
+            last = self._encoded(self._error_event(error))
+        finally:
+            keeping.cancel()
+        await self._begin(send)
+        await send(_part(last, more=False))
 
-    async def _send_event(self, send: Send, event: dict[str, Any]) -> None:
-        name = b"" if self._error_event is not None else b"event: %b\n" % event["type"].encode()
-        body = b"%bdata: %b\n\n" % (name, to_json(event))
-        await send({"type": "http.response.body", "body": body, "more_body": True})
+    async def _keep_open(self, send: Send) -> None:
+        await asyncio.sleep(_HEADERS_AFTER_S)
+        await self._begin(send)
+        while self._ping_s:
+            self._is_silent = True
+            await asyncio.sleep(self._ping_s)
+            if self._is_silent:
+                await send(_part(b": ping\n\n"))
+
+    async def _begin(self, send: Send) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+
+    def _encoded(self, event: dict[str, Any]) -> bytes:
+        name = b"event: %b\n" % event["type"].encode() if self._is_named else b""
+        return b"%bdata: %b\n\n" % (name, to_json(event))
+
+
+def _part(body: bytes, *, more: bool = True) -> Message:
+    return {"type": "http.response.body", "body": body, "more_body": more}
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:

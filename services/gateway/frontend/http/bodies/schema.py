@@ -261,7 +261,7 @@ class CompletionBody(GenerationBody):
         if len(self.prompt) == 1:
             return [self.request(self.prompt[0], request_id)]
         return [
-            self.request(prompt, f"{request_id}-{index}")
+            replace(self.request(prompt, f"{request_id}-{index}"), is_further=index > 0)
             for index, prompt in enumerate(self.prompt)
         ]
 

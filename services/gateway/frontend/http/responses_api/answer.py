@@ -40,29 +40,26 @@ class ResponseAnswer:
         return self._response(status, usage, last)
 
     async def parts(self, deltas: Deltas) -> AsyncGenerator[JSON, None]:
-        """Yields the events of a stream. An error before the first delta is raised; a later one
-        is the last event."""
+        """Yields the events of a stream."""
         last, usage = None, None
         async with aclosing(deltas):
-            try:
-                async for _, delta in deltas:
-                    if last is None:
-                        response = self._response("in_progress")
-                        yield self._event("response.created", {"response": response})
-                        yield self._event("response.in_progress", {"response": response})
-                    last, usage = delta, delta.usage or usage
-                    for event in self._items.add(delta):
-                        yield self._event(*event)
-            except Exception as error:
+            async for _, delta in deltas:
                 if last is None:
-                    raise
-                failed = error_body(error)  # OpenAI's clients raise what is in the field `error`
-                yield self._event("error", {**failed["error"], **failed})
-                return
+                    response = self._response("in_progress")
+                    yield self._event("response.created", {"response": response})
+                    yield self._event("response.in_progress", {"response": response})
+                last, usage = delta, delta.usage or usage
+                for event in self._items.add(delta):
+                    yield self._event(*event)
         status = _status(last)
         for event in self._items.finish(status):
             yield self._event(*event)
         yield self._event(f"response.{status}", {"response": self._response(status, usage, last)})
+
+    def error_event(self, error: Exception) -> JSON:
+        """The last event of a stream that failed."""
+        failed = error_body(error)  # OpenAI's clients raise what is in the field `error`
+        return self._event("error", {**failed["error"], **failed})
 
     def _event(self, kind: str, fields: JSON) -> JSON:
         event = {**fields, "type": kind, "sequence_number": self._num_events}

@@ -17,12 +17,16 @@ class OutputItems:
         self._is_open = False
         self._texts: list[str] = []
         """Of the item that is open: what it says so far."""
+        self._logprobs: list[JSON] = []
+        """Of tokens that are no part yet, such as the beginning of what may become a call."""
 
     def add(self, delta: Delta) -> Iterator[tuple[str, JSON]]:
-        """The parts of a delta; without parts its text. Logprobs are of all its tokens, and stand
-        with the first text."""
+        """The parts of a delta; if the message is not parsed, its text. Logprobs are of all its
+        tokens, and stand with the first text. Those of a delta without parts stand with the next
+        delta's."""
         parts: tuple[Part, ...] = (Content(delta.text),) if delta.parts is None else delta.parts
-        logprobs: list[JSON] = chat_logprobs(delta.logprobs)["content"]
+        logprobs = self._logprobs + chat_logprobs(delta.logprobs)["content"]
+        self._logprobs = [] if parts else logprobs
         for part in parts:
             match part:
                 case Content(text):
@@ -63,6 +67,8 @@ class OutputItems:
     def finish(self, status: str) -> Iterator[tuple[str, JSON]]:
         if not self.items:
             yield from self._begin("message")
+        if self._logprobs and self._is_open and self.items[-1]["type"] == "message":
+            yield from self._text("", self._logprobs)
         yield from self.end(status)
 
     @property
