@@ -146,8 +146,8 @@ class GatewaySettings(TracedSettings, GatewayOptions):
     )
     dashboard: DashboardSetting = Field(
         default="auto",
-        description="the page at / of http_port: auto shows it to users of this host, on to "
-        "everybody who reaches the port, off to nobody",
+        description="the page at / of http_port: auto shows it to users of this host, if the "
+        "gateway listens only there, on to everybody who reaches the port, off to nobody",
     )
     max_connections: int = Field(
         default=4096,

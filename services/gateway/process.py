@@ -121,7 +121,7 @@ def _operator_routes(
 ) -> tuple[Feed, History, list[Route]]:
     """The dashboard's feed and history, and the routes of HTTP that are for operators."""
     feed, history, routes = make_dashboard(
-        settings.dashboard, wiring, metrics, block_manager, keyring=keyring
+        settings.dashboard, wiring, metrics, block_manager, host=settings.host, keyring=keyring
     )
     if wiring.adapters is None:
         return feed, history, routes

@@ -52,11 +52,12 @@ def make_dashboard(
     metrics: GatewayMetrics,
     block_manager: Relay,
     *,
+    host: str,
     keyring: Keyring | None,
 ) -> tuple[Feed, History, list[Route]]:
     """The feed, the history to keep, and the routes that serve the dashboard; none if it is off.
-    `keyring`: None if API
-    keys are off; with them, the dashboard needs an operator's."""
+    `host`: the address on which the gateway listens. `keyring`: None if API keys are off; with
+    them, the dashboard needs an operator's."""
 
     def requests() -> dict[str, str]:
         running = wiring.dispatcher.lifecycles
@@ -67,7 +68,7 @@ def make_dashboard(
             bind_caller(keyring.account(request.headers.get("authorization")).caller)
             require_operator()
         elif setting == "auto":
-            check_local(request)
+            check_local(request, host)
 
     block_maps = BlockMaps(block_manager, requests)
     document = DashboardDocument(

@@ -96,7 +96,7 @@ async def dashboard(
     manager: Any = FakeBlockManager()
     metrics = harness.metrics.metrics
     feed, history, routes = make_dashboard(
-        setting, harness.assembly, metrics, manager, keyring=keys
+        *(setting, harness.assembly, metrics, manager), host="127.0.0.1", keyring=keys
     )
     app = create_app(harness.gateway, CollectorRegistry(), keyring=keys, more_routes=routes)
     async with http_server(app, "127.0.0.1", 0, grace_s=0) as port:

@@ -155,29 +155,33 @@ async def test_viewers_have_a_limit() -> None:
     await late.aclose()
 
 
-def request(client: str, **headers: str) -> Request:
+def request(version: str = "1.1", **headers: str) -> Request:
     raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-    return Request({"type": "http", "client": (client, 1), "headers": raw})
+    return Request({"type": "http", "http_version": version, "headers": raw})
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1:8000", "localhost", "LOCALHOST:80", "[::1]:8000"])
 def test_users_of_the_host_see_the_dashboard(host: str) -> None:
-    check_local(request("127.0.0.1", host=host))
-    check_local(request("::1", host=host))
+    for listens_at in ("127.0.0.1", "::1", "localhost"):
+        check_local(request(host=host), listens_at)
 
 
 @pytest.mark.parametrize(
-    ("client", "headers"),
+    ("listens_at", "version", "headers"),
     [
-        ("192.0.2.1", {"host": "127.0.0.1:8000"}),
-        ("127.0.0.1", {"host": "rebound.example:8000"}),
-        ("127.0.0.1", {"host": "127.0.0.1.example"}),
-        ("127.0.0.1", {}),
-        ("127.0.0.1", {"host": "127.0.0.1", "x_forwarded_for": "192.0.2.1"}),
-        ("127.0.0.1", {"host": "127.0.0.1", "forwarded": "for=192.0.2.1"}),
-        ("127.0.0.1", {"host": "127.0.0.1", "via": "1.1 proxy"}),
+        ("0.0.0.0", "1.1", {"host": "127.0.0.1:8000"}),
+        ("192.0.2.1", "1.1", {"host": "127.0.0.1:8000"}),
+        ("127.0.0.1", "1.1", {"host": "rebound.example:8000"}),
+        ("127.0.0.1", "1.1", {"host": "127.0.0.1.example"}),
+        ("127.0.0.1", "1.1", {}),
+        ("127.0.0.1", "1.1", {"host": "127.0.0.1", "x_forwarded_for": "192.0.2.1"}),
+        ("127.0.0.1", "1.1", {"host": "127.0.0.1", "forwarded": "for=192.0.2.1"}),
+        ("127.0.0.1", "1.1", {"host": "127.0.0.1", "via": "1.1 proxy"}),
+        ("127.0.0.1", "1.0", {"host": "127.0.0.1"}),  # nginx with `proxy_pass` alone
     ],
 )
-def test_other_users_do_not_see_the_dashboard(client: str, headers: dict[str, str]) -> None:
+def test_other_users_do_not_see_the_dashboard(
+    listens_at: str, version: str, headers: dict[str, str]
+) -> None:
     with pytest.raises(HTTPException, match="only for this host"):
-        check_local(request(client, **headers))
+        check_local(request(version, **headers), listens_at)
