@@ -33,8 +33,8 @@ def check_local(request: Request, listens_at: str) -> None:
         raise HTTPException(
             403,
             "without API keys, the dashboard is only for this host: let the gateway listen on "
-            "127.0.0.1, and open http://127.0.0.1:PORT/ there, or through `ssh -L`. With QUIRE_GATEWAY_"
-            "DASHBOARD=on, everybody who reaches this port sees it",
+            "127.0.0.1, and open http://127.0.0.1:PORT/ there, or through `ssh -L`. With "
+            "QUIRE_GATEWAY_DASHBOARD=on, everybody who reaches this port sees it",
         )
 
 
