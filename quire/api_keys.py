@@ -89,23 +89,13 @@ def make_key(fields: dict[str, Any]) -> ApiKey:
         raise KeyFileError(_problem(error)) from None
 
 
-def parse_keys(text: str, where: str) -> tuple[ApiKey, ...]:
-    """The keys in a key file's text. KeyFileError names the first mistake; `where`: the file."""
-    try:
-        keys = _KeyFile.model_validate_json(text).keys
-    except ValidationError as error:
-        raise KeyFileError(f"{where}: {_problem(error)}") from None
-    check_unique(keys, where)
-    return keys
-
-
 def _problem(error: ValidationError) -> str:
     first = error.errors(include_input=False, include_url=False)[0]
     path = "".join(f"[{s}]" if isinstance(s, int) else f".{s}" for s in first["loc"])
     return ": ".join(filter(None, (path.lstrip("."), first["msg"])))
 
 
-def check_unique(keys: Sequence[ApiKey], where: str) -> None:
+def _check_unique(keys: Sequence[ApiKey], where: Path) -> None:
     """KeyFileError: two keys have one name, or one hash."""
     names, by_hash = set(), dict[str, str]()
     for key in keys:
@@ -117,13 +107,18 @@ def check_unique(keys: Sequence[ApiKey], where: str) -> None:
 
 
 def read_keys(path: Path) -> tuple[ApiKey, ...]:
-    """The keys of a file. Raises KeyFileError."""
+    """The keys of a file. KeyFileError names the first mistake."""
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise KeyFileError(f"cannot read the API keys in {path}: {reason}") from error
-    return parse_keys(text, str(path))
+    try:
+        keys = _KeyFile.model_validate_json(text).keys
+    except ValidationError as error:
+        raise KeyFileError(f"{path}: {_problem(error)}") from None
+    _check_unique(keys, path)
+    return keys
 
 
 @contextmanager
@@ -138,7 +133,7 @@ def changed_keys(path: Path) -> Iterator[list[ApiKey]]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         keys = list(read_keys(path)) if path.exists() else []
         yield keys
-        check_unique(keys, str(path))
+        _check_unique(keys, path)
         _write(path, _KeyFile(keys=tuple(keys)))
     finally:
         os.close(lock)
