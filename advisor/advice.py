@@ -1,7 +1,7 @@
-"""Recommends a block size for a workload, with reasons.
+"""Recommends a block size for a recorded workload, with reasons.
 
 Each block size leaves a share of the throughput of a machine that wastes nothing. The share is a
-product of four parts, each measured or simulated:
+product of four parts, each timed or counted:
 
     memory      slots that hold KV / reserved slots
     prefix      tokens that must be computed / tokens computed (the prefix cache finds whole blocks)
@@ -12,10 +12,17 @@ The product is the share of requests per second that is left if memory limits ho
 at once and the other three parts determine how long each takes.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from advisor.workload import RecordedRequest
+from services.common.pool.allotment import (
+    LOOK_AHEAD,
+    WATERMARK,
+    blocks_at_admission,
+    blocks_for_decode,
+)
 
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 
@@ -23,99 +30,93 @@ TOLERANCE = 0.04
 """Products that differ by less than this count as equal: the product of blocks of 16 varied this
 much between three runs on an otherwise idle machine (docs/benchmarks/memory.md)."""
 
+_CALL_US, _BLOCK_US = 150.0, 3.5
+"""The store's time for a call, and for each block in it (docs/benchmarks/store-and-recovery.md)."""
+
+
+class DoesNotFit(Exception):
+    """A request can never get its slots, even in an empty pool; the text has the numbers."""
+
 
 @dataclass(frozen=True, slots=True)
 class SizeCosts:
-    """The costs of a workload with one block size.
-
-    `utilization`, `tail`, `look_ahead`: shares of the reserved slots. `num_at_once`: mean number of
-    running requests. `store_us_per_token`, `store_calls_per_token`: per generated token.
-    `lost_tokens`: tokens of shared prefixes that are computed again, per request. `attention_us`:
-    time of one layer.
-    """
+    """The costs of a workload with one block size, beside those of attention."""
 
     block_size: int
     utilization: float
+    """The share of the reserved slots that holds KV, as `tail` and `look_ahead` are shares that
+    hold none."""
     tail: float
     look_ahead: float
     num_at_once: float
-    num_preemptions: int
+    """The mean number of running requests, whose mean length is `mean_context`."""
+    mean_context: float
     blocks_per_request: float
     store_calls_per_token: float
+    """The store's calls for a generated token, which take `store_us_per_token`."""
     store_us_per_token: float
     lost_tokens: float
+    """Tokens of shared prefixes that a request computes again."""
     prefix_efficiency: float
-    attention_us: float
 
 
-@dataclass(frozen=True, slots=True)
-class StepTime:
-    """A decode step with the fastest block size: the share of its time that attention takes, and
-    the time per token."""
-
-    attention_share: float
-    token_us: float
-
-
-@dataclass(frozen=True, slots=True)
-class Shares:
-    """The parts of the throughput that a block size leaves, each from 0 to 1."""
-
-    memory: float
-    prefix: float
-    attention: float
-    store: float
-
-    @property
-    def product(self) -> float:
-        return self.memory * self.prefix * self.attention * self.store
-
-    def difference_to(self, other: "Shares") -> str:
-        """The relative difference to `other`, as text: each part that differs, and the product."""
-        parts = ("memory", "prefix", "attention", "store")
-        ratios = {part: getattr(self, part) / getattr(other, part) - 1 for part in parts}
-        texts = [f"{part} {ratio:+.1%}" for part, ratio in ratios.items() if abs(ratio) >= 0.001]
-        return f"{', '.join(texts) or 'no difference'}: {self.product / other.product - 1:+.1%}"
-
-
-@dataclass(frozen=True, slots=True)
-class Advice:
-    """The recommended block size with reasons. `shares`: the parts of each block size."""
-
-    block_size: int
-    shares: Mapping[int, Shares]
-    reasons: tuple[str, ...]
-
-
-def advise(costs: Sequence[SizeCosts], step: StepTime) -> Advice:
-    """Recommend the smallest of the block sizes whose product is within TOLERANCE of the largest:
-    the advantages of small blocks are counted exactly, those of large blocks are timed."""
-    fastest = min(cost.attention_us for cost in costs)
-    shares = {cost.block_size: _shares(cost, fastest, step) for cost in costs}
-    most = max(share.product for share in shares.values())
-    good = [size for size, share in shares.items() if share.product >= most * (1 - TOLERANCE)]
-    chosen = min(good)
-    reasons = [f"{chosen} leaves {shares[chosen].product:.1%} of the machine"]
-    for size in sorted(shares):
-        if size in (chosen // 2, chosen * 2):
-            reasons.append(f"{size} instead: {shares[size].difference_to(shares[chosen])}")
-    best = max(shares, key=lambda size: shares[size].product)
-    if best != chosen:
-        reasons.append(
-            f"{best} is ahead by {most / shares[chosen].product - 1:.1%}, which timings do not tell"
-            " from nothing"
-        )
-    return Advice(chosen, shares, tuple(reasons))
-
-
-def _shares(cost: SizeCosts, fastest_us: float, step: StepTime) -> Shares:
-    slower = step.attention_share * (cost.attention_us / fastest_us - 1)
-    return Shares(
-        memory=cost.utilization,
-        prefix=cost.prefix_efficiency,
-        attention=1 / (1 + slower),
-        store=step.token_us / (step.token_us + cost.store_us_per_token),
+def size_costs(
+    asked: Sequence[RecordedRequest], num_slots: int, block_size: int, max_model_len: int
+) -> SizeCosts:
+    """Count the slots that each request holds in each of its steps, if the pool of `num_slots`
+    token slots is as full as it can be without preemptions. Blocks of a shared prefix count for
+    the first request that has it. `max_model_len`: a sequence may become as long, as far as its
+    worker knows. DoesNotFit: a request can never get its slots."""
+    num_blocks, num_requests = num_slots // block_size, len(asked)
+    reserved = filled = tails = computed = num_steps = num_calls = num_growths = in_tables = 0
+    for request, num_shared in zip(asked, shared_tokens(asked), strict=True):
+        length = request.num_tokens
+        if length > num_blocks * block_size:
+            raise DoesNotFit(
+                f"a request of {length} tokens never fits a pool of {num_blocks} blocks of "
+                f"{block_size}"
+            )
+        longest = max(length, min(max_model_len, num_blocks * block_size))
+        shared = num_shared // block_size
+        held = blocks_at_admission(request.num_prompt_tokens, block_size)
+        for num_tokens in range(request.num_prompt_tokens, length):  # those that have KV
+            if num_tokens > request.num_prompt_tokens:
+                before = held
+                held = max(held, blocks_for_decode(num_tokens, LOOK_AHEAD, longest, block_size))
+                num_growths += held > before
+            reserved += held - shared
+            filled += num_tokens - shared * block_size
+            tails += -num_tokens % block_size
+            computed += num_tokens
+        num_steps += request.num_generated_tokens
+        in_tables += held
+        # The allocation, the release, and commits of the prompt and of each block that is filled.
+        num_full = request.num_prompt_tokens // block_size
+        num_calls += 2 + (num_full > shared) + (length - 1) // block_size - num_full
+    slots = reserved * block_size
+    at_once = num_blocks * block_size * (1 - WATERMARK) * num_steps / slots
+    at_once = max(1.0, min(num_requests, at_once))
+    # All requests that grow in a step are in one call.
+    extends = num_steps / at_once * (1 - (1 - num_growths / num_steps) ** at_once)
+    calls = num_calls + extends
+    # Each block is allocated, committed and released once.
+    store_us = _CALL_US * calls + _BLOCK_US * 3 * in_tables
+    return SizeCosts(
+        block_size,
+        *(filled / slots, tails / slots, (slots - filled - tails) / slots),
+        *(at_once, computed / num_steps, in_tables / num_requests),
+        *(calls / num_steps, store_us / num_steps),
+        *prefix_costs(asked, block_size),
     )
+
+
+def prefix_costs(requests: Sequence[RecordedRequest], block_size: int) -> tuple[float, float]:
+    """The costs of finding prefixes in whole blocks only: the mean number of shared tokens that a
+    request computes again, and the share of all computed tokens that must be computed."""
+    shared = shared_tokens(requests)
+    lost = sum(num_tokens % block_size for num_tokens in shared)
+    needed = sum(request.num_tokens for request in requests) - sum(shared)
+    return lost / len(requests), needed / (needed + lost)
 
 
 def shared_tokens(requests: Sequence[RecordedRequest]) -> list[int]:
@@ -131,10 +132,61 @@ def shared_tokens(requests: Sequence[RecordedRequest]) -> list[int]:
     return shared
 
 
-def prefix_costs(requests: Sequence[RecordedRequest], block_size: int) -> tuple[float, float]:
-    """The costs of finding prefixes in whole blocks only: the mean number of shared tokens that a
-    request computes again, and the share of all computed tokens that must be computed."""
-    shared = shared_tokens(requests)
-    lost = sum(num_tokens % block_size for num_tokens in shared)
-    needed = sum(request.num_tokens for request in requests) - sum(shared)
-    return lost / len(requests), needed / (needed + lost)
+Shares = Mapping[str, float]
+"""The parts of the throughput that a block size leaves, each from 0 to 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    block_size: int
+    shares: Mapping[int, Shares]
+    """The parts of each block size."""
+    reasons: tuple[str, ...]
+
+    def left(self, block_size: int) -> float:
+        return math.prod(self.shares[block_size].values())
+
+
+def advise(
+    costs: Sequence[SizeCosts],
+    attention_us: Mapping[int, float],
+    attention_share: float,
+    token_us: float,
+) -> Advice:
+    """Recommend the smallest of the block sizes whose product is within TOLERANCE of the largest:
+    the advantages of small blocks are counted exactly, those of large blocks are timed.
+
+    `attention_us`: attention of one layer, by block size. `attention_share`, `token_us`: the share
+    that attention has in a decode step, and the step's time for each of its tokens."""
+    fastest = min(attention_us.values())
+    shares = {
+        cost.block_size: {
+            "memory": cost.utilization,
+            "prefix": cost.prefix_efficiency,
+            "attention": 1 / (1 + attention_share * (attention_us[cost.block_size] / fastest - 1)),
+            "store": token_us / (token_us + cost.store_us_per_token),
+        }
+        for cost in costs
+    }
+    left = {size: math.prod(parts.values()) for size, parts in shares.items()}
+    best = max(left, key=left.__getitem__)
+    chosen = min(size for size in left if left[size] >= left[best] * (1 - TOLERANCE))
+    reasons = [f"{chosen} leaves {left[chosen]:.1%} of the machine"]
+    reasons += [
+        f"{size} instead: {_difference(shares[size], shares[chosen])}"
+        for size in sorted({chosen // 2, chosen * 2} & left.keys())
+    ]
+    if best != chosen:
+        reasons.append(
+            f"{best} is ahead by {left[best] / left[chosen] - 1:.1%}, which timings do not tell"
+            " from nothing"
+        )
+    return Advice(chosen, shares, tuple(reasons))
+
+
+def _difference(one: Shares, other: Shares) -> str:
+    """The relative difference, as text: each part that differs, and the product."""
+    ratios = {part: one[part] / other[part] - 1 for part in one}
+    texts = [f"{part} {ratio:+.1%}" for part, ratio in ratios.items() if abs(ratio) >= 0.001]
+    product = math.prod(one.values()) / math.prod(other.values()) - 1
+    return f"{', '.join(texts) or 'no difference'}: {product:+.1%}"

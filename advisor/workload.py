@@ -15,45 +15,83 @@ size at that time. Requests with equally many cached tokens count as sharing the
 """
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import pydantic.dataclasses
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 _REQUEST_ENDED = "request_ended"
 _MOST_TOKENS = 1 << 24  # more than any context
-_MOST_SECONDS = 1e12
+
+_Count = Annotated[int, Field(ge=0, le=_MOST_TOKENS, strict=True)]
+_Seconds = Annotated[float, Field(gt=-1e12, lt=1e12, strict=True)]
 
 
 class WorkloadError(Exception):
     """The file does not exist or contains no workload; the text says where and why."""
 
 
-@dataclass(frozen=True, slots=True)
+@pydantic.dataclasses.dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
 class RecordedRequest:
     """One recorded request. It shares its first `num_shared_tokens` with other requests of the same
     `prefix`; "": with none."""
 
-    num_prompt_tokens: int
-    num_generated_tokens: int
-    arrival_s: float = 0.0
+    num_prompt_tokens: Annotated[_Count, Field(ge=1)]
+    num_generated_tokens: Annotated[_Count, Field(ge=1)]
+    arrival_s: _Seconds = 0.0
     prefix: str = ""
-    num_shared_tokens: int = 0
+    num_shared_tokens: _Count = 0
+
+    def __post_init__(self) -> None:
+        if self.num_shared_tokens and not self.prefix:
+            raise ValueError("num_shared_tokens without a prefix")
+        if self.num_shared_tokens > self.num_prompt_tokens:
+            raise ValueError("num_shared_tokens is more than the prompt's tokens")
 
     @property
     def num_tokens(self) -> int:
         return self.num_prompt_tokens + self.num_generated_tokens
 
 
+class _Ended(BaseModel):
+    """A `request_ended` line of a gateway's log."""
+
+    num_prompt_tokens: _Count
+    num_generated_tokens: _Count
+    num_cached_tokens: _Count
+    num_sequences: _Count = 1
+    timestamp: datetime
+    duration_ms: _Seconds
+
+    @property
+    def counts(self) -> bool:
+        """Whether the request got tokens, of one sequence: the log has no lengths of several."""
+        return bool(self.num_prompt_tokens and self.num_generated_tokens) and (
+            self.num_sequences == 1
+        )
+
+    def request(self) -> RecordedRequest:
+        num_cached = min(self.num_cached_tokens, self.num_prompt_tokens)
+        return RecordedRequest(
+            *(self.num_prompt_tokens, self.num_generated_tokens),
+            self.timestamp.timestamp() - self.duration_ms / 1000,
+            *(f"{num_cached} tokens" if num_cached else "", num_cached),
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The requests in order of arrival. `is_log`: they come from a gateway's log. `num_skipped`:
-    requests of the log that are left out, because they got no token or had several sequences."""
+    """The requests in order of arrival."""
 
     requests: tuple[RecordedRequest, ...]
     is_log: bool = False
+    """Whether the requests come from a gateway's log."""
     num_skipped: int = 0
+    """Requests of the log that are left out."""
 
 
 def read_workload(path: Path) -> Workload:
@@ -68,62 +106,40 @@ def read_workload(path: Path) -> Workload:
 
 
 def _workload(path: Path, lines: Iterable[str]) -> Workload:
-    reader = _Reader()
+    """Only a log has events, and only a log may contain lines (a traceback) that are neither an
+    event nor a request."""
+    plain: list[RecordedRequest] = []
+    ended: list[_Ended] = []
+    is_log, problem = False, None
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            reader.add_line(line)
+            fields = _object(line)
+            if "event" not in fields:
+                plain.append(RecordedRequest(**fields))
+            elif fields["event"] == _REQUEST_ENDED:
+                ended.append(_Ended.model_validate(fields))
+            is_log = is_log or "event" in fields
         except ValueError as error:
-            problem = WorkloadError(f"{path}, line {number}: {error}")
+            found = WorkloadError(f"{path}, line {number}: {_reason(error)}")
             if _REQUEST_ENDED in line:
-                raise problem from error
-            reader.problem = reader.problem or problem
-    return reader.workload(path)
+                raise found from error
+            problem = problem or found
+    if problem and not is_log:
+        raise problem
+    requests = [each.request() for each in ended if each.counts] if is_log else plain
+    if not requests:
+        none = f"a log in which none of {len(ended)} requests counts" if is_log else "empty"
+        raise WorkloadError(f"{path}: {none}")
+    in_order = sorted(requests, key=lambda asked: asked.arrival_s)
+    return Workload(tuple(in_order), is_log, len(ended) - len(requests) if is_log else 0)
 
 
-@dataclass(slots=True)
-class _Reader:
-    """Collects the requests of a file in one pass, and finds out whether it is a workload file or a
-    log: only a log has events, and only a log may contain lines (a traceback) that are neither."""
-
-    plain: list[RecordedRequest] = field(default_factory=list)
-    logged: list[RecordedRequest] = field(default_factory=list)
-    num_skipped: int = 0
-    is_log: bool = False
-    problem: WorkloadError | None = None
-
-    def add_line(self, line: str) -> None:
-        """Add a line. ValueError: it is neither a request nor a line of a log."""
-        fields = _object(line)
-        if "event" not in fields:
-            self.plain.append(_plain_request(fields))
-            return
-        self.is_log = True
-        if fields["event"] == _REQUEST_ENDED:
-            request = _logged_request(fields)
-            self.logged += [] if request is None else [request]
-            self.num_skipped += request is None
-
-    def workload(self, path: Path) -> Workload:
-        """The collected workload. WorkloadError."""
-        if self.problem and not self.is_log:
-            raise self.problem
-        requests = self.logged if self.is_log else self.plain
-        if not requests and self.is_log:
-            none = f"none of its {self.num_skipped} requests" if self.num_skipped else "no request"
-            raise WorkloadError(f"{path}: a log in which {none} counts")
-        if not requests:
-            raise WorkloadError(f"{path}: empty")
-        in_order = sorted(requests, key=lambda asked: asked.arrival_s)
-        return Workload(tuple(in_order), self.is_log, self.num_skipped)
-
-
-def _object(line: str) -> Mapping[str, Any]:
+def _object(line: str) -> dict[str, Any]:
     """The JSON object of a line; `docker compose logs` writes a name before it. ValueError."""
-    begin = max(line.find("{"), 0)
     try:
-        value = json.loads(line[begin:])
+        value = json.loads(line[max(line.find("{"), 0) :])
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from error
     if not isinstance(value, dict):
@@ -131,63 +147,10 @@ def _object(line: str) -> Mapping[str, Any]:
     return value
 
 
-_FIELDS = frozenset(RecordedRequest.__dataclass_fields__)
-
-
-def _plain_request(fields: Mapping[str, Any]) -> RecordedRequest:
-    """The request in a line of a workload file. ValueError."""
-    if unknown := sorted(fields.keys() - _FIELDS):
-        raise ValueError(f"{unknown[0]!r} is none of {', '.join(sorted(_FIELDS))}")
-    prefix = fields.get("prefix", "")
-    if not isinstance(prefix, str):
-        raise ValueError(f"prefix is {prefix!r}, not a text")
-    if bool(prefix) != ("num_shared_tokens" in fields):
-        raise ValueError("prefix and num_shared_tokens come together")
-    asked = RecordedRequest(
-        _count(fields, "num_prompt_tokens"),
-        _count(fields, "num_generated_tokens"),
-        _seconds(fields, "arrival_s"),
-        prefix,
-        _count(fields, "num_shared_tokens", least=0) if prefix else 0,
-    )
-    if asked.num_shared_tokens > asked.num_prompt_tokens:
-        raise ValueError(
-            f"num_shared_tokens is {asked.num_shared_tokens}, more than the prompt's "
-            f"{asked.num_prompt_tokens}"
-        )
-    return asked
-
-
-def _logged_request(fields: Mapping[str, Any]) -> RecordedRequest | None:
-    """The request in a `request_ended` line of a gateway's log. None: the request ended without a
-    token, or had several sequences, whose lengths are not in the log. ValueError."""
-    num_prompt = _count(fields, "num_prompt_tokens", least=0)
-    num_generated = _count(fields, "num_generated_tokens", least=0)
-    num_cached = _count(fields, "num_cached_tokens", least=0)
-    num_sequences = _count(fields, "num_sequences") if "num_sequences" in fields else 1
-    if not num_prompt or not num_generated or num_sequences > 1:
-        return None
-    try:
-        ended_s = datetime.fromisoformat(fields["timestamp"]).timestamp()
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"timestamp is {fields.get('timestamp')!r}, not a time") from error
-    arrival_s = ended_s - _seconds(fields, "duration_ms") / 1000
-    prefix = f"{num_cached} tokens" if num_cached else ""
-    return RecordedRequest(
-        num_prompt, num_generated, arrival_s, prefix, min(num_cached, num_prompt)
-    )
-
-
-def _count(fields: Mapping[str, Any], name: str, least: int = 1) -> int:
-    value = fields.get(name)
-    if type(value) is not int or not least <= value <= _MOST_TOKENS:
-        raise ValueError(f"{name} is {value!r}, not a number of {least} to {_MOST_TOKENS}")
-    return value
-
-
-def _seconds(fields: Mapping[str, Any], name: str) -> float:
-    value = fields.get(name, 0.0)
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not abs(value) < _MOST_SECONDS:
-        raise ValueError(f"{name} is {value!r}, not a number")
-    return float(value)
+def _reason(error: ValueError) -> str:
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first = error.errors()[0]
+    if first["type"] == "unexpected_keyword_argument":
+        return f"{first['loc'][0]!r} is not a field of a request"
+    return ": ".join([*map(str, first["loc"]), first["msg"].removeprefix("Value error, ")])

@@ -109,8 +109,10 @@ async def run_gateway(
 async def _listening(front: Front, gateway: Generator) -> AsyncIterator[int]:
     ring = None
     if front.has_keys:
-        text = json.dumps({"keys": [{"name": "bench", "hash": hash_key(KEY)}]})
-        ring = Keyring(None, text, KeyringMetrics(CollectorRegistry()))
+        with tempfile.NamedTemporaryFile("w") as file:
+            json.dump({"keys": [{"name": "bench", "hash": hash_key(KEY)}]}, file)
+            file.flush()
+            ring = Keyring(Path(file.name), KeyringMetrics(CollectorRegistry()))
         gateway = AccessControl(gateway, ring)
     if front.over == "http":
         app = create_app(gateway, CollectorRegistry(), keyring=ring)

@@ -2,7 +2,6 @@
 Figure 2 has it.
 
     python -m bench.paging [--trace sharegpt alpaca] [--slots 15728] [--svg FILE]
-    python -m bench.paging --live [--requests 200]
 
 Requests like the paper's (`bench/kv/traces.py`) are replayed through continuous batching on a
 memory of `--slots` token slots: 15,728 is what OPT-13B has on an A100 with 40 GB (12 GiB at 800 KiB
@@ -17,29 +16,20 @@ Prints markdown tables. *KV*: share of the reserved slots that hold KV, of all s
 at the step that held most KV. What is wasted is told apart: with paging *tail*, the rest of blocks
 that hold some KV, and *look-ahead*, blocks that hold none yet; without, slots *for later* tokens,
 and those *never used*. *At once*: requests that run, on average. No figure depends on the machine.
-
-`--live` asks a `quire serve` of its own with the demo model and a pool of as many slots, all
-requests at once. It samples who holds which blocks, and what those say of themselves, and prints
-that beside the simulation of the same requests. *In prefill*: slots without a full block of
-requests that are computed, or whose client has no token yet; *over*: of those whose client has all.
 """
 
 import argparse
 import asyncio
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from advisor.advice import BLOCK_SIZES
-from advisor.memory import PagedMemory
-from advisor.simulation import Outcome, simulate
 from advisor.workload import RecordedRequest
 from bench.kv.chart import Bar, stacked
 from bench.kv.contiguous import ContiguousMemory
-from bench.kv.live import COLUMNS, expected_cells, measure
+from bench.kv.simulation import Outcome, PagedMemory, simulate
 from bench.kv.traces import CONTEXT, TRACES, Trace
 from bench.serving.report import markdown
-from blockstore.memory_store import MemoryStore
 
 CONTIGUOUS: dict[str, Callable[[RecordedRequest], int]] = {
     "longest possible": lambda _: CONTEXT,
@@ -54,8 +44,7 @@ def _power_of_two(asked: RecordedRequest) -> int:
 
 
 async def paged(asked: Sequence[RecordedRequest], num_slots: int, block_size: int) -> Outcome:
-    memory = await PagedMemory.on(MemoryStore(), "bench", num_slots, block_size, CONTEXT)
-    return await simulate(asked, memory)
+    return await simulate(asked, await PagedMemory.of(num_slots, block_size, CONTEXT))
 
 
 def row(name: str, outcome: Outcome) -> list[str]:
@@ -117,33 +106,17 @@ async def simulate_all(args: argparse.Namespace) -> None:
             print(f"{path}\n")
 
 
-def live(args: argparse.Namespace) -> None:
-    for name in args.trace:
-        asked = TRACES[name].requests(args.requests, args.seed)
-        with tempfile.TemporaryDirectory() as directory:
-            seen, expected = measure(asked, args.slots, args.seed, Path(directory))
-        rows = [["measured", *seen.cells()], ["simulated", *expected_cells(expected)]]
-        print(markdown([f"{TRACES[name].name}, blocks of 16", *COLUMNS], rows), end="\n\n")
-        print(f"{len(asked)} requests in {seen.seconds:.0f} s, {seen.num_samples} samples\n")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--trace", choices=TRACES, nargs="+", default=list(TRACES))
-    parser.add_argument("--requests", type=int, help="default: 2000, live: 200")
+    parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--slots", type=int, default=15_728)
     parser.add_argument("--block-sizes", type=int, nargs="+", default=BLOCK_SIZES)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--svg", type=Path, metavar="FILE", help="a chart for each trace")
-    parser.add_argument("--live", action="store_true")
-    args = parser.parse_args()
-    args.requests = args.requests or (200 if args.live else 2000)
-    if args.live:
-        live(args)
-    else:
-        asyncio.run(simulate_all(args))
+    asyncio.run(simulate_all(parser.parse_args()))
 
 
 if __name__ == "__main__":

@@ -33,14 +33,14 @@ class KeyFileError(Exception):
 
 
 class ApiKey(BaseModel):
-    """One key and what its owner may do. A limit that is None does not exist."""
+    """One key and what its owner may do. None: no limit."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
 
     name: Name
     hash: str = Field(pattern=r"^sha256:[0-9a-f]{64}$")
     tenant: Name = ""
-    """Keys of one tenant share cached prefixes; tenants never do. By default the key's name."""
+    """Keys of one tenant share cached prefixes; tenants never do. Default: the key's name."""
     role: Role = "user"
     requests_per_minute: Positive | None = None
     tokens_per_minute: Positive | None = None
@@ -48,13 +48,13 @@ class ApiKey(BaseModel):
     max_concurrency: Positive | None = None
     """Sequences that run or wait at a time: a request with n = 4 counts as 4."""
     max_sequences: Positive = 8
-    """The largest n and the largest width of a beam search."""
+    """Limit of n and of the width of a beam search."""
     max_logprobs: int = Field(default=20, ge=0)
     max_prompt_logprobs: int = Field(default=5, ge=0)
     penalties: bool = True
     """Whether requests may have repetition, presence and frequency penalties."""
     models: tuple[str, ...] | None = None
-    """The models that this key sees; None is all of them."""
+    """The models that this key sees; None: all."""
     priority_ceiling: int = 0
     """The most urgent priority that a request may ask for; a lower number is more urgent."""
 
@@ -82,22 +82,11 @@ def hash_key(key: str) -> str:
 
 
 def make_key(fields: dict[str, Any]) -> ApiKey:
-    """Make a key with these fields. Raises KeyFileError, which names the first mistake."""
+    """A key with these fields. KeyFileError names the first mistake."""
     try:
         return ApiKey.model_validate(fields)
     except ValidationError as error:
         raise KeyFileError(_problem(error)) from None
-
-
-def parse_keys(text: str, where: str) -> tuple[ApiKey, ...]:
-    """Return the keys in a key file's text. Raises KeyFileError, which names the file by `where`
-    and the first mistake."""
-    try:
-        keys = _KeyFile.model_validate_json(text).keys
-    except ValidationError as error:
-        raise KeyFileError(f"{where}: {_problem(error)}") from None
-    check_unique(keys, where)
-    return keys
 
 
 def _problem(error: ValidationError) -> str:
@@ -106,8 +95,8 @@ def _problem(error: ValidationError) -> str:
     return ": ".join(filter(None, (path.lstrip("."), first["msg"])))
 
 
-def check_unique(keys: Sequence[ApiKey], where: str) -> None:
-    """Raises KeyFileError if two keys have one name, or one hash."""
+def _check_unique(keys: Sequence[ApiKey], where: Path) -> None:
+    """KeyFileError: two keys have one name, or one hash."""
     names, by_hash = set(), dict[str, str]()
     for key in keys:
         if key.name in names:
@@ -118,13 +107,18 @@ def check_unique(keys: Sequence[ApiKey], where: str) -> None:
 
 
 def read_keys(path: Path) -> tuple[ApiKey, ...]:
-    """The keys of a file. Raises KeyFileError."""
+    """The keys of a file. KeyFileError names the first mistake."""
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise KeyFileError(f"cannot read the API keys in {path}: {reason}") from error
-    return parse_keys(text, str(path))
+    try:
+        keys = _KeyFile.model_validate_json(text).keys
+    except ValidationError as error:
+        raise KeyFileError(f"{path}: {_problem(error)}") from None
+    _check_unique(keys, path)
+    return keys
 
 
 @contextmanager
@@ -139,7 +133,7 @@ def changed_keys(path: Path) -> Iterator[list[ApiKey]]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         keys = list(read_keys(path)) if path.exists() else []
         yield keys
-        check_unique(keys, str(path))
+        _check_unique(keys, path)
         _write(path, _KeyFile(keys=tuple(keys)))
     finally:
         os.close(lock)

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -28,11 +29,14 @@ def text_of(**changes: Any) -> str:
 
 
 def keyring(**changes: Any) -> Keyring:
-    return Keyring(None, text_of(**changes), KeyringMetrics(CollectorRegistry()))
+    with NamedTemporaryFile("w") as file:
+        file.write(text_of(**changes))
+        file.flush()
+        return keyring_of(Path(file.name), CollectorRegistry())
 
 
 def keyring_of(path: Path, registry: CollectorRegistry) -> Keyring:
-    return Keyring(path, None, KeyringMetrics(registry))
+    return Keyring(path, KeyringMetrics(registry))
 
 
 def bearer(key: str) -> tuple[tuple[str, str], ...]:

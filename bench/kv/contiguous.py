@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
-from advisor.memory import DoesNotFit, SimulatedRequest, Usage
+from advisor.advice import DoesNotFit
 from advisor.workload import RecordedRequest
+from bench.kv.simulation import SimulatedRequest, Usage
 
 
 class ContiguousMemory:

@@ -69,13 +69,6 @@ class AdvisorFlags:
     requests: Annotated[
         int, Option(min=1, metavar="N", help="use the last N requests of the workload")
     ] = 2000
-    redis_url: Annotated[
-        str | None,
-        Option(
-            metavar="URL",
-            help="an idle Redis or Valkey to time, of no deployment; default: an embedded Valkey",
-        ),
-    ] = None
     weights_cache: Annotated[
         str | None, Option(metavar="DIR", help="as for `quire serve`; default: ~/.cache/quire")
     ] = None

@@ -190,12 +190,3 @@ class WorkerOptions(SharedOptions):
             """'{"model": "DIR|FILE|ID", "num_speculative_tokens": 5}'; default: none""",
         ),
     ] = None
-    park_window_s: Annotated[
-        float | None,
-        engine(
-            "--park-window",
-            parser=duration,
-            metavar="SECONDS",
-            help="how long decode workers keep requests whose gateway is gone; default: 10",
-        ),
-    ] = None

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar
 
 from prometheus_client import CollectorRegistry
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from quire.choices import ReasoningParser, ToolCallParser
@@ -24,7 +24,7 @@ from services.gateway.intake.generation_config import AUTO
 from services.gateway.intake.model_names import parse_aliases
 
 
-class GatewayOptions(BaseModel):
+class UserOptions(BaseModel):
     """The settings that the gateway's parts need, also where no service runs them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -77,31 +77,8 @@ class GatewayOptions(BaseModel):
     patience_s: float = Field(
         default=5.0, ge=0, description="how long a request waits while no worker can take any"
     )
-    start_patience_s: float = Field(
-        default=600.0,
-        ge=0,
-        description="how long a request waits while the workers that it lacks load their model",
-    )
-    reserve_timeout_s: float = Field(
-        default=0.5, gt=0, description="how long a decode worker may take to answer a reservation"
-    )
-    poll_s: float = Field(
-        default=1.0,
-        gt=0,
-        description="how often the registry is read for workers; twice as often while none serves",
-    )
     rebalance_s: float = Field(
         default=1.0, ge=0, description="how often decode workers' loads are compared; 0: never"
-    )
-    silence_s: float = Field(
-        default=2.0,
-        gt=1.25,  # an idle worker reports every 1 to 1.25 s
-        description="how long a worker may say nothing before it is given up; more than 1.25",
-    )
-    read_window_s: float = Field(
-        default=10.0,
-        ge=0,
-        description="how long a request pauses for a client that does not read it",
     )
     target_ttft_s: float = Field(
         default=1.0, gt=0, description="time to first token for which workers are recommended"
@@ -125,7 +102,28 @@ class GatewayOptions(BaseModel):
         return tuple(found)
 
 
-class GatewaySettings(TracedSettings, GatewayOptions):
+class GatewayOptions(UserOptions):
+    """The users' settings, and durations that are the same in every deployment: they follow from
+    each other and from how often workers report, and a wrong one ends what is healthy. Tests
+    shorten them."""
+
+    start_patience_s: float = 600.0
+    """How long a request waits while the workers that it lacks load their model. OpenAI's
+    clients wait as long for an answer."""
+    reserve_timeout_s: float = 0.5
+    """How long a decode worker may take to answer a reservation, for which the head of the queue
+    waits. An answer takes milliseconds; a worker in a long step misses it and is asked later."""
+    poll_s: float = 1.0
+    """How often the registry is read for workers, as often as workers renew their entries; twice as
+    often while no worker serves."""
+    silence_s: float = 2.0
+    """How long a worker may say nothing before it is given up. An idle worker reports every 1 to
+    1.25 s."""
+    read_window_s: float = 10.0
+    """How long a request pauses for a client that does not read. Its blocks stay held meanwhile."""
+
+
+class GatewaySettings(TracedSettings, UserOptions):
     model_config = SettingsConfigDict(env_prefix="QUIRE_GATEWAY_")
     service: ClassVar[str] = "gateway"
 
@@ -178,10 +176,8 @@ class GatewaySettings(TracedSettings, GatewayOptions):
         default=None,
         ge=0,
         le=65535,
-        description="gRPC port for operations; 0 takes a free one, none: just run_dir's socket",
-    )
-    operations_host: str = Field(
-        default="127.0.0.1", description="address that operations_port listens on"
+        description="gRPC port for operations, on 127.0.0.1; 0 takes a free one, none: just "
+        "run_dir's socket",
     )
     supervisor: str | None = Field(
         default=None,
@@ -202,12 +198,6 @@ class GatewaySettings(TracedSettings, GatewayOptions):
     api_keys_file: Path | None = Field(
         default=None,
         description="file of API keys (`quire keys`), read again when it changes; none: no keys",
-    )
-    api_keys: SecretStr | None = Field(
-        default=None, description="API keys, as the text of such a file; in addition to the file"
-    )
-    store_patience_s: float = Field(
-        default=30.0, gt=0, description="how long a new request waits while Redis is away"
     )
     trace_ratio: float = Field(
         default=1.0,
@@ -235,6 +225,11 @@ class GatewaySettings(TracedSettings, GatewayOptions):
             if files is not None:
                 files.check()
 
+    @property
+    def options(self) -> GatewayOptions:
+        """The settings of the gateway's parts."""
+        return GatewayOptions(**{name: getattr(self, name) for name in UserOptions.model_fields})
+
     def public_tls(self) -> TlsFiles | None:
         """The files for connections of clients. Raises StartupError."""
         names = ("public_tls_cert", "public_tls_key", "public_client_ca")
@@ -243,8 +238,5 @@ class GatewaySettings(TracedSettings, GatewayOptions):
 
     def keyring(self, metrics: CollectorRegistry) -> Keyring | None:
         """The API keys; None if API keys are off. StartupError: they cannot be used."""
-        file, text = self.api_keys_file, self.api_keys
-        if file is None and text is None:
-            return None
-        fixed = text.get_secret_value() if text is not None else None
-        return Keyring(file, fixed, KeyringMetrics(metrics))
+        file = self.api_keys_file
+        return None if file is None else Keyring(file, KeyringMetrics(metrics))

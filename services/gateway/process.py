@@ -48,6 +48,9 @@ from services.gateway.wiring import Wiring, start_gateway, update_health
 _HINT_LIMIT_S = 0.5
 """How long a lookup of cached prefixes in the block store is tried again. The router can place a
 request without the answer."""
+_STORE_PATIENCE_S = 30.0
+"""How long a new request waits while Redis is away. In less time a server starts again, or its
+replica takes over."""
 _LAST_WRITES_S = 1.0
 """How long the servers run after all requests have ended, to write the last answers."""
 
@@ -63,15 +66,13 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
     metrics = CollectorRegistry()
     secret = deployment_secret(settings)
     async with AsyncExitStack() as stack:
-        store, registry = await redis.connect(
-            settings, stack, _HINT_LIMIT_S, settings.store_patience_s
-        )
+        store, registry = await redis.connect(settings, stack, _HINT_LIMIT_S, _STORE_PATIENCE_S)
         stack.enter_context(metrics_endpoint(settings, metrics))
         request_metrics = RequestMetrics(metrics)
         tracer = stack.enter_context(open_tracer(settings, settings.trace_ratio))
         wiring = await stack.enter_async_context(
             start_gateway(
-                *(store, registry, secret, settings, request_metrics),
+                *(store, registry, secret, settings.options, request_metrics),
                 tls=service_tls(settings),
                 tracer=tracer,
             )
@@ -188,7 +189,7 @@ class _Listeners:
         server = self._server(has_operations=True)
         socket = operations_socket(settings.run_dir, gethostname(), public_port)
         remove_dead_sockets(settings.run_dir)
-        port = await server.start_local(socket, settings.operations_host, settings.operations_port)
+        port = await server.start_local(socket, "127.0.0.1", settings.operations_port)
         self.stack.push_async_callback(server.stop, _LAST_WRITES_S)
         log.info("operations_listening", socket=str(socket), port=port)
         return server
@@ -234,7 +235,7 @@ class _Listeners:
             settings.header_timeout_s,
             # A slow client may start to read again until the gateway cancels its request, so a
             # write may wait a little longer than that.
-            write_timeout_s=PAUSE_AFTER_S + settings.read_window_s + _LAST_WRITES_S,
+            write_timeout_s=PAUSE_AFTER_S + settings.options.read_window_s + _LAST_WRITES_S,
         )
         address = settings.host, settings.http_port
         serving = http_server(app, *address, _LAST_WRITES_S, limits, settings.public_tls())

@@ -3,14 +3,14 @@
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
+from blockstore.errors import BlockStoreError
 from blockstore.registry import Load, Member, Registry, State
 from blockstore.store import BlockStore
-from quire.planning import Targets
 from services.common.rpc.tls import TlsFiles
 from services.common.rpc.transport import RpcServer
 from services.common.runtime.registry_heartbeat import RegistryHeartbeat
@@ -28,7 +28,7 @@ from services.gateway.request.lifecycle import RequestLifecycle
 from services.gateway.request_metrics import RequestMetrics, outcome_of
 from services.gateway.scheduling.dispatcher import Dispatcher
 from services.gateway.scheduling.migration import Migration
-from services.gateway.scheduling.planner import Planner
+from services.gateway.scheduling.planner import INTERVAL_S, export_plans
 from services.gateway.scheduling.router import Router
 from services.gateway.workers.connection import WorkerConnection, WorkerEventSink
 from services.gateway.workers.directory import Connection, WorkerDirectory
@@ -132,17 +132,10 @@ async def start_gateway(
     gateway = Gateway(directory, dispatcher, changes, request_metrics, options, tracer, adapters)
     async with asyncio.TaskGroup() as tasks:
         migration = Migration(directory, dispatcher, changes, options.reserve_timeout_s)
-        planner = Planner(
-            registry,
-            store,
-            dispatcher.num_waiting_for,
-            request_metrics.metrics.recommended_workers,
-            Targets(options.target_ttft_s, options.target_inter_token_s),
-        )
         work = {
             "registry": directory.watch(),
             "drain workers": migration.drain_workers(),
-            "planner": planner.run(),
+            "plans": _keep_planning(registry, store, options, dispatcher, request_metrics),
         }
         if adapters is not None:
             work["adapters"] = adapters.watch(changes.notify)
@@ -157,6 +150,21 @@ async def start_gateway(
             await dispatcher.close()
             for task in background:
                 task.cancel()
+
+
+async def _keep_planning(
+    registry: Registry,
+    store: BlockStore,
+    options: GatewayOptions,
+    dispatcher: Dispatcher,
+    request_metrics: RequestMetrics,
+) -> NoReturn:
+    targets = options.target_ttft_s, options.target_inter_token_s
+    gauge = request_metrics.metrics.recommended_workers
+    while True:
+        with suppress(BlockStoreError):  # then the last recommendation stays
+            await export_plans(registry, store, dispatcher.num_waiting_for, gauge, *targets)
+        await asyncio.sleep(INTERVAL_S)
 
 
 async def update_health(

@@ -127,13 +127,6 @@ class WorkerSettings(TracedSettings, PoolServiceSettings):
     threads: int | None = Field(
         None, ge=1, description="threads that compute, on any CPU; none: this worker's part of cpus"
     )
-    nice: int = Field(
-        5,
-        ge=0,
-        le=19,
-        description="added to the niceness of the worker's threads: while CPUs are short, gateway "
-        "and block store get one sooner",
-    )
     max_model_len: int | None = Field(
         None, ge=2, description="longest prompt + generation; none: the model's context"
     )
@@ -160,11 +153,6 @@ class WorkerSettings(TracedSettings, PoolServiceSettings):
         gt=0,
         description="a step that takes this long is stuck, and ends the worker: more than "
         "max_num_batched_tokens can take here",
-    )
-    park_window_s: float = Field(
-        default=10.0,
-        ge=0,
-        description="how long a decode worker keeps sequences whose gateway is gone; 0: not at all",
     )
 
     @model_validator(mode="before")

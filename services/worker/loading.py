@@ -35,7 +35,7 @@ from services.engine.weights.placement import SharedWeights
 from services.worker.config import WorkerSettings
 from services.worker.cpu.place import Place
 from services.worker.drafting import DraftPlan, LoadedDraft, load_draft, plan_draft
-from services.worker.limits import Limits
+from services.worker.limits import PARK_WINDOW_S, Limits
 from services.worker.pool_memory import FileMemory, GpuMemory, PoolMemory
 from services.worker.ranks.processes import Ranks
 from services.worker.weights_cache import usable_cache
@@ -302,7 +302,7 @@ def _limits(settings: WorkerSettings, config: ModelConfig) -> Limits:
         vocab_size=config.vocab_size,
         eos_token_ids=frozenset(config.eos_token_ids),
         look_ahead=LOOK_AHEAD + (speculative.num_speculative_tokens if speculative else 0),
-        park_window_s=settings.park_window_s,
+        park_window_s=PARK_WINDOW_S,
     )
 
 

@@ -130,17 +130,13 @@ def test_garbage_collection_skips_what_a_serving_worker_imported(
     assert ended["num_collected_from"] < 20_000
 
 
-@pytest.mark.parametrize("nice", [None, 0, 7])
-def test_a_worker_has_a_lower_priority_than_other_services(
-    start: Callable[..., Worker], nice: int | None
-) -> None:
-    """Other services have priority over its threads; its niceness is 5 unless set otherwise."""
-    worker = start() if nice is None else start(NICE=str(nice))
+def test_a_worker_has_a_lower_priority_than_other_services(start: Callable[..., Worker]) -> None:
+    worker = start()
     worker.wait_for("worker_ready")
     tasks = Path(f"/proc/{worker.process.pid}/task").iterdir()
     levels = [os.getpriority(os.PRIO_PROCESS, int(task.name)) for task in tasks]
     own = os.getpriority(os.PRIO_PROCESS, 0)
-    assert min(levels) == min(19, own + (5 if nice is None else nice))
+    assert min(levels) == min(19, own + 5)
 
 
 def test_a_worker_that_waits_for_packed_weights_can_stop(

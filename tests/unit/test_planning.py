@@ -3,9 +3,8 @@
 import pytest
 
 from blockstore.registry import Load
-from quire.planning import Targets, held_share, mean, plan
+from quire.planning import divided, held_share, plan_decode, plan_prefill
 
-TARGETS = Targets(ttft_s=1.0, inter_token_s=0.1, busy=0.8)
 IDLE_DECODE = Load(num_free_slots=10)
 FULL = Load(num_running=10, num_free_slots=0, step_us=20_000)
 
@@ -15,8 +14,8 @@ def prefill(busy: float = 0.0, pending: int = 0) -> Load:
 
 
 def recommended(prefills: list[Load], decodes: list[Load], **more: float) -> tuple[int, int]:
-    found = plan(prefills, decodes, TARGETS, **more)  # type: ignore[arg-type]
-    return found.prefill.recommended, found.decode.recommended
+    decode = plan_decode(decodes, **more)  # type: ignore[arg-type]
+    return plan_prefill(prefills).recommended, decode.recommended
 
 
 def test_an_idle_model_keeps_one_worker_of_each_role() -> None:
@@ -38,16 +37,16 @@ def test_many_streams_need_decode_workers() -> None:
 def test_slow_steps_need_decode_workers_before_the_slots_are_used() -> None:
     """10 of 20 slots are in use, but a worker may run 2 sequences in 100 ms."""
     slow = Load(num_running=5, num_free_slots=5, step_us=250_000)
-    found = plan([prefill()], [slow] * 2, TARGETS)
-    assert found.decode.needed == pytest.approx(5)
-    assert found.decode.recommended == 4
-    assert found.decode.reason == "a step took 250 ms (target 100 ms)"
+    found = plan_decode([slow] * 2)
+    assert found.needed == pytest.approx(5)
+    assert found.recommended == 4
+    assert found.reason == "a step took 250 ms (target 100 ms)"
 
 
 def test_full_pools_need_more_pods() -> None:
-    found = plan([prefill()], [Load(num_running=1, num_free_slots=9)] * 3, TARGETS, 0, 0.99)
-    assert found.decode.recommended == 4
-    assert "requests held 99% of the blocks" in found.decode.reason
+    found = plan_decode([Load(num_running=1, num_free_slots=9)] * 3, held_share=0.99)
+    assert found.recommended == 4
+    assert "requests held 99% of the blocks" in found.reason
     assert held_share([(9, 10), (90, 100)]) == pytest.approx(0.9)
     assert held_share([]) == 0
 
@@ -75,20 +74,4 @@ def test_unmeasured_workers_are_no_reason_for_more() -> None:
 def test_a_total_is_divided_in_the_ratio_of_the_needs(
     prefills: list[Load], decodes: list[Load], total: int, ratio: tuple[int, int]
 ) -> None:
-    assert plan(prefills, decodes, TARGETS).divided(total) == ratio
-
-
-def test_a_plan_over_a_window_is_the_mean_of_its_samples() -> None:
-    """One full second out of four does not start a worker."""
-    busy, idle = plan([prefill(1.0)], [FULL], TARGETS), plan([prefill()], [IDLE_DECODE], TARGETS)
-    found = mean([busy, idle, idle, idle])
-    assert found.decode.needed == pytest.approx(1.25 / 4)
-    assert found.prefill.recommended == found.decode.recommended == 1
-
-
-def test_the_reason_of_a_plan_over_a_window_has_the_figures_of_the_whole_window() -> None:
-    """Not those of its last, idle second."""
-    busy, idle = plan([prefill(1.0)], [FULL], TARGETS), plan([prefill()], [IDLE_DECODE], TARGETS)
-    found = mean([busy, idle, idle, idle]).prefill
-    assert found.needed == pytest.approx(0.25 / 0.8)
-    assert found.reason == "workers computed 25% of the time (target 80%)"
+    assert divided(plan_prefill(prefills), plan_decode(decodes), total) == ratio

@@ -1,7 +1,9 @@
 """`quire plan`: how many prefill and decode workers the measured load needs."""
 
 import time
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated
 
 from typer import BadParameter, Option
@@ -10,13 +12,24 @@ from quire.cli.deployment.scale import print_change
 from quire.cli.flags import Json, OperationsFlags
 from quire.cli.output import Columns, print_items
 from quire.errors import QuireError
-from quire.planning import INTER_TOKEN_S, TTFT_S, Plan, Targets, held_share, mean
-from quire.planning import plan as plan_of
+from quire.planning import (
+    INTER_TOKEN_S,
+    TTFT_S,
+    divided,
+    held_share,
+    plan_decode,
+    plan_prefill,
+)
+from quire.types import Pool, Worker
 
 if TYPE_CHECKING:
     from quire.client import Client
 
 _SAMPLE_S = 1.0
+_FIGURES = (
+    *("num_running", "num_free_slots", "num_pending_tokens"),
+    *("busy_permille", "step_us", "tokens_per_s"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +73,24 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Recommend a number of prefill and of decode workers for the measured load."""
-    targets = Targets(ttft, inter_token)
     with gateway.connect() as client:
-        plans = _measure(client, targets, window)
-        rows = [row for model, found in plans.items() for row in _rows(model, found, total)]
+        workers, pools = _measure(client, window)
+        rows = []
+        for model in sorted({worker.model for worker in workers}):
+            of_model = [worker for worker in workers if worker.model == model]
+            held = held_share((p.num_held, p.num_blocks) for p in pools if p.model == model)
+            prefill = plan_prefill([each for each in of_model if each.role == "prefill"], ttft)
+            decoders = [each for each in of_model if each.role == "decode"]
+            decode = plan_decode(decoders, inter_token, held_share=held)
+            numbers = prefill.recommended, decode.recommended
+            if total is not None:
+                numbers = divided(prefill, decode, total)
+            rows += [
+                Planned(model, role, one.num_workers, round(one.needed, 2), number, one.reason)
+                for role, one, number in zip(
+                    ("prefill", "decode"), (prefill, decode), numbers, strict=True
+                )
+            ]
         if not rows:
             raise QuireError("no model is served now, so there is no load to plan for", "no_model")
         print_items(as_json, COLUMNS, rows)
@@ -71,46 +98,27 @@ def plan(
             _apply(client, rows, quiet=as_json)
 
 
-def _measure(client: "Client", targets: Targets, window_s: float) -> dict[str, Plan]:
-    """Plan each model again and again, and return the means of those that are served at the
-    end."""
-    until, samples = time.monotonic() + window_s, [_sample(client, targets)]
-    while time.monotonic() < until:
+def _measure(client: "Client", window_s: float) -> tuple[list[Worker], tuple[Pool, ...]]:
+    """The workers that serve at the end of the window, with their mean figures over the window, and
+    the pools then."""
+    seen: dict[str, list[Worker]] = defaultdict(list)
+    until = time.monotonic() + window_s
+    while True:
+        workers = [
+            worker
+            for worker in client.workers()
+            if worker.state == "serving" and worker.role in ("prefill", "decode")
+        ]
+        for worker in workers:
+            seen[worker.worker_id].append(worker)
+        if time.monotonic() >= until:
+            return [_mean(seen[worker.worker_id]) for worker in workers], client.pools()
         time.sleep(min(_SAMPLE_S, window_s))
-        samples.append(_sample(client, targets))
-    return {
-        model: mean([sample[model] for sample in samples if model in sample])
-        for model in samples[-1]
-    }
 
 
-def _sample(client: "Client", targets: Targets) -> dict[str, Plan]:
-    serving = (each for each in client.workers() if each.state == "serving")
-    workers = [each for each in serving if each.role in ("prefill", "decode")]
-    pools = client.pools()
-    return {
-        model: plan_of(
-            [each for each in workers if (each.model, each.role) == (model, "prefill")],
-            [each for each in workers if (each.model, each.role) == (model, "decode")],
-            targets,
-            held_share=held_share(
-                (pool.num_held, pool.num_blocks) for pool in pools if pool.model == model
-            ),
-        )
-        for model in sorted({each.model for each in workers})
-    }
-
-
-def _rows(model: str, found: Plan, total: int | None) -> list[Planned]:
-    """Return the rows of the table. Without `total` there are as many workers as the load needs."""
-    roles = {"prefill": found.prefill, "decode": found.decode}
-    numbers = [each.recommended for each in roles.values()]
-    if total is not None:
-        numbers = list(found.divided(total))
-    return [
-        Planned(model, role, each.num_workers, round(each.needed, 2), number, each.reason)
-        for (role, each), number in zip(roles.items(), numbers, strict=True)
-    ]
+def _mean(samples: list[Worker]) -> Worker:
+    means = {name: fmean(getattr(one, name) for one in samples) for name in _FIGURES}
+    return replace(samples[-1], **means)  # type: ignore[arg-type]
 
 
 def _apply(client: "Client", rows: list[Planned], *, quiet: bool) -> None:

@@ -6,8 +6,9 @@ import hmac
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
-from quire.api_keys import ApiKey, KeyFileError, check_unique, hash_key, parse_keys, read_keys
+from quire.api_keys import ApiKey, KeyFileError, hash_key, read_keys
 from services.common.errors import InvalidApiKey, StartupError
 from services.common.runtime.logging import get_logger
 from services.common.runtime.metrics import KeyringMetrics
@@ -22,29 +23,21 @@ log = get_logger(__name__)
 
 
 class Keyring:
-    """The keys of a file, of the environment, or of both.
+    """The keys of a file.
 
     A file that cannot be used at the start is a StartupError. Later it changes nothing: the keys
     that were valid before stay valid, and the error is logged and counted.
     """
 
-    def __init__(
-        self,
-        file: Path | None,
-        text: str | None,
-        metrics: KeyringMetrics,
-        setting: str = "API_KEYS",
-    ) -> None:
+    def __init__(self, file: Path, metrics: KeyringMetrics) -> None:
         self._file = file
-        self._fixed: tuple[ApiKey, ...] = ()
         self._metrics = metrics
         self._blind = secrets.token_bytes(32)
         self._accounts: dict[str, Account] = {}
         self._by_tag: dict[bytes, Account] = {}
         self._version = self._file_version()
         try:
-            self._fixed = () if text is None else parse_keys(text, setting)
-            self._replace(self._read())
+            self._replace(read_keys(file))
         except KeyFileError as error:
             raise StartupError(str(error)) from error
 
@@ -66,9 +59,9 @@ class Keyring:
     def account_named(self, name: str) -> Account | None:
         return self._accounts.get(name)
 
-    async def watch(self) -> None:
+    async def watch(self) -> NoReturn:
         """Follow changes of the file, until cancelled."""
-        while self._file is not None:
+        while True:
             await asyncio.sleep(until_tick(_POLL_S))
             self.reload_if_changed()
 
@@ -79,7 +72,7 @@ class Keyring:
             return
         self._version = version
         try:
-            added, revoked = self._replace(self._read())
+            added, revoked = self._replace(read_keys(self._file))
         except KeyFileError as error:
             log.error("api_keys_refused", reason=str(error), num_keys=len(self._accounts))
             self._metrics.reloads.labels("refused").inc()
@@ -96,12 +89,8 @@ class Keyring:
             revoked=revoked,
         )
 
-    def _read(self) -> tuple[ApiKey, ...]:
-        return (*self._fixed, *(() if self._file is None else read_keys(self._file)))
-
     def _replace(self, keys: Sequence[ApiKey]) -> tuple[list[str], list[str]]:
         """Use these keys from now on; returns the names of those that came and went."""
-        check_unique(keys, "the keys of file and environment")
         before, accounts = self._accounts, {}
         for key in keys:
             account = accounts[key.name] = before.get(key.name) or Account(key)
@@ -117,7 +106,7 @@ class Keyring:
     def _file_version(self) -> tuple[int, ...] | None:
         """Changes with the file; None: the file is not there."""
         try:
-            status = None if self._file is None else self._file.stat()
+            status = self._file.stat()
         except OSError:
             return None
-        return status and (status.st_ino, status.st_mtime_ns, status.st_size, status.st_dev)
+        return (status.st_ino, status.st_mtime_ns, status.st_size, status.st_dev)

@@ -25,12 +25,16 @@ from services.worker.liveness.registration import Registration, registered
 if TYPE_CHECKING:  # the module imports torch
     from services.worker.process import WorkerProcess
 
+_NICENESS = 5
+"""Added to the niceness of all threads of a worker: while CPUs are short, gateway and block store
+get one sooner."""
+
 log = get_logger(__name__)
 
 
 async def serve_worker(settings: WorkerSettings, stop: asyncio.Event) -> None:
     """Serve until `stop`, or until the worker is drained. Raises if engine, pool or store fail."""
-    os.nice(settings.nice)  # before any thread starts that computes: threads inherit it
+    os.nice(_NICENESS)  # before any thread starts that computes: threads inherit it
     await _RejoiningWorker(settings, stop).run()
 
 

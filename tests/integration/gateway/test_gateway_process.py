@@ -100,7 +100,6 @@ async def launch(
         "SECRET": SECRET.root.decode(),
         "PORT": str(port),
         "HTTP_PORT": str(http_port),
-        "POLL_S": "0.05",
         "STOP_GRACE_S": "5.2",
         "PATIENCE_S": "1",
         **more,

@@ -5,12 +5,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from advisor.memory import DoesNotFit
-from advisor.simulation import simulate
+from advisor.advice import DoesNotFit
 from advisor.workload import RecordedRequest
 from bench.kv.chart import Bar, stacked
 from bench.kv.contiguous import ContiguousMemory
-from bench.kv.live import Holding, Seen
+from bench.kv.simulation import simulate
 from bench.kv.traces import CONTEXT, TRACES
 from bench.paging import CONTIGUOUS, paged
 
@@ -93,32 +92,3 @@ def test_a_chart_has_a_rectangle_for_each_share() -> None:
     assert heights == [180.0, 60.0, 120.0, 24.0]
     texts = [each.text for each in svg.iter("{http://www.w3.org/2000/svg}text")]
     assert {"<title>", "a & b", "75.0"} <= set(texts)
-
-
-def test_a_sample_of_a_live_pool_by_hand() -> None:
-    """Blocks of 16: two streams of 20 and 32 tokens with 3 blocks each; a prompt of 40 of which a
-    chunk of 16 is computed; a recomputed request; and one that has all its tokens."""
-    seen = Seen()
-    seen.add(
-        16,
-        [
-            Holding(RecordedRequest(10, 99), num_received=11, num_blocks=3, num_full=1),
-            Holding(RecordedRequest(30, 99), num_received=3, num_blocks=3, num_full=2),
-            Holding(RecordedRequest(40, 99), num_received=0, num_blocks=3, num_full=1),
-            Holding(RecordedRequest(17, 99), num_received=20, num_blocks=3, num_full=1),
-            Holding(RecordedRequest(10, 20), num_received=20, num_blocks=2, num_full=1),
-        ],
-    )
-    kv = (16 + 4) + 32 + 16 + 16
-    assert (seen.kv, seen.tail, seen.ahead) == (kv, 12 + 0, 16 + 16)
-    assert (seen.uncomputed, seen.over) == (32 + 32, 32)
-    assert seen.reserved == 14 * 16 == kv + 12 + 32 + 64 + 32
-    assert seen.peak == (kv, 14 * 16)
-    assert seen.cells() == ["37.5 %", "37.5 %", "5.4 %", "14.3 %", "28.6 %", "14.3 %", "5.0"]
-
-
-def test_a_client_that_is_behind_moves_no_full_block() -> None:
-    """Two blocks are full, while its client has the tokens of less than one."""
-    seen = Seen()
-    seen.add(16, [Holding(RecordedRequest(8, 99), num_received=7, num_blocks=3, num_full=2)])
-    assert (seen.kv, seen.tail, seen.ahead) == (32 + 14, 2, 0)

@@ -12,7 +12,7 @@ from quire.module_command import module_command
 ANSWER: dict[str, Any] = {
     "block_size": 16,
     "reasons": ["16 leaves 90.0% of the machine"],
-    "notes": ["store: counted"],
+    "notes": ["flash-attn"],
     "sizes": [
         {
             "block_size": size,
@@ -53,14 +53,14 @@ def test_a_table_and_the_recommendation(asked: list[dict[str, Any]], capsys: Any
     assert " ".join(first.split()) == cells
     assert second.split()[0] == "16"
     assert empty == ""
-    assert rest == ["--block-size 16", "  16 leaves 90.0% of the machine", "  store: counted"]
+    assert rest == ["--block-size 16", "  16 leaves 90.0% of the machine", "  flash-attn"]
     (options,) = asked
     assert (str(options["workload"]), options["pool_memory"]) == ("w.jsonl", "2GiB")
     assert Path(options["model"]).stem == "SmolLM2-135M-Instruct.Q4_1"
 
 
 def test_a_command_has_the_options_that_are_given() -> None:
-    command = module_command("advisor", "w.jsonl", pool_memory="2GiB", redis_url=None)
+    command = module_command("advisor", "w.jsonl", pool_memory="2GiB", dtype=None)
     assert command[1:] == ["-P", "-m", "advisor", "w.jsonl", "--pool-memory=2GiB"]
 
 

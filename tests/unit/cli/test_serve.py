@@ -20,7 +20,6 @@ from tests.hub_cache import cached, use_empty_cache
         ("--max-gap-ms", "-1", "'-1' is not a number from 0 on"),
         ("--max-gap-ms", "nan", "'nan' is not a number from 0 on"),
         ("--max-gap-ms", "inf", "'inf' is not a number from 0 on"),
-        ("--park-window", "abc", "'abc' is not a number from 0 on"),
         ("--grpc-port", "70000", "less than or equal to 65535"),
         ("--decode", "-1", "greater than or equal to 0"),
         ("--decode", "65", "less than or equal to 64"),

@@ -7,9 +7,8 @@ from blockstore.memory_registry import MemoryRegistry
 from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolSpec
 from blockstore.registry import Load, Member, Role
-from quire.planning import Targets
 from services.common.runtime.metrics import GatewayMetrics
-from services.gateway.scheduling.planner import Planner
+from services.gateway.scheduling.planner import export_plans
 
 SPEC = PoolSpec("p-1", "m", "fingerprint", 10, 16, 1024, 0)
 
@@ -26,7 +25,7 @@ async def test_each_model_and_role_has_a_recommendation() -> None:
     await registry.announce(member("prefill-1", "prefill", Load(busy_permille=900)), 60)
     await registry.announce(member("decode-1", "decode", Load(num_running=2)), 60)
     gauge = GatewayMetrics(metrics).recommended_workers
-    await Planner(registry, store, {"m": 3}.__getitem__, gauge, Targets()).export()
+    await export_plans(registry, store, {"m": 3}.__getitem__, gauge, 1.0, 0.1)
 
     def value(role: str) -> float | None:
         labels = {"model_name": "m", "role": role}
@@ -40,5 +39,5 @@ async def test_a_pool_that_goes_meanwhile_changes_nothing() -> None:
     await registry.announce(member("decode-1", "decode", Load(num_running=2), "gone"), 60)
     gauge = GatewayMetrics(metrics).recommended_workers
     with pytest.raises(Exception, match="gone"):
-        await Planner(registry, MemoryStore(), lambda name: 0, gauge, Targets()).export()
+        await export_plans(registry, MemoryStore(), lambda name: 0, gauge, 1.0, 0.1)
     assert metrics.get_sample_value("quire:recommended_workers") is None

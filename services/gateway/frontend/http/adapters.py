@@ -25,8 +25,6 @@ class UnloadBody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     lora_name: str
-    lora_int_id: int | None = None
-    """vLLM's; without meaning here."""
 
 
 def adapter_routes(adapters: GatewayAdapters) -> list[Route]:

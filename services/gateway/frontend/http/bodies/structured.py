@@ -89,7 +89,6 @@ class StructuredOutputsBody(Body):
     structural_tag: str | JsonObject | None = None
     disable_any_whitespace: bool | None = None
     disable_additional_properties: Literal[False] | None = None
-    disable_fallback: bool | None = None
     whitespace_pattern: str | None = None
 
     @model_validator(mode="after")
