@@ -41,7 +41,6 @@ from services.gateway.request_metrics import RequestMetrics
 from services.gateway.scheduling.dispatcher import Dispatcher
 from services.gateway.streaming.logprob_text import PromptReporter
 from services.gateway.streaming.output import Output, RequestStats
-from services.gateway.streaming.pacer import StreamPacer
 from services.gateway.streaming.sequence import Sequence
 from services.gateway.streaming.text import Text
 from services.gateway.workers.directory import ModelPools, WorkerDirectory
@@ -77,7 +76,6 @@ class Gateway:
         self._request_metrics = request_metrics
         self._options = options
         self._tracer = tracer
-        self._pacer = StreamPacer()
         self._num_tokenizing = 0
         self._aliases = parse_aliases(options.model_aliases)
 
@@ -85,7 +83,6 @@ class Gateway:
         """See `Generator.generate`. Also raises Unavailable if the request lost its workers too
         often, Overloaded if the client reads too slowly, BlockStoreError if the block store does
         not answer."""
-        self._pacer.hold()
         name = request.request_id or f"gen-{secrets.token_hex(12)}"
         trace = None if self._tracer is None else RequestTrace(self._tracer, request, name)
         try:
@@ -296,7 +293,6 @@ class Gateway:
             self._request_metrics.meter(request.model, request.caller),
             asyncio.get_running_loop().time,
             reporter if reports_prompt and not request.has_received_tokens else None,
-            self._pacer,
         )
         output.running_usage = asked.running_usage
         output.replay(request.received or ())

@@ -1,1 +1,1 @@
-"""Turns tokens into the text and logprobs that a client reads; stream pacing and backpressure."""
+"""Turns tokens into the text and logprobs that a client reads; backpressure."""

@@ -15,7 +15,6 @@ from typing import Protocol
 from quire.types import Usage
 from services.gateway.frontend.api import Delta, Received
 from services.gateway.streaming.logprob_text import PromptReporter
-from services.gateway.streaming.pacer import StreamPacer
 from services.gateway.streaming.sequence import Sequence
 from services.protocol.logprobs import Logprobs
 from services.protocol.ticket import FinishReason
@@ -89,8 +88,7 @@ class RequestStats:
 class Output:
     """The output of one request, with its `sequences` by index.
 
-    `prompt` reports the prompt in the first delta; None: the client did not ask for it. `pacer`
-    limits how many streams are written in one turn of the event loop.
+    `prompt` reports the prompt in the first delta; None: the client did not ask for it.
     """
 
     def __init__(
@@ -101,7 +99,6 @@ class Output:
         meter: Meter,
         clock: Callable[[], float],
         prompt: PromptReporter | None = None,
-        pacer: StreamPacer | None = None,
     ) -> None:
         self.stats = stats
         self.sequences = tuple(sequences)
@@ -117,7 +114,6 @@ class Output:
         self._num_unread = 0
         self._unsent_prompt = prompt
         self._prompt_logprobs: tuple[Logprobs, ...] = ()
-        self._pacer = pacer
         self._meter = meter
         self._clock = clock
         self._closed = False
@@ -218,8 +214,6 @@ class Output:
                 self._readable.clear()
                 await self._readable.wait()
                 continue
-            if self._pacer is not None:
-                await self._pacer.wait()
             sequence = self._next_unread()
             if sequence is not None and self._error is None:
                 self._given_at = self._clock()
