@@ -3,9 +3,8 @@
 import asyncio
 import gc
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from types import TracebackType
@@ -33,12 +32,15 @@ from services.worker.cpu.place import Place, take_place
 from services.worker.cpu.sharing import SharedCpus
 from services.worker.drafting import speculation
 from services.worker.grammars import Grammars
-from services.worker.liveness.fence_guard import FenceGuard, GuardedForward
+from services.worker.liveness.fence_guard import FenceGuard
 from services.worker.liveness.registration import Registration
 from services.worker.liveness.step_watch import end_process, watch_steps
 from services.worker.loading import LoadedModel, load, new_runner
 from services.worker.membership import Membership, join, join_swap_pool
-from services.worker.pool_worker import PoolWorker, WorkerParts
+from services.worker.pool_engine import WorkerParts
+from services.worker.pool_worker import PoolWorker
+from services.worker.roles import ROLES
+from services.worker.stream import WorkerStream
 from services.worker.swap.pool import Copy, SwapPool
 
 if TYPE_CHECKING:
@@ -66,23 +68,11 @@ _NUM_WARM_UP_TOKENS = 32
 log = get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerRole:
-    """The differences between the processes of prefill and decode workers. `add`: adds the service
-    to a server."""
-
-    service_name: str
-    make: Callable[[WorkerParts], PoolWorker]
-    service: Callable[[PoolWorker], Any]
-    add: Callable[[Any, Any], None]
-
-
 class WorkerProcess:
     """Runs one worker after another in this process; only the place on the host and the loaded
     model outlive a worker."""
 
-    def __init__(self, role: WorkerRole, settings: WorkerSettings, stop: asyncio.Event) -> None:
-        self._role = role
+    def __init__(self, settings: WorkerSettings, stop: asyncio.Event) -> None:
         self._settings = settings
         self._stop = stop
         self._place: Place | None = None
@@ -117,7 +107,7 @@ class WorkerProcess:
             own, swap = await self._join(registration, loaded, stack)
             worker, works = await self._make(loaded, own, swap, tracer, stack)
             tasks = [vital.create_task(work) for work in works]
-            server, address = await _listen(self._role, self._settings, worker, stack)
+            server, address = await _listen(self._settings, worker, stack)
             registration.set_serving(worker, address, loaded)
             await _wait_for_any(self._stop, worker.drain_asked)
 
@@ -158,7 +148,7 @@ class WorkerProcess:
         swap: Membership | None,
         tracer: "Tracer | None",
         stack: AsyncExitStack,
-    ) -> tuple[PoolWorker, list[Coroutine[Any, Any, None]]]:
+    ) -> tuple[PoolWorker[Any], list[Coroutine[Any, Any, None]]]:
         """The worker, and all that has to run while it serves; an error of one ends the others."""
         settings, limits = self._settings, loaded.limits
         registry = CollectorRegistry()
@@ -173,15 +163,15 @@ class WorkerProcess:
         forward = _share_cpus(runner, loaded, settings, self._place, stack)
         launch_on = forward.launch_on if isinstance(forward, SharedCpus) else attrgetter("launch")
         loras = settings.max_loras, settings.max_lora_rank
-        worker = self._role.make(
-            WorkerParts(
-                *(own.store, own, GuardedForward(forward, guard), limits, metrics, swap_pool),
-                tracer=tracer,
-                adapters=WorkerAdapters(loaded.model, *loras) if settings.max_loras else None,
-                grammars=Grammars(settings.model, limits.vocab_size, limits.eos_token_ids),
-                speculation=await asyncio.to_thread(speculation, settings, loaded.draft, launch_on),
-            )
+        parts = WorkerParts(
+            *(own.store, own, forward, limits, metrics, swap_pool),
+            tracer=tracer,
+            adapters=WorkerAdapters(loaded.model, *loras) if settings.max_loras else None,
+            grammars=Grammars(settings.model, limits.vocab_size, limits.eos_token_ids),
+            speculation=await asyncio.to_thread(speculation, settings, loaded.draft, launch_on),
+            check_fence=guard.check,
         )
+        worker = PoolWorker[Any](parts, ROLES[settings.service])
         end = end_process if loaded.ranks is None else loaded.ranks.end_stuck
         watching = asyncio.create_task(watch_steps(worker.engine, settings.step_limit_s, end))
         stack.callback(watching.cancel)  # called after the engine thread has ended
@@ -271,12 +261,13 @@ async def _refresh(forward: SharedCpus) -> NoReturn:
 
 
 async def _listen(
-    role: WorkerRole, settings: WorkerSettings, worker: PoolWorker, stack: AsyncExitStack
+    settings: WorkerSettings, worker: PoolWorker[Any], stack: AsyncExitStack
 ) -> tuple[RpcServer, str]:
     """Start the gRPC server; return it with the address at which gateways reach it."""
     guard = Guard(deployment_secret(settings).rpc_key, worker.worker_id)
-    server = RpcServer(role.service_name, guard=guard, tls=service_tls(settings))
-    role.add(role.service(worker), server.aio)
+    stream = worker.role.stream
+    server = RpcServer(stream.service_name, guard=guard, tls=service_tls(settings))
+    stream.add(WorkerStream(worker), server.aio)
     address = settings.address(await server.start(settings.host, settings.port))
     stack.push_async_exit(partial(_end_streams, worker, server))
     await server.set_serving(True)
@@ -291,7 +282,7 @@ async def _listen(
 
 
 async def _finish(
-    worker: PoolWorker, server: RpcServer, stop: asyncio.Event, grace_s: float
+    worker: PoolWorker[Any], server: RpcServer, stop: asyncio.Event, grace_s: float
 ) -> None:
     """Wait while requests finish or move to other workers: without limit for a drain, for `grace_s`
     after a stop. Then requeue the rest, to be computed again, and close all streams."""
@@ -300,7 +291,7 @@ async def _finish(
     await asyncio.wait([drained, stopped], return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
     await asyncio.wait([drained], timeout=grace_s)
-    worker.requeue_all()
+    worker.role.requeue_all()
     await asyncio.wait([drained], timeout=_REQUEUE_LIMIT_S)
     worker.close_streams()
     await server.stop(_LAST_MESSAGES_S)
@@ -309,7 +300,7 @@ async def _finish(
 
 
 async def _end_streams(
-    worker: PoolWorker,
+    worker: PoolWorker[Any],
     server: RpcServer,
     kind: type[BaseException] | None,
     error: BaseException | None,

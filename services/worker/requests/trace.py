@@ -1,7 +1,7 @@
 """The trace of a job: what a worker reports of one attempt of a request.
 
 prefill worker     queue, store allocate, fetch, compute, store detach
-decode worker      store claim, decode, swap out
+decode worker      store claim, decode, swap out, store detach
 """
 
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ class JobTrace:
     """The trace of a job whose request is not traced: nothing."""
 
     def enter(self, stage: str, attributes: "Attributes | None" = None) -> None:
-        """Begin a stage; the one before ends."""
+        """Begin a stage, unless the trace has ended; the stage before ends."""
 
     def note_call(self, name: str, start_ns: int, attributes: "Attributes") -> None:
         """Report a call of the store that has just returned."""
@@ -46,6 +46,8 @@ class SpansOfJob(JobTrace):
         self._ended = False
 
     def enter(self, stage: str, attributes: "Attributes | None" = None) -> None:
+        if self._ended:
+            return
         if self._stage is not None:
             self._stage.end()
         self._stage = self._tracer.start(stage, self._span, attributes or {})

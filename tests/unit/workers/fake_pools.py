@@ -9,7 +9,7 @@ from blockstore.records import PoolSpec
 from services.common.runtime.metrics import WorkerMetrics
 from services.engine.forward import ForwardPass
 from services.worker.limits import Limits
-from services.worker.pool_worker import WorkerParts
+from services.worker.pool_engine import WorkerParts
 from services.worker.swap.pool import SwapPool
 
 from .fakes import Arena, join, make_pool, make_stamps
