@@ -174,7 +174,10 @@ def _parts(
     return WorkerParts(
         *(membership.store, membership, TurnTaking(runner, turn), limits, metrics),
         adapters=(
-            WorkerAdapters(loaded.model, settings.max_loras, settings.max_lora_rank)
+            WorkerAdapters(
+                *(loaded.model.whole_config, loaded.model.load_adapter),
+                *(settings.max_loras, settings.max_lora_rank),
+            )
             if settings.max_loras
             else None
         ),

@@ -200,7 +200,7 @@ class ExactnessDeployment:
         device = setting.device(forward)
         parts = WorkerParts(
             *(self.store, membership, device, limits, metrics, swap_pool),
-            adapters=WorkerAdapters(model, 1, 64),
+            adapters=WorkerAdapters(model.whole_config, model.load_adapter, 1, 64),
             grammars=Grammars(
                 self._models.directory, limits.vocab_size, model.config.eos_token_ids
             ),

@@ -97,11 +97,14 @@ class Pair:
     async def drain(self) -> None:
         """Drain the workers; returns when they have no request left."""
         self.draining = True
-        workers = self.prefill, *self.decode
-        for worker in workers:
+        for worker in self.workers:
             worker.drain()
         async with asyncio.timeout(HANG_S):
-            await asyncio.gather(*(worker.drained() for worker in workers))
+            await asyncio.gather(*(worker.drained() for worker in self.workers))
+
+    @property
+    def workers(self) -> tuple[PoolWorker[Any], ...]:
+        return self.prefill, *self.decode
 
     async def close(self) -> None:
         for task in self._tasks:

@@ -27,7 +27,6 @@ from typing import NoReturn
 from blockstore.errors import WorkerFenced
 from services.common.pool.locks import WorkerLock
 from services.common.runtime.ticks import until_tick
-from services.worker.swap.pool import Copy
 
 _CHECK_S = 0.5
 
@@ -48,13 +47,3 @@ class FenceGuard:
         while True:
             self.check()
             await asyncio.sleep(until_tick(_CHECK_S))
-
-    def guard_copy(self, copy: Copy) -> Copy:
-        """Return `copy` with a check before and after it."""
-
-        def guarded_copy(pairs: Sequence[tuple[int, int]]) -> None:
-            self.check()
-            copy(pairs)
-            self.check()
-
-        return guarded_copy

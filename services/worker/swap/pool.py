@@ -63,6 +63,7 @@ class SwapPool:
         copy_back: Copy,
         metrics: WorkerMetrics,
         compares_costs: bool = True,
+        check_fence: Callable[[], None] = lambda: None,
     ) -> None:
         self.spec = swap_pool.spec
         self.cost = SwapCost()
@@ -74,6 +75,7 @@ class SwapPool:
         self._copy_back = copy_back
         self._metrics = metrics
         self._compares_costs = compares_costs
+        self._check_fence = check_fence
         self._thread = ThreadPoolExecutor(1, "copier")
 
     def holds(self, ticket: Ticket) -> bool:
@@ -231,7 +233,9 @@ class SwapPool:
 
         def work() -> float:
             began = time.perf_counter()
+            self._check_fence()
             copy([(sources[key], target) for key, target in targets.items()])
+            self._check_fence()
             for span in block_keys.spans:
                 span.stamp(stamps, targets)
             return time.perf_counter() - began
