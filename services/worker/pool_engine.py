@@ -26,7 +26,6 @@ from services.worker.membership import Membership
 from services.worker.requests.holder_writes import HolderWrites
 from services.worker.requests.store_writer import StoreWriter
 from services.worker.requests.suspect_queue import SuspectQueue
-from services.worker.requests.trace import NO_TRACE, JobTrace, SpansOfJob
 from services.worker.step_meter import StepMeter
 from services.worker.swap.pool import SwapPool
 
@@ -124,12 +123,6 @@ class PoolEngine:
             self._on_outcome(outcome)
         except Exception as error:  # else the rest of the outcome would be lost silently
             self.fail(error)
-
-    def trace_of(self, ticket: Ticket, name: str) -> JobTrace:
-        """The trace of a new job."""
-        if self.tracer is None or not ticket.traceparent:
-            return NO_TRACE
-        return SpansOfJob(self.tracer, name, ticket, self.worker_id)
 
     def rules(self, ticket: Ticket, prompt_logprobs: int | None = None) -> Rules:
         return Rules.of(

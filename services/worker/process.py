@@ -166,8 +166,10 @@ class WorkerProcess:
             check_fence=guard.check,
         )
         worker = PoolWorker[Any](parts, ROLES[settings.service])
-        end = end_process if loaded.ranks is None else loaded.ranks.end_stuck
-        watching = asyncio.create_task(watch_steps(worker.engine, settings.step_limit_s, end))
+        engine, end = worker.engine, loaded.ranks.end_stuck if loaded.ranks else end_process
+        watching = asyncio.create_task(
+            watch_steps(lambda: engine.step_in_flight, settings.step_limit_s, end)
+        )
         stack.callback(watching.cancel)  # called after the engine thread has ended
         works = [worker.run(), guard.watch(), own.watch_memory()]
         works += (one.complete_memory() for one in pools)

@@ -2,14 +2,14 @@
 
 import asyncio
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Generic, TypeVar
 
 from services.engine.batch import LoadedAdapter
 from services.protocol.ticket import Ticket
 from services.worker.requests.events import Ending, Session
-from services.worker.requests.trace import NO_TRACE, JobTrace
+from services.worker.requests.trace import JobTrace
 
 
 class State(Enum):
@@ -53,7 +53,7 @@ class Job:
     state: State = State.LOADING
     ending: Ending | None = None
     """Why the request ends early or is detached; None: it does not."""
-    trace: JobTrace = NO_TRACE
+    trace: JobTrace = field(default_factory=JobTrace)
     adapter: LoadedAdapter | None = None
     """The loaded adapter, kept while the job is here."""
 

@@ -114,8 +114,9 @@ class Role(ABC, Generic[J]):
         """Begin the trace and the time limit of a job, and call `proceed` once its adapter is
         loaded. If the adapter cannot be loaded, the job ends."""
         worker, ticket = self.worker, job.ticket
-        job.trace = worker.trace_of(ticket, name)
-        job.trace.enter(stage)
+        if worker.tracer is not None and ticket.traceparent:
+            job.trace.begin(worker.tracer, name, ticket, worker.worker_id)
+            job.trace.enter(stage)
         if ticket.timeout_ms:
             self.jobs.end_after(ticket.timeout_ms / 1000, job, EXPIRED)
         adapter, adapters = ticket.adapter, worker.adapters
