@@ -98,7 +98,7 @@ async def crash(
     await until_healed(client)
     tasks = [asyncio.create_task(stream.run(client)) for stream in running]
     await asyncio.gather(*(stream.in_the_middle.wait() for stream in running))
-    before, victim = computed_tokens(metrics), deployment.running("services.decode")[0]
+    before, victim = computed_tokens(metrics), deployment.running("--role=decode")[0]
     killed_at = time.time()
     os.kill(victim, signal.SIGKILL)
     await asyncio.gather(*tasks)

@@ -13,19 +13,19 @@ import os
 import signal
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 from quire.async_client import AsyncClient
 from quire.errors import QuireError
+from quire.module_command import service_command
 from quire.types import Sampling
 from tests.e2e.deployment import Deployment, serving
 
 _VICTIMS = (
-    "services.prefill",
-    "services.decode",
+    "--role=prefill",
+    "--role=decode",
     "services.gateway",
     "services.block_manager",
     "valkey",
@@ -57,11 +57,12 @@ async def until_joined(deployment: Deployment, client: AsyncClient) -> float:
     """The time from the start of one more decode worker until it runs a request beside the
     other."""
     await until_answered(client, time.perf_counter())
-    (pid,) = deployment.children("services.decode")
+    (pid,) = deployment.children("--role=decode")
     loads = [asyncio.create_task(_load(client)) for _ in range(2)]
     began = time.perf_counter()
+    command, environment = service_command("decode"), _environment_of(pid)
     joining = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "services.decode", env=_environment_of(pid), stderr=subprocess.DEVNULL
+        *command, env=environment, stderr=subprocess.DEVNULL
     )
     while not await _both_run(client):
         await asyncio.sleep(0.02)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from quire.module_command import module_command
+from quire.module_command import service_command
 from quire.supervisor import service, valkey
 from quire.supervisor.child import ChildSpec, Stage
 from quire.supervisor.gateway_options import GatewayOptions
@@ -52,10 +52,7 @@ def worker_groups(
     common = {**_common(options, run, log_format), "NUM_EXPECTED_WORKERS": str(num_workers)}
     return tuple(
         replace(
-            _service(
-                *(role, role, Stage.WORKER),
-                {**common, **model.worker_settings()},
-            ),
+            _service(role, role, Stage.WORKER, {**common, **model.worker_settings()}),
             role=role,
             model=model.name,
         )
@@ -135,7 +132,7 @@ def _service(
     reads_all = "METRICS_DIRECTORY" in settings
     return ChildSpec(
         name=name,
-        command=tuple(module_command(f"services.{module}")),
+        command=tuple(service_command(module)),
         stage=stage,
         environment=environment,
         base_ports=_base_ports(prefix, environment),

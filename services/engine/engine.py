@@ -7,7 +7,7 @@ group or a sequence out of the engine waits.
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import chain
@@ -52,7 +52,8 @@ class Engine:
     `one_token` (prefill workers): a sequence stops after its first drawn token, and its group
     leaves the engine when all its sequences have stopped. `look_ahead`: for how many tokens beyond
     the end of a sequence the engine asks for blocks; a prefill worker has acquired all before.
-    `speculation`: None: no row gets drafts.
+    `speculation`: None: no row gets drafts. `check_fence`: called before a step is launched and
+    after its end on the device; raises if the worker may no longer write, or use what it has read.
     """
 
     def __init__(
@@ -64,10 +65,12 @@ class Engine:
         one_token: bool,
         look_ahead: int,
         speculation: Speculation | None = None,
+        check_fence: Callable[[], None] = lambda: None,
     ) -> None:
         self._forward = forward
         self._scheduler = scheduler
         self._stamps = stamps
+        self._check_fence = check_fence
         self._one_token = one_token
         self._look_ahead = 1 if one_token else look_ahead
         self._speculation = None if one_token else speculation
@@ -125,6 +128,7 @@ class Engine:
             for place, one in enumerate(batch)
         ]
         pairs = list(chain.from_iterable(pairs for _, pairs in copied))
+        self._check_fence()
         flight = self._forward.launch(rows, pairs, num_waiting)
         groups = {group.key: group for group, _ in copied}
         groups |= {one.group.key: one.group for one in batch}
@@ -187,6 +191,7 @@ class Engine:
     def _retire(self, step: LaunchedStep) -> tuple[int, float]:
         """Wait for a step and apply its results. Returns its number of tokens and its duration."""
         results = step.flight.result()
+        self._check_fence()
         for group in step.groups.values():
             group.num_flights -= 1
         num_accepted = []

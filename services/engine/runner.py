@@ -13,7 +13,7 @@ from services.engine.batch import Draw, Row, Wait, with_draws_behind
 from services.engine.device.drawing import DeviceDrawing
 from services.engine.device.flights import DrawnFlight
 from services.engine.device.graphs import Graph, padded
-from services.engine.device.inputs import Indices, StepInputs, block_pairs
+from services.engine.device.inputs import Indices, StepInputs
 from services.engine.device.largest_rows import largest_rows
 from services.engine.device.steps import ModelSteps, StepFacts
 from services.engine.device.threads import use_device
@@ -89,7 +89,7 @@ class Runner:
         """
         use_device(self._kv.device)
         if copies:
-            self.copy_blocks(copies)
+            self._steps.copy_blocks(copies)
             if not rows:
                 none = torch.empty(0, dtype=torch.int64, device=self._kv.device)
                 return DrawnFlight((), (), none)
@@ -120,10 +120,6 @@ class Runner:
         masks = self._masks.begin(asked)
         placed = self._inputs.place(self._drawing.arrays(asked))
         return self._drawing.launch(rows, asked, hidden, placed, masks)
-
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks, (source, target) each; all sources are read before any target is written."""
-        self._ops.copy_blocks(self._kv, block_pairs(pairs, self._kv.device))
 
     def yield_device(self, wait: Wait) -> None:
         """Do nothing: the operating system divides the CPUs."""

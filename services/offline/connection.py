@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 from blockstore.registry import Member
 from services.gateway.workers.connection import WorkerEventSink, deliver
@@ -16,7 +17,7 @@ class LocalConnection:
     """Gives a worker the gateway's commands, and the gateway the worker's events. Each is delivered
     in a later turn of the event loop, in order, as a stream would."""
 
-    def __init__(self, member: Member, local: PoolWorker, sink: WorkerEventSink) -> None:
+    def __init__(self, member: Member, local: PoolWorker[Any], sink: WorkerEventSink) -> None:
         self.worker = Worker(member, self._send)
         self.worker.connected = True
         self._local_worker = local
@@ -29,7 +30,7 @@ class LocalConnection:
         self.finish()
         self._reporting.cancel()
         self._local_worker.sessions.discard(self)
-        self._local_worker.close(self)
+        self._local_worker.role.close(self)
         await asyncio.wait([self._reporting])
 
     # The worker's view: `services.worker.requests.events.Session`.
@@ -51,11 +52,11 @@ class LocalConnection:
     async def _report_load(self) -> None:
         while True:
             local = self._local_worker
-            report = LoadReport(local.load(), local.draining, local.stalled)
+            report = LoadReport(local.role.load(), local.draining, local.stalled)
             deliver(report, self.worker, self._sink)
             await asyncio.sleep(_REPORT_INTERVAL_S)
 
     # The gateway's view: `Worker.send`.
 
     def _send(self, command: Command) -> None:
-        self._loop.call_soon(self._local_worker.execute, self, command)
+        self._loop.call_soon(self._local_worker.role.execute, self, command)

@@ -28,7 +28,6 @@ from blockstore.registry import Member, Role
 from services.common.errors import StartupError
 from services.common.runtime.metrics import WorkerMetrics
 from services.common.runtime.secret import Secret
-from services.decode.worker import DecodeWorker
 from services.engine.batch import Row, Wait
 from services.engine.forward import Flight, ForwardPass
 from services.engine.runner import Runner
@@ -37,7 +36,6 @@ from services.gateway.request_metrics import RequestMetrics
 from services.gateway.wiring import Wiring, start_gateway
 from services.offline.connection import LocalConnection
 from services.offline.folder import locked_folder
-from services.prefill.worker import PrefillWorker
 from services.protocol.version import PROTOCOL_VERSION
 from services.worker.adapters import WorkerAdapters
 from services.worker.config import WorkerSettings
@@ -45,14 +43,12 @@ from services.worker.drafting import speculation
 from services.worker.grammars import Grammars
 from services.worker.loading import LoadedModel, load
 from services.worker.membership import Membership, join
-from services.worker.pool_worker import PoolWorker, WorkerParts
+from services.worker.pool_engine import WorkerParts
+from services.worker.pool_worker import PoolWorker
+from services.worker.roles import ROLES
 
 MAX_WAITING = 1 << 20
 _NUM_WARM_UP_TOKENS = 32
-_KINDS: dict[Role, type[PrefillWorker] | type[DecodeWorker]] = {
-    "prefill": PrefillWorker,
-    "decode": DecodeWorker,
-}
 POOL_ROOT = Path("/dev/shm")
 """Shared memory, as for the pools of a service: a pool needs pages that stay."""
 
@@ -61,7 +57,7 @@ class OfflineSettings(WorkerSettings):
     """The settings of both workers. They come from the caller alone, not from the environment."""
 
     service: ClassVar[Literal["prefill", "decode"]] = "decode"
-    num_expected_workers: int = len(_KINDS)
+    num_expected_workers: int = len(ROLES)
     """The default pool has the same size as under `quire serve` with a worker of each role."""
 
     @classmethod
@@ -125,12 +121,12 @@ async def offline_deployment(settings: WorkerSettings) -> AsyncIterator[Wiring]:
         root = stack.enter_context(locked_folder(POOL_ROOT))
         store, turn = MemoryStore(), threading.Lock()
         running = await stack.enter_async_context(asyncio.TaskGroup())
-        registry, workers = MemoryRegistry(time.time), dict[str, PoolWorker]()
-        for role, kind in _KINDS.items():
+        registry, workers = MemoryRegistry(time.time), dict[str, PoolWorker[Any]]()
+        for role, kind in ROLES.items():
             worker_id = f"offline-{role}"
             membership = await join(store, "offline", root, loaded.layout, worker_id, loaded.plan)
             stack.callback(membership.close)
-            worker = kind(_parts(settings, role, loaded, membership, turn))
+            worker = PoolWorker[Any](_parts(settings, role, loaded, membership, turn), kind)
             for work in (worker.run(), membership.complete_memory()):
                 stack.callback(running.create_task(work).cancel)
             workers[worker_id] = worker
@@ -178,7 +174,10 @@ def _parts(
     return WorkerParts(
         *(membership.store, membership, TurnTaking(runner, turn), limits, metrics),
         adapters=(
-            WorkerAdapters(loaded.model, settings.max_loras, settings.max_lora_rank)
+            WorkerAdapters(
+                *(loaded.model.whole_config, loaded.model.load_adapter),
+                *(settings.max_loras, settings.max_lora_rank),
+            )
             if settings.max_loras
             else None
         ),

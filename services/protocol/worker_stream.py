@@ -1,10 +1,9 @@
-"""The client's side of the streams Prefill/Connect and Decode/Connect.
+"""The streams Prefill/Connect and Decode/Connect, mostly their client's side.
 
 A `StreamType` holds everything that differs between the two.
 """
 
-from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator
 from itertools import chain
 from typing import Any
 
@@ -32,14 +31,18 @@ class MalformedMessage(Exception):
     have lost an event, so the stream must end. The text says what the worker sent."""
 
 
-@dataclass(frozen=True, slots=True)
 class StreamType:
-    """One of the two worker streams."""
+    """One of the two worker streams. `method`: the full name of its RPC. `add`: adds a service, an
+    object with a method `Connect`, to a server."""
 
-    method: str
-    """The full name of the stream's RPC."""
-    stub: Callable[[aio.Channel], Any]
-    request: Callable[..., Any]
+    def __init__(self, name: str, messages: Any, services: Any) -> None:
+        self.service_name = f"quire.v1.{name}"
+        self.method = f"/{self.service_name}/Connect"
+        self.request, self.response = (
+            getattr(messages, f"{name}Connect{way}") for way in ("Request", "Response")
+        )
+        self.stub = getattr(services, f"{name}Stub")
+        self.add = getattr(services, f"add_{name}Servicer_to_server")
 
     def connect(
         self, channel: aio.Channel, requests: AsyncIterator[Any] | None, metadata: Metadata
@@ -67,12 +70,8 @@ class StreamType:
         return self.request(**command_to_wire(command))
 
 
-PREFILL = StreamType(
-    "/quire.v1.Prefill/Connect", prefill_pb2_grpc.PrefillStub, prefill_pb2.PrefillConnectRequest
-)
-DECODE = StreamType(
-    "/quire.v1.Decode/Connect", decode_pb2_grpc.DecodeStub, decode_pb2.DecodeConnectRequest
-)
+PREFILL = StreamType("Prefill", prefill_pb2, prefill_pb2_grpc)
+DECODE = StreamType("Decode", decode_pb2, decode_pb2_grpc)
 
 
 def stream_type(role: Role) -> StreamType:

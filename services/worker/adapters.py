@@ -2,7 +2,9 @@
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from weakref import WeakValueDictionary
 
 from safetensors import SafetensorError
@@ -10,18 +12,26 @@ from safetensors import SafetensorError
 from services.common.checkpoint.adapter import AdapterFiles
 from services.common.errors import InvalidRequest
 from services.common.runtime.logging import get_logger
+from services.common.text.model_config import ModelConfig
 from services.engine.batch import LoadedAdapter
-from services.engine.models import Model
 from services.protocol.ticket import Adapter
 
 log = get_logger(__name__)
 
 
 class WorkerAdapters:
-    """Keeps the `max_loras` adapters that were used last, and those that requests here use."""
+    """Keeps the `max_loras` adapters that were used last, and those that requests here use.
+    `load`: `Model.load_adapter`, or that of all ranks."""
 
-    def __init__(self, model: Model, max_loras: int, max_rank: int) -> None:
-        self._model, self._max_loras, self._max_rank = model, max_loras, max_rank
+    def __init__(
+        self,
+        config: ModelConfig,
+        load: Callable[[AdapterFiles], Any],
+        max_loras: int,
+        max_rank: int,
+    ) -> None:
+        self._config, self._load = config, load
+        self._max_loras, self._max_rank = max_loras, max_rank
         self._kept: OrderedDict[str, LoadedAdapter] = OrderedDict()
         self._alive: WeakValueDictionary[str, LoadedAdapter] = WeakValueDictionary()
         self._loading = asyncio.Lock()
@@ -45,14 +55,14 @@ class WorkerAdapters:
             return loaded
 
     def _read(self, adapter: Adapter) -> LoadedAdapter:
-        files = AdapterFiles.read(Path(adapter.path), self._model.whole_config, self._max_rank)
+        files = AdapterFiles.read(Path(adapter.path), self._config, self._max_rank)
         if files.digest != adapter.digest:
             raise InvalidRequest(
                 f"adapter {adapter.name}: the files in {adapter.path} have changed since it was "
                 "loaded; unload and load it again"
             )
         try:
-            return LoadedAdapter(files.digest, self._model.load_adapter(files))
+            return LoadedAdapter(files.digest, self._load(files))
         except (OSError, SafetensorError, ValueError) as error:
             raise InvalidRequest(f"adapter {adapter.name}: {error}") from error
 

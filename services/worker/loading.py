@@ -17,18 +17,19 @@ from services.common.errors import StartupError
 from services.common.gguf.config import served_bytes
 from services.common.gguf.file import GgufFile, gguf_file
 from services.common.pool.allotment import LOOK_AHEAD
-from services.common.pool.layout import Dtype, KVDtype, PoolLayout
+from services.common.pool.layout import Dtype, PoolLayout
 from services.common.pool.sizing import MemoryPlan
 from services.common.runtime.logging import get_logger
 from services.common.text.model_config import ModelConfig
 from services.common.text.tokenizer import tokenizer_file
 from services.engine.device.gpu_memory import CudaMeter, profile
-from services.engine.device.opening import OpenDevice, open_device
+from services.engine.device.opening import open_device
 from services.engine.device.steps import attention_shape
 from services.engine.fingerprint import fingerprint
 from services.engine.models import Model, load_model
+from services.engine.models.decoder import ComposedModel
 from services.engine.pool import DTYPES
-from services.engine.ranks.lead import LeadModel, LeadRunner
+from services.engine.ranks.rank import ShardPlan
 from services.engine.runner import Runner
 from services.engine.weights.packed_file import Progress
 from services.engine.weights.placement import SharedWeights
@@ -64,197 +65,225 @@ def load(settings: WorkerSettings, progress: Progress, place: Place | None = Non
 
     `place`: None if the worker divides no CPUs with others.
     """
-    cache = usable_cache(settings.weights_cache)
-    settings = settings.model_copy(update={"weights_cache": cache})
-    devices = settings.devices
-    device = open_device(devices[0])
-    check_format(settings.model)
-    config = ModelConfig.from_directory(settings.model).for_context(settings.max_model_len)
-    settings.check_ranks(config)
-    settings.check_speculation()
-    tokenizer_file(settings.model)  # raises without a tokenizer: gateways would not serve the model
-    name = _dtype(settings, config)
-    if settings.is_dequantized(config):
-        log.info("weights_dequantized", model=settings.served_name, dtype=name)
-    dtype, kv_dtype = DTYPES[name], name if settings.kv_dtype == "auto" else settings.kv_dtype
-    backend = _backend(settings, device, config, dtype, kv_dtype)
-    num_threads = _num_threads(settings, place)
-    if backend.native is not None:
-        backend.native.assign([Lane()] * num_threads)
-    shared = _shared_weights(settings, device, backend, progress)
-    draft, draft_plan = None, plan_draft(settings, config, kv_dtype)
-    with place.weights.interleaved() if place else nullcontext():
-        model, ranks = _load(
-            *(settings, config, device, backend, dtype, kv_dtype),
-            *(place, num_threads, shared, progress),
+    return _Load(settings, progress, place).load()
+
+
+class _Load:
+    """What is decided for one load, in the order of `__init__`."""
+
+    def __init__(self, settings: WorkerSettings, progress: Progress, place: Place | None) -> None:
+        cache = usable_cache(settings.weights_cache)
+        self.settings = settings = settings.model_copy(update={"weights_cache": cache})
+        self.progress, self.place = progress, place
+        self.device = open_device(settings.devices[0])
+        check_format(settings.model)
+        self.config = ModelConfig.from_directory(settings.model).for_context(settings.max_model_len)
+        settings.check_ranks(self.config)
+        settings.check_speculation()
+        tokenizer_file(settings.model)  # raises without one: gateways would not serve the model
+        self.is_dequantized = settings.is_dequantized(self.config)
+        self.dtype_name = _dtype(settings, self.config)
+        if self.is_dequantized:
+            log.info("weights_dequantized", model=settings.served_name, dtype=self.dtype_name)
+        self.dtype = DTYPES[self.dtype_name]
+        self.kv_dtype = self.dtype_name if settings.kv_dtype == "auto" else settings.kv_dtype
+        self.backend = self._backend()
+        if self.backend.native is not None:
+            self.backend.native.assign([Lane()] * self._num_threads)
+        self.cache = place.weights_cache(cache) if place else cache
+        self.shared = self._shared_weights()
+        self.ranks: Ranks | None = None
+
+    def load(self) -> LoadedModel:
+        settings, config, place, backend = self.settings, self.config, self.place, self.backend
+        draft, draft_plan = None, plan_draft(settings, config, self.kv_dtype)
+        with place.weights.interleaved() if place else nullcontext():
+            model = self._model()
+            if draft_plan is not None and settings.service == "decode":
+                loading = settings, draft_plan, backend, self.dtype_name, self.cache, self.progress
+                draft = load_draft(*loading)
+        kinds = {
+            "quantize": settings.computed_kind(config) or "none",
+            "kv_dtype": self.kv_dtype,
+            "tensor_parallel_size": str(settings.tensor_parallel_size),
+        }
+        numerics = {**backend.numerics(self.dtype), **kinds}
+        block_size = settings.block_size
+        layout = PoolLayout(
+            model=settings.served_name,
+            fingerprint=fingerprint(config, model.weights_digest, self.dtype, block_size, numerics),
+            num_layers=config.num_layers,
+            num_kv_heads=model.config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=self.kv_dtype,
+            block_size=block_size,
+            tensor_parallel_size=settings.tensor_parallel_size,
         )
-        if draft_plan is not None and settings.service == "decode":
-            cache = _cache(settings, place)
-            draft = load_draft(settings, draft_plan, backend, name, cache, progress)
-    kinds = {
-        "quantize": settings.computed_kind(config) or "none",
-        "kv_dtype": kv_dtype,
-        "tensor_parallel_size": str(settings.tensor_parallel_size),
-    }
-    numerics = {**backend.numerics(dtype), **kinds}
-    layout = PoolLayout(
-        model=settings.served_name,
-        fingerprint=fingerprint(config, model.weights_digest, dtype, settings.block_size, numerics),
-        num_layers=config.num_layers,
-        num_kv_heads=model.config.num_kv_heads,
-        head_dim=config.head_dim,
-        dtype=kv_dtype,
-        block_size=settings.block_size,
-        tensor_parallel_size=settings.tensor_parallel_size,
-    )
-    plan = _plan(settings, config, dtype, draft_plan)
-    plan = replace(plan, arena=place.arena if place else None)
-    if device.driver is not None:
-        pool_bytes = _pool_bytes_on_gpu(settings, device, model, backend, layout, shared, ranks)
-        plan = replace(plan, pool_bytes=pool_bytes)
-    return LoadedModel(
-        model,
-        layout,
-        _limits(settings, config),
-        plan,
-        swap_bytes=settings.swap_bytes,
-        ops=backend,
-        memory=GpuMemory(device.driver, ",".join(devices), ranks)
-        if device.driver
-        else FileMemory(),
-        engine={**backend.describe(dtype), **kinds, "device": ",".join(dict.fromkeys(devices))},
-        ranks=ranks,
-        weights=shared,
-        draft=draft,
-    )
-
-
-def _load(
-    settings: WorkerSettings,
-    config: ModelConfig,
-    device: OpenDevice,
-    backend: kvops.Backend,
-    dtype: torch.dtype,
-    kv_dtype: KVDtype,
-    place: Place | None,
-    num_threads: int,
-    shared: SharedWeights | None,
-    progress: Progress,
-) -> tuple[Model, Ranks | None]:
-    """The model: that of this process, or divided among ranks, which are started."""
-    size = settings.tensor_parallel_size
-    if size > 1:
-        ranks = Ranks(size, settings.log_level, settings.log_format)
-        model = ranks.load(
-            *(settings.model.resolve(), dtype, backend, settings.devices),
-            *(num_threads, settings.step_limit_s, settings.max_model_len),
-            *(settings.block_size, DTYPES[kv_dtype], progress),
-            shared=shared,
-            keeper=settings.pool_root,
-            measures=_measures(settings, device),
+        plan = self._plan(draft_plan)
+        memory: PoolMemory = FileMemory()
+        if (driver := self.device.driver) is not None:
+            plan = replace(plan, pool_bytes=self._pool_bytes_on_gpu(model, layout))
+            memory = GpuMemory(driver, ",".join(settings.devices), self.ranks)
+        devices = ",".join(dict.fromkeys(settings.devices))
+        return LoadedModel(
+            model,
+            layout,
+            self._limits(),
+            plan,
+            swap_bytes=settings.swap_bytes,
+            ops=backend,
+            memory=memory,
+            engine={**backend.describe(self.dtype), **kinds, "device": devices},
+            ranks=self.ranks,
+            weights=self.shared,
+            draft=draft,
         )
-        return model, ranks
-    return load_model(
-        *(settings.model, dtype, backend),
-        device=str(device.torch),
-        quantize=settings.kind_to_make,
-        dequantize=settings.is_dequantized(config),
-        cache=_cache(settings, place),
-        context=settings.max_model_len,
-        progress=progress,
-        shared=shared,
-    ), None
+
+    def _model(self) -> Model:
+        """The model: that of this process, or divided among ranks, which are started."""
+        settings, dtype, backend = self.settings, self.dtype, self.backend
+        if settings.tensor_parallel_size > 1:
+            self.ranks = Ranks(
+                settings.tensor_parallel_size, settings.log_level, settings.log_format
+            )
+            plan = ShardPlan(
+                model=settings.model.resolve(),
+                dtype=dtype,
+                backend=backend.name,
+                isa=backend.native.isa if backend.native else None,
+                devices=settings.devices,
+                num_threads=self._num_threads,
+                timeout_s=settings.step_limit_s,
+                context=settings.max_model_len,
+                block_size=settings.block_size,
+                kv_dtype=DTYPES[self.kv_dtype],
+                keeper=settings.pool_root if self.shared else None,
+            )
+            return self.ranks.load(plan, backend, self.shared, self.progress)
+        return load_model(
+            *(settings.model, dtype, backend),
+            device=str(self.device.torch),
+            quantize=settings.kind_to_make,
+            dequantize=self.is_dequantized,
+            cache=self.cache,
+            context=settings.max_model_len,
+            progress=self.progress,
+            shared=self.shared,
+        )
+
+    def _shared_weights(self) -> SharedWeights | None:
+        """None: the weights are in a file of the host. With several ranks: those of rank 0."""
+        settings, driver = self.settings, self.device.driver
+        if driver is None or (self.backend.native and settings.tensor_parallel_size == 1):
+            return None
+        where = driver, settings.pool_root, self.progress
+        if self.device.torch.type != "cuda" or settings.pool_bytes is not None:
+            return SharedWeights(*where)
+        return SharedWeights(*where, CudaMeter(self.device.torch, driver.uuid).other)
+
+    @property
+    def _num_threads(self) -> int:
+        """The threads of each rank. Ranks divide the CPUs evenly, and lend none to other
+        workers."""
+        settings, size = self.settings, self.settings.tensor_parallel_size
+        if settings.threads:
+            return settings.threads
+        num_cpus = self.place.num_cpus if self.place else len(settings.divided_cpus)
+        return num_cpus if size == 1 else max(1, num_cpus // (size * settings.num_expected_workers))
+
+    def _pool_bytes_on_gpu(self, model: Model, layout: PoolLayout) -> int:
+        """The memory of all ranks. Each has the same blocks, so the smallest GPU decides."""
+        settings, device, ranks = self.settings, self.device, self.ranks
+        if settings.pool_bytes is not None:
+            return settings.pool_bytes
+        if device.driver is None or device.torch.type != "cuda":
+            raise StartupError(f"set pool_memory: {device.name} has no size of its own")
+        measure = partial(
+            profile,
+            CudaMeter(device.torch, device.driver.uuid),
+            model.device,
+            lambda kv: new_runner(model, kv, layout.block_size, self.backend, ranks),
+            layout,
+            num_tokens=settings.num_batched_tokens,
+            num_rows=settings.max_num_seqs,
+            num_workers=settings.num_expected_workers,
+            utilization=settings.gpu_memory_utilization,
+            shared=self.shared,
+            graph_rows=0 if settings.enforce_eager else settings.max_num_seqs,
+        )
+        plan = ranks.measure(layout, measure) if ranks else measure()
+        log.info("gpu_memory_planned", device=settings.device, **plan.fields(layout.block_bytes))
+        return settings.tensor_parallel_size * plan.pool
+
+    def _backend(self) -> kvops.Backend:
+        """StartupError: it cannot run here, or does not serve the device or the model's
+        attention."""
+        settings, device = self.settings, self.device
+        try:
+            part = Shard(self.config, 0, settings.tensor_parallel_size).own_config
+            kv_dtype = DTYPES[self.kv_dtype]
+            shape = attention_shape(part, settings.block_size, self.dtype, kv_dtype)
+            backend = _chosen_backend(settings, shape)
+        except (kvops.BackendUnavailable, ValueError) as error:
+            raise StartupError(str(error)) from error
+        if backend.device != device.torch.type:
+            raise StartupError(
+                f"backend {backend.name!r} computes on {backend.device}, and the device is "
+                f"{device.name}: choose the other device, or the backend 'auto'"
+            )
+        return backend
+
+    def _limits(self) -> Limits:
+        settings, config = self.settings, self.config
+        speculative = settings.speculative_config
+        return Limits(
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.num_batched_tokens,
+            max_model_len=settings.context(config),
+            vocab_size=config.vocab_size,
+            eos_token_ids=frozenset(config.eos_token_ids),
+            look_ahead=LOOK_AHEAD + (speculative.num_speculative_tokens if speculative else 0),
+            park_window_s=PARK_WINDOW_S,
+        )
+
+    def _plan(self, draft: DraftPlan | None) -> MemoryPlan:
+        """Estimate the memory of weights and activations. Activations: twice those at the widest
+        point of a layer, at each rank, and the logits of a full batch. A draft model has smaller
+        ones, before the step's; its KV counts for all workers, since a prefill worker does not know
+        how many others decode."""
+        settings, config = self.settings, self.config
+        num_heads = config.num_heads + 2 * config.num_kv_heads
+        width = config.hidden_size + max(2 * config.intermediate_size, num_heads * config.head_dim)
+        num_values = settings.tensor_parallel_size * 2 * settings.num_batched_tokens * width
+        num_values += settings.max_num_seqs * config.vocab_size
+        weight_bytes = self._weight_bytes(settings.model, config)
+        if draft is not None:
+            weight_bytes += self._weight_bytes(draft.directory, draft.config)
+        kv_bytes = draft.kv_bytes if draft else 0
+        return MemoryPlan(
+            pool_bytes=settings.pool_bytes,
+            num_expected_workers=settings.num_expected_workers,
+            weight_bytes=weight_bytes,
+            activation_bytes=num_values * torch.float32.itemsize + kv_bytes,
+            arena=self.place.arena if self.place else None,
+        )
+
+    def _weight_bytes(self, directory: Path, config: ModelConfig) -> int:
+        dequantized, itemsize = self.settings.is_dequantized(config), self.dtype.itemsize
+        if (gguf := gguf_file(directory)) is not None:
+            return served_bytes(GgufFile.read(gguf), itemsize, dequantized)
+        file_bytes = sum(path.stat().st_size for path in weight_files(directory))
+        return int(file_bytes * itemsize / _stored_bytes(config, self.dtype, dequantized))
 
 
-def _cache(settings: WorkerSettings, place: Place | None) -> Path | None:
-    return place.weights_cache(settings.weights_cache) if place else settings.weights_cache
-
-
-def _shared_weights(
-    settings: WorkerSettings, device: OpenDevice, backend: kvops.Backend, progress: Progress
-) -> SharedWeights | None:
-    """None: the weights are in a file of the host. With several ranks: those of the first one."""
-    if device.driver is None or (backend.native and settings.tensor_parallel_size == 1):
-        return None
-    if not _measures(settings, device):
-        return SharedWeights(device.driver, settings.pool_root, progress)
-    measure = CudaMeter(device.torch, device.driver.uuid).other
-    return SharedWeights(device.driver, settings.pool_root, progress, measure)
-
-
-def _measures(settings: WorkerSettings, device: OpenDevice) -> bool:
-    return device.torch.type == "cuda" and settings.pool_bytes is None
-
-
-def _num_threads(settings: WorkerSettings, place: Place | None) -> int:
-    """The threads of each rank. Ranks divide the CPUs evenly, and lend none to other workers."""
-    if settings.threads:
-        return settings.threads
-    size = settings.tensor_parallel_size
-    num_cpus = place.num_cpus if place else len(settings.divided_cpus)
-    return num_cpus if size == 1 else max(1, num_cpus // (size * settings.num_expected_workers))
-
-
-def _pool_bytes_on_gpu(
-    settings: WorkerSettings,
-    device: OpenDevice,
-    model: Model,
-    backend: kvops.Backend,
-    layout: PoolLayout,
-    shared: SharedWeights | None,
-    ranks: Ranks | None,
-) -> int:
-    """The memory of all ranks. Each has the same blocks, so the smallest one decides."""
-    if settings.pool_bytes is not None:
-        return settings.pool_bytes
-    if device.driver is None or device.torch.type != "cuda":
-        raise StartupError(f"set pool_memory: {device.name} has no size of its own")
-    measure = partial(
-        profile,
-        CudaMeter(device.torch, device.driver.uuid),
-        model.device,
-        lambda kv: new_runner(model, kv, layout.block_size, backend),
-        layout,
-        num_tokens=settings.num_batched_tokens,
-        num_rows=settings.max_num_seqs,
-        num_workers=settings.num_expected_workers,
-        utilization=settings.gpu_memory_utilization,
-        shared=shared,
-        graph_rows=0 if settings.enforce_eager else settings.max_num_seqs,
-    )
-    plans = ranks.measure(layout, settings, measure) if ranks else [measure()]
-    for name, plan in zip(settings.devices, plans, strict=True):
-        log.info("gpu_memory_planned", device=name, **plan.fields(layout.block_bytes))
-    return len(plans) * min(plan.pool for plan in plans)
-
-
-def new_runner(model: Model, kv: Tensor, block_size: int, ops: kvops.Backend) -> Runner:
+def new_runner(
+    model: Model, kv: Tensor, block_size: int, ops: kvops.Backend, ranks: Ranks | None = None
+) -> Runner:
     """The runner of one process, or of all ranks."""
-    if isinstance(model, LeadModel):
-        return LeadRunner(model, kv, block_size, ops)
-    return Runner(model, kv, block_size, ops)
-
-
-def _backend(
-    settings: WorkerSettings,
-    device: OpenDevice,
-    config: ModelConfig,
-    dtype: torch.dtype,
-    kv_dtype: KVDtype,
-) -> kvops.Backend:
-    """StartupError: it cannot run here, or does not serve the device or the model's attention."""
-    try:
-        part = Shard(config, 0, settings.tensor_parallel_size).own_config
-        shape = attention_shape(part, settings.block_size, dtype, DTYPES[kv_dtype])
-        backend = _chosen_backend(settings, shape)
-    except (kvops.BackendUnavailable, ValueError) as error:
-        raise StartupError(str(error)) from error
-    if backend.device != device.torch.type:
-        raise StartupError(
-            f"backend {backend.name!r} computes on {backend.device}, and the device is "
-            f"{device.name}: choose the other device, or the backend 'auto'"
-        )
-    return backend
+    if ranks is None:
+        return Runner(model, kv, block_size, ops)
+    assert isinstance(model, ComposedModel)
+    return Runner(model, kv, block_size, ops, ranks.steps(model, kv, block_size, ops))
 
 
 def _chosen_backend(settings: WorkerSettings, shape: kvops.AttentionShape) -> kvops.Backend:
@@ -291,52 +320,6 @@ def _dtype(settings: WorkerSettings, config: ModelConfig) -> Dtype:
         return settings.dtype
     plain = config.dtype == "float32" and not settings.computed_kind(config)
     return "float32" if plain else "bfloat16"
-
-
-def _limits(settings: WorkerSettings, config: ModelConfig) -> Limits:
-    speculative = settings.speculative_config
-    return Limits(
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.num_batched_tokens,
-        max_model_len=settings.context(config),
-        vocab_size=config.vocab_size,
-        eos_token_ids=frozenset(config.eos_token_ids),
-        look_ahead=LOOK_AHEAD + (speculative.num_speculative_tokens if speculative else 0),
-        park_window_s=PARK_WINDOW_S,
-    )
-
-
-def _plan(
-    settings: WorkerSettings, config: ModelConfig, dtype: torch.dtype, draft: DraftPlan | None
-) -> MemoryPlan:
-    """Estimate the memory of weights and activations. Activations: twice those at the widest point
-    of a layer, at each rank, and the logits of a full batch. A draft model has smaller ones, before
-    the step's; its KV counts for all workers, since a prefill worker does not know how many others
-    decode."""
-    width = config.hidden_size + max(
-        2 * config.intermediate_size, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    )
-    num_values = settings.tensor_parallel_size * 2 * settings.num_batched_tokens * width
-    num_values += settings.max_num_seqs * config.vocab_size
-    weight_bytes = _weight_bytes(settings, settings.model, config, dtype)
-    if draft is not None:
-        weight_bytes += _weight_bytes(settings, draft.directory, draft.config, dtype)
-    return MemoryPlan(
-        pool_bytes=settings.pool_bytes,
-        num_expected_workers=settings.num_expected_workers,
-        weight_bytes=weight_bytes,
-        activation_bytes=num_values * torch.float32.itemsize + (draft.kv_bytes if draft else 0),
-    )
-
-
-def _weight_bytes(
-    settings: WorkerSettings, directory: Path, config: ModelConfig, dtype: torch.dtype
-) -> int:
-    dequantized = settings.is_dequantized(config)
-    if (gguf := gguf_file(directory)) is not None:
-        return served_bytes(GgufFile.read(gguf), dtype.itemsize, dequantized)
-    file_bytes = sum(path.stat().st_size for path in weight_files(directory))
-    return int(file_bytes * dtype.itemsize / _stored_bytes(config, dtype, dequantized))
 
 
 def _stored_bytes(config: ModelConfig, dtype: torch.dtype, dequantized: bool) -> float:

@@ -3,13 +3,12 @@
 import asyncio
 import gc
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from prometheus_client import CollectorRegistry
 
@@ -33,16 +32,16 @@ from services.worker.cpu.place import Place, take_place
 from services.worker.cpu.sharing import SharedCpus
 from services.worker.drafting import speculation
 from services.worker.grammars import Grammars
-from services.worker.liveness.fence_guard import FenceGuard, GuardedForward
+from services.worker.liveness.fence_guard import FenceGuard
 from services.worker.liveness.registration import Registration
 from services.worker.liveness.step_watch import end_process, watch_steps
 from services.worker.loading import LoadedModel, load, new_runner
 from services.worker.membership import Membership, join, join_swap_pool
-from services.worker.pool_worker import PoolWorker, WorkerParts
+from services.worker.pool_engine import WorkerParts
+from services.worker.pool_worker import PoolWorker
+from services.worker.roles import ROLES
+from services.worker.stream import WorkerStream
 from services.worker.swap.pool import Copy, SwapPool
-
-if TYPE_CHECKING:
-    from services.common.tracing.tracer import Tracer
 
 # The next three add up to less than ENDING_S (services.common.runtime.config), the time for all
 # that follows the grace period of the running requests.
@@ -66,23 +65,11 @@ _NUM_WARM_UP_TOKENS = 32
 log = get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerRole:
-    """The differences between the processes of prefill and decode workers. `add`: adds the service
-    to a server."""
-
-    service_name: str
-    make: Callable[[WorkerParts], PoolWorker]
-    service: Callable[[PoolWorker], Any]
-    add: Callable[[Any, Any], None]
-
-
 class WorkerProcess:
     """Runs one worker after another in this process; only the place on the host and the loaded
     model outlive a worker."""
 
-    def __init__(self, role: WorkerRole, settings: WorkerSettings, stop: asyncio.Event) -> None:
-        self._role = role
+    def __init__(self, settings: WorkerSettings, stop: asyncio.Event) -> None:
         self._settings = settings
         self._stop = stop
         self._place: Place | None = None
@@ -113,11 +100,10 @@ class WorkerProcess:
         if loaded is None:
             return
         async with AsyncExitStack() as stack, asyncio.TaskGroup() as vital:
-            tracer = stack.enter_context(open_tracer(self._settings))
-            own, swap = await self._join(registration, loaded, stack)
-            worker, works = await self._make(loaded, own, swap, tracer, stack)
+            pools = await self._join(registration, loaded, stack)
+            worker, works = await self._make(loaded, pools, stack)
             tasks = [vital.create_task(work) for work in works]
-            server, address = await _listen(self._role, self._settings, worker, stack)
+            server, address = await _listen(self._settings, worker, stack)
             registration.set_serving(worker, address, loaded)
             await _wait_for_any(self._stop, worker.drain_asked)
 
@@ -127,13 +113,12 @@ class WorkerProcess:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
-            if swap is not None:
-                await swap.leave()
-            await own.leave()
+            for pool in reversed(pools):
+                await pool.leave()
 
     async def _join(
         self, registration: Registration, loaded: LoadedModel, stack: AsyncExitStack
-    ) -> tuple[Membership, Membership | None]:
+    ) -> Sequence[Membership]:
         """Join the pool, and its swap pool if there is to be one; so do all ranks."""
         store, worker_id = registration.store, registration.worker_id
         own = await join(
@@ -141,57 +126,79 @@ class WorkerProcess:
             memory=loaded.memory,
         )
         stack.callback(own.close)
-        self._directory, swap = own.directory, None
+        self._directory, pools = own.directory, [own]
         if loaded.swap_bytes is not None:
-            swap = await join_swap_pool(own, loaded.swap_bytes, loaded.plan.arena)
-            stack.callback(swap.close)
+            pools.append(await join_swap_pool(own, loaded.swap_bytes, loaded.plan.arena))
+            stack.callback(pools[-1].close)
         if loaded.ranks is not None:
-            pools = [own, swap] if swap else [own]
             await asyncio.to_thread(loaded.ranks.join, pools, loaded.limits.max_num_seqs)
             stack.callback(loaded.ranks.leave)
-        return own, swap
+        return pools
 
     async def _make(
-        self,
-        loaded: LoadedModel,
-        own: Membership,
-        swap: Membership | None,
-        tracer: "Tracer | None",
-        stack: AsyncExitStack,
-    ) -> tuple[PoolWorker, list[Coroutine[Any, Any, None]]]:
+        self, loaded: LoadedModel, pools: Sequence[Membership], stack: AsyncExitStack
+    ) -> tuple[PoolWorker[Any], list[Coroutine[Any, Any, None]]]:
         """The worker, and all that has to run while it serves; an error of one ends the others."""
-        settings, limits = self._settings, loaded.limits
+        settings, limits, own = self._settings, loaded.limits, pools[0]
+        tracer = stack.enter_context(open_tracer(settings))
         registry = CollectorRegistry()
         stack.enter_context(metrics_endpoint(settings, registry))
         metrics, swap_pool = WorkerMetrics(registry), None
-        memberships = [own, swap] if swap else [own]
-        guard = FenceGuard([one.lock for one in memberships])
-        if swap is not None:
-            swap_pool = _swap_pool(settings, loaded, own, swap, guard, metrics)
-            stack.callback(swap_pool.close)
-        runner = await asyncio.to_thread(_warm_runner, settings, loaded, own)
-        forward = _share_cpus(runner, loaded, settings, self._place, stack)
-        launch_on = forward.launch_on if isinstance(forward, SharedCpus) else attrgetter("launch")
-        loras = settings.max_loras, settings.max_lora_rank
-        worker = self._role.make(
-            WorkerParts(
-                *(own.store, own, GuardedForward(forward, guard), limits, metrics, swap_pool),
-                tracer=tracer,
-                adapters=WorkerAdapters(loaded.model, *loras) if settings.max_loras else None,
-                grammars=Grammars(settings.model, limits.vocab_size, limits.eos_token_ids),
-                speculation=await asyncio.to_thread(speculation, settings, loaded.draft, launch_on),
+        guard = FenceGuard([one.lock for one in pools])
+        for colder in pools[1:]:
+            copies = _copies(loaded, own, colder)
+            compares_costs = settings.preemption == "auto"
+            swap_pool = SwapPool(
+                own.store, own, colder, *copies, metrics, compares_costs, guard.check
             )
+            stack.callback(swap_pool.close)
+        runner = await asyncio.to_thread(self._warm_runner, loaded, own)
+        forward = self._share_cpus(runner, loaded, stack)
+        launch_on = forward.launch_on if isinstance(forward, SharedCpus) else attrgetter("launch")
+        load_adapter = loaded.ranks.adapters.load if loaded.ranks else loaded.model.load_adapter
+        loras = loaded.model.whole_config, load_adapter, settings.max_loras, settings.max_lora_rank
+        parts = WorkerParts(
+            *(own.store, own, forward, limits, metrics, swap_pool),
+            tracer=tracer,
+            adapters=WorkerAdapters(*loras) if settings.max_loras else None,
+            grammars=Grammars(settings.model, limits.vocab_size, limits.eos_token_ids),
+            speculation=await asyncio.to_thread(speculation, settings, loaded.draft, launch_on),
+            check_fence=guard.check,
         )
-        end = end_process if loaded.ranks is None else loaded.ranks.end_stuck
-        watching = asyncio.create_task(watch_steps(worker.engine, settings.step_limit_s, end))
+        worker = PoolWorker[Any](parts, ROLES[settings.service])
+        engine, end = worker.engine, loaded.ranks.end_stuck if loaded.ranks else end_process
+        watching = asyncio.create_task(
+            watch_steps(lambda: engine.step_in_flight, settings.step_limit_s, end)
+        )
         stack.callback(watching.cancel)  # called after the engine thread has ended
         works = [worker.run(), guard.watch(), own.watch_memory()]
-        works += (one.complete_memory() for one in memberships)
+        works += (one.complete_memory() for one in pools)
         if loaded.weights is not None and loaded.weights.kept is not None:
             works.append(loaded.weights.kept.keep())
         if isinstance(forward, SharedCpus):
             works.append(_refresh(forward))
         return worker, works
+
+    def _warm_runner(self, loaded: LoadedModel, own: Membership) -> Runner:
+        """Make the runner, and compile, capture and touch all that steps need."""
+        model, kv, max_rows = loaded.model, own.pool.kv, loaded.limits.max_num_seqs
+        runner = new_runner(model, kv, loaded.layout.block_size, loaded.ops, loaded.ranks)
+        runner.warm_up(_NUM_WARM_UP_TOKENS, max_rows)
+        has_graphs = self._settings.service == "decode" and not self._settings.enforce_eager
+        if model.device.type == "cuda" and has_graphs:
+            runner.capture_graphs(max_rows)
+        return runner
+
+    def _share_cpus(
+        self, runner: Runner, loaded: LoadedModel, stack: AsyncExitStack
+    ) -> ForwardPass:
+        """The forward pass on the worker's part of the host's CPUs, if the worker shares them."""
+        native, place = loaded.ops.native, self._place
+        if native is None or place is None:
+            return runner
+        stack.callback(place.cpu_board.set_backlog, 0)  # the engine may end in the middle of a step
+        max_gap_s = self._settings.max_gap_ms / 1000
+        return SharedCpus(runner, native, place.cpu_board, place.entry, place.host, max_gap_s)
 
     async def _load(self) -> LoadedModel | None:
         """None if the process was stopped before the model was loaded."""
@@ -213,55 +220,13 @@ class _Stopped(Exception):
     pass
 
 
-def _warm_runner(settings: WorkerSettings, loaded: LoadedModel, own: Membership) -> Runner:
-    """Make the runner, and compile, capture and touch all that steps need."""
-    model, kv, ops, max_rows = loaded.model, own.pool.kv, loaded.ops, loaded.limits.max_num_seqs
-    runner = new_runner(model, kv, loaded.layout.block_size, ops)
-    runner.warm_up(_NUM_WARM_UP_TOKENS, max_rows)
-    has_graphs = settings.service == "decode" and not settings.enforce_eager
-    if model.device.type == "cuda" and has_graphs:
-        runner.capture_graphs(max_rows)
-    return runner
-
-
-def _swap_pool(
-    settings: WorkerSettings,
-    loaded: LoadedModel,
-    own: Membership,
-    swap_pool: Membership,
-    fence_guard: FenceGuard,
-    metrics: WorkerMetrics,
-) -> SwapPool:
-    copy_out: Copy = partial(swap_pool.pool.copy_from, own.pool, loaded.ops)
-    copy_back: Copy = partial(own.pool.copy_from, swap_pool.pool, loaded.ops)
+def _copies(loaded: LoadedModel, own: Membership, colder: Membership) -> tuple[Copy, Copy]:
+    """The copies to the swap pool and back, of all ranks."""
+    out: Copy = partial(colder.pool.copy_from, own.pool, loaded.ops)
+    back: Copy = partial(own.pool.copy_from, colder.pool, loaded.ops)
     if loaded.ranks is not None:
-        copy_out = loaded.ranks.swapping(copy_out, out=True)
-        copy_back = loaded.ranks.swapping(copy_back, out=False)
-    return SwapPool(
-        own.store,
-        own,
-        swap_pool,
-        copy_out=fence_guard.guard_copy(copy_out),
-        copy_back=fence_guard.guard_copy(copy_back),
-        metrics=metrics,
-        compares_costs=settings.preemption == "auto",
-    )
-
-
-def _share_cpus(
-    runner: Runner,
-    loaded: LoadedModel,
-    settings: WorkerSettings,
-    place: Place | None,
-    stack: AsyncExitStack,
-) -> ForwardPass:
-    """The forward pass on the worker's part of the host's CPUs, if the worker shares them."""
-    native = loaded.ops.native
-    if native is None or place is None:
-        return runner
-    stack.callback(place.cpu_board.set_backlog, 0)  # the engine may end in the middle of a step
-    max_gap_s = settings.max_gap_ms / 1000
-    return SharedCpus(runner, native, place.cpu_board, place.entry, place.host, max_gap_s)
+        return loaded.ranks.swapping(out, out=True), loaded.ranks.swapping(back, out=False)
+    return out, back
 
 
 async def _refresh(forward: SharedCpus) -> NoReturn:
@@ -271,12 +236,13 @@ async def _refresh(forward: SharedCpus) -> NoReturn:
 
 
 async def _listen(
-    role: WorkerRole, settings: WorkerSettings, worker: PoolWorker, stack: AsyncExitStack
+    settings: WorkerSettings, worker: PoolWorker[Any], stack: AsyncExitStack
 ) -> tuple[RpcServer, str]:
     """Start the gRPC server; return it with the address at which gateways reach it."""
     guard = Guard(deployment_secret(settings).rpc_key, worker.worker_id)
-    server = RpcServer(role.service_name, guard=guard, tls=service_tls(settings))
-    role.add(role.service(worker), server.aio)
+    stream = worker.role.stream
+    server = RpcServer(stream.service_name, guard=guard, tls=service_tls(settings))
+    stream.add(WorkerStream(worker), server.aio)
     address = settings.address(await server.start(settings.host, settings.port))
     stack.push_async_exit(partial(_end_streams, worker, server))
     await server.set_serving(True)
@@ -291,7 +257,7 @@ async def _listen(
 
 
 async def _finish(
-    worker: PoolWorker, server: RpcServer, stop: asyncio.Event, grace_s: float
+    worker: PoolWorker[Any], server: RpcServer, stop: asyncio.Event, grace_s: float
 ) -> None:
     """Wait while requests finish or move to other workers: without limit for a drain, for `grace_s`
     after a stop. Then requeue the rest, to be computed again, and close all streams."""
@@ -300,7 +266,7 @@ async def _finish(
     await asyncio.wait([drained, stopped], return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
     await asyncio.wait([drained], timeout=grace_s)
-    worker.requeue_all()
+    worker.role.requeue_all()
     await asyncio.wait([drained], timeout=_REQUEUE_LIMIT_S)
     worker.close_streams()
     await server.stop(_LAST_MESSAGES_S)
@@ -309,7 +275,7 @@ async def _finish(
 
 
 async def _end_streams(
-    worker: PoolWorker,
+    worker: PoolWorker[Any],
     server: RpcServer,
     kind: type[BaseException] | None,
     error: BaseException | None,

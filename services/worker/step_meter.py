@@ -1,4 +1,5 @@
-"""Measures the steps of the last seconds, for the planner."""
+"""Measures the steps of the last seconds, for the planner and for the choice between swapping and
+computing again."""
 
 import time
 from collections import deque
@@ -35,16 +36,27 @@ class StepMeter:
 
     def figures(self) -> dict[str, int]:
         """Return the fields of `Load` that it measures; all 0 without a step in the window."""
-        now = self._clock()
-        since = int(now) - WINDOW_S
-        recent = [second for second in self._seconds if second.number >= since]
-        busy_s = sum(second.busy_s for second in recent)
-        num_steps = sum(second.num_steps for second in recent)
+        since = int(self._clock()) - WINDOW_S
+        busy_s, num_steps, num_tokens = self._sums(since)
         if not num_steps or not busy_s:
             return {}
-        window_s = max(now - max(self._began, since), busy_s)
+        window_s = max(self._clock() - max(self._began, since), busy_s)
         return {
             "busy_permille": round(1000 * busy_s / window_s),
             "step_us": round(1e6 * busy_s / num_steps),
-            "tokens_per_s": round(sum(second.num_tokens for second in recent) / busy_s),
+            "tokens_per_s": round(num_tokens / busy_s),
         }
+
+    @property
+    def ns_per_token(self) -> int:
+        """The mean time that a step takes for each token; 0 without a step in the window."""
+        busy_s, _, num_tokens = self._sums(int(self._clock()) - WINDOW_S)
+        return max(1, round(1e9 * busy_s / num_tokens)) if num_tokens else 0
+
+    def _sums(self, since: int) -> tuple[float, int, int]:
+        recent = [second for second in self._seconds if second.number >= since]
+        return (
+            sum(second.busy_s for second in recent),
+            sum(second.num_steps for second in recent),
+            sum(second.num_tokens for second in recent),
+        )

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from typing import Any, ClassVar
+from typing import Any
 
 from blockstore.store import FUNCTION_LIBRARY
 from quire.v1 import worker_pb2
@@ -78,14 +78,12 @@ class StreamSession:
 class WorkerStream:
     """The `Connect` calls of one worker's gRPC service.
 
-    If a command raises InvalidRequest, the request that it names fails. `response`: the message
-    type of the stream's responses.
+    If a command raises InvalidRequest, the request that it names fails.
     """
 
-    response: ClassVar[Callable[..., Any]]
-
-    def __init__(self, worker: PoolWorker) -> None:
+    def __init__(self, worker: PoolWorker[Any]) -> None:
         self._worker = worker
+        self._response = worker.role.stream.response
 
     async def Connect(
         self, request_iterator: AsyncIterator[Any], context: Any
@@ -97,16 +95,16 @@ class WorkerStream:
         reading = asyncio.create_task(self._read(session, request_iterator))
         reporting = asyncio.create_task(self._report_load(session))
         try:
-            yield self.response(welcome=self._welcome())
+            yield self._response(welcome=self._welcome())
             async for batch in session.messages():
-                yield pack_batch([self.response(**fields) for fields in batch])
+                yield pack_batch([self._response(**fields) for fields in batch])
             if reading.done():
                 reading.result()
         finally:
             reading.cancel()
             reporting.cancel()
             self._worker.sessions.discard(session)
-            self._worker.close(session)
+            self._worker.role.close(session)
             log.info("peer_disconnected", peer_id=session.peer_id)
 
     async def _read_hello(self, requests: AsyncIterator[Any]) -> str:
@@ -132,7 +130,7 @@ class WorkerStream:
 
     def _load(self) -> worker_pb2.WorkerLoad:
         worker = self._worker
-        return load_to_wire(LoadReport(worker.load(), worker.draining, worker.stalled))
+        return load_to_wire(LoadReport(worker.role.load(), worker.draining, worker.stalled))
 
     async def _report_load(self, session: StreamSession) -> None:
         while True:
@@ -142,7 +140,7 @@ class WorkerStream:
     async def _wait_for_report(self) -> None:
         """Wait until the next load report is due. When the worker begins to drain, a report is due
         at once, so that gateways move its requests."""
-        load, pause_s = self._worker.load(), _LOAD_INTERVAL_S
+        load, pause_s = self._worker.role.load(), _LOAD_INTERVAL_S
         if not load.num_running and not load.num_waiting:
             pause_s = until_tick(pause_s * _IDLE_INTERVALS)
         if self._worker.draining:
@@ -165,7 +163,7 @@ class WorkerStream:
             session.send(DrainNotice(self._worker.drain()))
             return
         try:
-            self._worker.execute(session, command_from_wire(request))
+            self._worker.role.execute(session, command_from_wire(request))
         except InvalidRequest as error:
             if name in (None, "hello"):
                 raise
@@ -178,5 +176,5 @@ class WorkerStream:
         if not about.request_id:
             raise error
         key = about.request_id, about.attempt
-        self._worker.abort(session, *key)  # a gateway sends no abort for a request that failed
+        self._worker.role.abort(session, *key)  # a gateway sends no abort for a request that failed
         session.send(Failed(*key, error.code, str(error)))

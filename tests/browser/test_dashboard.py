@@ -152,7 +152,7 @@ def test_killed_worker_is_shown_as_gone_and_its_successor_serves(
     page: Page, deployment: Deployment
 ) -> None:
     expect(page.locator(".worker .ok")).to_have_count(3)
-    os.kill(deployment.running("services.decode")[0], signal.SIGKILL)
+    os.kill(deployment.running("--role=decode")[0], signal.SIGKILL)
     expect(page.locator(".worker.gone")).to_contain_text("decode-")
     expect(page.locator(".worker .ok")).to_have_count(3)
 

@@ -8,6 +8,7 @@ import pytest
 from quire.client import Client
 from quire.connections import Tls
 from quire.errors import Unreachable
+from quire.module_command import service_command
 from tests.chaos.cases import Case
 from tests.waiting import wait_until
 
@@ -83,7 +84,7 @@ for pid in filter(str.isdigit, os.listdir("/proc")):
         is_here = os.readlink(f"/proc/{pid}/ns/net") == network
     except OSError:  # it has ended, or belongs to another user
         continue
-    if is_here and words[1:3] == [b"-m", sys.argv[1].encode()]:
+    if is_here and b" ".join(words[1:]).startswith(sys.argv[1].encode()):
         sys.exit(os.kill(int(pid), signal.SIGKILL))
 sys.exit("the process was not found")
 """
@@ -92,8 +93,8 @@ sys.exit("the process was not found")
 def kill_service(running: Deployment, service: str) -> None:
     """Kill the service's process. The container's first one is `init`, which cannot be killed from
     inside; and some containers see the processes of all others."""
-    module = f"services.{service.replace('-', '_')}"
-    running.run_in(service, "python", "-c", _KILL, module)
+    _, _, *command = service_command(service.replace("-", "_"))
+    running.run_in(service, "python", "-c", _KILL, " ".join(command))
 
 
 def test_a_killed_container_of_several(running: Deployment, users: Users) -> None:

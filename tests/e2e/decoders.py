@@ -87,7 +87,7 @@ async def until_left(client: AsyncClient, leaving: Worker) -> None:
 def pid_of(deployment: Deployment, worker: Worker) -> int:
     """The pid of the process that listens on the worker's port."""
     port = int(worker.address.rpartition(":")[2])
-    for pid in deployment.running("services.decode"):
+    for pid in deployment.running("--role=decode"):
         if port in listening_ports(pid):
             return pid
     raise AssertionError(f"nobody listens on {worker.address}")

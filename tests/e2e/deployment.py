@@ -44,7 +44,7 @@ class Deployment:
         return ",".join(f"unix:{path}" for path in living_sockets(run))
 
     def children(self, module: str = "") -> list[int]:
-        """Pids of its processes whose command line matches `module`, such as services.decode or
+        """Pids of its processes whose command line matches `module`, such as --role=decode or
         valkey."""
         listing = subprocess.run(
             ["ps", "-ww", "-eo", "pid=,pgid=,ppid=,args="],

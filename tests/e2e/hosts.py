@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from quire.module_command import service_command
 from tests.waiting import wait_until
 
 LIMIT_S = 60.0
@@ -65,7 +65,7 @@ class Host:
         environment = {**os.environ, **{prefix + k: v for k, v in (common | settings).items()}}
         with self.log(name).open("ab") as output:
             self.processes[name] = subprocess.Popen(
-                [*self.within, sys.executable, "-m", f"services.{service}"],
+                [*self.within, *service_command(service)],
                 env=environment | self.settings,
                 stdout=output,
                 stderr=subprocess.STDOUT,

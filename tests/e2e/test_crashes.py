@@ -105,9 +105,7 @@ async def is_whole(client: AsyncClient, prefill: int, decode: int) -> bool:
 
 
 @pytest.mark.parametrize("num_tokens", [1, 60], ids=["in prompts", "in decoding"])
-@pytest.mark.parametrize(
-    "victim", ["services.decode", "services.prefill", "services.block_manager"]
-)
+@pytest.mark.parametrize("victim", ["--role=decode", "--role=prefill", "services.block_manager"])
 async def test_a_killed_process_only_delays_streams(
     deployment: Deployment, client: AsyncClient, victim: str, num_tokens: int
 ) -> None:
@@ -202,7 +200,7 @@ async def test_other_workers_never_read_writes_of_a_stopped_worker(
     await all_serve(client)
     undisturbed = [await stream.run(client) for stream in streams(3)]
     running = await streams_while(pool_view.both_decode, client, seed=3)
-    stopped = deployment.running("services.decode")[0]
+    stopped = deployment.running("--role=decode")[0]
     os.kill(stopped, signal.SIGSTOP)
     try:
         async with asyncio.timeout(LIMIT_S):

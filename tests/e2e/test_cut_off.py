@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from quire.async_client import AsyncClient
+from quire.module_command import service_command
 from tests.proxy import Proxy
 from tests.waiting import until
 
@@ -32,19 +32,19 @@ deployment = deploying("--pool-memory", str(2 * POOL_MEMORY))
 
 
 class ProxiedWorker:
-    """`python -m services.ROLE` behind a proxy to Redis, configured as the deployment's own
+    """`python -m services.worker` behind a proxy to Redis, configured as the deployment's own
     workers."""
 
     def __init__(self, deployment: Deployment, role: str, proxy: Proxy, log: Path) -> None:
         self.proxy = proxy
         self._log = log
         prefix = f"QUIRE_{role.upper()}_"
-        (like,) = deployment.running(f"services.{role}")
+        (like,) = deployment.running(f"--role={role}")
         variables = Path(f"/proc/{like}/environ").read_text().split("\0")
         theirs = dict(line.split("=", 1) for line in variables if line.startswith(prefix))
         with log.open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", f"services.{role}"],
+                service_command(role),
                 env={**os.environ, **theirs, f"{prefix}REDIS_URL": f"redis://{proxy.address}"},
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -141,7 +141,7 @@ async def test_a_killed_prefill_worker_changes_no_bit(checkpoint: Path, tmp_path
             expected = [await client.embed(prompt) for prompt in prompts[:3]]
             calls = [asyncio.create_task(client.embed(prompt)) for prompt in prompts]
             await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
-            os.kill(run.children("services.prefill")[0], signal.SIGKILL)
+            os.kill(run.children("--role=prefill")[0], signal.SIGKILL)
             found = await asyncio.gather(*calls)
             assert [one.values for one in found[:3]] == [one.values for one in expected]
         async with AsyncClient(run.address, operations=run.operations) as client:

@@ -5,7 +5,6 @@ import asyncio
 import os
 import signal
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 
 from quire.async_client import AsyncClient
 from quire.errors import QuireError, Unavailable
+from quire.module_command import service_command
 from quire.types import Sampling
 from tests.waiting import until, wait_until
 
@@ -49,7 +49,7 @@ async def recovered(client: AsyncClient, expected: list[int]) -> None:
 
 @pytest.mark.parametrize(
     "victim",
-    ["services.prefill", "services.decode", "services.gateway", "services.block_manager", "valkey"],
+    ["--role=prefill", "--role=decode", "services.gateway", "services.block_manager", "valkey"],
 )
 async def test_a_killed_process_comes_back(
     deployment: Deployment, client: AsyncClient, expected: list[int], victim: str
@@ -82,7 +82,7 @@ async def test_a_decode_worker_that_joins_takes_load(
 ) -> None:
     """A new decode worker gets requests without a restart of any process."""
     await recovered(client, expected)
-    (pid,) = deployment.running("services.decode")
+    (pid,) = deployment.running("--role=decode")
     joining = _one_more_like(pid)
     try:
         load = [asyncio.create_task(_load(client)) for _ in range(2)]
@@ -100,9 +100,7 @@ def _one_more_like(pid: int) -> "subprocess.Popen[bytes]":
     raw = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     environ = dict(os.fsdecode(entry).split("=", 1) for entry in raw if b"=" in entry)
     environ.pop("QUIRE_PARENT_FD", None)
-    return subprocess.Popen(
-        [sys.executable, "-m", "services.decode"], env=environ, stderr=subprocess.DEVNULL
-    )
+    return subprocess.Popen(service_command("decode"), env=environ, stderr=subprocess.DEVNULL)
 
 
 async def _load(client: AsyncClient) -> None:

@@ -44,7 +44,7 @@ async def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path
                 asyncio.create_task(read(p, a)) for p, a in zip(prompts, answers, strict=True)
             ]
             await until(lambda: all(answers))
-            os.kill(deployment.running("services.decode")[0], signal.SIGKILL)
+            os.kill(deployment.running("--role=decode")[0], signal.SIGKILL)
             await asyncio.gather(*reading)
         await quiet(client)
         await client.close()

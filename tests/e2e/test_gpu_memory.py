@@ -91,7 +91,7 @@ def is_reaped(directory: PoolDirectory) -> bool:
 
 
 def pids(deployment: Deployment, name: str) -> list[int]:
-    return deployment.running(f"services.{name}")
+    return deployment.running(f"(services[.]|--role=){name}")
 
 
 def no_pid_of(victims: list[tuple[str, int]], deployment: Deployment) -> bool:

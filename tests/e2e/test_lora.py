@@ -90,7 +90,7 @@ async def test_adapters_and_the_model_in_one_batch_while_workers_die(
     }
     assert len({tuple(answer) for answer in wanted.values()}) == 3
     asked = [name for name in wanted for _ in range(3)]
-    for victim in (None, "services.decode", "services.prefill"):
+    for victim in (None, "--role=decode", "--role=prefill"):
         await all_serve(client)
         started = asyncio.Event()
 

@@ -25,7 +25,7 @@ NUM_STREAMS = 8
 PROMPTS = [list(range(260 + number, 300 + number)) for number in range(NUM_STREAMS)]
 NUM_TOKENS = 400
 GREEDY = Sampling(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-SERVICES = ("services.prefill", "services.decode", "services.gateway", "services.block_manager")
+SERVICES = ("--role=prefill", "--role=decode", "services.gateway", "services.block_manager")
 
 
 deployment = deploying("--decode", "2", "--pool-memory", "16MiB", "--swap-memory", "4MiB")
@@ -164,7 +164,7 @@ async def test_a_stuck_worker_delays_others_only_until_it_is_fenced(
     """Redis is lost while a decode worker is stopped: its streams continue elsewhere, and the
     blocks that it may still write are given to no one before it is gone."""
     server = Redis(deployment)
-    victim = deployment.running("services.decode")[0]
+    victim = deployment.running("--role=decode")[0]
     async with streaming(client, expected):
         os.kill(victim, signal.SIGSTOP)
         server.flush()
@@ -174,7 +174,7 @@ async def test_a_stuck_worker_delays_others_only_until_it_is_fenced(
         finally:
             os.kill(victim, signal.SIGCONT)
     await quiet(client)
-    assert victim in deployment.running("services.decode")
+    assert victim in deployment.running("--role=decode")
     assert "worker_given_up" in deployment.log.read_text()
 
 

@@ -22,7 +22,7 @@ SOAK_S = 60.0
 QUIET_S = 15.0
 NUM_USERS = 16
 MAX_TOKENS = 120
-WORKERS = ("services.prefill", "services.decode")
+WORKERS = ("--role=prefill", "--role=decode")
 EVERYTHING = (*WORKERS, "services.gateway", "services.block_manager", "valkey")
 
 

@@ -30,7 +30,7 @@ def patch():
 
     module.Runner.launch = launch_or_hang
 
-if "services.decode" in sys.orig_argv:
+if "--role=decode" in sys.orig_argv:
     threading.Thread(target=patch, daemon=True).start()
 '''
 

@@ -35,7 +35,7 @@ def patch():
 
     module.Runner.launch = launch_or_die
 
-if "services.prefill" in sys.orig_argv:
+if "--role=prefill" in sys.orig_argv:
     threading.Thread(target=patch, daemon=True).start()
 '''
 DEADLY = 383

@@ -25,7 +25,7 @@ from .test_serving import assert_clean, assert_greedy, greedy, prompt
 NUM_BLOCKS = 64
 SIZE = NUM_BLOCKS * (BLOCK_BYTES + STAMP_BYTES)
 DEVICE: tuple[str, ...] = ()
-KILLED = ["", "services.decode", "services.prefill", "valkey"]
+KILLED = ["", "--role=decode", "--role=prefill", "valkey"]
 """Cases in which a worker dies with requests that it has swapped out or is swapping in, or Redis
 loses its data."""
 
@@ -76,7 +76,7 @@ async def all_of(
     return [task.result() for task in tasks]
 
 
-@pytest.mark.parametrize("killed", sample("services.decode", "valkey"))
+@pytest.mark.parametrize("killed", sample("--role=decode", "valkey"))
 async def test_a_preempted_request_is_swapped_out_and_goes_on(
     checkpoint: Path, oracle: Oracle, tmp_path: Path, killed: str
 ) -> None:
@@ -93,7 +93,7 @@ async def test_a_preempted_request_is_swapped_out_and_goes_on(
             assert_greedy(oracle, p, completion)
 
 
-@pytest.mark.parametrize("killed", sample("", "services.prefill"))
+@pytest.mark.parametrize("killed", sample("", "--role=prefill"))
 async def test_groups_and_searches_are_swapped_out_and_go_on(
     checkpoint: Path, tmp_path: Path, killed: str
 ) -> None:

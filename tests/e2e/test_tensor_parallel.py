@@ -83,8 +83,8 @@ async def test_an_adapter_beside_the_model(
 @pytest.mark.parametrize(
     "victim",
     [
-        *(RANKS, "services.decode", "services.block_manager"),
-        pytest.param("services.prefill", marks=pytest.mark.full),
+        *(RANKS, "--role=decode", "services.block_manager"),
+        pytest.param("--role=prefill", marks=pytest.mark.full),
     ],
 )
 async def test_a_killed_rank_only_delays_streams(
@@ -131,7 +131,7 @@ async def test_a_stopped_rank_ends_its_worker_within_the_step_limit(
         disturbed = streams(1)
         tasks = [asyncio.create_task(stream.run(client)) for stream in disturbed]
         await disturbed[0].reaches(40)
-        decoder = running.running("services.decode")[0]
+        decoder = running.running("--role=decode")[0]
         (stopped,) = (pid for pid in running.running(RANKS) if parent_of(pid) == decoder)
         os.kill(stopped, signal.SIGSTOP)
         async with asyncio.timeout(LIMIT_S):

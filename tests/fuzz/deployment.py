@@ -21,9 +21,7 @@ from quire.supervisor.service import SupervisorService
 from quire.supervisor.worker_scaler import WorkerScaler
 from quire.v1 import (
     block_manager_pb2_grpc,
-    decode_pb2_grpc,
     inference_pb2_grpc,
-    prefill_pb2_grpc,
     supervisor_pb2_grpc,
 )
 from services.block_manager.auditor import LastAudits
@@ -32,8 +30,6 @@ from services.block_manager.rounds import Connection, RoundRunner
 from services.common.rpc.transport import RpcServer, open_channel
 from services.common.runtime.metrics import WorkerMetrics
 from services.common.text.tokenizer import Tokenizer
-from services.decode.service import DecodeService
-from services.decode.worker import DecodeWorker
 from services.engine.batch import Row, RowOutput, RowResult
 from services.gateway.config import GatewayOptions
 from services.gateway.frontend.http.app import create_app
@@ -42,11 +38,12 @@ from services.gateway.frontend.relay import BLOCK_MANAGER, SUPERVISOR, Relay, Ta
 from services.gateway.frontend.service import InferenceService
 from services.gateway.request_metrics import RequestMetrics
 from services.gateway.wiring import Wiring, start_gateway
-from services.prefill.service import PrefillService
-from services.prefill.worker import PrefillWorker
 from services.protocol.version import PROTOCOL_VERSION
 from services.worker.limits import Limits
-from services.worker.pool_worker import WorkerParts
+from services.worker.pool_engine import WorkerParts
+from services.worker.pool_worker import PoolWorker
+from services.worker.roles import ROLES
+from services.worker.stream import WorkerStream
 from tests.integration.gateway.conftest import write_model
 from tests.secret import SECRET, guard
 from tests.unit.workers.conftest import running
@@ -146,7 +143,7 @@ class Deployment:
         ledger, dispatcher = self.store.ledger("pool"), self.assembly.dispatcher
         await self.until(lambda: not (dispatcher.num_waiting or dispatcher.num_running))
         await self.until(lambda: not (ledger.holders or ledger.waiters))
-        await self.until(lambda: not any(worker.num_busy for worker in self.workers))
+        await self.until(lambda: not any(worker.role.num_busy for worker in self.workers))
         assert (await self.store.audit("pool")).violations == ()
         (pool,) = self.assembly.directory.complete_pools("toy")
         for worker in (*pool.prefill, *pool.decode):
@@ -158,23 +155,14 @@ class Deployment:
         stamps = make_stamps(self.directory / "stamps", spec)
         arena = Arena(4, stamps)
         limits = Limits(8, 64, MAX_MODEL_LEN, vocab_size=VOCAB, eos_token_ids=frozenset({0}))
-        roles: tuple[tuple[Role, Any, Any, Any], ...] = (
-            (
-                "prefill",
-                PrefillWorker,
-                PrefillService,
-                prefill_pb2_grpc.add_PrefillServicer_to_server,
-            ),
-            ("decode", DecodeWorker, DecodeService, decode_pb2_grpc.add_DecodeServicer_to_server),
-        )
-        for role, make, serve, register in roles:
+        for role, kind in ROLES.items():
             membership = await join(self.store, spec, f"{role}-1", stamps)
             metrics = WorkerMetrics(CollectorRegistry())
             parts = WorkerParts(self.store, membership, Letters(arena), limits, metrics)
-            worker = make(parts)
+            worker = PoolWorker[Any](parts, kind)
             await self.stack.enter_async_context(running(worker))
             self.workers.append(worker)
-            address = await self._serve(f"{role}-1", register, serve(worker))
+            address = await self._serve(f"{role}-1", kind.stream.add, WorkerStream(worker))
             await self._announce(f"{role}-1", role, address)
 
     async def _serve(

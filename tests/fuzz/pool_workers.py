@@ -18,15 +18,14 @@ from quire.v1 import decode_pb2, prefill_pb2, worker_pb2
 from services.common.errors import InvalidRequest, VersionMismatch
 from services.common.rpc.message_batching import unpack_batch
 from services.common.runtime.metrics import WorkerMetrics
-from services.decode.service import DecodeService
-from services.decode.worker import DecodeWorker
 from services.engine.batch import Row, RowResult
 from services.engine.forward import CompleteFlight
 from services.engine.sequences.group import Group
-from services.prefill.service import PrefillService
-from services.prefill.worker import PrefillWorker
 from services.protocol.version import PROTOCOL_VERSION
 from services.worker.limits import Limits
+from services.worker.pool_worker import PoolWorker
+from services.worker.roles import ROLES
+from services.worker.stream import WorkerStream
 from services.worker.swap.pool import SwapPool
 from tests.unit.workers.fake_pools import FakePools
 from tests.unit.workers.fakes import VOCAB, Arena, FakeForward
@@ -140,18 +139,18 @@ class Workers:
         pools = await FakePools.make(self.store, directory, NUM_BLOCKS, 4, NUM_BLOCKS)
         pools.arena.stamps.check = None  # a forged ticket has tokens for which nobody has KV
         workers: list[Any] = []
-        for cls in (PrefillWorker, DecodeWorker):
+        for role in ROLES.values():
             self.models.append(GuardedForward(pools.arena, self.store.ledger("pool")))
             metrics = WorkerMetrics(CollectorRegistry())
-            parts = await pools.join(cls.__name__, self.models[-1], LIMITS, metrics)
+            parts = await pools.join(role.__name__, self.models[-1], LIMITS, metrics)
             assert parts.swap_pool is not None
             self._swap_pool.append(parts.swap_pool)
-            worker = cls(parts)
+            worker = PoolWorker[Any](parts, role)
             self.models[-1].groups = partial(_groups_at, worker)
             workers.append(worker)
             self._tasks.append(asyncio.create_task(workers[-1].run()))
         self._decoder = workers[1]
-        self._prefill, self._decode = PrefillService(workers[0]), DecodeService(workers[1])
+        self._prefill, self._decode = map(WorkerStream, workers)
 
     def connect(self) -> tuple[Stream, Stream]:
         """Connect to prefill and decode, without a hello."""
@@ -162,7 +161,7 @@ class Workers:
 
     def demand(self, holder_id: str) -> None:
         """Demand the request's blocks for another one."""
-        self._decoder.preempt([holder_id])
+        self._decoder.role.preempt([holder_id])
 
     async def until(self, holds: Callable[[], bool]) -> None:
 

@@ -19,8 +19,6 @@ from quire import messages
 from quire.messages import Request
 from quire.types import Delta
 from services.common.runtime.metrics import WorkerMetrics
-from services.decode.service import DecodeService
-from services.decode.worker import DecodeWorker
 from services.engine.forward import ForwardPass
 from services.engine.models import Model
 from services.engine.sequences.sequence import Sequence as DecodingSequence
@@ -36,14 +34,15 @@ from services.gateway.scheduling.dispatcher import Dispatcher
 from services.gateway.scheduling.migration import Migration
 from services.gateway.scheduling.router import Router
 from services.gateway.workers.directory import WorkerDirectory
-from services.prefill.service import PrefillService
-from services.prefill.worker import PrefillWorker
 from services.protocol.version import PROTOCOL_VERSION
 from services.worker.adapters import WorkerAdapters
 from services.worker.grammars import Grammars
 from services.worker.limits import Limits
-from services.worker.pool_worker import WorkerParts
+from services.worker.pool_engine import WorkerParts
+from services.worker.pool_worker import PoolWorker
 from services.worker.requests.events import HANDED_OVER
+from services.worker.roles import ROLES
+from services.worker.stream import WorkerStream
 from services.worker.swap.pool import SwapPool
 from tests.drafting import AsMany, SometimesWrong, oracle
 from tests.exactness import SEED, Answer
@@ -64,10 +63,6 @@ from .exactness_setting import ADAPTER, MODEL, Setting, Store
 from .exactness_stream import Stream, through_wire
 
 MAX_MODEL_LEN = 512
-_CLASSES: dict[str, tuple[Any, Any]] = {
-    "prefill": (PrefillWorker, PrefillService),
-    "decode": (DecodeWorker, DecodeService),
-}
 
 
 @dataclass(eq=False)
@@ -205,17 +200,16 @@ class ExactnessDeployment:
         device = setting.device(forward)
         parts = WorkerParts(
             *(self.store, membership, device, limits, metrics, swap_pool),
-            adapters=WorkerAdapters(model, 1, 64),
+            adapters=WorkerAdapters(model.whole_config, model.load_adapter, 1, 64),
             grammars=Grammars(
                 self._models.directory, limits.vocab_size, model.config.eos_token_ids
             ),
             speculation=self._speculation(name, model, ops, arena) if role == "decode" else None,
         )
-        make, serve = _CLASSES[role]
-        worker = make(parts)
+        worker = PoolWorker[Any](parts, ROLES[role])
         running = asyncio.create_task(worker.run())
         self._workers[name] = DeployedWorker(
-            worker, forward, serve(worker), request_metrics, swap_pool, device, running
+            worker, forward, WorkerStream(worker), request_metrics, swap_pool, device, running
         )
         await self._announce(name, role, limits.max_num_seqs)
         return self._workers[name]
@@ -355,13 +349,13 @@ class ExactnessDeployment:
 
     async def preempt(self, paused: DeployedWorker) -> None:
         """Preempt all requests of a paused worker."""
-        paused.worker.preempt([job.ticket.holder_id for job in paused.worker._jobs])
+        paused.worker.role.preempt([job.ticket.holder_id for job in paused.worker.role.jobs])
         self.go_on()
 
     async def drain(self, paused: DeployedWorker) -> None:
         """Move all requests of a paused worker to another one, with their blocks."""
         paused.worker.drain()
-        await self.until(lambda: all(job.ending is HANDED_OVER for job in paused.worker._jobs))
+        await self.until(lambda: all(job.ending is HANDED_OVER for job in paused.worker.role.jobs))
         self.go_on()
 
     async def kill(self, paused: DeployedWorker) -> None:

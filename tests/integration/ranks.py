@@ -15,7 +15,7 @@ from services.common.pool.header import PoolHeader
 from services.common.pool.layout import KVDtype, PoolLayout
 from services.common.pool.locks import WorkerLock
 from services.engine.pool import DTYPES, FileArena, KVPool
-from services.engine.ranks.lead import LeadRunner
+from services.engine.ranks.rank import ShardPlan
 from services.engine.runner import Runner
 from services.engine.weights.placement import SharedWeights
 from services.worker.membership import Membership
@@ -64,12 +64,19 @@ class RankedRunner(RecordingRunner):
         self.ops = ops or kvops.backend("cpu")
         if self.ops.native is not None:
             self.ops.native.assign([Lane()])
-        model = ranks.load(
-            *(checkpoint, dtype, self.ops, devices or ["cpu"] * ranks.size, 1, LIMIT_S),
-            *(None, block_size, DTYPES[kv_dtype] if kv_dtype else dtype),
-            shared=shared,
-            keeper=directory,
+        plan = ShardPlan(
+            *(checkpoint, dtype, self.ops.name),
+            isa=self.ops.native.isa if self.ops.native else None,
+            devices=devices or ["cpu"] * ranks.size,
+            num_threads=1,
+            timeout_s=LIMIT_S,
+            context=None,
+            block_size=block_size,
+            kv_dtype=DTYPES[kv_dtype] if kv_dtype else dtype,
+            keeper=directory if shared else None,
         )
+        self.ranks = ranks
+        model = ranks.load(plan, self.ops, shared)
         config = model.config
         names: dict[torch.dtype, KVDtype] = {dtype: name for name, dtype in DTYPES.items()}
         self.layout = PoolLayout(
@@ -92,8 +99,5 @@ class RankedRunner(RecordingRunner):
         self.arena = self.membership.pool.kv
         self.block_size = block_size
         self.free = random.Random(num_blocks).sample(range(num_blocks), num_blocks)
-        self.lead = LeadRunner(model, self.arena, block_size, self.ops)
-        Runner.__init__(self, model, self.arena, block_size, self.ops, self.lead._steps)
-
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        self.lead.copy_blocks(pairs)
+        self.steps = ranks.steps(model, self.arena, block_size, self.ops)
+        Runner.__init__(self, model, self.arena, block_size, self.ops, self.steps)

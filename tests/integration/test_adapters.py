@@ -18,8 +18,7 @@ from services.common.checkpoint.quantization import Quantization
 from services.common.errors import InvalidRequest, StartupError
 from services.common.text.model_config import ModelConfig
 from services.engine.batch import LoadedAdapter, Row
-from services.engine.ranks.lead import LeadModel
-from services.engine.ranks.messages import LoadAdapter
+from services.engine.ranks.shared_steps import DividedAdapters
 from services.worker.ranks.processes import Ranks
 from tests.adapters import ATTENTION, MLP, AdapterOracle, make_adapter
 
@@ -136,6 +135,10 @@ def test_every_instruction_set_computes_adapters(
 class RankedAdapterRunner(AdapterRunner, RankedRunner):
     """As `AdapterRunner`, on several ranks."""
 
+    def load(self, directory: Path) -> LoadedAdapter:
+        files = AdapterFiles.read(directory, self._model.whole_config, 64)
+        return LoadedAdapter(files.digest, self.ranks.adapters.load(files))
+
 
 @pytest.fixture(scope="module")
 def crews() -> Iterator[dict[int, Ranks]]:
@@ -184,28 +187,26 @@ def test_ranks_divide_an_adapter(
 def test_ranks_forget_adapters_that_are_gone(tmp_path: Path) -> None:
     """Rank 0 tells their numbers with the next adapter; again, and that one's too, if a rank could
     not load it."""
-    asked: list[LoadAdapter] = []
+    asked: list[tuple[int, tuple[int, ...]]] = []
 
     class Others:
-        def ask(self, message: LoadAdapter) -> None:
-            asked.append(message)
+        def ask(self, method: str, number: int, files: object, gone: tuple[int, ...]) -> None:
+            asked.append((number, gone))
             if len(asked) == 3:
                 raise StartupError("rank 1: adapter_model.safetensors: gone")
 
-    shard: Any = SimpleNamespace(load_adapter=lambda files: files, weights_digest="")
+    shard: Any = SimpleNamespace(load_adapter=lambda files: files)
     others: Any = Others()
-    model, files = LeadModel(shard, None, others), AdapterFiles(tmp_path, {}, "")  # type: ignore[arg-type]
-    kept = [model.load_adapter(files), model.load_adapter(files)]
+    adapters, files = DividedAdapters(shard, others), AdapterFiles(tmp_path, {}, "")
+    kept = [adapters.load(files), adapters.load(files)]
     assert [one.number for one in kept] == [0, 1]
     del kept[0]
     with pytest.raises(ValueError, match="rank 1: adapter_model"):
-        model.load_adapter(files)
+        adapters.load(files)
     gc.collect()
-    kept.append(model.load_adapter(files))
-    kept.append(model.load_adapter(files))
-    assert [(one.number, one.gone) for one in asked] == [
-        *((0, ()), (1, ()), (2, (0,)), (3, (0, 2)), (4, ()))
-    ]
+    kept.append(adapters.load(files))
+    kept.append(adapters.load(files))
+    assert asked == [(0, ()), (1, ()), (2, (0,)), (3, (0, 2)), (4, ())]
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])

@@ -14,7 +14,7 @@ from services.common.errors import StartupError
 from services.common.runtime.config import load_settings
 from services.worker.config import PrefillSettings
 from services.worker.liveness.registration import Registration
-from services.worker.process import WorkerProcess, WorkerRole
+from services.worker.process import WorkerProcess
 from tests.kernels import flash_stand_in
 
 Machine = Callable[[pytest.MonkeyPatch], None]
@@ -134,7 +134,7 @@ def test_a_backend_that_cannot_run_here_is_refused_before_the_pool(
     }
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    worker = WorkerProcess(cast(WorkerRole, None), load_settings(PrefillSettings), asyncio.Event())
+    worker = WorkerProcess(load_settings(PrefillSettings), asyncio.Event())
     with pytest.raises(StartupError, match=reason):
         asyncio.run(worker.serve(cast(Registration, cast(Any, None))))
     assert list(pools.iterdir()) == []

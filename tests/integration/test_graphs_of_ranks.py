@@ -16,9 +16,10 @@ from bench.make_checkpoint import make_checkpoint
 from kvops import Backend
 from services.engine.batch import Row
 from services.engine.device.graphs import ladder
+from services.engine.ranks.calls import Peers
 from services.engine.ranks.collectives import Collectives
-from services.engine.ranks.follow import follow
-from services.engine.ranks.lead import Followers, LeadRunner
+from services.engine.ranks.rank import Rank, follow
+from services.engine.runner import Runner
 from services.worker.ranks.processes import Ranks
 from tests.graph_stand_in import RecordedGraph, launched
 
@@ -42,20 +43,20 @@ class ThreadedRanks(Ranks):
             thread.start()
             self._threads.append(thread)
             connections.append(ours)
-        self._followers = Followers(connections)
+        self.peers = Peers(connections)
 
     def new_graph(self, rank: int) -> RecordedGraph:
         self.graphs[rank].append(RecordedGraph())
         return self.graphs[rank][-1]
 
     def close(self) -> None:
-        self._followers.close()
+        self.peers.close()
         for thread in self._threads:
             thread.join()
 
     def _follow(self, connection: Connection, rank: int) -> None:
         with connection:  # closed after a fault, so that rank 0 does not wait
-            follow(connection, lambda: self.new_graph(rank))
+            follow(connection, Rank(rank, lambda: self.new_graph(rank)))
 
 
 @pytest.fixture(autouse=True)
@@ -158,7 +159,8 @@ def test_a_rank_gives_up_its_graphs_with_the_arena(
     old.capture_graphs(2, lambda: ranks.new_graph(0))
     ranks.leave()
     ranks.join([old.colder, old.membership], max_num_seqs=8)
-    new = LeadRunner(old._model, old.colder.pool.kv, SIZE, old.ops)  # type: ignore[arg-type]
+    model, kv = old._model, old.colder.pool.kv
+    new = Runner(model, kv, SIZE, old.ops, ranks.steps(model, kv, SIZE, old.ops))  # type: ignore[arg-type]
     new.capture_graphs(2, lambda: ranks.new_graph(0))
     new.launch([Row((1,), 0, [3], 0, (GREEDY,))]).result()
     ranks.leave()

@@ -28,11 +28,13 @@ class CrashingWorker:
     """A worker that is killed as soon as it begins to compute."""
 
     worker_id, pool_id = "worker", "pool"
+    stream = PREFILL
     draining = stalled = False
 
     def __init__(self) -> None:
         self.drain_asked = asyncio.Event()
         self.sessions: set[Session] = set()
+        self.role = self
 
     def load(self) -> Load:
         return Load()
@@ -44,13 +46,9 @@ class CrashingWorker:
     def close(self, session: StreamSession) -> None: ...
 
 
-class Service(WorkerStream, prefill_pb2_grpc.PrefillServicer):
-    response = prefill_pb2.PrefillConnectResponse
-
-
 async def serve() -> None:
     server = RpcServer("quire.v1.Prefill")
-    prefill_pb2_grpc.add_PrefillServicer_to_server(Service(cast(Any, CrashingWorker())), server.aio)
+    PREFILL.add(WorkerStream(cast(Any, CrashingWorker())), server.aio)
     print(await server.start("127.0.0.1", 0), flush=True)
     await asyncio.Event().wait()
 

@@ -86,7 +86,7 @@ def test_a_step_touches_no_tensor_of_another_device(checkpoint: Path) -> None:
     runner = Runner(model, arena(model, 8, "meta"), SIZE, ops)
     rows = [Row(range(5), 0, (0, 1), draws=(GREEDY,)), Row((7,), 3, (2,), draws=(GREEDY,))]
     with OneDevice():  # type: ignore[no-untyped-call]
-        runner.copy_blocks([(3, 4)])
+        runner._steps.copy_blocks([(3, 4)])
         hidden = runner.hidden(rows)
         logits = model.logits(hidden)
     assert hidden.device.type == "meta"

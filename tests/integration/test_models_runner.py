@@ -119,7 +119,7 @@ def test_copied_blocks_go_on_as_what_they_were_copied_from(recording: RecordingR
     effect."""
     prompt = random_prompt(6, seed=0)
     recording.run([Row(prompt, 0, (0, 1))])
-    recording.copy_blocks([(1, 8), (0, 9)])
+    recording._steps.copy_blocks([(1, 8), (0, 9)])
     (right,) = recording.run([Row((7,), 6, (0, 1), draws=(GREEDY,))])
     assert recording.run([Row((7,), 6, (9, 8), draws=(GREEDY,))]) == [right]
     assert torch.equal(recording.arena[0], recording.arena[9])

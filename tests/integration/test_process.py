@@ -15,6 +15,7 @@ import pytest
 from blockstore.errors import StoreLost, StoreUnavailable, StoreUnsuitable
 from blockstore.memory_registry import MemoryRegistry
 from blockstore.registry import Load, Member
+from quire.module_command import service_command
 from services.common.errors import StartupError
 from services.common.runtime.process import retry_until_available
 from services.common.runtime.registry_heartbeat import RegistryHeartbeat
@@ -148,7 +149,7 @@ def test_a_service_that_still_imports_ends_at_once(service: str, tmp_path: Path)
     """Also where signals without a handler are ignored, as for a container's first process."""
     (tmp_path / "sitecustomize.py").write_text(ENDLESS_IMPORT)
     process = subprocess.Popen(
-        [sys.executable, "-m", f"services.{service}"],
+        service_command(service),
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
         stdout=subprocess.PIPE,
         preexec_fn=lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),

@@ -3,7 +3,7 @@
 
 import asyncio
 import os
-from multiprocessing import Pipe
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,19 +12,14 @@ from bench.make_checkpoint import make_checkpoint
 from blockstore.memory_store import MemoryStore
 from kvops.cuda.memfd import MemfdDriver
 from kvops.cuda.vmm import DeviceLost, DriverError
+from services.common.pool.directory import PoolDirectory
+from services.common.pool.header import PoolHeader
 from services.common.pool.layout import PoolLayout
 from services.common.pool.sizing import MemoryPlan
 from services.engine.device.gpu_memory import GpuMemoryPlan
 from services.engine.device.opening import OpenDevice
-from services.engine.ranks import follow
-from services.engine.ranks.messages import (
-    BeginMeasuring,
-    Done,
-    EndMeasuring,
-    Join,
-    MakeMemory,
-    RankArena,
-)
+from services.engine.ranks.calls import Call
+from services.engine.ranks.rank import Rank, execute
 from services.engine.weights.placement import SharedWeights
 from services.worker.membership import Membership, join
 from services.worker.pool_memory import GpuMemory
@@ -105,20 +100,6 @@ async def test_two_workers_of_two_ranks_hand_over_block_ids(tmp_path: Path) -> N
             runner.membership.close()
 
 
-class LocalRank:
-    """A rank in this process."""
-
-    def __init__(self, driver: MemfdDriver) -> None:
-        self.ours, theirs = Pipe()
-        self.rank = follow._Follower(theirs)
-        self.rank._device = OpenDevice("memfd:1", driver)
-
-    def answer_to(self, message: object) -> Done:
-        self.rank.do(message)
-        answer: Done = self.ours.recv()
-        return answer
-
-
 class Broken(MemfdDriver):
     error: Exception
 
@@ -126,62 +107,51 @@ class Broken(MemfdDriver):
         raise self.error
 
 
-def test_a_rank_says_why_it_has_no_memory() -> None:
+def broken_rank(error: str) -> Rank:
     driver = Broken(1)
-    driver.error = DriverError("cuMemMap on cuda:1: CUDA_ERROR_OUT_OF_MEMORY (2)")
-    answer = LocalRank(driver).answer_to(MakeMemory(2 << 20))
+    driver.error = DriverError(f"cuMemMap on cuda:1: {error}")
+    rank = Rank(1)
+    rank.device = OpenDevice("memfd:1", driver)
+    return rank
+
+
+def test_a_rank_says_why_it_has_no_memory() -> None:
+    rank = broken_rank("CUDA_ERROR_OUT_OF_MEMORY (2)")
+    answer = execute(rank, Call("make_memory", (2 << 20,)))
     assert answer.failure.startswith("no memory for a pool on memfd:1: cuMemMap on cuda:1: CUDA")
 
 
 def test_a_rank_that_loses_its_gpu_marks_the_pool(tmp_path: Path) -> None:
     """When it maps the arena, and in any later step; the swap pool is in a file, and stays."""
-    driver, gone = Broken(1), tmp_path / "gone"
-    local_rank = LocalRank(driver)
+    rank = broken_rank("CUDA_ERROR_INVALID_VALUE (1)")
     memory = os.memfd_create("arena")
-    own = RankArena(None, 2 << 20, LAYOUT, 8, gone)
-    (tmp_path / "kv.1").write_bytes(bytes(8 * LAYOUT.block_bytes))
-    swap = RankArena(tmp_path / "kv.1", 8 * LAYOUT.block_bytes, LAYOUT, 8, tmp_path / "swap-gone")
-    driver.error = DriverError("cuMemMap on cuda:1: CUDA_ERROR_INVALID_VALUE (1)")
-    with pytest.raises(DriverError):
-        local_rank.rank._join(
-            Join((own, swap), 8), [(os.dup(memory), os.dup(memory)), (memory, None)]
-        )
-    local_rank.rank.note_loss(driver.error)
-    assert not gone.exists()
-    local_rank.rank.note_loss(DeviceLost("a step on cuda:1: CUDA_ERROR_ECC_UNCORRECTABLE (214)"))
-    assert [path.name for path in sorted(tmp_path.iterdir())] == ["gone", "kv.1"]
+    own, swap = PoolDirectory(tmp_path / "own"), PoolDirectory(tmp_path / "swap")
+    for directory in (own, swap):
+        directory.path.mkdir()
+    swap.arena(1).write_bytes(bytes(8 * LAYOUT.block_bytes))
+    header = PoolHeader("pool", "run", LAYOUT, 8, 0)
+    on_gpu = replace(header, kind="cuda", memory_bytes=2 << 20)
+    with pytest.raises(DriverError) as error:
+        rank.join([(own, on_gpu), (swap, header)], 8, os.dup(memory), os.dup(memory), memory)
+    rank.note_loss(error.value)
+    assert not own.gone.exists()
+    rank.note_loss(DeviceLost("a step on cuda:1: CUDA_ERROR_ECC_UNCORRECTABLE (214)"))
+    assert own.gone.exists()
+    assert not swap.gone.exists()
 
 
-class Meter:
-    """A GPU of 1000 bytes. `tensors`: weights, then with the arena."""
+def test_the_smallest_gpu_decides() -> None:
+    """Rank 0 measures, while the others take part in its steps."""
 
-    def __init__(self, *_: object) -> None:
-        self._tensors = iter([100, 110])
-        self.was_reset = False
+    class Peers:
+        asked: list[str] = []  # noqa: RUF012
 
-    def total(self) -> int:
-        return 1000
+        def ask(self, method: str, *arguments: object) -> list[int]:
+            self.asked.append(method)
+            return [1000, 900, 1100]
 
-    def tensors(self) -> int:
-        return next(self._tensors)
-
-    def reset_peak(self) -> None:
-        self.was_reset = True
-
-    def peak(self) -> int:
-        assert self.was_reset
-        return 160
-
-    def other(self) -> int:
-        return 7
-
-
-def test_each_rank_measures_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps between the two messages have an arena of one block, of the rank's heads."""
-    monkeypatch.setattr(follow, "CudaMeter", Meter)
-    local_rank = LocalRank(MemfdDriver(1))
-    assert local_rank.answer_to(BeginMeasuring(LAYOUT)) == Done()
-    assert local_rank.rank._pools[0].kv.shape == (1, *LAYOUT.block_shape)
-    answer = local_rank.answer_to(EndMeasuring(num_workers=2, utilization=0.9))
-    assert answer.value == GpuMemoryPlan(1000, 0.9, 2, weights=100, activations=50, other=7)
-    assert not local_rank.rank._pools
+    ranks = Ranks.__new__(Ranks)
+    ranks.peers = Peers()  # type: ignore[assignment]
+    own = GpuMemoryPlan(1000, 0.9, 2, weights=100, activations=50, other=7)
+    assert ranks.measure(LAYOUT, lambda: own) == replace(own, total=900)
+    assert Peers.asked == ["measure", "leave"]

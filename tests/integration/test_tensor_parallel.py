@@ -172,7 +172,7 @@ def test_copied_and_swapped_blocks_are_copied_at_all_ranks(
         new = [runner.free.pop() for _ in trial.block_table]
         pairs = list(zip(trial.block_table, new, strict=True))
         if way == "fork":
-            runner.copy_blocks(pairs)
+            runner.steps.copy_blocks(pairs)
         else:
             crews[2].swapping(out, out=True)([(block, block) for block in trial.block_table])
             crews[2].swapping(back, out=False)(pairs)

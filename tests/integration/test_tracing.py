@@ -34,7 +34,7 @@ def test_services_without_an_endpoint_do_not_load_opentelemetry() -> None:
     program = """
 import sys
 sys.modules["opentelemetry"] = None
-import services.gateway.process, services.prefill.service, services.decode.service
+import services.gateway.process, services.worker.process
 from services.common.tracing.opening import open_tracer
 from services.gateway.config import GatewaySettings
 with open_tracer(GatewaySettings()) as tracer:

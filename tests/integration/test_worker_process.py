@@ -1,4 +1,4 @@
-"""`python -m services.decode` as a process, with a real Valkey. It ends on request in any state."""
+"""A decode worker as a process, with a real Valkey. It ends on request in any state."""
 
 import fcntl
 import json
@@ -28,14 +28,15 @@ from tests.waiting import wait_until
 LIMIT_S = 60.0
 
 COUNTED_AT_ITS_END = """
-import gc, os, runpy
+import gc, os, runpy, sys
 ENDED = '{"event": "ended", "num_collected_from": %d}'
 exit_now = os._exit
 def count_and_exit(status):
     print(ENDED % len(gc.get_objects()), flush=True)
     exit_now(status)
 os._exit = count_and_exit
-runpy.run_module("services.decode", run_name="__main__")
+sys.argv[1:] = ["--role=decode"]
+runpy.run_module("services.worker", run_name="__main__")
 """
 
 
@@ -95,7 +96,7 @@ def start(valkey: Valkey, checkpoint: Path, tmp_path: Path) -> Iterator[Callable
             **changes,
         }
         process = subprocess.Popen(
-            [sys.executable, *(command or ("-m", "services.decode"))],
+            [sys.executable, *(command or ("-m", "services.worker", "--role=decode"))],
             env={**os.environ, **{f"QUIRE_DECODE_{name}": text for name, text in settings.items()}},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -202,7 +203,7 @@ def test_a_check_says_whether_a_worker_could_start_here(
     """Without a server, and without a start."""
     (tmp_path / "pools").mkdir()
     nobody = "redis://127.0.0.1:1/0"
-    worker = start("-m", "services.decode", "--check", REDIS_URL=nobody, **changes)
+    worker = start("-m", "services.worker", "--role=decode", "--check", REDIS_URL=nobody, **changes)
     out, _ = worker.process.communicate(timeout=LIMIT_S)
     assert worker.process.returncode == status
     assert out.startswith(said)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from services.common.errors import InvalidRequest
-from services.decode.worker import DecodeWorker
 from services.protocol.messages import (
     Began,
     Failed,
@@ -20,6 +19,8 @@ from services.protocol.messages import (
     WorkerEvent,
 )
 from services.protocol.ticket import Ticket, TicketSequence
+from services.worker.pool_worker import PoolWorker
+from services.worker.roles.decode import Decode
 from tests.property.late import Pipe
 
 if TYPE_CHECKING:
@@ -174,7 +175,7 @@ class Gateway:
             request = there[number % len(there)]
             key = request.asked.request_id, request.attempt
             worker, stream = self._runs(request.attempt)
-            stream.there.put(lambda: worker.hand_over(stream, *key))
+            stream.there.put(lambda: worker.role.hand_over(stream, *key))
 
     def reconnect(self) -> None:
         """The streams break; the workers learn of it later."""
@@ -190,7 +191,7 @@ class Gateway:
         yield self._pair.prefill, self._prefill
         yield from zip(self._pair.decode, self._decode, strict=True)
 
-    def _runs(self, attempt: int) -> tuple[DecodeWorker, Stream]:
+    def _runs(self, attempt: int) -> tuple[PoolWorker[Decode], Stream]:
         number = attempt % len(self._decode)
         return self._pair.decode[number], self._decode[number]
 
@@ -207,7 +208,7 @@ class Gateway:
             request_id = request.asked.request_id
             worker, stream = self._runs(attempt)
             width = request.width
-            stream.there.put(lambda: worker.reserve(stream, request_id, attempt, width))
+            stream.there.put(lambda: worker.role.reserve(stream, request_id, attempt, width))
 
     def _let_go(self, request: Request) -> None:
         self._abort(request, request.attempt)
@@ -239,7 +240,7 @@ class Gateway:
             case Reserved(granted=True) if request.detached and not request.detached.swapped:
                 worker, way = self._runs(request.attempt)
                 detached = request.of_living(request.detached)
-                self._tell(worker.admit, way, replace(detached, attempt=request.attempt))
+                self._tell(worker.role.admit, way, replace(detached, attempt=request.attempt))
             case Reserved(granted=True):
                 self._submit(request)
             case Reserved() | Requeued() if self._pair.draining:
@@ -255,7 +256,7 @@ class Gateway:
                     self._deliver(request, output)
                 if not request.over:
                     worker, way = self._runs(request.attempt)
-                    self._tell(worker.admit, way, request.of_living(issued))
+                    self._tell(worker.role.admit, way, request.of_living(issued))
             case Requeued(ticket=Ticket() as detached):
                 there = {s.index: list(s.token_ids) for s in request.of_living(detached).sequences}
                 if not request.searches:
@@ -281,7 +282,7 @@ class Gateway:
             holder_id=holder_id,
             swapped=request.detached.swapped if request.detached else None,
         )
-        self._tell(self._pair.prefill.submit, self._prefill, resumed)
+        self._tell(self._pair.prefill.role.submit, self._prefill, resumed)
 
     def _tell(self, take: Any, stream: Stream, sent: Ticket) -> None:
         def arrive() -> None:

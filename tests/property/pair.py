@@ -12,10 +12,11 @@ from prometheus_client import CollectorRegistry
 
 from blockstore.memory_store import MemoryStore
 from services.common.runtime.metrics import WorkerMetrics
-from services.decode.worker import DecodeWorker
 from services.engine.forward import ForwardPass
-from services.prefill.worker import PrefillWorker
 from services.worker.limits import Limits
+from services.worker.pool_worker import PoolWorker
+from services.worker.roles.decode import Decode
+from services.worker.roles.prefill import Prefill
 from tests.late_device import Device, LateForward
 from tests.property.gateway import Gateway, Request
 from tests.property.late import LateColderPool, LateStore
@@ -34,8 +35,8 @@ class Pair:
         self._device = device
         self._forwards: dict[str, ForwardPass] = {}
         self.store = MemoryStore()
-        self.prefill: PrefillWorker
-        self.decode: tuple[DecodeWorker, ...]
+        self.prefill: PoolWorker[Prefill]
+        self.decode: tuple[PoolWorker[Decode], ...]
         self.arena: Arena
         self.swap_pool: Arena | None = None
         self.draining = False
@@ -58,9 +59,9 @@ class Pair:
         self.arena, self.swap_pool = pools.arena, pools.swap_arena
         model = FakeForward(self.arena)
         workers: list[Any] = []
-        classes: tuple[Any, ...] = (PrefillWorker, DecodeWorker, DecodeWorker)
-        for number, cls in enumerate(classes):
-            worker_id = f"{cls.__name__}-{number}"
+        roles: tuple[Any, ...] = (Prefill, Decode, Decode)
+        for number, role in enumerate(roles):
+            worker_id = f"{role.__name__}-{number}"
             forward = self._forwards[worker_id] = self._device(model)
             parts = await pools.join(
                 *(worker_id, forward, limits, WorkerMetrics(CollectorRegistry())),
@@ -69,7 +70,7 @@ class Pair:
             )
             if isinstance(parts.swap_pool, LateColderPool):
                 parts.swap_pool.chance = self.chance
-            workers.append(cls(parts))
+            workers.append(PoolWorker(parts, role))
         self.prefill, *decode = workers
         self.decode = tuple(decode)
         self._tasks = [asyncio.create_task(worker.run()) for worker in workers]
@@ -96,11 +97,14 @@ class Pair:
     async def drain(self) -> None:
         """Drain the workers; returns when they have no request left."""
         self.draining = True
-        workers = self.prefill, *self.decode
-        for worker in workers:
+        for worker in self.workers:
             worker.drain()
         async with asyncio.timeout(HANG_S):
-            await asyncio.gather(*(worker.drained() for worker in workers))
+            await asyncio.gather(*(worker.drained() for worker in self.workers))
+
+    @property
+    def workers(self) -> tuple[PoolWorker[Any], ...]:
+        return self.prefill, *self.decode
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -119,20 +123,20 @@ class Pair:
         places: dict[str, object] = {
             "held": stats.num_held,
             "waiters": stats.num_waiters,
-            "prefill": prefill._jobs or prefill._computing or prefill._issued,
-            "timers": prefill._jobs._timers,
-            "admission": len(prefill._admission),
-            "prefixes": prefill._admission.prefixes._leaders,
+            "prefill": prefill.role.jobs or prefill.role.running,
+            "timers": prefill.role.jobs._timers,
+            "admission": len(prefill.role._admission),
+            "prefixes": len(prefill.role._admission.prefixes),
         }
         if self.swap_pool:
             places["swapped out"] = self.store.ledger("colder").stats().num_held
-            places["fetching"] = prefill._fetching.qsize()
+            places["fetching"] = prefill.role._fetching.qsize()
         for number, decode in enumerate(self.decode):
-            extender = decode._extender
-            places[f"decode {number}"] = (
-                decode._jobs or decode._running or decode._detached._on_pool
-            )
-            places[f"timers {number}"] = decode._jobs._timers
+            extender = decode.role._extender
+            places[f"decode {number}"] = decode.role.jobs or decode.role.running
+            places[f"timers {number}"] = decode.role.jobs._timers
             places[f"grower {number}"] = extender._holders or extender._wanting
-            places[f"slots {number}"] = decode.limits.max_num_seqs - decode.load().num_free_slots
+            places[f"slots {number}"] = (
+                decode.limits.max_num_seqs - decode.role.load().num_free_slots
+            )
         return {place: what for place, what in places.items() if what}

@@ -260,7 +260,7 @@ async def live(
         await pair.drain()
     finally:
         await pair.close()
-    for worker in (pair.prefill, *pair.decode):
+    for worker in pair.workers:
         for pool_id in await pair.store.pool_ids():
             await pair.store.leave(pool_id, worker.worker_id)
     for request in pair.requests:

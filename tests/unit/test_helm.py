@@ -33,8 +33,8 @@ KUBERNETES = "1.37.0"
 STOP_GRACE_S = ServiceSettings.model_fields["stop_grace_s"].default
 SETTINGS: dict[str, type[ServiceSettings]] = {
     "services.block_manager": BlockManagerSettings,
-    "services.prefill": PrefillSettings,
-    "services.decode": DecodeSettings,
+    "--role=prefill": PrefillSettings,
+    "--role=decode": DecodeSettings,
     "services.gateway": GatewaySettings,
     "services.mover": MoverSettings,
 }

@@ -4,7 +4,7 @@
         run_service(DecodeSettings, serve)
 
     async def serve(settings: DecodeSettings, stop: asyncio.Event) -> None:
-        from services.decode.service import ...  # imports torch, so OpenMP must be set up before
+        from services.worker.process import ...  # imports torch, so OpenMP must be set up before
         ... serve until `stop` is set, then end the running work ...
 
 Exit status: 0 after a stop; 1 after a fault; 2 if the service cannot start, with the reason as one
@@ -17,7 +17,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from blockstore.errors import StoreUnavailable, StoreUnsuitable
@@ -48,9 +48,13 @@ _RETRY_INTERVAL_S = 0.1
 
 
 def run_service(
-    settings_class: type[S], serve: Callable[[S, asyncio.Event], Coroutine[Any, Any, None]]
+    settings_class: type[S],
+    serve: Callable[[S, asyncio.Event], Coroutine[Any, Any, None]],
+    module: str = "",
+    arguments: Sequence[str] | None = None,
 ) -> NoReturn:
-    """Run `serve(settings, stop)` to its end and exit the process.
+    """Run `serve(settings, stop)` to its end and exit the process. `module` and `arguments`: the
+    command line after `python -m services.`, if `module` is not the service's name.
 
     The first SIGTERM or SIGINT sets `stop`, a second one cancels `serve`. A process that has not
     ended `stop_grace_s` after the first signal exits at once.
@@ -58,7 +62,7 @@ def run_service(
     try:
         end_imports()
         _watch_parent()
-        settings = _settings(settings_class)
+        settings = _settings(settings_class, module or settings_class.service, arguments)
         set_up_openmp(settings.num_threads)
         open_files.raise_limit()
         configure_logging(settings.service, settings.log_level, settings.log_format)
@@ -132,10 +136,10 @@ async def _until_stopped(
     os._exit(0)
 
 
-def _settings(cls: type[S]) -> S:
+def _settings(cls: type[S], module: str, arguments: Sequence[str] | None) -> S:
     """The settings from the environment. The flags only print or check them, and exit."""
     parser = argparse.ArgumentParser(
-        prog=f"python -m services.{cls.service}",
+        prog=f"python -m services.{module}",
         description="Configured by environment variables:",
         epilog="\n".join(f"  {name:<42}{text}" for name, text in variables(cls).items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -146,12 +150,12 @@ def _settings(cls: type[S]) -> S:
     parser.add_argument(
         "--check", action="store_true", help="exit with 0 if the service could start here"
     )
-    arguments = parser.parse_args()
+    flags = parser.parse_args(arguments)
     settings = load_settings(cls)
-    if arguments.print_config:
+    if flags.print_config:
         print("\n".join(f"{name}={value}" for name, value in resolved(settings).items()))
         sys.exit(0)
-    if arguments.check:
+    if flags.check:
         settings.check()
         sys.exit(0)
     return settings

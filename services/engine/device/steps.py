@@ -1,7 +1,7 @@
 """Computes steps whose inputs are on the device: from a graph or launch by launch, after attention
 is planned. With several ranks each has its own `ModelSteps`, and all compute the same steps."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +12,7 @@ from kvops import AttentionShape, Backend
 from kvops.step import AttentionStep, page_facts
 from services.common.text.model_config import ModelConfig
 from services.engine.device.graphs import DecodeGraphs, Graph, cuda_graphs
-from services.engine.device.inputs import Indices
+from services.engine.device.inputs import Indices, block_pairs
 from services.engine.device.threads import use_device
 from services.engine.models.model import AdapterRun, Batch, Model
 
@@ -20,6 +20,11 @@ BATCH_TENSORS = (
     *("token_ids", "positions", "slot_mapping"),
     *("block_tables", "cu_query_lens", "context_lens"),
 )
+STEP_TENSORS = (*BATCH_TENSORS, "wanted", "page_ids")
+"""What `ModelSteps.compute` reads."""
+
+Pairs = Sequence[tuple[int, int]]
+"""Blocks to copy, (source, target) each."""
 
 
 def attention_shape(
@@ -113,6 +118,11 @@ class ModelSteps:
             adapters=facts.adapters,
         )
         return self._model.forward(batch, self._kv, placed["wanted"])
+
+    def copy_blocks(self, pairs: Pairs) -> None:
+        """Copy blocks; all sources are read before any target is written."""
+        use_device(self._kv.device)
+        self._ops.copy_blocks(self._kv, block_pairs(pairs, self._kv.device))
 
     def _plan(self, facts: StepFacts, page_ids: Tensor | None) -> None:
         if not self._ops.needs_plan:

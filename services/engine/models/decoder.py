@@ -127,6 +127,8 @@ class ComposedModel:
         return self._enter(x[wanted], residual[wanted], self._final_norm)
 
     def logits(self, hidden: Tensor) -> Tensor:
+        if self.collectives is not None:
+            self.collectives.begin_logits(hidden)
         logits = self.ops.linear(hidden, self._head)
         if self.collectives is not None:
             logits = self.collectives.join_logits(logits)

@@ -10,7 +10,7 @@ becomes part of a CUDA graph that is captured there.
 See ADR 127.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,8 @@ class Collectives:
 
     def __init__(self, group: dist.ProcessGroup, vocabularies: Sequence[slice]) -> None:
         """`vocabularies`: the tokens of each rank."""
+        self.tell: Callable[..., None] | None = None
+        """At rank 0: lets the other ranks execute a method of `Rank`."""
         self._group = group
         self._vocabularies = vocabularies
         self.rank = group.rank()
@@ -56,6 +58,13 @@ class Collectives:
         is_own = (token_ids >= own.start) & (token_ids < own.stop)
         rows = table[(token_ids - own.start).clamp(0, len(table) - 1)]
         return self.sum(rows.where(is_own[:, None], torch.zeros_like(rows[:1])))
+
+    def begin_logits(self, states: Tensor) -> None:
+        """At rank 0: let the other ranks compute the logits of these final states, too."""
+        if self.tell is not None:
+            self.tell("logits", len(states))
+            if len(states):
+                self.broadcast(_octets(states))
 
     def join_logits(self, logits: Tensor) -> Tensor:
         """The logits of all tokens, [N, vocab_size], at rank 0; other ranks get their own back.

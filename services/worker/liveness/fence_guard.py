@@ -5,8 +5,8 @@ mark around everything that it does with blocks:
 
     marked? own blocks | marked? | compute or copy | marked? | complete stamps, answer
 
-For a step, these are the times before its launch and after its end on the device: the worker
-completes stamps and answers when it retires the step.
+For a step, the engine looks before its launch and after its end on the device (`Engine`): the
+worker completes stamps and answers when it retires the step.
 
 - Writes: the block manager sets the mark before it reads the stamps. The worker stamps new blocks
   as its own (when the store grants them, see `services.worker.membership`) before it looks at the
@@ -21,17 +21,12 @@ See ADR 56.
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import NoReturn
 
 from blockstore.errors import WorkerFenced
 from services.common.pool.locks import WorkerLock
 from services.common.runtime.ticks import until_tick
-from services.engine.batch import Row, RowResult
-from services.engine.forward import Flight, ForwardPass
-from services.worker.swap.pool import Copy
 
 _CHECK_S = 0.5
 
@@ -47,58 +42,8 @@ class FenceGuard:
         if any(lock.is_revoked for lock in self._locks):
             raise WorkerFenced("this worker was given up while it did not run")
 
-    @contextmanager
-    def guarding(self) -> Iterator[None]:
-        """Check before and after the body. WorkerFenced: its results must not be used."""
-        self.check()
-        yield
-        self.check()
-
     async def watch(self) -> NoReturn:
         """Check every `_CHECK_S`, so that an idle worker notices the mark. Raises WorkerFenced."""
         while True:
             self.check()
             await asyncio.sleep(until_tick(_CHECK_S))
-
-    def guard_copy(self, copy: Copy) -> Copy:
-        """Return `copy` with a check before and after it."""
-
-        def guarded_copy(pairs: Sequence[tuple[int, int]]) -> None:
-            with self.guarding():
-                copy(pairs)
-
-        return guarded_copy
-
-
-class GuardedForward:
-    """A forward pass with a check before the launch of each step and after its end."""
-
-    def __init__(self, forward: ForwardPass, fence_guard: FenceGuard) -> None:
-        self._forward = forward
-        self._fence_guard = fence_guard
-        self.yield_device = forward.yield_device
-        self.on_idle = forward.on_idle
-
-    def launch(
-        self, rows: Sequence[Row], copies: Sequence[tuple[int, int]] = (), num_waiting: int = 0
-    ) -> Flight:
-        self._fence_guard.check()
-        return GuardedFlight(self._forward.launch(rows, copies, num_waiting), self._fence_guard)
-
-
-@dataclass(frozen=True, slots=True)
-class GuardedFlight:
-    """The flight of a step. WorkerFenced, from `result`: the step is over, its results must not be
-    used."""
-
-    flight: Flight
-    fence_guard: FenceGuard
-
-    @property
-    def is_complete(self) -> bool:
-        return self.flight.is_complete
-
-    def result(self) -> Sequence[RowResult]:
-        results = self.flight.result()
-        self.fence_guard.check()
-        return results

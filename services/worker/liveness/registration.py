@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from blockstore.redis_store import RedisStore
 from blockstore.registry import Member, Registry, State
@@ -49,7 +49,7 @@ class Registration:
     def __init__(self, settings: WorkerSettings, store: RedisStore, registry: Registry) -> None:
         self.store = store
         self.heartbeat = RegistryHeartbeat(registry, self._describe)
-        self._worker: PoolWorker | None = None
+        self._worker: PoolWorker[Any] | None = None
         self._member = Member(
             member_id=new_worker_id(settings.service, settings.worker_number),
             role=settings.service,
@@ -75,7 +75,7 @@ class Registration:
     def draining(self) -> bool:
         return self._worker is not None and self._worker.draining
 
-    def set_serving(self, worker: "PoolWorker", address: str, loaded: "LoadedModel") -> None:
+    def set_serving(self, worker: "PoolWorker[Any]", address: str, loaded: "LoadedModel") -> None:
         """Report from now on that the worker serves, at this address."""
         self._worker = worker
         self._member = replace(
@@ -93,4 +93,4 @@ class Registration:
         if self._worker is None:
             return self._member
         state: State = "draining" if self.draining else "serving"
-        return replace(self._member, state=state, load=self._worker.load())
+        return replace(self._member, state=state, load=self._worker.role.load())

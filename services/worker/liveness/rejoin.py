@@ -88,10 +88,9 @@ async def _import_process(settings: WorkerSettings, stop: asyncio.Event) -> "Wor
     """Import the modules that need torch, which takes a second. The import reads OpenMP's
     environment variables, so they must be set before."""
     with importing():
-        service = await asyncio.to_thread(import_module, f"services.{settings.service}.service")
-        from services.worker.process import WorkerProcess
-
-    return WorkerProcess(service.ROLE, settings, stop)
+        process = await asyncio.to_thread(import_module, "services.worker.process")
+        made: WorkerProcess = process.WorkerProcess(settings, stop)
+        return made
 
 
 def _first(error: BaseException) -> BaseException:

@@ -8,7 +8,7 @@ import asyncio
 import faulthandler
 import os
 from collections.abc import Callable
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from services.common.runtime.logging import get_logger
 from services.common.runtime.process import EXIT_FAULT
@@ -16,13 +16,6 @@ from services.common.runtime.process import EXIT_FAULT
 _NUM_CHECKS = 10
 
 log = get_logger(__name__)
-
-
-class Stepping(Protocol):
-    """An engine thread. `step_in_flight`: the number of the step that runs, or None."""
-
-    @property
-    def step_in_flight(self) -> int | None: ...
 
 
 def end_process(limit_s: float) -> None:
@@ -34,14 +27,16 @@ def end_process(limit_s: float) -> None:
 
 
 async def watch_steps(
-    engine: Stepping, limit_s: float, end: Callable[[float], None] = end_process
+    step_in_flight: Callable[[], int | None],
+    limit_s: float,
+    end: Callable[[float], None] = end_process,
 ) -> NoReturn:
     """Call `end` if the same step is in flight at `_NUM_CHECKS` checks in a row, spread over
     `limit_s`. A clock would also count the time in which the process was stopped."""
     last_step, num_checks = None, 0
     while True:
         await asyncio.sleep(limit_s / _NUM_CHECKS)
-        step = engine.step_in_flight
+        step = step_in_flight()
         num_checks = num_checks + 1 if step is not None and step == last_step else 0
         last_step = step
         if num_checks == _NUM_CHECKS:

@@ -1,5 +1,7 @@
-"""`python -m services.worker.ranks SOCKET LOG_LEVEL LOG_FORMAT`: a rank other than 0, which rank 0
-starts. It ends when rank 0 closes the socket, whatever this rank does then."""
+"""`python -m services.worker.ranks RANK SOCKET LOG_LEVEL LOG_FORMAT`: a rank other than 0.
+
+Rank 0 starts it. It ends when rank 0 closes the socket, whatever it does then.
+"""
 
 import os
 import select
@@ -16,16 +18,16 @@ log = get_logger(__name__)
 
 
 def main() -> NoReturn:
-    number, level, log_format = sys.argv[1:]
+    rank, number, level, log_format = sys.argv[1:]
     connection = Connection(int(number))
     threading.Thread(target=_exit_with_rank_0, args=(int(number),), daemon=True).start()
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)  # rank 0 decides: its requests finish first
     configure_logging("rank", level, log_format)  # type: ignore[arg-type]  # rank 0 has checked them
-    from services.engine.ranks.follow import follow  # imports torch
+    from services.engine.ranks.rank import Rank, follow  # imports torch
 
     try:
-        follow(connection)
+        follow(connection, Rank(int(rank)))
     except BaseException as error:
         log.error("rank_failed", exc_info=error)
         sys.stderr.flush()

@@ -7,15 +7,16 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
 
-import torch
+from torch import Tensor
 
 from kvops import Backend
-from services.common.checkpoint.shards import Shard, check_shards
+from services.common.checkpoint.shards import check_shards
 from services.common.pool.layout import PoolLayout
 from services.common.runtime.logging import get_logger
 from services.common.runtime.process import EXIT_FAULT
@@ -23,29 +24,17 @@ from services.common.text.model_config import ModelConfig
 from services.engine.device.gpu_memory import GpuMemoryPlan
 from services.engine.device.opening import OpenDevice
 from services.engine.models.decoder import ComposedModel
-from services.engine.models.load import load_shard
-from services.engine.ranks.collectives import connect
-from services.engine.ranks.lead import Followers, LeadModel, swapping
-from services.engine.ranks.messages import (
-    BeginMeasuring,
-    Connect,
-    EndMeasuring,
-    Join,
-    Leave,
-    Load,
-    MakeMemory,
-    RankArena,
-)
+from services.engine.ranks.calls import Peers
+from services.engine.ranks.rank import Rank, ShardPlan
+from services.engine.ranks.shared_steps import DividedAdapters, SharedSteps
 from services.engine.weights.packed_file import Progress
 from services.engine.weights.placement import SharedWeights
-from services.worker.config import WorkerSettings
 from services.worker.liveness.step_watch import end_process
 from services.worker.membership import Membership
+from services.worker.swap.pool import Copy
 
 _LEAVE_LIMIT_S = 5.0
 """How long the other ranks may take to give up their arenas."""
-
-Copy = Callable[[Sequence[tuple[int, int]]], None]
 
 log = get_logger(__name__)
 
@@ -58,11 +47,15 @@ def end_worker(rank: int, status: int) -> None:
 
 
 class Ranks:
-    """The other ranks of this worker, from rank 1 on. They live as long as this process; a worker
-    that rejoins its pool keeps them.
+    """The ranks of this worker: rank 0 is this process, which starts the others. They live as long
+    as it does; a worker that rejoins its pool keeps them.
 
     `on_end(rank, exit status)` is called, in a thread, when a rank ends before `close`.
     """
+
+    gpu_uuids: Sequence[str] = ()
+    """The GPUs of the other ranks."""
+    adapters: DividedAdapters
 
     def __init__(
         self,
@@ -72,134 +65,105 @@ class Ranks:
         on_end: Callable[[int, int], None] = end_worker,
     ) -> None:
         self.size = size
-        self.gpu_uuids: Sequence[str] = ()
         self._on_end = on_end
         self._closed = False
         self._processes: list[subprocess.Popen[bytes]] = []
         connections = []
-        for _ in range(1, size):
+        for rank in range(1, size):
             ours, theirs = socket.socketpair()
+            words = str(rank), str(theirs.fileno()), log_level, log_format
             self._processes.append(
                 subprocess.Popen(
-                    [
-                        *(sys.executable, "-P", "-m", "services.worker.ranks"),
-                        *(str(theirs.fileno()), log_level, log_format),
-                    ],
+                    [sys.executable, "-P", "-m", "services.worker.ranks", *words],
                     stdin=subprocess.DEVNULL,
                     pass_fds=(theirs.fileno(),),
                 )
             )
             theirs.close()
             connections.append(Connection(ours.detach()))
-        self._followers = Followers(connections)
+        self.peers = Peers(connections)
         self._watched = [connection.fileno() for connection in connections]
-        self._watching = threading.Thread(target=self._watch, name="ranks", daemon=True)
-        self._watching.start()
-
-    def load(
-        self,
-        directory: Path,
-        dtype: torch.dtype,
-        backend: Backend,
-        devices: Sequence[str],
-        num_threads: int,
-        timeout_s: float,
-        context: int | None,
-        block_size: int,
-        kv_dtype: torch.dtype,
-        progress: Progress = lambda: None,
-        *,
-        shared: SharedWeights | None = None,
-        keeper: Path | None = None,
-        measures: bool = False,
-    ) -> LeadModel:
-        """Load the model's shards, each rank its own, and connect the ranks.
-
-        `devices`: of all ranks, as in the settings. `shared`: this rank's weights, if the keeper in
-        the directory `keeper` has those of each GPU; see `load_model`. `measures`: whether the
-        memory of GPUs is to be measured. `timeout_s`: an exchange that a rank does not join for so
-        long fails; that ends the worker.
-        `progress` may raise to stop. StartupError: the model cannot be divided or loaded.
-        """
-        config = ModelConfig.from_directory(directory)
-        check_shards(config, self.size)
-        meeting = Path(mkdtemp(prefix="quire-ranks-"))
-        isa = backend.native.isa if backend.native else None
-        messages = [
-            Load(
-                *(directory, dtype, backend.name, isa, devices[rank], num_threads),
-                *(rank, self.size, meeting / "store", timeout_s),
-                context=context,
-                block_size=block_size,
-                kv_dtype=kv_dtype,
-                keeper=keeper if shared else None,
-                measures=measures,
-            )
-            for rank in range(1, self.size)
-        ]
-        shards: list[ComposedModel] = []
-
-        def load_own() -> None:
-            device = str(OpenDevice(devices[0]).torch)
-            own = load_shard(
-                *(directory, dtype, backend, device, 0, self.size, context, progress, shared)
-            )
-            shards.append(own)
-            self._followers.wait(progress)
-
-        def connect_own() -> None:
-            (own,) = shards
-            shard = Shard(config, 0, self.size)
-            own.collectives = connect(meeting / "store", shard, own.device, timeout_s)
-
-        try:
-            self.gpu_uuids = self._followers.ask_each(messages, load_own)
-            self._followers.ask(Connect(), meanwhile=connect_own)
-        finally:
-            rmtree(meeting)
-        (own,) = shards
-        assert own.collectives is not None
-        return LeadModel(own, own.collectives, self._followers)
+        threading.Thread(target=self._watch, name="ranks", daemon=True).start()
 
     @property
     def pids(self) -> Sequence[int]:
         return [process.pid for process in self._processes]
 
-    def measure(
-        self, layout: PoolLayout, settings: WorkerSettings, own: Callable[[], GpuMemoryPlan]
-    ) -> list[GpuMemoryPlan]:
-        """The plans of all ranks' GPUs. `own`: measures rank 0, by steps of all ranks."""
-        self._followers.ask(BeginMeasuring(layout))
+    def load(
+        self,
+        plan: ShardPlan,
+        ops: Backend,
+        shared: SharedWeights | None = None,
+        progress: Progress = lambda: None,
+    ) -> ComposedModel:
+        """Load the model's shards, each rank its own, and connect the ranks. Returns rank 0's.
+
+        `ops`: of this rank. `shared`: this rank's weights, if they are shared. `progress` may raise
+        to stop. StartupError: the model cannot be divided or loaded.
+        """
+        check_shards(ModelConfig.from_directory(plan.model), self.size)
+        own = Rank(0)
+        own.device, own.shared = OpenDevice(plan.devices[0]), shared
+        meeting = Path(mkdtemp(prefix="quire-ranks-"))
+        plan = replace(plan, meeting=meeting / "store")
+
+        def load_own() -> None:
+            own.load_on(plan, ops, progress)
+            self.peers.wait(progress)
+
+        try:
+            self.gpu_uuids = self.peers.ask("load", plan, meanwhile=load_own)
+            self.peers.ask("connect", meanwhile=own.connect)
+        finally:
+            rmtree(meeting)
+        assert own.model.collectives is not None
+        own.model.collectives.tell = self.peers.tell
+        self.adapters = DividedAdapters(own.model, self.peers)
+        return own.model
+
+    def steps(self, model: ComposedModel, kv: Tensor, block_size: int, ops: Backend) -> SharedSteps:
+        """The steps of all ranks, on rank 0's arena `kv`."""
+        return SharedSteps(self.peers, model, kv, block_size, ops)
+
+    def measure(self, layout: PoolLayout, own: Callable[[], GpuMemoryPlan]) -> GpuMemoryPlan:
+        """The plan of the smallest GPU. `own`: measures rank 0, by steps of all ranks. Each of the
+        others takes at most as much, since rank 0 has all logits."""
+        totals = self.peers.ask("measure", layout)
         plan = own()
-        shares = settings.num_expected_workers, settings.gpu_memory_utilization
-        return [plan, *self._followers.ask(EndMeasuring(*shares))]
+        self.peers.ask("leave")
+        return replace(plan, total=min(plan.total, *totals))
 
     def make_memory(self, num_bytes: int) -> Sequence[int]:
-        return self._followers.ask(MakeMemory(num_bytes))
+        """Let each of the other ranks allocate so much on its GPU; returns the descriptors."""
+        return self.peers.ask("make_memory", num_bytes)
 
     def join(self, memberships: Sequence[Membership], max_num_seqs: int) -> None:
         """Let the other ranks map their arenas of these pools, the worker's own first, and share
         its locks: the kernel drops a lock when the last rank has ended (law 5)."""
-        messages, descriptors = [], []
-        for rank in range(1, self.size):
-            arenas = tuple(_arena(one, rank) for one in memberships)
-            messages.append(Join(arenas, max_num_seqs))
-            fds: list[int] = []
-            for one in memberships:
-                fds += [one.lock.fileno(), *([one.kept.fds[rank]] if one.kept else [])]
-            descriptors.append(fds)
-        self._followers.ask_each(messages, descriptors=descriptors)
+        locks = [one.lock.fileno() for one in memberships]
+        kept = [one.kept for one in memberships if one.kept is not None]
+        descriptors = [
+            [*locks, *(memory.fds[rank] for memory in kept)] for rank in range(1, self.size)
+        ]
+        pools = [(one.directory, one.header) for one in memberships]
+        self.peers.ask("join", pools, max_num_seqs, descriptors=descriptors)
 
     def leave(self) -> None:
         """Let the other ranks unmap their arenas and close the locks; no step may be in flight. If
         one does not do so (it hangs since the last step), the process ends, and all ranks with it.
         """
-        if not self._followers.ask_within(Leave(), _LEAVE_LIMIT_S):
+        try:
+            self.peers.ask("leave", limit_s=_LEAVE_LIMIT_S)
+        except (OSError, EOFError):  # it has not answered in time, or has ended
             self.end_stuck(_LEAVE_LIMIT_S)
 
     def swapping(self, copy: Copy, *, out: bool) -> Copy:
         """A copy to the swap pool (`out`) or back, of all ranks."""
-        return swapping(self._followers, copy, out=out)
+
+        def swap(pairs: Sequence[tuple[int, int]]) -> None:
+            self.peers.ask("swap_blocks", out, tuple(pairs), meanwhile=lambda: copy(pairs))
+
+        return swap
 
     def end_stuck(self, limit_s: float) -> None:
         """End the worker, which has waited for `limit_s`; even ranks that are stopped."""
@@ -211,7 +175,7 @@ class Ranks:
     def close(self) -> None:
         """End the other ranks, and wait for their end."""
         self._closed = True
-        self._followers.close()
+        self.peers.close()
         for process in self._processes:
             process.wait()
 
@@ -225,10 +189,3 @@ class Ranks:
         status = self._processes[rank - 1].wait()
         if not self._closed:
             self._on_end(rank, status)
-
-
-def _arena(one: Membership, rank: int) -> RankArena:
-    directory, header = one.directory, one.header
-    path = directory.arena(rank) if header.kind == "file" else None
-    num_bytes = header.arena_bytes if path else header.memory_bytes
-    return RankArena(path, num_bytes, header.layout, header.num_blocks, directory.gone)

@@ -1,11 +1,7 @@
-"""Measures what swapping costs, and what computing again costs."""
+"""Measures what swapping costs."""
 
 _WEIGHT = 0.3
 """The weight of the newest measurement in a running mean."""
-
-_MIN_TOKENS = 32
-"""Steps with fewer tokens are not measured: their time hardly depends on the number of tokens, so
-it does not show what a prompt's token costs."""
 
 
 class SwapCost:
@@ -30,22 +26,6 @@ class SwapCost:
             return True
         swap_s = 2 * (num_blocks * self.block_s + self.fixed_s)
         return swap_s < num_tokens * prefill_ns_per_token * 1e-9
-
-
-class PrefillCost:
-    """A running mean of the time that a prefill step takes for each token."""
-
-    def __init__(self) -> None:
-        self._s_per_token: float | None = None
-
-    def observe(self, num_tokens: int, duration_s: float) -> None:
-        if num_tokens >= _MIN_TOKENS:
-            self._s_per_token = _mean(self._s_per_token, duration_s / num_tokens)
-
-    @property
-    def ns_per_token(self) -> int:
-        """The mean in ns; 0 if no step was measured yet."""
-        return 0 if self._s_per_token is None else max(1, round(self._s_per_token * 1e9))
 
 
 def _mean(before: float | None, value: float) -> float:

@@ -13,9 +13,10 @@ See ADR 53.
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 
 from blockstore.errors import MustWait, NotHeld, OutOfBlocks, StaleHolder
 from blockstore.records import Allocation, Claim, PrefixHash
@@ -23,7 +24,7 @@ from blockstore.store import BlockStore
 from services.common.pool.stamps import Stamps
 from services.common.runtime.logging import get_logger
 from services.common.runtime.metrics import WorkerMetrics
-from services.protocol.block_keys import BlockKeys, ComputedBlocks, Key
+from services.protocol.block_keys import BlockKeys, ComputedBlocks, Key, num_tokens_of
 from services.protocol.ticket import Swapped, SwappedTable, Ticket
 from services.worker.membership import Membership
 from services.worker.swap.cost import SwapCost
@@ -62,6 +63,7 @@ class SwapPool:
         copy_back: Copy,
         metrics: WorkerMetrics,
         compares_costs: bool = True,
+        check_fence: Callable[[], None] = lambda: None,
     ) -> None:
         self.spec = swap_pool.spec
         self.cost = SwapCost()
@@ -73,6 +75,7 @@ class SwapPool:
         self._copy_back = copy_back
         self._metrics = metrics
         self._compares_costs = compares_costs
+        self._check_fence = check_fence
         self._thread = ThreadPoolExecutor(1, "copier")
 
     def holds(self, ticket: Ticket) -> bool:
@@ -87,10 +90,21 @@ class SwapPool:
             for state, table in zip(ticket.sequences, _tables(ticket, swapped), strict=True)
         )
 
-    def is_worthwhile(self, num_blocks: int, num_tokens: int, prefill_ns_per_token: int) -> bool:
-        """Whether to copy `num_blocks` out and back rather than compute `num_tokens` again."""
-        cost = self.cost.is_below(num_blocks, num_tokens, prefill_ns_per_token)
-        return cost or not self._compares_costs
+    def is_worthwhile(self, ticket: Ticket, others: Iterable[Ticket]) -> bool:
+        """Whether to copy the KV of a preempted request out and back rather than compute it again.
+
+        Only blocks that no other running request (`others`) shares count: they go to an earlier
+        request at once. Shared blocks stay in the pool.
+        """
+        size = self.spec.block_size
+        with_kv = (s.block_ids[: -(-s.num_computed_tokens // size)] for s in ticket.sequences)
+        own = set(chain.from_iterable(with_kv))
+        for other in others:
+            own.difference_update(*(state.block_ids for state in other.sequences))
+        num_computed = num_tokens_of(ticket) - len(ticket.sequences)
+        num_tokens = min(len(own) * size, num_computed)
+        is_cheaper = self.cost.is_below(len(own), num_tokens, ticket.prefill_ns_per_token)
+        return is_cheaper or not self._compares_costs
 
     async def put(self, ticket: Ticket) -> Swapped | None:
         """Copy the KV of a group that no step touches any more, all or nothing.
@@ -219,7 +233,9 @@ class SwapPool:
 
         def work() -> float:
             began = time.perf_counter()
+            self._check_fence()
             copy([(sources[key], target) for key, target in targets.items()])
+            self._check_fence()
             for span in block_keys.spans:
                 span.stamp(stamps, targets)
             return time.perf_counter() - began

@@ -13,10 +13,10 @@ from prometheus_client import CollectorRegistry
 from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolSpec
 from services.common.runtime.metrics import WorkerMetrics
-from services.decode.worker import DecodeWorker
-from services.prefill.worker import PrefillWorker
 from services.worker.limits import Limits
 from services.worker.pool_worker import PoolWorker
+from services.worker.roles.decode import Decode
+from services.worker.roles.prefill import Prefill
 from tests.late_device import DEVICES, Device, LateForward
 from tests.waiting import until
 
@@ -31,8 +31,8 @@ class WorkerPair:
     store: MemoryStore
     spec: PoolSpec
     arena: Arena
-    prefill: PrefillWorker
-    decode: DecodeWorker
+    prefill: PoolWorker[Prefill]
+    decode: PoolWorker[Decode]
     prefill_model: FakeForward
     decode_model: FakeForward
     session: FakeSession
@@ -62,7 +62,7 @@ MakePair = Callable[..., "asyncio.Future[WorkerPair]"]
 
 
 @asynccontextmanager
-async def running(worker: PoolWorker) -> AsyncIterator[None]:
+async def running(worker: PoolWorker[Any]) -> AsyncIterator[None]:
     task = asyncio.create_task(worker.run())
     try:
         yield
@@ -111,16 +111,15 @@ async def make_pair(tmp_path: Path, device: Device) -> AsyncIterator[MakePair]:
             models = FakeForward(pools.arena), FakeForward(pools.arena)
             figures = CollectorRegistry(), CollectorRegistry()
             workers: list[Any] = []
-            for cls, model, registry in zip(
-                (PrefillWorker, DecodeWorker), models, figures, strict=True
-            ):
+            roles: tuple[Any, ...] = Prefill, Decode
+            for role, model, registry in zip(roles, models, figures, strict=True):
                 parts = await pools.join(
-                    *(cls.__name__, device(model), limits, WorkerMetrics(registry)),
+                    *(role.__name__, device(model), limits, WorkerMetrics(registry)),
                     compares_costs=compares_costs,
                 )
                 if parts.swap_pool is not None:
                     stack.callback(parts.swap_pool.close)
-                workers.append(cls(parts))
+                workers.append(PoolWorker(parts, role))
                 await stack.enter_async_context(running(workers[-1]))
             for model in models:
                 stack.callback(model.gate.set)

@@ -1,5 +1,6 @@
 """A pool with fake KV and, if wanted, a swap pool beside it; the parts of workers on both."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -9,7 +10,7 @@ from blockstore.records import PoolSpec
 from services.common.runtime.metrics import WorkerMetrics
 from services.engine.forward import ForwardPass
 from services.worker.limits import Limits
-from services.worker.pool_worker import WorkerParts
+from services.worker.pool_engine import WorkerParts
 from services.worker.swap.pool import SwapPool
 
 from .fakes import Arena, join, make_pool, make_stamps
@@ -50,6 +51,7 @@ class FakePools:
         store: Any = None,
         swap_class: type[SwapPool] = SwapPool,
         compares_costs: bool = False,
+        check: Callable[[], None] = lambda: None,
     ) -> WorkerParts:
         """Join both pools. `store`: the store as the worker reaches it; None: directly."""
         store, swap_pool = store or self.store, None
@@ -63,5 +65,6 @@ class FakePools:
                 partial(self.arena.copy_from, self.swap_arena),
                 metrics,
                 compares_costs,
+                check,
             )
         return WorkerParts(store, membership, forward, limits, metrics, swap_pool)

@@ -26,8 +26,8 @@ def right(index: int, num_tokens: int, prompt: Sequence[int] = PROMPT) -> list[i
 
 
 def admit(pair: WorkerPair, issued: Ticket) -> None:
-    pair.decode.reserve(pair.session, *issued.key, len(issued.sequences))
-    pair.decode.admit(pair.session, issued)
+    pair.decode.role.reserve(pair.session, *issued.key, len(issued.sequences))
+    pair.decode.role.admit(pair.session, issued)
 
 
 async def start(pair: WorkerPair, wanted: Ticket) -> Ticket:
@@ -61,7 +61,7 @@ def ended(session: FakeSession, request_id: str = "r1") -> set[int]:
 
 async def answer(pair: WorkerPair, wanted: Ticket) -> Prefilled:
     session = FakeSession()
-    pair.prefill.submit(session, wanted)
+    pair.prefill.role.submit(session, wanted)
     await pair.until(lambda: bool(session.of(Prefilled)))
     (event,) = session.of(Prefilled)
     assert isinstance(event, Prefilled)

@@ -41,13 +41,13 @@ async def unstarted(pair: WorkerPair, wanted: Ticket) -> None:
     """A group that is claimed, before its first step: its shared blocks still are shared."""
     pair.session.reads = False
     admit(pair, await prefill(pair, wanted))
-    await pair.until(lambda: "h-r1" in pair.decode._running)
+    await pair.until(lambda: "h-r1" in pair.decode.role.running)
 
 
 async def preempt(pair: WorkerPair, holder_id: str = "h-r1") -> Ticket:
     """Preempt a group; returns the ticket that its gateway gets."""
     num_seen = len(pair.session.of(Requeued))
-    pair.decode.preempt([holder_id])
+    pair.decode.role.preempt([holder_id])
     pair.decode_model.gate.set()
     await pair.until(lambda: len(pair.session.of(Requeued)) > num_seen)
     pair.session.reads = True
@@ -69,7 +69,7 @@ async def swapped_out(pair: WorkerPair, wanted: Ticket, num_steps: int = 6) -> T
 async def come_back(pair: WorkerPair, back: Ticket) -> Ticket:
     """Send a ticket to prefill under a new holder; returns the issued ticket."""
     session = FakeSession()
-    pair.prefill.submit(session, replace(back, attempt=2, holder_id="h-again"))
+    pair.prefill.role.submit(session, replace(back, attempt=2, holder_id="h-again"))
     await pair.until(lambda: bool(session.events))
     (event,) = session.of(Prefilled)
     issued: Ticket = event.ticket

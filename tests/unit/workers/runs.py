@@ -10,7 +10,7 @@ from .fakes import FakeSession
 async def prefill(pair: WorkerPair, asked: Ticket) -> Ticket:
     """The ticket as the prefill worker issues it."""
     session = FakeSession()
-    pair.prefill.submit(session, asked)
+    pair.prefill.role.submit(session, asked)
     await pair.until(lambda: bool(session.of(Prefilled)))
     ticket: Ticket = session.of(Prefilled)[0].ticket
     return ticket
@@ -18,8 +18,8 @@ async def prefill(pair: WorkerPair, asked: Ticket) -> Ticket:
 
 async def start(pair: WorkerPair, asked: Ticket) -> Ticket:
     issued = await prefill(pair, asked)
-    pair.decode.reserve(pair.session, *issued.key, 1)
-    pair.decode.admit(pair.session, issued)
+    pair.decode.role.reserve(pair.session, *issued.key, 1)
+    pair.decode.role.admit(pair.session, issued)
     return issued
 
 

@@ -17,15 +17,15 @@ from .searches import MAX_TOKENS, asked, right
 
 async def prefill(pair: WorkerPair, wanted: Ticket) -> Prefilled:
     session = FakeSession()
-    pair.prefill.submit(session, wanted)
+    pair.prefill.role.submit(session, wanted)
     await pair.until(lambda: bool(session.of(Prefilled)))
     event: Prefilled = session.of(Prefilled)[0]
     return event
 
 
 def admit(pair: WorkerPair, issued: Ticket) -> None:
-    pair.decode.reserve(pair.session, *issued.key, issued.width)
-    pair.decode.admit(pair.session, issued)
+    pair.decode.role.reserve(pair.session, *issued.key, issued.width)
+    pair.decode.role.admit(pair.session, issued)
 
 
 async def start(pair: WorkerPair, wanted: Ticket) -> Ticket:
@@ -103,7 +103,7 @@ async def test_search_reports_its_progress(pair: WorkerPair) -> None:
     await start(pair, asked(max_tokens=500, width=2))
     await pair.until(lambda: len(generated_of(pair.session, "r1")) > 3)
     assert set(generated_of(pair.session, "r1")) == {Generated("r1", 1, 0, len(PROMPT) + 1)}
-    pair.decode.abort(pair.session, "r1", 1)
+    pair.decode.role.abort(pair.session, "r1", 1)
     await pair.until_empty()
 
 
@@ -112,7 +112,7 @@ async def test_a_moved_search_goes_on_where_it_was(pair: WorkerPair) -> None:
     issued = await start(pair, wanted)
     for attempt in range(1, 5):
         await more_generated(pair, 3)
-        pair.decode.hand_over(pair.session, "r1", attempt)
+        pair.decode.role.hand_over(pair.session, "r1", attempt)
         await more_requeued(pair, attempt - 1)
         detached = pair.session.of(Requeued)[-1].ticket
         assert detached.holder_id == issued.holder_id
@@ -128,7 +128,7 @@ async def test_a_returned_search_goes_on_from_its_beams(pair: WorkerPair) -> Non
     wanted = asked(stop_ids=(5,))
     await start(pair, wanted)
     await pair.until(lambda: len(generated_of(pair.session, "r1")) > 6)
-    pair.decode.requeue_all()
+    pair.decode.role.requeue_all()
     await pair.until(lambda: bool(pair.session.of(Requeued)))
     requeued = pair.session.of(Requeued)[0]
     assert requeued.reason is RequeueReason.DRAINING
@@ -148,7 +148,7 @@ async def test_preempted_searches_find_the_same_hypotheses(make_pair: MakePair) 
     pair.decode_model.gate.clear()
     tickets = {f"r{number}": asked(number, max_tokens=24) for number in (1, 2, 3)}
     for wanted in tickets.values():
-        pair.prefill.submit(pair.session, wanted)
+        pair.prefill.role.submit(pair.session, wanted)
     num_seen, num_admitted, num_requeued, attempt = 0, 0, 0, 1
 
     def all_found() -> bool:
@@ -167,7 +167,7 @@ async def test_preempted_searches_find_the_same_hypotheses(make_pair: MakePair) 
                 case Requeued(progress=Ticket() as ticket):
                     num_requeued, attempt = num_requeued + 1, attempt + 1
                     again = replace(ticket, attempt=attempt, holder_id=f"h-{attempt}")
-                    pair.prefill.submit(pair.session, again)
+                    pair.prefill.role.submit(pair.session, again)
     assert num_requeued > 0
     for request_id, wanted in tickets.items():
         assert hypotheses(generated_of(pair.session, request_id)) == right(wanted)
@@ -190,8 +190,8 @@ async def test_a_step_waits_for_all_beams(make_pair: MakePair) -> None:
     second = await prefill(pair, again)
     assert [len(one.token_ids) for one in second.ticket.sequences] == [2] * 4
     assert all(one.finish_reason is FinishReason.LENGTH for one in right(wanted))
-    pair.prefill.abort(FakeSession(), "r1", 1)
-    pair.prefill.requeue_all()
+    pair.prefill.role.abort(FakeSession(), "r1", 1)
+    pair.prefill.role.requeue_all()
     await pair.until_empty()
 
 
@@ -203,15 +203,15 @@ async def test_a_search_needs_a_slot_for_each_beam_that_it_may_have(pair: Worker
         sequences=issued.sequences[:1],
         beams=replace(issued.beams, scores=issued.beams.scores[:1]),
     )
-    pair.decode.reserve(pair.session, *issued.key, 3)
+    pair.decode.role.reserve(pair.session, *issued.key, 3)
     with pytest.raises(InvalidRequest, match="4 sequences for 3 slots"):
-        pair.decode.admit(pair.session, one)
-    num_free = pair.decode.load().num_free_slots
-    pair.decode.abort(pair.session, *issued.key)
-    pair.decode.reserve(pair.session, *issued.key, 5)
-    pair.decode.admit(pair.session, one)
-    assert pair.decode.load().num_free_slots == num_free + 3 - 4
-    pair.decode.abort(pair.session, *issued.key)
+        pair.decode.role.admit(pair.session, one)
+    num_free = pair.decode.role.load().num_free_slots
+    pair.decode.role.abort(pair.session, *issued.key)
+    pair.decode.role.reserve(pair.session, *issued.key, 5)
+    pair.decode.role.admit(pair.session, one)
+    assert pair.decode.role.load().num_free_slots == num_free + 3 - 4
+    pair.decode.role.abort(pair.session, *issued.key)
     await pair.until_empty()
 
 
@@ -220,6 +220,6 @@ async def test_stop_conditions_do_not_end_a_beam(pair: WorkerPair) -> None:
     wanted = asked()
     issued = await start(pair, wanted)
     for index in range(4):
-        pair.decode.abort(pair.session, *issued.key, index)
+        pair.decode.role.abort(pair.session, *issued.key, index)
     assert await result(pair) == right(wanted)
     await pair.until_empty()

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from services.decode.job import State
 from services.protocol.messages import Prefilled, Requeued
 from services.protocol.ticket import Ticket
+from services.worker.requests.jobs import State
 
 from .conftest import MakePair, WorkerPair
 from .fakes import PROMPT, FakeSession, expected, ticket
@@ -21,9 +21,9 @@ async def admit(
     """A request with a slot, and a ticket that the decode worker has claimed."""
     asked = ticket(f"r{number}", range(100 * number, 100 * number + 10), max_tokens=4)
     issued = await prefill(pair, asked)
-    pair.decode.reserve(session, *issued.key, 1)
-    pair.decode.admit(session, issued, suspect=suspect)
-    job = pair.decode._jobs.get(session, *issued.key)
+    pair.decode.role.reserve(session, *issued.key, 1)
+    pair.decode.role.admit(session, issued, suspect=suspect)
+    job = pair.decode.role.jobs.get(session, *issued.key)
     assert job is not None
     await pair.until(lambda: job.state is not State.CLAIMING)
     return issued
@@ -53,10 +53,10 @@ async def test_no_sequence_is_computed_before_its_gateway_knows(pair: WorkerPair
     """So whatever a step does to its worker, the gateway knows the requests in it."""
     session = FakeSession()
     session.reads = False
-    pair.prefill.submit(session, ticket("r1", PROMPT))
+    pair.prefill.role.submit(session, ticket("r1", PROMPT))
     await pair.until(lambda: session.began == ["r1"])
     other = FakeSession()
-    pair.prefill.submit(other, ticket("r2", (1, 2, 3)))
+    pair.prefill.role.submit(other, ticket("r2", (1, 2, 3)))
     await pair.until(lambda: bool(other.of(Prefilled)))  # a step has run meanwhile
     assert pair.arena.num_computed == 3
     assert not session.events
@@ -85,7 +85,7 @@ async def test_a_sequence_waiting_for_a_lost_store_has_not_begun(pair: WorkerPai
     """Neither has one that finds no blocks."""
     session = FakeSession()
     filler = await pair.store.allocate("pool", "filler", pair.prefill.worker_id, 1, (), 30)
-    pair.prefill.submit(session, ticket("r2", PROMPT))
+    pair.prefill.role.submit(session, ticket("r2", PROMPT))
     await pair.until(lambda: bool(pair.store.ledger("pool").stats().num_waiters))
     assert not session.began
     await pair.store.release("pool", "filler", filler.epoch)
@@ -109,7 +109,7 @@ async def test_suspects_are_begun_one_at_a_time_whoever_sends_them(pair: WorkerP
     pair.decode_model.gate.set()
     await pair.until(lambda: second.began == ["r2"])
     assert not third.began
-    pair.decode.abort(second, *issued[1].key)
+    pair.decode.role.abort(second, *issued[1].key)
     pair.decode_model.gate.set()
     await pair.until(lambda: finished(third, "r3"))
     await pair.until(lambda: finished(first, "r1") and finished(free, "r4"))
@@ -125,7 +125,7 @@ async def test_suspected_prompts_are_begun_one_at_a_time(pair: WorkerPair) -> No
     session = FakeSession()
     for number in (1, 2, 3):
         asked = ticket(f"r{number}", range(100 * number, 100 * number + 10))
-        pair.prefill.submit(session, asked, suspect=True)
+        pair.prefill.role.submit(session, asked, suspect=True)
     await pair.until(lambda: pair.prefill_model.num_begun == 1)
     assert session.began == ["r1"]
     pair.prefill_model.gate.set()
@@ -146,11 +146,11 @@ async def test_a_suspect_that_leaves_the_queue_leaves_nothing(pair: WorkerPair, 
     await pair.until(lambda: first.began == ["r1"])
     match how:
         case "aborted":
-            pair.decode.abort(second, *issued[1].key)
+            pair.decode.role.abort(second, *issued[1].key)
         case "gateway gone":
-            pair.decode.close(second)
+            pair.decode.role.close(second)
         case "handed over":
-            pair.decode.hand_over(second, *issued[1].key)
+            pair.decode.role.hand_over(second, *issued[1].key)
     pair.decode_model.gate.set()
     await pair.until(lambda: finished(third, "r3"))
     assert not second.began
@@ -158,8 +158,8 @@ async def test_a_suspect_that_leaves_the_queue_leaves_nothing(pair: WorkerPair, 
         await pair.until(lambda: bool(second.of(Requeued)))
         (requeued,) = second.events[1:]
         detached: Ticket = replace(requeued.ticket, attempt=2)  # type: ignore[union-attr, type-var, assignment]
-        pair.decode.reserve(second, *detached.key, 1)
-        pair.decode.admit(second, detached)
+        pair.decode.role.reserve(second, *detached.key, 1)
+        pair.decode.role.admit(second, detached)
         await pair.until(lambda: finished(second, "r2"))
     await pair.until_empty()
 
@@ -174,7 +174,7 @@ async def test_a_later_sequence_begins_when_the_gateway_has_the_token(
     held = hold_up(pair, monkeypatch, "release" if max_tokens == 1 else "detach")
     for number in (1, 2):
         asked = ticket(f"r{number}", range(100 * number, 100 * number + 10), max_tokens=max_tokens)
-        pair.prefill.submit(session, asked, suspect=True)
+        pair.prefill.role.submit(session, asked, suspect=True)
     await held.reached.wait()
     assert session.sent == ["Began r1"]
     held.over.set()
@@ -188,10 +188,10 @@ async def test_a_later_sequence_begins_when_the_gateway_has_the_preemption(
     session = FakeSession()
     held = hold_up(pair, monkeypatch, "release")
     pair.prefill_model.pause_after = 1
-    pair.prefill.submit(session, ticket("r1", range(100, 140)), suspect=True)
-    pair.prefill.submit(session, ticket("r2", PROMPT), suspect=True)
+    pair.prefill.role.submit(session, ticket("r1", range(100, 140)), suspect=True)
+    pair.prefill.role.submit(session, ticket("r2", PROMPT), suspect=True)
     await pair.until(lambda: pair.prefill_model.num_begun == 2)
-    pair.prefill.preempt(["h-r1"])
+    pair.prefill.role.preempt(["h-r1"])
     pair.prefill_model.gate.set()
     await held.reached.wait()
     assert session.sent == ["Began r1"]
@@ -222,9 +222,9 @@ async def test_a_later_sequence_begins_when_the_gateway_has_the_ticket(
     issued = await admit(pair, session, 1, suspect=True)
     await admit(pair, session, 2, suspect=True)
     if how == "handed over":
-        pair.decode.hand_over(session, *issued.key)
+        pair.decode.role.hand_over(session, *issued.key)
     else:
-        pair.decode.preempt([issued.holder_id])
+        pair.decode.role.preempt([issued.holder_id])
     await pair.until(lambda: "r2" in session.began)
     of_r1 = [event for event in session.sent if event.endswith("r1")]
     assert session.sent.index("Requeued r1") < session.sent.index("Began r2")

@@ -8,10 +8,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from services.common.runtime.metrics import WorkerMetrics
-from services.decode.worker import DecodeWorker
 from services.protocol.messages import Requeued, RequeueReason
 from services.protocol.ticket import Ticket
-from services.worker.pool_worker import WorkerParts
+from services.worker.pool_engine import WorkerParts
+from services.worker.pool_worker import PoolWorker
+from services.worker.roles.decode import Decode
 
 from .conftest import MakePair, WorkerPair, running
 from .fakes import PROMPT, FakeForward, FakeSession, expected, join, ticket
@@ -20,7 +21,7 @@ from .runs import finished, outputs, start, tokens
 
 async def handed_over(pair: WorkerPair, request_id: str, attempt: int = 1) -> Ticket:
     """Hand over the running request `request_id`; returns its detached ticket."""
-    pair.decode.hand_over(pair.session, request_id, attempt)
+    pair.decode.role.hand_over(pair.session, request_id, attempt)
     await pair.until(lambda: bool(pair.session.of(Requeued)))
     requeued = pair.session.of(Requeued)[0]
     assert requeued.reason is RequeueReason.HANDED_OVER
@@ -38,15 +39,15 @@ async def test_a_handed_over_sequence_goes_on_where_it_was(pair: WorkerPair) -> 
     detached = await handed_over(pair, "r1")
     assert detached.holder_id == issued.holder_id
     assert detached.holder_epoch == 4  # allocated 1, issued 2, claimed 3, detached 4
-    assert pair.decode.load().num_free_slots == 16
+    assert pair.decode.role.load().num_free_slots == 16
     got = tokens(pair.session, issued)
     assert detached.sequences[0].token_ids == tuple(got)
     assert detached.sequences[0].num_computed_tokens == len(PROMPT) + len(got) - 1
 
     session = FakeSession()
     async with running(other):
-        other.reserve(session, "r1", 2, 1)
-        other.admit(session, replace(detached, attempt=2))
+        other.role.reserve(session, "r1", 2, 1)
+        other.role.admit(session, replace(detached, attempt=2))
         await pair.until(lambda: finished(session, "r1"))
         rest = [output.token_ids[0] for output in outputs(session, "r1")]
         assert [*got, *rest] == expected(PROMPT, 60)
@@ -62,7 +63,7 @@ async def test_a_detached_request_waits_for_no_step_of_others(pair: WorkerPair) 
     model = pair.decode_model
     model.gate.clear()
     await pair.until(lambda: model.num_begun > model.num_steps)
-    pair.decode.hand_over(pair.session, "r1", 1)
+    pair.decode.role.hand_over(pair.session, "r1", 1)
     model.pause_after = model.num_steps + 1 + pair.is_late
     model.gate.set()
     await pair.until(lambda: bool(pair.session.of(Requeued)))
@@ -70,7 +71,7 @@ async def test_a_detached_request_waits_for_no_step_of_others(pair: WorkerPair) 
     model.pause_after = 0
     model.gate.set()
     for request_id in ("r1", "r2"):
-        pair.decode.abort(pair.session, request_id, 1)
+        pair.decode.role.abort(pair.session, request_id, 1)
     await pair.until_empty()
 
 
@@ -93,11 +94,11 @@ async def test_detaching_takes_one_exchange_with_the_store(
 
     monkeypatch.setattr(pair.store, "detach", counted)
     for name in names:
-        pair.decode.hand_over(pair.session, name, 1)
+        pair.decode.role.hand_over(pair.session, name, 1)
     await pair.until(lambda: len(pair.session.of(Requeued)) == 3)
     assert sorted(detached) == sorted(holders)
     for name in names:
-        pair.decode.abort(pair.session, name, 1)
+        pair.decode.role.abort(pair.session, name, 1)
     await pair.until_empty()
 
 
@@ -115,7 +116,7 @@ async def test_a_ticket_is_offered_once_the_store_has_detached_it(
         return await detach(*args)
 
     monkeypatch.setattr(pair.store, "detach", late)
-    pair.decode.hand_over(pair.session, "r1", 1)
+    pair.decode.role.hand_over(pair.session, "r1", 1)
     async with asyncio.timeout(10):
         await asked.wait()
     for _ in range(10):
@@ -123,7 +124,7 @@ async def test_a_ticket_is_offered_once_the_store_has_detached_it(
     assert not pair.session.of(Requeued)
     may_detach.set()
     await pair.until(lambda: bool(pair.session.of(Requeued)))
-    pair.decode.abort(pair.session, "r1", 1)
+    pair.decode.role.abort(pair.session, "r1", 1)
     await pair.until_empty()
 
 
@@ -131,11 +132,11 @@ async def test_a_handed_over_sequence_may_come_back(pair: WorkerPair) -> None:
     issued = await start(pair, ticket("r1", PROMPT, max_tokens=60))
     await pair.until(lambda: len(outputs(pair.session, "r1")) > 8)
     detached = await handed_over(pair, "r1")
-    pair.decode.reserve(pair.session, "r1", 2, 1)
-    pair.decode.admit(pair.session, replace(detached, attempt=2))
+    pair.decode.role.reserve(pair.session, "r1", 2, 1)
+    pair.decode.role.admit(pair.session, replace(detached, attempt=2))
     await pair.until(lambda: finished(pair.session, "r1"))
     assert tokens(pair.session, issued) == expected(PROMPT, 60)
-    assert not pair.decode._detached._on_pool
+    assert not pair.decode.role.jobs.detached("h-r1")
     await pair.until_empty()
 
 
@@ -144,15 +145,15 @@ async def test_a_sequence_that_waits_for_its_next_block_is_handed_over_without_i
 ) -> None:
     """It had 12 slots for 13 tokens; the worker that claims it gets the fourth block."""
     pair = await make_pair(num_blocks=4)
-    await pair.store.allocate("pool", "in the way", "PrefillWorker", 9, [], 1)
+    await pair.store.allocate("pool", "in the way", "Prefill", 9, [], 1)
     issued = await start(pair, ticket("r1", PROMPT, max_tokens=6))
     await pair.until(lambda: len(tokens(pair.session, issued)) == 3)
-    await pair.until(lambda: bool(pair.decode._extender._wanting))
+    await pair.until(lambda: bool(pair.decode.role._extender._wanting))
     detached = await handed_over(pair, "r1")
     assert len(detached.sequences[0].block_ids) == 3
     await pair.store.release("pool", "in the way", 1)
-    pair.decode.reserve(pair.session, "r1", 2, 1)
-    pair.decode.admit(pair.session, replace(detached, attempt=2))
+    pair.decode.role.reserve(pair.session, "r1", 2, 1)
+    pair.decode.role.admit(pair.session, replace(detached, attempt=2))
     await pair.until(lambda: finished(pair.session, "r1"))
     assert tokens(pair.session, issued) == expected(PROMPT, 6)
 
@@ -161,7 +162,7 @@ async def test_abort_ends_a_detached_ticket(pair: WorkerPair) -> None:
     await start(pair, ticket("r1", PROMPT, max_tokens=500))
     await pair.until(lambda: bool(outputs(pair.session, "r1")))
     await handed_over(pair, "r1")
-    pair.decode.abort(pair.session, "r1", 1)
+    pair.decode.role.abort(pair.session, "r1", 1)
     await pair.until_empty()
     assert len(pair.session.of(Requeued)) == 1
 
@@ -169,8 +170,8 @@ async def test_abort_ends_a_detached_ticket(pair: WorkerPair) -> None:
 async def test_abort_during_a_detach_frees_the_blocks(pair: WorkerPair) -> None:
     await start(pair, ticket("r1", PROMPT, max_tokens=500))
     await pair.until(lambda: bool(outputs(pair.session, "r1")))
-    pair.decode.hand_over(pair.session, "r1", 1)
-    pair.decode.abort(pair.session, "r1", 1)
+    pair.decode.role.hand_over(pair.session, "r1", 1)
+    pair.decode.role.abort(pair.session, "r1", 1)
     await pair.until_empty()
     assert not pair.session.of(Requeued)
 
@@ -192,7 +193,7 @@ async def test_a_demand_releases_a_detached_ticket(pair: WorkerPair) -> None:
     issued = await start(pair, ticket("r1", PROMPT, max_tokens=500))
     await pair.until(lambda: bool(outputs(pair.session, "r1")))
     await handed_over(pair, "r1")
-    pair.decode.preempt([issued.holder_id])
+    pair.decode.role.preempt([issued.holder_id])
     await pair.until_empty()
     await pair.until(lambda: len(pair.session.of(Requeued)) == 2)
     assert pair.session.of(Requeued)[1].reason is RequeueReason.PREEMPTED
@@ -209,10 +210,10 @@ async def test_a_drained_worker_stays_until_its_tickets_are_claimed(pair: Worker
     assert not drained.done()
     session = FakeSession()
     async with running(other):
-        other.reserve(session, "r1", 2, 1)
-        other.admit(session, replace(detached, attempt=2))
+        other.role.reserve(session, "r1", 2, 1)
+        other.role.admit(session, replace(detached, attempt=2))
         await asyncio.wait_for(drained, timeout=10)
-        other.abort(session, "r1", 2)
+        other.role.abort(session, "r1", 2)
         await pair.until_empty()
 
 
@@ -223,7 +224,7 @@ async def test_requests_left_after_the_grace_period_are_returned(pair: WorkerPai
     await pair.until(lambda: bool(outputs(pair.session, "r1") and outputs(pair.session, "r2")))
     pair.decode.drain()
     await handed_over(pair, "r2")
-    pair.decode.requeue_all()
+    pair.decode.role.requeue_all()
     async with asyncio.timeout(10):
         await pair.decode.drained()
     await pair.until_empty()
@@ -234,8 +235,9 @@ async def test_requests_left_after_the_grace_period_are_returned(pair: WorkerPai
     assert list(back["r1"].progress.sequences[0].token_ids) == tokens(pair.session, running)
 
 
-async def another_decode_worker(pair: WorkerPair) -> DecodeWorker:
+async def another_decode_worker(pair: WorkerPair) -> PoolWorker[Decode]:
     membership = await join(pair.store, pair.spec, "another", pair.arena.stamps)
     metrics = WorkerMetrics(CollectorRegistry())
     model = FakeForward(pair.arena)
-    return DecodeWorker(WorkerParts(pair.store, membership, model, pair.decode.limits, metrics))
+    parts = WorkerParts(pair.store, membership, model, pair.decode.limits, metrics)
+    return PoolWorker(parts, Decode)

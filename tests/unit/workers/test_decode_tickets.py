@@ -28,9 +28,9 @@ BEYOND = 1 << 31
 async def test_a_ticket_that_makes_no_sense_is_refused(
     pair: WorkerPair, sequence: TicketSequence
 ) -> None:
-    pair.decode.reserve(pair.session, "r1", 1, 1)
+    pair.decode.role.reserve(pair.session, "r1", 1, 1)
     with pytest.raises(InvalidRequest):
-        pair.decode.admit(pair.session, ticket("r1", PROMPT, sequences=(sequence,)))
+        pair.decode.role.admit(pair.session, ticket("r1", PROMPT, sequences=(sequence,)))
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ async def test_sampling_names_tokens_of_the_vocabulary(
     asked = ticket("r1", PROMPT)
     asked = replace(asked, sampling=replace(asked.sampling, **named))
     with pytest.raises(InvalidRequest, match="beyond the vocabulary of 2147483648"):
-        pair.prefill.submit(pair.session, asked)
+        pair.prefill.role.submit(pair.session, asked)
 
 
 async def test_a_ticket_with_blocks_that_its_holder_does_not_have_is_refused(
@@ -62,12 +62,12 @@ async def test_a_ticket_with_blocks_that_its_holder_does_not_have_is_refused(
     issued = await prefill(pair, ticket("r1", PROMPT))
     (state,) = issued.sequences
     forged = replace(state, block_ids=other.sequences[0].block_ids)
-    pair.decode.reserve(pair.session, "r1", 1, 1)
-    pair.decode.admit(pair.session, replace(issued, sequences=(forged,)))
+    pair.decode.role.reserve(pair.session, "r1", 1, 1)
+    pair.decode.role.admit(pair.session, replace(issued, sequences=(forged,)))
     await pair.until(lambda: bool(pair.session.of(Failed)))
     assert pair.session.of(Failed)[0].code == "invalid_request"
-    pair.decode.reserve(pair.session, "r1", 1, 1)
-    pair.decode.admit(pair.session, issued)
+    pair.decode.role.reserve(pair.session, "r1", 1, 1)
+    pair.decode.role.admit(pair.session, issued)
     await pair.until(lambda: finished(pair.session, "r1"))
     assert tokens(pair.session, issued) == expected(PROMPT, 8)
 
@@ -76,8 +76,8 @@ async def test_a_ticket_whose_blocks_hold_other_tokens_is_computed_again(pair: W
     """The worker would otherwise write on, and publish, wrong blocks."""
     issued = await prefill(pair, ticket("r1", PROMPT))
     forged = replace(issued, prompt_token_ids=(99, *PROMPT[1:]))
-    pair.decode.reserve(pair.session, "r1", 1, 1)
-    pair.decode.admit(pair.session, forged)
+    pair.decode.role.reserve(pair.session, "r1", 1, 1)
+    pair.decode.role.admit(pair.session, forged)
     await pair.until(lambda: bool(pair.session.of(Requeued)))
     assert pair.session.of(Requeued)[0].reason is RequeueReason.STALE_TICKET
     await pair.until_empty()
@@ -89,8 +89,8 @@ async def test_a_shortened_ticket_does_not_write_into_finished_blocks(pair: Work
     short = replace(
         issued, prompt_token_ids=PROMPT[:4], sequences=(replace(state, num_computed_tokens=4),)
     )
-    pair.decode.reserve(pair.session, "r1", 1, 1)
-    pair.decode.admit(pair.session, short)
+    pair.decode.role.reserve(pair.session, "r1", 1, 1)
+    pair.decode.role.admit(pair.session, short)
     await pair.until(lambda: bool(pair.session.of(Requeued)))
     assert not outputs(pair.session, "r1")
 
@@ -100,10 +100,10 @@ async def test_a_holder_has_one_sequence(pair: WorkerPair) -> None:
     issued = await prefill(pair, ticket("r1", PROMPT, max_tokens=30))
     pair.decode_model.gate.clear()
     for attempt in (1, 2):
-        pair.decode.reserve(pair.session, "r1", attempt, 1)
-    pair.decode.admit(pair.session, issued)
+        pair.decode.role.reserve(pair.session, "r1", attempt, 1)
+    pair.decode.role.admit(pair.session, issued)
     with pytest.raises(InvalidRequest, match="already claimed"):
-        pair.decode.admit(pair.session, replace(issued, attempt=2))
+        pair.decode.role.admit(pair.session, replace(issued, attempt=2))
     pair.decode_model.gate.set()
     await pair.until(lambda: finished(pair.session, "r1"))
     assert tokens(pair.session, issued) == expected(PROMPT, 30)
@@ -115,8 +115,8 @@ async def test_tokens_beyond_the_vocabulary_are_refused(pair: WorkerPair, token:
     issued = await prefill(pair, ticket("r1", PROMPT))
     pair.decode.limits = replace(pair.decode.limits, vocab_size=50_000)
     (state,) = issued.sequences
-    pair.decode.reserve(pair.session, "r1", 1, 1)
+    pair.decode.role.reserve(pair.session, "r1", 1, 1)
     with pytest.raises(InvalidRequest, match="vocabulary"):
-        pair.decode.admit(
+        pair.decode.role.admit(
             pair.session, replace(issued, sequences=(replace(state, token_ids=(token,)),))
         )

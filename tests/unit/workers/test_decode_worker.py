@@ -13,11 +13,12 @@ from services.common.errors import InvalidRequest
 from services.common.runtime.metrics import WorkerMetrics
 from services.common.structured.grammar import Grammar
 from services.common.structured.structure import Structure, StructureKind
-from services.decode.worker import DecodeWorker
 from services.engine.batch import Fault
 from services.protocol.messages import Failed, Requeued, RequeueReason, Reserved, Step
 from services.protocol.ticket import FinishReason, TicketSequence
-from services.worker.pool_worker import WorkerParts
+from services.worker.pool_engine import WorkerParts
+from services.worker.pool_worker import PoolWorker
+from services.worker.roles.decode import Decode
 
 from .conftest import MakePair, WorkerPair
 from .fakes import PROMPT, FakeForward, expected, join, ticket
@@ -105,7 +106,7 @@ async def test_a_worker_without_a_tokenizer_refuses_structured_output(pair: Work
     structure = Structure(StructureKind.REGEX, "a")
     asked = replace(asked, sampling=replace(asked.sampling, structure=structure))
     with pytest.raises(InvalidRequest, match="no tokenizer for structured output"):
-        pair.prefill.submit(pair.session, asked)
+        pair.prefill.role.submit(pair.session, asked)
 
 
 async def test_an_abort_of_a_sequence_that_is_not_finite_is_not_answered(pair: WorkerPair) -> None:
@@ -115,7 +116,7 @@ async def test_an_abort_of_a_sequence_that_is_not_finite_is_not_answered(pair: W
     issued = await start(pair, ticket("r1", PROMPT, max_tokens=20))
     await pair.until(lambda: pair.decode_model.num_begun == 1)
     assert len(pair.arena.stamps.complete_blocks([issued.holder_id])[issued.holder_id]) == 2
-    pair.decode.abort(pair.session, *issued.key)
+    pair.decode.role.abort(pair.session, *issued.key)
     pair.decode_model.gate.set()
     await pair.until_empty()
     assert pair.session.of(Failed) == []
@@ -126,7 +127,7 @@ async def test_all_tokens_of_a_step_go_in_one_message(pair: WorkerPair) -> None:
     pair.decode_model.gate.clear()
     for number in (1, 2, 3):
         await start(pair, ticket(f"r{number}", (number,), max_tokens=5))
-    await pair.until(lambda: pair.decode.load().num_running == 3)
+    await pair.until(lambda: pair.decode.role.load().num_running == 3)
     pair.decode_model.gate.set()
     await pair.until(lambda: all(finished(pair.session, f"r{n}") for n in (1, 2, 3)))
     assert max(len(step.outputs) for step in pair.session.of(Step)) == 3
@@ -175,45 +176,45 @@ async def test_the_last_request_is_preempted_when_blocks_run_out(
 async def test_an_abort_frees_blocks_and_slots_at_once(pair: WorkerPair) -> None:
     await start(pair, ticket("r1", PROMPT, max_tokens=500))
     await pair.until(lambda: len(outputs(pair.session, "r1")) > 3)
-    pair.decode.abort(pair.session, "r1", 1)
+    pair.decode.role.abort(pair.session, "r1", 1)
     await pair.until_empty()
-    assert pair.decode.load().num_free_slots == 16
+    assert pair.decode.role.load().num_free_slots == 16
     assert not pair.session.of(Requeued)
     assert not pair.session.of(Failed)
 
 
 async def test_an_abort_while_it_is_being_claimed_frees_the_blocks(pair: WorkerPair) -> None:
     issued = await prefill(pair, ticket("r1", PROMPT, max_tokens=500))
-    pair.decode.reserve(pair.session, "r1", 1, 1)
-    pair.decode.admit(pair.session, issued)
-    pair.decode.abort(pair.session, "r1", 1)
+    pair.decode.role.reserve(pair.session, "r1", 1, 1)
+    pair.decode.role.admit(pair.session, issued)
+    pair.decode.role.abort(pair.session, "r1", 1)
     await pair.until_empty()
     assert not outputs(pair.session, "r1")
 
 
 async def test_an_abort_ends_a_reservation(pair: WorkerPair) -> None:
     issued = await prefill(pair, ticket("r1", PROMPT))
-    pair.decode.reserve(pair.session, "r1", 1, 1)
-    assert pair.decode.load().num_free_slots == 15
-    pair.decode.abort(pair.session, "r1", 1)
-    assert pair.decode.load().num_free_slots == 16
+    pair.decode.role.reserve(pair.session, "r1", 1, 1)
+    assert pair.decode.role.load().num_free_slots == 15
+    pair.decode.role.abort(pair.session, "r1", 1)
+    assert pair.decode.role.load().num_free_slots == 16
     with pytest.raises(InvalidRequest):
-        pair.decode.admit(pair.session, issued)
+        pair.decode.role.admit(pair.session, issued)
 
 
 async def test_a_lost_gateway_ends_its_sequences_and_reservations(pair: WorkerPair) -> None:
     await start(pair, ticket("r1", PROMPT, max_tokens=500))
-    pair.decode.reserve(pair.session, "r2", 1, 4)
+    pair.decode.role.reserve(pair.session, "r2", 1, 4)
     await pair.until(lambda: bool(outputs(pair.session, "r1")))
-    pair.decode.close(pair.session)
+    pair.decode.role.close(pair.session)
     await pair.until_empty()
-    assert pair.decode.load().num_free_slots == 16
+    assert pair.decode.role.load().num_free_slots == 16
 
 
 async def test_slots_are_granted_while_there_are_some(pair: WorkerPair) -> None:
     for number in (1, 2, 3):
-        pair.decode.reserve(pair.session, f"r{number}", 1, 6)
-    pair.decode.reserve(pair.session, "r1", 1, 1)
+        pair.decode.role.reserve(pair.session, f"r{number}", 1, 6)
+    pair.decode.role.reserve(pair.session, "r1", 1, 1)
     assert [event.granted for event in pair.session.of(Reserved)] == [True, True, False, False]
 
 
@@ -221,20 +222,20 @@ async def test_a_stale_ticket_goes_back(pair: WorkerPair) -> None:
     """Its issuer has taken it back meanwhile, or another worker has claimed it."""
     issued = await prefill(pair, ticket("r1", PROMPT))
     await pair.store.release("pool", issued.holder_id, issued.holder_epoch)
-    pair.decode.reserve(pair.session, "r1", 1, 1)
-    pair.decode.admit(pair.session, issued)
+    pair.decode.role.reserve(pair.session, "r1", 1, 1)
+    pair.decode.role.admit(pair.session, issued)
     await pair.until(lambda: bool(pair.session.of(Requeued)))
     assert pair.session.of(Requeued)[0].reason is RequeueReason.STALE_TICKET
-    assert pair.decode.load().num_free_slots == 16
+    assert pair.decode.role.load().num_free_slots == 16
 
 
 async def test_the_deadline_ends_a_running_sequence(pair: WorkerPair) -> None:
     issued = await prefill(pair, ticket("r1", PROMPT, max_tokens=900))
     pair.decode_model.gate.clear()
-    pair.decode.reserve(pair.session, "r1", 1, 1)
-    pair.decode.admit(pair.session, replace(issued, timeout_ms=20))
-    await pair.until(lambda: pair.decode.load().num_running == 1)
-    await pair.until(lambda: all(job.ending for job in pair.decode._jobs))
+    pair.decode.role.reserve(pair.session, "r1", 1, 1)
+    pair.decode.role.admit(pair.session, replace(issued, timeout_ms=20))
+    await pair.until(lambda: pair.decode.role.load().num_running == 1)
+    await pair.until(lambda: all(job.ending for job in pair.decode.role.jobs))
     pair.decode_model.gate.set()
     await pair.until(lambda: bool(pair.session.of(Failed)))
     assert pair.session.of(Failed)[0].code == "deadline_exceeded"
@@ -245,10 +246,10 @@ async def test_a_deadline_during_the_last_step_does_not_hide_the_end(pair: Worke
     """The gateway gets the one of the two that came first."""
     issued = await prefill(pair, ticket("r1", PROMPT, max_tokens=2))
     pair.decode_model.gate.clear()
-    pair.decode.reserve(pair.session, "r1", 1, 1)
-    pair.decode.admit(pair.session, replace(issued, timeout_ms=20))
+    pair.decode.role.reserve(pair.session, "r1", 1, 1)
+    pair.decode.role.admit(pair.session, replace(issued, timeout_ms=20))
     await pair.until(lambda: pair.decode_model.num_begun == 1)
-    await pair.until(lambda: all(job.ending for job in pair.decode._jobs))
+    await pair.until(lambda: all(job.ending for job in pair.decode.role.jobs))
     pair.decode_model.gate.set()
     await pair.until_empty()
     assert finished(pair.session, "r1")
@@ -260,7 +261,8 @@ async def test_a_fenced_worker_ends(pair: WorkerPair) -> None:
     fenced = await join(pair.store, pair.spec, "fenced", pair.arena.stamps)
     metrics = WorkerMetrics(CollectorRegistry())
     model = FakeForward(pair.arena)
-    worker = DecodeWorker(WorkerParts(pair.store, fenced, model, pair.decode.limits, metrics))
+    parts = WorkerParts(pair.store, fenced, model, pair.decode.limits, metrics)
+    worker = PoolWorker(parts, Decode)
     running = asyncio.create_task(worker.run())
     await pair.store.fence("pool", "fenced")
     with pytest.raises(WorkerFenced):
@@ -276,7 +278,7 @@ async def test_figures_are_those_of_the_worker(pair: WorkerPair) -> None:
     assert figure(pair, "num_free_slots") == 15
     assert pair.prefill.metrics.generation_tokens._value.get() == 1
     pair.decode_model.gate.set()
-    pair.decode.abort(pair.session, "r1", 1)
+    pair.decode.role.abort(pair.session, "r1", 1)
     await pair.until(lambda: figure(pair, "num_requests_running") == 0)
     assert figure(pair, "num_free_slots") == 16
 
@@ -288,7 +290,7 @@ def figure(pair: WorkerPair, name: str) -> float | None:
 async def test_draining_lets_what_runs_finish(pair: WorkerPair) -> None:
     issued = await start(pair, ticket("r1", PROMPT, max_tokens=20))
     assert pair.decode.drain() == 1
-    pair.decode.reserve(pair.session, "r2", 1, 1)
+    pair.decode.role.reserve(pair.session, "r2", 1, 1)
     assert pair.session.of(Reserved)[-1].granted is False
     async with asyncio.timeout(10):
         await pair.decode.drained()
@@ -318,9 +320,9 @@ async def test_others_run_while_a_grammar_is_compiled(pair: WorkerPair) -> None:
     for name in ("r1", "r2"):
         asked = ticket(name, PROMPT)
         asked = replace(asked, sampling=replace(asked.sampling, structure=structure))
-        pair.prefill.submit(pair.session, asked, suspect=True)
+        pair.prefill.role.submit(pair.session, asked, suspect=True)
     await prefill(pair, ticket("r3", tuple(range(50, 60))))
-    pair.prefill.abort(pair.session, "r2", 1)
+    pair.prefill.role.abort(pair.session, "r2", 1)
     grammars.compiled.set_exception(InvalidRequest("no such form"))
     await pair.until(lambda: bool(pair.session.of(Failed)))
     (failed,) = pair.session.of(Failed)

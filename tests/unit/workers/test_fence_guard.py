@@ -1,81 +1,39 @@
 """A worker that was given up while it was stopped neither writes nor answers."""
 
-from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from blockstore.errors import WorkerFenced
+from blockstore.memory_store import MemoryStore
 from services.common.pool.locks import WorkerLock, revoke_lock
-from services.engine.batch import Row, Wait
-from services.engine.forward import CompleteFlight
-from services.worker.liveness.fence_guard import FenceGuard, GuardedForward
-from tests.late_device import LateForward
+from services.common.runtime.metrics import WorkerMetrics
+from services.protocol.ticket import TicketSequence
+from services.worker.limits import Limits
+from services.worker.liveness.fence_guard import FenceGuard
+
+from .fake_pools import FakePools
+from .fakes import PROMPT, FakeForward, ticket
 
 
-class Forward:
-    def __init__(self, meanwhile: Callable[[], None] = lambda: None) -> None:
-        self.num_runs = 0
-        self._meanwhile = meanwhile
-
-    def launch(
-        self, rows: Sequence[Row], copies: Sequence[tuple[int, int]] = (), num_waiting: int = 0
-    ) -> CompleteFlight:
-        self.num_runs += 1
-        self._meanwhile()
-        return CompleteFlight()
-
-    def yield_device(self, wait: Wait) -> None:
-        pass
-
-    def on_idle(self) -> None:
-        pass
-
-
-@pytest.fixture
-def lock(tmp_path: Path) -> WorkerLock:
-    return WorkerLock.create(tmp_path / "decode-1.lock")
-
-
-def test_a_fenced_worker_neither_writes_nor_copies(lock: WorkerLock) -> None:
-    forward = Forward()
-    permitted = GuardedForward(forward, FenceGuard([lock]))
-    permitted.launch((), [(1, 2)]).result()
-    revoke_lock(lock.path)
+async def test_a_worker_copies_nothing_once_a_lock_of_its_pools_is_marked(tmp_path: Path) -> None:
+    locks = [WorkerLock.create(tmp_path / f"{name}.lock") for name in ("own", "colder")]
+    guard = FenceGuard(locks)
+    pools = await FakePools.make(MemoryStore(), tmp_path, 16, 4, num_swap_blocks=16)
+    pools.arena.slots |= {position: (position, token) for position, token in enumerate(PROMPT)}
+    metrics, limits = WorkerMetrics(CollectorRegistry()), Limits(4, 16, max_model_len=100)
+    parts = await pools.join("w", FakeForward(pools.arena), limits, metrics, check=guard.check)
+    assert parts.swap_pool is not None
+    assert pools.swap_arena is not None
+    asked = ticket("r1", PROMPT, sequences=(TicketSequence(0, (1,), (0, 1, 2), 10),))
+    assert await parts.swap_pool.put(asked)
+    revoke_lock(locks[1].path)
     with pytest.raises(WorkerFenced):
-        permitted.launch((), [(1, 2)])
-    assert forward.num_runs == 1
-
-
-def test_results_computed_meanwhile_are_dropped(lock: WorkerLock) -> None:
-    """The blocks that it read may have belonged to another holder by then."""
-    permitted = GuardedForward(Forward(lambda: revoke_lock(lock.path)), FenceGuard([lock]))
-    flight = permitted.launch(())
-    with pytest.raises(WorkerFenced):
-        flight.result()
-
-
-def test_a_fenced_worker_waits_for_what_it_has_launched(lock: WorkerLock) -> None:
-    """The device writes until then, whatever happens to the results."""
-    forward = Forward()
-    flight = GuardedForward(LateForward(forward), FenceGuard([lock])).launch((), [(1, 2)])
-    revoke_lock(lock.path)
-    assert not flight.is_complete
-    with pytest.raises(WorkerFenced):
-        flight.result()
-    assert flight.is_complete
-    assert forward.num_runs == 1
-
-
-def test_copies_check_the_locks_of_all_pools(lock: WorkerLock, tmp_path: Path) -> None:
-    swap_pool = WorkerLock.create(tmp_path / "colder.lock")
-    copied: list[tuple[int, int]] = []
-    copy = FenceGuard([lock, swap_pool]).guard_copy(copied.extend)
-    copy([(1, 2)])
-    revoke_lock(swap_pool.path)
-    with pytest.raises(WorkerFenced):
-        copy([(3, 4)])
-    assert copied == [(1, 2)]
+        await parts.swap_pool.put(replace(asked, holder_id="h-r2", prompt_token_ids=PROMPT[1:]))
+    assert pools.swap_arena.num_copied == 3
+    parts.swap_pool.close()
 
 
 def test_a_worker_that_is_gone_cannot_be_given_up(tmp_path: Path) -> None:

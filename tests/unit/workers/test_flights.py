@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from blockstore.errors import WorkerFenced
 from blockstore.records import PoolSpec
 from services.common.structured.structure import Structure, StructureKind
 from services.engine.batch import Draw, Fault, Row
@@ -50,8 +51,16 @@ class Host:
         self.model = FakeForward(Arena(SIZE, self.stamps))
         self.device = LateForward(self.model)
         self.engine = Engine(
-            self.device, Scheduler(budget, 64), self.stamps, one_token=one_token, look_ahead=2
+            *(self.device, Scheduler(budget, 64), self.stamps),
+            one_token=one_token,
+            look_ahead=2,
+            check_fence=self.check_fence,
         )
+        self.is_fenced = False
+
+    def check_fence(self) -> None:
+        if self.is_fenced:
+            raise WorkerFenced
 
     def admit(self, asked: Ticket, num_blocks: int = 20, first: int = 0) -> Admit:
         grammar: Any = None if asked.sampling.structure is None else EchoGrammar()
@@ -338,6 +347,26 @@ def test_an_engine_that_ends_waits_for_its_device(host: Host) -> None:
     num_steps = host.model.num_steps
     host.engine.settle()
     assert host.model.num_steps == num_steps + 1
+    assert not host.device.flights
+
+
+def test_a_fenced_engine_launches_nothing(host: Host) -> None:
+    """Its blocks may belong to another worker by then."""
+    host.is_fenced = True
+    with pytest.raises(WorkerFenced):
+        host.step(host.admit(asked()))
+    assert not host.device.flights
+    assert host.model.num_steps == 0
+
+
+def test_results_of_a_step_during_which_it_was_fenced_are_dropped(host: Host) -> None:
+    """The device writes until the end of the step, so the engine waits for it."""
+    host.step(host.admit(asked()))
+    host.step()
+    host.is_fenced = True
+    with pytest.raises(WorkerFenced):
+        host.step()
+    host.engine.settle()
     assert not host.device.flights
 
 

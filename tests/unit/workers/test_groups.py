@@ -47,7 +47,7 @@ async def test_a_group_that_cannot_have_its_blocks_at_once_is_refused(make_pair:
     """2 + 6 x 1 of 7."""
     pair = await make_pair(num_blocks=7)
     with pytest.raises(InvalidRequest, match="6 sequences need 8 blocks"):
-        pair.prefill.submit(pair.session, asked(6))
+        pair.prefill.role.submit(pair.session, asked(6))
     await prefill(pair, asked(5))
 
 
@@ -88,10 +88,10 @@ async def test_a_sequence_that_ends_gives_its_blocks_back_at_once(pair: WorkerPa
     await pair.until(lambda: ended(pair.session) == {0})
     await pair.decode.writer.flush()
     assert (await pair.store.stats("pool")).num_cached == 3
-    assert pair.decode.load().num_free_slots == 16 - 2
+    assert pair.decode.role.load().num_free_slots == 16 - 2
     hashes = prefix_hashes(bytes(16), (*PROMPT, *right(0, 10)), 4)
     assert await pair.store.match("pool", hashes) == 5  # it stays in the cache
-    pair.decode.abort(pair.session, "r1", 1)
+    pair.decode.role.abort(pair.session, "r1", 1)
     pair.decode_model.gate.set()
     await pair.until_empty()
 
@@ -100,10 +100,10 @@ async def test_an_abort_of_one_lets_the_others_go_on(pair: WorkerPair) -> None:
     pair.decode_model.gate.clear()
     issued = await start(pair, asked(3, 12))
     await pair.until(lambda: pair.decode_model.num_begun == 1)
-    pair.decode.abort(pair.session, "r1", 1, 1)
-    assert pair.decode.load().num_free_slots == 16 - 2
-    pair.decode.abort(pair.session, "r1", 1, 1)  # again, or of nobody: no error
-    pair.decode.abort(pair.session, "r1", 1, 7)
+    pair.decode.role.abort(pair.session, "r1", 1, 1)
+    assert pair.decode.role.load().num_free_slots == 16 - 2
+    pair.decode.role.abort(pair.session, "r1", 1, 1)  # again, or of nobody: no error
+    pair.decode.role.abort(pair.session, "r1", 1, 7)
     pair.decode_model.gate.set()
     await pair.until(lambda: ended(pair.session) == {0, 2})
     got = tokens(pair.session, issued)
@@ -116,7 +116,7 @@ async def test_an_abort_of_one_that_is_being_claimed(pair: WorkerPair) -> None:
     """Its blocks are not those of the others."""
     issued = await prefill(pair, asked(3, 12))
     admit(pair, issued)
-    pair.decode.abort(pair.session, "r1", 1, 1)
+    pair.decode.role.abort(pair.session, "r1", 1, 1)
     await pair.until(lambda: ended(pair.session) == {0, 2})
     assert 1 not in of_each(pair.session)
     await pair.until_empty()
@@ -127,10 +127,10 @@ async def test_the_abort_of_the_last_one_is_that_of_the_request(pair: WorkerPair
     await start(pair, asked(2, 500))
     await pair.until(lambda: pair.decode_model.num_begun == 1)
     for index in (1, 0):
-        pair.decode.abort(pair.session, "r1", 1, index)
+        pair.decode.role.abort(pair.session, "r1", 1, index)
     pair.decode_model.gate.set()
     await pair.until_empty()
-    assert pair.decode.load().num_free_slots == 16
+    assert pair.decode.role.load().num_free_slots == 16
     assert not pair.session.of(Failed)
 
 
@@ -142,18 +142,18 @@ async def test_an_abort_that_crosses_the_end_of_the_others(pair: WorkerPair) -> 
     pair.decode_model.gate.clear()
     await start(pair, replace(wanted, sampling=sampling))
     await pair.until(lambda: pair.decode_model.num_begun == 1)
-    pair.decode.abort(pair.session, "r1", 1, 0)
+    pair.decode.role.abort(pair.session, "r1", 1, 0)
     pair.decode_model.gate.set()
     await pair.until_empty()
     assert ended(pair.session) == {1}
-    assert pair.decode.load().num_free_slots == 16
+    assert pair.decode.role.load().num_free_slots == 16
 
 
 async def test_slots_are_kept_for_each_sequence(pair: WorkerPair) -> None:
     issued = await prefill(pair, asked(3))
-    pair.decode.reserve(pair.session, "r1", 1, 2)
+    pair.decode.role.reserve(pair.session, "r1", 1, 2)
     with pytest.raises(InvalidRequest, match="3 sequences for 2 slots"):
-        pair.decode.admit(pair.session, issued)
+        pair.decode.role.admit(pair.session, issued)
 
 
 async def test_non_finite_logits_end_the_request(pair: WorkerPair) -> None:
@@ -195,10 +195,10 @@ async def test_tables_that_do_not_go_together_are_refused(
     states = list(SOUND)
     states[which] = replace(states[which], **changes)  # type: ignore[arg-type]
     detached = replace(asked(1), holder_epoch=2)
-    pair.decode.reserve(pair.session, "r1", 1, 3)
+    pair.decode.role.reserve(pair.session, "r1", 1, 3)
     with pytest.raises(InvalidRequest, match=problem):
-        pair.decode.admit(pair.session, replace(detached, sequences=tuple(states)))
-    pair.decode.admit(pair.session, replace(detached, sequences=SOUND))  # it is only not there
+        pair.decode.role.admit(pair.session, replace(detached, sequences=tuple(states)))
+    pair.decode.role.admit(pair.session, replace(detached, sequences=SOUND))  # it is only not there
     await pair.until(lambda: bool(pair.session.of(Requeued)))
 
 
@@ -219,7 +219,7 @@ async def test_tables_of_siblings_that_are_exchanged_are_not_believed(pair: Work
     pair.decode_model.pause_after = 8
     await start(pair, asked(2, 20))
     await pair.until(lambda: pair.decode_model.num_begun == 9)
-    pair.decode.hand_over(pair.session, "r1", 1)
+    pair.decode.role.hand_over(pair.session, "r1", 1)
     pair.decode_model.gate.set()
     await pair.until(lambda: bool(pair.session.of(Requeued)))
     detached = pair.session.of(Requeued)[0].ticket

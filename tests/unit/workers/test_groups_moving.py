@@ -16,7 +16,7 @@ async def test_a_group_moves_with_its_tables(pair: WorkerPair) -> None:
     pair.decode_model.pause_after = 3
     issued = await start(pair, asked(3, 20))
     await pair.until(lambda: pair.decode_model.num_begun == 4)
-    pair.decode.hand_over(pair.session, "r1", 1)
+    pair.decode.role.hand_over(pair.session, "r1", 1)
     pair.decode_model.gate.set()
     await pair.until(lambda: bool(pair.session.of(Requeued)))
     (requeued,) = pair.session.of(Requeued)
@@ -38,7 +38,7 @@ async def test_blocks_missing_from_a_ticket_are_released(pair: WorkerPair) -> No
     pair.decode_model.pause_after = 8
     await start(pair, asked(3, 20))
     await pair.until(lambda: pair.decode_model.num_begun == 9)
-    pair.decode.hand_over(pair.session, "r1", 1)
+    pair.decode.role.hand_over(pair.session, "r1", 1)
     pair.decode_model.gate.set()
     await pair.until(lambda: bool(pair.session.of(Requeued)))
     detached = pair.session.of(Requeued)[0].ticket
@@ -59,7 +59,7 @@ async def test_a_group_is_preempted_as_one_and_recomputed(pair: WorkerPair) -> N
     pair.decode_model.pause_after = 5
     issued = await start(pair, asked(3, 20))
     await pair.until(lambda: pair.decode_model.num_begun == 6)
-    pair.decode.preempt(["h-r1"])
+    pair.decode.role.preempt(["h-r1"])
     pair.decode_model.gate.set()
     await pair.until(lambda: bool(pair.session.of(Requeued)))
     (requeued,) = pair.session.of(Requeued)
@@ -124,16 +124,16 @@ async def test_a_parked_group_goes_on_where_its_client_wants_it(make_pair: MakeP
     sampling = replace(wanted.sampling, stop_token_ids=(right(1, 3)[-1],))
     issued = await start(pair, replace(wanted, sampling=sampling))
     await pair.until(lambda: pair.decode_model.num_begun == 4)
-    pair.decode.close(pair.session)
+    pair.decode.role.close(pair.session)
     pair.decode_model.gate.set()
     other = FakeSession()
-    await pair.until(lambda: all(job.num_slots == 0 for job in pair.decode._jobs))
-    pair.decode.resume(other, replace(issued, attempt=5))
+    await pair.until(lambda: all(job.num_slots == 0 for job in pair.decode.role.jobs))
+    pair.decode.role.resume(other, replace(issued, attempt=5))
     assert other.of(Requeued)[0].reason is RequeueReason.STALE_TICKET
     two = tuple(state for state in issued.sequences if state.index != 1)
-    pair.decode.resume(other, replace(issued, attempt=6, sequences=two))
+    pair.decode.role.resume(other, replace(issued, attempt=6, sequences=two))
     await pair.until(lambda: len(other.of(Requeued)) == 2)
     detached = other.of(Requeued)[1].ticket
     assert [list(state.token_ids) for state in detached.sequences] == [right(0, 5), right(2, 5)]
-    pair.decode.abort(other, "r1", 6)
+    pair.decode.role.abort(other, "r1", 6)
     await pair.until_empty()

@@ -48,7 +48,7 @@ async def test_an_idle_worker_skips_heartbeats(calls: Calls, make_pair: MakePair
     assert not pair.prefill.stalled
 
     pair.prefill_model.gate.clear()  # a request: demands may come for it
-    pair.prefill.submit(pair.session, ticket("r1", range(6), max_tokens=1))
+    pair.prefill.role.submit(pair.session, ticket("r1", range(6), max_tokens=1))
     await pair.until(lambda: calls.num_heartbeats[prefill] > 5)
     assert calls.num_heartbeats[decode] == 1
 

@@ -21,7 +21,7 @@ def of_prompt(prompt: tuple[int, ...], num_top: int) -> tuple[Logprobs, ...]:
 
 async def submit(pair: WorkerPair, name: str, prompt: tuple[int, ...], **fields: Any) -> Prefilled:
     num_top = fields.pop("prompt_logprobs", None)
-    pair.prefill.submit(pair.session, ticket(name, prompt, **fields), num_top)
+    pair.prefill.role.submit(pair.session, ticket(name, prompt, **fields), num_top)
     return await prefilled(pair, name)
 
 
@@ -44,8 +44,8 @@ async def test_logprobs_of_every_token_of_prompt_and_answer(pair: WorkerPair) ->
     (first,) = event.outputs
     assert isinstance(first, Generated)
     assert first.logprobs == (wanted[0],)
-    pair.decode.reserve(pair.session, "r1", 1, 1)
-    pair.decode.admit(pair.session, event.ticket)
+    pair.decode.role.reserve(pair.session, "r1", 1, 1)
+    pair.decode.role.admit(pair.session, event.ticket)
     outputs = []
     await pair.until(lambda: len(pair.session.of(Step)) == 3)
     for step in pair.session.of(Step):
@@ -60,8 +60,8 @@ async def test_a_prompt_in_chunks_beside_others(make_pair: MakePair) -> None:
     plain = replace(ASKS, logprobs=None)
     for number, sampling in enumerate((plain, ASKS, plain), 2):
         asked = ticket(f"r{number}", PROMPT[:number], sampling=sampling)
-        pair.prefill.submit(pair.session, asked)
-    pair.prefill.submit(pair.session, ticket("r1", LONG), 1)
+        pair.prefill.role.submit(pair.session, asked)
+    pair.prefill.role.submit(pair.session, ticket("r1", LONG), 1)
     pair.prefill_model.gate.set()
     assert (await prefilled(pair, "r1")).prompt_logprobs == of_prompt(LONG, 1)
     assert (await prefilled(pair, "r2")).prompt_logprobs == ()
@@ -90,9 +90,9 @@ async def test_logprobs_of_a_preempted_request_come_once(make_pair: MakePair) ->
     again reports all of it."""
     pair: WorkerPair = await make_pair(max_num_batched_tokens=8)
     pair.prefill_model.pause_after = 3
-    pair.prefill.submit(pair.session, ticket("r1", LONG), 2)
+    pair.prefill.role.submit(pair.session, ticket("r1", LONG), 2)
     await pair.until(lambda: pair.prefill_model.num_begun == 4)
-    pair.prefill.preempt(["h-r1"])
+    pair.prefill.role.preempt(["h-r1"])
     pair.prefill_model.pause_after = 0
     pair.prefill_model.gate.set()
     await pair.until(lambda: bool(pair.session.of(Requeued)))
@@ -100,7 +100,7 @@ async def test_logprobs_of_a_preempted_request_come_once(make_pair: MakePair) ->
     assert back.reason is RequeueReason.PREEMPTED
     assert not pair.session.of(Prefilled)
     anew = replace(back.progress, attempt=2, holder_id="h-again")
-    pair.prefill.submit(pair.session, anew, 2)
+    pair.prefill.role.submit(pair.session, anew, 2)
     assert (await prefilled(pair, "r1")).prompt_logprobs == of_prompt(LONG, 2)
 
 

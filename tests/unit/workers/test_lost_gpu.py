@@ -32,7 +32,7 @@ class Failing(WorkerProcess):
 
 
 async def serve(error: Exception, pool: Path) -> None:
-    worker = Failing(cast(Any, None), cast(Any, None), asyncio.Event())
+    worker = Failing(cast(Any, None), asyncio.Event())
     worker.error = error
     worker._directory = PoolDirectory(pool)
     await worker.serve(cast(Any, None))

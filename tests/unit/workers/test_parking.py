@@ -21,11 +21,11 @@ ASKED = ticket("r1", PROMPT, max_tokens=NUM_TOKENS)
 async def pair(make_pair: MakePair) -> WorkerPair:
     """`r1` runs at the decode worker, and its gateway has some tokens."""
     pair = await make_pair(park_window_s=30.0)
-    pair.prefill.submit(pair.session, ASKED)
+    pair.prefill.role.submit(pair.session, ASKED)
     await pair.until(lambda: bool(pair.session.of(Prefilled)))
     issued = pair.session.of(Prefilled)[0].ticket
-    pair.decode.reserve(pair.session, "r1", 1, 1)
-    pair.decode.admit(pair.session, issued)
+    pair.decode.role.reserve(pair.session, "r1", 1, 1)
+    pair.decode.role.admit(pair.session, issued)
     await pair.until(lambda: len(generated(pair.session)) > 8)
     return pair
 
@@ -45,7 +45,7 @@ def wanted(num_received: int, **changes: Any) -> Ticket:
 
 async def answer(pair: WorkerPair, session: FakeSession, asked: Ticket) -> Ticket | None:
     """The parked ticket; None: the worker has none that continues `asked`."""
-    pair.decode.resume(session, asked)
+    pair.decode.role.resume(session, asked)
     await pair.until(lambda: bool(session.of(Requeued)))
     requeued = session.of(Requeued)[0]
     assert (requeued.request_id, requeued.attempt) == asked.key
@@ -57,25 +57,25 @@ async def goes_on(pair: WorkerPair, session: FakeSession, given: Ticket | None) 
     """Each position was computed once, and all tokens are those of an undisturbed run."""
     assert given is not None
     assert given.sequences[0].block_ids
-    pair.decode.reserve(session, "r1", 8, 1)
-    pair.decode.admit(session, replace(given, attempt=8))
+    pair.decode.role.reserve(session, "r1", 8, 1)
+    pair.decode.role.admit(session, replace(given, attempt=8))
     await pair.until(lambda: any(o.finish_reason for s in session.of(Step) for o in s.outputs))
     so_far = list(given.sequences[0].token_ids)
     rest = [o.token_ids[0] for s in session.of(Step) for o in s.outputs if o.attempt == 8]
     assert [*so_far, *rest] == expected(PROMPT, NUM_TOKENS)
     assert pair.arena.num_computed == len(PROMPT) + NUM_TOKENS - 1
     await pair.until_empty()
-    assert not pair.decode._jobs._timers
+    assert not pair.decode.role.jobs._timers
 
 
 async def parked(pair: WorkerPair) -> None:
-    pair.decode.close(pair.session)
-    await pair.until(lambda: bool(pair.decode._detached._on_pool))
+    pair.decode.role.close(pair.session)
+    await pair.until(lambda: bool(pair.decode.role.jobs.detached(ASKED.holder_id)))
 
 
 async def test_a_parked_sequence_goes_on_at_another_gateway(pair: WorkerPair) -> None:
     await parked(pair)
-    assert pair.decode.load().num_free_slots == 16
+    assert pair.decode.role.load().num_free_slots == 16
     another = FakeSession()
     await goes_on(pair, another, await answer(pair, another, wanted(3)))
 
@@ -88,16 +88,16 @@ async def test_a_parked_sequence_is_not_given_to_a_gateway_that_lacks_tokens(
     given = await answer(pair, another, wanted(3))
     (failed,) = pair.session.of(Failed)
     assert (failed.request_id, failed.attempt, failed.code) == ("r1", 1, "duplicate_request")
-    pair.decode.close(pair.session)  # what it had is not its own any more
-    pair.decode.abort(pair.session, "r1", 1)
+    pair.decode.role.close(pair.session)  # what it had is not its own any more
+    pair.decode.role.abort(pair.session, "r1", 1)
     await goes_on(pair, another, given)
 
 
 async def test_a_lookup_during_parking_is_answered_once(pair: WorkerPair) -> None:
     pair.decode_model.gate.clear()
-    pair.decode.close(pair.session)
+    pair.decode.role.close(pair.session)
     another = FakeSession()
-    pair.decode.resume(another, wanted(3))
+    pair.decode.role.resume(another, wanted(3))
     pair.decode_model.gate.set()
     await pair.until(lambda: bool(another.of(Requeued)))
     await pair.decode.writer.flush()
@@ -111,7 +111,7 @@ async def test_a_parked_request_is_given_to_one_gateway_after_another(pair: Work
     await parked(pair)
     second, third = FakeSession(), FakeSession()
     await answer(pair, second, wanted(3))
-    pair.decode.close(second)
+    pair.decode.role.close(second)
     await goes_on(pair, third, await answer(pair, third, wanted(4)))
 
 
@@ -141,20 +141,20 @@ async def test_a_requested_entry_displaces_no_other(pair: WorkerPair) -> None:
     """An attempt is one job: a displaced job would belong to no request."""
     await parked(pair)
     owner = FakeSession()
-    pair.decode.reserve(owner, "r1", 7, 1)
+    pair.decode.role.reserve(owner, "r1", 7, 1)
     with pytest.raises(InvalidRequest, match="attempt 7"):
-        pair.decode.resume(owner, wanted(3))
-    pair.decode.abort(owner, "r1", 7)
+        pair.decode.role.resume(owner, wanted(3))
+    pair.decode.role.abort(owner, "r1", 7)
     await goes_on(pair, owner, await answer(pair, owner, wanted(3)))
 
 
 async def test_a_parked_sequence_is_released_after_the_window(make_pair: MakePair) -> None:
     pair = await make_pair(park_window_s=0.02)
-    pair.prefill.submit(pair.session, ASKED)
+    pair.prefill.role.submit(pair.session, ASKED)
     await pair.until(lambda: bool(pair.session.of(Prefilled)))
-    pair.decode.reserve(pair.session, "r1", 1, 1)
-    pair.decode.admit(pair.session, pair.session.of(Prefilled)[0].ticket)
-    pair.decode.close(pair.session)
+    pair.decode.role.reserve(pair.session, "r1", 1, 1)
+    pair.decode.role.admit(pair.session, pair.session.of(Prefilled)[0].ticket)
+    pair.decode.role.close(pair.session)
     await pair.until_empty()
     late = FakeSession()
     assert await answer(pair, late, wanted(1)) is None
@@ -162,7 +162,7 @@ async def test_a_parked_sequence_is_released_after_the_window(make_pair: MakePai
 
 async def test_a_demand_ends_a_parked_sequence(pair: WorkerPair) -> None:
     await parked(pair)
-    pair.decode.preempt([ASKED.holder_id])
+    pair.decode.role.preempt([ASKED.holder_id])
     await pair.until_empty()
 
 
@@ -174,15 +174,15 @@ async def test_the_seed_is_compared_for_sampled_requests_only(
     request."""
     sampling = SamplingParams(temperature, 0, 1.0, 0.0, seed=5, max_tokens=NUM_TOKENS)
     drawn = replace(ASKED, sampling=sampling)
-    pair.decode.abort(pair.session, "r1", 1)
+    pair.decode.role.abort(pair.session, "r1", 1)
     await pair.until_empty()
     session = FakeSession()
-    pair.prefill.submit(session, replace(drawn, holder_id="h-again"))
+    pair.prefill.role.submit(session, replace(drawn, holder_id="h-again"))
     await pair.until(lambda: bool(session.of(Prefilled)))
-    pair.decode.reserve(session, "r1", 1, 1)
-    pair.decode.admit(session, session.of(Prefilled)[0].ticket)
-    pair.decode.close(session)
-    await pair.until(lambda: bool(pair.decode._detached._on_pool))
+    pair.decode.role.reserve(session, "r1", 1, 1)
+    pair.decode.role.admit(session, session.of(Prefilled)[0].ticket)
+    pair.decode.role.close(session)
+    await pair.until(lambda: bool(pair.decode.role.jobs.detached("h-again")))
     given = await answer(
         pair, FakeSession(), wanted(1, sampling=replace(sampling, seed=6), holder_id="h-x")
     )

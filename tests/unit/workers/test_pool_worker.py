@@ -12,12 +12,13 @@ from blockstore.hashing import prefix_hashes
 from blockstore.memory_store import MemoryStore
 from blockstore.records import Heartbeat
 from services.common.runtime.metrics import WorkerMetrics
-from services.decode.worker import DecodeWorker
 from services.protocol.messages import Step, WorkerEvent
 from services.protocol.ticket import TicketSequence
 from services.worker.limits import Limits
 from services.worker.liveness import heartbeats
-from services.worker.pool_worker import WorkerParts
+from services.worker.pool_engine import WorkerParts
+from services.worker.pool_worker import PoolWorker
+from services.worker.roles.decode import Decode
 
 from .conftest import WorkerPair
 from .fakes import Arena, FakeForward, FakeSession, join, make_pool, make_stamps, ticket
@@ -39,7 +40,7 @@ async def test_an_error_after_a_step_ends_the_worker(tmp_path: Path) -> None:
     arena = Arena(4, stamps, slots={position: (position, position) for position in range(10)})
     model, limits = FakeForward(arena), Limits(4, 16, max_model_len=100)
     metrics = WorkerMetrics(CollectorRegistry())
-    worker = DecodeWorker(WorkerParts(store, membership, model, limits, metrics))
+    worker = PoolWorker(WorkerParts(store, membership, model, limits, metrics), Decode)
     blocks = (await store.allocate("pool", "h-r1", "w", 1, (), 3)).block_ids
     stamps.mark_owned(blocks, "h-r1")
     parents = [bytes(16), *prefix_hashes(bytes(16), range(10), 4)]
@@ -50,8 +51,8 @@ async def test_an_error_after_a_step_ends_the_worker(tmp_path: Path) -> None:
 
     working = asyncio.create_task(worker.run())
     session = UnresponsiveSession()
-    worker.reserve(session, "r1", 1, 1)
-    worker.admit(session, ticket("r1", range(10), holder_epoch=2, sequences=(detached,)))
+    worker.role.reserve(session, "r1", 1, 1)
+    worker.role.admit(session, ticket("r1", range(10), holder_epoch=2, sequences=(detached,)))
     with pytest.raises(ValueError, match="cannot be sent"):
         await asyncio.wait_for(working, 10)
 

@@ -8,7 +8,6 @@ import pytest
 from blockstore.hashing import prefix_hashes
 from blockstore.records import Allocation
 from services.common.errors import InvalidRequest
-from services.prefill.worker import PrefillWorker
 from services.protocol.messages import Requeued, RequeueReason
 
 from .conftest import MakePair, WorkerPair
@@ -19,15 +18,15 @@ from .runs import prefilled
 async def test_requests_without_blocks_wait_in_order(make_pair: MakePair) -> None:
     """A pool of 4 blocks, and r1 has all. r2 needs 4 and waits, r3 needs 1 and waits behind it."""
     pair = await make_pair(num_blocks=4)
-    pair.prefill.submit(pair.session, ticket("r1", range(50, 64)))
+    pair.prefill.role.submit(pair.session, ticket("r1", range(50, 64)))
     await pair.until(lambda: len(pair.session.events) == 1)
-    pair.prefill.submit(pair.session, ticket("r2", range(14)))
-    pair.prefill.submit(pair.session, ticket("r3", (1,)))
-    await pair.until(lambda: pair.prefill.load().num_waiting == 2)
-    pair.prefill.abort(pair.session, "r1", 1)
+    pair.prefill.role.submit(pair.session, ticket("r2", range(14)))
+    pair.prefill.role.submit(pair.session, ticket("r3", (1,)))
+    await pair.until(lambda: pair.prefill.role.load().num_waiting == 2)
+    pair.prefill.role.abort(pair.session, "r1", 1)
     await pair.until(lambda: len(pair.session.events) == 2)
     assert list(prefilled(pair.session)) == ["r1", "r2"]
-    pair.prefill.abort(pair.session, "r2", 1)
+    pair.prefill.role.abort(pair.session, "r2", 1)
     await pair.until(lambda: len(pair.session.events) == 3)
     assert list(prefilled(pair.session)) == ["r1", "r2", "r3"]
 
@@ -35,12 +34,12 @@ async def test_requests_without_blocks_wait_in_order(make_pair: MakePair) -> Non
 async def test_order_decides_not_the_time_of_coming(make_pair: MakePair) -> None:
     """r9 has all 4 blocks; of the waiting requests, the first in order came last."""
     pair = await make_pair(num_blocks=4)
-    pair.prefill.submit(pair.session, ticket("r9", range(50, 64)))
+    pair.prefill.role.submit(pair.session, ticket("r9", range(50, 64)))
     await pair.until(lambda: len(pair.session.events) == 1)
     for number in (5, 3, 1):
-        pair.prefill.submit(pair.session, ticket(f"r{number}", range(number, number + 14)))
+        pair.prefill.role.submit(pair.session, ticket(f"r{number}", range(number, number + 14)))
     for number, last in enumerate(("r9", "r1", "r3"), 2):
-        pair.prefill.abort(pair.session, last, 1)
+        pair.prefill.role.abort(pair.session, last, 1)
         await pair.until(lambda num=number: len(pair.session.events) == num)  # type: ignore[misc]
     assert list(prefilled(pair.session)) == ["r9", "r1", "r3", "r5"]
 
@@ -55,8 +54,8 @@ async def test_requests_far_from_their_turn_hold_nothing(
     pair = await make_pair(num_blocks=64, max_num_seqs=max_num_seqs)
     pair.prefill_model.gate.clear()
     for number in range(1, 13):
-        pair.prefill.submit(pair.session, ticket(f"r{number}", range(number, number + 10)))
-    await pair.until(lambda: pair.prefill.load().num_running == num_let_in)
+        pair.prefill.role.submit(pair.session, ticket(f"r{number}", range(number, number + 10)))
+    await pair.until(lambda: pair.prefill.role.load().num_running == num_let_in)
     assert len(await pair.store.holders("pool")) == num_let_in
     pair.prefill_model.gate.set()
     await pair.until(lambda: len(pair.session.events) == 12)
@@ -64,13 +63,13 @@ async def test_requests_far_from_their_turn_hold_nothing(
 
 async def test_a_waiter_that_is_aborted_lets_the_next_one_in(make_pair: MakePair) -> None:
     pair = await make_pair(num_blocks=4)
-    pair.prefill.submit(pair.session, ticket("r1", PROMPT))
+    pair.prefill.role.submit(pair.session, ticket("r1", PROMPT))
     await pair.until(lambda: len(pair.session.events) == 1)
-    pair.prefill.submit(pair.session, ticket("r2", range(10)))
-    pair.prefill.submit(pair.session, ticket("r3", (1,)))
+    pair.prefill.role.submit(pair.session, ticket("r2", range(10)))
+    pair.prefill.role.submit(pair.session, ticket("r3", (1,)))
     waiters = pair.store.ledger("pool").waiters
     await pair.until(lambda: "h-r2" in waiters)
-    pair.prefill.abort(pair.session, "r2", 1)
+    pair.prefill.role.abort(pair.session, "r2", 1)
     await pair.until(lambda: len(pair.session.events) == 2)
     assert list(prefilled(pair.session)) == ["r1", "r3"]
 
@@ -81,17 +80,17 @@ async def test_a_block_that_says_something_else_is_never_adopted(
 ) -> None:
     """Law 6: an index entry that leads to another prompt's KV is retracted, not served; the right
     blocks before it are."""
-    pair.prefill.submit(pair.session, ticket("r1", PROMPT, max_tokens=1))
+    pair.prefill.role.submit(pair.session, ticket("r1", PROMPT, max_tokens=1))
     await pair.until(lambda: bool(pair.session.events))
     pair.prefill.stamps.mark_owned([wrong], "somebody else")
-    pair.prefill.submit(pair.session, ticket("r2", PROMPT))
+    pair.prefill.role.submit(pair.session, ticket("r2", PROMPT))
     await pair.until(lambda: len(pair.session.events) == 2)
     event = prefilled(pair.session)["r2"]
     assert event.ticket.num_cached_tokens == num_cached_tokens
     assert event.ticket.holder_id == "h-r2+"
     assert event.ticket.sequences[0].token_ids == tuple(expected(PROMPT, 1))
     assert pair.prefill.metrics.kv_corrupt._value.get() == 1
-    pair.prefill.abort(pair.session, "r2", 1)
+    pair.prefill.role.abort(pair.session, "r2", 1)
     await pair.until_empty()
 
 
@@ -104,13 +103,13 @@ async def test_an_equal_hash_is_not_enough(
     pair: WorkerPair, parent: bytes, tokens: tuple[int, ...]
 ) -> None:
     """Two prompts whose hashes collide: the block's stamp has the tokens."""
-    pair.prefill.submit(pair.session, ticket("r1", PROMPT, max_tokens=1))
+    pair.prefill.role.submit(pair.session, ticket("r1", PROMPT, max_tokens=1))
     await pair.until(lambda: bool(pair.session.events))
     pair.arena.stamps.mark_owned([0], "h-r1")
     (first, _) = prefix_hashes(bytes(16), PROMPT, block_size=4)
     pair.arena.stamps.check = None
     pair.arena.stamps.complete(0, first, parent, tokens)
-    pair.prefill.submit(pair.session, ticket("r2", PROMPT, max_tokens=1))
+    pair.prefill.role.submit(pair.session, ticket("r2", PROMPT, max_tokens=1))
     await pair.until(lambda: len(pair.session.events) == 2)
     assert prefilled(pair.session)["r2"].ticket.num_cached_tokens == 0
     assert pair.prefill.metrics.kv_corrupt._value.get() == 1
@@ -123,12 +122,12 @@ async def test_an_abort_while_blocks_are_asked_for_frees_them(
 
     async def slow(*args: Any) -> Allocation:
         allocation = await allocate(*args)
-        pair.prefill.abort(pair.session, "r1", 1)
+        pair.prefill.role.abort(pair.session, "r1", 1)
         return allocation
 
     monkeypatch.setattr(pair.store, "allocate", slow)
-    pair.prefill.submit(pair.session, ticket("r1", PROMPT))
-    await pair.until(lambda: not pair.prefill.load().num_waiting)
+    pair.prefill.role.submit(pair.session, ticket("r1", PROMPT))
+    await pair.until(lambda: not pair.prefill.role.load().num_waiting)
     await pair.until_empty()
     assert not pair.session.events
 
@@ -138,19 +137,19 @@ async def test_an_abort_while_a_wrong_block_is_given_up_leaves_no_waiter(
 ) -> None:
     """A waiter of the ended request's next holder would never be withdrawn."""
     pair = await make_pair(num_blocks=3)
-    pair.prefill.submit(pair.session, ticket("r1", PROMPT, max_tokens=1))
+    pair.prefill.role.submit(pair.session, ticket("r1", PROMPT, max_tokens=1))
     await pair.until(lambda: bool(pair.session.events))
     pair.prefill.stamps.mark_owned([0], "somebody else")
     retract, submitted = pair.store.retract, ticket("r2", PROMPT)
 
     async def aborted(*args: Any) -> None:
         await retract(*args)
-        pair.prefill.abort(pair.session, "r2", 1)
+        pair.prefill.role.abort(pair.session, "r2", 1)
         await pair.store.release("pool", "h-r2", 1)
-        await pair.store.allocate("pool", "other", "DecodeWorker", 0, [], 3)
+        await pair.store.allocate("pool", "other", "Decode", 0, [], 3)
 
     monkeypatch.setattr(pair.store, "retract", aborted)
-    pair.prefill.submit(pair.session, submitted)
+    pair.prefill.role.submit(pair.session, submitted)
     await pair.until(lambda: pair.prefill.metrics.kv_corrupt._value.get() == 1)
     await pair.prefill.writer.flush()
     await pair.store.release("pool", "other", 1)
@@ -171,16 +170,15 @@ async def test_a_ticket_that_does_not_fit_is_refused(
     pair: WorkerPair, changes: dict[str, Any]
 ) -> None:
     with pytest.raises(InvalidRequest):
-        pair.prefill.submit(pair.session, ticket("r1", PROMPT, **changes))
-    assert isinstance(pair.prefill, PrefillWorker)
+        pair.prefill.role.submit(pair.session, ticket("r1", PROMPT, **changes))
 
 
 async def test_a_holder_that_was_used_before_costs_its_request_only(pair: WorkerPair) -> None:
     """The gateway that uses one twice gets an error; the worker goes on."""
-    pair.prefill.submit(pair.session, ticket("r1", PROMPT, max_tokens=1))
+    pair.prefill.role.submit(pair.session, ticket("r1", PROMPT, max_tokens=1))
     await pair.until(lambda: len(pair.session.events) == 1)
-    pair.prefill.submit(pair.session, ticket("r2", PROMPT, holder_id="h-r1"))
-    pair.prefill.submit(pair.session, ticket("r3", PROMPT, max_tokens=1))
+    pair.prefill.role.submit(pair.session, ticket("r2", PROMPT, holder_id="h-r1"))
+    pair.prefill.role.submit(pair.session, ticket("r3", PROMPT, max_tokens=1))
     await pair.until(lambda: len(pair.session.events) == 3)
     (requeued,) = pair.session.of(Requeued)
     assert requeued.request_id == "r2"
@@ -191,6 +189,6 @@ async def test_a_holder_that_was_used_before_costs_its_request_only(pair: Worker
 
 async def test_an_attempt_submitted_twice_is_refused(pair: WorkerPair) -> None:
     pair.prefill_model.gate.clear()
-    pair.prefill.submit(pair.session, ticket("r1", PROMPT))
+    pair.prefill.role.submit(pair.session, ticket("r1", PROMPT))
     with pytest.raises(InvalidRequest):
-        pair.prefill.submit(pair.session, ticket("r1", PROMPT))
+        pair.prefill.role.submit(pair.session, ticket("r1", PROMPT))

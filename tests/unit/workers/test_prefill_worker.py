@@ -17,7 +17,7 @@ from .runs import prefilled
 
 async def test_a_ticket_comes_back_with_blocks_and_the_first_token(pair: WorkerPair) -> None:
     """10 tokens and the next one take 3 blocks of 4; two of them are full and published."""
-    pair.prefill.submit(pair.session, ticket("r1", PROMPT))
+    pair.prefill.role.submit(pair.session, ticket("r1", PROMPT))
     await pair.until(lambda: bool(pair.session.events))
     (event,) = pair.session.of(Prefilled)
     (sequence,) = event.ticket.sequences
@@ -44,13 +44,13 @@ async def test_a_ticket_is_detached_before_its_gateway_gets_it(
         return await detach(*args)
 
     monkeypatch.setattr(pair.store, "detach", watched)
-    pair.prefill.submit(pair.session, ticket("r1", PROMPT))
+    pair.prefill.role.submit(pair.session, ticket("r1", PROMPT))
     await pair.until(lambda: bool(pair.session.of(Prefilled)))
     assert events == []
 
 
 async def test_a_request_that_ends_with_its_first_token_holds_nothing(pair: WorkerPair) -> None:
-    pair.prefill.submit(pair.session, ticket("r1", PROMPT, max_tokens=1))
+    pair.prefill.role.submit(pair.session, ticket("r1", PROMPT, max_tokens=1))
     await pair.until(lambda: bool(pair.session.events))
     (event,) = pair.session.of(Prefilled)
     assert [output.finish_reason for output in event.outputs] == [FinishReason.LENGTH]
@@ -62,7 +62,7 @@ async def test_a_request_that_ends_with_its_first_token_holds_nothing(pair: Work
 async def test_a_stop_token_ends_a_request_at_prefill(pair: WorkerPair) -> None:
     (first,) = expected(PROMPT, 1)
     sampling = SamplingParams(0.0, 0, 1.0, 0.0, 1, max_tokens=5, stop_token_ids=(first,))
-    pair.prefill.submit(pair.session, ticket("r1", PROMPT, sampling=sampling))
+    pair.prefill.role.submit(pair.session, ticket("r1", PROMPT, sampling=sampling))
     await pair.until(lambda: bool(pair.session.events))
     (event,) = pair.session.of(Prefilled)
     assert [output.finish_reason for output in event.outputs] == [FinishReason.STOP]
@@ -74,7 +74,7 @@ async def test_a_cached_prompt_computes_its_last_token_only(pair: WorkerPair) ->
     written."""
     prompt = PROMPT[:8]
     for number in ("r1", "r2", "r3"):
-        pair.prefill.submit(pair.session, ticket(number, prompt, max_tokens=1))
+        pair.prefill.role.submit(pair.session, ticket(number, prompt, max_tokens=1))
         await pair.until(lambda n=number: n in prefilled(pair.session))  # type: ignore[misc]
     events = pair.session.of(Prefilled)
     assert [event.ticket.num_cached_tokens for event in events] == [0, 7, 7]
@@ -89,13 +89,13 @@ async def test_a_prompt_that_is_not_finite_fails_alone(pair: WorkerPair) -> None
     was known."""
     poisoned = tuple(range(200, 230))
     pair.prefill_model.poison = poisoned[-1]
-    pair.prefill.submit(pair.session, ticket("r1", poisoned))
-    pair.prefill.submit(pair.session, ticket("r2", range(10)))
+    pair.prefill.role.submit(pair.session, ticket("r1", poisoned))
+    pair.prefill.role.submit(pair.session, ticket("r2", range(10)))
     await pair.until(lambda: bool(pair.session.of(Failed)) and "r2" in prefilled(pair.session))
     (failed,) = pair.session.of(Failed)
     assert (failed.request_id, failed.code) == ("r1", "poison_request")
     assert "not finite" in failed.message
-    pair.prefill.close(pair.session)
+    pair.prefill.role.close(pair.session)
     await pair.until_empty()
     assert await pair.store.match("pool", prefix_hashes(bytes(16), poisoned, 4)) == 0
 
@@ -104,7 +104,7 @@ async def test_a_shared_prefix_is_computed_once(pair: WorkerPair) -> None:
     """Four prompts share 32 tokens: one computes them, three wait and find them."""
     prefix = tuple(range(32))
     for number in range(1, 5):
-        pair.prefill.submit(pair.session, ticket(f"r{number}", (*prefix, 1000 + number)))
+        pair.prefill.role.submit(pair.session, ticket(f"r{number}", (*prefix, 1000 + number)))
     await pair.until(lambda: len(pair.session.events) == 4)
     cached = sorted(event.ticket.num_cached_tokens for event in pair.session.of(Prefilled))
     assert cached == [0, 32, 32, 32]
@@ -126,7 +126,7 @@ async def test_waiters_for_one_prefix_are_computed_in_one_step(
     monkeypatch.setattr(batching_delay, "_PAUSE_S", 0.5)  # however busy this machine is
     shared = list(range(100, 132))
     for number in range(4):
-        pair.prefill.submit(pair.session, ticket(f"r{number}", [*shared, number]))
+        pair.prefill.role.submit(pair.session, ticket(f"r{number}", [*shared, number]))
     await pair.until(lambda: len(pair.session.of(Prefilled)) == 4)
     # Two of the leader, of 16 tokens each; its last token is launched with the others' or, if a
     # step is launched while one is in flight, before them.
@@ -137,13 +137,13 @@ async def test_followers_go_on_when_their_leader_is_aborted(pair: WorkerPair) ->
     prefix = tuple(range(40))
     pair.prefill_model.gate.clear()
     for number in (1, 2):
-        pair.prefill.submit(pair.session, ticket(f"r{number}", (*prefix, number)))
-    await pair.until(lambda: pair.prefill.load().num_running == 1)
-    pair.prefill.abort(pair.session, "r1", 1)
+        pair.prefill.role.submit(pair.session, ticket(f"r{number}", (*prefix, number)))
+    await pair.until(lambda: pair.prefill.role.load().num_running == 1)
+    pair.prefill.role.abort(pair.session, "r1", 1)
     pair.prefill_model.gate.set()
     await pair.until(lambda: bool(pair.session.events))
     assert set(prefilled(pair.session)) == {"r2"}
-    pair.prefill.abort(pair.session, "r2", 1)
+    pair.prefill.role.abort(pair.session, "r2", 1)
     await pair.until_empty()
 
 
@@ -151,8 +151,8 @@ async def test_a_short_prompt_does_not_wait_for_a_long_one(pair: WorkerPair) -> 
     """The long one takes 5 steps or more of 16 tokens; a quarter of each step is for the short
     one."""
     pair.prefill_model.gate.clear()
-    pair.prefill.submit(pair.session, ticket("r1", range(80)))
-    pair.prefill.submit(pair.session, ticket("r2", (7, 8, 9)))
+    pair.prefill.role.submit(pair.session, ticket("r1", range(80)))
+    pair.prefill.role.submit(pair.session, ticket("r2", (7, 8, 9)))
     await pair.until(lambda: pair.session.began == ["r1", "r2"])
     pair.prefill_model.gate.set()
     await pair.until(lambda: len(pair.session.events) == 2)
@@ -163,46 +163,46 @@ async def test_an_abort_at_any_time_frees_the_blocks(pair: WorkerPair) -> None:
     """While it waits, is computed, or is at rest."""
     pair.prefill_model.gate.clear()
     for number in range(1, 5):
-        pair.prefill.submit(pair.session, ticket(f"r{number}", range(number, number + 30)))
-    await pair.until(lambda: pair.prefill.load().num_running >= 1)
+        pair.prefill.role.submit(pair.session, ticket(f"r{number}", range(number, number + 30)))
+    await pair.until(lambda: pair.prefill.role.load().num_running >= 1)
     for number in range(1, 4):
-        pair.prefill.abort(pair.session, f"r{number}", 1)
+        pair.prefill.role.abort(pair.session, f"r{number}", 1)
     pair.prefill_model.gate.set()
     await pair.until(lambda: "r4" in prefilled(pair.session))
-    pair.prefill.abort(pair.session, "r4", 1)
+    pair.prefill.role.abort(pair.session, "r4", 1)
     await pair.until_empty()
     assert set(prefilled(pair.session)) == {"r4"}
 
 
 async def test_an_abort_of_a_claimed_ticket_touches_nothing(pair: WorkerPair) -> None:
-    pair.prefill.submit(pair.session, ticket("r1", PROMPT))
+    pair.prefill.role.submit(pair.session, ticket("r1", PROMPT))
     await pair.until(lambda: bool(pair.session.events))
-    await pair.store.claim("pool", "h-r1", 2, "DecodeWorker")
-    pair.prefill.abort(pair.session, "r1", 1)
+    await pair.store.claim("pool", "h-r1", 2, "Decode")
+    pair.prefill.role.abort(pair.session, "r1", 1)
     await pair.prefill.writer.flush()
     (holder,) = await pair.store.holders("pool")
-    assert (holder.worker_id, holder.epoch) == ("DecodeWorker", 3)
+    assert (holder.worker_id, holder.epoch) == ("Decode", 3)
 
 
 async def test_a_lost_gateway_ends_its_requests(pair: WorkerPair) -> None:
     other = FakeSession()
-    pair.prefill.submit(pair.session, ticket("r1", PROMPT))
-    pair.prefill.submit(other, ticket("r2", PROMPT[:3]))
+    pair.prefill.role.submit(pair.session, ticket("r1", PROMPT))
+    pair.prefill.role.submit(other, ticket("r2", PROMPT[:3]))
     await pair.until(lambda: bool(pair.session.events) and bool(other.events))
-    pair.prefill.close(pair.session)
+    pair.prefill.role.close(pair.session)
     await pair.prefill.writer.flush()
     assert [holder.holder_id for holder in await pair.store.holders("pool")] == ["h-r2"]
 
 
 async def test_requests_left_after_the_grace_period_are_returned(pair: WorkerPair) -> None:
     """Computed requests, and an unclaimed ticket."""
-    pair.prefill.submit(pair.session, ticket("r1", range(10)))
+    pair.prefill.role.submit(pair.session, ticket("r1", range(10)))
     await pair.until(lambda: bool(pair.session.of(Prefilled)))
     pair.prefill_model.gate.clear()
-    pair.prefill.submit(pair.session, ticket("r2", range(50, 60)))
-    await pair.until(lambda: pair.prefill.load().num_running == 1)
+    pair.prefill.role.submit(pair.session, ticket("r2", range(50, 60)))
+    await pair.until(lambda: pair.prefill.role.load().num_running == 1)
     pair.prefill.drain()
-    pair.prefill.requeue_all()
+    pair.prefill.role.requeue_all()
     pair.prefill_model.gate.set()
     async with asyncio.timeout(10):
         await pair.prefill.drained()
@@ -214,7 +214,7 @@ async def test_requests_left_after_the_grace_period_are_returned(pair: WorkerPai
 
 async def test_an_unclaimed_ticket_is_taken_back(make_pair: MakePair) -> None:
     pair = await make_pair(ticket_ttl_s=0.02)
-    pair.prefill.submit(pair.session, ticket("r1", PROMPT))
+    pair.prefill.role.submit(pair.session, ticket("r1", PROMPT))
     await pair.until(lambda: len(pair.session.events) == 2)
     (requeued,) = pair.session.of(Requeued)
     assert requeued.reason is RequeueReason.STALE_TICKET
@@ -224,9 +224,9 @@ async def test_an_unclaimed_ticket_is_taken_back(make_pair: MakePair) -> None:
 
 async def test_the_deadline_reaches_the_worker(pair: WorkerPair) -> None:
     pair.prefill_model.gate.clear()
-    pair.prefill.submit(pair.session, ticket("r1", PROMPT, timeout_ms=20))
-    await pair.until(lambda: pair.prefill.load().num_running == 1)
-    await pair.until(lambda: all(job.ending for job in pair.prefill._jobs))
+    pair.prefill.role.submit(pair.session, ticket("r1", PROMPT, timeout_ms=20))
+    await pair.until(lambda: pair.prefill.role.load().num_running == 1)
+    await pair.until(lambda: all(job.ending for job in pair.prefill.role.jobs))
     pair.prefill_model.gate.set()
     await pair.until(lambda: bool(pair.session.events))
     assert [event.code for event in pair.session.of(Failed)] == ["deadline_exceeded"]
@@ -235,10 +235,10 @@ async def test_the_deadline_reaches_the_worker(pair: WorkerPair) -> None:
 
 async def test_a_demand_sends_the_request_back(pair: WorkerPair) -> None:
     """A ticket at rest is preempted when a running sequence needs its blocks."""
-    pair.prefill.submit(pair.session, ticket("r1", range(20)))
+    pair.prefill.role.submit(pair.session, ticket("r1", range(20)))
     await pair.until(lambda: len(pair.session.events) == 1)
-    pair.prefill.preempt(["h-r1"])
-    pair.prefill.preempt(["h-r1"])  # sent again until it is gone
+    pair.prefill.role.preempt(["h-r1"])
+    pair.prefill.role.preempt(["h-r1"])  # sent again until it is gone
     await pair.until(lambda: len(pair.session.events) == 2)
     (requeued,) = pair.session.of(Requeued)
     assert requeued.reason is RequeueReason.PREEMPTED
@@ -247,10 +247,10 @@ async def test_a_demand_sends_the_request_back(pair: WorkerPair) -> None:
 
 async def test_heartbeats_return_demands(pair: WorkerPair) -> None:
     """The running sequence that is short of blocks may be another worker's."""
-    pair.prefill.submit(pair.session, ticket("r2", PROMPT))
+    pair.prefill.role.submit(pair.session, ticket("r2", PROMPT))
     await pair.until(lambda: len(pair.session.events) == 1)
-    await pair.store.allocate("pool", "short", "DecodeWorker", 1, [], 29)
-    await pair.store.extend("pool", "DecodeWorker", [Growth("short", 1, 29, 30)])
+    await pair.store.allocate("pool", "short", "Decode", 1, [], 29)
+    await pair.store.extend("pool", "Decode", [Growth("short", 1, 29, 30)])
     await pair.until(lambda: len(pair.session.events) == 2)
     (requeued,) = pair.session.of(Requeued)
     assert requeued.reason is RequeueReason.PREEMPTED
@@ -258,9 +258,9 @@ async def test_heartbeats_return_demands(pair: WorkerPair) -> None:
 
 async def test_a_demand_ends_a_request_that_is_being_computed(pair: WorkerPair) -> None:
     pair.prefill_model.gate.clear()
-    pair.prefill.submit(pair.session, ticket("r1", range(20)))
-    await pair.until(lambda: pair.prefill.load().num_running == 1)
-    pair.prefill.preempt(["h-r1"])
+    pair.prefill.role.submit(pair.session, ticket("r1", range(20)))
+    await pair.until(lambda: pair.prefill.role.load().num_running == 1)
+    pair.prefill.role.preempt(["h-r1"])
     pair.prefill_model.gate.set()
     await pair.until(lambda: bool(pair.session.events))
     (requeued,) = pair.session.of(Requeued)
@@ -270,12 +270,12 @@ async def test_a_demand_ends_a_request_that_is_being_computed(pair: WorkerPair) 
 
 async def test_draining_sends_back_what_has_no_blocks(make_pair: MakePair) -> None:
     pair = await make_pair(num_blocks=4)
-    pair.prefill.submit(pair.session, ticket("r1", PROMPT))
+    pair.prefill.role.submit(pair.session, ticket("r1", PROMPT))
     await pair.until(lambda: len(pair.session.events) == 1)
-    pair.prefill.submit(pair.session, ticket("r2", PROMPT[::-1]))
-    await pair.until(lambda: pair.prefill.load().num_waiting == 1)
+    pair.prefill.role.submit(pair.session, ticket("r2", PROMPT[::-1]))
+    await pair.until(lambda: pair.prefill.role.load().num_waiting == 1)
     pair.prefill.drain()
-    pair.prefill.submit(pair.session, ticket("r3", (1, 2)))
+    pair.prefill.role.submit(pair.session, ticket("r3", (1, 2)))
     assert [e.reason for e in pair.session.of(Requeued)] == [RequeueReason.DRAINING] * 2
-    await pair.store.claim("pool", "h-r1", 2, "DecodeWorker")
+    await pair.store.claim("pool", "h-r1", 2, "Decode")
     await pair.prefill.drained()

@@ -1,35 +1,30 @@
 """A worker that finishes no step ends; a slow, idle or stopped one does not."""
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import pytest
 
-from services.worker.liveness.step_watch import Stepping, watch_steps
+from services.worker.liveness.step_watch import watch_steps
 from tests.waiting import until
 
 LIMIT_S = 0.05
-
-
-@dataclass
-class Engine:
-    step_in_flight: int | None = None
 
 
 class Ended(Exception):
     pass
 
 
-def watch(engine: Stepping) -> "asyncio.Task[None]":
+def watch(step_in_flight: Callable[[], int | None]) -> "asyncio.Task[None]":
     def end(limit_s: float) -> None:
         raise Ended(limit_s)
 
-    return asyncio.create_task(watch_steps(engine, LIMIT_S, end))
+    return asyncio.create_task(watch_steps(step_in_flight, LIMIT_S, end))
 
 
 async def test_a_step_without_an_end_ends_the_worker() -> None:
     with pytest.raises(Ended):
-        await asyncio.wait_for(watch(Engine(step_in_flight=7)), 10)
+        await asyncio.wait_for(watch(lambda: 7), 10)
 
 
 @pytest.mark.parametrize("steps", [[1, None], [1, 2], [None]])
@@ -37,14 +32,12 @@ async def test_running_and_waiting_engines_are_not_stuck(steps: list[int | None]
     """Each check sees another step than the one before, or none."""
     looks = 0
 
-    class Changing:
-        @property
-        def step_in_flight(self) -> int | None:
-            nonlocal looks
-            looks += 1
-            return steps[looks % len(steps)]
+    def changing() -> int | None:
+        nonlocal looks
+        looks += 1
+        return steps[looks % len(steps)]
 
-    watching = watch(Changing())
+    watching = watch(changing)
     await until(lambda: looks >= 30)
     assert not watching.done()
     watching.cancel()

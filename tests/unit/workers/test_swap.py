@@ -8,7 +8,7 @@ import pytest
 from blockstore.errors import StaleHolder
 from services.protocol.messages import Failed, Prefilled, Requeued, RequeueReason
 from services.protocol.ticket import Swapped, SwappedTable, Ticket, TicketSequence
-from services.worker.swap.cost import PrefillCost, SwapCost
+from services.worker.swap.cost import SwapCost
 
 from .conftest import MakePair, WorkerPair
 from .fakes import PROMPT, FakeSession, expected, next_token, ticket
@@ -41,11 +41,11 @@ async def preempt(pair: WorkerPair) -> Ticket:
 async def come_back(pair: WorkerPair, back: Ticket, session: FakeSession) -> Ticket:
     """Send the ticket to prefill again, under a new holder, and to decode."""
     again = replace(back, attempt=2, holder_id="h-r9-again")
-    pair.prefill.submit(session, again)
+    pair.prefill.role.submit(session, again)
     await pair.until(lambda: bool(session.events))
     issued: Ticket = session.of(Prefilled)[0].ticket
-    pair.decode.reserve(pair.session, *issued.key, 1)
-    pair.decode.admit(pair.session, issued)
+    pair.decode.role.reserve(pair.session, *issued.key, 1)
+    pair.decode.role.admit(pair.session, issued)
     return issued
 
 
@@ -145,7 +145,7 @@ async def test_an_abort_while_swapped_out_frees_the_blocks(make_pair: MakePair) 
     await victim(pair)
     back = await preempt(pair)
     assert (await pair.store.stats("colder")).num_held > 0
-    pair.decode.abort(pair.session, "r9", back.attempt)
+    pair.decode.role.abort(pair.session, "r9", back.attempt)
     await pair.until_colder_is_empty()
 
 
@@ -157,13 +157,13 @@ async def test_an_abort_during_the_copy_frees_both(make_pair: MakePair) -> None:
     pair.store.ledger("pool").demands.add("h-r9")
     await pair.until(lambda: pair.decode_figures.get_sample_value(PREEMPTIONS) == 1)
     pair.decode_model.gate.set()
-    await pair.until(lambda: pair.decode.load().num_running == 0)
-    pair.decode.abort(pair.session, "r9", 1)
+    await pair.until(lambda: pair.decode.role.load().num_running == 0)
+    pair.decode.role.abort(pair.session, "r9", 1)
     assert (await pair.store.stats("pool")).num_held > 0
     pair.swap_pool.copying.set()
     await pair.until_empty()
     await pair.until_colder_is_empty()
-    assert pair.decode.num_busy == 0
+    assert pair.decode.role.num_busy == 0
     assert not pair.session.of(Requeued)
 
 
@@ -171,7 +171,7 @@ async def test_a_ticket_that_is_gone_there_is_computed_again(make_pair: MakePair
     pair = await make_pair(num_swap_blocks=16)
     issued = await victim(pair)
     back = await preempt(pair)
-    pair.decode.abort(pair.session, "r9", back.attempt)
+    pair.decode.role.abort(pair.session, "r9", back.attempt)
     await pair.until_colder_is_empty()
     evict_all(pair)
     again = await come_back(pair, back, FakeSession())
@@ -230,10 +230,10 @@ async def test_a_demand_while_it_comes_back_loses_nothing_but_time(make_pair: Ma
     evict_all(pair)
     session = FakeSession()
     pair.arena.copying.clear()
-    pair.prefill.submit(session, replace(back, attempt=2, holder_id="h2"))
+    pair.prefill.role.submit(session, replace(back, attempt=2, holder_id="h2"))
     await pair.until(lambda: "h2" in pair.store.ledger("pool").holders)
     pair.store.ledger("pool").demands.add("h2")
-    await pair.until(lambda: any(job.ending for job in pair.prefill._jobs))
+    await pair.until(lambda: any(job.ending for job in pair.prefill.role.jobs))
     pair.arena.copying.set()
     await pair.until(lambda: bool(session.events))
     (requeued,) = session.of(Requeued)
@@ -251,13 +251,13 @@ async def test_a_ticket_for_another_colder_pool_is_computed(make_pair: MakePair)
         swapped = Swapped(pool_id, "h", 2, (SwappedTable(0, block_ids),))
         session = FakeSession()
         asked = ticket(f"r{number}", PROMPT, sequences=(sequence,), swapped=swapped)
-        pair.prefill.submit(session, asked)
+        pair.prefill.role.submit(session, asked)
         await pair.until(lambda session=session: bool(session.events))  # type: ignore[misc]
         assert not session.of(Failed)
         drawn = session.of(Prefilled)[0].ticket.sequences[0].token_ids[-1]
         assert drawn == next_token([*PROMPT, *sequence.token_ids])
     with pytest.raises(StaleHolder):
-        await pair.store.claim("colder", "h", 2, "PrefillWorker")
+        await pair.store.claim("colder", "h", 2, "Prefill")
 
 
 def test_swapping_is_compared_with_computing_once_both_are_measured() -> None:
@@ -270,27 +270,17 @@ def test_swapping_is_compared_with_computing_once_both_are_measured() -> None:
     assert not cost.is_below(100, 1600, prefill_ns_per_token=137_000)
 
 
-def test_short_steps_say_nothing_of_what_a_prompt_costs() -> None:
-    cost = PrefillCost()
-    cost.observe(1, 0.1)
-    assert cost.ns_per_token == 0
-    cost.observe(100, 0.1)
-    cost.observe(1, 0.1)
-    assert cost.ns_per_token == 1_000_000
-
-
 async def test_blocks_that_others_hold_do_not_count_as_lost(make_pair: MakePair) -> None:
     """Two sequences share two blocks of prompt: the younger one loses only its own."""
     pair = await make_pair(num_swap_blocks=16, compares_costs=True)
-    swapping = pair.decode._swapping
-    assert swapping is not None
-    assert pair.decode.swap_pool is not None
-    pair.decode.swap_pool.cost.observe(num_blocks=10, copying_s=0.010, total_s=0.010)
+    swap_pool = pair.decode.swap_pool
+    assert swap_pool is not None
+    swap_pool.cost.observe(num_blocks=10, copying_s=0.010, total_s=0.010)
     own = ticket("r1", PROMPT, sequences=(TicketSequence(0, (1,), (0, 1, 2), 10),))
     other = ticket("r2", PROMPT, sequences=(TicketSequence(0, (1,), (0, 1, 3), 10),))
     own = replace(own, prefill_ns_per_token=700_000)
-    assert swapping.is_worthwhile(own, [])  # 6 ms for 7 ms of computing
-    assert swapping.is_worthwhile(own, [other])  # 2 ms for 2.8 ms
+    assert swap_pool.is_worthwhile(own, [])  # 6 ms for 7 ms of computing
+    assert swap_pool.is_worthwhile(own, [other])  # 2 ms for 2.8 ms
     slow = replace(own, prefill_ns_per_token=400_000)
-    assert not swapping.is_worthwhile(slow, [other])
-    assert not swapping.is_worthwhile(replace(slow, sequences=(TicketSequence(0),)), [])
+    assert not swap_pool.is_worthwhile(slow, [other])
+    assert not swap_pool.is_worthwhile(replace(slow, sequences=(TicketSequence(0),)), [])

@@ -269,17 +269,16 @@ async def test_shared_blocks_are_copied_and_computed_once(make_pair: MakePair) -
     """2 blocks of prompt and 1 of each of 3 sequences: 5 blocks to copy out and back at 1 ms, or 8
     + 3 x 2 tokens to compute."""
     pair = await make_pair(num_swap_blocks=16, compares_costs=True)
-    swapping, swap_pool = pair.decode._swapping, pair.decode.swap_pool
-    assert swapping is not None
+    swap_pool = pair.decode.swap_pool
     assert swap_pool is not None
     swap_pool.cost.observe(num_blocks=10, copying_s=0.010, total_s=0.010)
     states = tuple(TicketSequence(i, (i, i, i), (0, 1, 2 + i), len(PROMPT) + 2) for i in range(3))
     group = ticket("r1", PROMPT, sequences=states)
     num_tokens = len(PROMPT) + 3 * 2
     just, barely = 10e6 / num_tokens * 1.01, 10e6 / num_tokens * 0.99
-    assert swapping.is_worthwhile(replace(group, prefill_ns_per_token=int(just)), [])
-    assert not swapping.is_worthwhile(replace(group, prefill_ns_per_token=int(barely)), [])
+    assert swap_pool.is_worthwhile(replace(group, prefill_ns_per_token=int(just)), [])
+    assert not swap_pool.is_worthwhile(replace(group, prefill_ns_per_token=int(barely)), [])
     other = ticket("r2", PROMPT, sequences=(TicketSequence(0, (1,), (0, 1, 9), 10),))
     # 3 blocks of 4 tokens are left
-    assert swapping.is_worthwhile(replace(group, prefill_ns_per_token=510_000), [other])
-    assert not swapping.is_worthwhile(replace(group, prefill_ns_per_token=490_000), [other])
+    assert swap_pool.is_worthwhile(replace(group, prefill_ns_per_token=510_000), [other])
+    assert not swap_pool.is_worthwhile(replace(group, prefill_ns_per_token=490_000), [other])

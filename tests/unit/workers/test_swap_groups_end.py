@@ -28,7 +28,7 @@ async def test_a_request_that_ends_while_swapped_out_is_not_brought_back(
     """Its stop string was found late; the others return, and nothing of it stays."""
     pair = await make_pair(64, num_swap_blocks=32)
     back = await swapped_out(pair, asked(3))
-    pair.decode.abort(pair.session, "r1", 1, 1)
+    pair.decode.role.abort(pair.session, "r1", 1, 1)
     evict_all(pair)
     left = (back.sequences[0], back.sequences[2])
     num_copied = pair.arena.num_copied
@@ -47,23 +47,23 @@ async def test_a_cancelled_request_leaves_nothing(make_pair: MakePair, is_copied
         await preempt(pair)
     else:
         pair.swap_pool.copying.clear()
-        pair.decode.preempt(["h-r1"])
+        pair.decode.role.preempt(["h-r1"])
         pair.decode_model.gate.set()
-        await pair.until(lambda: pair.decode.load().num_running == 0)
+        await pair.until(lambda: pair.decode.role.load().num_running == 0)
     for index in (1, 0, 2):
-        pair.decode.abort(pair.session, "r1", 1, index)
+        pair.decode.role.abort(pair.session, "r1", 1, index)
     pair.swap_pool.copying.set()
     await pair.until_empty()
     await pair.until_colder_is_empty()
-    await pair.until(lambda: not len(pair.decode._jobs))
+    await pair.until(lambda: not len(pair.decode.role.jobs))
     assert len(pair.session.of(Requeued)) == is_copied
 
 
 async def test_a_deadline_is_kept_while_it_is_swapped_out(make_pair: MakePair) -> None:
     pair = await make_pair(64, num_swap_blocks=32)
     await swapped_out(pair, asked(3))
-    (job,) = pair.decode._jobs
-    pair.decode._end(job, EXPIRED)
+    (job,) = pair.decode.role.jobs
+    pair.decode.role.end(job, EXPIRED)
     await pair.until(lambda: bool(pair.session.of(Failed)))
     assert pair.session.of(Failed)[0].code == "deadline_exceeded"
     await pair.until_empty()
@@ -79,7 +79,7 @@ async def test_a_worker_that_is_drained_waits_for_what_it_has_swapped_out(
     back = await swapped_out(pair, asked(3))
     assert pair.decode.drain() == 0
     issued = await come_back(pair, back)
-    pair.decode.abort(pair.session, "r1", 1)  # as its gateway does, once it is back
+    pair.decode.role.abort(pair.session, "r1", 1)  # as its gateway does, once it is back
     await pair.decode.drained()
     await pair.until_colder_is_empty()
     assert [state.token_ids for state in issued.sequences] == [right(i, 9) for i in range(3)]

@@ -48,7 +48,7 @@ async def test_the_adapters_that_were_used_last_are_kept(
     tmp_path: Path, config: ModelConfig
 ) -> None:
     model: Any = Model(config)
-    adapters = WorkerAdapters(model, max_loras=2, max_rank=8)
+    adapters = WorkerAdapters(model.whole_config, model.load_adapter, max_loras=2, max_rank=8)
     a, b, c = (made(tmp_path, config, name, i) for i, name in enumerate("abc", 1))
     await asyncio.gather(*(adapters.load(one) for one in (a, a, b)))
     assert model.loaded == ["a", "b"], "each once"
@@ -65,7 +65,7 @@ async def test_the_adapters_that_were_used_last_are_kept(
 async def test_files_that_have_changed_are_refused(tmp_path: Path, config: ModelConfig) -> None:
     """They would give the request's KV another meaning than its hashes have."""
     model: Any = Model(config)
-    adapters = WorkerAdapters(model, max_loras=2, max_rank=8)
+    adapters = WorkerAdapters(model.whole_config, model.load_adapter, max_loras=2, max_rank=8)
     adapter = made(tmp_path, config, "a", 1)
     path = tmp_path / "a" / "adapter_config.json"
     path.write_text(path.read_text().replace('"lora_alpha": 1', '"lora_alpha": 2'))
@@ -99,8 +99,8 @@ async def test_a_request_waits_for_its_adapter_and_others_do_not(pair: WorkerPai
     """It holds no blocks before; its rows have the adapter at both workers."""
     adapters = pair.prefill.adapters = pair.decode.adapters = LateAdapters()
     with_adapter = replace(ticket("r1", PROMPT), adapter=ADAPTER)
-    pair.prefill.submit(pair.session, with_adapter)
-    pair.prefill.submit(pair.session, ticket("r2", PROMPT))
+    pair.prefill.role.submit(pair.session, with_adapter)
+    pair.prefill.role.submit(pair.session, ticket("r2", PROMPT))
     await adapters.asked.wait()
     await pair.until(lambda: bool(pair.session.of(Prefilled)))
     (first,) = pair.session.of(Prefilled)
@@ -117,7 +117,7 @@ async def test_an_adapter_that_cannot_be_loaded_ends_its_request_only(pair: Work
     adapters = pair.prefill.adapters = LateAdapters()
     adapters.answer.set_exception(InvalidRequest("adapter poet: gone"))
     adapters.get = lambda adapter: None  # type: ignore[method-assign]
-    pair.prefill.submit(pair.session, replace(ticket("r1", PROMPT), adapter=ADAPTER))
+    pair.prefill.role.submit(pair.session, replace(ticket("r1", PROMPT), adapter=ADAPTER))
     await pair.until(lambda: bool(pair.session.of(Failed)))
     (failed,) = pair.session.of(Failed)
     assert failed.message == "adapter poet: gone"
@@ -126,9 +126,9 @@ async def test_an_adapter_that_cannot_be_loaded_ends_its_request_only(pair: Work
 
 async def test_a_request_that_is_aborted_while_its_adapter_loads(pair: WorkerPair) -> None:
     adapters = pair.prefill.adapters = LateAdapters()
-    pair.prefill.submit(pair.session, replace(ticket("r1", PROMPT), adapter=ADAPTER))
+    pair.prefill.role.submit(pair.session, replace(ticket("r1", PROMPT), adapter=ADAPTER))
     await adapters.asked.wait()
-    pair.prefill.abort(pair.session, "r1", 1)
+    pair.prefill.role.abort(pair.session, "r1", 1)
     adapters.answer.set_result(LoadedAdapter("d1", None))
     await asyncio.sleep(0)
     await pair.until_empty()
@@ -137,4 +137,4 @@ async def test_a_request_that_is_aborted_while_its_adapter_loads(pair: WorkerPai
 
 async def test_a_worker_without_adapters_refuses_tickets_with_one(pair: WorkerPair) -> None:
     with pytest.raises(InvalidRequest, match="takes no adapters, so not poet"):
-        pair.prefill.submit(pair.session, replace(ticket("r1", PROMPT), adapter=ADAPTER))
+        pair.prefill.role.submit(pair.session, replace(ticket("r1", PROMPT), adapter=ADAPTER))

@@ -12,11 +12,10 @@ from blockstore.store import FUNCTION_LIBRARY
 from quire.v1 import decode_pb2, prefill_pb2, ticket_pb2, worker_pb2
 from services.common.errors import InvalidRequest
 from services.common.rpc.message_batching import unpack_batch
-from services.decode.service import DecodeService
-from services.prefill.service import PrefillService
 from services.protocol.codec import ticket_to_wire
 from services.protocol.version import PROTOCOL_VERSION
 from services.worker import stream
+from services.worker.stream import WorkerStream
 
 from .conftest import WorkerPair
 from .fakes import ticket
@@ -52,11 +51,11 @@ async def test_a_ticket_that_is_refused_leaves_no_slot_taken(pair: WorkerPair) -
         ),
         decode_pb2.DecodeConnectRequest(admit=decode_pb2.Admit(ticket=wrong)),
     )
-    service: Any = DecodeService(pair.decode)
+    service: Any = WorkerStream(pair.decode)
     async with aclosing(service.Connect(gateway, None)) as responses:
         failed = await first_failed(responses)
         assert (failed.request_id, failed.code) == ("r1", "invalid_request")
-        assert pair.decode.load().num_free_slots == 16
+        assert pair.decode.role.load().num_free_slots == 16
 
 
 @pytest.mark.parametrize(
@@ -79,12 +78,12 @@ async def test_a_senseless_command_ends_its_own_request_only(
         ),
         decode_pb2.DecodeConnectRequest(**command),
     )
-    service: Any = DecodeService(pair.decode)
+    service: Any = WorkerStream(pair.decode)
     async with aclosing(service.Connect(gateway, None)) as responses:
         failed = await first_failed(responses)
         assert failed.request_id in ("r2", "r" * 400)
         assert (failed.attempt, failed.code) == (3, "invalid_request")
-        assert pair.decode.load().num_free_slots == 15
+        assert pair.decode.role.load().num_free_slots == 15
 
 
 async def test_a_command_of_no_request_ends_the_stream(pair: WorkerPair) -> None:
@@ -92,7 +91,7 @@ async def test_a_command_of_no_request_ends_the_stream(pair: WorkerPair) -> None
         decode_pb2.DecodeConnectRequest(hello=HELLO),
         decode_pb2.DecodeConnectRequest(resume=decode_pb2.Resume()),
     )
-    service: Any = DecodeService(pair.decode)
+    service: Any = WorkerStream(pair.decode)
     async with asyncio.timeout(10):
         with pytest.raises(InvalidRequest, match="request_id is empty"):
             async for _ in service.Connect(gateway, None):
@@ -106,13 +105,13 @@ async def test_a_stream_that_ends_takes_along_what_came_over_it(pair: WorkerPair
             reserve=decode_pb2.Reserve(request_id="r1", attempt=1, num_sequences=1)
         ),
     )
-    service: Any = DecodeService(pair.decode)
+    service: Any = WorkerStream(pair.decode)
     async with aclosing(service.Connect(gateway, None)) as responses, asyncio.timeout(10):
         async for together in responses:
             if any(one.WhichOneof("event") == "reserved" for one in unpack_batch(together)):
                 break
-        assert pair.decode.load().num_free_slots == 15
-    await pair.until(lambda: pair.decode.load().num_free_slots == 16)
+        assert pair.decode.role.load().num_free_slots == 15
+    await pair.until(lambda: pair.decode.role.load().num_free_slots == 16)
 
 
 async def test_a_gateway_that_does_not_read_loses_its_stream(
@@ -164,7 +163,7 @@ async def test_draining_is_announced_at_once(
     """Not with the next report: the gateway has to move the running requests."""
     monkeypatch.setattr(stream, "_LOAD_INTERVAL_S", 60.0)
     gateway = requests_of(decode_pb2.DecodeConnectRequest(hello=HELLO))
-    service: Any = DecodeService(pair.decode)
+    service: Any = WorkerStream(pair.decode)
     async with aclosing(service.Connect(gateway, None)) as responses, asyncio.timeout(10):
         reports = [(await anext(responses)).WhichOneof("event"), await anext(responses)]
         assert reports[0] == "welcome"
@@ -181,9 +180,9 @@ async def test_an_attempt_sent_twice_fails_as_a_whole(pair: WorkerPair) -> None:
         prefill_pb2.PrefillConnectRequest(submit=submit),
         prefill_pb2.PrefillConnectRequest(submit=submit),
     )
-    service: Any = PrefillService(pair.prefill)
+    service: Any = WorkerStream(pair.prefill)
     async with aclosing(service.Connect(gateway, None)) as responses:
         assert (await first_failed(responses)).request_id == "r1"
         pair.prefill_model.gate.set()
         await pair.until_empty()
-        await pair.until(lambda: not pair.prefill._jobs)
+        await pair.until(lambda: not pair.prefill.role.jobs)

@@ -2,19 +2,54 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from blockstore.errors import MustWait, OutOfBlocks, StaleHolder
+from blockstore.records import PrefixHash
 from services.common.runtime.logging import get_logger
-from services.prefill.job import Job, State
-from services.prefill.prefixes import PrefixesInProgress
 from services.protocol.block_keys import num_blocks_for
 from services.protocol.ticket import successor_holder_id
-from services.worker.pool_worker import PoolWorker
+from services.worker.pool_engine import PoolEngine
+from services.worker.requests.jobs import State
+from services.worker.roles.prefill_job import PrefillJob
 
 _RETRY_S = 0.05
 log = get_logger(__name__)
+
+
+class PrefixesInProgress:
+    """The prefix hashes of full blocks whose KV a request at this worker is computing.
+
+    The request that computes a block is its leader. A follower, a request that shares such a block,
+    holds no blocks: it waits until the last block that it shares is committed or the leader has
+    ended for any reason, and then asks the store for cached blocks. So a prefix is computed once.
+    """
+
+    def __init__(self, on_change: Callable[[], None]) -> None:
+        self._leaders: dict[PrefixHash, str] = {}
+        self._on_change = on_change
+
+    def __len__(self) -> int:
+        return len(self._leaders)
+
+    def last_shared(self, hashes: Sequence[PrefixHash]) -> PrefixHash | None:
+        """The last of `hashes` that is being computed; None: none of them is."""
+        return next((h for h in reversed(hashes) if h in self._leaders), None)
+
+    def __contains__(self, prefix_hash: PrefixHash | None) -> bool:
+        return prefix_hash in self._leaders
+
+    def begin(self, leader: str, hashes: Iterable[PrefixHash]) -> None:
+        for prefix_hash in hashes:
+            self._leaders.setdefault(prefix_hash, leader)
+
+    def end(self, leader: str, hashes: Iterable[PrefixHash]) -> None:
+        """Remove hashes of blocks that are committed, or whose leader has ended."""
+        for prefix_hash in hashes:
+            if self._leaders.get(prefix_hash) == leader:
+                del self._leaders[prefix_hash]
+        self._on_change()
 
 
 class Admission:
@@ -30,16 +65,16 @@ class Admission:
 
     def __init__(
         self,
-        worker: PoolWorker,
+        worker: PoolEngine,
         has_room: Callable[[], bool],
-        on_admitted: Callable[[Job], None],
-        on_stale: Callable[[Job], None],
+        on_admitted: Callable[[PrefillJob], None],
+        on_stale: Callable[[PrefillJob], None],
     ) -> None:
         self._worker = worker
         self._has_room = has_room
         self._on_admitted = on_admitted
         self._on_stale = on_stale
-        self._waiting: list[Job] = []
+        self._waiting: list[PrefillJob] = []
         self._woken = asyncio.Event()
         self.prefixes = PrefixesInProgress(on_change=self.wake)
 
@@ -50,12 +85,12 @@ class Admission:
     def num_tokens(self) -> int:
         return sum(job.num_uncomputed for job in self._waiting)
 
-    def add(self, job: Job) -> None:
+    def add(self, job: PrefillJob) -> None:
         self._waiting.append(job)
         self._waiting.sort(key=lambda job: job.ticket.order)
         self.wake()
 
-    def remove(self, job: Job) -> None:
+    def remove(self, job: PrefillJob) -> None:
         self._waiting.remove(job)
         self.wake()
 
@@ -92,13 +127,13 @@ class Admission:
                 await self._release(job)
         return False
 
-    def _follows(self, job: Job) -> bool:
+    def _follows(self, job: PrefillJob) -> bool:
         """Whether this worker is computing a prefix of the job for another request."""
         if job.follows not in self.prefixes:
             job.follows = self.prefixes.last_shared(job.hashes)
         return job.follows is not None
 
-    async def _allocate(self, job: Job) -> None:
+    async def _allocate(self, job: PrefillJob) -> None:
         """Get the blocks of a job, and compare stamps of adopted blocks with its tokens (law 6).
 
         After a mismatch the block leaves the prefix index, and the job asks again under another
@@ -125,7 +160,7 @@ class Admission:
                 return  # the job has ended, and its waiter was withdrawn under the old holder id
             job.ticket = replace(job.ticket, holder_id=successor_holder_id(holder_id))
 
-    async def _release(self, job: Job) -> None:
+    async def _release(self, job: PrefillJob) -> None:
         assert job.allocation is not None
         holder = job.ticket.holder_id, job.allocation.epoch
         await self._worker.store.release(self._worker.pool_id, *holder)

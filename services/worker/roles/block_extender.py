@@ -1,22 +1,25 @@
 """Gets blocks for running sequences before they need them, so that no step waits for the store."""
 
 import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from blockstore.errors import OutOfBlocks, StaleHolder
 from blockstore.records import Grown, Growth
 from services.engine.messages import AddBlocks
-from services.worker.pool_worker import PoolWorker
+from services.worker.pool_engine import PoolEngine
 
 _RETRY_S = 0.05
 
 
 class BlockExtender:
     """Asks the store for the blocks of all holders of `worker` together, and sends new blocks to
-    its engine. A refused holder asks again when blocks become free, at most `_RETRY_S` later."""
+    its engine. A refused holder asks again when blocks become free, at most `_RETRY_S` later.
+    `preempt` gets the holders of this worker that the store wants to be preempted."""
 
-    def __init__(self, worker: PoolWorker) -> None:
+    def __init__(self, worker: PoolEngine, preempt: Callable[[Sequence[str]], None]) -> None:
         self._worker = worker
+        self._preempt = preempt
         self._holders: dict[str, Growth] = {}
         self._wanting: set[str] = set()
         self._wanted = asyncio.Event()
@@ -59,7 +62,7 @@ class BlockExtender:
             if holder is not None and holder.epoch == growth.epoch:
                 is_refused |= grown.error == OutOfBlocks.code
                 self._add_granted(growth, grown)
-        worker.preempt(extension.demands)
+        self._preempt(extension.demands)
         return is_refused
 
     def _add_granted(self, asked: Growth, grown: Grown) -> None:

@@ -1,0 +1,86 @@
+"""Rank 0's part in what all ranks do: it calls the others, then does the same."""
+
+import itertools
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvops import Backend
+from services.common.checkpoint.adapter import AdapterFiles
+from services.common.errors import StartupError
+from services.engine.device.graphs import Graph
+from services.engine.device.steps import STEP_TENSORS, ModelSteps, Pairs, StepFacts
+from services.engine.models.decoder import ComposedModel
+from services.engine.ranks.calls import Peers, packed
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+class DividedAdapter:
+    """An adapter at all ranks."""
+
+    number: int
+    """Its name at the other ranks."""
+    own: Any
+    """Rank 0's part."""
+
+
+class DividedAdapters:
+    """Loads adapters at all ranks, between two steps. The other ranks forget those that are gone
+    here when the next one comes."""
+
+    def __init__(self, model: ComposedModel, peers: Peers) -> None:
+        self._model, self._peers = model, peers
+        self._numbers = itertools.count()
+        self._gone: list[int] = []
+
+    def load(self, files: AdapterFiles) -> DividedAdapter:
+        adapter = DividedAdapter(next(self._numbers), self._model.load_adapter(files))
+        # Not sent there: Python may free an adapter anywhere, also in the middle of a message.
+        weakref.finalize(adapter, self._gone.append, adapter.number)
+        gone = tuple(self._gone)
+        try:
+            self._peers.ask("load_adapter", adapter.number, files, gone)
+        except StartupError as error:
+            raise ValueError(str(error)) from error
+        del self._gone[: len(gone)]
+        return adapter
+
+
+class SharedSteps(ModelSteps):
+    """The steps of all ranks, as rank 0 computes them."""
+
+    def __init__(
+        self, peers: Peers, model: ComposedModel, kv: Tensor, block_size: int, ops: Backend
+    ) -> None:
+        super().__init__(model, kv, block_size, ops)
+        self._peers, self._shard = peers, model
+
+    def capture(self, max_rows: int, new_graph: Callable[[], Graph] | None = None) -> None:
+        """All ranks record the same graphs in the same order, with the exchanges in them."""
+        capture = super().capture
+        self._peers.ask("capture", max_rows, meanwhile=lambda: capture(max_rows, new_graph))
+
+    def compute(self, placed: Mapping[str, Tensor], facts: StepFacts) -> Tensor:
+        """The tensors go from device to device: the host does not wait for tokens that only the
+        device knows."""
+        forms, numbers = packed({name: placed[name] for name in STEP_TENSORS if name in placed})
+        self._peers.tell("compute", forms, _with_adapters(facts, attrgetter("number")))
+        assert self._shard.collectives is not None
+        self._shard.collectives.broadcast(numbers.view(torch.uint8))
+        return super().compute(placed, _with_adapters(facts, attrgetter("own")))
+
+    def copy_blocks(self, pairs: Pairs) -> None:
+        """Return when all ranks have copied: after that, another worker may read the copies."""
+        copy = super().copy_blocks
+        self._peers.ask("copy_blocks", tuple(pairs), meanwhile=lambda: copy(pairs))
+
+
+def _with_adapters(facts: StepFacts, part: Callable[[DividedAdapter], Any]) -> StepFacts:
+    """The facts of a step with one part of its adapters."""
+    runs = [replace(run, adapter=part(run.adapter)) for run in facts.adapters]
+    return replace(facts, adapters=tuple(runs))

@@ -1,0 +1,16 @@
+"""The roles of a worker: what it does with requests. A role has no part in pool, weights and engine
+(`services.worker.pool_engine`), which any role can use.
+
+    prefill   a ticket without blocks -> its prompt is computed -> a detached ticket with blocks
+    decode    a detached ticket -> a token a step -> the end of the request
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from blockstore.registry import Role as RoleName
+from services.worker.roles.decode import Decode
+from services.worker.roles.prefill import Prefill
+from services.worker.roles.role import Role
+
+ROLES: Mapping[RoleName, type[Role[Any]]] = {"prefill": Prefill, "decode": Decode}

@@ -1,0 +1,90 @@
+"""One request at a decode worker."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from services.engine.messages import Advance
+from services.protocol.messages import Generated
+from services.protocol.ticket import Ticket
+from services.worker.requests.events import HANDED_OVER, hypothesis_events, token_events
+from services.worker.requests.jobs import Job, State
+
+
+@dataclass(eq=False, slots=True)
+class DecodeJob(Job):
+    """One attempt of a request. From the claim on, the epoch of its ticket is the claimed one."""
+
+    state: State = State.CLAIMING
+    living: set[int] = field(init=False)
+    """The indices of the sequences that have not ended."""
+
+    def __post_init__(self) -> None:
+        self.living = {sequence.index for sequence in self.ticket.sequences}
+
+    @property
+    def claim(self) -> tuple[str, int] | None:
+        """(holder id, epoch of the detached ticket) while the job claims or runs it, else None."""
+        if self.state not in (State.CLAIMING, State.RUNNING):
+            return None
+        return self.ticket.holder_id, self.ticket.holder_epoch - (self.state is State.RUNNING)
+
+    @property
+    def num_slots(self) -> int:
+        """How many decode slots the job occupies."""
+        if self.state in (State.SWAPPING, State.DETACHED):
+            return 0
+        return self.ticket.width if self.searches else len(self.living)
+
+    @property
+    def searches(self) -> bool:
+        """Whether this is a beam search."""
+        return self.ticket.sampling.beam is not None
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether the job can be kept for another gateway: it has or claims blocks in the worker's
+        pool, and is not being swapped out."""
+        kept = self.state in (State.CLAIMING, State.RUNNING, State.DETACHED)
+        return kept and self.ticket.swapped is None
+
+    @property
+    def living_ticket(self) -> Ticket:
+        """The ticket without the sequences that have ended since the admit."""
+        living = (one for one in self.ticket.sequences if one.index in self.living)
+        return replace(self.ticket, sequences=tuple(living))
+
+    def continues(self, wanted: Ticket) -> bool:
+        """Whether this job continues the request of `wanted`: same prompt, parameters and tokens.
+
+        A job that runs is compared by the tokens that its ticket brought; those generated since are
+        in the engine.
+        """
+        ticket = self.ticket
+        if not self.has_blocks or self.ending not in (None, HANDED_OVER):
+            return False
+        known = {state.index: state.token_ids for state in self.living_ticket.sequences}
+        return (
+            ticket.request_id == wanted.request_id
+            and ticket.root_hash == wanted.root_hash
+            and ticket.prompt_token_ids == wanted.prompt_token_ids
+            and ticket.sampling.samples_like(wanted.sampling)
+            and all(
+                state.index in known and _agree(known[state.index], state.token_ids)
+                for state in wanted.sequences
+            )
+        )
+
+    def take_outputs(self, advance: Advance) -> Sequence[Generated]:
+        """The outputs of one step for the gateway. Sequences that ended in it no longer live."""
+        ticket = self.ticket
+        if advance.beams is not None:
+            is_running = Generated(*ticket.key, 0, len(ticket.prompt_token_ids))
+            return hypothesis_events(ticket, advance.hypotheses) or [is_running]
+        tokens = [token for token in advance.tokens if token.index in self.living]
+        self.living.difference_update(token.index for token in tokens if token.finish)
+        return token_events(ticket, tokens, advance.verified)
+
+
+def _agree(first: tuple[int, ...], second: tuple[int, ...]) -> bool:
+    """Whether one begins with the other."""
+    return all(a == b for a, b in zip(first, second, strict=False))
