@@ -71,12 +71,10 @@ class Reserved(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., granted: _Optional[bool] = ...) -> None: ...
 
 class Admit(_message.Message):
-    __slots__ = ("ticket", "suspect")
+    __slots__ = ("ticket",)
     TICKET_FIELD_NUMBER: _ClassVar[int]
-    SUSPECT_FIELD_NUMBER: _ClassVar[int]
     ticket: _ticket_pb2.Ticket
-    suspect: bool
-    def __init__(self, ticket: _Optional[_Union[_ticket_pb2.Ticket, _Mapping]] = ..., suspect: _Optional[bool] = ...) -> None: ...
+    def __init__(self, ticket: _Optional[_Union[_ticket_pb2.Ticket, _Mapping]] = ...) -> None: ...
 
 class HandOver(_message.Message):
     __slots__ = ("request_id", "attempt")

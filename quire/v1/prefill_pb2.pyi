@@ -44,14 +44,12 @@ class PrefillConnectResponse(_message.Message):
     def __init__(self, welcome: _Optional[_Union[_worker_pb2.Welcome, _Mapping]] = ..., prefilled: _Optional[_Union[Prefilled, _Mapping]] = ..., failed: _Optional[_Union[_worker_pb2.RequestFailed, _Mapping]] = ..., requeue: _Optional[_Union[_worker_pb2.Requeue, _Mapping]] = ..., draining: _Optional[_Union[_worker_pb2.Draining, _Mapping]] = ..., load: _Optional[_Union[_worker_pb2.WorkerLoad, _Mapping]] = ..., began: _Optional[_Union[_worker_pb2.Began, _Mapping]] = ..., more: _Optional[_Iterable[_Union[PrefillConnectResponse, _Mapping]]] = ...) -> None: ...
 
 class PrefillSubmit(_message.Message):
-    __slots__ = ("ticket", "prompt_logprobs", "suspect")
+    __slots__ = ("ticket", "prompt_logprobs")
     TICKET_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    SUSPECT_FIELD_NUMBER: _ClassVar[int]
     ticket: _ticket_pb2.Ticket
     prompt_logprobs: int
-    suspect: bool
-    def __init__(self, ticket: _Optional[_Union[_ticket_pb2.Ticket, _Mapping]] = ..., prompt_logprobs: _Optional[int] = ..., suspect: _Optional[bool] = ...) -> None: ...
+    def __init__(self, ticket: _Optional[_Union[_ticket_pb2.Ticket, _Mapping]] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
 
 class Prefilled(_message.Message):
     __slots__ = ("ticket", "outputs", "prompt_logprobs")

@@ -39,12 +39,12 @@ def command_from_wire(request: Any) -> Command:
             check_request_id(reserve.request_id)
             return Reserve(reserve.request_id, reserve.attempt, reserve.num_sequences)
         case "admit":
-            return Admit(ticket_from_wire(request.admit.ticket), request.admit.suspect)
+            return Admit(ticket_from_wire(request.admit.ticket))
         case "submit":
             submit = request.submit
             asks = submit.HasField("prompt_logprobs")
             num_top = num_top_from_wire(submit.prompt_logprobs) if asks else None
-            return Submit(ticket_from_wire(submit.ticket), num_top, submit.suspect)
+            return Submit(ticket_from_wire(submit.ticket), num_top)
         case "abort":
             abort = request.abort
             index = abort.index if abort.HasField("index") else None

@@ -39,8 +39,6 @@ class Submit:
     prompt_logprobs: int | None = None
     """How many of the likeliest tokens to return with each logprob of the prompt; None returns no
     logprobs of the prompt."""
-    suspect: bool = False
-    """Whether the worker begins the request only while it computes no other suspect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +46,6 @@ class Admit:
     """Sends a ticket with blocks to a decode worker, which claims it and continues it."""
 
     ticket: Ticket
-    suspect: bool = False
     """As in `Submit`."""
 
 

@@ -25,7 +25,6 @@ from services.worker.limits import Limits
 from services.worker.membership import Membership
 from services.worker.requests.holder_writes import HolderWrites
 from services.worker.requests.store_writer import StoreWriter
-from services.worker.requests.suspect_queue import SuspectQueue
 from services.worker.step_meter import StepMeter
 from services.worker.swap.pool import SwapPool
 
@@ -70,13 +69,12 @@ class PoolEngine:
         self.spec, self.stamps = parts.membership.spec, parts.membership.stamps
         self.worker_id, self.pool_id = parts.membership.worker_id, self.spec.pool_id
         self.draining = False
-        self.suspects = SuspectQueue()
         self.step_meter = StepMeter()
         loop = asyncio.get_running_loop()
         self.failure: asyncio.Future[None] = loop.create_future()
         """Gets the first error of the engine, the store or a task: it is fatal."""
         self.writer = StoreWriter(self.fail)
-        self.holders = HolderWrites(self.store, self.pool_id, self.writer, self.suspects)
+        self.holders = HolderWrites(self.store, self.pool_id, self.writer)
         self._on_outcome = on_outcome
         self._tasks: set[asyncio.Task[None]] = set()
         engine = Engine(

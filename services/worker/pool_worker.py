@@ -48,7 +48,7 @@ class PoolWorker(PoolEngine, Generic[R]):
 
     def close_streams(self) -> None:
         """Close all gateway streams cleanly, so that gateways do not count this as a crash: the
-        remaining requests continue elsewhere and do not become suspects."""
+        remaining requests continue elsewhere."""
         for session in self.sessions:
             session.finish()
 

@@ -281,8 +281,8 @@ async def _end_streams(
     error: BaseException | None,
     trace: TracebackType | None,
 ) -> None:
-    """Stop the server. A fenced worker closes its streams cleanly first, so that its requests do
-    not become suspects; any other error may have been caused by one of them."""
+    """Stop the server. A fenced worker closes its streams cleanly first, so that it counts
+    as lost, not as crashed; any other error may have been caused by one of its requests."""
     given_up = (WorkerFenced, UnknownWorker)
     if isinstance(error, BaseExceptionGroup) and error.split(given_up)[1] is None:
         worker.close_streams()

@@ -287,7 +287,7 @@ class Gateway:
     def _tell(self, take: Any, stream: Stream, sent: Ticket) -> None:
         def arrive() -> None:
             try:
-                take(stream, sent, suspect=self._pair.chance.random() < 0.3)
+                take(stream, sent)
             except InvalidRequest as error:
                 stream.send(Failed(*sent.key, error.code, str(error)))
 

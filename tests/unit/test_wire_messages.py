@@ -77,9 +77,9 @@ OUTPUT = Generated(
 )
 COMMANDS: list[Command] = [
     Reserve("r", 2, 3),
-    Submit(TICKET, 4, suspect=True),
+    Submit(TICKET, 4),
     Submit(TICKET),
-    Admit(TICKET, suspect=True),
+    Admit(TICKET),
     Abort("r", 2),
     Abort("r", 2, 0),
     HandOver("r", 2),

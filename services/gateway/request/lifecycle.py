@@ -243,8 +243,8 @@ class RequestLifecycle:
     def _submit(self, prefill: Worker, load: PrefillLoad, ticket: Ticket) -> None:
         self._move(RequestStatus.PREFILLING)
         ticket = self._traced(ticket)
-        suspect = self.crash_attribution.assign(prefill)
-        submit = Submit(ticket, self.client.unsent_prompt_logprobs, suspect)
+        self.crash_attribution.assign(prefill)
+        submit = Submit(ticket, self.client.unsent_prompt_logprobs)
         self.attempt.submit(prefill, submit, load)
 
     def admit(self) -> None:
@@ -263,7 +263,8 @@ class RequestLifecycle:
         phase = Phase.MOVING if was_decoding else Phase.HAND_OFF
         self.timeline.enter(phase, decode.worker.id)
         ticket = self._traced(self.tickets.admit(detached.ticket, self.attempt.number))
-        decode.worker.send(Admit(ticket, self.crash_attribution.assign(decode.worker)))
+        self.crash_attribution.assign(decode.worker)
+        decode.worker.send(Admit(ticket))
 
     def _pull_ticket(self, ticket: Ticket, decode: Worker) -> None:
         """Copy the KV of the detached ticket to the pool of its decode worker, then admit it."""

@@ -9,7 +9,6 @@ from blockstore.store import BlockStore
 from services.protocol.ticket import Ticket
 from services.worker.requests.events import PREEMPTED, Ending, Session, report
 from services.worker.requests.store_writer import StoreWriter
-from services.worker.requests.suspect_queue import SuspectQueue
 
 _RETURNING_WAITER_S = 1.0
 """How long the store keeps the returning waiter of a preempted request. The request is back a few
@@ -20,13 +19,10 @@ class HolderWrites:
     """Writes about the holders that tickets name. The methods that are not coroutines queue their
     write at once, so writes about one holder keep the order of the calls."""
 
-    def __init__(
-        self, store: BlockStore, pool_id: str, writer: StoreWriter, suspects: SuspectQueue
-    ) -> None:
+    def __init__(self, store: BlockStore, pool_id: str, writer: StoreWriter) -> None:
         self._store = store
         self._pool_id = pool_id
         self._writer = writer
-        self._suspects = suspects
         self.num_returning_waiters = 0
 
     async def commit(self, ticket: Ticket, completed: Sequence[tuple[int, PrefixHash]]) -> None:
@@ -54,7 +50,6 @@ class HolderWrites:
         async def end() -> None:
             await self.release(ticket, ending)
             report(session, ticket, ending)
-            self._suspects.leave(ticket.holder_id)
 
         self._writer.put(end)
 

@@ -48,8 +48,6 @@ class Job:
 
     session: Session
     ticket: Ticket
-    suspect: bool = False
-    """Whether the request may have killed a worker."""
     state: State = State.LOADING
     ending: Ending | None = None
     """Why the request ends early or is detached; None: it does not."""

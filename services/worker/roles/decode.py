@@ -81,8 +81,8 @@ class Decode(Role[DecodeJob]):
         match command:
             case Reserve(request_id, attempt, num_sequences):
                 self.reserve(session, request_id, attempt, num_sequences)
-            case Admit(ticket, suspect):
-                self.admit(session, ticket, suspect=suspect)
+            case Admit(ticket):
+                self.admit(session, ticket)
             case HandOver(request_id, attempt):
                 self.hand_over(session, request_id, attempt)
             case Resume(ticket):
@@ -104,7 +104,7 @@ class Decode(Role[DecodeJob]):
             self._reserved[key] = session, num_sequences
         session.send(Reserved(request_id, attempt, granted))
 
-    def admit(self, session: Session, ticket: Ticket, *, suspect: bool = False) -> None:
+    def admit(self, session: Session, ticket: Ticket) -> None:
         """Continue a detached ticket for which decode slots are reserved. Raises InvalidRequest if
         none are, or if the ticket is inconsistent."""
         key = id(session), *ticket.key
@@ -112,7 +112,7 @@ class Decode(Role[DecodeJob]):
             raise InvalidRequest(f"no slots are reserved for attempt {ticket.attempt}")
         self._check(ticket, self._reserved[key][1])
         del self._reserved[key]
-        job, writer = DecodeJob(session, ticket, suspect), self.worker.writer
+        job, writer = DecodeJob(session, ticket), self.worker.writer
         self.jobs.add(job)
         self.accept(
             job, "decode worker", "store claim", lambda: writer.put(lambda: self._claim(job))
@@ -264,8 +264,6 @@ class Decode(Role[DecodeJob]):
                 outputs.setdefault(job.session, []).extend(tokens)
         for session, generated in outputs.items():
             session.send(Step(tuple(generated)))
-        for advance in outcome.advances:
-            self.worker.suspects.leave(advance.key)
 
     def _on_advance(self, job: DecodeJob, advance: Advance) -> Sequence[Generated]:
         """Return what the gateway gets of this step; nothing if it has aborted the request."""
@@ -361,7 +359,6 @@ class Decode(Role[DecodeJob]):
             await worker.holders.release(ticket, job.ending or PREEMPTED)
             if not job.ending:
                 job.session.send(_requeued(job, RequeueReason.PREEMPTED))
-            worker.suspects.leave(ticket.holder_id)
 
         job.state, job.ticket = State.DETACHED, replace(without_blocks(ticket), swapped=swapped)
         job.trace.end(PREEMPTED)

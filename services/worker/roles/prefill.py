@@ -65,21 +65,16 @@ class Prefill(Role[PrefillJob]):
 
     def execute(self, session: Session, command: Command) -> None:
         match command:
-            case Submit(ticket, prompt_logprobs, suspect):
-                self.submit(session, ticket, prompt_logprobs, suspect=suspect)
+            case Submit(ticket, prompt_logprobs):
+                self.submit(session, ticket, prompt_logprobs)
             case _:
                 super().execute(session, command)
 
     def submit(
-        self,
-        session: Session,
-        ticket: Ticket,
-        num_prompt_logprobs: int | None = None,
-        *,
-        suspect: bool = False,
+        self, session: Session, ticket: Ticket, num_prompt_logprobs: int | None = None
     ) -> None:
         """Queue a ticket without blocks; a draining worker sends it back. Raises InvalidRequest.
-        `num_prompt_logprobs`, `suspect`: see `PrefillJob`."""
+        `num_prompt_logprobs`: see `PrefillJob`."""
         if self.worker.draining:
             report(session, ticket, DRAINED)
             return
@@ -87,7 +82,8 @@ class Prefill(Role[PrefillJob]):
         if self.jobs.get(session, *ticket.key):
             raise InvalidRequest(f"attempt {ticket.attempt} of this request is here already")
         job = PrefillJob(
-            *(session, ticket, suspect),
+            session,
+            ticket,
             block_keys=BlockKeys.of(ticket, self.worker.spec.block_size),
             num_prompt_logprobs=num_prompt_logprobs,
         )
@@ -263,7 +259,6 @@ class Prefill(Role[PrefillJob]):
         async def release() -> None:
             await worker.store.release(worker.pool_id, ticket.holder_id, ticket.holder_epoch)
             job.session.send(job.prefilled())
-            worker.suspects.leave(ticket.holder_id)
 
         self.forget(job)
         worker.writer.put(release)

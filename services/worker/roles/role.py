@@ -159,14 +159,10 @@ class Role(ABC, Generic[J]):
 
     def _begin_ready(self, job: J) -> None:
         """Start a group once `Began` is written to its gateway: if this worker dies, the gateway
-        then knows which requests it had begun. Suspects start one at a time."""
+        then knows which requests it had begun."""
         ticket, session = job.ticket, job.session
         start = partial(self.worker.engine.send, Start(ticket.holder_id))
-        send = partial(session.send, Began(*ticket.key), then=start)
-        if job.suspect:
-            self.worker.suspects.enter(ticket.holder_id, send)
-        else:
-            send()
+        session.send(Began(*ticket.key), then=start)
 
     def end(self, job: J, ending: Ending) -> None:
         """Begin an early end. Only a hand-over that is under way can still change into another
@@ -177,7 +173,6 @@ class Role(ABC, Generic[J]):
             return
         job.ending = ending
         if job.state is State.RUNNING:
-            self.worker.suspects.withdraw(job.ticket.holder_id)
             self.worker.engine.send(messages.Remove(job.ticket.holder_id))
         elif job.state is State.DETACHED:
             self.take_back(job, ending)
@@ -202,7 +197,6 @@ class Role(ABC, Generic[J]):
                 job.trace.end(outcome)
                 if not job.ending and job.session is session:
                     session.send(event())
-            worker.suspects.leave(ticket.holder_id)
 
         self._stop(job)
         job.state = State.DETACHED
@@ -214,7 +208,6 @@ class Role(ABC, Generic[J]):
 
         async def take_back() -> None:
             await self.worker.holders.release_detached(job.session, job.ticket, ending)
-            self.worker.suspects.leave(job.ticket.holder_id)
             self.forget(job)
 
         self.worker.writer.put(take_back)

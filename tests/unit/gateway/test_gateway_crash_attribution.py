@@ -7,7 +7,7 @@ from structlog.testing import capture_logs
 
 from services.common.errors import PoisonRequest, Unavailable
 from services.gateway.request.status import RequestStatus
-from services.protocol.messages import Admit, Began, Generated, Prefilled, Submit
+from services.protocol.messages import Began, Generated, Prefilled
 from services.protocol.ticket import BeamParams, BeamState, FinishReason, TicketSequence
 
 from .walk import MAX_TOKENS, PROMPT, ScriptedWorker, Walk, expected, generated, next_token
@@ -69,7 +69,7 @@ async def test_a_request_that_waited_at_two_dead_workers_goes_on() -> None:
 
 @pytest.mark.parametrize("num_waits", [1, 2])
 async def test_waiting_elsewhere_clears_nobody(num_waits: int) -> None:
-    """A request is a suspect until it gets a token."""
+    """A crash counts until the request gets a token."""
     walk = Walk()
     await until_computing(walk)
     walk.on_lost(walk.prefill, died=True)
@@ -96,15 +96,13 @@ async def test_a_request_begun_at_one_worker_is_not_begun_at_the_next() -> None:
     assert walk.lifecycle.status is RequestStatus.QUEUED
 
 
-async def test_a_worker_that_is_lost_alive_makes_no_suspects() -> None:
+async def test_a_worker_that_is_lost_alive_did_not_crash() -> None:
     """A worker that is silent or has closed its stream did not die of a request."""
     walk = Walk()
     for _ in range(2):
         await until_computing(walk)
         walk.on_lost(walk.prefill, died=False)
     assert walk.lifecycle.status is RequestStatus.QUEUED
-    await until_computing(walk)
-    assert not walk.prefill.sent[-1].suspect  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("begun", [True, False], ids=["begun", "waiting"])
@@ -153,33 +151,16 @@ async def test_a_token_of_the_other_role_clears_nobody() -> None:
         await walk.tokens()
 
 
-async def test_requests_with_tokens_from_a_dead_worker_are_suspects_too() -> None:
+async def test_a_crash_after_tokens_counts_too() -> None:
     """The request may kill in mid-stream."""
     walk = Walk()
     await until_running(walk)
     walk.on_event(walk.decode, generated(walk, expected(2)[1]))
     walk.on_lost(walk.decode, died=True)
     await until_running(walk)
-    admit = walk.decode.sent[-1]
-    assert isinstance(admit, Admit)
-    assert admit.suspect
     walk.on_lost(walk.decode, died=True)
     with pytest.raises(PoisonRequest):
         await walk.tokens()
-
-
-async def test_a_suspect_is_sent_as_one_until_it_has_a_token() -> None:
-    """The mark goes to workers of the role that died."""
-    walk = Walk()
-    await until_running(walk)
-    walk.on_lost(walk.decode, died=True)
-    await until_running(walk)
-    assert [c.suspect for c in walk.prefill.sent if isinstance(c, Submit)] == [False, False]
-    assert [c.suspect for c in walk.decode.sent if isinstance(c, Admit)] == [False, True]
-    walk.on_event(walk.decode, generated(walk, expected(3)[2]))
-    walk.on_lost(walk.decode, died=False)
-    await until_running(walk)
-    assert [c.suspect for c in walk.decode.sent if isinstance(c, Admit)] == [False, True, False]
 
 
 async def until_searching(walk: Walk, num_steps: int) -> None:

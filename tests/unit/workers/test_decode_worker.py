@@ -320,7 +320,7 @@ async def test_others_run_while_a_grammar_is_compiled(pair: WorkerPair) -> None:
     for name in ("r1", "r2"):
         asked = ticket(name, PROMPT)
         asked = replace(asked, sampling=replace(asked.sampling, structure=structure))
-        pair.prefill.role.submit(pair.session, asked, suspect=True)
+        pair.prefill.role.submit(pair.session, asked)
     await prefill(pair, ticket("r3", tuple(range(50, 60))))
     pair.prefill.role.abort(pair.session, "r2", 1)
     grammars.compiled.set_exception(InvalidRequest("no such form"))

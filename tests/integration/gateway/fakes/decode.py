@@ -202,7 +202,6 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
                     yield running, index
 
     def _step(self, running: Running, index: int) -> worker_pb2.SequenceOutput:
-        self.suspects.leave(running.ticket.request_id)
         ticket, tokens = running.ticket, running.tokens[index]
         so_far = [*ticket.prompt_token_ids, *tokens]
         tokens.append(next_token(so_far, index))

@@ -70,7 +70,6 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
             of_prompt = [logprobs_of(prompt[:n], num_top) for n in range(2, len(prompt) + 1)]
         prefilled = prefill_pb2.Prefilled(ticket=ticket, outputs=outputs, prompt_logprobs=of_prompt)
         session.send(prefilled=prefilled)
-        self.suspects.leave(ticket.request_id)
 
     def _first_token(
         self, ticket: ticket_pb2.Ticket, submitted: ticket_pb2.TicketSequence

@@ -17,7 +17,6 @@ from services.common.rpc.message_batching import unpack_batch
 from services.common.rpc.transport import RpcServer
 from services.gateway.intake.identity import client_id
 from services.protocol.version import PROTOCOL_VERSION
-from services.worker.requests.suspect_queue import SuspectQueue
 from tests.secret import guard
 
 DELIVERY_S = 0.02
@@ -120,7 +119,6 @@ class FakeWorker:
     begins: bool = True
     stalled: bool = False
     waiting: list[tuple[Session, Any]] = field(default_factory=list)
-    suspects: SuspectQueue = field(default_factory=SuspectQueue)
     names: Names = field(default_factory=Names)
 
     async def serve(self, stream: AsyncIterator[Any], response: Callable[..., Any]) -> Any:
@@ -161,7 +159,6 @@ class FakeWorker:
         self.seen.append(command)
         if kind == "abort" and not command.HasField("index"):
             self.aborted.append((command.request_id, command.attempt))
-            self.suspects.leave(command.request_id)
         getattr(self, f"on_{kind}")(session, command)
 
     async def _keep_reporting(self, session: Session) -> None:
@@ -172,7 +169,7 @@ class FakeWorker:
             await asyncio.sleep(0.02)
 
     def begin(self, session: Session, command: Any, compute: Callable[[], None]) -> None:
-        """Begin a request; like real workers, only one suspect at a time."""
+        """Begin a request."""
         ticket = command.ticket
 
         def go_on() -> None:
@@ -184,19 +181,14 @@ class FakeWorker:
             else:
                 compute()
 
-        def begin() -> None:
-            self.say_begun(session, command)
-            if self.takes_s:
-                asyncio.get_running_loop().call_later(self.takes_s, go_on)
-            else:
-                go_on()
-
         if not self.begins:
             self.waiting.append((session, command))
-        elif command.suspect:
-            self.suspects.enter(ticket.request_id, begin)
+            return
+        self.say_begun(session, command)
+        if self.takes_s:
+            asyncio.get_running_loop().call_later(self.takes_s, go_on)
         else:
-            begin()
+            go_on()
 
     def say_begun(self, session: Session, command: Any) -> None:
         key = command.ticket.request_id, command.ticket.attempt
@@ -218,7 +210,6 @@ class FakeWorker:
 
     def die(self) -> None:
         """Break all streams, as a death does. Afterwards it is a new worker."""
-        self.suspects = SuspectQueue()
         for session in self.sessions:
             session.die()
 
