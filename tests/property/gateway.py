@@ -166,7 +166,7 @@ class Gateway:
             self._done(request)
         key = request_id, request.attempt, index
         for worker, stream in self._ways():
-            stream.there.put(lambda w=worker, s=stream: w.abort(s, *key))  # type: ignore[misc]
+            stream.there.put(lambda w=worker, s=stream: w.role.abort(s, *key))  # type: ignore[misc]
 
     def hand_over(self, number: int) -> None:
         """The worker that runs one of the requests hands it over; it continues at the next
@@ -181,7 +181,7 @@ class Gateway:
         """The streams break; the workers learn of it later."""
         for worker, stream in self._ways():
             stream.broken = True
-            stream.there.put(lambda w=worker, s=stream: w.close(s))  # type: ignore[misc]
+            stream.there.put(lambda w=worker, s=stream: w.role.close(s))  # type: ignore[misc]
         self._connect()
         for request in self.requests.values():
             if not request.over:
@@ -222,7 +222,7 @@ class Gateway:
     def _abort(self, request: Request, attempt: int) -> None:
         request_id = request.asked.request_id
         for worker, stream in self._ways():
-            stream.there.put(lambda w=worker, s=stream: w.abort(s, request_id, attempt))  # type: ignore[misc]
+            stream.there.put(lambda w=worker, s=stream: w.role.abort(s, request_id, attempt))  # type: ignore[misc]
 
     def _hear(self, stream: Stream, event: WorkerEvent) -> None:
         outputs = event.outputs if isinstance(event, Step) else (event,)

@@ -13,7 +13,7 @@ from blockstore.memory.recount import audit
 from blockstore.memory_store import MemoryStore
 from services.engine.engine import Engine
 from services.engine.messages import Command, StepOutcome
-from services.worker import pool_worker
+from services.worker import pool_engine
 from services.worker.swap.pool import SwapPool
 
 
@@ -114,7 +114,7 @@ class LateEngine:
     def instead(cls, chance: random.Random) -> AbstractContextManager[object]:
         """Replaces the engine thread of all workers that are made within the block."""
         cls.chance = chance
-        return mock.patch.object(pool_worker, "EngineThread", cls)
+        return mock.patch.object(pool_engine, "EngineThread", cls)
 
     def __init__(
         self,

@@ -4,8 +4,7 @@
         run_service(DecodeSettings, serve)
 
     async def serve(settings: DecodeSettings, stop: asyncio.Event) -> None:
-        from services.worker.process import ...  # imports torch, so OpenMP must be set up before
-        ... serve until `stop` is set, then end the running work ...
+        ... import torch, serve until `stop` is set, then end the running work ...
 
 Exit status: 0 after a stop; 1 after a fault; 2 if the service cannot start, with the reason as one
 line on stderr.
@@ -53,8 +52,8 @@ def run_service(
     module: str = "",
     arguments: Sequence[str] | None = None,
 ) -> NoReturn:
-    """Run `serve(settings, stop)` to its end and exit the process. `module` and `arguments`: the
-    command line after `python -m services.`, if `module` is not the service's name.
+    """Run `serve(settings, stop)` to its end and exit the process. `module`, `arguments`: the words
+    of the command line, if `module` is not the service's name.
 
     The first SIGTERM or SIGINT sets `stop`, a second one cancels `serve`. A process that has not
     ended `stop_grace_s` after the first signal exits at once.
