@@ -26,6 +26,7 @@ from services.common.rpc.tls import service_tls
 from services.common.rpc.transport import RpcServer
 from services.common.runtime import redis
 from services.common.runtime.exposition import metrics_endpoint
+from services.common.runtime.health import Health
 from services.common.runtime.logging import get_logger
 from services.common.runtime.metrics import PoolMetrics
 from services.common.runtime.process import retry_until_available, run_service
@@ -54,8 +55,9 @@ async def serve(settings: BlockManagerSettings, stop: asyncio.Event) -> None:
     )
     runner = RoundRunner(first, open_connection)
     try:
-        with metrics_endpoint(settings, metrics):
-            await _serve(settings, runner, pool_metrics, stop)
+        health = Health()
+        with metrics_endpoint(settings, metrics, health):
+            await _serve(settings, runner, pool_metrics, stop, health)
     finally:
         await runner.close()
 
@@ -75,12 +77,16 @@ async def connect(settings: BlockManagerSettings, metrics: PoolMetrics) -> Conne
 
 
 async def _serve(
-    settings: BlockManagerSettings, runner: RoundRunner, metrics: PoolMetrics, stop: asyncio.Event
+    settings: BlockManagerSettings,
+    runner: RoundRunner,
+    metrics: PoolMetrics,
+    stop: asyncio.Event,
+    health: Health,
 ) -> None:
     member_id = new_worker_id("block_manager")
     rpc_key = deployment_secret(settings).rpc_key
     tls = service_tls(settings)
-    server = RpcServer(SERVICE_NAME, guard=Guard(rpc_key, member_id), tls=tls)
+    server = RpcServer(SERVICE_NAME, guard=Guard(rpc_key, member_id), tls=tls, health=health)
     last_audits = LastAudits()
     service = BlockManagerService(
         runner, member_id, rpc_key, settings.drain_timeout_s, last_audits, tls

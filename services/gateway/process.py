@@ -17,6 +17,7 @@ from services.common.rpc.tls import service_tls
 from services.common.rpc.transport import RpcServer
 from services.common.runtime import open_files, redis
 from services.common.runtime.exposition import metrics_endpoint
+from services.common.runtime.health import Health
 from services.common.runtime.logging import get_logger
 from services.common.runtime.metrics import GatewayMetrics
 from services.common.runtime.metrics_socket import WithServices
@@ -67,7 +68,8 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
     secret = deployment_secret(settings)
     async with AsyncExitStack() as stack:
         store, registry = await redis.connect(settings, stack, _HINT_LIMIT_S, _STORE_PATIENCE_S)
-        stack.enter_context(metrics_endpoint(settings, metrics))
+        health = Health()
+        stack.enter_context(metrics_endpoint(settings, metrics, health))
         request_metrics = RequestMetrics(metrics)
         tracer = stack.enter_context(open_tracer(settings, settings.trace_ratio))
         wiring = await stack.enter_async_context(
@@ -81,7 +83,9 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
         gateway = wiring.gateway
         generator = gateway if keyring is None else AccessControl(gateway, keyring)
         relays = _relays(settings, wiring, secret, stack)
-        listeners = _Listeners(settings, generator, keyring, relays, wiring.adapters, stack)
+        listeners = _Listeners(
+            *(settings, generator, keyring, relays, wiring.adapters, health, stack)
+        )
         server, port = await listeners.open_public()
         operations = await listeners.open_operations(port)
         http = await stack.enter_async_context(AsyncExitStack())
@@ -100,8 +104,8 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
         )
         log.info("gateway_listening", port=port, http_port=http_port)
         async with asyncio.TaskGroup() as tasks:
-            health = update_health(wiring, (server, operations), heartbeat)
-            works = (heartbeat.keep(), health, history.keep())
+            following = update_health(wiring, (server, operations), heartbeat)
+            works = (heartbeat.keep(), following, history.keep())
             background = [tasks.create_task(work) for work in works]
             if keyring is not None:
                 background.append(tasks.create_task(keyring.watch(), name="API keys"))
@@ -169,6 +173,7 @@ class _Listeners:
     keyring: Keyring | None
     relays: Sequence[Relay]
     adapters: GatewayAdapters | None
+    health: Health
     stack: AsyncExitStack
 
     async def open_public(self) -> tuple[RpcServer, int]:
@@ -205,6 +210,7 @@ class _Listeners:
             guard=KeyGuard(self.keyring, names),
             max_connections=max_connections,
             tls=self.settings.public_tls(),
+            health=self.health,
         )
         inference = InferenceService(self.generator)
         inference_pb2_grpc.add_InferenceServicer_to_server(inference, server.aio)

@@ -21,6 +21,7 @@ from services.common.rpc.tls import service_tls
 from services.common.rpc.transport import RpcServer
 from services.common.runtime import redis
 from services.common.runtime.exposition import metrics_endpoint
+from services.common.runtime.health import Health
 from services.common.runtime.logging import get_logger
 from services.common.runtime.metrics import MoverMetrics
 from services.common.runtime.process import EXIT_FAULT
@@ -46,12 +47,15 @@ async def serve(settings: MoverSettings, stop: asyncio.Event) -> None:
     registry = CollectorRegistry()
     metrics = MoverMetrics(registry)
     async with AsyncExitStack() as stack:
-        stack.enter_context(metrics_endpoint(settings, registry))
+        health = Health()
+        stack.enter_context(metrics_endpoint(settings, registry, health))
         while not stop.is_set():
-            await _serve_one(settings, metrics, stop)
+            await _serve_one(settings, metrics, stop, health)
 
 
-async def _serve_one(settings: MoverSettings, metrics: MoverMetrics, stop: asyncio.Event) -> None:
+async def _serve_one(
+    settings: MoverSettings, metrics: MoverMetrics, stop: asyncio.Event, health: Health
+) -> None:
     """Serve the host's pool under a new name, with a new agent of the transport, until the pool has
     no workers, this mover was given up, or `stop`."""
     async with AsyncExitStack() as stack:
@@ -70,7 +74,7 @@ async def _serve_one(settings: MoverSettings, metrics: MoverMetrics, stop: async
         )
         mover = Mover(own, target, transport, members, settings, metrics)
         service = MoverService(mover, own.header, transport.name, memory)
-        server, address = await _listen(settings, service, own.member_id, stack)
+        server, address = await _listen(settings, service, own.member_id, stack, health)
         try:
             await _run(mover, own, members, address, stop)
         finally:
@@ -102,10 +106,14 @@ async def _joined(
 
 
 async def _listen(
-    settings: MoverSettings, service: MoverService, member_id: str, stack: AsyncExitStack
+    settings: MoverSettings,
+    service: MoverService,
+    member_id: str,
+    stack: AsyncExitStack,
+    health: Health,
 ) -> tuple[RpcServer, str]:
     guard = Guard(deployment_secret(settings).rpc_key, member_id)
-    server = RpcServer(SERVICE_NAME, guard=guard, tls=service_tls(settings))
+    server = RpcServer(SERVICE_NAME, guard=guard, tls=service_tls(settings), health=health)
     mover_pb2_grpc.add_MoverServicer_to_server(service, server.aio)
     address = settings.address(await server.start(settings.host, settings.port))
     stack.push_async_callback(server.stop)

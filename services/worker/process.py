@@ -18,6 +18,7 @@ from services.common.rpc.proof import Guard
 from services.common.rpc.tls import service_tls
 from services.common.rpc.transport import RpcServer
 from services.common.runtime.exposition import metrics_endpoint
+from services.common.runtime.health import Health
 from services.common.runtime.logging import get_logger
 from services.common.runtime.metrics import WorkerMetrics
 from services.common.runtime.secret import deployment_secret
@@ -75,6 +76,7 @@ class WorkerProcess:
         self._place: Place | None = None
         self._loaded: LoadedModel | None = None
         self._directory: PoolDirectory | None = None
+        self._health: Health | None = None
 
     async def serve(self, registration: Registration) -> None:
         """Join the pool, serve until `stop` or until the worker is drained, leave.
@@ -94,6 +96,7 @@ class WorkerProcess:
 
     async def _serve(self, registration: Registration) -> None:
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        self._health = Health()
         if self._place is None and self._settings.divides_cpus:
             self._place = take_place(self._settings, registration.worker_id)
         loaded = self._loaded = self._loaded or await self._load()
@@ -103,7 +106,7 @@ class WorkerProcess:
             pools = await self._join(registration, loaded, stack)
             worker, works = await self._make(loaded, pools, stack)
             tasks = [vital.create_task(work) for work in works]
-            server, address = await _listen(self._settings, worker, stack)
+            server, address = await self._listen(worker, stack)
             registration.set_serving(worker, address, loaded)
             await _wait_for_any(self._stop, worker.drain_asked)
 
@@ -142,7 +145,7 @@ class WorkerProcess:
         settings, limits, own = self._settings, loaded.limits, pools[0]
         tracer = stack.enter_context(open_tracer(settings))
         registry = CollectorRegistry()
-        stack.enter_context(metrics_endpoint(settings, registry))
+        stack.enter_context(metrics_endpoint(settings, registry, self._health))
         metrics, swap_pool = WorkerMetrics(registry), None
         guard = FenceGuard([one.lock for one in pools])
         for colder in pools[1:]:
@@ -178,6 +181,27 @@ class WorkerProcess:
         if isinstance(forward, SharedCpus):
             works.append(_refresh(forward))
         return worker, works
+
+    async def _listen(
+        self, worker: PoolWorker[Any], stack: AsyncExitStack
+    ) -> tuple[RpcServer, str]:
+        """Start the gRPC server; return it with the address at which gateways reach it."""
+        settings, tls = self._settings, service_tls(self._settings)
+        guard = Guard(deployment_secret(settings).rpc_key, worker.worker_id)
+        stream = worker.role.stream
+        server = RpcServer(stream.service_name, guard=guard, tls=tls, health=self._health)
+        stream.add(WorkerStream(worker), server.aio)
+        address = settings.address(await server.start(settings.host, settings.port))
+        stack.push_async_exit(partial(_end_streams, worker, server))
+        await server.set_serving(True)
+        log.info(
+            "worker_ready",
+            worker_id=worker.worker_id,
+            pool_id=worker.pool_id,
+            num_blocks=worker.spec.num_blocks,
+            address=address,
+        )
+        return server, address
 
     def _warm_runner(self, loaded: LoadedModel, own: Membership) -> Runner:
         """Make the runner, and compile, capture and touch all that steps need."""
@@ -233,27 +257,6 @@ async def _refresh(forward: SharedCpus) -> NoReturn:
     while True:
         forward.refresh()
         await asyncio.sleep(until_tick(_DIVIDE_INTERVAL_S))
-
-
-async def _listen(
-    settings: WorkerSettings, worker: PoolWorker[Any], stack: AsyncExitStack
-) -> tuple[RpcServer, str]:
-    """Start the gRPC server; return it with the address at which gateways reach it."""
-    guard = Guard(deployment_secret(settings).rpc_key, worker.worker_id)
-    stream = worker.role.stream
-    server = RpcServer(stream.service_name, guard=guard, tls=service_tls(settings))
-    stream.add(WorkerStream(worker), server.aio)
-    address = settings.address(await server.start(settings.host, settings.port))
-    stack.push_async_exit(partial(_end_streams, worker, server))
-    await server.set_serving(True)
-    log.info(
-        "worker_ready",
-        worker_id=worker.worker_id,
-        pool_id=worker.pool_id,
-        num_blocks=worker.spec.num_blocks,
-        address=address,
-    )
-    return server, address
 
 
 async def _finish(

@@ -267,12 +267,11 @@ def test_every_service_is_checked_confined_and_given_time_to_end(compose: Any, n
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_the_health_check_probes_the_port_of_the_service(
+def test_the_health_check_probes_the_metrics_port(
     compose: Any, settings: dict[str, ServiceSettings], name: str
 ) -> None:
     command = compose["services"][name]["healthcheck"]["test"]
-    tls = str(settings[name].run_dir / TLS_DIR)
-    assert command == ["CMD", "quire-probe", str(settings[name].port), tls]
+    assert command == ["CMD", "quire-probe", str(settings[name].metrics_port)]
     assert "quire/probe.py /package/usr/local/bin/quire-probe" in DOCKERFILE.read_text()
 
 

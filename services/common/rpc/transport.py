@@ -8,7 +8,8 @@ from pathlib import Path
 
 import grpc
 from grpc import StatusCode, aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health as rpc_health
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quire.sockets import join_host_port
 from services.common import errors
@@ -17,6 +18,7 @@ from services.common.rpc.error_table import RETRY_S, RemoteError, error_of
 from services.common.rpc.interceptor import CODE_TRAILER, RETRY_TRAILER, ErrorInterceptor, Guard
 from services.common.rpc.reflection import enable_reflection
 from services.common.rpc.tls import SERVICE_OPTIONS, TlsFiles
+from services.common.runtime.health import Health
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 """Large enough that a prompt that is too long gets Quire's error, not gRPC's."""
@@ -74,7 +76,7 @@ class RpcServer:
     or refuses each call. `max_connections`: for ports that are open to the outside; the
     server closes further connections at once, and idle ones after 5 minutes; each connection has at
     most `_MAX_CONCURRENT_STREAMS` calls at a time. `tls`: of its TCP
-    ports; None: no TLS.
+    ports; None: no TLS. `health`: the service's, which follows `set_serving`.
     """
 
     def __init__(
@@ -83,14 +85,16 @@ class RpcServer:
         guard: Guard | None = None,
         max_connections: int | None = None,
         tls: TlsFiles | None = None,
+        health: Health | None = None,
     ) -> None:
         options = (*_SERVER_OPTIONS, *_connection_limits(max_connections))
         self.aio = aio.server(interceptors=[ErrorInterceptor(guard)], options=options)
-        self._health = health.aio.HealthServicer()
+        self._own_health = health
+        self._health = rpc_health.aio.HealthServicer()
         self._services = services
         self._credentials = None if tls is None else tls.grpc_server()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.aio)
-        enable_reflection((*services, health.SERVICE_NAME), self.aio)
+        enable_reflection((*services, rpc_health.SERVICE_NAME), self.aio)
 
     async def start(self, host: str, port: int) -> int:
         """Listen on `port`, or on a free port if it is 0; returns the port.
@@ -136,12 +140,16 @@ class RpcServer:
         """Set the answer to health checks of the server and of each of its services."""
         states = health_pb2.HealthCheckResponse
         state = states.SERVING if serving else states.NOT_SERVING
-        for service in (health.OVERALL_HEALTH, *self._services):
+        for service in (rpc_health.OVERALL_HEALTH, *self._services):
             await self._health.set(service, state)
+        if self._own_health is not None:
+            self._own_health.is_serving = serving
 
     async def stop(self, grace_s: float = 0.0) -> None:
         """Refuse new calls, let running calls continue for `grace_s`, then cancel them."""
         await self._health.enter_graceful_shutdown()
+        if self._own_health is not None:
+            self._own_health.is_serving = False
         await self.aio.stop(grace_s)
 
 

@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 
 from services.common.errors import StartupError
 from services.common.runtime.config import ServiceSettings
+from services.common.runtime.health import Health
 from services.common.runtime.logging import get_logger
 from services.common.runtime.metrics_socket import metrics_socket
 
@@ -43,10 +44,10 @@ def exposition(registry: Collector, accept: str) -> tuple[bytes, str]:
 
 @contextmanager
 def metrics_endpoint(
-    settings: ServiceSettings, registry: CollectorRegistry
+    settings: ServiceSettings, registry: CollectorRegistry, health: Health | None = None
 ) -> Iterator[int | None]:
-    """Serves `/metrics` from a thread of its own; yields the port. Without `metrics_port`, yields
-    None, and serves `metrics_socket` if there is one.
+    """Serves `/metrics`, and `/health` if there is a `health`, from a thread of its own; yields the
+    port. Without `metrics_port`, yields None, and serves `metrics_socket` if there is one.
 
     StartupError: the service cannot listen there.
     """
@@ -56,7 +57,7 @@ def metrics_endpoint(
             yield None
         return
     try:
-        server = _server(settings.host, settings.metrics_port, _application(registry))
+        server = _server(settings.host, settings.metrics_port, _application(registry, health))
     except OSError as error:
         raise StartupError(
             f"metrics: cannot listen on {settings.host}:{settings.metrics_port}: {error.strerror}"
@@ -72,8 +73,12 @@ def metrics_endpoint(
         thread.join()
 
 
-def _application(registry: CollectorRegistry) -> "WSGIApplication":
+def _application(registry: CollectorRegistry, health: Health | None) -> "WSGIApplication":
     def answer(environ: "WSGIEnvironment", start_response: "StartResponse") -> list[bytes]:
+        if health is not None and environ["PATH_INFO"] == "/health":
+            is_well = health.is_well()
+            start_response("200 OK" if is_well else "503 Service Unavailable", [])
+            return [b"serving\n" if is_well else b"not serving\n"]
         content, content_type = exposition(registry, environ.get("HTTP_ACCEPT", ""))
         start_response("200 OK", [("Content-Type", content_type)])
         return [content]

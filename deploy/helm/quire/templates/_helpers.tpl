@@ -99,12 +99,12 @@ lifecycle: {preStop: {exec: {command: [sh, -c, "while ls /pools/*/workers | grep
 
 {{- define "quire.probes" -}}
 startupProbe:
-  exec: {command: [quire-probe, {{ .port | quote }}, /etc/quire/tls]}
+  httpGet: {path: /health, port: {{ .port }}}
   timeoutSeconds: 5
   periodSeconds: 5
   failureThreshold: 360
 readinessProbe:
-  exec: {command: [quire-probe, {{ .port | quote }}, /etc/quire/tls]}
+  httpGet: {path: /health, port: {{ .port }}}
   timeoutSeconds: 5
   periodSeconds: 5
 {{- end }}
