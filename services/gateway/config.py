@@ -15,11 +15,6 @@ from services.common.tracing.opening import TracedSettings, check_tracing
 from services.gateway.access.keyring import Keyring
 from services.gateway.dashboard.access import DashboardSetting
 from services.gateway.frontend.http.answering.sending import DEFAULT_STREAM_PING_S
-from services.gateway.frontend.http.middleware.body_limits import (
-    DEFAULT_BODY_MEMORY_BYTES,
-    DEFAULT_BODY_TIMEOUT_S,
-    MAX_BODY_BYTES,
-)
 from services.gateway.intake.generation_config import AUTO
 from services.gateway.intake.model_names import parse_aliases
 
@@ -147,30 +142,11 @@ class GatewaySettings(TracedSettings, UserOptions):
         description="the page at / of http_port: auto shows it to users of this host, if the "
         "gateway listens only there, on to everybody who reaches the port, off to nobody",
     )
-    max_connections: int = Field(
-        default=4096,
-        ge=1,
-        description="connections that HTTP has at a time, and gRPC; fewer where the limit of open "
-        "files is low",
-    )
-    header_timeout_s: float = Field(
-        default=10.0, gt=0, description="how long an HTTP client may take to send its headers"
-    )
-    body_timeout_s: float = Field(
-        default=DEFAULT_BODY_TIMEOUT_S,
-        gt=0,
-        description="how long an HTTP client may take to send its body",
-    )
     stream_ping_s: float = Field(
         default=DEFAULT_STREAM_PING_S,
         ge=0,
         description="how long an HTTP stream may be silent before it sends a comment, so that "
         "proxies do not cut it; 0: it sends none",
-    )
-    body_memory: int = Field(
-        default=DEFAULT_BODY_MEMORY_BYTES,
-        ge=MAX_BODY_BYTES,
-        description="bytes that all HTTP bodies may take which have not arrived yet",
     )
     operations_port: int | None = Field(
         default=None,

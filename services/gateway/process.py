@@ -181,7 +181,7 @@ class _Listeners:
         users."""
         settings = self.settings
         server = self._server(
-            has_operations=self.keyring is not None, max_connections=_max_connections(settings)
+            has_operations=self.keyring is not None, max_connections=_max_connections()
         )
         port = await server.start(settings.host, settings.port)
         self.stack.push_async_callback(server.stop, _LAST_WRITES_S)
@@ -229,16 +229,14 @@ class _Listeners:
         app = create_app(
             self.generator,
             metrics if directory is None else WithServices(metrics, directory),
-            *(settings.allowed_hosts, settings.body_memory),
+            allowed_hosts=settings.allowed_hosts,
             keyring=self.keyring,
             cors_origins=settings.cors_origins,
-            body_timeout_s=settings.body_timeout_s,
             stream_ping_s=settings.stream_ping_s,
             more_routes=more_routes,
         )
         limits = ConnectionLimits(
-            _max_connections(settings),
-            settings.header_timeout_s,
+            _max_connections(),
             # A slow client may start to read again until the gateway cancels its request, so a
             # write may wait a little longer than that.
             write_timeout_s=PAUSE_AFTER_S + settings.options.read_window_s + _LAST_WRITES_S,
@@ -248,6 +246,6 @@ class _Listeners:
         return await stack.enter_async_context(serving)
 
 
-def _max_connections(settings: GatewaySettings) -> int:
+def _max_connections() -> int:
     """The connection limit of each of the two servers, gRPC and HTTP."""
-    return min(settings.max_connections, open_files.room_for_connections(2))
+    return min(ConnectionLimits().max_connections, open_files.room_for_connections(2))

@@ -13,8 +13,7 @@ import pytest
 from rich.console import Console
 
 from quire.cli import main
-from quire.cli.state.dashboard_feed import documents, merge
-from quire.cli.state.top_screen import quantile, render
+from quire.cli.state.top import TopFlags, read_document, render
 from quire.errors import QuireError, Unreachable
 
 POOL: dict[str, Any] = {
@@ -49,7 +48,7 @@ def screen(document: dict[str, Any], width: int = 80) -> str:
 
 def test_screen_shows_figures_pools_workers_and_requests() -> None:
     text = screen(DOCUMENT)
-    for shown in ("1,234", "≤ 100 ms", "≤ 1 s", "held 30", "free 100", "prefix hits 75.0%"):
+    for shown in ("1,234", "p50 100 ms", "p99 1 s", "30", "75.0%", "3 errors"):
         assert shown in text
     assert "7 of 64" in text
     assert "gen-1" in text
@@ -70,24 +69,22 @@ def test_screen_of_an_empty_deployment() -> None:
 
 
 @pytest.mark.parametrize(
-    ("counts", "share", "bound"),
+    ("counts", "shown"),
     [
-        ([0, 0, 0], 0.5, None),
-        ([1, 1, 0], 0.5, 0.1),
-        ([1, 2, 0], 0.5, 1.0),
-        ([0, 0, 1], 0.99, float("inf")),
+        ([0, 0, 0], "p50 -"),
+        ([1, 2, 0], "p50 1 s"),
+        ([2, 1, 0], "p50 100 ms"),
+        ([0, 0, 1], "p50 inf"),
     ],
 )
-def test_quantile_is_the_bound_of_its_bucket(
-    counts: list[int], share: float, bound: float | None
-) -> None:
-    assert quantile({"bounds": [0.1, 1.0], "counts": counts}, share) == bound
+def test_a_quantile_is_the_bound_of_its_bucket(counts: list[int], shown: str) -> None:
+    histogram = {"bounds": [0.1, 1.0], "counts": counts}
+    assert f"ttft {shown}" in screen(DOCUMENT | {"ttft": histogram})
 
 
-def test_merge_patch_sets_removes_and_descends() -> None:
-    document = {"a": 1, "b": {"c": 2, "d": 3}, "e": [1]}
-    patch = {"a": None, "b": {"c": 5}, "e": [2], "f": {"g": None, "h": 1}}
-    assert merge(document, patch) == {"b": {"c": 5, "d": 3}, "e": [2], "f": {"h": 1}}
+def test_what_a_client_has_chosen_is_no_markup() -> None:
+    request = REQUEST | {"id": "[red]x[/red]"}
+    assert "[red]x[/red]" in screen(DOCUMENT | {"requests": {"7": request}}, width=120)
 
 
 @contextmanager
@@ -111,11 +108,10 @@ def serving(status: int, body: bytes) -> Iterator[str]:
         server.server_close()
 
 
-def test_feed_is_a_document_and_patches() -> None:
-    events = b'event: whole\ndata: {"a": 1, "b": 2}\n\nevent: patch\ndata: {"b": null}\n\n'
+def test_the_first_event_of_the_feed_is_the_state() -> None:
+    events = b'event: whole\ndata: {"a": 1}\n\nevent: patch\ndata: {"a": null}\n\n'
     with serving(200, events) as url:
-        seen = [json.dumps(document) for document in documents(url, None, None)]
-    assert seen == ['{"a": 1, "b": 2}', '{"a": 1}']
+        assert read_document(TopFlags(url=url)) == {"a": 1}
 
 
 def test_refusal_is_told_in_the_gateways_words() -> None:
@@ -123,14 +119,14 @@ def test_refusal_is_told_in_the_gateways_words() -> None:
         serving(401, b'{"error": {"message": "this path needs an API key"}}') as url,
         pytest.raises(QuireError, match="needs an API key"),
     ):
-        next(documents(url, None, None))
+        read_document(TopFlags(url=url))
 
 
 def test_a_gateway_that_does_not_answer_is_named() -> None:
     with serving(200, b"") as url:
         pass
     with pytest.raises(Unreachable, match=f"no gateway answers at {url}"):
-        next(documents(url, "key", None))
+        read_document(TopFlags(url=url, api_key="key"))
 
 
 def test_without_a_terminal_the_state_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:

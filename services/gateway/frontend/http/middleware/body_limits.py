@@ -15,7 +15,9 @@ from services.gateway.frontend.http.middleware.content_encoding import BodyDecod
 
 MAX_BODY_BYTES = MAX_MESSAGE_BYTES
 DEFAULT_BODY_MEMORY_BYTES = 256 * 1024 * 1024
+"""For all bodies that have not arrived yet: sixteen of the largest ones."""
 DEFAULT_BODY_TIMEOUT_S = 60.0
+"""A proxy takes bodies of slower clients, and sends them at once."""
 _SMALL_BODY_BYTES = 64 * 1024
 """This much of a body is always accepted, so that large bodies do not keep small ones out."""
 _TRIM_BYTES = 32 * 1024 * 1024
