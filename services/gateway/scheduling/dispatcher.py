@@ -236,7 +236,8 @@ class Dispatcher:
     def on_report(self, worker: Worker) -> None:
         if worker.stalled:
             self._requeue_unbegun(worker)
-        self._changes.notify()
+        if worker.draining or self.num_waiting_for(worker.member.model):
+            self._changes.notify()  # otherwise no request can go on because of this report
 
     def on_change(self) -> None:
         self._changes.notify()

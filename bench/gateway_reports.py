@@ -1,0 +1,108 @@
+"""How busy a gateway's event loop is with the load reports of many workers.
+
+    python bench/gateway_reports.py [--workers 100] [--pools 25] [--models 5] [--per-second 4]
+
+The gateway is the real one, and its connections are simulated: each delivers a report a quarter of
+a second, as a stream does. Prints the share of the time in which the process computes. Workers are
+half prefill, half decode; no request runs.
+"""
+
+import argparse
+import asyncio
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from bench.make_checkpoint import make_checkpoint
+from blockstore.memory_registry import MemoryRegistry
+from blockstore.memory_store import MemoryStore
+from blockstore.records import PoolSpec
+from blockstore.registry import Load, Member
+from services.common.runtime.secret import Secret
+from services.gateway.config import GatewayOptions
+from services.gateway.request_metrics import RequestMetrics
+from services.gateway.wiring import start_gateway
+from services.gateway.workers.connection import WorkerEventSink, deliver
+from services.gateway.workers.worker import Worker
+from services.protocol.messages import Command, LoadReport
+from services.protocol.version import PROTOCOL_VERSION
+
+_MEASURED_S = 10.0
+
+
+@dataclass
+class SimulatedConnection:
+    """The connection to a worker that reports its load and does nothing else."""
+
+    worker: Worker
+    sink: WorkerEventSink
+
+    async def close(self) -> None: ...
+
+    def report(self, number: int) -> None:
+        load = Load(num_running=number % 7, num_free_slots=64 - number % 7)
+        deliver(LoadReport(load), self.worker, self.sink)
+
+
+async def measure(args: argparse.Namespace, model_dir: str) -> float:
+    store, registry = MemoryStore(), MemoryRegistry()
+    connections: list[SimulatedConnection] = []
+
+    def connect(member: Member, sink: WorkerEventSink) -> SimulatedConnection:
+        def drop(command: Command) -> None: ...
+
+        connections.append(SimulatedConnection(Worker(member, drop), sink))
+        connections[-1].worker.connected = True
+        return connections[-1]
+
+    for number in range(args.pools):
+        model = f"model-{number % args.models}"
+        spec = PoolSpec(f"pool-{number}", model, "fingerprint", 1000, 16, block_bytes=1)
+        await store.register_pool(spec)
+    for number in range(args.workers):
+        pool = number % args.pools
+        member = Member(
+            member_id=f"worker-{number}",
+            role="decode" if number // args.pools % 2 else "prefill",
+            address="127.0.0.1:1",
+            state="serving",
+            started_unix_ms=0,
+            protocol_version=PROTOCOL_VERSION,
+            pool_id=f"pool-{pool}",
+            model=f"model-{pool % args.models}",
+            model_dir=model_dir,
+            max_model_len=512,
+            max_num_seqs=64,
+        )
+        await registry.announce(member, 3600.0)
+    metrics = RequestMetrics(CollectorRegistry())
+    secret = Secret(bytes(32))
+    async with start_gateway(store, registry, secret, GatewayOptions(), metrics, connect) as wiring:
+        while len(connections) < args.workers:
+            await wiring.changes.wait(wiring.changes.num_changes)
+        began, used = time.perf_counter(), time.process_time()
+        number = 0
+        while (now := time.perf_counter() - began) < _MEASURED_S:
+            while number < now * args.per_second * args.workers:
+                connections[number % args.workers].report(number)
+                number += 1
+            await asyncio.sleep(0.001)
+        return (time.process_time() - used) / (time.perf_counter() - began)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name, default in (("workers", 100), ("pools", 25), ("models", 5), ("per-second", 4)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_checkpoint(Path(folder) / "model")
+        share = asyncio.run(measure(args, str(model)))
+    print(f"{args.workers} workers in {args.pools} pools: the loop is busy for {share:.1%}")
+
+
+if __name__ == "__main__":
+    main()
