@@ -35,36 +35,15 @@ class OpenArena:
     kept: KeptMemory | None = None
 
 
-class PoolMemory(Protocol):
-    """Makes and opens arenas of one kind. `gpu_uuids`: of the ranks; empty for files."""
-
-    @property
-    def kind(self) -> ArenaKind: ...
-
-    @property
-    def gpu_uuids(self) -> tuple[str, ...]: ...
-
-    def num_blocks(self, root: Path, layout: PoolLayout, plan: MemoryPlan) -> int:
-        """The blocks of a new pool. StartupError: there is too little memory."""
-        ...
-
-    def make(self, directory: PoolDirectory, header: PoolHeader, plan: MemoryPlan) -> PoolHeader:
-        """Make the memory of a new pool; returns its header. StartupError."""
-        ...
-
-    def open(self, directory: PoolDirectory, header: PoolHeader, worker_id: str) -> OpenArena:
-        """Map the memory, which this or another worker has made. Blocks. Raises StartupError, and
-        PoolGone if the memory is lost."""
-        ...
-
-
 class FileMemory:
     """The arena is the file `kv` of the pool's directory."""
 
     kind: ArenaKind = "file"
     gpu_uuids: tuple[str, ...] = ()
+    """The GPU of each rank; empty for files."""
 
     def num_blocks(self, root: Path, layout: PoolLayout, plan: MemoryPlan) -> int:
+        """The blocks of a new pool. StartupError: there is too little memory."""
         arenas = (path for one in pool_directories(root) for path in one.arenas)
         promised = sum(map(missing_bytes, arenas))
         available = max(0, available_bytes(root) - promised)
@@ -72,11 +51,14 @@ class FileMemory:
         return num_blocks_for(plan, block_bytes + record_bytes(layout.block_size), available)
 
     def make(self, directory: PoolDirectory, header: PoolHeader, plan: MemoryPlan) -> PoolHeader:
+        """Make the memory of a new pool; returns its header. StartupError."""
         for rank in range(header.layout.tensor_parallel_size):
             make_file(directory.arena(rank), header.arena_bytes, plan.arena)
         return replace(header, memory_bytes=header.arena_bytes)
 
     def open(self, directory: PoolDirectory, header: PoolHeader, worker_id: str) -> OpenArena:
+        """Map the memory, which this or another worker has made. Blocks. Raises StartupError, and
+        PoolGone if the memory is lost."""
         return OpenArena(FileArena(directory.kv, header.arena_bytes))
 
 
@@ -144,3 +126,7 @@ class GpuMemory:
         except DriverError as error:
             kept.close()
             raise StartupError(f"cannot map the pool {header.pool_id}: {error}") from error
+
+
+PoolMemory = FileMemory | GpuMemory
+"""Makes and opens arenas of one kind."""

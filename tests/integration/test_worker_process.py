@@ -208,3 +208,10 @@ def test_a_check_says_whether_a_worker_could_start_here(
     assert worker.process.returncode == status
     assert out.startswith(said)
     assert len(out.splitlines()) == (1 if said else 0)
+
+
+def test_a_worker_without_a_role_says_which_there_are() -> None:
+    command = [sys.executable, "-m", "services.worker"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert found.returncode == 2
+    assert "--role {prefill,decode}" in found.stderr
