@@ -25,7 +25,7 @@ _HEAD = """# Clients
 These clients, which are not part of Quire, run against a deployment of SmolLM2-135M-Instruct.
 `make test-clients` installs each into a virtual environment of its own (`tests/clients/venvs.py`
 pins the versions), runs it, and writes this table. Where a client gets text, the text has to equal
-that of Quire's own gRPC client.
+the text of Quire's own gRPC client.
 
 | client | version | what it calls | outcome |
 |---|---|---|---|
