@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 
+from services.common.errors import InvalidRequest
 from services.common.structured.grammar import Compiled, Grammar, compile_structure
 from services.common.structured.structure import Structure
 from services.common.structured.vocabulary import Vocabulary
@@ -48,7 +49,10 @@ class Grammars:
         )
 
     def _compile(self, structure: Structure) -> Compiled:
-        return compile_structure(structure, self._vocabulary)
+        try:
+            return compile_structure(structure, self._vocabulary)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"structured output {error}") from error
 
     @cached_property
     def _vocabulary(self) -> Vocabulary:

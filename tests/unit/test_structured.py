@@ -5,9 +5,10 @@ import random
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+import pydantic
 import pytest
 from llguidance import LLParserLimits
 
@@ -62,6 +63,15 @@ def accepts(vocabulary: Vocabulary, tokenizer: Tokenizer, kind: str, form: str, 
     return True
 
 
+class Cat(pydantic.BaseModel):
+    kind: Literal["cat"] = "cat"
+
+
+class Dog(pydantic.BaseModel):
+    kind: Literal["dog"] = "dog"
+    name: str
+
+
 OBJECT = json.dumps(
     {
         "type": "object",
@@ -85,6 +95,7 @@ OBJECT = json.dumps(
         ("choice", '["yes", "no", "né\\n"]', ["yes", "no", "né\n"], ["ye", "noo", ""]),
         ("grammar", 'start: "x" (start)? "y"', ["xy", "xxyy"], ["x", "xyy"]),
         ("grammar", 'root ::= "a" | "b" root', ["a", "bba"], ["b", "ab"]),
+        ("grammar", '?start: "a" | b\n!b: "c"', ["a", "c"], ["b"]),
     ],
 )
 def test_a_text_ends_only_where_it_has_the_form(
@@ -142,6 +153,7 @@ THINK = {"type": "tag", "begin": "<t>", "content": {"type": "any_text"}, "end": 
             ["a/"],
         ),
         ({"type": "const_string", "value": 'a"/\n'}, ['a"/\n'], ["a", ""]),
+        ({"type": "choice", "choices": ["a", 'b"']}, ["a", 'b"'], ["b", ""]),
         ({"type": "grammar", "grammar": 'root ::= "x" root | "y"'}, ["xxy"], ["x"]),
     ],
 )
@@ -291,19 +303,19 @@ def test_special_tokens_and_ids_without_a_token_are_never_text(
 @pytest.mark.parametrize(
     ("kind", "text", "problem"),
     [
-        ("json", "{", "the json is wrong: Expecting property name"),
+        ("json", "{", "is wrong: Expecting property name"),
         ("json", "[1]", "a JSON schema is an object"),
-        ("json", '{"type": "objekt"}', "json cannot be compiled: .*objekt"),
+        ("json", '{"type": "objekt"}', "cannot be compiled: .*objekt"),
         ("json", '{"type": "array", "uniqueItems": true}', "Unimplemented keys"),
-        ("json", '{"$ref": "http://elsewhere/schema"}', "json cannot be compiled"),
+        ("json", '{"$ref": "http://elsewhere/schema"}', "cannot be compiled"),
         ("json", '{"allOf": [{"type": "string"}, {"type": "number"}]}', "cannot be compiled"),
-        ("regex", "(", "regex cannot be compiled: .*regex parse error"),
+        ("regex", "(", "cannot be compiled: .*regex parse error"),
         ("regex", "a(?=b)", "look-around"),
         ("choice", "[]", "at least one string"),
         ("choice", '["a", 1]', "a choice is not a string"),
         ("choice", '"a"', "at least one string"),
-        ("grammar", "start: missing", "grammar cannot be compiled"),
-        ("grammar", "root ::= (", "the grammar is wrong"),
+        ("grammar", "start: missing", "cannot be compiled"),
+        ("grammar", "root ::= (", "is wrong"),
     ],
 )
 def test_wrong_forms_are_refused_with_the_reason(
@@ -313,25 +325,69 @@ def test_wrong_forms_are_refused_with_the_reason(
         grammar(vocabulary, kind, text)
 
 
+PETS = pydantic.TypeAdapter(
+    Annotated[Cat | Dog, pydantic.Field(discriminator="kind")]
+).json_schema()
+
+
 @pytest.mark.parametrize(
     ("schema", "text"),
     [
         ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, "-7"),
         ({"type": "number", "minimum": -1.7976931348623157e308}, "1.5"),
+        ({"type": "number", "exclusiveMinimum": 5e-324}, "0.5"),
+        ({"type": "number", "minimum": 0, "maximum": 5e-324}, "0"),
+        ({"type": "number", "maximum": -2.2250738585072014e-308}, "-1.5"),
+        (PETS, '{"kind":"dog","name":"Rex"}'),
         ({"type": "array", "uniqueItems": False}, "[1]"),
         ({"properties": {"format": {"type": "string", "format": "phone"}}}, '{"format":"1"}'),
         ({"anyOf": [{"type": "string", "format": "binary"}, {"type": "null"}]}, '"x"'),
     ],
 )
-def test_keywords_that_ask_for_nothing_are_served(
+def test_schemas_as_clients_write_them_are_served(
     vocabulary: Vocabulary, tokenizer: Tokenizer, schema: dict[str, Any], text: str
 ) -> None:
     assert accepts(vocabulary, tokenizer, "json", json.dumps(schema), text)
 
 
-def test_a_choice_of_many_texts_is_one_expression(
+NUMBERS = [f'"{number * 7919 % 100_003}"' for number in range(20_000)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [
+        ("choice", f"[{','.join(NUMBERS)}]"),
+        ("grammar", f"root ::= {' | '.join(NUMBERS)}"),
+        ("grammar", f"start: number\nnumber: {' | '.join(NUMBERS)}\nother: number"),
+        ("json", f'{{"enum": [{",".join(number[1:-1] for number in NUMBERS)}]}}'),
+    ],
+)
+def test_many_alternatives_are_one_expression(
+    vocabulary: Vocabulary, tokenizer: Tokenizer, kind: str, form: str
+) -> None:
+    assert accepts(vocabulary, tokenizer, kind, form, "7919")
+    assert not accepts(vocabulary, tokenizer, kind, form, "7918")
+
+
+def test_every_token_that_continues_the_form_is_allowed(
     vocabulary: Vocabulary, tokenizer: Tokenizer
 ) -> None:
-    choices = json.dumps([str(number * 7919 % 100_003) for number in range(5000)])
-    assert accepts(vocabulary, tokenizer, "choice", choices, "7919")
-    assert not accepts(vocabulary, tokenizer, "choice", choices, "7918x")
+    """Also where only one text is possible: the model chooses how to split it into tokens."""
+    pieces = [tokenizer.decode([token]) for token in range(tokenizer.vocab_size)]
+    word = max((piece for piece in pieces if piece.isalpha()), key=len)
+    found = texts(
+        tokenizer, allowed(grammar(vocabulary, "choice", f'["{word}"]').walk().mask_after([]))
+    )
+    assert found == {piece for piece in pieces if piece and word.startswith(piece)}
+    assert len(found) > 1
+
+
+def test_options_of_the_library_are_not_the_clients(
+    vocabulary: Vocabulary, tokenizer: Tokenizer
+) -> None:
+    """`lenient` would switch off the keywords that are not supported."""
+    wrong = {"not": {"const": 1}, "x-guidance": {"lenient": True, "whitespace_flexible": False}}
+    with pytest.raises(InvalidRequest, match="not"):
+        grammar(vocabulary, "json", json.dumps(wrong))
+    separated = {"const": [1, 2], "x-guidance": {"item_separator": ";"}}
+    assert accepts(vocabulary, tokenizer, "json", json.dumps(separated), "[1,2]")

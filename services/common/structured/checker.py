@@ -3,8 +3,9 @@ system. One that crashes it, or is beyond a limit, ends this process and nothing
 
     python -m services.common.structured.checker MODEL_DIRECTORY VOCAB_SIZE EOS_TOKEN_ID...
 
-It reads a structure from each line of its input, and writes a line for each: `null`, or the
-problem. A `null` before them says that it is ready. It ends with its input.
+It reads a structure from each line of its input, and writes a line for each: `null`, or the path of
+a fault in the structure's schema and what is wrong there. A `null` before them says that it is
+ready. It ends with its input.
 """
 
 import json
@@ -12,8 +13,7 @@ import resource
 import sys
 from pathlib import Path
 
-from services.common.errors import InvalidRequest
-from services.common.structured.grammar import compile_structure
+from services.common.structured.faults import find_fault
 from services.common.structured.structure import Structure, StructureKind
 from services.common.structured.vocabulary import Vocabulary
 
@@ -31,12 +31,8 @@ def main() -> None:
         _limit_cpu()
         _limit_memory()
         kind, text = json.loads(line)
-        problem = None
-        try:
-            compile_structure(Structure(StructureKind(kind), text), vocabulary)
-        except InvalidRequest as error:
-            problem = str(error)
-        print(json.dumps(problem), flush=True)
+        fault = find_fault(Structure(StructureKind(kind), text), vocabulary)
+        print(json.dumps(fault), flush=True)
 
 
 def _limit_cpu() -> None:

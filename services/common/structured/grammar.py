@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits
+from llguidance.gbnf_to_lark import GbnfToLarkError
 
 from services.common.errors import InvalidRequest
-from services.common.structured.grammars import grammar_of
 from services.common.structured.mask import GrammarFault, Mask
+from services.common.structured.structural_tags import grammar_of
 from services.common.structured.structure import Structure
 from services.common.structured.vocabulary import Vocabulary
 
@@ -53,15 +54,20 @@ class Compiled:
 
 def compile_structure(structure: Structure, vocabulary: Vocabulary) -> Compiled:
     """Compiles a structure, within limits that keep most of them cheap; `checker` has limits for
-    the rest. Releases the interpreter's lock. Raises InvalidRequest if it is wrong or too complex.
+    the rest. Releases the interpreter's lock. InvalidRequest: it is wrong or too complex; the
+    message says this of whatever the structure is called in the request.
     """
     began = time.perf_counter()
-    grammar = grammar_of(structure, vocabulary.special)
+    try:
+        grammar = grammar_of(structure, vocabulary.special)
+    except RecursionError as error:
+        raise InvalidRequest("is nested too deeply") from error
+    except (GbnfToLarkError, ValueError) as error:
+        raise InvalidRequest(f"is wrong: {error}") from error
     matcher = LLMatcher(vocabulary.tokens, grammar, log_level=0, limits=_LIMITS)
     matcher.compute_bitmask()  # the lexer finds out only now what the start costs
     if matcher.is_error():
-        kind = structure.kind.value
-        raise InvalidRequest(f"structured output: {kind} cannot be compiled: {_problem(matcher)}")
+        raise InvalidRequest(f"cannot be compiled: {_problem(matcher)}")
     return Compiled(structure, vocabulary, matcher, time.perf_counter() - began)
 
 

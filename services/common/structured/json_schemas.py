@@ -1,5 +1,7 @@
 """JSON schemas, with the options of llguidance that they are compiled with."""
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
 OPTIONS = "x-guidance"
@@ -9,6 +11,8 @@ _WHITESPACE = r"[ \t]{1,4}|\r?\n[ \t]{0,40}"
 """Between two tokens of JSON: what a pretty printer writes. Small models would else write white
 space until `max_tokens` ends the text."""
 
+_WHITESPACE_OPTIONS = ("whitespace_flexible", "whitespace_pattern")
+"""The options that a request may have. Others switch keywords of the schema off."""
 
 _FORMATS = {
     *("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6"),
@@ -18,53 +22,66 @@ _FORMATS = {
 
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _MOST = (1 << 63) - 1024
-"""llguidance takes no larger bound. A larger one is that of a type, such as int64 or float64, and
-becomes this one: then every text that the form allows is still within the schema's bounds."""
+_LEAST = 1e-30
+"""llguidance takes no larger bound, and none nearer to 0. Another one is that of a type, such as
+int64 or float64, and becomes the next one inside: then every text that the form allows is still
+within the schema's bounds."""
 
-_ONE = ("items", "additionalItems", "additionalProperties", "contains", "not", "if", "then", "else")
+_NAMED = ("$defs", "definitions", "properties", "patternProperties")
 _MANY = ("anyOf", "allOf", "oneOf", "prefixItems", "items")
-_NAMED = ("properties", "patternProperties", "$defs", "definitions")
+_ONE = ("items", "additionalItems", "additionalProperties", "contains", "not", "if", "then", "else")
 
 
-def _asking(schema: Any) -> Any:
-    """The schema without keywords that ask for nothing."""
-    if not isinstance(schema, dict):
-        return schema
-    kept = {name: value for name, value in schema.items() if not _asks_nothing(name, value)}
-    for name, value in kept.items():
-        if name in _BOUNDS:
-            kept[name] = _bound(name, value)
-        elif name in _ONE and isinstance(value, dict):
-            kept[name] = _asking(value)
+def subschemas(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The schemas directly within a schema, with their paths."""
+    for name, value in schema.items():
+        parts: list[tuple[str, Any]] = []
+        if name in _NAMED and isinstance(value, dict):
+            parts = [(f"{name}.{key}", each) for key, each in value.items()]
         elif name in _MANY and isinstance(value, list):
-            kept[name] = [_asking(each) for each in value]
-        elif name in _NAMED and isinstance(value, dict):
-            kept[name] = {key: _asking(each) for key, each in value.items()}
-    return kept
+            parts = [(f"{name}[{number}]", each) for number, each in enumerate(value)]
+        elif name in _ONE:
+            parts = [(name, value)]
+        yield from ((path, each) for path, each in parts if isinstance(each, dict))
 
 
-def _asks_nothing(name: str, value: Any) -> bool:
-    if name == "uniqueItems":
-        return value is False
-    if name == "format":
-        return isinstance(value, str) and value not in _FORMATS
-    return False
+def with_options(schema: Any) -> dict[str, Any]:
+    """The schema as llguidance takes it, with the white space above unless its options say another.
+    Changes `schema`. Raises ValueError if it is none."""
+    if schema is True:  # JSON Schema's name for "any value"
+        schema = {}
+    if not isinstance(schema, dict):
+        raise ValueError("a JSON schema is an object")
+    given = schema.get(OPTIONS)
+    options = given if isinstance(given, dict) else {}
+    options = {name: options[name] for name in _WHITESPACE_OPTIONS if name in options}
+    _rewrite(schema)
+    return {**schema, OPTIONS: options or {"whitespace_pattern": _WHITESPACE}}
 
 
-def _bound(name: str, value: Any) -> Any:
-    """The bound, or the largest one that llguidance takes if it is larger."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return value
-    return max(value, -_MOST) if "inimum" in name else min(value, _MOST)
+def _rewrite(schema: dict[str, Any]) -> None:
+    """Leave out keywords that ask for nothing, and write others as llguidance takes them."""
+    schema.pop(OPTIONS, None)
+    if schema.get("uniqueItems") is False:
+        del schema["uniqueItems"]
+    if isinstance(form := schema.get("format"), str) and form not in _FORMATS:
+        del schema["format"]
+    for name in _BOUNDS:
+        if type(schema.get(name)) in (int, float):
+            schema[name] = _bound(schema[name], is_lower="inimum" in name)
+    match schema:
+        # The alternatives exclude each other only if the property must be there. Pydantic does not
+        # demand it where it has a default.
+        case {"oneOf": list(), "discriminator": {"propertyName": str(name)}}:
+            required = schema.get("required", [])
+            if isinstance(required, list) and name not in required:
+                schema["required"] = [*required, name]
+    for _, each in subschemas(schema):
+        _rewrite(each)
 
 
-def with_options(schema: dict[str, Any]) -> dict[str, Any]:
-    """What the schema asks for, with the white space above unless its own options say another."""
-    schema = _asking(schema)
-    options = schema.get(OPTIONS, {})
-    if isinstance(options, dict) and not options.keys() & {
-        "whitespace_flexible",
-        "whitespace_pattern",
-    }:
-        return {**schema, OPTIONS: {**options, "whitespace_pattern": _WHITESPACE}}
-    return schema
+def _bound(value: float, *, is_lower: bool) -> float:
+    """The bound, or the next one inside that llguidance takes."""
+    if 0 < abs(value) < _LEAST:
+        return math.copysign(_LEAST, value) if is_lower == (value > 0) else 0
+    return max(value, -_MOST) if is_lower else min(value, _MOST)

@@ -1,13 +1,13 @@
-"""Translates structural tags to grammars of llguidance.
+"""Translates structures to grammars of llguidance. Every structure is a format.
 
 A structural tag says which parts of a text have a form: the format of xgrammar and vLLM,
-`{"format": {...}}`, or the older one, `{"structures": [...], "triggers": [...]}`. Each format
-becomes a rule:
+`{"format": {...}}`, or the older one, `{"structures": [...], "triggers": [...]}`. The other kinds
+of structure are formats for the whole text. Each format becomes a rule:
 
     tag               begin content end
     triggered_tags    any text, and behind each trigger the rest of one of its tags
-    const_string, json_schema, regex, grammar, any_text, sequence, or, optional, plus, star,
-    tags_with_separator
+    const_string, choice (our own: a list of strings), json_schema, regex, grammar, any_text,
+    sequence, or, optional, plus, star, tags_with_separator
 
 A name of a special token, such as `<|python_tag|>`, in a begin, end or trigger is that token.
 """
@@ -17,16 +17,15 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from llguidance.gbnf_to_lark import any_to_lark
-
 from services.common.structured.json_schemas import with_options
-from services.common.structured.regexes import lark_of_regex
+from services.common.structured.larks import lark_of_grammar, lark_of_regex
 from services.common.structured.structure import Structure, StructureKind
 
 Format = Mapping[str, Any]
 
 _FIELDS = {
     "const_string": {"value"},
+    "choice": {"choices"},
     "json_schema": {"json_schema"},
     "regex": {"pattern"},
     "grammar": {"grammar"},
@@ -45,12 +44,18 @@ _NO_EFFECT: tuple[Any, ...] = (None, False, [], "json")
 """Values with which other fields ask for nothing, such as `style`."""
 
 
-def grammar_of_tags(text: str, special: Mapping[str, int]) -> str:
-    """The grammar of a structural tag. `special`: the ids of special tokens by name. Raises
-    ValueError."""
+_HEAD = '%llguidance {"no_forcing": true}'
+"""Without it the library looks for the longest text that must come, to allow its first token only:
+seconds for a long text, and tokens that the model would not draw."""
+
+
+def grammar_of(structure: Structure, special: Mapping[str, int]) -> str:
+    """The grammar of a structure. `special`: the ids of special tokens by name. Raises ValueError
+    if its text is malformed; whether a grammar is valid is known when it is compiled."""
     rules = _Rules(special)
-    rules.lines.append(f"start: {rules.add(_format_of_tags(text))}")
-    return json.dumps({"grammars": [{"lark_grammar": "\n".join(rules.lines)}, *rules.named]})
+    start = f"start: {rules.add(format_of(structure))}"
+    lark = "\n".join([_HEAD, *rules.lines, start])
+    return json.dumps({"grammars": [{"lark_grammar": lark}, *rules.named]})
 
 
 def format_of(structure: Structure) -> Format:
@@ -66,7 +71,7 @@ def format_of(structure: Structure) -> Format:
         case StructureKind.GRAMMAR:
             return {"type": "grammar", "grammar": text}
         case StructureKind.CHOICE:
-            return {"type": "regex", "pattern": "|".join(map(_pattern, json.loads(text)))}
+            return {"type": "choice", "choices": json.loads(text)}
         case StructureKind.STRUCTURAL_TAG:
             return _format_of_tags(text)
 
@@ -110,14 +115,14 @@ class _Rules:
         match form:
             case {"type": "const_string", "value": str(value)}:
                 return self._rule(self._literal(value))
-            case {"type": "json_schema", "json_schema": True}:
-                return self._name({"json_schema": with_options({})})
-            case {"type": "json_schema", "json_schema": dict() as schema}:
+            case {"type": "choice", "choices": choices}:
+                return self._choice(choices)
+            case {"type": "json_schema", "json_schema": schema}:
                 return self._name({"json_schema": with_options(schema)})
             case {"type": "regex", "pattern": str(pattern)}:
                 return self._name({"lark_grammar": lark_of_regex(pattern)})
             case {"type": "grammar", "grammar": str(grammar)}:
-                return self._name({"lark_grammar": any_to_lark(grammar)})
+                return self._name({"lark_grammar": lark_of_grammar(grammar)})
             case {"type": "any_text"}:
                 return self._rule(self._text(form))
             case {"type": "sequence", "elements": [_, *_] as elements}:
@@ -143,6 +148,16 @@ class _Rules:
         name = f"grammar_{len(self.named)}"
         self.named.append({"name": name, **grammar})
         return f"@{name}"
+
+    def _choice(self, choices: Any) -> str:
+        """One expression: as many rules would take seconds, and be too many for the parser."""
+        if not isinstance(choices, list) or not choices:
+            raise ValueError("a list of at least one string is needed")
+        if not all(isinstance(choice, str) for choice in choices):
+            raise ValueError("a choice is not a string")
+        name = f"CHOICE_{len(self.lines)}"
+        self.lines.append(f"{name}: {' | '.join(map(_quoted, choices))}")
+        return name
 
     def _literal(self, text: str) -> str:
         """The text, with special tokens as tokens."""
@@ -222,7 +237,7 @@ class _Rules:
 
 
 def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False) if text else '""'
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _pattern(text: str) -> str:

@@ -11,8 +11,8 @@ from services.common.text.tokenizer import Tokenizer
 
 
 class _Tokens:
-    """The bytes of every token, in the form that llguidance asks for. A call splits bytes into
-    tokens; any split will do, because a mask has all tokens that continue the text."""
+    """The bytes of every token, in the form that llguidance asks for. A call would split bytes into
+    tokens, of which nothing is asked: grammars force no tokens."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_id: int) -> None:
         pieces = tokenizer.pieces.following
@@ -26,28 +26,20 @@ class _Tokens:
         ]
         self.eos_token_id = eos_token_id
         self.bos_token_id = None
-        self._ids = {piece: i for i, piece in enumerate(pieces[:num]) if piece}
-        self._longest = max(map(len, self._ids), default=1)
 
-    def __call__(self, text: str | bytes) -> list[int]:
-        rest = text.encode() if isinstance(text, str) else text
-        found = []
-        while rest:
-            lengths = range(min(self._longest, len(rest)), 0, -1)
-            length = next((n for n in lengths if rest[:n] in self._ids), None)
-            if length is None:  # no token begins with these bytes, so none is allowed
-                break
-            found.append(self._ids[rest[:length]])
-            rest = rest[length:]
-        return found
+    def __call__(self, text: bytes) -> list[int]:
+        return []
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """`special`: the ids of special tokens, which are no text, by name."""
+    """`special`: the ids of special tokens, which are no text, by name. `ends`: the ids of tokens
+    that end a text."""
 
     tokens: LLTokenizer
     special: Mapping[str, int]
+    size: int
+    ends: Collection[int]
 
     @classmethod
     def of(
@@ -61,6 +53,8 @@ class Vocabulary:
         return cls(
             LLTokenizer(TokenizerWrapper(tokens), n_vocab=vocab_size, eos_token=[*eos_token_ids]),
             {tokens.tokens[i].decode(): i for i in tokens.special_token_ids},
+            vocab_size,
+            eos_token_ids,
         )
 
     @classmethod

@@ -58,6 +58,10 @@ class RequestedTools:
         """Whether the model must make a call."""
         return self.choice is ToolChoice.REQUIRED or self.function is not None
 
+    def has_schema(self, name: str) -> bool:
+        """Whether the arguments of this function must have the schema of its parameters."""
+        return name == self.function if self.function else self.is_forced or name in self.strict
+
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(definition["function"]["name"] for definition in self.definitions)

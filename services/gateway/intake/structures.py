@@ -13,10 +13,11 @@ import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from select import POLLIN, poll
 
-from services.common.errors import Overloaded, StartupError
+from services.common.errors import InvalidRequest, Overloaded, StartupError
 from services.common.structured.checker import CPU_LIMIT_S, MEMORY_LIMIT_BYTES
 from services.common.structured.structure import MAX_STRUCTURE_BYTES, Structure
 from services.gateway.frontend.api import RequestedSampling
@@ -28,14 +29,21 @@ STRUCTURE = "structured_outputs"
 _MODULE = "services.common.structured.checker"
 _MOST_VERDICTS = 256
 _MOST_WAITING = 256
-_LEFT_OUT = "the requests that waited for this check are gone"
 _WALL_LIMIT_S = 30.0
 """For a machine so loaded that the child gets little CPU time."""
 
 
-class _Unfinished(str):
-    """The problem of a structure whose check did not end. It is not kept: the structure may be
+@dataclass(frozen=True, slots=True)
+class _Fault:
+    path: str
+    """The place of the fault in the structure's schema."""
+    text: str
+    is_final: bool = True
+    """Whether the verdict is kept. That of a check that did not end is not: the structure may be
     right, and the machine busy, or the child killed from outside."""
+
+
+_LEFT_OUT = _Fault("", "was not checked: nobody waited for it", is_final=False)
 
 
 class StructureChecker:
@@ -47,15 +55,19 @@ class StructureChecker:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="structures")
         self._child: subprocess.Popen[bytes] | None = None
         self._at_exit: weakref.finalize[..., StructureChecker] | None = None
-        self._verdicts: OrderedDict[Structure, str | None] = OrderedDict()
-        self._waiting: dict[Structure, asyncio.Task[str | None]] = {}
+        self._verdicts: OrderedDict[Structure, _Fault | None] = OrderedDict()
+        self._waiting: dict[Structure, asyncio.Task[_Fault | None]] = {}
         self._num_asking = Counter[Structure]()
         """The requests that wait for a structure. Without one, its check is left out: clients that
         ask and leave must not keep others waiting."""
 
-    async def check(self, structure: Structure, param: str = STRUCTURE) -> None:
+    async def check(
+        self, structure: Structure, param: str = STRUCTURE, subject: str | None = None
+    ) -> None:
         """Raises InvalidRequest, which names `param`, if the structure is wrong, or costs too much;
-        Overloaded if too many others wait for their check."""
+        Overloaded if too many others wait for their check. `subject`: the name of the structure in
+        the message."""
+        subject = subject or f"structured output: {structure.kind.value}"
         check_text("structured output", structure.text, MAX_STRUCTURE_BYTES, param)
         size = len(structure.text.encode())
         require(
@@ -68,12 +80,14 @@ class StructureChecker:
         )
         if structure in self._verdicts:
             self._verdicts.move_to_end(structure)
-            problem = self._verdicts[structure]
+            fault = self._verdicts[structure]
         else:
-            problem = await self._asked(structure)
-        require(problem is None, problem or "", param)
+            fault = await self._asked(structure)
+        if fault is not None:
+            path = f".{fault.path}" if fault.path else ""
+            raise InvalidRequest(f"{subject}{path} {fault.text}", param)
 
-    async def _asked(self, structure: Structure) -> str | None:
+    async def _asked(self, structure: Structure) -> _Fault | None:
         self._num_asking[structure] += 1
         try:
             while (verdict := await asyncio.shield(self._asking(structure))) is _LEFT_OUT:
@@ -84,7 +98,7 @@ class StructureChecker:
             if not self._num_asking[structure]:
                 del self._num_asking[structure]
 
-    def _asking(self, structure: Structure) -> "asyncio.Task[str | None]":
+    def _asking(self, structure: Structure) -> "asyncio.Task[_Fault | None]":
         """The check of a structure, one for all requests that wait for it."""
         if structure not in self._waiting:
             if len(self._waiting) >= _MOST_WAITING:
@@ -92,20 +106,20 @@ class StructureChecker:
             self._waiting[structure] = asyncio.create_task(self._ask(structure))
         return self._waiting[structure]
 
-    async def _ask(self, structure: Structure) -> str | None:
+    async def _ask(self, structure: Structure) -> _Fault | None:
         loop = asyncio.get_running_loop()
         try:
             verdict = await loop.run_in_executor(self._thread, self._verdict, structure)
         finally:
             del self._waiting[structure]
-        if verdict is _LEFT_OUT or isinstance(verdict, _Unfinished):
+        if verdict is not None and not verdict.is_final:
             return verdict
         self._verdicts[structure] = verdict
         while len(self._verdicts) > _MOST_VERDICTS:
             self._verdicts.popitem(last=False)
         return verdict
 
-    def _verdict(self, structure: Structure) -> str | None:
+    def _verdict(self, structure: Structure) -> _Fault | None:
         """The fault of the structure, if it has one. A child that ended between two checks is no
         verdict."""
         if structure not in self._num_asking:
@@ -119,14 +133,14 @@ class StructureChecker:
         except BrokenPipeError:
             line = b""
         if line:
-            problem: str | None = json.loads(line)
-            return problem
+            fault = json.loads(line)
+            return None if fault is None else _Fault(*fault)
         self._forget()
-        return _Unfinished(
-            f"structured output: this {structure.kind.value} is too large, too deep or too complex:"
-            f" it cannot be compiled with {CPU_LIMIT_S} s of CPU time and "
-            f"{MEMORY_LIMIT_BYTES >> 20} MiB"
+        problem = (
+            "is too large, too deep or too complex: it cannot be compiled with "
+            f"{CPU_LIMIT_S} s of CPU time and {MEMORY_LIMIT_BYTES >> 20} MiB"
         )
+        return _Fault("", problem, is_final=False)
 
     def _running(self) -> "subprocess.Popen[bytes]":
         if self._child is not None and self._child.poll() is None:

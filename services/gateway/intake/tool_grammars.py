@@ -95,7 +95,7 @@ def _forced(tools: RequestedTools, parsing: Parsing, writing: _Writing) -> Form:
     tags: Form = {
         "type": "tags_with_separator",
         "tags": [
-            _tag(writing, definition["function"], has_schema=True)
+            _tag(writing, definition["function"], tools)
             for definition in tools.definitions
             if tools.function in (None, definition["function"]["name"])
         ],
@@ -111,8 +111,7 @@ def _triggered(tools: RequestedTools, writing: _Writing, trigger: str) -> Form:
     """Any text, and calls in it. The arguments of strict functions have their schema."""
     tags = []
     for definition in tools.definitions:
-        function = definition["function"]
-        tag = _tag(writing, function, has_schema=function["name"] in tools.strict)
+        tag = _tag(writing, definition["function"], tools)
         tag |= {"begin": writing.before + tag["begin"], "end": tag["end"] + writing.after}
         tags.append(tag)
     return {
@@ -123,8 +122,8 @@ def _triggered(tools: RequestedTools, writing: _Writing, trigger: str) -> Form:
     }
 
 
-def _tag(writing: _Writing, function: Any, *, has_schema: bool) -> Form:
-    schema = function.get("parameters") if has_schema else None
+def _tag(writing: _Writing, function: Any, tools: RequestedTools) -> Form:
+    schema = function.get("parameters") if tools.has_schema(function["name"]) else None
     return {
         "type": "tag",
         "begin": writing.begin.replace("NAME", function["name"]),

@@ -1,9 +1,11 @@
 """Resolves how the messages of a request are parsed, and what its tools demand of them."""
 
+import json
 from dataclasses import replace
 
 from services.common.errors import InvalidRequest
-from services.gateway.frontend.api import GenerationRequest, ToolChoice
+from services.common.structured.structure import Structure, StructureKind
+from services.gateway.frontend.api import GenerationRequest, RequestedTools, ToolChoice
 from services.gateway.intake.catalog import Model
 from services.gateway.intake.structures import STRUCTURE, check_combination
 from services.gateway.intake.tool_grammars import structure_after_reasoning, structure_of_calls
@@ -72,5 +74,20 @@ async def with_form(
     if structure is None:
         return sampling
     check_combination(replace(request.sampling, structure=structure))
-    await model.structures.check(structure, param)
+    try:
+        await model.structures.check(structure, param)
+    except InvalidRequest:
+        if tools is not None and given is None:
+            await _check_schemas(tools, model)
+        raise
     return replace(sampling, structure=structure)
+
+
+async def _check_schemas(tools: RequestedTools, model: Model) -> None:
+    """Raises InvalidRequest, which names the function and the path, if a schema alone is wrong."""
+    for number, definition in enumerate(tools.definitions):
+        name, schema = definition["function"]["name"], definition["function"].get("parameters")
+        if schema and tools.has_schema(name):
+            structure = Structure(StructureKind.JSON, json.dumps(schema))
+            where = f"tools[{number}].function.parameters"
+            await model.structures.check(structure, "tools", where)

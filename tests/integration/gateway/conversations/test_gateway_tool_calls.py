@@ -182,10 +182,25 @@ async def test_a_forced_call_has_a_form_of_its_own(client: openai.AsyncOpenAI, c
             **fields(tool_choice=choice, response_format={"type": "json_object"})
         )
     assert refused.value.param == "tool_choice"
-    wrong = {"name": "get_time", "parameters": {"type": "nothing"}}
-    tools = [{"type": "function", "function": wrong}]
-    with pytest.raises(openai.BadRequestError, match="structured output"):
-        await client.chat.completions.create(**fields(tool_choice="required", tools=tools))
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+async def test_a_wrong_schema_of_a_function_is_named_with_its_path(
+    client: openai.AsyncOpenAI, choice: str
+) -> None:
+    numbers = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+    wrong = {"type": "object", "properties": {"all": {"type": "boolean"}, "x": numbers}}
+    tools = [
+        {"type": "function", "function": {"name": name, "strict": True, "parameters": schema}}
+        for name, schema in (("f", {"type": "object"}), ("g", wrong))
+    ]
+    with pytest.raises(openai.BadRequestError) as refused:
+        await client.chat.completions.create(**fields(tool_choice=choice, tools=tools))
+    assert refused.value.param == "tools"
+    assert refused.value.message.endswith(
+        "tools[1].function.parameters.properties.x cannot be compiled: "
+        'Unimplemented keys: ["uniqueItems"]'
+    )
 
 
 @pytest.mark.parametrize(
