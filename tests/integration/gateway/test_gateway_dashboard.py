@@ -2,6 +2,7 @@
 keeps secret."""
 
 import asyncio
+import io
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -11,7 +12,9 @@ from typing import Any
 import httpx
 import pytest
 from prometheus_client import CollectorRegistry
+from rich.console import Console
 
+from quire.cli.state.top import TopFlags, read_document, render
 from quire.v1 import block_manager_pb2 as pb
 from services.common.errors import PromptTooLong, Unavailable
 from services.gateway.access.keyring import Keyring
@@ -104,6 +107,19 @@ async def dashboard(
         async with httpx.AsyncClient(base_url=url, timeout=10, trust_env=False) as http:
             yield Page(http, manager, history)
         feed.close()
+
+
+async def test_quire_top_shows_what_the_feed_tells(make_harness: Any) -> None:
+    harness = await make_harness(FakePrefill(), FakeDecode())
+    await Call(harness.gateway, asked("r1")).task
+    async with dashboard(harness) as page:
+        url = str(page.http.base_url)
+        document = await asyncio.to_thread(read_document, TopFlags(url=url))
+    console = Console(width=120, file=io.StringIO(), record=True)
+    console.print(render(document))
+    text = console.export_text()
+    for shown in ("toy", "0 running", "pool", "prefill", "decode", "r1", "length"):
+        assert shown in text
 
 
 async def test_feed_follows_a_request_from_its_queue_to_its_end(make_harness: Any) -> None:
