@@ -142,8 +142,8 @@ class ReapsDuringTheLease(Ledger):
     ],
 )
 def test_a_difference_is_found(broken: type[Ledger], runner: asyncio.Runner) -> None:
-    """A store that differs from the model in one detail fails. The seed is fixed, because some seeds
-    take hundreds of runs until they find a wrong order of evictions."""
+    """A store that differs from the model in one detail fails. The seed is fixed, because some
+    seeds take hundreds of runs until they find a wrong order of evictions."""
     clock = Clock()
     store = MemoryStore(clock, broken)
     with pytest.raises(AssertionError):
