@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from bench.make_checkpoint import make_checkpoint
-
 _EMBEDDING_STD = 0.03  # far below what sublayers add, so that greedy decoding wanders
 _LOGIT_STD = 2.0
 
@@ -220,14 +218,6 @@ def make(directory: Path, case: Case, seed: int = 0) -> Path:
     _draw(model)
     model.save_pretrained(directory)
     return directory
-
-
-def make_served(directory: Path, name: str) -> Path:
-    """Write the checkpoint of the case with this name, with a tokenizer, so that it can be
-    served."""
-    case = CASES[name]
-    make_checkpoint(directory, vocab_size=case.config.get("vocab_size", _SMALL["vocab_size"]))
-    return make(directory, case)
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@ that its roundings allow, and bitwise against itself in other batches, chunks an
 
 import dataclasses
 import itertools
+from functools import cache
 
 import pytest
 import torch
@@ -69,6 +70,17 @@ def attend(
     return out
 
 
+@cache
+def batch_of_rows(geometry: Geometry, window: int | None) -> PagedBatch:
+    """A batch of ROWS, which all instruction sets share."""
+    return paged_batch(geometry, ROWS, seed=1, window=window)
+
+
+@cache
+def rows_in_fp64(geometry: Geometry, window: int | None, cap: float) -> tuple[Tensor, Tensor]:
+    return in_fp64(batch_of_rows(geometry, window), window, cap)
+
+
 def in_fp64(
     batch: PagedBatch, window: int | None, cap: float = 0.0, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -114,10 +126,9 @@ def test_attention_is_as_near_as_its_roundings_allow(
     """bf16 rounds the probabilities before the weighted sum of values and before their own sum
     (each by at most 2^-8 of itself, in numerator and denominator), and the result; all else is
     fp32. A soft cap bounds scores by tanh."""
-    batch = paged_batch(
-        dataclasses.replace(geometry, dtype=dtype, in_int8=in_int8), ROWS, seed=1, window=window
-    )
-    expected, magnitude = in_fp64(batch, window, cap)
+    geometry = dataclasses.replace(geometry, dtype=dtype, in_int8=in_int8)
+    batch = batch_of_rows(geometry, window)
+    expected, magnitude = rows_in_fp64(geometry, window, cap)
     error = (attend(cpu, batch, window, cap).double() - expected).abs()
     roundings = 2 * 2**-8 * magnitude + 2**-8 * expected.abs() if dtype == BF16 else 0.0
     assert (error <= roundings + (2e-6 + 1e-6 * cap) * magnitude).all()
@@ -131,9 +142,7 @@ def test_a_sink_takes_its_share(
 ) -> None:
     """A sink far below all scores, near them, and far above, where it leaves nothing for the
     values. The reference uses the same sink."""
-    batch = paged_batch(
-        dataclasses.replace(geometry, dtype=dtype, in_int8=in_int8), ROWS, seed=1, window=70
-    )
+    batch = batch_of_rows(dataclasses.replace(geometry, dtype=dtype, in_int8=in_int8), 70)
     sinks = level + torch.linspace(-1, 1, batch.q.shape[1])
     expected, magnitude = in_fp64(batch, 70, sinks=sinks)
     actual = attend(cpu, batch, 70, sinks=sinks)
@@ -197,12 +206,12 @@ def test_a_query_s_bits_do_not_depend_on_how_the_prompt_is_cut(
 ) -> None:
     """Chunks of one token are decode steps."""
     geometry = Geometry(block_size, num_heads, num_kv_heads, head_dim, dtype, in_int8)
-    batch = paged_batch(geometry, [(300, 300)], seed=3)
+    batch = paged_batch(geometry, [(200, 200)], seed=3)
     whole = attend(cpu, batch, window)
     for size in (1, 7, 64, 100):
         chunks = [
-            attend(cpu, chunk(batch, begin, min(300, begin + size)), window)
-            for begin in range(0, 300, size)
+            attend(cpu, chunk(batch, begin, min(200, begin + size)), window)
+            for begin in range(0, 200, size)
         ]
         assert torch.equal(torch.cat(chunks), whole)
 
@@ -297,9 +306,11 @@ SHARING = {
 }
 
 
-def sharing_batch(geometry: Geometry, rows: list[tuple[int, int, int]]) -> PagedBatch:
+@cache
+def sharing_batch(geometry: Geometry, sharing: str) -> PagedBatch:
     """Rows with one query each, as (context, the row that it shares blocks with, number of shared
-    positions)."""
+    positions). All instruction sets share the batch."""
+    rows, _ = SHARING[sharing]
     batch = paged_batch(geometry, [(1, context) for context, _, _ in rows], seed=9)
     for row, (_, other, shared) in enumerate(rows):
         num_blocks = shared // geometry.block_size
@@ -327,15 +338,16 @@ def test_a_row_s_bits_do_not_depend_on_who_shares_its_blocks(
     """Shared blocks are read once for all rows that share them. The rows of one family are not
     adjacent in the call."""
     rows, window = SHARING[sharing]
-    batch = sharing_batch(geometry, rows)
+    batch = sharing_batch(geometry, sharing)
     together = attend(cpu, batch, window)
     assert torch.equal(attend(NativeCpu(2, cpu.isa), batch, window), together)
-    for row in range(len(rows)):
+    for row in {*range(min(len(rows), 6)), len(rows) // 2, len(rows) - 1}:
         assert torch.equal(attend(cpu, batch.row(row), window), together[row : row + 1])
 
 
 def test_non_finite_values_behind_shared_blocks_stay_in_their_row(cpu: NativeCpu) -> None:
-    batch = sharing_batch(Geometry(16, 4, 2, 32, BF16), [(100, 0, 0), (100, 0, 96), (100, 0, 96)])
+    batch = paged_batch(Geometry(16, 4, 2, 32, BF16), [(1, 100)] * 3, seed=9)
+    batch.block_tables[1:, :6] = batch.block_tables[0, :6]
     whole = attend(cpu, batch)
     corrupt(batch, batch.block_tables[1, 6], 2)
     corrupted = attend(cpu, batch)

@@ -5,7 +5,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from blockstore.memory.blocks import Blocks
@@ -41,12 +41,15 @@ def drive(
     max_examples: int,
     *,
     clock: Clock,
-    shrink: bool = True,
+    seeded: bool = False,
 ) -> None:
-    """Run the machine. AssertionError: two stores differ or a law is broken; `shrink`: with the
-    shortest such run. `clock`: of all stores."""
+    """Run the machine. AssertionError: two stores differ or a law is broken, with the shortest such
+    run. `seeded`: the runs are always the same, and the first one that fails is not shortened.
+    `clock`: of all stores."""
     known = {"others": tuple(others), "runner": runner, "clock": clock}
     machine = type("Machine", (StoresAgree,), known)
+    if seeded:
+        machine = seed(1)(machine)
     run_state_machine_as_test(
         machine,
         settings=settings(
@@ -54,7 +57,7 @@ def drive(
             stateful_step_count=40,
             deadline=None,
             database=None,
-            phases=[Phase.generate, Phase.shrink] if shrink else [Phase.generate],
+            phases=[Phase.generate] if seeded else [Phase.generate, Phase.shrink],
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
         ),
     )
@@ -73,7 +76,7 @@ def test_the_model_keeps_the_laws(runner: asyncio.Runner) -> None:
 def test_the_server_agrees_with_the_model(valkey: Valkey, runner: asyncio.Runner) -> None:
     store = runner.run(RedisStore.connect(valkey.url))
     try:
-        drive([store], runner, max_examples=60, clock=ServerClock(valkey))
+        drive([store], runner, max_examples=30, clock=ServerClock(valkey))
     finally:
         runner.run(store.close())
 
@@ -139,8 +142,9 @@ class ReapsDuringTheLease(Ledger):
     ],
 )
 def test_a_difference_is_found(broken: type[Ledger], runner: asyncio.Runner) -> None:
-    """A store that differs from the model in one detail fails."""
+    """A store that differs from the model in one detail fails. The seed is fixed, because some
+    seeds take hundreds of runs until they find a wrong order of evictions."""
     clock = Clock()
     store = MemoryStore(clock, broken)
     with pytest.raises(AssertionError):
-        drive([store], runner, max_examples=500, clock=clock, shrink=False)
+        drive([store], runner, max_examples=500, clock=clock, seeded=True)

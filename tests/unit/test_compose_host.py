@@ -18,41 +18,6 @@ def host() -> Any:
     return compose_file("deploy/host.yml")
 
 
-def test_a_host_runs_the_parts_that_its_profiles_name(compose: Any, host: Any) -> None:
-    """Every other service is off, and nothing that runs waits for one that may be off: Redis is on
-    one host, and both roles need the block manager, the preflight and the mover."""
-    roles = ["prefill", "decode"]
-    profiles = {name: service["profiles"] for name, service in host["services"].items()}
-    assert profiles == {
-        "credentials": ["store"],
-        "redis": ["store"],
-        "gateway": ["gateway"],
-        "block-manager": roles,
-        "preflight": roles,
-        "prefill": ["prefill"],
-        "decode": ["decode"],
-        "mover": roles,
-    }
-    profile_less = {name for name, each in compose["services"].items() if "profiles" not in each}
-    assert profile_less <= profiles.keys()
-    for name, service in host["services"].items():
-        waits_for = compose["services"].get(name, {}).get("depends_on", {})
-        waits_for = waits_for | service.get("depends_on", {})
-        for other, condition in waits_for.items():
-            is_on = set(profiles[name]) <= set(profiles[other])
-            assert is_on or condition.get("required") is False, (name, other)
-    assert host["networks"] == {"default": {"name": "quire", "external": True}}
-
-
-def test_a_host_takes_its_credentials_from_a_directory() -> None:
-    """On the host that makes them, they are in the volume `run`."""
-    for directory, place in (({}, "run"), ({"QUIRE_CREDENTIALS_DIR": "/etc/quire"}, "/etc/quire")):
-        services = compose_file("deploy/host.yml", directory)["services"]
-        for name in ("block-manager", "preflight", "prefill", "decode", "mover"):
-            assert services[name]["volumes"][0] == f"{place}:/run/quire:ro", name
-        assert services["gateway"]["volumes"] == [f"{place}:/run/quire"]
-
-
 def test_a_mover_is_a_service_like_the_others(
     compose: Any, host: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

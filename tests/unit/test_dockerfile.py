@@ -7,14 +7,11 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from tests.programs import BIN, DOCKERFILE, ROOT, run
-
-PYTHON = "python:3.11-slim-bookworm"
 
 
 def test_the_dockerfile_has_no_faults() -> None:
@@ -52,44 +49,6 @@ def test_the_control_image_has_a_complete_wheel_and_needs_no_compiler(sources: P
     assert not any(name.endswith(".so") for name in names)
 
 
-_ELF_MACHINES = {"x86_64": 62, "aarch64": 183}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("platform", "flags"),
-    [
-        ("amd64", ""),  # GCC 12 warns of its own headers of AVX-512
-        ("arm64", "-Werror"),
-    ],
-)
-def test_the_native_kernels_are_built_without_python_sources(
-    platform: str, flags: str, tmp_path: Path
-) -> None:
-    """From the files that their stage copies, built as there for each platform, with flags for no
-    particular machine. Those for arm64 use no instruction or function of x86-64 only."""
-    variables = dict(re.findall(r"\b([A-Z]+)=(\S+)", _stages()[f"compiler-{platform}"][1]))
-    machine = variables["MACHINE"]
-    if not shutil.which(f"{machine}-linux-gnu-g++"):
-        pytest.skip(f"apt-get install {variables['COMPILER']}")
-    stage = _stages()["kernels"][1]
-    for path, target in re.findall(r"^COPY kernels/(\S+) (\S+)$", stage, re.MULTILINE):
-        source, place = ROOT / "kernels" / path, tmp_path / target
-        shutil.copytree(source, place) if source.is_dir() else shutil.copy(source, place)
-    built, installed = tmp_path / "built", tmp_path / "installed"
-    nanobind = subprocess.check_output([sys.executable, "-m", "nanobind", "--cmake_dir"], text=True)
-    of_stage = re.findall(r"-D(?:CMAKE|SKBUILD)_\S+", stage)
-    choices = [choice.replace('"', "").replace("$MACHINE", machine) for choice in of_stage]
-    choices += [f"-DPython_EXECUTABLE={sys.executable}", f"-Dnanobind_ROOT={nanobind.strip()}"]
-    checks = ("-DCMAKE_EXPORT_COMPILE_COMMANDS=ON", f"-DCMAKE_CXX_FLAGS={flags}")
-    run(BIN / "cmake", "-S", tmp_path, "-B", built, *choices, *checks)
-    run(BIN / "cmake", "--build", built, "--parallel", "2")
-    run(BIN / "cmake", "--install", built, "--prefix", installed)
-    module = installed / f"kvops/_native.cpython-311-{machine}-linux-gnu.so"
-    assert int.from_bytes(module.read_bytes()[18:20], "little") == _ELF_MACHINES[machine]
-    assert "-march=native" not in (built / "compile_commands.json").read_text()
-
-
 def _wheel(sources: Path, **environment: str) -> Path:
     build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
     wheels = sources.parent / "wheels"
@@ -112,54 +71,6 @@ def _copied() -> list[str]:
     return [path for line in lines for path in line.split()]
 
 
-@pytest.mark.parametrize("image", ["control", "control-gpu", "worker", "mover"])
-def test_no_image_carries_a_compiler(image: str) -> None:
-    """Its stages, down to the base, install nothing; only files that it copies were compiled."""
-    stages = _stages()
-    *own, base = _down_from(image)
-    for stage in own:
-        assert "apt-get" not in stages[stage][1], stage
-    assert base == PYTHON
-    assert "apt-get" in stages["kernels"][1]
-
-
-@pytest.mark.parametrize("stage", ["requirements", "kernels", "package"])
-def test_no_emulator_compiles_kernels_or_builds_the_package(stage: str) -> None:
-    """These stages run on the building machine, with the Python of the images. The image of one
-    platform gets kernels that were compiled for it, and Python's headers with them."""
-    assert _down_from(stage)[-1] == f"--platform=$BUILDPLATFORM {PYTHON}"
-    headers = "COPY --from=base /usr/local/include /usr/local/include"
-    assert headers in _stages()["kernels"][1]
-    assert _down_from("base")[-1] == PYTHON
-
-
-def test_the_movers_image_has_nixl_without_the_pytorch_that_it_asks_for() -> None:
-    """NumPy, which NIXL needs besides, is a requirement of the project."""
-    asked = {re.split(r"[^\w-]", line)[0] for line in metadata.requires("nixl-cu12") or ()}
-    assert asked == {"torch", "numpy"}
-    parent, body = _stages()["dependencies-mover"]
-    assert parent == "dependencies-control"
-    assert re.search(r"pip install .*--no-deps --requirement /requirements-mover.txt", body)
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    names = {re.split(r"[^\w-]", line)[0] for line in project["dependencies"]}
-    movers = {re.split(r"[^\w-]", line)[0] for line in project["optional-dependencies"]["mover"]}
-    assert movers - {"nixl-cu12"} | asked - {"torch"} <= names
-
-
-@pytest.mark.parametrize(
-    "stage",
-    ["dependencies-control", "dependencies-worker", "dependencies-mover", "kernels", "build"],
-)
-def test_an_edit_of_python_sources_builds_neither_dependencies_nor_kernels(stage: str) -> None:
-    """No stage below these copies Python sources, or pyproject.toml as a whole."""
-    stages = _stages()
-    allowed = ("/requirements-", "deploy/", "kernels/C", "kernels/csrc", "/opt/quire", "/usr/local")
-    for one in _down_from(stage)[:-1]:
-        for line in re.findall(r"^COPY (.+) \S+$", stages[one][1], re.MULTILINE):
-            for path in re.sub(r"^--from=(requirements|tools|base) ", "", line).split():
-                assert path.startswith(allowed), path
-
-
 def test_the_lists_of_requirements_are_those_of_the_project() -> None:
     def listed(what: str) -> list[str]:
         script = str(ROOT / "deploy" / "requirements.py")
@@ -173,19 +84,3 @@ def test_the_lists_of_requirements_are_those_of_the_project() -> None:
     assert listed("worker") == extras["worker"]
     assert listed("mover") == extras["mover"]
     assert listed("cuda") == [*extras["worker"], *extras["nvml"], *extras["cuda"][1:]]
-
-
-def _down_from(stage: str) -> list[str]:
-    """The stage, the one that it is based on, and so on, down to the image of Python."""
-    stages = _stages()
-    found = [stage]
-    while found[-1] in stages:
-        found.append(stages[found[-1]][0])
-    return found
-
-
-def _stages() -> dict[str, tuple[str, str]]:
-    """The stages of the Dockerfile for amd64 by name, each with its base and its lines."""
-    pattern = r"^FROM ([^\n]+) AS (\S+)\n(.*?)(?=^FROM|\Z)"
-    found = re.findall(pattern, DOCKERFILE.read_text(), re.MULTILINE | re.DOTALL)
-    return {name: (base.replace("$TARGETARCH", "amd64"), body) for base, name, body in found}
