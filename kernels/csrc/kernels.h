@@ -34,58 +34,66 @@ inline constexpr int lane_values(WeightKind kind) {
                                     : 8;
 }
 
-// Whether the inputs of a linear are bytes with a scale for each row.
+// Whether weights are codes with scales. Their inputs are 16-bit integers with a scale for each
+// row, unless the kernels compute with tiles (see `Kernels::input_kind`).
 inline constexpr bool is_quantized(WeightKind kind) { return kind >= WeightKind::int8; }
 
 // Bytes of one element of a linear's input.
-inline constexpr int input_bytes(WeightKind kind) {
-  return kind == WeightKind::f32 ? 4 : kind == WeightKind::bf16 ? 2 : 1;
-}
+inline constexpr int input_bytes(WeightKind kind) { return kind == WeightKind::f32 ? 4 : 2; }
 
-// A group of int4 weights: K values of an output that share a scale and a zero point.
-inline constexpr int kLeastGroup = 32, kMostGroup = 128;  // groups are multiples of 32
+// A group of quantized weights: K values of an output that share a scale. int4 has groups of 32, 64
+// or 128, with a zero point; int8 has groups of 32.
+inline constexpr int kLeastGroup = 32, kMostGroup = 128;
+inline constexpr int kInt8Group = 32;
+
+// The K values between two headers of a panel of quantized weights: one group of int4, two of int8.
+inline constexpr int run_values(WeightKind kind, int group) {
+  return kind == WeightKind::int4 ? group : 2 * kInt8Group;
+}
 
 // Weights [N, K] as panels [ceil(N / 32)][ceil(K / values)][32][values], padded with zeros, where
 // `values` are the lane_values. One step of one panel is 128 bytes, so that a panel is one stream,
 // read from front to back. bias: fp32 [N padded to 32], or null.
 //
-// int8: weight = scale[n] * value; `sums[n]` is the sum of the values over K, which corrects for
-// the offset of 128 that activations have.
+// Quantized weights lie in runs, and K is padded to whole runs with codes of 0. A run begins with a
+// header, a step of its own, of 64 fp16 numbers. int8: weight = scale[n] * group scale * code; the
+// header has the scales of the run's first group for each column, then those of the second. A
+// column's four bytes in a step are the codes of K values 0, 2, 1, 3.
 //
-// int4: weight = scale[n] * group scale * (code - zero point). A group begins with a step of its
-// own: 32 scales and 32 zero points, fp16. In a step's four bytes of a column, the low nibbles are
-// the codes of the first four K values, the high nibbles those of the next four. K is padded to a
-// multiple of the group with codes of 0.
+// int4: weight = scale[n] * group scale * (code - zero point); the header has 32 scales and 32 zero
+// points. A column's eight nibbles in a step, from the lowest, are the codes of K values 0, 2, 4, 6,
+// 1, 3, 5, 7. So a shift and a mask give pairs of neighbouring values as 16-bit numbers.
 struct Linear {
   WeightKind kind;
   int64_t n;
   int64_t k;
-  int group;  // int4 only
+  int group;  // int8 and int4
   const void* panels;
   const float* scales;  // int8 and int4, [N padded]
-  const int32_t* sums;  // int8 only, [N padded]
   const float* bias;
 };
 
 // The multiple to which the inputs of a linear are padded.
 inline int64_t input_multiple(const Linear& linear) {
-  return linear.kind == WeightKind::int4 ? linear.group : lane_values(linear.kind);
+  return is_quantized(linear.kind) ? run_values(linear.kind, linear.group)
+                                   : lane_values(linear.kind);
 }
 
-// The number of steps of a panel, those of groups included.
+// The number of steps of a panel, headers included.
 inline int64_t panel_steps(WeightKind kind, int64_t k, int group) {
   const int values = lane_values(kind);
-  if (kind != WeightKind::int4) return (k + values - 1) / values;
-  return (k + group - 1) / group * (1 + group / values);
+  if (!is_quantized(kind)) return (k + values - 1) / values;
+  const int run = run_values(kind, group);
+  return (k + run - 1) / run * (1 + run / values);
 }
 
 // The input of a linear. Row m is K elements at data + m * stride (in elements), padded with 0 to
-// the input multiple. Elements are f32 for f32 weights, bf16 for bf16 weights, and bytes for the
-// others: int8: unsigned q with x = scale[m] * (q - 128); int4: signed q with x = scale[m] * q.
+// the input multiple. Elements are f32 for f32 weights, bf16 for bf16 weights, and signed 16-bit
+// integers q for quantized weights, with x = scale[m] * q, or bf16 (see `Kernels::input_kind`).
 struct Activations {
   const void* data;
   int64_t stride;
-  const float* scales = nullptr;  // int8 and int4, [M]
+  const float* scales = nullptr;  // of quantized inputs, [M]
   const float* sums = nullptr;    // int4 only: the sums of q over each group, [M, sums_stride]
   int64_t sums_stride = 0;
 };
@@ -228,9 +236,9 @@ inline constexpr int kTogetherRows = 512;
 
 // The output of a row kernel, in the form that the next linear reads (see Activations).
 struct Rows {
-  WeightKind kind;
-  int group;   // int4 only
-  void* data;  // f32, bf16 or bytes, [M, stride]
+  WeightKind kind;  // as `Kernels::input_kind` says
+  int group;        // int8 and int4
+  void* data;       // f32, bf16 or 16-bit integers, [M, stride]
   int64_t stride;
   float* scales = nullptr;  // int8 and int4, [M]
   float* sums = nullptr;    // int4 only, [M, sums_stride]
@@ -297,9 +305,11 @@ struct Kernels {
                  int64_t row_begin, int64_t row_end);
   // The most panels times rows of such a call, for many rows: it takes about a millisecond.
   int64_t (*most_panel_rows)(WeightKind);
+  // The form in which a linear of this kind reads its inputs: f32 or bf16, or the kind itself,
+  // which stands for 16-bit integers. Kernels with tiles read bf16 for quantized weights too.
+  WeightKind (*input_kind)(WeightKind);
   // Packs weights into panels [panel_begin, panel_end): row n is the K values, f32 or bf16, at
-  // rows[n], or zeros if rows[n] is null. For int8 it also writes scales and sums: scale =
-  // largest |w| / 127. Not for int4, which `kvops.int4` packs.
+  // rows[n], or zeros if rows[n] is null. Quantized weights are packed by `kvops.quantized`.
   void (*pack)(const Linear&, const void* const* rows, Dtype dtype, int64_t panel_begin,
                int64_t panel_end);
 
@@ -314,8 +324,8 @@ struct Kernels {
   // Adds the normed rows to rows of `sums` with this stride; `NormCall::out` is not used.
   void (*add_normed)(const NormCall&, float* sums, int64_t stride, int64_t row_begin,
                      int64_t row_end);
-  // Converts fp32 or bf16 rows to the kind of the output. Bytes have a scale for each row: q =
-  // round(x / scale), with an offset of 128 for int8, and scale = largest |x| / 127.
+  // Converts fp32 or bf16 rows to the kind of the output. 16-bit integers have a scale for each
+  // row: q = round(x / scale), with scale = largest |x| / 32,767.
   void (*quantize)(const void* x, Dtype dtype, int64_t stride, int width, const Rows& out,
                    int64_t row_begin, int64_t row_end);
   void (*qkv)(const QkvCall&, int64_t token_begin, int64_t token_end);

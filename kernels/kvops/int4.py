@@ -5,14 +5,14 @@ point: weight = scale * (code - zero), with codes from 0 to 15.
 """
 
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_PANEL = 32
+from kvops.quantized import PANEL, ROWS, headers, output_scales, padded, stored
+
 _HIGHEST = 15
 _STEP = 8
 """The inputs of a step of a panel."""
@@ -24,8 +24,8 @@ steps."""
 _MOST_ZERO = 2048.0
 """The largest zero point: up to here fp16 has all whole numbers."""
 
-_ROWS = 256
-"""The outputs that are quantized at once; this bounds the memory of intermediate results."""
+_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
+"""The input of each nibble of a step, from the lowest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +44,28 @@ class Int4Weight:
         weights = (padded - self.zeros[:, :, None]).mul_(self.scales[:, :, None])
         return weights.view(n, -1)[:, :k]
 
+    def packed(self) -> tuple[Tensor, Tensor]:
+        """Return the panels, uint8, and the outputs' scales, fp32 [N padded to 32]."""
+        group, num_groups = self.group, self.scales.shape[1]
+        num_panels = -(-len(self.codes) // PANEL)
+        rows = num_panels * PANEL
+        codes = padded(self.codes, rows, num_groups * group)
+        nibbles = codes.view(num_panels, PANEL, num_groups, -1, _STEP)[..., _ORDER]
+        octets = nibbles[..., ::2] | nibbles[..., 1::2] << 4
+        steps = octets.permute(0, 2, 3, 1, 4).reshape(num_panels, num_groups, -1)
+        scales = padded(self.scales, rows, num_groups)
+        outputs = output_scales(scales)
+        pair = scales / outputs[:, None], padded(self.zeros, rows, num_groups)
+        panels = torch.cat([*(headers(values, num_groups) for values in pair), steps], dim=2)
+        return panels.flatten(), outputs
+
 
 def quantize(weight: Tensor, group: int) -> Int4Weight:
     """Quantize weights [N, K], with the least squared error of some ranges for each group. A group
     with a weight that is not finite has a NaN scale."""
     parts = [
-        _quantized(weight[begin : begin + _ROWS].float(), group)
-        for begin in range(0, len(weight), _ROWS)
+        _quantized(weight[begin : begin + ROWS].float(), group)
+        for begin in range(0, len(weight), ROWS)
     ]
     codes, scales, zeros = (torch.cat(part) for part in zip(*parts, strict=True))
     return Int4Weight(codes, scales, zeros, group)
@@ -96,71 +111,4 @@ def _codes(values: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
 
 def _stored(scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
     """Scales [N, groups, 1] and zero points as they are stored. All-zero groups have zeros."""
-    exponent = _column_scales(scale.flatten(1))[:, None, None]
-    stored = (scale / exponent).half().float() * exponent
-    return stored, zero.where(scale != 0, 0.0).half().float()
-
-
-def _column_scales(scales: Tensor) -> Tensor:
-    """A power of two for each output [N], so that the scales divided by it are at most 1: fp16 is
-    exact enough below, and a division by it costs no bit."""
-    largest = scales.nan_to_num(1.0, 1.0).abs().amax(1)
-    return torch.exp2(largest.log2().ceil().nan_to_num(0.0, neginf=0.0))
-
-
-def packed(weight: Int4Weight) -> tuple[Tensor, Tensor]:
-    """Return the panels, uint8, and the outputs' scales, fp32 [N padded to 32]."""
-    group = weight.group
-    n, k = weight.codes.shape
-    num_panels, num_groups = -(-n // _PANEL), weight.scales.shape[1]
-    more_rows, more_columns = num_panels * _PANEL - n, num_groups * group - k
-    codes = F.pad(weight.codes, (0, more_columns, 0, more_rows))
-    low, high = codes.view(num_panels, _PANEL, num_groups, group // _STEP, 2, 4).unbind(4)
-    steps = (low | high << 4).permute(0, 2, 3, 1, 4).reshape(num_panels, num_groups, -1)
-    outputs = _column_scales(F.pad(weight.scales, (0, 0, 0, more_rows)))
-    pair = (
-        F.pad(weight.scales, (0, 0, 0, more_rows)) / outputs[:, None],
-        F.pad(weight.zeros, (0, 0, 0, more_rows)),
-    )
-    headers = [
-        values.half().view(num_panels, _PANEL, num_groups).transpose(1, 2).contiguous()
-        for values in pair
-    ]
-    panels = torch.cat([*(header.view(torch.uint8) for header in headers), steps], dim=2)
-    return panels.flatten(), outputs
-
-
-def packed_pieces(
-    group: int, num_outputs: int, weights: Sequence[Tensor | Int4Weight], turn: int, num_bytes: int
-) -> Iterator[Tensor]:
-    """Give the `packed_bytes` of one linear made of several weights [n_i, K], as consecutive uint8
-    pieces of about `num_bytes`. Floating-point weights are quantized. `turn`: see `joined`."""
-    parts = [part if isinstance(part, Int4Weight) else quantize(part, group) for part in weights]
-    if wrong := {part.group for part in parts} - {group}:
-        raise ValueError(f"weights in groups of {min(wrong)} are not packed in groups of {group}")
-    codes, scales, zeros = (
-        joined([getattr(part, name) for part in parts], turn)
-        for name in ("codes", "scales", "zeros")
-    )
-    step = max(1, num_bytes // (_PANEL * codes.shape[1] // 2)) * _PANEL
-    outputs = []
-    for begin in range(0, num_outputs, step):
-        rows = slice(begin, begin + step)
-        panels, scale = packed(Int4Weight(codes[rows], scales[rows], zeros[rows], group))
-        outputs.append(scale)
-        yield panels
-    yield torch.cat(outputs).view(torch.uint8)
-
-
-def joined(parts: Sequence[Tensor], turn: int) -> Tensor:
-    """Join tensors [n_i, ...] along their rows. If `turn` is not 0, runs of `turn` rows of each
-    alternate, and zeros follow the end of a shorter tensor and fill the last run."""
-    if not turn:
-        return torch.cat(list(parts))
-    longest = -(-max(len(part) for part in parts) // turn) * turn
-    padded = []
-    for part in parts:
-        whole = part.new_zeros((longest, *part.shape[1:]))
-        whole[: len(part)] = part
-        padded.append(whole.view(-1, turn, *part.shape[1:]))
-    return torch.stack(padded, dim=1).flatten(0, 2)
+    return stored(scale.flatten(1))[:, :, None], zero.where(scale != 0, 0.0).half().float()

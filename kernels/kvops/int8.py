@@ -1,50 +1,62 @@
-"""Packing of weights that are already quantized to eight bits. The kernels quantize and pack
-floating-point weights themselves."""
+"""Eight-bit weights: quantization, and packing into the panels of the native kernels.
 
-from collections.abc import Iterator, Sequence
+A group is 32 consecutive inputs of an output: weight = scale * code, with codes from -128 to 127.
+"""
+
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from kvops.int4 import joined
+from kvops.quantized import PANEL, ROWS, headers, output_scales, padded, stored
 
-_PANEL = 32
+GROUP = 32
+_LARGEST = 127
 _STEP = 4
 """The inputs of a step of a panel."""
+_RUN = 2 * GROUP
+_ORDER = [0, 2, 1, 3]
+"""The input of each byte of a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Int8Weight:
-    """Quantized weights [N, K]: weight = scale * code. codes: int8 [N, K]. scales: fp32 [N]."""
+    """Quantized weights [N, K]. codes: int8 [N, K]. scales: fp32 [N, ceil(K / 32)]."""
 
     codes: Tensor
     scales: Tensor
 
     def dequantized(self) -> Tensor:
         """Return the weights [N, K], fp32."""
-        return self.scales[:, None] * self.codes
+        k = self.codes.shape[1]
+        return self.scales.repeat_interleave(GROUP, dim=1)[:, :k] * self.codes
+
+    def packed(self) -> tuple[Tensor, Tensor]:
+        """Return the panels, uint8, and the outputs' scales, fp32 [N padded to 32]."""
+        n, k = self.codes.shape
+        num_panels, runs = -(-n // PANEL), -(-k // _RUN)
+        codes = padded(self.codes, num_panels * PANEL, runs * _RUN)
+        steps = codes.view(num_panels, PANEL, runs, -1, _STEP)[..., _ORDER]
+        steps = steps.permute(0, 2, 3, 1, 4).reshape(num_panels, runs, -1).view(torch.uint8)
+        scales = padded(self.scales, num_panels * PANEL, runs * (_RUN // GROUP))
+        outputs = output_scales(padded(self.scales, num_panels * PANEL, self.scales.shape[1]))
+        panels = torch.cat([headers(scales / outputs[:, None], runs), steps], dim=2)
+        return panels.flatten(), outputs
 
 
-def packed_pieces(
-    num_outputs: int, weights: Sequence[Int8Weight], turn: int, num_bytes: int
-) -> Iterator[Tensor]:
-    """Give the `packed_bytes` of one linear made of several weights [n_i, K], as consecutive uint8
-    pieces of about `num_bytes`. `turn`: see `joined`."""
-    codes = joined([weight.codes for weight in weights], turn)
-    scales = joined([weight.scales for weight in weights], turn)
-    step = max(1, num_bytes // (_PANEL * codes.shape[1])) * _PANEL
-    for begin in range(0, num_outputs, step):
-        yield _panels(codes[begin : begin + step])
-    padding = (0, -num_outputs % _PANEL)
-    sums = codes.sum(1, dtype=torch.int32)
-    yield F.pad(scales.float(), padding).view(torch.uint8)
-    yield F.pad(sums, padding).view(torch.uint8)
+def quantize(weight: Tensor) -> Int8Weight:
+    """Quantize weights [N, K] with scale = largest |weight| of a group / 127. A group with a weight
+    that is not finite has a NaN scale."""
+    parts = [_quantized(weight[begin : begin + ROWS].float()) for begin in range(0, len(weight), ROWS)]
+    codes, scales = (torch.cat(part) for part in zip(*parts, strict=True))
+    return Int8Weight(codes, scales)
 
 
-def _panels(codes: Tensor) -> Tensor:
-    n, k = codes.shape
-    padded = F.pad(codes, (0, -k % _STEP, 0, -n % _PANEL))
-    panels = padded.view(-1, _PANEL, padded.shape[1] // _STEP, _STEP).transpose(1, 2)
-    return panels.contiguous().view(torch.uint8).flatten()
+def _quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scales of some rows."""
+    n, k = weight.shape
+    values = padded(weight, n, -(-k // GROUP) * GROUP).view(n, -1, GROUP)
+    largest = values.abs().amax(2)
+    scales = stored(torch.where(largest.isfinite(), largest / _LARGEST, torch.nan))
+    codes = (values / scales[:, :, None]).round_().clamp_(-_LARGEST, _LARGEST)
+    return codes.nan_to_num_(0.0).to(torch.int8).view(n, -1)[:, :k], scales

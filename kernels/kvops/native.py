@@ -32,6 +32,7 @@ from kvops._native import (
 from kvops._native import Adjustment as NativeAdjustment
 from kvops.int4 import Int4Weight
 from kvops.int8 import Int8Weight
+from kvops.quantized import packed_pieces
 
 __all__ = [
     "NUMERICS",
@@ -66,10 +67,10 @@ NativeDraw = tuple[float, float, int, float, int, int, int, NativeAdjustment | N
 """(temperature, the least scaled logit, top_k, top_p, seed, sequence index, position, adjustment).
 Temperature 0 chooses the likeliest token."""
 
-PACKING = "panels-32.1"
+PACKING = "panels-32.2"
 """The name of the layout of packed weights; a change of the layout changes the name."""
 
-NUMERICS = "5"
+NUMERICS = "6"
 """The version of the kernels' results. It changes with every change to a bit of a result, such as
 another order of summation or another draw."""
 
@@ -135,34 +136,33 @@ class NativeCpu:
         `turn`: the outputs alternate between the weights, `turn` at a time; zeros follow the end of
         a shorter weight. 0: the weights follow one another whole.
         """
-        if group := group_of(kind):
-            in_4_bits = [w for w in weights if not isinstance(w, Int8Weight)]
-            _check_all(kind, weights, in_4_bits)
-            yield from int4.packed_pieces(group, num_outputs, in_4_bits, turn, _PIECE_BYTES)
-            return
-        in_8_bits = [weight for weight in weights if isinstance(weight, Int8Weight)]
-        if kind == "int8" and in_8_bits:
-            _check_all(kind, weights, in_8_bits)
-            yield from int8.packed_pieces(num_outputs, in_8_bits, turn, _PIECE_BYTES)
-            return
-        floats = [weight for weight in weights if isinstance(weight, Tensor)]
-        _check_all(kind, weights, floats)
-        k = floats[0].shape[1]
+        if kind in ("float32", "bfloat16"):
+            floats = [weight for weight in weights if isinstance(weight, Tensor)]
+            _check_all(kind, weights, floats)
+            yield from self._float_pieces(kind, num_outputs, floats, turn)
+        elif kind == "int8":
+            in_8_bits = [int8.quantize(w) if isinstance(w, Tensor) else w for w in weights]
+            eights = [weight for weight in in_8_bits if isinstance(weight, Int8Weight)]
+            _check_all(kind, weights, eights)
+            yield from packed_pieces(num_outputs, eights, turn, _PIECE_BYTES)
+        else:
+            group = group_of(kind)
+            in_4_bits = [int4.quantize(w, group) if isinstance(w, Tensor) else w for w in weights]
+            fours = [w for w in in_4_bits if isinstance(w, Int4Weight) and w.group == group]
+            _check_all(kind, weights, fours)
+            yield from packed_pieces(num_outputs, fours, turn, _PIECE_BYTES)
+
+    def _float_pieces(
+        self, kind: Kind, num_outputs: int, weights: Sequence[Tensor], turn: int
+    ) -> Iterator[Tensor]:
+        k = weights[0].shape[1]
         step = max(1, _PIECE_BYTES // packed_bytes(kind, _PANEL, k)) * _PANEL
         memory = aligned(packed_bytes(kind, min(step, num_outputs), k))
-        scales, sums = [], []
         for first in range(0, num_outputs, step):
             n = min(step, num_outputs - first)
             piece = memory[: packed_bytes(kind, n, k)]
-            self.ops.pack(PackedLinear(kind, n, k, piece), floats, turn, first)
-            if kind == "int8":  # Scales and sums follow the panels of all pieces.
-                num_panel_bytes = len(piece) - 2 * 4 * -(-n // _PANEL) * _PANEL
-                piece, values = piece[:num_panel_bytes], piece[num_panel_bytes:].clone()
-                scales.append(values[: len(values) // 2])
-                sums.append(values[len(values) // 2 :])
+            self.ops.pack(PackedLinear(kind, n, k, piece), list(weights), turn, first)
             yield piece
-        yield from scales
-        yield from sums
 
     def decoder(
         self,

@@ -44,7 +44,7 @@ class Ops {
     const Linear& linear = target.get();
     const Outputs outputs(weights, turn);
     const auto num_rows = static_cast<int64_t>(outputs.rows.size());
-    require(linear.kind != WeightKind::int4, "int4 weights are packed by kvops.int4");
+    require(!is_quantized(linear.kind), "quantized weights are packed by kvops.quantized");
     require(outputs.k == linear.k && first >= 0 && first + linear.n <= num_rows,
             "weights are not [n, k]");
     nb::gil_scoped_release free;
@@ -56,7 +56,7 @@ class Ops {
   }
 
   // out [M, N] fp32 or bf16, or [M, N / 2] for "silu_mul" and "gelu_mul" (see Epilogue), from x [M,
-  // K] of the weights' dtype (fp32 for int8).
+  // K] of the weights' dtype (fp32 or bf16 for quantized weights).
   void linear(Array x, const PackedLinear& weights, Array out, const std::string& epilogue) {
     check_rank(x, 2, "x");
     check_rank(out, 2, "out");
@@ -79,9 +79,10 @@ class Ops {
     const bool copied = is_quantized(w.kind) || width != w.k;
     Rows rows{};
     if (copied) {
-      rows = {w.kind,
+      const WeightKind kind = kernels_.input_kind(w.kind);
+      rows = {kind,
               w.group,
-              bytes.get(m * width * input_bytes(w.kind)),
+              bytes.get(m * width * input_bytes(kind)),
               width,
               static_cast<float*>(scales.get(m * sizeof(float))),
               static_cast<float*>(sums.get(m * num_groups(w) * sizeof(float))),

@@ -57,8 +57,9 @@ Decoder::Buffers Decoder::buffers(const Batch& batch, const Arena& arena) {
 }
 
 Rows Decoder::input_rows(const Linear& next, const Buffers& b) const {
-  const int64_t stride = spaced(b.widest, static_cast<size_t>(input_bytes(next.kind)));
-  return {next.kind, next.group, b.inputs, stride, b.scales, b.sums, b.widest / kLeastGroup};
+  const WeightKind kind = kernels_.input_kind(next.kind);
+  const int64_t stride = spaced(b.widest, static_cast<size_t>(input_bytes(kind)));
+  return {kind, next.group, b.inputs, stride, b.scales, b.sums, b.widest / kLeastGroup};
 }
 
 // The call for every layer, without the fields that differ between layers: `attend` sets those.
@@ -195,7 +196,7 @@ template <typename Fill>
 Decoder::Inputs Decoder::filled(const Linear& next, const Buffers& b, const Fill& fill) const {
   const Rows rows = input_rows(next, b);
   fill(rows);
-  if (adapters_.empty() || !is_quantized(next.kind)) return {rows.read(), rows.read()};
+  if (adapters_.empty() || !is_quantized(rows.kind)) return {rows.read(), rows.read()};
   const Rows plain{WeightKind::bf16, 0, b.plain, spaced(shape_.hidden, size_of(Dtype::bf16))};
   fill(plain);
   return {rows.read(), plain.read()};
@@ -241,7 +242,8 @@ Decoder::Inputs Decoder::taken(Lane& lane, const void* x, Dtype dtype, int64_t s
                                const Linear& next, const Buffers& b) {
   const bool is_f32 = dtype == Dtype::f32;
   const Activations plain{x, stride};
-  if (next.kind == (is_f32 ? WeightKind::f32 : WeightKind::bf16)) return {plain, plain};
+  if (kernels_.input_kind(next.kind) == (is_f32 ? WeightKind::f32 : WeightKind::bf16))
+    return {plain, plain};
   const auto fill = [&](const Rows& rows) {
     lane.loop(m, kTokensAtOnce, [&](int64_t begin, int64_t end) {
       kernels_.quantize(x, dtype, stride, static_cast<int>(next.k), rows, begin, end);

@@ -78,7 +78,7 @@ void ExpertStep::add(Lane& lane, const Experts& experts, const NormCall& norm, i
   up_call.limit = experts.limit;
   compute(lane, experts.gate_up, up_, up_call);
   Activations x{gated_, gated_stride_};
-  if (is_quantized(down.kind)) {
+  if (is_quantized(kernels_.input_kind(down.kind))) {
     const Rows rows = inputs_of(down);
     lane.loop(places, kRowsAtOnce, [&](int64_t begin, int64_t end) {
       kernels_.quantize(gated_, gated, gated_stride_, static_cast<int>(down.k), rows, begin, end);
@@ -208,8 +208,9 @@ void ExpertStep::compute(Lane& lane, const std::vector<const Linear*>& linears, 
 
 // The input rows of a linear, at most one for each place.
 Rows ExpertStep::inputs_of(const Linear& linear) const {
-  const int64_t stride = spaced(widest_, static_cast<size_t>(input_bytes(linear.kind)));
-  return {linear.kind, linear.group, inputs_, stride, scales_, sums_, widest_ / kLeastGroup};
+  const WeightKind kind = kernels_.input_kind(linear.kind);
+  const int64_t stride = spaced(widest_, static_cast<size_t>(input_bytes(kind)));
+  return {kind, linear.group, inputs_, stride, scales_, sums_, widest_ / kLeastGroup};
 }
 
 }  // namespace quire

@@ -1,16 +1,14 @@
 // The work on rows between linears and attention: norms, rotation, quantization.
 //
 // A row's sums run over lanes and vectors in an order that only its width decides. What is not
-// finite stays so: a row of bytes that held an infinity or a NaN has a scale that is not finite,
-// and every byte is 0 there, so that all products with it are NaN.
+// finite stays so: a quantized row that held an infinity or a NaN has a scale that is not finite,
+// and every integer is 0 there, so that all products with it are NaN.
 #pragma once
 
 #include "isa/simd.h"
 #include "kernels.h"
 
 namespace quire::QUIRE_ISA {
-
-typedef uint8_t u8x16 __attribute__((vector_size(16)));
 
 // 1 / sqrt(mean(x^2) + eps)
 inline float rms_factor(const float* x, int width, float eps) {
@@ -70,32 +68,26 @@ inline float largest_magnitude(const Row& row) {
   return value;
 }
 
-// A row too small for a scale that has a reciprocal (below 1.5e-36) is a row of zeros. `offset`: of
-// the bytes.
+// A row too small for a scale that has a reciprocal (below 3.9e-34) is a row of zeros.
 template <typename Row>
-inline float write_bytes(const Row& row, int64_t width, uint32_t offset, uint8_t* out) {
-  const float scale = largest_magnitude(row) / 127.0f;
+inline float write_integers(const Row& row, int64_t width, int16_t* out) {
+  const float scale = largest_magnitude(row) / 32767.0f;
   const bool is_zero = scale < 1.17549435e-38f;
   const bool is_finite = scale < __builtin_inff();
   const float factor = is_zero || !is_finite ? 0.0f : 1.0f / scale;
   const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
   for (int64_t i = 0; i < width; i += kLanes) {
     const f32x16 rounded = row.at(static_cast<int>(i)) * factor + magic;
-    const u32x16 bytes = (u32x16)rounded - (0x4b400000u - offset);
-    const u8x16 values = __builtin_convertvector(bytes, u8x16);
-    if (width - i >= kLanes)
-      store(out + i, values);
-    else
-      std::memcpy(out + i, &values, width - i);
+    store(out + i, __builtin_convertvector((u32x16)rounded - 0x4b400000u, u16x16));
   }
   return is_zero ? 0.0f : scale;
 }
 
-// The sums of a row's signed bytes over each group; padding is 0.
-inline void write_sums(const int8_t* bytes, int64_t width, int group, float* sums) {
+// The sums of a row's integers over each group; padding is 0.
+inline void write_sums(const int16_t* integers, int64_t width, int group, float* sums) {
   for (int64_t begin = 0; begin < width; begin += group) {
     int32_t sum = 0;
-    for (int i = 0; i < group; ++i) sum += bytes[begin + i];
+    for (int i = 0; i < group; ++i) sum += integers[begin + i];
     *sums++ = static_cast<float>(sum);
   }
 }
@@ -103,20 +95,18 @@ inline void write_sums(const int8_t* bytes, int64_t width, int group, float* sum
 template <typename Row>
 inline void write_row(const Row& row, const Rows& out, int64_t index) {
   const int64_t at = index * out.stride;
-  auto* bytes = static_cast<uint8_t*>(out.data) + at;
   switch (out.kind) {
     case WeightKind::f32:
       return write_floats(row, row.width, static_cast<float*>(out.data) + at);
     case WeightKind::bf16:
       return write_floats(row, padded(row.width, 2), static_cast<bf16*>(out.data) + at);
     case WeightKind::int8:
-      out.scales[index] = write_bytes(row, padded(row.width, 4), 128, bytes);
-      return;
     case WeightKind::int4: {
-      const int64_t width = padded(row.width, out.group);
-      out.scales[index] = write_bytes(row, width, 0, bytes);
-      write_sums(reinterpret_cast<int8_t*>(bytes), width, out.group,
-                 out.sums + index * out.sums_stride);
+      const int64_t width = padded(row.width, run_values(out.kind, out.group));
+      auto* integers = static_cast<int16_t*>(out.data) + at;
+      out.scales[index] = write_integers(row, width, integers);
+      if (out.kind == WeightKind::int4)
+        write_sums(integers, width, out.group, out.sums + index * out.sums_stride);
     }
   }
 }

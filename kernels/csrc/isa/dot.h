@@ -50,24 +50,21 @@ inline vi32 multiply_pairs(vi16 a, vi16 b) {
 #endif
 }
 
-// Adds to `sum` the products of a step's activations, the same 4 bytes in every lane, and weights.
+// Adds to `sum` the products of a step's activations, the same 4 bytes in every lane, and weights
+// in floating point.
 template <WeightKind>
 struct Dot;
 
 template <>
 struct Dot<WeightKind::f32> {
-  using Sum = vf32;
-  using Lanes = f32x16;
-  static Sum step(Sum sum, vu32 x, vu32 weights) {
+  static vf32 step(vf32 sum, vu32 x, vu32 weights) {
     return multiply_add((vf32)x, (vf32)weights, sum);
   }
 };
 
 template <>
 struct Dot<WeightKind::bf16> {
-  using Sum = vf32;
-  using Lanes = f32x16;
-  static Sum step(Sum sum, vu32 x, vu32 weights) {
+  static vf32 step(vf32 sum, vu32 x, vu32 weights) {
 #if defined(__AVX512BF16__)
     return (vf32)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)weights);
 #else
@@ -78,64 +75,33 @@ struct Dot<WeightKind::bf16> {
   }
 };
 
-template <>
-struct Dot<WeightKind::int8> {
-  using Sum = vi32;
-  using Lanes = i32x16;
-  static Sum step(Sum sum, vu32 x, vu32 weights) {  // bytes: x unsigned, weights signed
+// Adds to each lane of `sum` the dot product of a pair of 16-bit numbers.
+inline vi32 add_pairs(vi32 sum, vi16 a, vi16 b) {
 #if defined(__AVX512VNNI__)
-    return (vi32)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)x, (__m512i)weights);
+  return (vi32)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
 #else
-    const vu32 even = 0x00ff00ffu - vu32{};
-    const vi16 w = (vi16)weights;
-    return sum + multiply_pairs((vi16)(x & even), w << 8 >> 8) +
-           multiply_pairs((vi16)(x >> 8 & even), w >> 8);
+  return sum + multiply_pairs(a, b);
 #endif
-  }
+}
+
+// The pairs of K values in a vector of quantized weights: `pair(i)` has values 2 i and 2 i + 1.
+template <WeightKind>
+struct Codes;
+
+template <>
+struct Codes<WeightKind::int8> {
+  static constexpr int kPairs = 2;
+  vu32 words;
+
+  vi16 pair(int i) const { return i == 0 ? (vi16)words << 8 >> 8 : (vi16)words >> 8; }
 };
 
 template <>
-struct Dot<WeightKind::int4> {  // see accumulate_int4
-  using Sum = vf32;
-  using Lanes = f32x16;
-};
+struct Codes<WeightKind::int4> {
+  static constexpr int kPairs = 4;
+  vu32 words;
 
-// Lanes of four bytes: sums of codes of at most 15 times signed bytes. A sum takes `kNibbleSteps`
-// steps of eight products; then it has to be widened.
-#if defined(__AVX2__) && !defined(__AVX512VNNI__)
-inline constexpr int kNibbleSteps = 4;
-#else
-inline constexpr int kNibbleSteps = kMostGroup / 8;
-#endif
-
-struct NibbleDot {
-#if defined(__AVX512VNNI__)
-  using Sum = vi32;
-  static Sum step(Sum sum, vu32 codes, vu32 x) {
-    return (vi32)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)x);
-  }
-  static vi32 widened(Sum sum) { return sum; }
-#elif defined(__AVX2__)
-  // 16 bits hold the pairs of eight products: 8 * 2 * 15 * 127 = 30,480.
-  using Sum = vi16;
-  static Sum step(Sum sum, vu32 codes, vu32 x) {
-#if defined(__AVX512BW__)
-    return sum + (vi16)_mm512_maddubs_epi16((__m512i)codes, (__m512i)x);
-#else
-    return sum + (vi16)_mm256_maddubs_epi16((__m256i)codes, (__m256i)x);
-#endif
-  }
-  static vi32 widened(Sum sum) { return multiply_pairs(sum, 1 - vi16{}); }
-#else
-  using Sum = vi32;
-  static Sum step(Sum sum, vu32 codes, vu32 x) {
-    const vu32 even = 0x00ff00ffu - vu32{};
-    const vi16 signed_x = (vi16)x;
-    return sum + multiply_pairs((vi16)(codes & even), signed_x << 8 >> 8) +
-           multiply_pairs((vi16)(codes >> 8 & even), signed_x >> 8);
-  }
-  static vi32 widened(Sum sum) { return sum; }
-#endif
+  vi16 pair(int i) const { return (vi16)(words >> 4 * i & (0x000f000fu - vu32{})); }
 };
 
 // One vector of fp16 numbers.

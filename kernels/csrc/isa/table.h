@@ -21,6 +21,7 @@ const Kernels* QUIRE_TABLE(QUIRE_ISA)() {
       QUIRE_ISA::linear,
       QUIRE_ISA::shrink,
       QUIRE_ISA::most_panel_rows,
+      QUIRE_ISA::input_kind,
       QUIRE_ISA::pack,
       QUIRE_ISA::attention,
       QUIRE_ISA::attention_scratch,

@@ -1,4 +1,4 @@
-// Matrix products by tiles: up to 32 rows of sums times 32 columns, 64 bytes of K at a time.
+// Matrix products of bf16 by tiles: up to 32 rows of sums times 32 columns, 64 bytes of K at a time.
 //
 // `Tiles` has two implementations with equal results: AMX (table `amx`), and AVX2, which computes
 // the same operations one after another (table `amx_emulated`, for tests on CPUs without AMX).
@@ -6,7 +6,7 @@
 // The order of the sums of a product of bf16 pairs, as AMX defines it: for the 32 values of K, the
 // products of even k and those of odd k are two chains of 16 fused multiply-adds from 0, in order
 // of k; then sum += even + odd. Each operation reads denormals as 0 and writes 0 for a denormal
-// (DAZ and FTZ). Products of bytes are exact.
+// (DAZ and FTZ).
 #pragma once
 
 #include <immintrin.h>
@@ -42,13 +42,11 @@ class Tiles {
   }
 
   // Adds the products of a [rows, 64 bytes] and b [16, 32 words].
-  template <WeightKind kind>
   void multiply(const void* a, int64_t a_stride, const void* b, int64_t b_stride) {
     constexpr unsigned kFlushDenormals = 0x9fc0;  // round to nearest, no exceptions, DAZ and FTZ
     const unsigned before = _mm_getcsr();
     _mm_setcsr(kFlushDenormals);
-    add_products<kind>(static_cast<const char*>(a), a_stride, static_cast<const char*>(b),
-                       b_stride);
+    add_products(static_cast<const char*>(a), a_stride, static_cast<const char*>(b), b_stride);
     _mm_setcsr(before);
   }
 
@@ -56,20 +54,14 @@ class Tiles {
   static constexpr int kVectors = kTileColumns / kWide;
 
   // Not inlined: the compiler would move arithmetic across the changes of the control register.
-  template <WeightKind kind>
   [[gnu::noinline]] void add_products(const char* a, int64_t a_stride, const char* b,
                                       int64_t b_stride) {
     for (int row = 0; row < num_rows_; ++row, a += a_stride)
-      for (int i = 0; i < kVectors; ++i) {
-        uint32_t* sum = sums_[row] + i * kWide;
-        if constexpr (kind == WeightKind::bf16)
-          add_pairs(a, b + i * sizeof(vu32), b_stride, sum);
-        else
-          add_bytes(a, b + i * sizeof(vu32), b_stride, sum);
-      }
+      for (int i = 0; i < kVectors; ++i)
+        add_products_of(a, b + i * sizeof(vu32), b_stride, sums_[row] + i * kWide);
   }
 
-  static void add_pairs(const char* a, const char* b, int64_t b_stride, uint32_t* sum) {
+  static void add_products_of(const char* a, const char* b, int64_t b_stride, uint32_t* sum) {
     const vu32 high = 0xffff0000u - vu32{};
     vf32 even = {}, odd = {};
     for (int step = 0; step < kTileSteps; ++step) {
@@ -78,13 +70,6 @@ class Tiles {
       odd = multiply_add((vf32)(x & high), (vf32)(w & high), odd);
     }
     QUIRE_ISA::store(sum, QUIRE_ISA::load<vf32>(sum) + (even + odd));
-  }
-
-  static void add_bytes(const char* a, const char* b, int64_t b_stride, uint32_t* sum) {
-    vi32 sums = QUIRE_ISA::load<vi32>(sum);
-    for (int step = 0; step < kTileSteps; ++step)
-      sums = Dot<WeightKind::int8>::step(sums, load_word(a, step), load_words(b + step * b_stride));
-    QUIRE_ISA::store(sum, sums);
   }
 
   static vu32 load_word(const char* a, int step) {
@@ -159,21 +144,15 @@ class Tiles {
     _tile_stored(3, to + kRegisterRows * stride + kRegisterBytes, stride);
   }
 
-  template <WeightKind kind>
   void multiply(const void* a, int64_t a_stride, const void* b, int64_t b_stride) {
     const char *rows = static_cast<const char*>(a), *columns = static_cast<const char*>(b);
     barrier();
     _tile_loadd(4, rows, a_stride);
     _tile_loadd(6, columns, b_stride);
     _tile_loadd(7, columns + kRegisterBytes, b_stride);
-    if constexpr (kind == WeightKind::bf16) {
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_dpbf16ps(1, 4, 7);
-    } else {
-      _tile_dpbusd(0, 4, 6);
-      _tile_dpbusd(1, 4, 7);
-    }
-    if (has_second()) multiply_second<kind>(rows + kRegisterRows * a_stride, a_stride);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    if (has_second()) multiply_second(rows + kRegisterRows * a_stride, a_stride);
     barrier();
   }
 
@@ -186,16 +165,10 @@ class Tiles {
   };
   static_assert(sizeof(Config) == 64);
 
-  template <WeightKind kind>
   static void multiply_second(const char* rows, int64_t a_stride) {
     _tile_loadd(5, rows, a_stride);
-    if constexpr (kind == WeightKind::bf16) {
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
-    } else {
-      _tile_dpbusd(2, 5, 6);
-      _tile_dpbusd(3, 5, 7);
-    }
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
   }
 
   // GCC's intrinsics do not say that they read memory: it must not move writes across them.

@@ -10,33 +10,18 @@ namespace quire::QUIRE_ISA {
 // From sums to y = x W^T + bias, for the columns of one panel.
 struct Scaling {
   Columns bias, scales;
-  i32x16 offsets[2];
 
-  Scaling(const Linear& w, int64_t column) : bias{}, scales{}, offsets{} {
+  Scaling(const Linear& w, int64_t column) : bias{}, scales{} {
     if (w.bias) bias = {load_f32(w.bias + column), load_f32(w.bias + column + kLanes)};
     if (!is_quantized(w.kind)) return;
     scales = {load_f32(w.scales + column), load_f32(w.scales + column + kLanes)};
-    if (w.kind != WeightKind::int8) return;
-    // Activations have an offset of 128: sum((q - 128) * w) = sum(q * w) - 128 * sum(w).
-    for (int i = 0; i < 2; ++i) offsets[i] = load<i32x16>(w.sums + column + i * kLanes) << 7;
   }
 
   template <WeightKind kind>
   Columns apply(const LinearCall& call, int64_t row, const f32x16 (&sums)[2]) const {
-    if constexpr (kind != WeightKind::int4) return {sums[0] + bias.low, sums[1] + bias.high};
-    return scaled(call, row, sums[0], sums[1]);
-  }
-
-  template <WeightKind kind>
-  Columns apply(const LinearCall& call, int64_t row, const i32x16 (&sums)[2]) const {
-    return scaled(call, row, __builtin_convertvector(sums[0] - offsets[0], f32x16),
-                  __builtin_convertvector(sums[1] - offsets[1], f32x16));
-  }
-
- private:
-  Columns scaled(const LinearCall& call, int64_t row, f32x16 low, f32x16 high) const {
-    const f32x16 scale = splat(call.x.scales[row]);
-    return {low * (scale * scales.low) + bias.low, high * (scale * scales.high) + bias.high};
+    if constexpr (!is_quantized(kind)) return {sums[0] + bias.low, sums[1] + bias.high};
+    const f32x16 scale = splat(call.x.scales ? call.x.scales[row] : 1.0f);
+    return {sums[0] * (scale * scales.low) + bias.low, sums[1] * (scale * scales.high) + bias.high};
   }
 };
 
@@ -129,10 +114,9 @@ inline void keep_best(Best& best, const Columns& y, int64_t column, int64_t coun
   }
 }
 
-// Sums: f32x16, or i32x16 of int8.
-template <WeightKind kind, typename Sums>
+template <WeightKind kind>
 inline void finish(const LinearCall& call, int64_t row, int64_t num_rows, int64_t panel,
-                   const Sums (*sums)[2]) {
+                   const f32x16 (*sums)[2]) {
   const int64_t column = panel * kPanel;
   const int64_t rest = call.weights->n - column;
   const int64_t count = rest < kPanel ? rest : kPanel;

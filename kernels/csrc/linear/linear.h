@@ -9,7 +9,11 @@
 // only tile fetches a little ahead of itself; of several tiles, each fetches a part of the next
 // panel.
 //
-// Tables with tiles multiply bf16 and int8 by them instead (linear/linear_tiles.h).
+// Quantized weights are multiplied as whole numbers by inputs of 16 bits, group by group: exact, in
+// any order. Bytes would not do: a few channels of a real model's states are a hundred times larger
+// than the others, which bytes with one scale would round away.
+//
+// Tables with tiles multiply bf16 and quantized weights by them instead (linear/linear_tiles.h).
 //
 // See ADR 43.
 #pragma once
@@ -31,7 +35,7 @@ inline constexpr int kVectors = kPanel / kWide;  // of a panel's step
 // 16 registers, what has more than one operation a step may spill some).
 inline constexpr int tile_rows(WeightKind kind) {
   return kWide == 16                                                           ? 12
-         : kind == WeightKind::int4 || (kWide == 8 && kind != WeightKind::f32) ? 4
+         : is_quantized(kind) || (kWide == 8 && kind != WeightKind::f32) ? 4
                                                                                : 3;
 }
 
@@ -70,7 +74,7 @@ inline void fetch(const char* line, bool is_far) {
 
 // sums[row] += the products of all K with the columns of a panel.
 template <WeightKind kind, int rows>
-inline void accumulate(const Tile& tile, typename Dot<kind>::Sum (&sums)[rows][kVectors]) {
+inline void accumulate(const Tile& tile, vf32 (&sums)[rows][kVectors]) {
   const char* weights = tile.panel;
   const char* fetched = tile.fetched;
   for (int64_t step = 0; step < tile.num_steps; ++step) {
@@ -94,17 +98,47 @@ inline void accumulate(const Tile& tile, typename Dot<kind>::Sum (&sums)[rows][k
   }
 }
 
+// The products of a group, of some vectors of columns from `codes` on, with `num_steps` steps of it.
+template <WeightKind kind, int rows, int part>
+inline void add_group(const char* codes, const char* x, int64_t x_stride, int num_steps,
+                      vi32 (&dots)[rows][part]) {
+  constexpr int kPairs = Codes<kind>::kPairs;
+#pragma GCC unroll 1  // unrolled, GCC would first compute all products, and keep them in memory
+  for (int step = 0; step < num_steps; ++step, codes += kStepBytes, x += 4 * kPairs) {
+    Codes<kind> weights[part];
+#pragma GCC unroll 2
+    for (int j = 0; j < part; ++j) weights[j] = {load<vu32>(codes + j * sizeof(vu32))};
+#pragma GCC unroll 4
+    for (int i = 0; i < kPairs; ++i) {
+      vi16 pairs[part];
+#pragma GCC unroll 2
+      for (int j = 0; j < part; ++j) pairs[j] = weights[j].pair(i);
+#pragma GCC unroll 16
+      for (int row = 0; row < rows; ++row) {
+        const vu32 values = load<uint32_t>(x + row * x_stride + 4 * i) - vu32{};
+#pragma GCC unroll 2
+        for (int j = 0; j < part; ++j)
+          dots[row][j] = add_pairs(dots[row][j], (vi16)values, pairs[j]);
+      }
+    }
+  }
+}
+
 // The sums of a group are whole numbers, of some vectors of columns at a time: more would not leave
-// registers for the codes. The sums over the groups are fp32: sum += scale * (dot - zero * x_sum).
-template <int rows>
-inline void accumulate_int4(const Tile& tile, int group, vf32 (&sums)[rows][kVectors]) {
+// registers for the codes. The sums over the groups are fp32: sum += scale * (dot - zero * x_sum),
+// where only int4 has zero points.
+template <WeightKind kind, int rows>
+inline void accumulate_groups(const Tile& tile, int group, vf32 (&sums)[rows][kVectors]) {
   constexpr int kPart = kWide == 16 ? 2 : 1;
-  const int num_steps = group / 8;
+  constexpr bool has_zeros = kind == WeightKind::int4;
+  const int num_steps = group / lane_values(kind);  // of a group
+  const int num_groups = run_values(kind, group) / group;
+  const int run_steps = 1 + num_groups * num_steps;
   const char* weights = tile.panel;
   const char* fetched = tile.fetched;
   const char* x = tile.x;
-  for (int64_t i = 0; i * (num_steps + 1) < tile.num_steps; ++i, x += group) {
-    for (int step = 0; step <= num_steps; ++step, fetched += tile.fetched_step) {
+  for (int64_t run = 0; run * run_steps < tile.num_steps; ++run, weights += run_steps * kStepBytes) {
+    for (int step = 0; step < run_steps; ++step, fetched += tile.fetched_step) {
       fetch(fetched, tile.is_far);
       if (tile.fetched_step > kCacheLine) fetch(fetched + kCacheLine, tile.is_far);
       if (tile.is_near) {
@@ -112,65 +146,38 @@ inline void accumulate_int4(const Tile& tile, int group, vf32 (&sums)[rows][kVec
         fetch(weights + step * kStepBytes + kNearBytes + kCacheLine, false);
       }
     }
-    for (int part = 0; part < kVectors; part += kPart) {
-      const char* codes = weights + kStepBytes + part * sizeof(vu32);
-      vi32 dots[rows][kPart] = {};
-      for (int begin = 0, end; begin < num_steps; begin = end) {
-        end = begin + kNibbleSteps < num_steps ? begin + kNibbleSteps : num_steps;
-        NibbleDot::Sum partial[rows][kPart] = {};
-#pragma GCC unroll 1  // unrolled, GCC would first compute all products, and keep them in memory
-        for (int step = begin; step < end; ++step, codes += kStepBytes) {
-          const vu32 nibbles = 0x0f0f0f0fu - vu32{};
-          vu32 low[kPart], high[kPart];
+    const auto* header = reinterpret_cast<const uint16_t*>(weights);
+    for (int i = 0; i < num_groups; ++i, x += group * sizeof(int16_t)) {
+      const char* codes = weights + (1 + i * num_steps) * kStepBytes;
+      for (int part = 0; part < kVectors; part += kPart) {
+        vi32 dots[rows][kPart] = {};
+        add_group<kind, rows, kPart>(codes + part * sizeof(vu32), x, tile.x_stride, num_steps,
+                                     dots);
 #pragma GCC unroll 2
-          for (int j = 0; j < kPart; ++j) {
-            const vu32 bytes = load<vu32>(codes + j * sizeof(vu32));
-            low[j] = bytes & nibbles;
-            high[j] = bytes >> 4 & nibbles;
-          }
+        for (int j = 0; j < kPart; ++j) {
+          const vf32 scale = load_half(header + i * kPanel + (part + j) * kWide);
+          const vf32 zero = has_zeros ? load_half(header + kPanel + (part + j) * kWide) : vf32{};
 #pragma GCC unroll 16
           for (int row = 0; row < rows; ++row) {
-            const char* at = x + row * tile.x_stride + 8 * step;
-            const vu32 first = load<uint32_t>(at) - vu32{},
-                       second = load<uint32_t>(at + 4) - vu32{};
-#pragma GCC unroll 2
-            for (int j = 0; j < kPart; ++j) {
-              partial[row][j] = NibbleDot::step(partial[row][j], low[j], first);
-              partial[row][j] = NibbleDot::step(partial[row][j], high[j], second);
-            }
+            vf32 dot = __builtin_convertvector(dots[row][j], vf32);
+            if constexpr (has_zeros)
+              dot = multiply_add(-zero, tile.x_sums[row * tile.x_sums_stride + run] - vf32{}, dot);
+            sums[row][part + j] = multiply_add(scale, dot, sums[row][part + j]);
           }
-        }
-#pragma GCC unroll 16
-        for (int row = 0; row < rows; ++row)
-#pragma GCC unroll 2
-          for (int j = 0; j < kPart; ++j) dots[row][j] += NibbleDot::widened(partial[row][j]);
-      }
-      const auto* scales = reinterpret_cast<const uint16_t*>(weights) + part * kWide;
-#pragma GCC unroll 2
-      for (int j = 0; j < kPart; ++j) {
-        const vf32 scale = load_half(scales + j * kWide);
-        const vf32 zero = load_half(scales + kPanel + j * kWide);
-#pragma GCC unroll 16
-        for (int row = 0; row < rows; ++row) {
-          const vf32 x_sum = tile.x_sums[row * tile.x_sums_stride + i] - vf32{};
-          const vf32 dot = __builtin_convertvector(dots[row][j], vf32);
-          sums[row][part + j] =
-              multiply_add(scale, multiply_add(-zero, x_sum, dot), sums[row][part + j]);
         }
       }
     }
-    weights += (num_steps + 1) * kStepBytes;
   }
 }
 
 template <WeightKind kind, int rows>
 inline void compute_tile(const LinearCall& call, const Tile& tile, int64_t row, int64_t panel) {
-  typename Dot<kind>::Sum sums[rows][kVectors] = {};
-  if constexpr (kind == WeightKind::int4)
-    accumulate_int4<rows>(tile, call.weights->group, sums);
+  vf32 sums[rows][kVectors] = {};
+  if constexpr (is_quantized(kind))
+    accumulate_groups<kind, rows>(tile, call.weights->group, sums);
   else
     accumulate<kind, rows>(tile, sums);
-  typename Dot<kind>::Lanes lanes[rows][2];
+  f32x16 lanes[rows][2];
   std::memcpy(lanes, sums, sizeof lanes);
   finish<kind>(call, row, rows, panel, lanes);
 }
@@ -229,40 +236,45 @@ inline void compute_panel(const LinearCall& call, int64_t panel, bool is_first, 
   }
 }
 
+// Panels times rows that take about a millisecond.
+inline int64_t most_panel_rows([[maybe_unused]] WeightKind kind) {
+#if defined(QUIRE_TILES)
+  if (kind != WeightKind::f32) return 8192;
+#endif
+  return 1024;
+}
+
+inline WeightKind input_kind(WeightKind kind) {
+#if defined(QUIRE_TILES)
+  if (is_quantized(kind)) return WeightKind::bf16;
+#endif
+  return kind;
+}
+
 template <WeightKind kind>
-inline void compute_panels(const LinearCall& call, int64_t panel_begin, int64_t panel_end,
-                           int64_t row_begin, int64_t row_end) {
+inline void compute(const LinearCall& call, int64_t panel_begin, int64_t panel_end,
+                    int64_t row_begin, int64_t row_end) {
+#if defined(QUIRE_TILES)
+  if constexpr (kind != WeightKind::f32)
+    return compute_tiled<kind>(call, panel_begin, panel_end, row_begin, row_end);
+#endif
   for (int64_t panel = panel_begin; panel < panel_end; ++panel)
     compute_panel<kind>(call, panel, panel == panel_begin, panel + 1 == panel_end, row_begin,
                         row_end);
 }
 
-// Panels times rows that take about a millisecond.
-inline int64_t most_panel_rows([[maybe_unused]] WeightKind kind) {
-#if defined(QUIRE_TILES)
-  if (kind == WeightKind::bf16 || kind == WeightKind::int8) return 8192;
-#endif
-  return 1024;
-}
-
 inline void linear(const LinearCall& call, int64_t panel_begin, int64_t panel_end,
                    int64_t row_begin, int64_t row_end) {
   if (call.epilogue == Epilogue::best_or_f32) forget_best(call, panel_begin, row_begin, row_end);
-#if defined(QUIRE_TILES)
-  if (call.weights->kind == WeightKind::bf16)
-    return compute_tiled<WeightKind::bf16>(call, panel_begin, panel_end, row_begin, row_end);
-  if (call.weights->kind == WeightKind::int8)
-    return compute_tiled<WeightKind::int8>(call, panel_begin, panel_end, row_begin, row_end);
-#endif
   switch (call.weights->kind) {
     case WeightKind::f32:
-      return compute_panels<WeightKind::f32>(call, panel_begin, panel_end, row_begin, row_end);
+      return compute<WeightKind::f32>(call, panel_begin, panel_end, row_begin, row_end);
     case WeightKind::bf16:
-      return compute_panels<WeightKind::bf16>(call, panel_begin, panel_end, row_begin, row_end);
+      return compute<WeightKind::bf16>(call, panel_begin, panel_end, row_begin, row_end);
     case WeightKind::int8:
-      return compute_panels<WeightKind::int8>(call, panel_begin, panel_end, row_begin, row_end);
+      return compute<WeightKind::int8>(call, panel_begin, panel_end, row_begin, row_end);
     case WeightKind::int4:
-      return compute_panels<WeightKind::int4>(call, panel_begin, panel_end, row_begin, row_end);
+      return compute<WeightKind::int4>(call, panel_begin, panel_end, row_begin, row_end);
   }
 }
 

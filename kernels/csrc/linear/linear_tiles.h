@@ -1,7 +1,7 @@
-// y = x W^T by tiles, for bf16 and int8.
+// y = x W^T by tiles, for bf16 and quantized weights.
 //
-// The panels are the `b` of the tiles as they are. K is taken 64 bytes at a time from front to
-// back; the last part is padded with zeros. An output's bits depend on nothing but its row, its
+// Panels of bf16 are the `b` of the tiles as they are; those of quantized weights are unpacked to
+// bf16 first, 1 KiB of K at a time. K is taken 64 bytes at a time from front to back; the last part is padded with zeros. An output's bits depend on nothing but its row, its
 // column and K: sums that are stored and loaded again between two parts of K stay the same.
 //
 // Up to 32 rows read each panel once, from front to back, and wait for memory. Of more rows, a
@@ -13,6 +13,7 @@
 #include "isa/tiles.h"
 #include "kernels.h"
 #include "linear/epilogue.h"
+#include "linear/unpack.h"
 
 namespace quire::QUIRE_ISA {
 
@@ -46,19 +47,23 @@ class TiledLinear {
       : call_(call),
         panels_(static_cast<const char*>(call.weights->panels)),
         x_(static_cast<const char*>(call.x.data)),
-        x_stride_(call.x.stride * input_bytes(kind)),
-        num_bytes_(4 * panel_steps(kind, call.weights->k, 0)),
+        x_stride_(call.x.stride * static_cast<int64_t>(sizeof(bf16))),
+        num_bytes_(4 * panel_steps(WeightKind::bf16, call.weights->k, 0)),
         panel_end_(panel_end) {}
 
   // Computes up to kBlockedPanels panels with up to kBlockedRows rows.
   void compute(int64_t panel, int64_t end, int64_t row, int64_t row_end) {
     const bool is_few = row_end - row <= kTileRows;
-    const int64_t depth = is_few ? num_bytes_ : kDepth;
+    const int64_t depth = is_few && !is_quantized(kind) ? num_bytes_ : kDepth;
     for (int64_t begin = 0; begin < num_bytes_; begin += depth) {
       const Part part = {begin, begin + depth < num_bytes_ ? begin + depth : num_bytes_};
       for (int64_t i = panel; i < end; ++i) {
-        Ahead ahead = is_few ? Ahead{weights(i, 0) + kTiledFarBytes, kTileStep, false}
-                             : next_part(part, i, panel, end, row_end - row);
+        Ahead ahead = {};
+        if constexpr (is_quantized(kind))
+          unpack<kind>(*call_.weights, i, begin / 2, (part.end + 1) / 2, unpacked_);
+        else
+          ahead = is_few ? Ahead{weights(i, 0) + kTiledFarBytes, kTileStep, false}
+                         : next_part(part, i, panel, end, row_end - row);
         for (int64_t at = row; at < row_end; at += kTileRows)
           compute_tile(part, i, at, at + kTileRows < row_end ? at + kTileRows : row_end, ahead,
                        sums_[i - panel] + (at - row));
@@ -67,8 +72,7 @@ class TiledLinear {
   }
 
  private:
-  using Lanes = typename Dot<kind>::Lanes;
-  static constexpr int64_t kSumsStride = 2 * sizeof(Lanes);
+  static constexpr int64_t kSumsStride = 2 * sizeof(f32x16);
 
   struct Part {  // of K, in bytes of a row
     int64_t begin, end;
@@ -76,6 +80,12 @@ class TiledLinear {
 
   const char* weights(int64_t panel, int64_t k) const {
     return panels_ + panel * (num_bytes_ * kPanel) + k * kPanel;
+  }
+
+  // The steps of a panel in bf16 from byte `k` of a row on.
+  const char* steps(int64_t panel, Part part, int64_t k) const {
+    if constexpr (is_quantized(kind)) return unpacked_ + (k - part.begin) * kPanel;
+    return weights(panel, k);
   }
 
   // What will be read after the part of this panel: the next panel's, or the next part of the first
@@ -93,7 +103,7 @@ class TiledLinear {
 
   // Adds a part of K to the sums of up to 32 rows of a panel; the last part finishes them.
   void compute_tile(Part part, int64_t panel, int64_t row, int64_t row_end, Ahead& ahead,
-                    Lanes (*sums)[2]) {
+                    f32x16 (*sums)[2]) {
     const int num_rows = static_cast<int>(row_end - row);
     const bool is_last = part.end == num_bytes_;
     const char* x = x_ + row * x_stride_;
@@ -106,9 +116,9 @@ class TiledLinear {
     int64_t k = part.begin;
     for (; k + kTileBytes <= part.end; k += kTileBytes) {
       ahead.fetch();
-      tiles_.template multiply<kind>(x + k, x_stride_, weights(panel, k), kPanelStep);
+      tiles_.multiply(x + k, x_stride_, steps(panel, part, k), kPanelStep);
     }
-    if (k < part.end) multiply_rest(x + k, weights(panel, k), num_rows, part.end - k);
+    if (k < part.end) multiply_rest(x + k, steps(panel, part, k), num_rows, part.end - k);
     tiles_.store(sums, kSumsStride);
     if (is_last) finish<kind>(call_, row, num_rows, panel, sums);
   }
@@ -118,7 +128,7 @@ class TiledLinear {
     alignas(64) char rows[kTileRows][kTileBytes] = {}, steps[kTileStep] = {};
     for (int row = 0; row < num_rows; ++row) std::memcpy(rows[row], x + row * x_stride_, num_bytes);
     std::memcpy(steps, weights, num_bytes * kPanel);
-    tiles_.template multiply<kind>(rows, kTileBytes, steps, kPanelStep);
+    tiles_.multiply(rows, kTileBytes, steps, kPanelStep);
   }
 
   const LinearCall& call_;
@@ -128,7 +138,9 @@ class TiledLinear {
   const int64_t num_bytes_;  // of K of a row, and 1 / 32 of a panel's
   const int64_t panel_end_;  // of the call
   Tiles tiles_;
-  Lanes sums_[kBlockedPanels][kBlockedRows][2];  // 256 KiB of the caller's stack
+  f32x16 sums_[kBlockedPanels][kBlockedRows][2];  // 256 KiB of the caller's stack
+  // A panel's part, of quantized weights only.
+  alignas(64) char unpacked_[is_quantized(kind) ? kDepth * kPanel : 64];
 };
 
 template <WeightKind kind>

@@ -1,4 +1,4 @@
-// Weights [N, K] into the panels that linear/linear.h reads: 32 rows of the source become a panel's
+// Weights [N, K] in floating point into the panels that linear/linear.h reads: 32 rows of the source become a panel's
 // 32 columns, some K steps at a time, first rounded to the panel's kind, then transposed.
 #pragma once
 
@@ -8,55 +8,24 @@
 namespace quire::QUIRE_ISA {
 
 typedef uint32_t u32x4 __attribute__((vector_size(16)));
-typedef int8_t i8x16 __attribute__((vector_size(16)));
 
 inline constexpr int kPackedSteps = 16;
-
-// The largest |w| of a row; NaN if one of them is: as integers, NaN > infinity > any other.
-template <typename Source>
-inline float largest_of(const Source* row, int64_t k) {
-  u32x16 largest = {};
-  for (int64_t i = 0; i < k; i += kLanes) {
-    const u32x16 size = (u32x16)load_some(row + i, k - i) & 0x7fffffffu;
-    largest = size > largest ? size : largest;
-  }
-  uint32_t lanes[kLanes];
-  store(lanes, largest);
-  for (int i = 1; i < kLanes; ++i) lanes[0] = lanes[i] > lanes[0] ? lanes[i] : lanes[0];
-  float value;
-  std::memcpy(&value, lanes, sizeof value);
-  return value;
-}
 
 // One row of the source on its way into a panel. What is behind its `k` values is 0.
 template <typename Source>
 struct PackedRow {
   const Source* values;
   int64_t k;
-  float scale;  // int8 only
-  i32x16 sums;  // int8 only: of the bytes so far
 
   // 16 steps that begin with value `at`.
-  void convert(WeightKind kind, int64_t at, uint32_t* steps) {
-    if (kind == WeightKind::int8) {
-      for (int i = 0; i < 4; ++i) store(steps + 4 * i, bytes(at + i * kLanes));
-    } else if (kind == WeightKind::bf16) {
+  void convert(WeightKind kind, int64_t at, uint32_t* steps) const {
+    if (kind == WeightKind::bf16) {
       for (int i = 0; i < 2; ++i)
         store_bf16(reinterpret_cast<uint16_t*>(steps) + i * kLanes,
                    load_some(values + at + i * kLanes, k - at - i * kLanes));
     } else {
       store(steps, load_some(values + at, k - at));
     }
-  }
-
- private:
-  i8x16 bytes(int64_t at) {
-    if (!(scale > 0)) return i8x16{};         // all are 0, or one is NaN: then the scale says so
-    const f32x16 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-    const f32x16 rounded = (load_some(values + at, k - at) / splat(scale) + magic) - magic;
-    const i32x16 integers = __builtin_convertvector(rounded, i32x16);
-    sums += integers;
-    return __builtin_convertvector(integers, i8x16);
   }
 };
 
@@ -87,9 +56,7 @@ inline void pack_panel(const Linear& linear, const void* const* sources, int64_t
   for (int64_t i = 0; i < kPanel; ++i) {
     const int64_t n = panel * kPanel + i;
     const void* source = n < linear.n ? sources[n] : nullptr;
-    rows[i] = {static_cast<const Source*>(source), source ? linear.k : 0, 0.0f, i32x16{}};
-    if (linear.kind == WeightKind::int8)
-      rows[i].scale = largest_of(rows[i].values, rows[i].k) / 127.0f;
+    rows[i] = {static_cast<const Source*>(source), source ? linear.k : 0};
   }
   for (int64_t step = 0; step < num_steps; step += kPackedSteps) {
     uint32_t converted[kPanel][kPackedSteps], transposed[kPackedSteps][kPanel];
@@ -98,13 +65,6 @@ inline void pack_panel(const Linear& linear, const void* const* sources, int64_t
     const int64_t rest = num_steps - step;
     std::memcpy(to + step * kPanel, transposed,
                 (rest < kPackedSteps ? rest : kPackedSteps) * sizeof transposed[0]);
-  }
-  if (linear.kind != WeightKind::int8) return;
-  for (int64_t i = 0; i < kPanel; ++i) {
-    const_cast<float*>(linear.scales)[panel * kPanel + i] = rows[i].scale;
-    int32_t sum = 0;
-    for (int lane = 0; lane < kLanes; ++lane) sum += rows[i].sums[lane];
-    const_cast<int32_t*>(linear.sums)[panel * kPanel + i] = sum;
   }
 }
 

@@ -15,7 +15,7 @@ size_t panel_bytes(NamedKind named, int64_t n, int64_t k) {
 NamedKind kind_called(const std::string& name) {
   if (name == "float32") return {WeightKind::f32};
   if (name == "bfloat16") return {WeightKind::bf16};
-  if (name == "int8") return {WeightKind::int8};
+  if (name == "int8") return {WeightKind::int8, kInt8Group};
   for (int group = kLeastGroup; group <= kMostGroup; group *= 2)
     if (name == "int4-" + std::to_string(group)) return {WeightKind::int4, group};
   throw std::invalid_argument("no weights of kind '" + name + "'");
@@ -24,17 +24,13 @@ NamedKind kind_called(const std::string& name) {
 size_t packed_bytes(NamedKind named, int64_t n, int64_t k) {
   const size_t columns = static_cast<size_t>(round_up(n, kPanel));
   const size_t scales = is_quantized(named.kind) ? columns * sizeof(float) : 0;
-  const size_t sums = named.kind == WeightKind::int8 ? columns * sizeof(int32_t) : 0;
-  return panel_bytes(named, n, k) + scales + sums;
+  return panel_bytes(named, n, k) + scales;
 }
 
 PackedLinear::PackedLinear(const std::string& kind, int64_t n, int64_t k, Array memory,
                            std::optional<Array> bias)
     : memory_(memory) {
   require(n > 0 && k > 0, "a linear without inputs or outputs");
-  // A product is at most 255 * 127, and the sum over K has to fit in 32 bits.
-  require(kind != "int8" || k <= INT32_MAX / (255 * 127),
-          "int8 weights of more than 66,311 inputs");
   const NamedKind named = kind_called(kind);
   linear_.kind = named.kind;
   linear_.group = named.group;
@@ -48,8 +44,6 @@ PackedLinear::PackedLinear(const std::string& kind, int64_t n, int64_t k, Array 
   if (is_quantized(named.kind)) {
     const uint8_t* scales = bytes + panel_bytes(named, n, k);
     linear_.scales = reinterpret_cast<const float*>(scales);
-    if (named.kind == WeightKind::int8)
-      linear_.sums = reinterpret_cast<const int32_t*>(scales + round_up(n, kPanel) * sizeof(float));
   }
   if (bias) {
     check_rank(*bias, 1, "bias");

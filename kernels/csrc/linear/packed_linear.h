@@ -14,15 +14,14 @@ inline int64_t round_up(int64_t n, int64_t multiple) {
   return (n + multiple - 1) / multiple * multiple;
 }
 
-// A kind of weights by its name; int4 has its group behind it: "int4-64".
+// A kind of weights by its name; int4 has its group behind it: "int4-64"; int8 has groups of 32.
 struct NamedKind {
   WeightKind kind;
   int group = 0;
 };
 NamedKind kind_called(const std::string& name);
 
-// The size of `PackedLinear`'s memory: the panels, then the scales of int8 and int4, then the sums
-// of int8.
+// The size of `PackedLinear`'s memory: the panels, then the scales of int8 and int4.
 size_t packed_bytes(NamedKind kind, int64_t n, int64_t k);
 
 // The number of elements of an input row, padded as `Activations` requires.

@@ -170,7 +170,7 @@ const float* Head::gathered(const float* hidden, int64_t begin, int64_t end) {
 
 void Head::prepare(int64_t m) {
   const int64_t width = round_up(hidden_size(), kMostGroup);
-  inputs_ = {weights_.kind,
+  inputs_ = {kernels_.input_kind(weights_.kind),
              weights_.group,
              rounded_.get(m * width * sizeof(bf16)),
              width,

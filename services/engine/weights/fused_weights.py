@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvops.int4 import joined
+from kvops.quantized import joined
 from services.common.checkpoint.layout import EMBEDDING, HEAD, expert_linears, layer_prefix
 from services.common.text.model_config import ModelConfig
 
