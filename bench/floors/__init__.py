@@ -47,7 +47,7 @@ def measure(num_threads: int) -> Rates:
     return Rates(**json.loads(run.stdout))
 
 
-_WEIGHT_BYTES = {"int8": 1.0, "int4": 9 / 16, "int4-32": 10 / 16, "int4-128": 17 / 32}
+_WEIGHT_BYTES = {"int8": 17 / 16, "int4": 9 / 16, "int4-32": 10 / 16, "int4-128": 17 / 32}
 """Of a layer's weight, its part of a group's scale and zero point included; the head's are int8."""
 
 
@@ -101,7 +101,8 @@ def _work(
     head = config.vocab_size * config.hidden_size
     if quantize is None:
         return Work(2 * (_layer_weights(config) + head) + kv_bytes, linears + attention)
-    num_bytes = _layer_weights(config) * _WEIGHT_BYTES[quantize] + head + kv_bytes
+    head_bytes = head * _WEIGHT_BYTES["int8"]
+    num_bytes = _layer_weights(config) * _WEIGHT_BYTES[quantize] + head_bytes + kv_bytes
     return Work(num_bytes, attention, linears)
 
 

@@ -61,8 +61,8 @@ inline constexpr int run_values(WeightKind kind, int group) {
 // column's four bytes in a step are the codes of K values 0, 2, 1, 3.
 //
 // int4: weight = scale[n] * group scale * (code - zero point); the header has 32 scales and 32 zero
-// points. A column's eight nibbles in a step, from the lowest, are the codes of K values 0, 2, 4, 6,
-// 1, 3, 5, 7. So a shift and a mask give pairs of neighbouring values as 16-bit numbers.
+// points. A column's eight nibbles in a step, from the lowest, are the codes of K values 0, 2, 4,
+// 6, 1, 3, 5, 7. So a shift and a mask give pairs of neighbouring values as 16-bit numbers.
 struct Linear {
   WeightKind kind;
   int64_t n;
@@ -244,7 +244,9 @@ struct Rows {
   float* sums = nullptr;    // int4 only, [M, sums_stride]
   int64_t sums_stride = 0;
 
-  Activations read() const { return {data, stride, scales, sums, sums_stride}; }
+  Activations read() const {
+    return {data, stride, is_quantized(kind) ? scales : nullptr, sums, sums_stride};
+  }
 };
 
 struct NormCall {

@@ -47,7 +47,9 @@ class Int8Weight:
 def quantize(weight: Tensor) -> Int8Weight:
     """Quantize weights [N, K] with scale = largest |weight| of a group / 127. A group with a weight
     that is not finite has a NaN scale."""
-    parts = [_quantized(weight[begin : begin + ROWS].float()) for begin in range(0, len(weight), ROWS)]
+    parts = [
+        _quantized(weight[begin : begin + ROWS].float()) for begin in range(0, len(weight), ROWS)
+    ]
     codes, scales = (torch.cat(part) for part in zip(*parts, strict=True))
     return Int8Weight(codes, scales)
 

@@ -142,7 +142,7 @@ class NativeCpu:
             yield from self._float_pieces(kind, num_outputs, floats, turn)
         elif kind == "int8":
             in_8_bits = [int8.quantize(w) if isinstance(w, Tensor) else w for w in weights]
-            eights = [weight for weight in in_8_bits if isinstance(weight, Int8Weight)]
+            eights = [w for w in in_8_bits if isinstance(w, Int8Weight)]
             _check_all(kind, weights, eights)
             yield from packed_pieces(num_outputs, eights, turn, _PIECE_BYTES)
         else:

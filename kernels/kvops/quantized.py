@@ -23,8 +23,11 @@ ROWS = 256
 class QuantizedWeight(Protocol):
     """Weights [N, K] of one kind: a dataclass whose tensors all have N rows."""
 
-    codes: Tensor
-    scales: Tensor
+    @property
+    def codes(self) -> Tensor: ...
+
+    @property
+    def scales(self) -> Tensor: ...
 
     def packed(self) -> tuple[Tensor, Tensor]:
         """Return the panels, uint8, and the outputs' scales, fp32 [N padded to 32]."""

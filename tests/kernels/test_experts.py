@@ -8,8 +8,8 @@ from torch import Tensor
 import kvops
 from bench.gpu.experts import randn, weights_of
 from kvops.experts import ExpertWeights
-from kvops.int4 import joined
 from kvops.native import Experts, Kind, NativeCpu, PackedLinear, emulated_kernels, usable_kernels
+from kvops.quantized import joined
 
 EPS = 1e-6
 NAN = float("nan")

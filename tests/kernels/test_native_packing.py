@@ -10,7 +10,7 @@ from torch import Tensor
 from kvops import native
 from kvops.native import Kind, NativeCpu, PackedLinear, aligned, packed_bytes
 
-KINDS: tuple[Kind, ...] = ("float32", "bfloat16", "int8")
+KINDS: tuple[Kind, ...] = ("float32", "bfloat16")
 K = 40
 
 Weight = Callable[[int], Tensor]
@@ -50,7 +50,7 @@ def in_pieces(
 
 @pytest.fixture(params=[1, 3, 1000], ids=lambda panels: f"{panels} panels a piece")
 def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    num_bytes = request.param * packed_bytes("int8", 32, K)
+    num_bytes = request.param * packed_bytes("bfloat16", 32, K)
     monkeypatch.setattr(native, "_PIECE_BYTES", num_bytes)
 
 

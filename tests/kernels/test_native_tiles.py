@@ -83,7 +83,7 @@ def test_denormals_are_read_and_written_as_zero(cpu: NativeCpu) -> None:
 
 
 @pytest.mark.parametrize("k", [600, 1024, 1037])
-@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+@pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4-64"])
 def test_blocks_of_rows_panels_and_k_change_no_bit(cpu: NativeCpu, kind: Kind, k: int) -> None:
     """300 rows and 300 columns are four blocks, whose sums stay in memory between parts of K; up to
     32 rows take K in one part."""
@@ -107,16 +107,8 @@ def test_a_row_does_not_depend_on_a_row_of_nan(cpu: NativeCpu, count: int) -> No
         assert same_bits(actual, together)
 
 
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 31, 5), (40, 100, 190), (300, 70, 1100)])
-def test_int8_has_the_bits_of_every_other_set(cpu: NativeCpu, m: int, n: int, k: int) -> None:
-    x, weight = randn(m, k), randn(n, k, seed=1)
-    for isa in usable_kernels():
-        expected = linear(NativeCpu(1, isa), "int8", x, weight)
-        assert same_bits(linear(cpu, "int8", x, weight), expected)
-
-
 @pytest.mark.skipif("amx" not in usable_kernels(), reason="this CPU or its system has no AMX")
-@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+@pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4-64"])
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 64, 512), (17, 95, 77), (300, 300, 1037)])
 def test_the_emulation_computes_what_amx_does(kind: Kind, m: int, n: int, k: int) -> None:
     dtype = BF16 if kind == "bfloat16" else torch.float32

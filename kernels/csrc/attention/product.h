@@ -126,7 +126,7 @@ class Multiplier<Dtype::bf16> {
         tiles_.load(c, 4 * product.c_stride);
       }
       for (int64_t step = 0; step < product.num_steps; step += kTileSteps)
-        tiles_.multiply<WeightKind::bf16>(product.a + step, 4 * product.a_stride,
+        tiles_.multiply(product.a + step, 4 * product.a_stride,
                                           product.b + step * product.b_stride + column,
                                           4 * product.b_stride);
       tiles_.store(c, 4 * product.c_stride);

@@ -68,17 +68,23 @@ inline float largest_magnitude(const Row& row) {
   return value;
 }
 
-// A row too small for a scale that has a reciprocal (below 3.9e-34) is a row of zeros.
-template <typename Row>
-inline float write_integers(const Row& row, int64_t width, int16_t* out) {
-  const float scale = largest_magnitude(row) / 32767.0f;
+// Writes whole numbers of a type's width, and returns their scale: largest magnitude / most. A row
+// too small for a scale that has a reciprocal (below 1.2e-38 * most) is a row of zeros.
+template <typename Integer, typename Row>
+inline float write_integers(const Row& row, int64_t width, Integer* out) {
+  typedef Integer Integers __attribute__((vector_size(kLanes * sizeof(Integer))));
+  const float scale = largest_magnitude(row) / (sizeof(Integer) == 1 ? 127.0f : 32767.0f);
   const bool is_zero = scale < 1.17549435e-38f;
   const bool is_finite = scale < __builtin_inff();
   const float factor = is_zero || !is_finite ? 0.0f : 1.0f / scale;
   const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
   for (int64_t i = 0; i < width; i += kLanes) {
     const f32x16 rounded = row.at(static_cast<int>(i)) * factor + magic;
-    store(out + i, __builtin_convertvector((u32x16)rounded - 0x4b400000u, u16x16));
+    const auto values = __builtin_convertvector((u32x16)rounded - 0x4b400000u, Integers);
+    if (width - i >= kLanes)
+      store(out + i, values);
+    else
+      std::memcpy(out + i, &values, (width - i) * sizeof(Integer));
   }
   return is_zero ? 0.0f : scale;
 }
@@ -201,7 +207,7 @@ inline void each_head(const QkvCall& call, const float* x, int num_heads, const 
 // Writes a head of fp32 values as signed bytes and a scale.
 inline void write_int8_head(const float* x, int head_dim, char* out) {
   const float scale =
-      write_bytes(PlainRow<float>{x, head_dim}, head_dim, 0, reinterpret_cast<uint8_t*>(out));
+      write_integers(PlainRow<float>{x, head_dim}, head_dim, reinterpret_cast<int8_t*>(out));
   std::memcpy(out + head_dim, &scale, sizeof scale);
 }
 

@@ -1,4 +1,5 @@
-// Matrix products of bf16 by tiles: up to 32 rows of sums times 32 columns, 64 bytes of K at a time.
+// Matrix products of bf16 by tiles: up to 32 rows of sums times 32 columns, 64 bytes of K at a
+// time.
 //
 // `Tiles` has two implementations with equal results: AMX (table `amx`), and AVX2, which computes
 // the same operations one after another (table `amx_emulated`, for tests on CPUs without AMX).

@@ -34,9 +34,7 @@ inline constexpr int kVectors = kPanel / kWide;  // of a panel's step
 // As many rows as the register file has room for, beside a step's weights and one activation (of
 // 16 registers, what has more than one operation a step may spill some).
 inline constexpr int tile_rows(WeightKind kind) {
-  return kWide == 16                                                           ? 12
-         : is_quantized(kind) || (kWide == 8 && kind != WeightKind::f32) ? 4
-                                                                               : 3;
+  return kWide == 16 ? 12 : is_quantized(kind) || (kWide == 8 && kind != WeightKind::f32) ? 4 : 3;
 }
 
 // Up to here the loop asks for lines faster than memory has them, which keeps the CPU's own
@@ -98,7 +96,8 @@ inline void accumulate(const Tile& tile, vf32 (&sums)[rows][kVectors]) {
   }
 }
 
-// The products of a group, of some vectors of columns from `codes` on, with `num_steps` steps of it.
+// The products of a group, of some vectors of columns from `codes` on, with `num_steps` steps of
+// it.
 template <WeightKind kind, int rows, int part>
 inline void add_group(const char* codes, const char* x, int64_t x_stride, int num_steps,
                       vi32 (&dots)[rows][part]) {
@@ -137,7 +136,8 @@ inline void accumulate_groups(const Tile& tile, int group, vf32 (&sums)[rows][kV
   const char* weights = tile.panel;
   const char* fetched = tile.fetched;
   const char* x = tile.x;
-  for (int64_t run = 0; run * run_steps < tile.num_steps; ++run, weights += run_steps * kStepBytes) {
+  for (int64_t run = 0; run * run_steps < tile.num_steps;
+       ++run, weights += run_steps * kStepBytes) {
     for (int step = 0; step < run_steps; ++step, fetched += tile.fetched_step) {
       fetch(fetched, tile.is_far);
       if (tile.fetched_step > kCacheLine) fetch(fetched + kCacheLine, tile.is_far);

@@ -1,8 +1,9 @@
 // y = x W^T by tiles, for bf16 and quantized weights.
 //
 // Panels of bf16 are the `b` of the tiles as they are; those of quantized weights are unpacked to
-// bf16 first, 1 KiB of K at a time. K is taken 64 bytes at a time from front to back; the last part is padded with zeros. An output's bits depend on nothing but its row, its
-// column and K: sums that are stored and loaded again between two parts of K stay the same.
+// bf16 first, 1 KiB of K at a time. K is taken 64 bytes at a time from front to back; the last part
+// is padded with zeros. An output's bits depend on nothing but its row, its column and K: sums that
+// are stored and loaded again between two parts of K stay the same.
 //
 // Up to 32 rows read each panel once, from front to back, and wait for memory. Of more rows, a
 // block of 256 rows and 256 columns keeps its sums in L2 and takes K 1 KiB at a time, so that a

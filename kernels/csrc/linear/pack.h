@@ -1,5 +1,6 @@
-// Weights [N, K] in floating point into the panels that linear/linear.h reads: 32 rows of the source become a panel's
-// 32 columns, some K steps at a time, first rounded to the panel's kind, then transposed.
+// Weights [N, K] in floating point into the panels that linear/linear.h reads: 32 rows of the
+// source become a panel's 32 columns, some K steps at a time, first rounded to the panel's kind,
+// then transposed.
 #pragma once
 
 #include "isa/simd.h"

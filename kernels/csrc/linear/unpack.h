@@ -51,17 +51,16 @@ inline void unpack(const Linear& linear, int64_t panel, int64_t begin, int64_t e
   const int num_steps = linear.group / lane_values(kind);
   const int64_t run_bytes = (1 + num_groups * num_steps) * kStepBytes;
   const int64_t panel_bytes = (linear.k + run - 1) / run * run_bytes;
-  const char* from = static_cast<const char*>(linear.panels) + panel * panel_bytes +
-                     begin / run * run_bytes;
+  const char* from =
+      static_cast<const char*>(linear.panels) + panel * panel_bytes + begin / run * run_bytes;
   for (int64_t k = begin; k < end; k += run, from += run_bytes) {
     __builtin_prefetch(from + 2 * run_bytes);
     const auto* header = reinterpret_cast<const uint16_t*>(from);
     for (int group = 0; group < num_groups; ++group) {
       for (int half = 0; half < 2; ++half) {
         const f32x16 scale = half_lanes(header + group * kPanel + half * kLanes);
-        const f32x16 zero = kind == WeightKind::int4
-                                ? half_lanes(header + kPanel + half * kLanes)
-                                : f32x16{};
+        const f32x16 zero =
+            kind == WeightKind::int4 ? half_lanes(header + kPanel + half * kLanes) : f32x16{};
         const char* codes = from + (1 + group * num_steps) * kStepBytes + half * sizeof(u32x16);
         char* out = to + half * sizeof(u32x16);
         for (int step = 0; step < num_steps; ++step, codes += kStepBytes)

@@ -9,8 +9,8 @@ from services.common.errors import StartupError
 from services.common.text.json_fields import JsonFields
 
 Quantization = Literal["int8", "int4", "int4-32", "int4-128"]
-"""int8: a scale for each output. int4: a scale and a zero point for each group of inputs; the
-number is the size of a group, 64 by default; the head is int8. Activations are int8 in both."""
+"""int8: a scale for each 32 inputs. int4: a scale and a zero point for each group of inputs; the
+number is the size of a group, 64 by default; the head is int8. Activations have 16 bits."""
 
 Format = Literal["gptq", "awq", "pack-quantized", "int-quantized", "fp8", "mxfp4", "gguf"]
 """How tensors of a checkpoint hold a quantized linear. Both pack-quantized (4 bits) and

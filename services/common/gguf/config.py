@@ -59,7 +59,7 @@ def form_of(file: GgufFile, name: str) -> StoredKind | None:
 
 def served_bytes(file: GgufFile, itemsize: int, dequantized: bool) -> int:
     """The bytes of a model's weights in memory, with `itemsize` bytes for a floating-point one."""
-    sizes = {None: itemsize, "int8": 1.0, "int4-32": 0.625}  # with scales and zero points
+    sizes = {None: itemsize, "int8": 1.0625, "int4-32": 0.625}  # with scales and zero points
     values = {name: math.prod(tensor.shape) for name, tensor in file.tensors.items()}
     forms = {name: None if dequantized else form_of(file, name) for name in values}
     return int(sum(number * sizes[forms[name]] for name, number in values.items()))

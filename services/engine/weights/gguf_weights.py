@@ -1,16 +1,19 @@
 """Reads the weights of a GGUF file.
 
-Types of four bits in blocks of 32 become four-bit linears with groups of 32. The other quantized
-types are dequantized, and become linears of eight bits; MXFP4 becomes bf16, which has its values.
+Types of four bits in blocks of 32 become four-bit linears with groups of 32, and Q5_0 and Q8_0
+eight-bit linears with groups of 32. The other quantized types are dequantized, and then quantized
+to eight bits; MXFP4 becomes bf16, which has its values.
 
     Q4_0   fp16 scale, 16 bytes: weight = scale * (code - 8)
     Q4_1   fp16 scale, fp16 minimum, 16 bytes: weight = scale * code + minimum
     Q4_K   eight blocks: fp16 scale, fp16 minimum, 12 bytes with 6 bits of each block's scale and of
            its minimum, 128 bytes: weight = scale * block scale * code - minimum * block minimum
+    Q5_0   fp16 scale, 4 bytes with the highest bit of each code, 16 bytes: weight = scale *
+           (code - 16)
     Q8_0   fp16 scale, 32 codes of a byte: weight = scale * code
 
-In Q4_0 and Q4_1, byte i has code i in its low bits and code i + 16 in its high bits; in Q4_K, 32
-bytes have two blocks, one in the low bits.
+In Q4_0, Q4_1 and Q5_0, byte i has code i in its low bits and code i + 16 in its high bits; in Q4_K,
+32 bytes have two blocks, one in the low bits.
 """
 
 import math
@@ -23,6 +26,7 @@ import torch
 from torch import Tensor
 
 from kvops.int4 import Int4Weight
+from kvops.int8 import Int8Weight
 from services.common.checkpoint.layout import EMBEDDING, expert_linears, weight_shapes
 from services.common.checkpoint.stored_tensors import is_linear
 from services.common.gguf.config import check_tensors, form_of, gguf_family
@@ -99,10 +103,13 @@ class GgufWeights:
 
     def linear(self, linear: str) -> Weight:
         name, stored = f"{linear}.weight", self.stored
-        in_4_bits = self.form(linear) == "int4-32"
-        weight: Weight = (
-            _in_4_bits(stored.raw(name), stored.tensor(name)) if in_4_bits else stored.floats(name)
-        )
+        weight: Weight
+        if self.form(linear) == "int4-32":
+            weight = _in_4_bits(stored.raw(name), stored.tensor(name))
+        elif stored.tensor(name).type.name in ("Q5_0", "Q8_0"):
+            weight = _in_8_bits(stored.raw(name), stored.tensor(name))
+        else:
+            weight = stored.floats(name)
         order = stored.order(linear)
         return weight if order is None else rows_of(weight, order)
 
@@ -166,8 +173,7 @@ def _float(raw: Tensor, tensor: GgufTensor) -> Tensor:
     if name in _FLOATS:
         return raw.view(_FLOATS[name])
     if name == "Q8_0":  # of most embeddings; `gguf` takes five times as long
-        blocks = raw.view(len(raw), -1, tensor.type.num_bytes)
-        return (blocks[:, :, 2:].view(torch.int8) * _half(blocks, 0)[:, :, None]).flatten(1)
+        return _in_8_bits(raw, tensor).dequantized()
     import gguf  # takes a third of a second, which only these files need
 
     kind = gguf.GGMLQuantizationType[name]
@@ -186,6 +192,17 @@ def _in_4_bits(raw: Tensor, tensor: GgufTensor) -> Int4Weight:
             return affine(_halves(blocks[:, :, 4:]), _half(blocks, 0), _half(blocks, 2))
         case _:
             return _q4_k(blocks)
+
+
+def _in_8_bits(raw: Tensor, tensor: GgufTensor) -> Int8Weight:
+    blocks = raw.view(len(raw), -1, tensor.type.num_bytes)
+    if tensor.type.name == "Q8_0":
+        codes = blocks[:, :, 2:].view(torch.int8)
+    else:
+        places = torch.arange(8, dtype=torch.uint8)
+        highest = (blocks[:, :, 2:6, None] >> places & 1).flatten(2)
+        codes = (_halves(blocks[:, :, 6:]) | highest << 4).to(torch.int8) - 16
+    return Int8Weight(codes.flatten(1), _half(blocks, 0))
 
 
 def _q4_k(blocks: Tensor) -> Int4Weight:

@@ -44,7 +44,7 @@ def section_kinds(
     kinds: dict[str, Kind] = {
         name: plain if form == "float" else form for name, form in forms.items()
     }
-    if (quantized or wanted) and forms[HEAD_SECTION] == "float":
+    if wanted and forms[HEAD_SECTION] == "float":
         kinds[HEAD_SECTION] = "int8"  # Logits show the errors of 4 bits most.
     return kinds | {section.name: "float32" for section in sections if section.is_exact}
 

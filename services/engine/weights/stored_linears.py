@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvops.int4 import Int4Weight
-from kvops.int8 import Int8Weight
+from kvops.int8 import GROUP, Int8Weight
 from services.common.checkpoint.quantization import StoredQuantization
 from services.common.checkpoint.stored_tensors import FP8_BLOCK
 from services.common.errors import StartupError
@@ -43,8 +43,8 @@ def decoded(stored: StoredQuantization, name: str, part: Parts, n: int, k: int) 
         case "pack-quantized":
             return _pack_quantized(stored, part, n, k)
         case "int-quantized":
-            codes, scales = _of(part, "weight"), _of(part, "weight_scale")
-            return Int8Weight(codes, scales.float().flatten())
+            scales = _of(part, "weight_scale").float().view(-1, 1)  # one for each output
+            return Int8Weight(_of(part, "weight"), scales.repeat(1, -(-k // GROUP)))
         case _:
             return _fp8(stored, part)
 
