@@ -13,6 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from kvops import int4, int8
+from services.common.checkpoint.quantization import Quantization
+
 from .models_oracle import NUM_NEW_TOKENS, Oracle, RecordingRunner, random_prompt
 
 FILE = "model.safetensors"
@@ -199,6 +202,18 @@ def fp8_block() -> Scheme:
         return Encoded({"weight": codes, "weight_scale_inv": scales}, exact)
 
     return Scheme({"quant_method": "fp8", "weight_block_size": [128, 128]}, encode)
+
+
+def dequantized(directory: Path, copy: Path, quantize: Quantization) -> Path:
+    """A copy of the checkpoint whose linears have the values of their int8 or int4 weights."""
+    shutil.copytree(directory, copy)
+    tensors = load_file(copy / FILE)
+    for name, tensor in tensors.items():
+        if name.endswith("_proj.weight"):
+            found = int8.quantize(tensor) if quantize == "int8" else int4.quantize(tensor, 64)
+            tensors[name] = found.dequantized().contiguous()
+    save_file(tensors, copy / FILE, {"format": "pt"})
+    return copy
 
 
 def compare_answers(quantized: Path, twin: Path | Oracle, bound: float) -> None:

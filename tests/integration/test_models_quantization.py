@@ -1,23 +1,16 @@
-"""The cost of rounding: bf16 compared with fp64, as transformers' own, and int8 and int4
-compared with fp32.
+"""The cost of rounding, on random weights: bf16 compared with fp64, as transformers' own, and KV in
+int8 compared with fp32."""
 
-`pytest -s` prints the figures of docs/benchmarks/quantization.md.
-"""
-
-import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from bench.make_checkpoint import CheckpointSpec, make_checkpoint
-from kvops import int4
-from services.common.checkpoint.quantization import Quantization
 from services.engine.batch import Row, Scoring
 
 from .models_oracle import GREEDY, LLAMA3_ROPE, RecordingRunner, random_prompt
@@ -44,16 +37,8 @@ def all_logits(recording: RecordingRunner, token_ids: Sequence[int]) -> Tensor:
     return recording.logits([row])
 
 
-def ours(
-    directory: Path,
-    dtype: torch.dtype,
-    quantize: Quantization | None = None,
-    *,
-    kv_in_int8: bool = False,
-) -> RecordingRunner:
-    return RecordingRunner(
-        directory, BLOCK_SIZE, 128, dtype=dtype, quantize=quantize, kv_in_int8=kv_in_int8
-    )
+def ours(directory: Path, dtype: torch.dtype, *, kv_in_int8: bool = False) -> RecordingRunner:
+    return RecordingRunner(directory, BLOCK_SIZE, 128, dtype=dtype, kv_in_int8=kv_in_int8)
 
 
 @torch.inference_mode()
@@ -82,19 +67,6 @@ def test_bf16_is_at_least_as_near_to_fp64_as_transformers(tmp_path: Path, name: 
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_int8_logits_are_near_those_in_fp32(tmp_path: Path, name: str) -> None:
-    """Random weights have no outliers, but also no redundancy: an error goes through all layers."""
-    directory = make_checkpoint(tmp_path, SHAPES[name])
-    exact, rounded = ours(directory, torch.float32), ours(directory, torch.bfloat16, "int8")
-    int8_error = error(
-        [all_logits(rounded, prompt) for prompt in PROMPTS],
-        [all_logits(exact, prompt) for prompt in PROMPTS],
-    )
-    print(f"\n{name}: int8 error {int8_error:.4f}")
-    assert 0.001 < int8_error < 0.07
-
-
-@pytest.mark.parametrize("name", SHAPES)
 def test_logits_with_int8_kv_are_near_those_with_fp32(tmp_path: Path, name: str) -> None:
     directory = make_checkpoint(tmp_path, SHAPES[name])
     exact = ours(directory, torch.float32)
@@ -105,41 +77,3 @@ def test_logits_with_int8_kv_are_near_those_with_fp32(tmp_path: Path, name: str)
     )
     print(f"\n{name}: int8 KV error {kv_error:.4f}")
     assert 0.0005 < kv_error < 0.02
-
-
-def dequantized(directory: Path, copy: Path, group: int) -> Path:
-    """A copy of the checkpoint whose linears have the values of their four-bit weights."""
-    shutil.copytree(directory, copy)
-    file = copy / "model.safetensors"
-    tensors = load_file(file)
-    for name, tensor in tensors.items():
-        if name.endswith("_proj.weight"):
-            tensors[name] = int4.quantize(tensor, group).dequantized().contiguous()
-    save_file(tensors, file, {"format": "pt"})
-    return copy
-
-
-@pytest.mark.parametrize(
-    ("name", "quantize", "group"),
-    [
-        ("qwen3", "int4-32", 32),
-        ("qwen3", "int4-128", 128),
-        *((name, "int4", 64) for name in SHAPES),
-    ],
-)
-def test_int4_logits_are_as_near_to_the_dequantized_weights_as_int8_is(
-    tmp_path: Path, name: str, quantize: Quantization, group: int
-) -> None:
-    """Beside the weights, only the activations and the head are rounded, to 8 bits. The rounding of
-    the weights is an error of about 8 % of a weight, which goes through all layers."""
-    directory = make_checkpoint(tmp_path, SHAPES[name])
-    rounded, exact = ours(directory, torch.bfloat16, quantize), ours(directory, torch.float32)
-    same_weights = ours(dequantized(directory, tmp_path / "dequantized", group), torch.float32)
-    found, of_fp32, of_same_weights = (
-        [all_logits(recording, prompt) for prompt in PROMPTS]
-        for recording in (rounded, exact, same_weights)
-    )
-    of_activations, whole = error(found, of_same_weights), error(found, of_fp32)
-    print(f"\n{name}: {quantize} error {whole:.4f}, with the same weights {of_activations:.4f}")
-    assert 0.001 < of_activations < 0.07
-    assert of_activations < whole < 0.6

@@ -66,19 +66,19 @@ class RealModel:
             self._expected[number] = logits.argmax(-1)
         return self._expected[number]
 
-    def runner(self, dtype: torch.dtype) -> RecordingRunner:
+    def runner(self, dtype: torch.dtype, **options: Any) -> RecordingRunner:
         num_blocks = TEXT_TOKENS // BLOCK_SIZE
         return RecordingRunner(
-            self.file, BLOCK_SIZE, num_blocks, dtype=dtype, dequantize=True, num_threads=2
+            self.file, BLOCK_SIZE, num_blocks, dtype=dtype, num_threads=2, **options
         )
 
 
-def likeliest(runner: RecordingRunner, token_ids: Sequence[int]) -> torch.Tensor:
-    """The likeliest token after each token, of one pass."""
+def all_logits(runner: RecordingRunner, token_ids: Sequence[int]) -> torch.Tensor:
+    """The logits after each token, of one pass."""
     blocks = range(-(-len(token_ids) // BLOCK_SIZE))
     all_but_last = Scoring([0] * (len(token_ids) - 1), 0)
     row = Row(list(token_ids), 0, list(blocks), draws=(GREEDY,), scoring=all_but_last)
-    return runner.logits([row]).argmax(-1)
+    return runner.logits([row])
 
 
 @pytest.fixture(scope="session")

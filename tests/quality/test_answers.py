@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct answers as in transformers, and as a user of the default expects."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -54,8 +54,12 @@ def test_greedy_answers_in_fp32_are_those_of_transformers(
         assert list(answer) == expected, question
 
 
-def test_the_default_model_knows_the_capital_of_france(tokenizer: Tokenizer) -> None:
-    """In bf16, as `LLM()` and `quire serve` load it."""
-    with LLM(pool_memory="128MiB") as llm:
+@pytest.mark.parametrize("quantize", ["none", "auto"])
+def test_the_default_model_knows_the_capital_of_france(
+    tokenizer: Tokenizer, smollm2: Path, quantize: Literal["none", "auto"]
+) -> None:
+    """In bf16, as `LLM()` and `quire serve` load it, and with the weights of the file (Q4_1)."""
+    model = {} if quantize == "none" else {"model": str(smollm2)}
+    with LLM(**model, quantize=quantize, pool_memory="128MiB") as llm:
         (answer,) = greedy(llm, QUESTIONS[0])
     assert tokenizer.decode(answer) == "The capital of France is Paris."
