@@ -48,9 +48,8 @@ class WorkerSettings(TracedSettings, PoolServiceSettings):
     quantize: Quantize = Field(
         "auto",
         description="auto: as in the checkpoint; none: in dtype, dequantized if the checkpoint is "
-        "quantized; int8: linears of 8-bit weights and activations; int4: of 4-bit weights in "
-        "groups of 64 inputs and 8-bit activations, with an int8 head; int4-32, int4-128: in "
-        "groups of this size",
+        "quantized; int8: linears of 8-bit weights in groups of 32 inputs; int4: of 4-bit weights "
+        "in groups of 64 inputs, with an int8 head; int4-32, int4-128: in groups of this size",
     )
     weights_cache: Path | None = Field(
         Path("~/.cache/quire"),

@@ -225,7 +225,8 @@ def _cached(
     # Each way to quantize has a file of its own, so that changing it back does not pack again.
     resolved = directory.resolve()
     used = {kind for name, kind in kinds.items() if not name.endswith(".router")}
-    name = f"{resolved.name}-{'+'.join(sorted(used))}-{xxhash.xxh3_64_hexdigest(str(resolved).encode())}"
+    digest = xxhash.xxh3_64_hexdigest(str(resolved).encode())
+    name = f"{resolved.name}-{'+'.join(sorted(used))}-{digest}"
     packed = packed_file(cache / name, is_current, make, progress)
     return packed.sections, packed.facts["weights_digest"]
 
