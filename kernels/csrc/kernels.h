@@ -42,13 +42,12 @@ inline constexpr bool is_quantized(WeightKind kind) { return kind >= WeightKind:
 inline constexpr int input_bytes(WeightKind kind) { return kind == WeightKind::f32 ? 4 : 2; }
 
 // A group of quantized weights: K values of an output that share a scale. int4 has groups of 32, 64
-// or 128, with a zero point; int8 has groups of 32.
-inline constexpr int kLeastGroup = 32, kMostGroup = 128;
-inline constexpr int kInt8Group = 32;
+// or 128, with a zero point; int8 has groups of 16 or 32.
+inline constexpr int kLeastGroup = 32, kMostGroup = 128;  // of int4
 
 // The K values between two headers of a panel of quantized weights: one group of int4, two of int8.
 inline constexpr int run_values(WeightKind kind, int group) {
-  return kind == WeightKind::int4 ? group : 2 * kInt8Group;
+  return kind == WeightKind::int4 ? group : 2 * group;
 }
 
 // Weights [N, K] as panels [ceil(N / 32)][ceil(K / values)][32][values], padded with zeros, where

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvops.quantized import PANEL, ROWS, headers, output_scales, padded, stored
+from kvops.quantized import PANEL, by_rows, headers, output_scales, padded, stored
 
 _HIGHEST = 15
 _STEP = 8
@@ -63,11 +63,7 @@ class Int4Weight:
 def quantize(weight: Tensor, group: int) -> Int4Weight:
     """Quantize weights [N, K], with the least squared error of some ranges for each group. A group
     with a weight that is not finite has a NaN scale."""
-    parts = [
-        _quantized(weight[begin : begin + ROWS].float(), group)
-        for begin in range(0, len(weight), ROWS)
-    ]
-    codes, scales, zeros = (torch.cat(part) for part in zip(*parts, strict=True))
+    codes, scales, zeros = by_rows(weight, lambda rows: _quantized(rows, group))
     return Int4Weight(codes, scales, zeros, group)
 
 

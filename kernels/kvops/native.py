@@ -56,8 +56,8 @@ __all__ = [
     "wake",
 ]
 
-Kind = Literal["float32", "bfloat16", "int8", "int4-32", "int4-64", "int4-128"]
-"""The kinds of packed weights; int4 with its group."""
+Kind = Literal["float32", "bfloat16", "int8", "int8-16", "int4-32", "int4-64", "int4-128"]
+"""The kinds of packed weights, with their group; int8 has groups of 32."""
 
 LowRank = tuple[Tensor, PackedLinear, Tensor]
 """An adapter's part in a linear: A [rank, K], B [N, ranks of a part], and of each 16 outputs the
@@ -140,17 +140,13 @@ class NativeCpu:
             floats = [weight for weight in weights if isinstance(weight, Tensor)]
             _check_all(kind, weights, floats)
             yield from self._float_pieces(kind, num_outputs, floats, turn)
-        elif kind == "int8":
-            in_8_bits = [int8.quantize(w) if isinstance(w, Tensor) else w for w in weights]
-            eights = [w for w in in_8_bits if isinstance(w, Int8Weight)]
-            _check_all(kind, weights, eights)
-            yield from packed_pieces(num_outputs, eights, turn, _PIECE_BYTES)
         else:
             group = group_of(kind)
-            in_4_bits = [int4.quantize(w, group) if isinstance(w, Tensor) else w for w in weights]
-            fours = [w for w in in_4_bits if isinstance(w, Int4Weight) and w.group == group]
-            _check_all(kind, weights, fours)
-            yield from packed_pieces(num_outputs, fours, turn, _PIECE_BYTES)
+            bits, form = (int8, Int8Weight) if kind.startswith("int8") else (int4, Int4Weight)
+            quantized = [bits.quantize(w, group) if isinstance(w, Tensor) else w for w in weights]
+            fitting = [w for w in quantized if isinstance(w, form) and w.group == group]
+            _check_all(kind, weights, fitting)
+            yield from packed_pieces(num_outputs, fitting, turn, _PIECE_BYTES)
 
     def _float_pieces(
         self, kind: Kind, num_outputs: int, weights: Sequence[Tensor], turn: int
@@ -187,9 +183,8 @@ def _check_all(kind: Kind, weights: Sequence[object], packable: Sequence[object]
 
 
 def group_of(kind: Kind) -> int:
-    """Return the weights of a group of int4, or 0 for other kinds."""
-    name, _, group = kind.partition("-")
-    return int(group) if name == "int4" else 0
+    """Return the number of inputs that share a scale, or 0 for weights in floating point."""
+    return int8.GROUP if kind == "int8" else int(kind.partition("-")[2] or 0)
 
 
 def aligned(num_bytes: int) -> Tensor:

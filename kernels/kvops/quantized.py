@@ -16,8 +16,7 @@ from torch import Tensor
 PANEL = 32
 """The outputs of a panel."""
 
-ROWS = 256
-"""The outputs that are quantized at once; this bounds the memory of intermediate results."""
+_ROWS = 256
 
 
 class QuantizedWeight(Protocol):
@@ -74,6 +73,14 @@ def joined(parts: Sequence[Tensor], turn: int) -> Tensor:
         whole[: len(part)] = part
         padded.append(whole.view(-1, turn, *part.shape[1:]))
     return torch.stack(padded, dim=1).flatten(0, 2)
+
+
+def by_rows(weight: Tensor, quantized: Callable[[Tensor], tuple[Tensor, ...]]) -> list[Tensor]:
+    """Quantize weights [N, K] some rows at a time; this bounds the memory of intermediate
+    results."""
+    starts = range(0, len(weight), _ROWS)
+    parts = [quantized(weight[begin : begin + _ROWS].float()) for begin in starts]
+    return [torch.cat(part) for part in zip(*parts, strict=True)]
 
 
 def output_scales(scales: Tensor) -> Tensor:

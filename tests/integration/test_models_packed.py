@@ -12,7 +12,7 @@ from torch import Tensor
 
 import kvops
 from bench.make_checkpoint import make_checkpoint
-from kvops.int4 import joined
+from kvops.quantized import joined
 from services.common.errors import StartupError
 from services.engine.batch import Row
 from services.engine.models import fused, load_model

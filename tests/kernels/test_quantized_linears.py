@@ -22,7 +22,7 @@ from kvops.native import (
 )
 from kvops.quantized import joined
 
-ALL: tuple[Kind, ...] = ("int8", "int4-32", "int4-64", "int4-128")
+ALL: tuple[Kind, ...] = ("int8", "int8-16", "int4-32", "int4-64", "int4-128")
 KINDS = pytest.mark.parametrize("kind", ALL)
 SHAPES = pytest.mark.parametrize(
     ("m", "n", "k"), [(1, 1, 1), (1, 64, 256), (3, 33, 7), (14, 95, 130), (70, 40, 3073)]
@@ -46,7 +46,11 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def quantize(weight: Tensor, kind: Kind) -> Any:
-    return int8.quantize(weight) if kind == "int8" else int4.quantize(weight, group_of(kind))
+    return (int8 if is_int8(kind) else int4).quantize(weight, group_of(kind))
+
+
+def is_int8(kind: Kind) -> bool:
+    return kind.startswith("int8")
 
 
 def linear(cpu: NativeCpu, kind: Kind, x: Tensor, weight: Any) -> Tensor:
@@ -63,11 +67,11 @@ def simple_weight(kind: Kind, n: int, k: int) -> Any:
     """Codes of 4 bits; scales are powers of two and zero points integers, so that sums of products
     with small integers are exact."""
     generator = torch.Generator().manual_seed(n + k)
-    shape = (n, -(-k // (group_of(kind) or int8.GROUP)))
+    shape = (n, -(-k // group_of(kind)))
     codes = torch.randint(0, 16, (n, k), generator=generator, dtype=torch.uint8)
     scales = 2.0 ** -torch.randint(0, 4, shape, generator=generator)
-    if kind == "int8":
-        return Int8Weight(codes.to(torch.int8) - 8, scales)
+    if is_int8(kind):
+        return Int8Weight(codes.to(torch.int8) - 8, scales, group_of(kind))
     zeros = torch.randint(0, 16, shape, generator=generator).float()
     return Int4Weight(codes, scales, zeros, group_of(kind))
 
@@ -131,11 +135,11 @@ def test_the_stored_scales_and_zero_points_are_those_of_the_weight(kind: Kind) -
     nothing."""
     weight = quantize(randn(64, 320, seed=1) * torch.logspace(-6, 6, 64)[:, None], kind)
     panels, outputs = weight.packed()
-    run_steps = 17 if kind == "int8" else 1 + group_of(kind) // 8
+    run_steps = 1 + group_of(kind) // (2 if is_int8(kind) else 8)
     runs = panels.view(2, -1, 128 * run_steps)
     halves = runs[:, :, :128].contiguous().view(torch.float16).float().view(2, -1, 2, 32)
     first, second = halves.permute(2, 0, 3, 1).reshape(2, 64, -1)
-    if kind == "int8":
+    if is_int8(kind):
         scales = torch.stack([first, second], 2).flatten(1)
     else:
         scales = first
@@ -148,11 +152,11 @@ def test_the_stored_scales_and_zero_points_are_those_of_the_weight(kind: Kind) -
 def test_quantization_error_is_at_most_a_step(kind: Kind, size: float) -> None:
     weight = randn(40, 300) * size
     quantized = quantize(weight, kind)
-    steps = quantized.scales.repeat_interleave(group_of(kind) or int8.GROUP, 1)[:, :300]
+    steps = quantized.scales.repeat_interleave(group_of(kind), 1)[:, :300]
     difference = (quantized.dequantized() - weight).abs()
-    assert (difference <= (0.6 if kind == "int8" else 2.5) * steps).all()
+    assert (difference <= (0.6 if is_int8(kind) else 2.5) * steps).all()
     error = (difference.double().norm() / weight.double().norm()).item()
-    assert error < {"int8": 0.006, "int4-32": 0.08, "int4-64": 0.1, "int4-128": 0.12}[kind]
+    assert error < (0.006 if is_int8(kind) else {32: 0.08, 64: 0.1, 128: 0.12}[group_of(kind)])
 
 
 @pytest.mark.parametrize("value", [0.0, 0.5, -3.0])

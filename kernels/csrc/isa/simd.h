@@ -56,7 +56,6 @@ inline void store(T* to, V value) {
 }
 
 inline f32x16 splat(float value) { return value - f32x16{}; }
-inline i32x16 splat_i32(int32_t value) { return value - i32x16{}; }
 
 // a * b + c, rounded once where the target has a fused multiply-add.
 inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
@@ -184,20 +183,6 @@ inline f32x16 dot_bf16(f32x16 acc, u32x16 a, u32x16 b) {
   const u32x16 high = 0xffff0000u - u32x16{};
   acc = fma((f32x16)(a << 16), (f32x16)(b << 16), acc);
   return fma((f32x16)(a & high), (f32x16)(b & high), acc);
-#endif
-}
-
-// Every lane is four bytes, `a` unsigned and `b` signed: acc + their dot product, exact.
-inline i32x16 dot_int8(i32x16 acc, u32x16 a, i32x16 b) {
-#if defined(__AVX512VNNI__)
-  return (i32x16)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
-#else
-  for (int byte = 0; byte < 4; ++byte) {
-    i32x16 x = (i32x16)((a >> (8 * byte)) & 0xffu);
-    i32x16 y = (b << (24 - 8 * byte)) >> 24;
-    acc += x * y;
-  }
-  return acc;
 #endif
 }
 

@@ -15,7 +15,8 @@ size_t panel_bytes(NamedKind named, int64_t n, int64_t k) {
 NamedKind kind_called(const std::string& name) {
   if (name == "float32") return {WeightKind::f32};
   if (name == "bfloat16") return {WeightKind::bf16};
-  if (name == "int8") return {WeightKind::int8, kInt8Group};
+  if (name == "int8") return {WeightKind::int8, 32};
+  if (name == "int8-16") return {WeightKind::int8, 16};
   for (int group = kLeastGroup; group <= kMostGroup; group *= 2)
     if (name == "int4-" + std::to_string(group)) return {WeightKind::int4, group};
   throw std::invalid_argument("no weights of kind '" + name + "'");

@@ -14,7 +14,7 @@ inline int64_t round_up(int64_t n, int64_t multiple) {
   return (n + multiple - 1) / multiple * multiple;
 }
 
-// A kind of weights by its name; int4 has its group behind it: "int4-64"; int8 has groups of 32.
+// A kind of weights by its name, with the group behind it ("int4-64"); "int8" has groups of 32.
 struct NamedKind {
   WeightKind kind;
   int group = 0;

@@ -16,7 +16,7 @@ Format = Literal["gptq", "awq", "pack-quantized", "int-quantized", "fp8", "mxfp4
 """How tensors of a checkpoint hold a quantized linear. Both pack-quantized (4 bits) and
 int-quantized (8 bits) are of compressed-tensors, whose float-quantized is read as fp8."""
 
-StoredKind = Literal["int8", "int4-32", "int4-64", "int4-128"]
+StoredKind = Literal["int8", "int8-16", "int4-32", "int4-64", "int4-128"]
 """The kind of linear that has exactly the stored weights."""
 
 

@@ -50,16 +50,24 @@ _SOFTMAX, _SOFTMAX_OF_CHOSEN = 1, 3
 
 def form_of(file: GgufFile, name: str) -> StoredKind | None:
     """The kind of linear for the tensor with this name, which is GGUF's; None: floating point. Four
-    bits in blocks of 32 are the linears' own form; the others become 8 bits."""
+    bits in blocks of 32 are the linears' own form; the others become 8 bits, Q6_K in blocks of
+    16."""
     kind = file.tensors[name].type.name
     if kind in _FLOATS or kind == _EXACT:
         return None
-    return "int4-32" if kind.startswith("Q4") else "int8"
+    if kind.startswith("Q4"):
+        return "int4-32"
+    return "int8-16" if kind == "Q6_K" else "int8"
 
 
 def served_bytes(file: GgufFile, itemsize: int, dequantized: bool) -> int:
     """The bytes of a model's weights in memory, with `itemsize` bytes for a floating-point one."""
-    sizes = {None: itemsize, "int8": 1.0625, "int4-32": 0.625}  # with scales and zero points
+    sizes = {
+        None: itemsize,
+        "int8": 1.0625,
+        "int8-16": 1.125,
+        "int4-32": 0.625,
+    }  # with scales and zero points
     values = {name: math.prod(tensor.shape) for name, tensor in file.tensors.items()}
     forms = {name: None if dequantized else form_of(file, name) for name in values}
     return int(sum(number * sizes[forms[name]] for name, number in values.items()))

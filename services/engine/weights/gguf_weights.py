@@ -1,8 +1,8 @@
 """Reads the weights of a GGUF file.
 
-Types of four bits in blocks of 32 become four-bit linears with groups of 32, and Q5_0 and Q8_0
-eight-bit linears with groups of 32. The other quantized types are dequantized, and then quantized
-to eight bits; MXFP4 becomes bf16, which has its values.
+Types of four bits in blocks of 32 become four-bit linears with groups of 32, and Q5_0, Q6_K and
+Q8_0 eight-bit linears with their groups. The other quantized types are dequantized, and then
+quantized to eight bits; MXFP4 becomes bf16, which has its values.
 
     Q4_0   fp16 scale, 16 bytes: weight = scale * (code - 8)
     Q4_1   fp16 scale, fp16 minimum, 16 bytes: weight = scale * code + minimum
@@ -10,10 +10,13 @@ to eight bits; MXFP4 becomes bf16, which has its values.
            its minimum, 128 bytes: weight = scale * block scale * code - minimum * block minimum
     Q5_0   fp16 scale, 4 bytes with the highest bit of each code, 16 bytes: weight = scale *
            (code - 16)
+    Q6_K   sixteen blocks of 16: 128 bytes with the low 4 bits of codes, 64 with the upper 2, 16
+           block scales of a signed byte, fp16 scale: weight = scale * block scale * (code - 32)
     Q8_0   fp16 scale, 32 codes of a byte: weight = scale * code
 
 In Q4_0, Q4_1 and Q5_0, byte i has code i in its low bits and code i + 16 in its high bits; in Q4_K,
-32 bytes have two blocks, one in the low bits.
+32 bytes have two blocks, one in the low bits. In each half of Q6_K, the low bits of 64 bytes have
+the first 64 codes; the pairs of bits of 32 bytes have 32 codes each.
 """
 
 import math
@@ -44,6 +47,9 @@ _MOST_ZERO = 32768.0
 """The largest zero point: fp16 ends at 65504. Beyond it, a group is as good as constant."""
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_IN_8_BITS = ("Q5_0", "Q6_K", "Q8_0")
+"""Types of which int8 linears have exactly the weights."""
+
 _ROWS = 4096
 """The rows of the embedding that are dequantized at once."""
 
@@ -106,7 +112,7 @@ class GgufWeights:
         weight: Weight
         if self.form(linear) == "int4-32":
             weight = _in_4_bits(stored.raw(name), stored.tensor(name))
-        elif stored.tensor(name).type.name in ("Q5_0", "Q8_0"):
+        elif stored.tensor(name).type.name in _IN_8_BITS:
             weight = _in_8_bits(stored.raw(name), stored.tensor(name))
         else:
             weight = stored.floats(name)
@@ -196,13 +202,25 @@ def _in_4_bits(raw: Tensor, tensor: GgufTensor) -> Int4Weight:
 
 def _in_8_bits(raw: Tensor, tensor: GgufTensor) -> Int8Weight:
     blocks = raw.view(len(raw), -1, tensor.type.num_bytes)
-    if tensor.type.name == "Q8_0":
-        codes = blocks[:, :, 2:].view(torch.int8)
-    else:
-        places = torch.arange(8, dtype=torch.uint8)
-        highest = (blocks[:, :, 2:6, None] >> places & 1).flatten(2)
-        codes = (_halves(blocks[:, :, 6:]) | highest << 4).to(torch.int8) - 16
-    return Int8Weight(codes.flatten(1), _half(blocks, 0))
+    match tensor.type.name:
+        case "Q8_0":
+            return Int8Weight(blocks[:, :, 2:].view(torch.int8).flatten(1), _half(blocks, 0))
+        case "Q5_0":
+            highest = _parts(blocks[:, :, 2:6, None], 1).flatten(2)
+            codes = _halves(blocks[:, :, 6:]) | highest << 4
+            return Int8Weight(codes.to(torch.int8).flatten(1) - 16, _half(blocks, 0))
+        case _:
+            low = _halves(blocks[:, :, :128].reshape(len(raw), -1, 64))
+            upper = _parts(blocks[:, :, 128:192].reshape(len(raw), -1, 32, 1), 2)
+            codes = low | upper.transpose(2, 3).flatten(2) << 4
+            scales = _half(blocks, 208)[:, :, None] * blocks[:, :, 192:208].view(torch.int8)
+            return Int8Weight(codes.to(torch.int8).flatten(1) - 32, scales.flatten(1), 16)
+
+
+def _parts(octets: Tensor, num_bits: int) -> Tensor:
+    """The parts of each byte [..., 1] with this number of bits, from the lowest."""
+    places = torch.arange(0, 8, num_bits, dtype=torch.uint8)
+    return octets >> places & (1 << num_bits) - 1
 
 
 def _q4_k(blocks: Tensor) -> Int4Weight:

@@ -14,7 +14,7 @@ from services.common.errors import StartupError
 from services.engine.weights.fused_weights import HEAD_SECTION, Section
 from services.engine.weights.weights import Form, Weight, Weights
 
-_WIDTHS: tuple[Form, ...] = ("int4-128", "int4-64", "int4-32", "int8", "float")
+_WIDTHS: tuple[Form, ...] = ("int4-128", "int4-64", "int4-32", "int8", "int8-16", "float")
 
 
 def section_kinds(
@@ -56,8 +56,9 @@ def kind_of(quantize: Quantization | StoredKind) -> Kind:
 def packable(kind: Kind, parts: Sequence[Weight]) -> Sequence[Weight]:
     """The weights of one section as the kernels can pack them: all quantized as `kind` says, or all
     floating point of one dtype, fp32 or bf16."""
-    if all(isinstance(part, Int8Weight) for part in parts) and kind == "int8":
-        return parts
+    in_8_bits = [part for part in parts if isinstance(part, Int8Weight)]
+    if len(in_8_bits) == len(parts) and kind in ("int8", "int8-16"):
+        return [part.regrouped(group_of(kind)) for part in in_8_bits]
     if all(isinstance(part, Int4Weight) and part.group == group_of(kind) for part in parts):
         return parts
     floats = [part if isinstance(part, Tensor) else part.dequantized() for part in parts]

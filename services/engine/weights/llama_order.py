@@ -57,8 +57,8 @@ class _LlamaWeights:
 
 def rows_of(weight: Weight, rows: Rows) -> Weight:
     match weight:
-        case Int8Weight(codes, scales):
-            return Int8Weight(codes[rows], scales[rows])
+        case Int8Weight(codes, scales, group):
+            return Int8Weight(codes[rows], scales[rows], group)
         case Int4Weight(codes, scales, zeros, group):
             return Int4Weight(codes[rows], scales[rows], zeros[rows], group)
         case _:
