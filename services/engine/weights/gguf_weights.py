@@ -8,8 +8,7 @@ quantized to eight bits; MXFP4 becomes bf16, which has its values.
     Q4_1   fp16 scale, fp16 minimum, 16 bytes: weight = scale * code + minimum
     Q4_K   eight blocks: fp16 scale, fp16 minimum, 12 bytes with 6 bits of each block's scale and of
            its minimum, 128 bytes: weight = scale * block scale * code - minimum * block minimum
-    Q5_0   fp16 scale, 4 bytes with the highest bit of each code, 16 bytes: weight = scale *
-           (code - 16)
+    Q5_0   fp16 scale, 4 bytes of highest bits, 16 bytes: weight = scale * (code - 16)
     Q6_K   sixteen blocks of 16: 128 bytes with the low 4 bits of codes, 64 with the upper 2, 16
            block scales of a signed byte, fp16 scale: weight = scale * block scale * (code - 32)
     Q8_0   fp16 scale, 32 codes of a byte: weight = scale * code
@@ -47,9 +46,6 @@ _MOST_ZERO = 32768.0
 """The largest zero point: fp16 ends at 65504. Beyond it, a group is as good as constant."""
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_IN_8_BITS = ("Q5_0", "Q6_K", "Q8_0")
-"""Types of which int8 linears have exactly the weights."""
-
 _ROWS = 4096
 """The rows of the embedding that are dequantized at once."""
 
@@ -109,13 +105,7 @@ class GgufWeights:
 
     def linear(self, linear: str) -> Weight:
         name, stored = f"{linear}.weight", self.stored
-        weight: Weight
-        if self.form(linear) == "int4-32":
-            weight = _in_4_bits(stored.raw(name), stored.tensor(name))
-        elif stored.tensor(name).type.name in _IN_8_BITS:
-            weight = _in_8_bits(stored.raw(name), stored.tensor(name))
-        else:
-            weight = stored.floats(name)
+        weight = _decoded(stored.raw(name), stored.tensor(name))
         order = stored.order(linear)
         return weight if order is None else rows_of(weight, order)
 
@@ -173,54 +163,45 @@ def _row_bytes(tensor: GgufTensor) -> int:
 
 
 def _float(raw: Tensor, tensor: GgufTensor) -> Tensor:
-    """The rows `raw` of a tensor in the floating-point type of the file, or dequantized: MXFP4 to
-    bf16, others to fp32."""
-    name = tensor.type.name
-    if name in _FLOATS:
-        return raw.view(_FLOATS[name])
-    if name == "Q8_0":  # of most embeddings; `gguf` takes five times as long
-        return _in_8_bits(raw, tensor).dequantized()
-    import gguf  # takes a third of a second, which only these files need
-
-    kind = gguf.GGMLQuantizationType[name]
-    values = torch.from_numpy(gguf.dequantize(raw.numpy(), kind))
-    return values.bfloat16() if name == "MXFP4" else values
+    weight = _decoded(raw, tensor)
+    return weight if isinstance(weight, Tensor) else weight.dequantized()
 
 
-def _in_4_bits(raw: Tensor, tensor: GgufTensor) -> Int4Weight:
-    blocks = raw.view(len(raw), -1, tensor.type.num_bytes)
-    match tensor.type.name:
+def _decoded(raw: Tensor, tensor: GgufTensor) -> Weight:
+    """The rows `raw` of a tensor as codes, if a kind of linears has them, in the floating-point
+    type of the file, or dequantized: MXFP4 to bf16, others to fp32."""
+    name, blocks = tensor.type.name, raw.view(len(raw), -1, tensor.type.num_bytes)
+    match name:
+        case "F32" | "F16" | "BF16":
+            return raw.view(_FLOATS[name])
         case "Q4_0":
-            scales = _half(blocks, 0)
-            codes = _halves(blocks[:, :, 2:])
+            scales, codes = _half(blocks, 0), _halves(blocks[:, :, 2:])
             return Int4Weight(codes.flatten(1), scales, torch.full_like(scales, 8.0), _GROUP)
         case "Q4_1":
             return affine(_halves(blocks[:, :, 4:]), _half(blocks, 0), _half(blocks, 2))
-        case _:
+        case "Q4_K":
             return _q4_k(blocks)
-
-
-def _in_8_bits(raw: Tensor, tensor: GgufTensor) -> Int8Weight:
-    blocks = raw.view(len(raw), -1, tensor.type.num_bytes)
-    match tensor.type.name:
-        case "Q8_0":
-            return Int8Weight(blocks[:, :, 2:].view(torch.int8).flatten(1), _half(blocks, 0))
         case "Q5_0":
             highest = _parts(blocks[:, :, 2:6, None], 1).flatten(2)
             codes = _halves(blocks[:, :, 6:]) | highest << 4
             return Int8Weight(codes.to(torch.int8).flatten(1) - 16, _half(blocks, 0))
-        case _:
+        case "Q6_K":
             low = _halves(blocks[:, :, :128].reshape(len(raw), -1, 64))
             upper = _parts(blocks[:, :, 128:192].reshape(len(raw), -1, 32, 1), 2)
             codes = low | upper.transpose(2, 3).flatten(2) << 4
             scales = _half(blocks, 208)[:, :, None] * blocks[:, :, 192:208].view(torch.int8)
             return Int8Weight(codes.to(torch.int8).flatten(1) - 32, scales.flatten(1), 16)
+        case "Q8_0":
+            return Int8Weight(blocks[:, :, 2:].view(torch.int8).flatten(1), _half(blocks, 0))
+    import gguf  # takes a third of a second, which only these files need
+
+    values = torch.from_numpy(gguf.dequantize(raw.numpy(), gguf.GGMLQuantizationType[name]))
+    return values.bfloat16() if name == "MXFP4" else values
 
 
 def _parts(octets: Tensor, num_bits: int) -> Tensor:
     """The parts of each byte [..., 1] with this number of bits, from the lowest."""
-    places = torch.arange(0, 8, num_bits, dtype=torch.uint8)
-    return octets >> places & (1 << num_bits) - 1
+    return octets >> torch.arange(0, 8, num_bits, dtype=torch.uint8) & (1 << num_bits) - 1
 
 
 def _q4_k(blocks: Tensor) -> Int4Weight:

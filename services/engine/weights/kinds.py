@@ -41,9 +41,7 @@ def section_kinds(
             )
         dtype = torch.bfloat16
     plain: Kind = wanted or ("float32" if dtype == torch.float32 else "bfloat16")
-    kinds: dict[str, Kind] = {
-        name: plain if form == "float" else form for name, form in forms.items()
-    }
+    kinds: dict[str, Kind] = {n: plain if f == "float" else f for n, f in forms.items()}
     if wanted and forms[HEAD_SECTION] == "float":
         kinds[HEAD_SECTION] = "int8"  # Logits show the errors of 4 bits most.
     return kinds | {section.name: "float32" for section in sections if section.is_exact}
@@ -62,9 +60,8 @@ def packable(kind: Kind, parts: Sequence[Weight]) -> Sequence[Weight]:
     if all(isinstance(part, Int4Weight) and part.group == group_of(kind) for part in parts):
         return parts
     floats = [part if isinstance(part, Tensor) else part.dequantized() for part in parts]
-    if {part.dtype for part in floats} == {torch.bfloat16}:
-        return floats
-    return [part.float() for part in floats]
+    is_bf16 = all(part.dtype == torch.bfloat16 for part in floats)
+    return floats if is_bf16 else [part.float() for part in floats]
 
 
 def _widest(forms: Iterable[Form]) -> Form:

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvops.int4 import Int4Weight
-from kvops.int8 import Int8Weight
+from kvops.quantized import with_tensors
 from services.common.checkpoint.layout import FUSED, layer_prefix
 from services.common.text.model_config import ModelConfig
 from services.engine.weights.weights import Form, Weight, Weights
@@ -56,13 +55,9 @@ class _LlamaWeights:
 
 
 def rows_of(weight: Weight, rows: Rows) -> Weight:
-    match weight:
-        case Int8Weight(codes, scales, group):
-            return Int8Weight(codes[rows], scales[rows], group)
-        case Int4Weight(codes, scales, zeros, group):
-            return Int4Weight(codes[rows], scales[rows], zeros[rows], group)
-        case _:
-            return weight[rows]
+    if isinstance(weight, Tensor):
+        return weight[rows]
+    return with_tensors(weight, lambda name: getattr(weight, name)[rows])
 
 
 def neighbours_apart(num_heads: int, head_dim: int, width: int) -> Tensor:
