@@ -1,8 +1,7 @@
 """Reads the weights of a GGUF file.
 
-Types of four bits in blocks of 32 become four-bit linears with groups of 32, and Q5_0, Q6_K and
-Q8_0 eight-bit linears with their groups. The other quantized types are dequantized, and then
-quantized to eight bits; MXFP4 becomes bf16, which has its values.
+Types of four bits become four-bit linears with groups of 32, and Q5_0, Q6_K and Q8_0 eight-bit
+ones. Others are dequantized, and quantized to eight bits; MXFP4 becomes bf16, which has its values.
 
     Q4_0   fp16 scale, 16 bytes: weight = scale * (code - 8)
     Q4_1   fp16 scale, fp16 minimum, 16 bytes: weight = scale * code + minimum
