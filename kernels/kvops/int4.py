@@ -21,6 +21,9 @@ _SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)
 """The parts of a group's range that are tried: a smaller range cuts off outliers but has smaller
 steps."""
 
+_FITS = 3
+"""How often scale and zero point are fitted to the codes that they give."""
+
 _MOST_ZERO = 2048.0
 """The largest zero point: up to here fp16 has all whole numbers."""
 
@@ -77,7 +80,9 @@ def _quantized(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     for shrink in _SHRINKS:
         scale = (high - low) * (shrink / _HIGHEST)
         scale = scale.maximum(low.abs() / _MOST_ZERO).maximum(high.abs() / _MOST_ZERO)
-        scale, zero = _fitted(values, scale, _HIGHEST / 2 - middle / scale)
+        zero = _HIGHEST / 2 - middle / scale
+        for _ in range(_FITS):
+            scale, zero = _fitted(values, scale, zero)
         scale, zero = _stored(scale, zero)
         found = scale * (_codes(values, scale, zero) - zero)
         error = ((found - values) / (high - low)).square().sum(2, keepdim=True)
