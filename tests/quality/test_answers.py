@@ -59,7 +59,7 @@ def test_the_default_model_knows_the_capital_of_france(
     tokenizer: Tokenizer, smollm2: Path, quantize: Literal["none", "auto"]
 ) -> None:
     """In bf16, as `LLM()` and `quire serve` load it, and with the weights of the file (Q4_1)."""
-    model = {} if quantize == "none" else {"model": str(smollm2)}
-    with LLM(**model, quantize=quantize, pool_memory="128MiB") as llm:
+    model = "demo" if quantize == "none" else str(smollm2)
+    with LLM(model, quantize=quantize, pool_memory="128MiB") as llm:
         (answer,) = greedy(llm, QUESTIONS[0])
     assert tokenizer.decode(answer) == "The capital of France is Paris."

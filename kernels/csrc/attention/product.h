@@ -127,8 +127,7 @@ class Multiplier<Dtype::bf16> {
       }
       for (int64_t step = 0; step < product.num_steps; step += kTileSteps)
         tiles_.multiply(product.a + step, 4 * product.a_stride,
-                                          product.b + step * product.b_stride + column,
-                                          4 * product.b_stride);
+                        product.b + step * product.b_stride + column, 4 * product.b_stride);
       tiles_.store(c, 4 * product.c_stride);
     }
   }
