@@ -4,6 +4,7 @@ contents than it should."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -102,6 +103,11 @@ def _as_now(row: Row) -> Row:
 
 
 def _draw_as_now(draw: Draw) -> Draw:
+    """A runner makes the masks of a step before its launch returns."""
+    if draw.grammar is not None:
+        grammar = copy(draw.grammar)
+        grammar._tokens = tuple(draw.grammar._tokens)
+        draw = replace(draw, grammar=grammar)
     if draw.adjustment is None:
         return draw
     seen, counts = np.copy(draw.adjustment.seen), np.copy(draw.adjustment.counts)

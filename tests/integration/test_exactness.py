@@ -15,6 +15,7 @@ from quire.messages import Request
 from quire.types import Sampling
 from tests.adapters import make_adapter
 from tests.exactness import Answer
+from tests.late_device import LateForward
 
 from .exactness_conditions import (
     ADAPTED,
@@ -110,6 +111,14 @@ async def test_tokens_are_the_same_to_the_bit(
     else:
         assert usage.num_accepted_drafts == usage.num_rejected_drafts == 0
     assert result.answer == expected.answer
+    if setting.device is LateForward:
+        # A step that is launched before its sequence's last token is known computes one more.
+        extra = result.logits.keys() - expected.logits.keys()
+        choices = expected.answer.choices
+        ends = {choice.index: len(PROMPT) + len(choice.token_ids) for choice in choices}
+        assert all(position >= ends[index] for index, position in extra)
+        for key in extra:
+            del result.logits[key]
     assert result.logits.keys() == expected.logits.keys()
     assert [key for key, rows in result.logits.items() if rows != expected.logits[key]] == []
 
