@@ -17,7 +17,7 @@ _MOST_GRAMMARS = 32
 
 class Grammars:
     """The grammars of one worker, for the vocabulary of the model in `directory`, which is read for
-    the first of them at the latest. A gateway has compiled each before, so they compile here too."""
+    the first of them at the latest. A gateway has compiled each before, so all compile here."""
 
     def __init__(self, directory: Path, vocab_size: int, eos_token_ids: Collection[int]) -> None:
         self._directory = directory
