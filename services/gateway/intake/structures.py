@@ -88,8 +88,9 @@ class StructureChecker:
         else:
             fault = await self._asked(structure)
         if fault is not None:
-            path = f".{fault.path}" if fault.path else ""
-            raise InvalidRequest(f"{subject}{path} {fault.text}", param)
+            problem = f"{subject}.{fault.path}".rstrip(".") + f" {fault.text}"
+            # It may quote names with lone surrogates, which no answer can have.
+            raise InvalidRequest(problem.encode(errors="backslashreplace").decode(), param)
 
     async def _asked(self, structure: Structure) -> _Fault | None:
         """The verdict of one check, for all requests that wait for it."""
