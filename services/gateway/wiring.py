@@ -180,4 +180,6 @@ async def update_health(
             for server in servers:
                 await server.set_serving(serving)
             heartbeat.changed()
+        if serving:
+            wiring.directory.warm_up()
         await wiring.changes.wait(seen)

@@ -17,7 +17,7 @@ _MOST_GRAMMARS = 32
 
 class Grammars:
     """The grammars of one worker, for the vocabulary of the model in `directory`, which is read for
-    the first of them. A gateway has compiled each before, so they compile here too."""
+    the first of them at the latest. A gateway has compiled each before, so all compile here."""
 
     def __init__(self, directory: Path, vocab_size: int, eos_token_ids: Collection[int]) -> None:
         self._directory = directory
@@ -25,6 +25,10 @@ class Grammars:
         self._eos_token_ids = eos_token_ids
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._recent: OrderedDict[Structure, Grammar] = OrderedDict()
+
+    def warm_up(self) -> None:
+        """Read the vocabulary, in the background: it takes seconds for the largest ones."""
+        self._thread.submit(lambda: self._vocabulary)
 
     def get(self, structure: Structure) -> Grammar:
         """The structure's grammar, which may still be being compiled."""

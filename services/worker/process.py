@@ -155,6 +155,8 @@ class WorkerProcess:
                 own.store, own, colder, *copies, metrics, compares_costs, guard.check
             )
             stack.callback(swap_pool.close)
+        grammars = Grammars(settings.model, limits.vocab_size, limits.eos_token_ids)
+        grammars.warm_up()
         runner = await asyncio.to_thread(self._warm_runner, loaded, own)
         forward = self._share_cpus(runner, loaded, stack)
         launch_on = forward.launch_on if isinstance(forward, SharedCpus) else attrgetter("launch")
@@ -164,7 +166,7 @@ class WorkerProcess:
             *(own.store, own, forward, limits, metrics, swap_pool),
             tracer=tracer,
             adapters=WorkerAdapters(*loras) if settings.max_loras else None,
-            grammars=Grammars(settings.model, limits.vocab_size, limits.eos_token_ids),
+            grammars=grammars,
             speculation=await asyncio.to_thread(speculation, settings, loaded.draft, launch_on),
             check_fence=guard.check,
         )

@@ -12,7 +12,7 @@ import sys
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from select import POLLIN, poll
@@ -43,9 +43,6 @@ class _Fault:
     right, and the machine busy, or the child killed from outside."""
 
 
-_LEFT_OUT = _Fault("", "was not checked: nobody waited for it", is_final=False)
-
-
 class StructureChecker:
     """Checks structures for one model, one at a time, and remembers the last verdicts."""
 
@@ -53,13 +50,20 @@ class StructureChecker:
         self._arguments = [str(directory), str(vocab_size), *map(str, eos_token_ids)]
         self._has_end = bool(eos_token_ids)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="structures")
+        self._is_warm = False
         self._child: subprocess.Popen[bytes] | None = None
         self._at_exit: weakref.finalize[..., StructureChecker] | None = None
         self._verdicts: OrderedDict[Structure, _Fault | None] = OrderedDict()
-        self._waiting: dict[Structure, asyncio.Task[_Fault | None]] = {}
+        self._waiting: dict[Structure, Future[_Fault | None]] = {}
         self._num_asking = Counter[Structure]()
         """The requests that wait for a structure. Without one, its check is left out: clients that
         ask and leave must not keep others waiting."""
+
+    def warm_up(self) -> None:
+        """Start the child, in the background, if none was started: it reads the vocabulary."""
+        if self._has_end and not self._is_warm:
+            self._is_warm = True
+            self._thread.submit(self._running)
 
     async def check(
         self, structure: Structure, param: str = STRUCTURE, subject: str | None = None
@@ -84,46 +88,34 @@ class StructureChecker:
         else:
             fault = await self._asked(structure)
         if fault is not None:
-            path = f".{fault.path}" if fault.path else ""
-            raise InvalidRequest(f"{subject}{path} {fault.text}", param)
+            problem = f"{subject}.{fault.path}".rstrip(".") + f" {fault.text}"
+            # It may quote names with lone surrogates, which no answer can have.
+            raise InvalidRequest(problem.encode(errors="backslashreplace").decode(), param)
 
     async def _asked(self, structure: Structure) -> _Fault | None:
-        self._num_asking[structure] += 1
-        try:
-            while (verdict := await asyncio.shield(self._asking(structure))) is _LEFT_OUT:
-                pass
-            return verdict
-        finally:
-            self._num_asking[structure] -= 1
-            if not self._num_asking[structure]:
-                del self._num_asking[structure]
-
-    def _asking(self, structure: Structure) -> "asyncio.Task[_Fault | None]":
-        """The check of a structure, one for all requests that wait for it."""
+        """The verdict of one check, for all requests that wait for it."""
         if structure not in self._waiting:
             if len(self._waiting) >= _MOST_WAITING:
                 raise Overloaded(f"{_MOST_WAITING} structures wait for their check; try again", 1.0)
-            self._waiting[structure] = asyncio.create_task(self._ask(structure))
-        return self._waiting[structure]
-
-    async def _ask(self, structure: Structure) -> _Fault | None:
-        loop = asyncio.get_running_loop()
+            self._waiting[structure] = self._thread.submit(self._verdict, structure)
+        check = self._waiting[structure]
+        self._num_asking[structure] += 1
         try:
-            verdict = await loop.run_in_executor(self._thread, self._verdict, structure)
+            verdict = await asyncio.shield(asyncio.wrap_future(check))
         finally:
-            del self._waiting[structure]
-        if verdict is not None and not verdict.is_final:
-            return verdict
-        self._verdicts[structure] = verdict
-        while len(self._verdicts) > _MOST_VERDICTS:
-            self._verdicts.popitem(last=False)
+            self._num_asking[structure] -= 1
+            if not self._num_asking[structure]:
+                check.cancel()
+                del self._num_asking[structure], self._waiting[structure]
+        if verdict is None or verdict.is_final:
+            self._verdicts[structure] = verdict
+            while len(self._verdicts) > _MOST_VERDICTS:
+                self._verdicts.popitem(last=False)
         return verdict
 
     def _verdict(self, structure: Structure) -> _Fault | None:
         """The fault of the structure, if it has one. A child that ended between two checks is no
         verdict."""
-        if structure not in self._num_asking:
-            return _LEFT_OUT
         child = self._running()
         assert child.stdin is not None
         try:

@@ -128,6 +128,11 @@ class WorkerDirectory:
         members = (worker.member for worker in self.workers)
         return {member.model: self._models[member.model_dir].config for member in members}
 
+    def warm_up(self) -> None:
+        """Prepare, in the background, what only some requests need of the models."""
+        for model in self._models.values():
+            model.structures.warm_up()
+
     def model_names(self) -> tuple[str, ...]:
         """The names of the models that have a worker in the directory, sorted."""
         return tuple(sorted({worker.member.model for worker in self.workers}))

@@ -38,6 +38,7 @@ from .fakes import FakeDecode, FakePrefill, Verbatim, expected
 POOL_TOKENS = SPEC.num_blocks * SPEC.block_size
 NAN, INFINITY = float("nan"), float("inf")
 FORM = Structure(StructureKind.REGEX, "a+")
+ODD_TAG = r'{"format": {"type": "any_text", "\ud800": 1}}'
 
 
 @pytest.fixture
@@ -112,6 +113,7 @@ async def refused(harness: Any, request: GenerationRequest) -> Exception:
         ({"structure": FORM, "beam": RequestedBeams(2)}, "combined with use_beam_search"),
         ({"structure": Structure(FORM.kind, "é" * 131_073)}, "has 262146 bytes, at most 262144"),
         ({"structure": Structure(FORM.kind, "(")}, "regex cannot be compiled"),
+        ({"structure": Structure(StructureKind.STRUCTURAL_TAG, ODD_TAG)}, r"\ud800 of any_text"),
     ],
 )
 async def test_bad_sampling_parameters(harness: Any, sampling: Any, text: str) -> None:

@@ -2,65 +2,16 @@
 
 import json
 import random
-from collections.abc import Sequence
-from concurrent.futures import Future
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import numpy as np
 import pydantic
 import pytest
 from llguidance import LLParserLimits
 
-from bench.make_checkpoint import CheckpointSpec, make_checkpoint
 from services.common.errors import InvalidRequest
-from services.common.structured.grammar import Compiled, Grammar, compile_structure
 from services.common.structured.mask import GrammarFault
-from services.common.structured.structure import Structure, StructureKind
-from services.common.structured.vocabulary import Vocabulary
-from services.common.text.tokenizer import Tokenizer
 from services.engine.sequences.grammar_state import GrammarState
-
-EOS = 257
-VOCAB_SIZE = 400
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    directory = tmp_path_factory.mktemp("tiny")
-    return Tokenizer.from_directory(Path(make_checkpoint(directory, CheckpointSpec())))
-
-
-@pytest.fixture(scope="module")
-def vocabulary(tokenizer: Tokenizer) -> Vocabulary:
-    return Vocabulary.of(tokenizer, VOCAB_SIZE, [EOS])
-
-
-def grammar(vocabulary: Vocabulary, kind: str, text: str) -> Grammar:
-    compiled: Future[Compiled] = Future()
-    compiled.set_result(compile_structure(Structure(StructureKind(kind), text), vocabulary))
-    return Grammar(compiled, VOCAB_SIZE)
-
-
-def allowed(mask: np.ndarray[tuple[int], np.dtype[np.int32]]) -> list[int]:
-    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
-    found: list[int] = bits.nonzero()[0].tolist()
-    return found
-
-
-def texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> set[str]:
-    return {tokenizer.decode([i], skip_special_tokens=False) for i in token_ids}
-
-
-def accepts(vocabulary: Vocabulary, tokenizer: Tokenizer, kind: str, form: str, text: str) -> bool:
-    """Whether the text has the form: each token may follow, and then the end may."""
-    walk = grammar(vocabulary, kind, form).walk()
-    tokens: list[int] = []
-    for token in (*tokenizer.encode(text), EOS):
-        if token not in allowed(walk.mask_after(tokens)):
-            return False
-        tokens.append(token)
-    return True
+from tests.forms import EOS, VOCAB_SIZE, Forms, allowed
 
 
 class Cat(pydantic.BaseModel):
@@ -99,15 +50,14 @@ OBJECT = json.dumps(
     ],
 )
 def test_a_text_ends_only_where_it_has_the_form(
-    vocabulary: Vocabulary,
-    tokenizer: Tokenizer,
+    forms: Forms,
     kind: str,
     form: str,
     good: list[str],
     bad: list[str],
 ) -> None:
-    assert [text for text in good if not accepts(vocabulary, tokenizer, kind, form, text)] == []
-    assert [text for text in bad if accepts(vocabulary, tokenizer, kind, form, text)] == []
+    assert [text for text in good if not forms.accepts(kind, form, text)] == []
+    assert [text for text in bad if forms.accepts(kind, form, text)] == []
 
 
 def integer_tag(begin: str, end: str) -> dict[str, Any]:
@@ -157,35 +107,29 @@ THINK = {"type": "tag", "begin": "<t>", "content": {"type": "any_text"}, "end": 
         ({"type": "grammar", "grammar": 'root ::= "x" root | "y"'}, ["xxy"], ["x"]),
     ],
 )
-def test_structural_tags(
-    vocabulary: Vocabulary, tokenizer: Tokenizer, form: Any, good: list[str], bad: list[str]
-) -> None:
+def test_structural_tags(forms: Forms, form: Any, good: list[str], bad: list[str]) -> None:
     text = json.dumps({"type": "structural_tag", "format": form})
-    assert [
-        one for one in good if not accepts(vocabulary, tokenizer, "structural_tag", text, one)
-    ] == []
-    assert [one for one in bad if accepts(vocabulary, tokenizer, "structural_tag", text, one)] == []
+    assert [one for one in good if not forms.accepts("structural_tag", text, one)] == []
+    assert [one for one in bad if forms.accepts("structural_tag", text, one)] == []
 
 
-def test_older_structural_tags(vocabulary: Vocabulary, tokenizer: Tokenizer) -> None:
+def test_older_structural_tags(forms: Forms) -> None:
     structure = {"begin": "<f=a>", "schema": {"type": "integer"}, "end": "</f>"}
     text = json.dumps({"structures": [structure], "triggers": ["<f="]})
-    assert accepts(vocabulary, tokenizer, "structural_tag", text, "hi <f=a>1</f>")
-    assert not accepts(vocabulary, tokenizer, "structural_tag", text, "hi <f=a>x</f>")
+    assert forms.accepts("structural_tag", text, "hi <f=a>1</f>")
+    assert not forms.accepts("structural_tag", text, "hi <f=a>x</f>")
 
 
-def test_names_of_special_tokens_in_tags_are_these_tokens(
-    vocabulary: Vocabulary, tokenizer: Tokenizer
-) -> None:
-    name, token_id = next((n, i) for n, i in vocabulary.special.items() if i != EOS)
+def test_names_of_special_tokens_in_tags_are_these_tokens(forms: Forms) -> None:
+    name, token_id = next((n, i) for n, i in forms.vocabulary.special.items() if i != EOS)
     tag = {**integer_tag(f"{name}f:", ";"), "content": {"type": "any_text"}}
     form = {"type": "triggered_tags", "triggers": [name], "tags": [tag]}
-    walk = grammar(vocabulary, "structural_tag", json.dumps({"format": form})).walk()
-    tokens = list(tokenizer.encode("hi"))
+    walk = forms.grammar("structural_tag", json.dumps({"format": form})).walk()
+    tokens = list(forms.tokenizer.encode("hi"))
     assert token_id in allowed(walk.mask_after(tokens))
     tokens.append(token_id)
-    assert texts(tokenizer, allowed(walk.mask_after(tokens))) <= {"f", "f:"}
-    tokens += tokenizer.encode("f:x;")
+    assert forms.texts(allowed(walk.mask_after(tokens))) <= {"f", "f:"}
+    tokens += forms.tokenizer.encode("f:x;")
     assert EOS in allowed(walk.mask_after(tokens))
 
 
@@ -204,51 +148,45 @@ def test_names_of_special_tokens_in_tags_are_these_tokens(
     ],
 )
 def test_wrong_structural_tags_are_refused_with_the_reason(
-    vocabulary: Vocabulary, form: Any, problem: str
+    forms: Forms, form: Any, problem: str
 ) -> None:
     text = json.dumps({"format": form})
     with pytest.raises(InvalidRequest, match=problem):
-        grammar(vocabulary, "structural_tag", text)
+        forms.grammar("structural_tag", text)
 
 
-def test_masks_are_those_of_the_tokens_before_them(
-    vocabulary: Vocabulary, tokenizer: Tokenizer
-) -> None:
+def test_masks_are_those_of_the_tokens_before_them(forms: Forms) -> None:
     """The tokens came one by one, all at once, or after others that were removed again."""
-    form = grammar(vocabulary, "json", OBJECT)
-    tokens = tokenizer.encode('{"a": 12}')
+    form = forms.grammar("json", OBJECT)
+    tokens = forms.tokenizer.encode('{"a": 12}')
     walk = form.walk()
     one_by_one = [allowed(walk.mask_after(tokens[:n])) for n in range(len(tokens) + 1)]
     at_once = [allowed(form.walk().mask_after(tokens[:n])) for n in range(len(tokens) + 1)]
     backwards = [allowed(walk.mask_after(tokens[:n])) for n in range(len(tokens), -1, -1)]
     assert one_by_one == at_once == backwards[::-1]
-    other = tokenizer.encode('{ "a":9')
+    other = forms.tokenizer.encode('{ "a":9')
     assert allowed(walk.mask_after(other)) == allowed(form.walk().mask_after(other))
     assert one_by_one[-1] == [EOS]
-    assert texts(tokenizer, one_by_one[0]) >= {"{"}
+    assert forms.texts(one_by_one[0]) >= {"{"}
 
 
-def test_a_state_sees_the_generated_tokens_only(
-    vocabulary: Vocabulary, tokenizer: Tokenizer
-) -> None:
-    form, prompt = grammar(vocabulary, "choice", '["ab", "ac"]'), [1, 2, 3]
+def test_a_state_sees_the_generated_tokens_only(forms: Forms) -> None:
+    form, prompt = forms.grammar("choice", '["ab", "ac"]'), [1, 2, 3]
     tokens = list(prompt)
     state = GrammarState(form, tokens, len(prompt))
     first = allowed(state.mask())
-    tokens += tokenizer.encode("a")
-    assert texts(tokenizer, allowed(state.mask())) == {"b", "c"}
+    tokens += forms.tokenizer.encode("a")
+    assert forms.texts(allowed(state.mask())) == {"b", "c"}
     assert first == allowed(form.walk().mask_after([]))
 
 
-def test_a_state_behind_drafts_is_that_of_tokens(
-    vocabulary: Vocabulary, tokenizer: Tokenizer
-) -> None:
+def test_a_state_behind_drafts_is_that_of_tokens(forms: Forms) -> None:
     """A draft that the grammar forbids is a fault, and leaves the state as it was."""
-    form, tokens = grammar(vocabulary, "regex", "(ab|cd)*e"), list(tokenizer.encode("ab"))
+    form, tokens = forms.grammar("regex", "(ab|cd)*e"), list(forms.tokenizer.encode("ab"))
     state = GrammarState(form, tokens, 0)
     for text in ("c", "cd", "cdab", "cx", "x", "cdc", "a"):
-        assert {"a", "c", "e"} < texts(tokenizer, allowed(state.mask()))
-        drafts = tuple(tokenizer.encode(text))
+        assert {"a", "c", "e"} < forms.texts(allowed(state.mask()))
+        drafts = tuple(forms.tokenizer.encode(text))
         for number in range(1, len(drafts) + 1):
             behind = state.behind(drafts[:number])
             if "x" in text[:number]:
@@ -257,28 +195,26 @@ def test_a_state_behind_drafts_is_that_of_tokens(
             else:
                 alone = form.walk().mask_after([*tokens, *drafts[:number]])
                 assert allowed(behind.mask()) == allowed(alone)
-    tokens += tokenizer.encode("e")
+    tokens += forms.tokenizer.encode("e")
     assert allowed(state.mask()) == [EOS]
 
 
-def test_tokens_that_do_not_follow_the_grammar_are_a_fault(
-    vocabulary: Vocabulary, tokenizer: Tokenizer
-) -> None:
-    walk = grammar(vocabulary, "json", OBJECT).walk()
+def test_tokens_that_do_not_follow_the_grammar_are_a_fault(forms: Forms) -> None:
+    walk = forms.grammar("json", OBJECT).walk()
     with pytest.raises(GrammarFault, match="grammar"):
-        walk.mask_after(tokenizer.encode("no object"))
+        walk.mask_after(forms.tokenizer.encode("no object"))
 
 
 def test_a_lexer_that_has_learnt_too_much_is_replaced(
-    vocabulary: Vocabulary, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    forms: Forms, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A grammar's lexer states come from all texts together; no text may suffer from the others,
     nor have other masks."""
     module, regex = "services.common.structured.grammar", r".*a.{60}"
-    wanted = grammar(vocabulary, "regex", regex)
+    wanted = forms.grammar("regex", regex)
     limits = LLParserLimits(max_lexer_states=150, verbose_errors=False)
     monkeypatch.setattr(f"{module}._LIMITS", limits)
-    form, chance = grammar(vocabulary, "regex", regex), random.Random(3)
+    form, chance = forms.grammar("regex", regex), random.Random(3)
     for _ in range(20):
         walk, expected, tokens = form.walk(), wanted.walk(), list[int]()
         for _ in range(12):
@@ -291,13 +227,11 @@ def test_a_lexer_that_has_learnt_too_much_is_replaced(
         form.walk().mask_after(tokens)
 
 
-def test_special_tokens_and_ids_without_a_token_are_never_text(
-    vocabulary: Vocabulary, tokenizer: Tokenizer
-) -> None:
-    found = allowed(grammar(vocabulary, "regex", r"(.|\n)*").walk().mask_after([]))
-    assert tokenizer.vocab_size < VOCAB_SIZE
-    assert max(found) < tokenizer.vocab_size
-    assert {i for i in found if tokenizer.pieces.following[i] is None} == {EOS}
+def test_special_tokens_and_ids_without_a_token_are_never_text(forms: Forms) -> None:
+    found = allowed(forms.grammar("regex", r"(.|\n)*").walk().mask_after([]))
+    assert forms.tokenizer.vocab_size < VOCAB_SIZE
+    assert max(found) < forms.tokenizer.vocab_size
+    assert {i for i in found if forms.tokenizer.pieces.following[i] is None} == {EOS}
 
 
 @pytest.mark.parametrize(
@@ -319,10 +253,10 @@ def test_special_tokens_and_ids_without_a_token_are_never_text(
     ],
 )
 def test_wrong_forms_are_refused_with_the_reason(
-    vocabulary: Vocabulary, kind: str, text: str, problem: str
+    forms: Forms, kind: str, text: str, problem: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=problem):
-        grammar(vocabulary, kind, text)
+        forms.grammar(kind, text)
 
 
 PETS = pydantic.TypeAdapter(
@@ -345,9 +279,9 @@ PETS = pydantic.TypeAdapter(
     ],
 )
 def test_schemas_as_clients_write_them_are_served(
-    vocabulary: Vocabulary, tokenizer: Tokenizer, schema: dict[str, Any], text: str
+    forms: Forms, schema: dict[str, Any], text: str
 ) -> None:
-    assert accepts(vocabulary, tokenizer, "json", json.dumps(schema), text)
+    assert forms.accepts("json", json.dumps(schema), text)
 
 
 NUMBERS = [f'"{number * 7919 % 100_003}"' for number in range(20_000)]
@@ -362,32 +296,24 @@ NUMBERS = [f'"{number * 7919 % 100_003}"' for number in range(20_000)]
         ("json", f'{{"enum": [{",".join(number[1:-1] for number in NUMBERS)}]}}'),
     ],
 )
-def test_many_alternatives_are_one_expression(
-    vocabulary: Vocabulary, tokenizer: Tokenizer, kind: str, form: str
-) -> None:
-    assert accepts(vocabulary, tokenizer, kind, form, "7919")
-    assert not accepts(vocabulary, tokenizer, kind, form, "7918")
+def test_many_alternatives_are_one_expression(forms: Forms, kind: str, form: str) -> None:
+    assert forms.accepts(kind, form, "7919")
+    assert not forms.accepts(kind, form, "7918")
 
 
-def test_every_token_that_continues_the_form_is_allowed(
-    vocabulary: Vocabulary, tokenizer: Tokenizer
-) -> None:
+def test_every_token_that_continues_the_form_is_allowed(forms: Forms) -> None:
     """Also where only one text is possible: the model chooses how to split it into tokens."""
-    pieces = [tokenizer.decode([token]) for token in range(tokenizer.vocab_size)]
+    pieces = [forms.tokenizer.decode([token]) for token in range(forms.tokenizer.vocab_size)]
     word = max((piece for piece in pieces if piece.isalpha()), key=len)
-    found = texts(
-        tokenizer, allowed(grammar(vocabulary, "choice", f'["{word}"]').walk().mask_after([]))
-    )
-    assert found == {piece for piece in pieces if piece and word.startswith(piece)}
-    assert len(found) > 1
+    may_come = allowed(forms.grammar("choice", f'["{word}"]').walk().mask_after([]))
+    assert forms.texts(may_come) == {piece for piece in pieces if piece and word.startswith(piece)}
+    assert len(may_come) > 1
 
 
-def test_options_of_the_library_are_not_the_clients(
-    vocabulary: Vocabulary, tokenizer: Tokenizer
-) -> None:
+def test_options_of_the_library_are_not_the_clients(forms: Forms) -> None:
     """`lenient` would switch off the keywords that are not supported."""
     wrong = {"not": {"const": 1}, "x-guidance": {"lenient": True, "whitespace_flexible": False}}
     with pytest.raises(InvalidRequest, match="not"):
-        grammar(vocabulary, "json", json.dumps(wrong))
+        forms.grammar("json", json.dumps(wrong))
     separated = {"const": [1, 2], "x-guidance": {"item_separator": ";"}}
-    assert accepts(vocabulary, tokenizer, "json", json.dumps(separated), "[1,2]")
+    assert forms.accepts("json", json.dumps(separated), "[1,2]")

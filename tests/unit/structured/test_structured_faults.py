@@ -3,29 +3,24 @@
 import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.make_checkpoint import CheckpointSpec, make_checkpoint
 from services.common.structured.faults import find_fault
 from services.common.structured.structure import Structure, StructureKind
-from services.common.structured.vocabulary import Vocabulary
+from tests.forms import Forms
 
 Find = Callable[[str, Any], tuple[str, str] | None]
 CPU_LIMIT_S = 1.0
 """The slowest takes 0.4 s on an idle core."""
 
 
-@pytest.fixture(scope="module")
-def find(tmp_path_factory: pytest.TempPathFactory) -> Find:
-    directory = Path(make_checkpoint(tmp_path_factory.mktemp("tiny"), CheckpointSpec()))
-    vocabulary = Vocabulary.load(directory, 400, [257])
-
+@pytest.fixture
+def find(forms: Forms) -> Find:
     def find(kind: str, form: Any) -> tuple[str, str] | None:
         text = form if isinstance(form, str) else json.dumps(form)
-        return find_fault(Structure(StructureKind(kind), text), vocabulary)
+        return find_fault(Structure(StructureKind(kind), text), forms.vocabulary)
 
     return find
 

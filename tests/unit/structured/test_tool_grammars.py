@@ -2,26 +2,20 @@
 
 import json
 import random
-from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import jsonschema
-import numpy as np
 import pytest
 
-from bench.make_checkpoint import CheckpointSpec, make_checkpoint
 from services.common.errors import InvalidRequest
-from services.common.structured.grammar import Compiled, Grammar, compile_structure
 from services.common.structured.structure import Structure, StructureKind
-from services.common.structured.vocabulary import Vocabulary
-from services.common.text.tokenizer import Tokenizer
 from services.gateway.frontend.api import RequestedTools, ToolChoice
 from services.gateway.intake.tool_grammars import structure_after_reasoning, structure_of_calls
 from services.gateway.parsing.message import CallFormat, MessageFormat, MessageParser, Parsing
 from services.gateway.parsing.parts import CallArguments, CallStart, Part, joined
+from tests.forms import EOS, Forms, allowed
 
-EOS, VOCAB_SIZE, MAX_TOKENS = 257, 400, 600
+MAX_TOKENS = 600
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"type": "string", "maxLength": 5}, "unit": {"enum": ["C", "F"]}},
@@ -36,50 +30,10 @@ THINK = ("<think>", "</think>")
 CALL = '<tool_call>\n{"name": "f", "arguments": {"city": "Bonn", "unit": "C"}}\n</tool_call>'
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    directory = tmp_path_factory.mktemp("tiny")
-    return Tokenizer.from_directory(Path(make_checkpoint(directory, CheckpointSpec())))
-
-
-@pytest.fixture(scope="module")
-def vocabulary(tokenizer: Tokenizer) -> Vocabulary:
-    return Vocabulary.of(tokenizer, VOCAB_SIZE, [EOS])
-
-
-class Walk:
-    """The tokens that the grammar of a request allows."""
-
-    def __init__(self, vocabulary: Vocabulary, tools: RequestedTools, parsing: Parsing) -> None:
-        structure = structure_of_calls(tools, parsing)
-        assert structure is not None
-        self._begin(vocabulary, structure)
-
-    @classmethod
-    def of_form(cls, vocabulary: Vocabulary, structure: Structure) -> "Walk":
-        walk = cls.__new__(cls)
-        walk._begin(vocabulary, structure)
-        return walk
-
-    def _begin(self, vocabulary: Vocabulary, structure: Structure) -> None:
-        compiled: Future[Compiled] = Future()
-        compiled.set_result(compile_structure(structure, vocabulary))
-        self._walk = Grammar(compiled, VOCAB_SIZE).walk()
-        self.tokens: list[int] = []
-
-    def allowed(self) -> list[int]:
-        mask = self._walk.mask_after(self.tokens)
-        found: list[int] = (
-            np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0].tolist()
-        )
-        return found
-
-    def accepts(self, tokens: tuple[int, ...]) -> bool:
-        for token in (*tokens, EOS):
-            if token not in self.allowed():
-                return False
-            self.tokens.append(token)
-        return True
+def form_of(tools: RequestedTools, parsing: Parsing) -> tuple[StructureKind, str]:
+    structure = structure_of_calls(tools, parsing)
+    assert structure is not None
+    return structure.kind, structure.text
 
 
 def calls_in(text: str, parsing: Parsing) -> list[tuple[str, str]]:
@@ -100,29 +54,26 @@ def calls_in(text: str, parsing: Parsing) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("form", FORCED)
 @pytest.mark.parametrize("function", [None, "g.h"])
 def test_whatever_a_model_draws_is_a_call_with_valid_arguments(
-    vocabulary: Vocabulary, tokenizer: Tokenizer, form: CallFormat, function: str | None
+    forms: Forms, form: CallFormat, function: str | None
 ) -> None:
     choice = ToolChoice.AUTO if function else ToolChoice.REQUIRED
     tools = RequestedTools(TOOLS, choice, function)
     parsing = Parsing(MessageFormat(form), tools.names, reasoning_is_over=True)
     for seed in range(6):
-        walk, draw = Walk(vocabulary, tools, parsing), random.Random(seed)
+        walk, draw = forms.grammar(*form_of(tools, parsing)).walk(), random.Random(seed)
+        tokens: list[int] = []
         if form is CallFormat.HARMONY:  # its reasoning may be any text, and take any time
-            walk.tokens += tokenizer.encode("<|channel|>c")
-        while EOS not in (allowed := walk.allowed()):
-            assert len(walk.tokens) < MAX_TOKENS
-            quick = [token for token in allowed if not _is_space(tokenizer, token)]
-            walk.tokens.append(draw.choice(quick or allowed))
-        calls = calls_in(tokenizer.decode(walk.tokens), parsing)
+            tokens += forms.tokenizer.encode("<|channel|>c")
+        while EOS not in (may_come := allowed(walk.mask_after(tokens))):
+            assert len(tokens) < MAX_TOKENS
+            quick = [token for token in may_come if not forms.tokenizer.decode([token]).isspace()]
+            tokens.append(draw.choice(quick or may_come))
+        calls = calls_in(forms.tokenizer.decode(tokens), parsing)
         assert calls
         for name, arguments in calls:
             assert name in ((function,) if function else tools.names)
             jsonschema.validate(json.loads(arguments), SCHEMA)
         assert function is None or len(calls) == 1
-
-
-def _is_space(tokenizer: Tokenizer, token: int) -> bool:
-    return tokenizer.decode([token]).isspace()
 
 
 @pytest.mark.parametrize(
@@ -134,8 +85,7 @@ def _is_space(tokenizer: Tokenizer, token: int) -> bool:
     ],
 )
 def test_reasoning_may_stand_before_a_forced_call(
-    vocabulary: Vocabulary,
-    tokenizer: Tokenizer,
+    forms: Forms,
     fields: dict[str, Any],
     good: list[str],
     bad: list[str],
@@ -144,26 +94,23 @@ def test_reasoning_may_stand_before_a_forced_call(
     parsing = Parsing(MessageFormat(CallFormat.HERMES, THINK), tools.names, **fields)
     for texts, expected in ((good, True), (bad, False)):
         for text in texts:
-            walk = Walk(vocabulary, tools, parsing)
-            assert walk.accepts(tokenizer.encode(text)) is expected, text
+            assert forms.accepts(*form_of(tools, parsing), text) is expected, text
 
 
-def test_only_one_call_may_be_forced(vocabulary: Vocabulary, tokenizer: Tokenizer) -> None:
+def test_only_one_call_may_be_forced(forms: Forms) -> None:
     tools = RequestedTools(TOOLS, ToolChoice.REQUIRED, parallel=False)
     parsing = Parsing(MessageFormat(CallFormat.HERMES), tools.names)
-    assert not Walk(vocabulary, tools, parsing).accepts(tokenizer.encode(f"{CALL}\n{CALL}"))
+    assert not forms.accepts(*form_of(tools, parsing), f"{CALL}\n{CALL}")
 
 
-def test_strict_functions_have_their_schema_within_any_text(
-    vocabulary: Vocabulary, tokenizer: Tokenizer
-) -> None:
+def test_strict_functions_have_their_schema_within_any_text(forms: Forms) -> None:
     tools = RequestedTools(TOOLS, strict=("f",))
     parsing = Parsing(MessageFormat(CallFormat.HERMES), tools.names)
     free = '<tool_call>\n{"name": "g.h", "arguments": {"any": 1}}\n</tool_call>'
     for good in ("Hello.", f"Look: {CALL} and {free}"):
-        assert Walk(vocabulary, tools, parsing).accepts(tokenizer.encode(good)), good
+        assert forms.accepts(*form_of(tools, parsing), good), good
     for bad in (CALL.replace("Bonn", "Bonn am Rhein"), CALL.replace('"f"', '"x"')):
-        assert not Walk(vocabulary, tools, parsing).accepts(tokenizer.encode(bad)), bad
+        assert not forms.accepts(*form_of(tools, parsing), bad), bad
     assert structure_of_calls(RequestedTools(TOOLS), parsing) is None
     bare = Parsing(MessageFormat(CallFormat.LLAMA3_JSON), tools.names)
     assert structure_of_calls(tools, bare) is None
@@ -189,7 +136,7 @@ def test_pythonic_calls_cannot_be_forced() -> None:
     ],
 )
 def test_reasoning_comes_before_a_form_of_the_client(
-    vocabulary: Vocabulary, tokenizer: Tokenizer, kind: str, form: str, text: str
+    forms: Forms, kind: str, form: str, text: str
 ) -> None:
     """Otherwise the form is the reasoning of a template that opens it, and the content is empty."""
     asked, has_reasoning = Structure(StructureKind(kind), form), MessageFormat(None, THINK)
@@ -197,7 +144,7 @@ def test_reasoning_comes_before_a_form_of_the_client(
     def accepts(said: str, parsing: Parsing) -> bool:
         structure = structure_after_reasoning(asked, parsing)
         assert len(structure.text) < len(form) + 1000
-        return Walk.of_form(vocabulary, structure).accepts(tokenizer.encode(said))
+        return forms.accepts(structure.kind, structure.text, said)
 
     begun = Parsing(has_reasoning, begins_in_reasoning=True)
     assert accepts(f"Hm {{\n</think>\n\n{text}", begun)
