@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary, finalize
 
 from services.engine.batch import Draw, Fault, Row, RowOutput, RowResult
 from services.engine.sequences.sequence import Sequence
-from services.engine.speculation.chance import Chance
+from services.engine.speculation.average import Average
 
 Compute = Callable[[Seq[Row]], Seq[RowResult]]
 """Computes rows with the draft model, and stores their KV in its blocks."""
@@ -40,7 +40,7 @@ class _Cache:
                                                                  that are tokens now
     """
 
-    chance: Chance
+    chance: Average
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
     drafted: tuple[int, ...] = ()
@@ -86,7 +86,7 @@ class DraftModel:
         self._free = list(range(num_blocks))
         self._caches: WeakKeyDictionary[Sequence, _Cache] = WeakKeyDictionary()
         """In the order of their last use."""
-        self._chance = Chance(_FIRST_CHANCE, _MOST_DRAFTS)
+        self._chance = Average(_FIRST_CHANCE, _MOST_DRAFTS)
 
     @property
     def num_free_blocks(self) -> int:
@@ -98,12 +98,12 @@ class DraftModel:
             return _powers(max(self._chance.value, _FIRST_CHANCE), most)
         right = cache.verify(sequence.tokens)
         for is_right in right:
-            cache.chance.learn(is_right)
-            self._chance.learn(is_right)
+            cache.chance.add(is_right)
+            self._chance.add(is_right)
         if not right:
-            self._chance.revive(_FIRST_CHANCE, _REVIVAL)
+            self._chance.approach(_FIRST_CHANCE, _REVIVAL)
             if self._chance.value > cache.chance.value:
-                cache.chance.revive(self._chance.value, _RETURN)
+                cache.chance.approach(self._chance.value, _RETURN)
         return _powers(cache.chance.value, most)
 
     def prepare(self, asked: Seq[tuple[Sequence, int]], *, may_catch_up: bool) -> list[int]:
@@ -146,7 +146,7 @@ class DraftModel:
     def _cache(self, sequence: Sequence) -> _Cache:
         cache = self._caches.pop(sequence, None)
         if cache is None:
-            cache = _Cache(Chance(max(self._chance.value, _FIRST_CHANCE), _MOST_DRAFTS))
+            cache = _Cache(Average(max(self._chance.value, _FIRST_CHANCE), _MOST_DRAFTS))
             finalize(sequence, self._free.extend, cache.blocks).atexit = False
         self._caches[sequence] = cache
         return cache

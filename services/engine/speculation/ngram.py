@@ -5,7 +5,7 @@ from collections.abc import Sequence as Seq
 from weakref import WeakKeyDictionary
 
 from services.engine.sequences.sequence import Sequence
-from services.engine.speculation.chance import Chance
+from services.engine.speculation.average import Average
 
 _LONGEST = 8
 """Longer matches are as good as this one."""
@@ -22,11 +22,11 @@ class Chances:
     def __init__(self, before: "Chances | None" = None) -> None:
         """`before`: of all sequences, with which a new one begins."""
         if before is None:
-            self._of = [Chance(min(0.2 * m, 0.95), _NUM_OF_ALL) for m in range(1, _LONGEST + 1)]
+            self._of = [Average(min(0.2 * m, 0.95), _NUM_OF_ALL) for m in range(1, _LONGEST + 1)]
         else:
-            self._of = [Chance(one.value, _NUM_OF_ONE) for one in before._of]
+            self._of = [Average(one.value, _NUM_OF_ONE) for one in before._of]
 
-    def of(self, length: int) -> Chance:
+    def of(self, length: int) -> Average:
         return self._of[min(length, _LONGEST) - 1]
 
     def ahead(self, length: int, number: int) -> list[float]:
@@ -96,7 +96,7 @@ class _Match:
         for place in new if self.length else ():
             is_right = tokens[self._after] == tokens[place]
             for chances in (self.chances, self._of_all):
-                chances.of(self.length).learn(is_right)
+                chances.of(self.length).add(is_right)
             if not is_right:
                 self.length = 0
                 break

@@ -79,8 +79,7 @@ class Speculation:
             is_end = batch[place].sequence.rules.end_ids.__contains__
             batch[place] = batch[place]._replace(drafts=_until(is_end, drafts[:left]))
             left -= len(batch[place].drafts)
-        depth, proposing_s = max(map(len, proposed)), time.perf_counter() - prepared
-        return batch, replace(spent, depth=depth, proposing_s=proposing_s)
+        return batch, replace(spent, proposing_s=time.perf_counter() - prepared)
 
     def _chosen(self, batch: Seq[ScheduledSequence]) -> list[tuple[int, int]]:
         """The places of the rows for which drafts pay, and how many; none if a row does not
