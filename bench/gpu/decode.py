@@ -48,6 +48,7 @@ def _tokens(machine: Machine) -> Passed:
     """Prompts of several lengths together; greedy and drawn. Padding: 5 rows in a graph of 6. In
     fp32, because cuBLAS may compute 5 and 6 rows to other bits, which decide near-ties in bf16."""
     config = make_config(machine.pick(3, 1), machine.pick(256, 64), 384)
+    config = replace(config, max_position_embeddings=machine.pick(4096, 64))
     num_tokens, found = machine.pick(24, 3), []
     for with_graphs in (False, True):
         steps = Steps(config, torch.float32, "triton", machine.device)

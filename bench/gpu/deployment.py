@@ -120,7 +120,7 @@ def _load(machine: Machine) -> Passed:
     from bench.make_checkpoint import SHAPES, make_checkpoint
     from tests.e2e.deployment import serving
 
-    at_a_time, number = machine.pick((64, 256), (4, 8))
+    at_a_time, number = machine.pick((64, 256), (2, 2))
     with tempfile.TemporaryDirectory() as name:
         shape = SHAPES[machine.pick("0.6b", "tiny")]
         model = make_checkpoint(Path(name) / "model", shape)

@@ -82,7 +82,7 @@ def _computed(machine: Machine, size: int, what: str) -> dict[str, Tensor]:
 def _config(device: str) -> ModelConfig:
     """8 query heads, 4 KV heads of which 8 ranks have copies; 387 tokens do not divide. A graph's
     attention has programs for the longest context, which a dry run interprets one after another."""
-    longest = 4096 if device == "cuda" else 512
+    longest = 4096 if device == "cuda" else 64
     config = make_config(2, 256, 387)
     return replace(config, num_heads=8, num_kv_heads=4, max_position_embeddings=longest)
 
@@ -116,8 +116,8 @@ def _found(folder: Path, shard: Shard, device: str, what: str) -> dict[str, Tens
     c = shard.own_config
     shape = AttentionShape(c.num_heads, c.num_kv_heads, c.head_dim, BLOCK_SIZE, dtype, dtype)
     steps = _ShardSteps(folder, shard, device, choose_attention("auto", shape)[0], dtype)
-    steps.begin(5, 300, content=0.0)
     num_steps, context = (NUM_STEPS, 100) if device == "cuda" else (2, 10)
+    steps.begin(5, 3 * context, content=0.0)
     found: dict[str, Tensor] = {}
     for name in ("eager", "graphed"):
         if name == "graphed":

@@ -104,8 +104,15 @@ async def is_whole(client: AsyncClient, prefill: int, decode: int) -> bool:
     return await is_quiet(client)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 60], ids=["in prompts", "in decoding"])
-@pytest.mark.parametrize("victim", ["--role=decode", "--role=prefill", "services.block_manager"])
+@pytest.mark.parametrize(
+    ("victim", "num_tokens"),
+    [
+        *(("--role=decode", 60), ("--role=prefill", 1), ("services.block_manager", 60)),
+        pytest.param("--role=decode", 1, marks=pytest.mark.full),
+        pytest.param("--role=prefill", 60, marks=pytest.mark.full),
+        pytest.param("services.block_manager", 1, marks=pytest.mark.full),
+    ],
+)
 async def test_a_killed_process_only_delays_streams(
     deployment: Deployment, client: AsyncClient, victim: str, num_tokens: int
 ) -> None:

@@ -77,8 +77,7 @@ async def test_adapters_and_the_model_in_one_batch_while_workers_die(
     deployment: Deployment, client: AsyncClient, checkpoint: Path, adapters: dict[str, Path]
 ) -> None:
     """Every answer is that of transformers with the request's adapter, although all requests have
-    the same prompt: no block is shared between adapters. A decode worker dies in mid-stream, then a
-    prefill worker."""
+    the same prompt: no block is shared between adapters. A decode worker dies in mid-stream."""
     await listed(client, "poet")
     refused = post(deployment, "completions", model="lawyer", prompt="x", max_tokens=1)
     assert refused.status_code == 404
@@ -90,7 +89,7 @@ async def test_adapters_and_the_model_in_one_batch_while_workers_die(
     }
     assert len({tuple(answer) for answer in wanted.values()}) == 3
     asked = [name for name in wanted for _ in range(3)]
-    for victim in (None, "--role=decode", "--role=prefill"):
+    for victim in (None, "--role=decode"):
         await all_serve(client)
         started = asyncio.Event()
 

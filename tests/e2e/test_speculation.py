@@ -20,7 +20,6 @@ from quire import LLM, Choice, Sampling
 from quire.async_client import AsyncClient
 from quire.messages import Request
 from quire.types import Beam, Delta, StructuredOutput
-from tests.drafting import AsMany
 from tests.waiting import until
 
 from .conftest import POOL_MEMORY
@@ -84,7 +83,9 @@ METHODS = {
 STREAMED = ("greedy", "sampled", "logprobs", "penalties")
 
 
-@pytest.fixture(scope="module", params=list(METHODS))
+@pytest.fixture(
+    scope="module", params=[pytest.param("ngram", marks=pytest.mark.full), "draft_model"]
+)
 def method(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Method:
     """With a draft model, if the method has one."""
     method = METHODS[request.param]
@@ -218,21 +219,3 @@ async def test_usage_over_http_counts_drafts(deployment: Deployment) -> None:
         assert details["rejected_prediction_tokens"] >= 0
         one = await http.post("/v1/completions", json={**body, "max_tokens": 1}, timeout=60)
         assert one.json()["usage"]["completion_tokens_details"] is None
-
-
-def test_offline_with_as_many_drafts_as_there_are(
-    method: Method,
-    looping: Path,
-    expected: dict[str, tuple[Choice, ...]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Every possible draft is verified, whether it pays or not, also with penalties and with masks
-    of a grammar."""
-    monkeypatch.setattr("services.engine.speculation.speculation.Payoff", AsMany)
-    settings: dict[str, Any] = {"pool_memory": str(method.pool_memory), "threads": 1}
-    with LLM(str(looping), speculative_config=method.config, **settings) as llm:
-        for name in (*STREAMED, "structured"):
-            (answer,) = llm.generate(list(PROMPT), method.strategies[name], use_tqdm=False)
-            assert answer.choices == expected[name]
-            assert answer.usage.num_accepted_drafts > 20
-            assert answer.usage.num_rejected_drafts > 0

@@ -76,7 +76,7 @@ async def all_of(
     return [task.result() for task in tasks]
 
 
-@pytest.mark.parametrize("killed", sample("--role=decode", "valkey"))
+@pytest.mark.parametrize("killed", sample("--role=decode"))
 async def test_a_preempted_request_is_swapped_out_and_goes_on(
     checkpoint: Path, oracle: Oracle, tmp_path: Path, killed: str
 ) -> None:
@@ -93,7 +93,7 @@ async def test_a_preempted_request_is_swapped_out_and_goes_on(
             assert_greedy(oracle, p, completion)
 
 
-@pytest.mark.parametrize("killed", sample("", "--role=prefill"))
+@pytest.mark.parametrize("killed", sample("--role=prefill"))
 async def test_groups_and_searches_are_swapped_out_and_go_on(
     checkpoint: Path, tmp_path: Path, killed: str
 ) -> None:

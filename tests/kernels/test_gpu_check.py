@@ -2,24 +2,19 @@
 
 import importlib.metadata
 import json
-import multiprocessing
 import os
 import re
-import select
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from torch import Tensor
 
 from bench.gpu import __main__ as program
-from bench.gpu import attention, decode, deployment, groups, operations, peers, sharing
-from bench.gpu.check import Check, Failed, Machine, Passed, Skipped
-from kvops.cuda.memfd import MemfdDriver
+from bench.gpu import attention, operations
+from bench.gpu.check import Failed, Machine
 from kvops.ops import Backend
 from kvops.reference import ReferenceKernels
 from kvops.step import AttentionCall
@@ -92,13 +87,6 @@ def test_the_documentation_has_every_group() -> None:
     assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(program.GROUPS)
 
 
-def test_blocks_that_the_other_gpu_does_not_copy_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MemfdDriver, "copy", lambda self, target, source, num_bytes: None)
-    ((_, check),) = peers.checks(Machine(dry_run=True))
-    with pytest.raises(Failed, match="3 of 4 blocks have other bytes"):
-        check()
-
-
 def test_the_check_without_a_gpu_says_so_and_runs_nothing(tmp_path: Path) -> None:
     ran = subprocess.run(
         ["bench/gpu_check.sh", "--json", tmp_path / "out.json"],
@@ -140,22 +128,6 @@ def test_a_run_that_is_stopped_writes_what_it_has(tmp_path: Path) -> None:
     assert not any(Path(f"/proc/{child}").exists() for child in children)
 
 
-def test_processes_of_a_group_end_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A process that outlives its group has the group's output, and would be waited for."""
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\nsleep 600 &\necho $! >" + f"{tmp_path}/pid\nkill -9 $$\n")
-    python.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(python))
-    (failed,) = program._group("environment", dry_run=True, limit_s=1.0)
-    assert failed["detail"] == "stopped after its limit of 1 s"
-    left = int((tmp_path / "pid").read_text())
-    with suppress(ProcessLookupError):
-        pidfd = os.pidfd_open(left)
-        ended, _, _ = select.select([pidfd], [], [], 10.0)
-        os.close(pidfd)
-        assert ended
-
-
 class BrokenKernels(ReferenceKernels):
     """Kernels that compute the last row of a batch wrongly."""
 
@@ -192,81 +164,3 @@ FOUND: dict[str, Callable[[], object]] = {
 def test_a_wrong_kernel_fails_its_check(message: str, check: Callable[[], object]) -> None:
     with pytest.raises(Failed, match=message):
         check()
-
-
-def test_idle_time_is_that_between_kernels() -> None:
-    """Kernels may overlap, and the profiler lists what the host does beside them."""
-
-    def event(device: str, start: int, end: int) -> SimpleNamespace:
-        time_range = SimpleNamespace(start=start, end=end)
-        return SimpleNamespace(device_type=SimpleNamespace(name=device), time_range=time_range)
-
-    spans = (("CPU", 0, 900), ("CUDA", 110, 130), ("CUDA", 100, 150), ("CUDA", 170, 200))
-    assert decode._idle([event(*span) for span in spans]) == 0.2
-
-
-async def test_a_deployment_without_workers_to_kill_fails_its_check() -> None:
-    async def events() -> AsyncIterator[None]:
-        yield None
-
-    with pytest.raises(Failed, match="1 decode workers run, of 2"):
-        await deployment._through_kills(events(), [1])
-
-
-def test_a_writer_that_is_not_quiet_fails_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The writer of this check is not even killed."""
-    monkeypatch.setattr(sharing, "_killed", lambda *_: 0.0)
-    with pytest.raises(Failed, match=r"\d+ bytes were written by processes that counted as quiet"):
-        sharing._kills(MACHINE)
-    for process in multiprocessing.active_children():
-        process.kill()
-        process.join()
-
-
-def test_a_failing_check_ends_no_other(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def raising(error: Exception) -> Callable[[], Passed]:
-        def check() -> Passed:
-            raise error
-
-        return check
-
-    def some(_: Machine) -> Iterator[Check]:
-        yield "wrong", raising(Failed("2 of 3"))
-        yield "broken", raising(RuntimeError("illegal\nmemory access"))
-        yield "absent", raising(Skipped("not yet"))
-        yield "right", lambda: Passed("3 of 3", {"share": 0.5})
-
-    monkeypatch.setitem(groups.GROUPS, "some", some)
-    groups.run_group("some", dry_run=True)
-    results = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [(one["name"], one["status"], one["detail"]) for one in results] == [
-        ("wrong", "FAILED", "2 of 3"),
-        ("broken", "FAILED", "RuntimeError: illegal memory access"),
-        ("absent", "skipped", "not yet"),
-        ("right", "ok", "3 of 3"),
-    ]
-    assert results[-1]["figures"] == {"share": 0.5}
-
-
-def test_a_group_that_hangs_or_dies_fails() -> None:
-    (stopped,) = program._group("environment", dry_run=True, limit_s=0.01)
-    assert (stopped["status"], stopped["detail"]) == ("FAILED", "stopped after its limit of 0 s")
-    (late,) = program._group("environment", dry_run=True, limit_s=-1.0)
-    assert late["status"] == "FAILED"
-    *_, dead = program._group("no such group", dry_run=True, limit_s=60.0)
-    assert dead["detail"] == "its process ended with status 2"
-
-
-def test_one_failure_is_the_exit_status(tmp_path: Path) -> None:
-    def report(*statuses: str) -> int:
-        results = [
-            {"group": str(i), "status": status, "name": "", "detail": ""}
-            for i, status in enumerate(statuses)
-        ]
-        return program._report(results, tmp_path / "out.json", False, 1.0)
-
-    assert report("ok", "ok", "skipped") == 0
-    assert report("ok", "FAILED", "skipped") == 1
-    assert report("FAILED") == 2

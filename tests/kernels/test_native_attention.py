@@ -181,17 +181,16 @@ def chunk(batch: PagedBatch, begin: int, end: int) -> PagedBatch:
     )
 
 
-@pytest.mark.parametrize("window", [None, 50])
 @KINDS
 @pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "head_dim", "block_size"),
+    ("num_heads", "num_kv_heads", "head_dim", "block_size", "window"),
     [
-        (2, 2, 32, 16),
-        (6, 3, 96, 32),
-        (16, 8, 128, 16),
-        (4, 1, 96, 16),
-        (8, 1, 64, 48),
-        (7, 1, 32, 16),
+        (2, 2, 32, 16, None),
+        (6, 3, 96, 32, 50),
+        (16, 8, 128, 16, 50),
+        (4, 1, 96, 16, None),
+        (8, 1, 64, 48, None),
+        (7, 1, 32, 16, 50),
     ],
 )
 def test_a_query_s_bits_do_not_depend_on_how_the_prompt_is_cut(
@@ -200,9 +199,9 @@ def test_a_query_s_bits_do_not_depend_on_how_the_prompt_is_cut(
     num_kv_heads: int,
     head_dim: int,
     block_size: int,
+    window: int | None,
     dtype: torch.dtype,
     in_int8: bool,
-    window: int | None,
 ) -> None:
     """Chunks of one token are decode steps."""
     geometry = Geometry(block_size, num_heads, num_kv_heads, head_dim, dtype, in_int8)

@@ -1,18 +1,16 @@
 """The services of a run, and the settings that each of them gets."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quire.supervisor import child, end_with_parent, topology, valkey
+from quire.supervisor import topology, valkey
 from quire.supervisor.child import ChildSpec
 from quire.supervisor.models import ModelOptions
 from quire.supervisor.options import ServeOptions
 from quire.supervisor.preflight import specs_to_check
 from quire.supervisor.worker_options import WorkerOptions
-from services.common.runtime import process
 from services.common.runtime.config import ServiceSettings
 
 RUN = Path("/dev/shm/quire-1000/50051-a1b2c3d4")
@@ -135,24 +133,6 @@ def test_a_port_of_a_role_is_that_of_its_first_member(monkeypatch: pytest.Monkey
     }
 
 
-def test_cached_tokens_are_reported_where_that_is_asked_for() -> None:
-    name = "QUIRE_GATEWAY_REPORT_CACHED_TOKENS"
-    assert name not in services(options())[-1].environment
-    asked = options(report_cached_tokens=True)
-    assert services(asked)[-1].environment[name] == "true"
-
-
-def test_the_embedded_store_is_for_this_run_alone() -> None:
-    store = topology.store(options(), RUN)
-    assert store is not None
-    assert store.command[2:] == (
-        str(Path(end_with_parent.__file__)),
-        str(os.getpid()),
-        *store.command[4:],
-    )
-    assert ("--port", "0", "--unixsocket", f"{RUN}/redis.sock") == store.command[5:9]
-
-
 def test_no_store_is_started_where_one_is_named() -> None:
     asked = options(redis_url="redis://elsewhere:6379")
     assert topology.store(asked, RUN) is None
@@ -184,10 +164,6 @@ def test_services_know_how_long_they_are_waited_for() -> None:
     for spec in services(options(drain_time=30.0)):
         (grace_s,) = (v for name, v in spec.environment.items() if name.endswith("_STOP_GRACE_S"))
         assert ServiceSettings(stop_grace_s=float(grace_s)).request_grace_s == 30.0
-
-
-def test_the_name_of_the_pipe_is_the_one_that_services_read() -> None:
-    assert child.PARENT_FD == process.PARENT_FD
 
 
 def test_the_store_has_no_network_port_and_keeps_nothing() -> None:
