@@ -117,8 +117,8 @@ async def test_tokens_are_the_same_to_the_bit(
         choices = expected.answer.choices
         ends = {choice.index: len(PROMPT) + len(choice.token_ids) for choice in choices}
         assert all(position >= ends[index] for index, position in extra)
-        for key in extra:
-            del result.logits[key]
+        for place in extra:
+            del result.logits[place]
     assert result.logits.keys() == expected.logits.keys()
     assert [key for key, rows in result.logits.items() if rows != expected.logits[key]] == []
 
