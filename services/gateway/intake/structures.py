@@ -50,7 +50,7 @@ class StructureChecker:
         self._arguments = [str(directory), str(vocab_size), *map(str, eos_token_ids)]
         self._has_end = bool(eos_token_ids)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="structures")
-        self._is_warm = False
+        self._is_warm = self._is_ready = False
         self._child: subprocess.Popen[bytes] | None = None
         self._at_exit: weakref.finalize[..., StructureChecker] | None = None
         self._verdicts: OrderedDict[Structure, _Fault | None] = OrderedDict()
@@ -60,10 +60,10 @@ class StructureChecker:
         ask and leave must not keep others waiting."""
 
     def warm_up(self) -> None:
-        """Start the child, in the background, if none was started: it reads the vocabulary."""
+        """Start the child, if none was started, so that it reads the vocabulary."""
         if self._has_end and not self._is_warm:
             self._is_warm = True
-            self._thread.submit(self._running)
+            self._thread.submit(self._started)
 
     async def check(
         self, structure: Structure, param: str = STRUCTURE, subject: str | None = None
@@ -135,31 +135,35 @@ class StructureChecker:
         return _Fault("", problem, is_final=False)
 
     def _running(self) -> "subprocess.Popen[bytes]":
-        if self._child is not None and self._child.poll() is None:
-            return self._child
-        self._forget()
-        self._child = child = self._start()
-        self._at_exit = weakref.finalize(self, _end, child)
+        """The child, once it has read the vocabulary. Raises StartupError."""
+        child = self._started()
+        if not self._is_ready and not _line_of(child):
+            self._forget()
+            raise StartupError("the process that checks structured output does not start")
+        self._is_ready = True
         return child
+
+    def _started(self) -> "subprocess.Popen[bytes]":
+        if self._child is None or self._child.poll() is not None:
+            self._forget()
+            self._child = self._start()
+            self._at_exit = weakref.finalize(self, _end, self._child)
+        return self._child
 
     def _forget(self) -> None:
         """End the child, if there is one."""
-        self._child = None
+        self._child, self._is_ready = None, False
         if self._at_exit is not None:
             self._at_exit()
             self._at_exit = None
 
     def _start(self) -> "subprocess.Popen[bytes]":
-        child = subprocess.Popen(
+        return subprocess.Popen(
             [sys.executable, "-m", _MODULE, *self._arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # the backtraces of those that end beyond a limit
         )
-        if not _line_of(child):
-            _end(child)
-            raise StartupError("the process that checks structured output does not start")
-        return child
 
 
 def _line_of(child: "subprocess.Popen[bytes]") -> bytes:

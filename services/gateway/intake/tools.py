@@ -89,5 +89,4 @@ async def _check_schemas(tools: RequestedTools, model: Model) -> None:
         name, schema = definition["function"]["name"], definition["function"].get("parameters")
         if schema and tools.has_schema(name):
             structure = Structure(StructureKind.JSON, json.dumps(schema))
-            where = f"tools[{number}].function.parameters"
-            await model.structures.check(structure, "tools", where)
+            await model.structures.check(structure, "tools", f"tools[{number}].function.parameters")

@@ -57,7 +57,9 @@ async def test_a_verdict_of_a_killed_child_is_not_kept(
     checker = StructureChecker(directory, config.vocab_size, config.eos_token_ids)
     form = Structure(StructureKind.REGEX, "a")
     with monkeypatch.context() as patch:
-        patch.setattr(checker, "_start", lambda: started(checker, "input()"))
+        patch.setattr(
+            checker, "_start", lambda: started(checker, "print('null', flush=True); input()")
+        )
         for _ in range(2):
             with pytest.raises(InvalidRequest, match="cannot be compiled"):
                 await checker.check(form)
@@ -99,8 +101,8 @@ async def test_the_child_reads_the_vocabulary_before_the_first_form(smollm2: Pat
     config = ModelConfig.from_directory(smollm2)
     checker = StructureChecker(smollm2, config.vocab_size, config.eos_token_ids)
     checker.warm_up()
-    await asyncio.get_running_loop().run_in_executor(checker._thread, lambda: None)
-    child = checker._child
+    loop = asyncio.get_running_loop()
+    child = await loop.run_in_executor(checker._thread, lambda: checker._child)
     assert child is not None
     await checker.check(Structure(StructureKind.REGEX, "a"))
     assert checker._child is child
