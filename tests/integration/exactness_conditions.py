@@ -62,10 +62,10 @@ async def in_a_batch(deployment: ExactnessDeployment, request: Request) -> Answe
     deployment.call(second)  # its step stops the prefill engine until the next requests are there
     await deployment.until_paused([prefill])
     call = deployment.call(request)
-    await deployment.until(lambda: prefill.worker.role.num_busy > 1)  # a grammar takes a while
+    await deployment.until(lambda: len(prefill.worker.role.running) > 1)  # a grammar takes a while
     for other in after:
         deployment.call(other)
-    await deployment.until(lambda: prefill.worker.role.num_busy > 2)
+    await deployment.until(lambda: len(prefill.worker.role.running) > 2)
     prefill.forward.go_on()
     await until_begun(3 + len(others))
     decode.forward.go_on()

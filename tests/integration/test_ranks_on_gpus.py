@@ -16,7 +16,6 @@ from services.common.pool.directory import PoolDirectory
 from services.common.pool.header import PoolHeader
 from services.common.pool.layout import PoolLayout
 from services.common.pool.sizing import MemoryPlan
-from services.engine.device.gpu_memory import GpuMemoryPlan
 from services.engine.device.opening import OpenDevice
 from services.engine.ranks.calls import Call
 from services.engine.ranks.rank import Rank, execute
@@ -138,20 +137,3 @@ def test_a_rank_that_loses_its_gpu_marks_the_pool(tmp_path: Path) -> None:
     rank.note_loss(DeviceLost("a step on cuda:1: CUDA_ERROR_ECC_UNCORRECTABLE (214)"))
     assert own.gone.exists()
     assert not swap.gone.exists()
-
-
-def test_the_smallest_gpu_decides() -> None:
-    """Rank 0 measures, while the others take part in its steps."""
-
-    class Peers:
-        asked: list[str] = []  # noqa: RUF012
-
-        def ask(self, method: str, *arguments: object) -> list[int]:
-            self.asked.append(method)
-            return [1000, 900, 1100]
-
-    ranks = Ranks.__new__(Ranks)
-    ranks.peers = Peers()  # type: ignore[assignment]
-    own = GpuMemoryPlan(1000, 0.9, 2, weights=100, activations=50, other=7)
-    assert ranks.measure(LAYOUT, lambda: own) == replace(own, total=900)
-    assert Peers.asked == ["measure", "leave"]
