@@ -141,6 +141,12 @@ def test_every_query_names_series_and_labels_that_are_exported(load: tuple[Scrap
             assert not unknown, f"{title}: {name} has no label {unknown}"
 
 
+def test_every_service_says_that_it_is_healthy(load: tuple[Scraped, str]) -> None:
+    for target in load[0].targets.values():
+        with urlopen(f"http://{target}/health") as answer:
+            assert answer.read() == b"serving\n"
+
+
 def test_an_unknown_series_or_label_is_found() -> None:
     selectors = Selectors.of('sum by (le, pod) (rate(quire:step_seconds_bucket{job="x"}[1m]))')
     assert selectors.labels == {"quire:step_seconds_bucket": {"le", "pod", "job"}}

@@ -54,7 +54,9 @@ async def test_another_client_gets_its_answers_and_nothing_is_left(
             assert answer.json()["choices"] == expected
         await attacking
     assert deployment.gateway(deployment.address) == pid
-    assert resident_mib(pid) - before < MAX_GROWTH_MIB
+    async with asyncio.timeout(LIMIT_S):  # the kernel gets what the last bodies took
+        while resident_mib(pid) - before > MAX_GROWTH_MIB:
+            await asyncio.sleep(0.05)
     with Client(deployment.address, operations=deployment.operations) as operator:
         async with asyncio.timeout(LIMIT_S):
             while any(worker.num_running for worker in operator.workers()):
