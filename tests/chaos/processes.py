@@ -121,7 +121,7 @@ class Processes:
             }
 
     def _running(self, role: str) -> list[int]:
-        return sorted(self._deployment.children(f"--role={role}"))
+        return sorted(self._deployment.children(f"(services[.]|--role=){role}"))
 
     def _resume(self, pid: int) -> None:
         del self._stopped[pid]

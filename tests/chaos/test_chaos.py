@@ -9,7 +9,7 @@ from tests.chaos.harness import run_chaos
 from tests.chaos.schedule import FAULT_KINDS, schedule
 
 SEED = 7
-DURATION_S = 25.0
+DURATION_S = 15.0
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("memfd:0", marks=pytest.mark.full)])

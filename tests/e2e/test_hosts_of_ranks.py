@@ -13,8 +13,12 @@ from .test_serving import greedy, prompt
 
 @pytest.mark.parametrize(
     "devices",
-    [("cpu", "cpu"), ("memfd:0,memfd:1", "memfd:2,memfd:3")],
-    ids=["hosts", "GPUs of one host"],
+    [
+        pytest.param(("cpu", "cpu"), id="hosts"),
+        pytest.param(
+            ("memfd:0,memfd:1", "memfd:2,memfd:3"), id="GPUs of one host", marks=pytest.mark.full
+        ),
+    ],
 )
 async def test_a_prompt_computed_by_two_ranks_decodes_in_another_pool(
     valkey_server: Any, checkpoint: Path, tmp_path: Path, oracle: Oracle, devices: tuple[str, str]

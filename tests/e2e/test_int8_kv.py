@@ -21,7 +21,7 @@ from .quiet import quiet
 from .test_moves import LIMIT_S, NUM_STREAMS, Stream
 
 LAYOUT = PoolLayout("tiny", "any", 2, 2, 16, dtype="int8", block_size=16)
-NUM_BLOCKS = 512
+NUM_BLOCKS = 256
 
 
 def computed_alone(checkpoint: Path, prompts: list[list[int]]) -> list[list[int]]:
@@ -36,7 +36,7 @@ def computed_alone(checkpoint: Path, prompts: list[list[int]]) -> list[list[int]
 async def test_streams_are_exact_through_swaps_moves_and_deaths(
     checkpoint: Path, tmp_path: Path
 ) -> None:
-    """Six streams of up to 129 blocks on a pool of 512. Two of three decode workers leave, one
+    """Six streams of up to 67 blocks on a pool of 256. Two of three decode workers leave, one
     after the other."""
     size = str(NUM_BLOCKS * (LAYOUT.block_bytes + STAMP_BYTES))
     memory = ("--pool-memory", size, "--swap-memory", size, "--preemption", "swap")

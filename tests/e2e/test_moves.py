@@ -26,7 +26,7 @@ from .decoders import (
 )
 from .deployment import Deployment
 
-NUM_STREAMS, NUM_TOKENS = 6, 2000
+NUM_STREAMS, NUM_TOKENS = 6, 1000
 LIMIT_S = 60.0
 SAMPLINGS = (
     Sampling(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True),

@@ -57,6 +57,7 @@ async def test_streams_go_on_when_a_sentinel_promotes_a_replica(
         assert (completion.usage.num_cached_tokens or 0) >= 32
 
 
+@pytest.mark.full
 async def test_streams_go_on_when_a_node_of_the_cluster_crashes(
     stack: ExitStack, checkpoint: Path, tmp_path: Path, expected: list[list[int]]
 ) -> None:

@@ -25,7 +25,7 @@ from .models_oracle import (
     random_prompt,
 )
 
-LENGTHS = (1, 17, 256, 3000)
+LENGTHS = (1, 17, 256, 1100)
 BATCHES = (1, 5, 64)
 CHUNKS = (7, 64, 512, 4096)  # 4,096 holds every prompt whole
 BLOCK_SIZES = (1, 16, 256)

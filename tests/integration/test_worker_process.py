@@ -112,9 +112,16 @@ def start(valkey: Valkey, checkpoint: Path, tmp_path: Path) -> Iterator[Callable
         worker.process.communicate()
 
 
-def test_a_serving_worker_leaves_and_removes_its_pool(start: Callable[[], Worker]) -> None:
+def test_a_serving_worker_has_a_low_priority_and_removes_its_pool_when_it_leaves(
+    start: Callable[..., Worker],
+) -> None:
+    """Other services have priority over its threads."""
     worker = start()
     worker.wait_for("worker_ready")
+    tasks = Path(f"/proc/{worker.process.pid}/task").iterdir()
+    levels = [os.getpriority(os.PRIO_PROCESS, int(task.name)) for task in tasks]
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert min(levels) == min(19, own + 5)
     assert len(pool_directories(worker.root / "pools")) == 1
     assert worker.stop() == 0
     assert pool_directories(worker.root / "pools") == ()
@@ -129,15 +136,6 @@ def test_garbage_collection_skips_what_a_serving_worker_imported(
     worker.process.send_signal(signal.SIGTERM)
     ended = worker.wait_for("ended")
     assert ended["num_collected_from"] < 20_000
-
-
-def test_a_worker_has_a_lower_priority_than_other_services(start: Callable[..., Worker]) -> None:
-    worker = start()
-    worker.wait_for("worker_ready")
-    tasks = Path(f"/proc/{worker.process.pid}/task").iterdir()
-    levels = [os.getpriority(os.PRIO_PROCESS, int(task.name)) for task in tasks]
-    own = os.getpriority(os.PRIO_PROCESS, 0)
-    assert min(levels) == min(19, own + 5)
 
 
 def test_a_worker_that_waits_for_packed_weights_can_stop(
@@ -167,7 +165,7 @@ def test_a_worker_without_answers_of_the_server_ends_in_time(
     assert time.monotonic() - began < 6 + 1
 
 
-@pytest.mark.parametrize("server", ["dead", "silent"])
+@pytest.mark.parametrize("server", [pytest.param("dead", marks=pytest.mark.full), "silent"])
 def test_a_worker_that_waits_to_rejoin_ends_at_once(
     start: Callable[..., Worker], own_valkey: Valkey, server: str
 ) -> None:
@@ -194,6 +192,7 @@ def test_a_worker_that_waits_to_rejoin_ends_at_once(
         ({"MAX_MODEL_LEN": "1000000"}, 2, "error: max_model_len 1000000 is beyond the model's"),
         ({"BACKEND": "reference", "QUANTIZE": "int8"}, 2, "error: backend 'reference' has no int8"),
         ({"POOL_MEMORY": "much"}, 2, "error: pool_memory: 'much' is not a size"),
+        ({"PREEMPTION": "swap"}, 2, "error: preemption is swap, but there is no swap_memory"),
         ({"MODEL": "/nowhere"}, 2, "error: /nowhere: no such checkpoint directory"),
     ],
 )

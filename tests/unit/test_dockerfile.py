@@ -49,6 +49,44 @@ def test_the_control_image_has_a_complete_wheel_and_needs_no_compiler(sources: P
     assert not any(name.endswith(".so") for name in names)
 
 
+_ELF_MACHINES = {"x86_64": 62, "aarch64": 183}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("platform", "flags"),
+    [
+        ("amd64", ""),  # GCC 12 warns of its own headers of AVX-512
+        ("arm64", "-Werror"),
+    ],
+)
+def test_the_native_kernels_are_built_without_python_sources(
+    platform: str, flags: str, tmp_path: Path
+) -> None:
+    """From the files that their stage copies, built as there for each platform, with flags for no
+    particular machine. Those for arm64 use no instruction or function of x86-64 only."""
+    variables = dict(re.findall(r"\b([A-Z]+)=(\S+)", _stages()[f"compiler-{platform}"][1]))
+    machine = variables["MACHINE"]
+    if not shutil.which(f"{machine}-linux-gnu-g++"):
+        pytest.skip(f"apt-get install {variables['COMPILER']}")
+    stage = _stages()["kernels"][1]
+    for path, target in re.findall(r"^COPY kernels/(\S+) (\S+)$", stage, re.MULTILINE):
+        source, place = ROOT / "kernels" / path, tmp_path / target
+        shutil.copytree(source, place) if source.is_dir() else shutil.copy(source, place)
+    built, installed = tmp_path / "built", tmp_path / "installed"
+    nanobind = subprocess.check_output([sys.executable, "-m", "nanobind", "--cmake_dir"], text=True)
+    of_stage = re.findall(r"-D(?:CMAKE|SKBUILD)_\S+", stage)
+    choices = [choice.replace('"', "").replace("$MACHINE", machine) for choice in of_stage]
+    choices += [f"-DPython_EXECUTABLE={sys.executable}", f"-Dnanobind_ROOT={nanobind.strip()}"]
+    checks = ("-DCMAKE_EXPORT_COMPILE_COMMANDS=ON", f"-DCMAKE_CXX_FLAGS={flags}")
+    run(BIN / "cmake", "-S", tmp_path, "-B", built, *choices, *checks)
+    run(BIN / "cmake", "--build", built, "--parallel", "2")
+    run(BIN / "cmake", "--install", built, "--prefix", installed)
+    module = installed / f"kvops/_native.cpython-311-{machine}-linux-gnu.so"
+    assert int.from_bytes(module.read_bytes()[18:20], "little") == _ELF_MACHINES[machine]
+    assert "-march=native" not in (built / "compile_commands.json").read_text()
+
+
 def _wheel(sources: Path, **environment: str) -> Path:
     build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
     wheels = sources.parent / "wheels"
@@ -84,3 +122,10 @@ def test_the_lists_of_requirements_are_those_of_the_project() -> None:
     assert listed("worker") == extras["worker"]
     assert listed("mover") == extras["mover"]
     assert listed("cuda") == [*extras["worker"], *extras["nvml"], *extras["cuda"][1:]]
+
+
+def _stages() -> dict[str, tuple[str, str]]:
+    """The stages of the Dockerfile for amd64 by name, each with its base and its lines."""
+    pattern = r"^FROM ([^\n]+) AS (\S+)\n(.*?)(?=^FROM|\Z)"
+    found = re.findall(pattern, DOCKERFILE.read_text(), re.MULTILINE | re.DOTALL)
+    return {name: (base.replace("$TARGETARCH", "amd64"), body) for base, name, body in found}
