@@ -157,15 +157,18 @@ class WorkerSettings(TracedSettings, PoolServiceSettings):
     @model_validator(mode="before")
     @classmethod
     def _find_demo(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """The values with the file of the model `demo`, and with its own way to be served."""
+        """The values with the file of the model `demo`. Only the backend cpu computes with its
+        quantized weights; for others they are dequantized."""
         if str(values.get("model")) != DEMO:
             return values
         try:
             found = find_model(DEMO)
         except ModelNotFound as error:
             raise ValueError(str(error)) from None
-        if values.get("quantize", "auto") == "auto":
-            values = {**values, "quantize": found.settings["quantize"]}
+        is_on_cpu = str(values.get("device", "cpu")) == "cpu"
+        computes = is_on_cpu and values.get("backend", "auto") in ("auto", "cpu")
+        if values.get("quantize", "auto") == "auto" and not computes:
+            values = {**values, "quantize": "none"}
         name = values.get("model_name") or found.name
         return {**values, "model": found.directory, "model_name": name}
 

@@ -56,10 +56,9 @@ def test_greedy_answers_in_fp32_are_those_of_transformers(
 
 @pytest.mark.parametrize("quantize", ["none", "auto"])
 def test_the_default_model_knows_the_capital_of_france(
-    tokenizer: Tokenizer, smollm2: Path, quantize: Literal["none", "auto"]
+    tokenizer: Tokenizer, quantize: Literal["none", "auto"]
 ) -> None:
-    """In bf16, as `LLM()` and `quire serve` load it, and with the weights of the file (Q4_1)."""
-    model = "demo" if quantize == "none" else str(smollm2)
-    with LLM(model, quantize=quantize, pool_memory="128MiB") as llm:
+    """In bf16, and with the weights of the file (Q4_1), as `LLM()` and `quire serve` load it."""
+    with LLM("demo", quantize=quantize, pool_memory="128MiB") as llm:
         (answer,) = greedy(llm, QUESTIONS[0])
     assert tokenizer.decode(answer) == "The capital of France is Paris."

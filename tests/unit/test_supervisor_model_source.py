@@ -54,7 +54,6 @@ def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_demo_model_is_a_file_of_its_package(smollm2: Path) -> None:
     source = find_model("demo")
     assert (source.name, source.directory) == ("SmolLM2-135M-Instruct", smollm2)
-    assert source.settings["quantize"] == "none"
 
 
 def test_without_its_package_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
