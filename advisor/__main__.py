@@ -14,10 +14,11 @@ from typing import Any
 from advisor.advice import BLOCK_SIZES, DoesNotFit, advise, size_costs
 from advisor.workload import RecordedRequest, Workload, WorkloadError, read_workload
 from quire.sizes import parse_size
-from services.common.errors import StartupError
-from services.common.pool.layout import ITEM_BYTES, Dtype
-from services.common.runtime.process import set_up_openmp
-from services.common.text.model_config import ModelConfig
+from services.model.checkpoint.reading import read_model_config
+from services.model.config.model_config import ModelConfig
+from services.pool.layout import ITEM_BYTES, Dtype
+from services.runtime.errors import StartupError
+from services.runtime.process import set_up_openmp
 from services.worker.computed_kind import is_dequantized
 
 FLASH_PAGE = 256
@@ -62,7 +63,7 @@ def block_size(args: argparse.Namespace) -> dict[str, Any]:
     except ModuleNotFoundError as error:
         text = f"{error.name} is not installed: pip install 'quire-serve[worker]'"
         raise StartupError(text) from error
-    config = ModelConfig.from_directory(args.model)
+    config = read_model_config(args.model)
     dtype = _dtype(args.dtype, config)
     asked = workload.requests[-args.requests :]
     num_slots = _num_slots(args.pool_memory, config, dtype, asked)

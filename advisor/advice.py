@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from advisor.workload import RecordedRequest
-from services.common.pool.allotment import (
+from services.pool.allotment import (
     LOOK_AHEAD,
     WATERMARK,
     blocks_at_admission,

@@ -10,14 +10,15 @@ from torch import Tensor
 
 import kvops
 from kvops.native import Lane
-from services.common.errors import StartupError
-from services.common.pool.layout import ITEM_BYTES, Dtype
-from services.common.text.model_config import ModelConfig
 from services.engine.batch import Draw, Row
 from services.engine.models import Model, load_model
 from services.engine.pool import DTYPES
 from services.engine.runner import Runner
+from services.model.checkpoint.reading import read_model_config
+from services.model.config.model_config import ModelConfig
+from services.pool.layout import ITEM_BYTES, Dtype
 from services.protocol.ticket import SamplingParams
+from services.runtime.errors import StartupError
 
 DEFAULT_BLOCK_SIZE = 16
 """The block size with which the whole step is timed."""
@@ -58,7 +59,7 @@ def time_model(
     """Time a decode step of `num_rows` sequences of `context` tokens, or of as many as there is
     memory for. `cache`, `dequantize`: as for `load_model`. StartupError: the model cannot be
     loaded, or the backend is not available or cannot read blocks of a size."""
-    config = ModelConfig.from_directory(model)
+    config = read_model_config(model)
     per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * ITEM_BYTES[dtype]
     num_rows = max(1, min(num_rows, _STEP_BYTES // (context * per_token)))
     try:

@@ -18,11 +18,11 @@ from quire.v1 import (
     sampling_pb2,
     worker_pb2,
 )
-from services.common.rpc.message_batching import unpack_batch
-from services.common.rpc.proof import Guard
-from services.common.rpc.transport import RpcServer
-from services.common.runtime.secret import Secret
 from services.protocol.version import PROTOCOL_VERSION
+from services.runtime.rpc.message_batching import unpack_batch
+from services.runtime.rpc.proof import Guard
+from services.runtime.rpc.transport import RpcServer
+from services.runtime.secret import Secret
 
 SPEC = PoolSpec("pool", "toy", "fingerprint", num_blocks=1 << 20, block_size=16, block_bytes=1)
 SECRET = Secret(b"the secret of a deployment that is measured")

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import save_file
 
 from bench.engine_pairs import Pairs, in_turn
-from services.common.checkpoint.adapter import CONFIG_FILE, WEIGHTS_FILE, AdapterFiles
-from services.common.checkpoint.layout import weight_shapes
 from services.engine.batch import Draw, LoadedAdapter, Row
 from services.engine.models import Model
 from services.engine.runner import Runner
+from services.model.checkpoint.adapter import CONFIG_FILE, WEIGHTS_FILE, AdapterFiles
+from services.model.config.layout import weight_shapes
 from services.protocol.ticket import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, max_tokens=1)

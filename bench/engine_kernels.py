@@ -10,7 +10,7 @@ from torch import Tensor
 from bench import floors
 from kvops import int8_kv
 from kvops.native import Kind, Lane, NativeCpu, PackedLinear, aligned, packed_bytes
-from services.common.text.model_config import ModelConfig
+from services.model.config.model_config import ModelConfig
 
 _BLOCK_SIZE = 16
 _MIN_S = 0.3

@@ -9,14 +9,14 @@ from pathlib import Path
 import torch
 
 from bench.engine_pairs import Pairs, in_turn
-from services.common.structured.grammar import Compiled, Grammar, compile_structure
-from services.common.structured.structure import Structure, StructureKind
-from services.common.structured.vocabulary import Vocabulary
-from services.common.text.tokenizer import Tokenizer
 from services.engine.batch import Draw, Row
 from services.engine.models import Model
 from services.engine.runner import Runner
 from services.engine.sequences.grammar_state import GrammarState
+from services.model.structured.grammar import Compiled, Grammar, compile_structure
+from services.model.structured.structure import Structure, StructureKind
+from services.model.structured.vocabulary import Vocabulary
+from services.model.text.tokenizer import Tokenizer
 from services.protocol.ticket import SamplingParams
 
 _PART = {"id": {"type": "integer"}, "note": {"type": "string", "maxLength": 40}}

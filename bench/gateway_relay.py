@@ -44,10 +44,6 @@ from quire.certificates import write_certificates
 from quire.connections import Tls
 from quire.types import Sampling
 from quire.v1 import inference_pb2_grpc
-from services.common.rpc.tls import TlsFiles
-from services.common.rpc.transport import RpcServer
-from services.common.runtime.logging import configure_logging
-from services.common.runtime.metrics import KeyringMetrics
 from services.gateway.access.control import AccessControl
 from services.gateway.access.guards import KeyGuard
 from services.gateway.access.keyring import Keyring
@@ -59,6 +55,10 @@ from services.gateway.frontend.service import SERVICE_NAME, InferenceService
 from services.gateway.request_metrics import RequestMetrics
 from services.gateway.wiring import start_gateway
 from services.protocol.version import PROTOCOL_VERSION
+from services.runtime.logging import configure_logging
+from services.runtime.metrics import KeyringMetrics
+from services.runtime.rpc.tls import TlsFiles
+from services.runtime.rpc.transport import RpcServer
 
 KEY = "qk-of-the-benchmark-with-enough-characters"
 _TOKENS_BEFORE = 8

@@ -21,7 +21,6 @@ from blockstore.memory_registry import MemoryRegistry
 from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolSpec
 from blockstore.registry import Load, Member
-from services.common.runtime.secret import Secret
 from services.gateway.config import GatewayOptions
 from services.gateway.request_metrics import RequestMetrics
 from services.gateway.wiring import start_gateway
@@ -29,6 +28,7 @@ from services.gateway.workers.connection import WorkerEventSink, deliver
 from services.gateway.workers.worker import Worker
 from services.protocol.messages import Command, LoadReport
 from services.protocol.version import PROTOCOL_VERSION
+from services.runtime.secret import Secret
 
 _MEASURED_S = 10.0
 

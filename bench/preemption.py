@@ -25,7 +25,7 @@ from bench.serving.scenarios import prompts_of
 from quire.async_client import AsyncClient
 from quire.supervisor.run_directory import free_port
 from quire.types import Completion, Prompt, Sampling
-from services.common.pool.stamps import record_bytes
+from services.pool.stamps import record_bytes
 from tests.e2e.deployment import Deployment, serving
 
 BLOCK_SIZE = 16

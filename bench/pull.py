@@ -34,11 +34,11 @@ from quire.async_client import AsyncClient
 from quire.bench.prompts import Prompts
 from quire.sockets import living_sockets
 from quire.types import Sampling
-from services.common.runtime.secret import Secret
 from services.gateway.scheduling.router import Pool, Router
 from services.gateway.workers.movers import Movers
 from services.gateway.workers.worker import Worker
 from services.protocol.ticket import SamplingParams, Ticket
+from services.runtime.secret import Secret
 from tests.conftest import Valkey
 from tests.e2e.hosts import SECRET, Host
 from tests.e2e.network import ADDRESSES, Network

@@ -53,7 +53,7 @@ from bench.speculation_texts import (
 from quire import LLM, Sampling
 from quire.supervisor.model_source import DEMO, find_model
 from quire.types import Completion
-from services.common.text.tokenizer import Tokenizer, read_tokenizer
+from services.model.text.tokenizer import Tokenizer, read_tokenizer
 
 NUM_PROMPT_TOKENS = 600
 SMALL_VOCABULARY = 512

@@ -24,11 +24,11 @@ from prometheus_client import CollectorRegistry
 from bench.make_checkpoint import SHAPES, make_checkpoint
 from blockstore.memory_store import MemoryStore
 from blockstore.records import Allocation
-from services.common.runtime.metrics import WorkerMetrics
 from services.engine.batch import Row
 from services.engine.runner import Runner
 from services.protocol.block_keys import BlockKeys
 from services.protocol.ticket import SamplingParams, Ticket, TicketSequence
+from services.runtime.metrics import WorkerMetrics
 from services.worker.config import PrefillSettings
 from services.worker.loading import LoadedModel, load
 from services.worker.membership import Membership, join, join_swap_pool

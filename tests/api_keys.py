@@ -8,8 +8,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from quire.api_keys import hash_key
-from services.common.runtime.metrics import KeyringMetrics
 from services.gateway.access.keyring import Keyring
+from services.runtime.metrics import KeyringMetrics
 
 ALICE, BOB, OPERATOR = "qk-" + "a" * 40, "qk-" + "b" * 40, "qk-" + "o" * 40
 

@@ -11,8 +11,8 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from services.block_manager.config import BlockManagerSettings
-from services.common.runtime.config import ServiceSettings, load_settings
 from services.gateway.config import GatewaySettings
+from services.runtime.config import ServiceSettings, load_settings
 from services.worker.config import DecodeSettings, PrefillSettings
 from tests.programs import ROOT
 

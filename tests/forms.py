@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
-from services.common.structured.grammar import Compiled, Grammar, compile_structure
-from services.common.structured.mask import Mask
-from services.common.structured.structure import Structure, StructureKind
-from services.common.structured.vocabulary import Vocabulary
-from services.common.text.tokenizer import Tokenizer
+from services.model.structured.grammar import Compiled, Grammar, compile_structure
+from services.model.structured.mask import Mask
+from services.model.structured.structure import Structure, StructureKind
+from services.model.structured.vocabulary import Vocabulary
+from services.model.text.tokenizer import Tokenizer
 
 EOS, VOCAB_SIZE = 257, 400
 

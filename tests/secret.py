@@ -1,7 +1,7 @@
 """The secret of deployments that a test composes itself."""
 
-from services.common.rpc.proof import Guard, Proof
-from services.common.runtime.secret import Secret
+from services.runtime.rpc.proof import Guard, Proof
+from services.runtime.secret import Secret
 
 SECRET = Secret(b"the secret of the tests' deployments")
 OTHER = Secret(b"the secret of another deployment")

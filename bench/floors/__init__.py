@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvops.int8_kv import SCALE_BYTES
-from services.common.checkpoint.quantization import Quantization
-from services.common.text.model_config import ModelConfig
+from services.model.config.model_config import ModelConfig
+from services.model.config.quantization import Quantization
 
 _PROBE = Path(__file__).parent / "probe.cpp"
 _CPUS = os.sched_getaffinity(0)

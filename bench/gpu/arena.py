@@ -9,8 +9,8 @@ from torch import Tensor
 import kvops
 from bench.gpu.check import Check, Failed, Machine, Passed, compare, same_bits
 from kvops import Backend
-from services.common.pool.layout import PoolLayout
 from services.engine.pool import KVPool
+from services.pool.layout import PoolLayout
 
 NUM_LAYERS, NUM_KV_HEADS, NUM_HEADS, HEAD_DIM, BLOCK_SIZE = 4, 4, 8, 64, 16
 MIN_SWAP_BYTES_PER_S = 4e9

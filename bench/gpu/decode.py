@@ -15,10 +15,10 @@ import kvops.cuda
 from bench.gpu.check import Check, Failed, Machine, Passed, Skipped
 from bench.gpu.model import BLOCK_SIZE, DRAWS, Steps, make_config, prompts
 from kvops import AttentionShape
-from services.common.errors import StartupError
 from services.engine.batch import Row
 from services.engine.device.gpu_memory import CudaMeter
 from services.engine.forward import Flight
+from services.runtime.errors import StartupError
 
 QWEN3_8B = {"num_layers": 36, "hidden_size": 4096, "vocab_size": 151_936}
 LIMITS_MS = {(1, 1000): 6.5, (64, 1000): 10.5}

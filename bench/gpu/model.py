@@ -12,13 +12,13 @@ from torch import Tensor
 import kvops
 from bench.gpu.check import Check, Failed, Machine, Passed, Skipped
 from kvops import Backend
-from services.common.text.families import FAMILIES
-from services.common.text.model_config import GenerationDefaults, ModelConfig
-from services.common.text.rope_config import RopeConfig
 from services.engine.batch import Draw, Row
 from services.engine.models.decoder import ComposedModel, Layer, Linear
 from services.engine.models.model import Model
 from services.engine.runner import Runner
+from services.model.config.families import FAMILIES
+from services.model.config.model_config import GenerationDefaults, ModelConfig
+from services.model.config.rope_config import RopeConfig
 from services.protocol.ticket import SamplingParams
 
 BF16_ERROR = 0.03

@@ -17,10 +17,10 @@ import kvops
 from bench.gpu.check import Check, Failed, Machine, Passed, Skipped
 from bench.gpu.model import BF16_ERROR, BLOCK_SIZE, Steps, make_config, make_model
 from kvops import AttentionShape, Backend, choose_attention
-from services.common.checkpoint.shards import Shard
-from services.common.text.model_config import ModelConfig
 from services.engine.models.decoder import ComposedModel, Layer, Linear
 from services.engine.ranks.collectives import connect
+from services.model.checkpoint.shards import Shard
+from services.model.config.model_config import ModelConfig
 
 FP32_ERROR = 1e-3
 """Of logits, root mean square, as a share of their spread."""

@@ -17,7 +17,7 @@ from advisor.workload import RecordedRequest
 from blockstore.errors import MustWait, OutOfBlocks
 from blockstore.memory_store import MemoryStore
 from blockstore.records import Growth, PoolSpec, PrefixHash
-from services.common.pool.allotment import (
+from services.pool.allotment import (
     LOOK_AHEAD,
     WATERMARK,
     blocks_at_admission,

@@ -19,7 +19,7 @@ from quire.bench.record import Record
 from quire.bench.run import Result, run
 from quire.bench.target import RequestFailed, Target
 from quire.bench.workload import Session, Turn, synthetic
-from services.common.text.model_config import ModelConfig
+from services.model.checkpoint.reading import read_model_config
 
 _TTFT_LIMIT_S, _GAP_LIMIT_S = 5.0, 0.15
 """A good request has its first token within the one, and no gap of the other."""
@@ -41,7 +41,7 @@ class Measurement:
 
 def prompts_of(checkpoint: Path, seed: int) -> Prompts:
     """Prompts of token ids from the vocabulary of a checkpoint."""
-    return Prompts(seed, None, ModelConfig.from_directory(checkpoint).vocab_size)
+    return Prompts(seed, None, read_model_config(checkpoint).vocab_size)
 
 
 async def closed(

@@ -76,7 +76,7 @@ def check_model(directory: Path) -> None:
     """
     if directory.name == _DEMO_FILE and directory.parent.name == _DEMO_PACKAGE:
         return
-    command = module_command("services.common.checkpoint", str(directory))
+    command = module_command("services.model.checkpoint", str(directory))
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
         reason = done.stderr.strip() or f"the check of its files ended with {done.returncode}"

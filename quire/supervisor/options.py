@@ -19,7 +19,7 @@ DEFAULT_HTTP_PORT = 8000
 
 ENDING_S = 5.0
 """The most time that a service takes to end after its running requests
-(`services.common.runtime.config`)."""
+(`services.runtime.config`)."""
 
 MAX_SERVICES = 64
 """The most services of one role. A larger number on one host is a typing error."""

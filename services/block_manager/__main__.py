@@ -1,6 +1,6 @@
 """`python -m services.block_manager`: runs a block manager until SIGTERM."""
 
-from services.common.runtime.starting import begin_start
+from services.runtime.starting import begin_start
 
 if __name__ == "__main__":
     begin_start()
@@ -21,17 +21,17 @@ from services.block_manager.config import BlockManagerSettings
 from services.block_manager.manager import BlockManager
 from services.block_manager.operators.service import SERVICE_NAME, BlockManagerService
 from services.block_manager.rounds import Connection, RoundRunner
-from services.common.rpc.proof import Guard
-from services.common.rpc.tls import service_tls
-from services.common.rpc.transport import RpcServer
-from services.common.runtime import redis
-from services.common.runtime.exposition import metrics_endpoint
-from services.common.runtime.health import Health
-from services.common.runtime.logging import get_logger
-from services.common.runtime.metrics import PoolMetrics
-from services.common.runtime.process import retry_until_available, run_service
-from services.common.runtime.secret import deployment_secret
 from services.protocol.version import PROTOCOL_VERSION
+from services.runtime import redis
+from services.runtime.exposition import metrics_endpoint
+from services.runtime.health import Health
+from services.runtime.logging import get_logger
+from services.runtime.metrics import PoolMetrics
+from services.runtime.process import retry_until_available, run_service
+from services.runtime.rpc.proof import Guard
+from services.runtime.rpc.tls import service_tls
+from services.runtime.rpc.transport import RpcServer
+from services.runtime.secret import deployment_secret
 
 log = get_logger(__name__)
 

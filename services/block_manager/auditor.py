@@ -6,8 +6,8 @@ import time
 from blockstore.records import AuditReport
 from services.block_manager.rounds import Connection
 from services.block_manager.survey import Survey
-from services.common.runtime.logging import get_logger
-from services.common.runtime.metrics import PoolMetrics
+from services.runtime.logging import get_logger
+from services.runtime.metrics import PoolMetrics
 
 log = get_logger(__name__)
 

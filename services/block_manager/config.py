@@ -5,7 +5,7 @@ from typing import ClassVar
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from services.common.runtime.config import PoolServiceSettings
+from services.runtime.config import PoolServiceSettings
 
 
 class BlockManagerSettings(PoolServiceSettings):

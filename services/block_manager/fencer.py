@@ -11,11 +11,11 @@ from blockstore.errors import UnknownPool, UnknownWorker
 from blockstore.records import PoolStats
 from services.block_manager.rounds import Connection
 from services.block_manager.survey import Survey
-from services.common.pool.directory import PoolDirectory, pool_directories
-from services.common.pool.locks import is_held, revoke_lock
-from services.common.runtime.grace_timer import GraceTimer
-from services.common.runtime.logging import get_logger
-from services.common.runtime.metrics import PoolMetrics
+from services.pool.directory import PoolDirectory, pool_directories
+from services.pool.locks import is_held, revoke_lock
+from services.runtime.grace_timer import GraceTimer
+from services.runtime.logging import get_logger
+from services.runtime.metrics import PoolMetrics
 
 log = get_logger(__name__)
 

@@ -24,8 +24,8 @@ from pathlib import Path
 
 from quire.files import replace_file
 from services.block_manager.gpu.processes import GpuProcesses, ProcessListError
-from services.common.pool.directory import PoolDirectory
-from services.common.pool.keeper import close_all
+from services.pool.directory import PoolDirectory
+from services.pool.keeper import close_all
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from services.block_manager.rounds import Connection, RoundRunner
 from services.block_manager.survey import Survey, survey
 from services.block_manager.sweeper import Sweeper
 from services.block_manager.watcher import Watcher
-from services.common.pool.directory import PoolDirectory
-from services.common.runtime.metrics import PoolMetrics
+from services.pool.directory import PoolDirectory
+from services.runtime.metrics import PoolMetrics
 
 IDLE_SCANS = 8
 """While nobody uses the pools, the time between two rounds is this many scan intervals."""

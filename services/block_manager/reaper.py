@@ -12,10 +12,10 @@ from blockstore.errors import NotHeld, Recovering, StaleHolder, UnknownPool, Wor
 from blockstore.records import HolderInfo, PrefixHash
 from blockstore.store import BlockStore
 from services.block_manager.rounds import Connection
-from services.common.pool.directory import PoolDirectory
-from services.common.pool.header import BadHeader
-from services.common.pool.stamps import Stamps
-from services.common.runtime.logging import get_logger
+from services.pool.directory import PoolDirectory
+from services.pool.header import BadHeader
+from services.pool.stamps import Stamps
+from services.runtime.logging import get_logger
 
 log = get_logger(__name__)
 

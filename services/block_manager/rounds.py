@@ -14,8 +14,8 @@ from typing import NoReturn, TypeVar
 from blockstore.errors import Recovering, StoreLost, StoreUnavailable, StoreUnsuitable, UnknownPool
 from blockstore.registry import Registry
 from blockstore.store import BlockStore
-from services.common.runtime.logging import get_logger
-from services.common.runtime.ticks import until_tick
+from services.runtime.logging import get_logger
+from services.runtime.ticks import until_tick
 
 log = get_logger(__name__)
 

@@ -21,16 +21,16 @@ from blockstore.records import PoolStats
 from services.block_manager.liveness import Liveness
 from services.block_manager.rounds import Connection
 from services.block_manager.survey import Survey
-from services.common.pool.directory import (
+from services.pool.directory import (
     PoolDirectory,
     incomplete_pools,
     pool_directories,
     remove_incomplete_pools,
 )
-from services.common.pool.locks import host_lock
-from services.common.pool.recovery import PoolRecovery
-from services.common.runtime.grace_timer import GraceTimer
-from services.common.runtime.logging import get_logger
+from services.pool.locks import host_lock
+from services.pool.recovery import PoolRecovery
+from services.runtime.grace_timer import GraceTimer
+from services.runtime.logging import get_logger
 
 log = get_logger(__name__)
 

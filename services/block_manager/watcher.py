@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from services.block_manager.liveness import Liveness
-from services.common.pool.directory import PoolDirectory, pool_directories
-from services.common.pool.locks import wait_until_dropped
-from services.common.runtime.logging import get_logger
-from services.common.runtime.ticks import until_tick
+from services.pool.directory import PoolDirectory, pool_directories
+from services.pool.locks import wait_until_dropped
+from services.runtime.logging import get_logger
+from services.runtime.ticks import until_tick
 
 log = get_logger(__name__)
 

@@ -19,11 +19,11 @@ from pydantic_settings import SettingsConfigDict
 
 from blockstore.acl import acl_file
 from quire.certificates import CertificateError, write_certificates
-from services.common.errors import StartupError
-from services.common.runtime.config import ServiceSettings, SeveralTexts
-from services.common.runtime.logging import get_logger
-from services.common.runtime.process import run_service
-from services.common.runtime.secret import (
+from services.runtime.config import ServiceSettings, SeveralTexts
+from services.runtime.errors import StartupError
+from services.runtime.logging import get_logger
+from services.runtime.process import run_service
+from services.runtime.secret import (
     FILE_NAME,
     deployment_secret,
     shared_secret,

@@ -12,7 +12,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import chain
 
-from services.common.pool.stamps import Stamps
 from services.engine.batch import Fault, Wait
 from services.engine.forward import Flight, ForwardPass
 from services.engine.messages import (
@@ -32,6 +31,7 @@ from services.engine.scheduler import ScheduledSequence, Scheduler
 from services.engine.sequences.group import Group
 from services.engine.speculation.payoff import Drafting
 from services.engine.speculation.speculation import Speculation
+from services.pool.stamps import Stamps
 
 
 @dataclass(frozen=True, slots=True)

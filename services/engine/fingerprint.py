@@ -8,7 +8,7 @@ from dataclasses import asdict
 import torch
 import xxhash
 
-from services.common.text.model_config import ModelConfig
+from services.model.config.model_config import ModelConfig
 
 
 def fingerprint(

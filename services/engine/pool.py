@@ -10,10 +10,10 @@ from torch import Tensor
 
 from kvops import Backend
 from kvops.cuda.vmm import SharedMemory
-from services.common.errors import StartupError
-from services.common.pool.layout import KVDtype, PoolLayout
-from services.common.pool.sizing import format_size
 from services.engine.device.threads import use_device
+from services.pool.layout import KVDtype, PoolLayout
+from services.pool.sizing import format_size
+from services.runtime.errors import StartupError
 
 DTYPES: dict[KVDtype, torch.dtype] = {
     "float32": torch.float32,

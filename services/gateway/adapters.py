@@ -17,13 +17,13 @@ from typing import NoReturn
 from blockstore.errors import BlockStoreError
 from blockstore.registry import AdapterList
 from quire.names import name_problem
-from services.common.checkpoint.adapter import AdapterFiles
-from services.common.errors import InvalidRequest, StartupError, UnknownModel
-from services.common.runtime.logging import get_logger
-from services.common.runtime.ticks import until_tick
-from services.common.text.model_config import ModelConfig
 from services.gateway.intake.model_names import choose_model, with_aliases
+from services.model.checkpoint.adapter import AdapterFiles
+from services.model.config.model_config import ModelConfig
 from services.protocol.ticket import Adapter
+from services.runtime.errors import InvalidRequest, StartupError, UnknownModel
+from services.runtime.logging import get_logger
+from services.runtime.ticks import until_tick
 
 log = get_logger(__name__)
 

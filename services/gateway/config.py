@@ -8,15 +8,15 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from quire.choices import ReasoningParser, ToolCallParser
-from services.common.rpc.tls import TlsFiles, given_files, service_tls
-from services.common.runtime.config import SeveralTexts, env_prefix, split_by_commas
-from services.common.runtime.metrics import KeyringMetrics
-from services.common.tracing.opening import TracedSettings, check_tracing
 from services.gateway.access.keyring import Keyring
 from services.gateway.dashboard.access import DashboardSetting
 from services.gateway.frontend.http.answering.sending import DEFAULT_STREAM_PING_S
 from services.gateway.intake.generation_config import AUTO
 from services.gateway.intake.model_names import parse_aliases
+from services.runtime.config import SeveralTexts, env_prefix, split_by_commas
+from services.runtime.metrics import KeyringMetrics
+from services.runtime.rpc.tls import TlsFiles, given_files, service_tls
+from services.runtime.tracing.opening import TracedSettings, check_tracing
 
 
 class UserOptions(BaseModel):

@@ -8,15 +8,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from services.common.errors import (
-    DeadlineExceeded,
-    NoWorker,
-    Overloaded,
-)
-from services.common.rpc.error_table import code_of
-from services.common.runtime.logging import bind_request_id
-from services.common.text.detokenizer import Detokenizer
-from services.common.text.stop_strings import StopMatcher
 from services.gateway.access.caller import EVERYONE, Caller
 from services.gateway.adapters import GatewayAdapters, ServedAdapter
 from services.gateway.change_notifier import ChangeNotifier
@@ -44,10 +35,19 @@ from services.gateway.streaming.output import Output, RequestStats
 from services.gateway.streaming.sequence import Sequence
 from services.gateway.streaming.text import Text
 from services.gateway.workers.directory import ModelPools, WorkerDirectory
+from services.model.text.detokenizer import Detokenizer
+from services.model.text.stop_strings import StopMatcher
 from services.protocol.ticket import Adapter
+from services.runtime.errors import (
+    DeadlineExceeded,
+    NoWorker,
+    Overloaded,
+)
+from services.runtime.logging import bind_request_id
+from services.runtime.rpc.error_table import code_of
 
 if TYPE_CHECKING:
-    from services.common.tracing.tracer import Tracer
+    from services.runtime.tracing.tracer import Tracer
 
 _MAX_TOKENIZING = 16
 """Calls of `tokenize` and `detokenize` that may wait at a time."""

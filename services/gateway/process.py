@@ -13,17 +13,6 @@ from starlette.routing import Route
 
 from quire.sockets import operations_socket, remove_dead_sockets
 from quire.v1 import adapters_pb2_grpc, inference_pb2_grpc
-from services.common.rpc.tls import service_tls
-from services.common.rpc.transport import RpcServer
-from services.common.runtime import open_files, redis
-from services.common.runtime.exposition import metrics_endpoint
-from services.common.runtime.health import Health
-from services.common.runtime.logging import get_logger
-from services.common.runtime.metrics import GatewayMetrics
-from services.common.runtime.metrics_socket import WithServices
-from services.common.runtime.registry_heartbeat import RegistryHeartbeat
-from services.common.runtime.secret import Secret, deployment_secret
-from services.common.tracing.opening import open_tracer
 from services.gateway.access.control import AccessControl
 from services.gateway.access.guards import KeyGuard
 from services.gateway.access.keyring import Keyring
@@ -45,6 +34,17 @@ from services.gateway.frontend.service import InferenceService
 from services.gateway.request_metrics import RequestMetrics
 from services.gateway.streaming.output import PAUSE_AFTER_S
 from services.gateway.wiring import Wiring, start_gateway, update_health
+from services.runtime import open_files, redis
+from services.runtime.exposition import metrics_endpoint
+from services.runtime.health import Health
+from services.runtime.logging import get_logger
+from services.runtime.metrics import GatewayMetrics
+from services.runtime.metrics_socket import WithServices
+from services.runtime.registry_heartbeat import RegistryHeartbeat
+from services.runtime.rpc.tls import service_tls
+from services.runtime.rpc.transport import RpcServer
+from services.runtime.secret import Secret, deployment_secret
+from services.runtime.tracing.opening import open_tracer
 
 _HINT_LIMIT_S = 0.5
 """How long a lookup of cached prefixes in the block store is tried again. The router can place a

@@ -5,14 +5,14 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Histogram
 
-from services.common.rpc.error_table import code_of
-from services.common.runtime.logging import get_logger
-from services.common.runtime.metrics import GatewayMetrics, TenantMetrics
 from services.gateway.access.caller import EVERYONE, Caller, current_caller
 from services.gateway.intake.identity import client_id
 from services.gateway.request.lifecycle import RequestLifecycle
 from services.gateway.request.status import CANCELLED
 from services.gateway.streaming.output import RequestStats
+from services.runtime.logging import get_logger
+from services.runtime.metrics import GatewayMetrics, TenantMetrics
+from services.runtime.rpc.error_table import code_of
 
 log = get_logger(__name__)
 

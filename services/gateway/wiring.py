@@ -11,10 +11,6 @@ from typing import TYPE_CHECKING, NoReturn
 from blockstore.errors import BlockStoreError
 from blockstore.registry import Load, Member, Registry, State
 from blockstore.store import BlockStore
-from services.common.rpc.tls import TlsFiles
-from services.common.rpc.transport import RpcServer
-from services.common.runtime.registry_heartbeat import RegistryHeartbeat
-from services.common.runtime.secret import Secret
 from services.gateway.adapters import GatewayAdapters
 from services.gateway.change_notifier import ChangeNotifier
 from services.gateway.config import GatewayOptions
@@ -34,9 +30,13 @@ from services.gateway.workers.connection import WorkerConnection, WorkerEventSin
 from services.gateway.workers.directory import Connection, WorkerDirectory
 from services.gateway.workers.movers import Movers
 from services.protocol.version import PROTOCOL_VERSION
+from services.runtime.registry_heartbeat import RegistryHeartbeat
+from services.runtime.rpc.tls import TlsFiles
+from services.runtime.rpc.transport import RpcServer
+from services.runtime.secret import Secret
 
 if TYPE_CHECKING:
-    from services.common.tracing.tracer import Tracer
+    from services.runtime.tracing.tracer import Tracer
 
 Connect = Callable[[Member, WorkerEventSink], Connection]
 """Opens the connection to a worker, whose events go to the sink."""

@@ -6,7 +6,7 @@ from pydantic import Field, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from quire.sizes import parse_size
-from services.common.runtime.config import PoolServiceSettings
+from services.runtime.config import PoolServiceSettings
 
 
 class MoverSettings(PoolServiceSettings):

@@ -8,17 +8,17 @@ from typing import NoReturn
 from blockstore.errors import BlockStoreError, WorkerFenced
 from blockstore.registry import Member, Registry
 from quire.sizes import parse_size
-from services.common.errors import QuireError, Unavailable
-from services.common.pool.header import BadHeader
-from services.common.runtime.logging import get_logger
-from services.common.runtime.metrics import MoverMetrics
-from services.common.runtime.ticks import until_tick
 from services.mover.config import MoverSettings
 from services.mover.own_pool import OwnPool
 from services.mover.pull import Pull, PullFailed, Target
 from services.mover.source import Side, Source, open_source
 from services.mover.transport import Transport, TransportError
+from services.pool.header import BadHeader
 from services.protocol.ticket import Ticket
+from services.runtime.errors import QuireError, Unavailable
+from services.runtime.logging import get_logger
+from services.runtime.metrics import MoverMetrics
+from services.runtime.ticks import until_tick
 
 log = get_logger(__name__)
 

@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from services.common.errors import StartupError
 from services.mover.transport import Area, Region, State, Transfer, TransportError
+from services.runtime.errors import StartupError
 
 _BUSY_S, _IDLE_S = 0.0005, 0.01
 _BUSY_FOR_S = 1.0

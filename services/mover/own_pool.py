@@ -13,14 +13,14 @@ from pathlib import Path
 
 from blockstore.records import PoolSpec
 from blockstore.redis_store import RedisStore
-from services.common.errors import StartupError
-from services.common.pool.directory import PoolDirectory, pool_directories
-from services.common.pool.header import BadHeader, PoolHeader
-from services.common.pool.keeper import KeptMemory, Registration, register
-from services.common.pool.locks import WorkerLock, host_lock
-from services.common.pool.members import leave_pool, register_member
-from services.common.pool.stamps import Stamps, map_file
 from services.mover.transport import Region
+from services.pool.directory import PoolDirectory, pool_directories
+from services.pool.header import BadHeader, PoolHeader
+from services.pool.keeper import KeptMemory, Registration, register
+from services.pool.locks import WorkerLock, host_lock
+from services.pool.members import leave_pool, register_member
+from services.pool.stamps import Stamps, map_file
+from services.runtime.errors import StartupError
 
 
 @dataclass(frozen=True, slots=True)

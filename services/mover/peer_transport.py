@@ -17,11 +17,6 @@ from typing import ClassVar
 from kvops.backend import BackendUnavailable
 from kvops.cuda import Driver, driver_of
 from kvops.cuda.vmm import CopyQueue, DriverError, SharedMemory, allocation_bytes
-from services.common.errors import StartupError
-from services.common.pool.directory import PoolDirectory
-from services.common.pool.header import BadHeader, PoolHeader
-from services.common.pool.keeper import KeeperRefusal, borrow, close_all
-from services.common.pool.stamps import Stamps
 from services.mover.transport import (
     Area,
     OutOfReach,
@@ -30,6 +25,11 @@ from services.mover.transport import (
     TransportError,
     stamps_region,
 )
+from services.pool.directory import PoolDirectory
+from services.pool.header import BadHeader, PoolHeader
+from services.pool.keeper import KeeperRefusal, borrow, close_all
+from services.pool.stamps import Stamps
+from services.runtime.errors import StartupError
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 

@@ -15,19 +15,6 @@ from blockstore.redis_store import RedisStore
 from blockstore.registry import Member, Registry
 from quire.v1 import mover_pb2_grpc
 from quire.worker_names import new_worker_id
-from services.common.pool.header import BadHeader
-from services.common.rpc.proof import Guard
-from services.common.rpc.tls import service_tls
-from services.common.rpc.transport import RpcServer
-from services.common.runtime import redis
-from services.common.runtime.exposition import metrics_endpoint
-from services.common.runtime.health import Health
-from services.common.runtime.logging import get_logger
-from services.common.runtime.metrics import MoverMetrics
-from services.common.runtime.process import EXIT_FAULT
-from services.common.runtime.registry_heartbeat import RegistryHeartbeat
-from services.common.runtime.secret import deployment_secret
-from services.common.runtime.ticks import until_tick
 from services.mover.config import MoverSettings
 from services.mover.mover import Mover
 from services.mover.nixl_transport import NixlTransport
@@ -35,7 +22,20 @@ from services.mover.own_pool import OwnPool, find_pool, join_pool
 from services.mover.pull import Target
 from services.mover.service import SERVICE_NAME, MoverService
 from services.mover.transport import Transport, stamps_region
+from services.pool.header import BadHeader
 from services.protocol.version import PROTOCOL_VERSION
+from services.runtime import redis
+from services.runtime.exposition import metrics_endpoint
+from services.runtime.health import Health
+from services.runtime.logging import get_logger
+from services.runtime.metrics import MoverMetrics
+from services.runtime.process import EXIT_FAULT
+from services.runtime.registry_heartbeat import RegistryHeartbeat
+from services.runtime.rpc.proof import Guard
+from services.runtime.rpc.tls import service_tls
+from services.runtime.rpc.transport import RpcServer
+from services.runtime.secret import deployment_secret
+from services.runtime.ticks import until_tick
 
 log = get_logger(__name__)
 

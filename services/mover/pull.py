@@ -35,12 +35,12 @@ from blockstore.errors import (
     WorkerFenced,
 )
 from blockstore.records import Allocation, PrefixHash
-from services.common.pool.stamps import Stamps
-from services.common.runtime.logging import get_logger
 from services.mover.source import Copies, Side, Source
 from services.mover.transport import Area, Transport, TransportError, landed
+from services.pool.stamps import Stamps
 from services.protocol.block_keys import BlockKeys, Key
 from services.protocol.ticket import Ticket
+from services.runtime.logging import get_logger
 
 log = get_logger(__name__)
 

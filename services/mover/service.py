@@ -7,11 +7,11 @@ from typing import Any
 from blockstore.store import FUNCTION_LIBRARY
 from quire.v1 import mover_pb2 as pb
 from quire.v1 import mover_pb2_grpc
-from services.common.errors import InvalidRequest, VersionMismatch
-from services.common.pool.header import PoolHeader
 from services.mover.mover import Mover
+from services.pool.header import PoolHeader
 from services.protocol.codec import ticket_from_wire, ticket_to_wire
 from services.protocol.version import PROTOCOL_VERSION
+from services.runtime.errors import InvalidRequest, VersionMismatch
 
 _COPYING_S = 5.0
 """How often a pull that takes long says that it goes on. Each of its parts has a time limit."""

@@ -14,15 +14,6 @@ from blockstore.store import FUNCTION_LIBRARY, BlockStore
 from quire.sizes import parse_size
 from quire.v1 import mover_pb2, mover_pb2_grpc
 from quire.worker_names import new_worker_id
-from services.common.pool.header import PoolHeader
-from services.common.pool.names import REMOTE_ROLE
-from services.common.pool.stamps import Stamps
-from services.common.rpc.proof import Proof
-from services.common.rpc.tls import service_tls
-from services.common.rpc.transport import open_channel, translate_errors
-from services.common.runtime import redis
-from services.common.runtime.logging import get_logger
-from services.common.runtime.secret import deployment_secret
 from services.mover.config import MoverSettings
 from services.mover.transport import (
     Area,
@@ -32,7 +23,16 @@ from services.mover.transport import (
     landed,
     stamps_region,
 )
+from services.pool.header import PoolHeader
+from services.pool.names import REMOTE_ROLE
+from services.pool.stamps import Stamps
 from services.protocol.version import PROTOCOL_VERSION
+from services.runtime import redis
+from services.runtime.logging import get_logger
+from services.runtime.rpc.proof import Proof
+from services.runtime.rpc.tls import service_tls
+from services.runtime.rpc.transport import open_channel, translate_errors
+from services.runtime.secret import deployment_secret
 
 log = get_logger(__name__)
 

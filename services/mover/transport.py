@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar, Protocol
 
-from services.common.pool.header import PoolHeader
-from services.common.pool.stamps import Stamps, record_bytes
+from services.pool.header import PoolHeader
+from services.pool.stamps import Stamps, record_bytes
 
 
 class TransportError(Exception):

@@ -25,9 +25,6 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 from blockstore.memory_registry import MemoryRegistry
 from blockstore.memory_store import MemoryStore
 from blockstore.registry import Member, Role
-from services.common.errors import StartupError
-from services.common.runtime.metrics import WorkerMetrics
-from services.common.runtime.secret import Secret
 from services.engine.batch import Row, Wait
 from services.engine.forward import Flight, ForwardPass
 from services.engine.runner import Runner
@@ -37,6 +34,9 @@ from services.gateway.wiring import Wiring, start_gateway
 from services.offline.connection import LocalConnection
 from services.offline.folder import locked_folder
 from services.protocol.version import PROTOCOL_VERSION
+from services.runtime.errors import StartupError
+from services.runtime.metrics import WorkerMetrics
+from services.runtime.secret import Secret
 from services.worker.adapters import WorkerAdapters
 from services.worker.config import WorkerSettings
 from services.worker.drafting import speculation

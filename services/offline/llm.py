@@ -21,17 +21,17 @@ from quire.messages import Request
 from quire.supervisor.model_source import find_model, with_draft_directory
 from quire.types import ChatMessage, Completion, Embedding, LoRARequest, Prompt, Sampling
 from quire.v1.inference_pb2 import EmbedRequest
-from services.common.errors import Draining
-from services.common.errors import InvalidRequest as InvalidDomainRequest
-from services.common.errors import QuireError as DomainError
-from services.common.runtime.logging import configure_logging
-from services.common.runtime.process import set_up_openmp
 from services.gateway.frontend.api import GenerationRequest
 from services.gateway.frontend.http.answering.formats import CHAT_FORMAT, Transcript
 from services.gateway.frontend.http.bodies.reading import checked
 from services.gateway.frontend.http.bodies.schema import ChatBody
 from services.gateway.frontend.service import InferenceService, request_from_wire, response_to_wire
 from services.gateway.wiring import Wiring
+from services.runtime.errors import Draining
+from services.runtime.errors import InvalidRequest as InvalidDomainRequest
+from services.runtime.errors import QuireError as DomainError
+from services.runtime.logging import configure_logging
+from services.runtime.process import set_up_openmp
 
 T = TypeVar("T")
 R = TypeVar("R")

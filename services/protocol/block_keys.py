@@ -16,8 +16,8 @@ from typing import TypeVar
 
 from blockstore.hashing import next_hash, prefix_hashes
 from blockstore.records import PrefixHash
-from services.common.pool.allotment import blocks_at_admission
-from services.common.pool.stamps import Stamps
+from services.pool.allotment import blocks_at_admission
+from services.pool.stamps import Stamps
 from services.protocol.ticket import Ticket
 
 T = TypeVar("T")

@@ -10,7 +10,6 @@ from itertools import pairwise
 
 from blockstore.registry import Load
 from quire.v1 import logprobs_pb2, sampling_pb2, ticket_pb2, worker_pb2
-from services.common.tracing.context import MAX_TRACEPARENT_CHARS
 from services.protocol.fields import FINISH_REASONS, require, to_fields, values
 from services.protocol.logprobs import MAX_LOGPROBS, Logprobs
 from services.protocol.messages import LoadReport
@@ -26,6 +25,7 @@ from services.protocol.ticket import (
     Ticket,
     TicketSequence,
 )
+from services.runtime.tracing.context import MAX_TRACEPARENT_CHARS
 
 ROOT_HASH_BYTES = 16
 _MAX_ORDER = 1 << 52

@@ -8,11 +8,11 @@ from typing import Any
 from google.protobuf.message import Message
 
 from quire.v1 import decode_pb2, prefill_pb2, worker_pb2
-from services.common.errors import InvalidRequest
 from services.protocol.codec import check_request_id, ticket_from_wire
 from services.protocol.fields import to_fields
 from services.protocol.messages import Abort, Admit, Command, HandOver, Reserve, Resume, Submit
 from services.protocol.sampling_codec import num_top_from_wire
+from services.runtime.errors import InvalidRequest
 
 _MESSAGES: dict[type[Command], tuple[str, type[Message]]] = {
     Reserve: ("reserve", decode_pb2.Reserve),

@@ -10,7 +10,6 @@ from typing import Any
 from google.protobuf.message import Message
 
 from quire.v1 import decode_pb2, logprobs_pb2, prefill_pb2, worker_pb2
-from services.common.errors import InvalidRequest
 from services.protocol.codec import (
     finish_reason_from_wire,
     load_from_wire,
@@ -34,6 +33,7 @@ from services.protocol.messages import (
     WorkerEvent,
 )
 from services.protocol.ticket import MAX_DIMENSIONS
+from services.runtime.errors import InvalidRequest
 
 Fields = dict[str, Message]
 """One field of a response message, by its name."""

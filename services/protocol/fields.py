@@ -6,10 +6,10 @@ from enum import Enum
 from typing import Any, Generic, TypeVar
 
 from quire.v1 import sampling_pb2, ticket_pb2, worker_pb2
-from services.common.errors import InvalidRequest
-from services.common.structured.structure import StructureKind
+from services.model.structured.structure import StructureKind
 from services.protocol.messages import RequeueReason
 from services.protocol.ticket import EarlyStopping, FinishReason, PoolingMode, SamplingParams
+from services.runtime.errors import InvalidRequest
 
 E = TypeVar("E", bound=Enum)
 

@@ -7,7 +7,7 @@ invalid parameter raises InvalidRequest.
 from dataclasses import fields
 
 from quire.v1 import sampling_pb2, ticket_pb2
-from services.common.structured.structure import MAX_STRUCTURE_BYTES, Structure
+from services.model.structured.structure import MAX_STRUCTURE_BYTES, Structure
 from services.protocol.fields import (
     EARLY_STOPPING,
     POOLING_MODES,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import chain
 
-from services.common.structured.structure import Structure
+from services.model.structured.structure import Structure
 
 PRIORITIES = range(-128, 128)
 MAX_BIAS = 100.0

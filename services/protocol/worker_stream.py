@@ -12,11 +12,11 @@ from grpc import StatusCode, aio
 from blockstore.registry import Role
 from blockstore.store import FUNCTION_LIBRARY
 from quire.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2
-from services.common.rpc.message_batching import unpack_batch
 from services.protocol.command_codec import command_to_wire
 from services.protocol.event_codec import events_from_wire
 from services.protocol.messages import Command, Event, RequestEvent
 from services.protocol.version import PROTOCOL_VERSION
+from services.runtime.rpc.message_batching import unpack_batch
 
 Stream = aio.StreamStreamCall[Any, Any]
 Metadata = tuple[tuple[str, str], ...]

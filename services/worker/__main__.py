@@ -1,13 +1,13 @@
 """`python -m services.worker --role prefill` or `--role decode`: a worker."""
 
-from services.common.runtime.starting import begin_start
+from services.runtime.starting import begin_start
 
 if __name__ == "__main__":
     begin_start()
 
 from argparse import ArgumentParser
 
-from services.common.runtime.process import run_service
+from services.runtime.process import run_service
 from services.worker.config import DecodeSettings, PrefillSettings
 from services.worker.liveness.rejoin import serve_worker
 

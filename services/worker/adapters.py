@@ -9,12 +9,12 @@ from weakref import WeakValueDictionary
 
 from safetensors import SafetensorError
 
-from services.common.checkpoint.adapter import AdapterFiles
-from services.common.errors import InvalidRequest
-from services.common.runtime.logging import get_logger
-from services.common.text.model_config import ModelConfig
 from services.engine.batch import LoadedAdapter
+from services.model.checkpoint.adapter import AdapterFiles
+from services.model.config.model_config import ModelConfig
 from services.protocol.ticket import Adapter
+from services.runtime.errors import InvalidRequest
+from services.runtime.logging import get_logger
 
 log = get_logger(__name__)
 

@@ -1,7 +1,7 @@
 """Decides how linears compute, from what the checkpoint stores and from the settings."""
 
 from quire.choices import Quantize
-from services.common.checkpoint.quantization import Quantization, StoredKind, StoredQuantization
+from services.model.config.quantization import Quantization, StoredKind, StoredQuantization
 
 
 def kind_to_make(quantize: Quantize) -> Quantization | None:

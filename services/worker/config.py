@@ -15,14 +15,15 @@ from quire.sizes import parse_size
 from quire.speculative_config import SpeculativeConfig
 from quire.supervisor.errors import ModelNotFound
 from quire.supervisor.model_source import DEMO, find_model
-from services.common.checkpoint.quantization import Quantization, StoredKind
-from services.common.checkpoint.shards import SIZES, check_shards, refuse_kind
-from services.common.errors import StartupError
-from services.common.numa.topology import parse_cpus
-from services.common.pool.sizing import check_capacity
-from services.common.runtime.config import PoolServiceSettings
-from services.common.text.model_config import ModelConfig
-from services.common.tracing.opening import TracedSettings, check_tracing
+from services.model.checkpoint.reading import read_model_config
+from services.model.checkpoint.shards import SIZES, check_shards, refuse_kind
+from services.model.config.model_config import ModelConfig
+from services.model.config.quantization import Quantization, StoredKind
+from services.pool.sizing import check_capacity
+from services.runtime.config import PoolServiceSettings
+from services.runtime.errors import StartupError
+from services.runtime.numa.topology import parse_cpus
+from services.runtime.tracing.opening import TracedSettings, check_tracing
 from services.worker.computed_kind import computed_kind, is_dequantized, kind_to_make
 from services.worker.draft_config import draft_config
 from services.worker.preflight import check_pool, check_quantize
@@ -310,7 +311,7 @@ class WorkerSettings(TracedSettings, PoolServiceSettings):
         ranks, quantization, context, draft model, a pool without room or without memory."""
         check_tracing(self)
         self.check_speculation()
-        config = ModelConfig.from_directory(self.model).for_context(self.max_model_len)
+        config = read_model_config(self.model).for_context(self.max_model_len)
         self.check_ranks(config)
         check_quantize(self, config)
         check_pool(self, config)

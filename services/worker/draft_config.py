@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from services.common.checkpoint.check import check_weights
-from services.common.errors import StartupError
-from services.common.text.model_config import ModelConfig
-from services.common.text.tokenizer import has_tokenizer, read_tokenizer
+from services.model.checkpoint.check import check_weights
+from services.model.config.model_config import ModelConfig
+from services.model.text.tokenizer import has_tokenizer, read_tokenizer
+from services.runtime.errors import StartupError
 
 
 def draft_config(draft: Path, target: Path, config: ModelConfig, context: int) -> ModelConfig:

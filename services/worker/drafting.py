@@ -6,11 +6,6 @@ from pathlib import Path
 
 import kvops
 from quire.sizes import parse_size
-from services.common.errors import StartupError
-from services.common.pool.layout import KVDtype, PoolLayout
-from services.common.pool.sizing import MIN_BLOCKS, format_size
-from services.common.runtime.logging import get_logger
-from services.common.text.model_config import ModelConfig
 from services.engine.batch import Row
 from services.engine.device.steps import attention_shape
 from services.engine.forward import Flight
@@ -21,6 +16,11 @@ from services.engine.speculation.draft_model import DraftModel
 from services.engine.speculation.ngram import NgramDrafter
 from services.engine.speculation.speculation import Speculation
 from services.engine.weights.packed_file import Progress
+from services.model.config.model_config import ModelConfig
+from services.pool.layout import KVDtype, PoolLayout
+from services.pool.sizing import MIN_BLOCKS, format_size
+from services.runtime.errors import StartupError
+from services.runtime.logging import get_logger
 from services.worker.config import WorkerSettings
 
 _NUM_WARM_UP_TOKENS = 32

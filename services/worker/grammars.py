@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 
-from services.common.errors import InvalidRequest
-from services.common.structured.grammar import Compiled, Grammar, compile_structure
-from services.common.structured.structure import Structure
-from services.common.structured.vocabulary import Vocabulary
+from services.model.structured.grammar import Compiled, Grammar, compile_structure
+from services.model.structured.structure import Structure
+from services.model.structured.vocabulary import Vocabulary
+from services.runtime.errors import InvalidRequest
 
 _MOST_GRAMMARS = 32
 

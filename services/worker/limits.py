@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from services.common.pool.allotment import LOOK_AHEAD
+from services.pool.allotment import LOOK_AHEAD
 
 PARK_WINDOW_S = 10.0
 """How long a decode worker parks requests whose gateway is gone: as long as the client library

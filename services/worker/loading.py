@@ -10,18 +10,6 @@ from torch import Tensor
 
 import kvops
 from kvops.native import Lane
-from services.common.checkpoint.check import check_format
-from services.common.checkpoint.shards import Shard
-from services.common.checkpoint.weights import weight_files
-from services.common.errors import StartupError
-from services.common.gguf.config import served_bytes
-from services.common.gguf.file import GgufFile, gguf_file
-from services.common.pool.allotment import LOOK_AHEAD
-from services.common.pool.layout import Dtype, PoolLayout
-from services.common.pool.sizing import MemoryPlan
-from services.common.runtime.logging import get_logger
-from services.common.text.model_config import ModelConfig
-from services.common.text.tokenizer import tokenizer_file
 from services.engine.device.gpu_memory import CudaMeter, profile
 from services.engine.device.opening import open_device
 from services.engine.device.steps import attention_shape
@@ -33,6 +21,19 @@ from services.engine.ranks.rank import ShardPlan
 from services.engine.runner import Runner
 from services.engine.weights.packed_file import Progress
 from services.engine.weights.placement import SharedWeights
+from services.model.checkpoint.check import check_format
+from services.model.checkpoint.reading import read_model_config
+from services.model.checkpoint.shards import Shard
+from services.model.checkpoint.weights import weight_files
+from services.model.config.model_config import ModelConfig
+from services.model.gguf.config import served_bytes
+from services.model.gguf.file import GgufFile, gguf_file
+from services.model.text.tokenizer import tokenizer_file
+from services.pool.allotment import LOOK_AHEAD
+from services.pool.layout import Dtype, PoolLayout
+from services.pool.sizing import MemoryPlan
+from services.runtime.errors import StartupError
+from services.runtime.logging import get_logger
 from services.worker.config import WorkerSettings
 from services.worker.cpu.place import Place
 from services.worker.drafting import DraftPlan, LoadedDraft, load_draft, plan_draft
@@ -77,7 +78,7 @@ class _Load:
         self.progress, self.place = progress, place
         self.device = open_device(settings.devices[0])
         check_format(settings.model)
-        self.config = ModelConfig.from_directory(settings.model).for_context(settings.max_model_len)
+        self.config = read_model_config(settings.model).for_context(settings.max_model_len)
         settings.check_ranks(self.config)
         settings.check_speculation()
         tokenizer_file(settings.model)  # raises without one: gateways would not serve the model

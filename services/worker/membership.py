@@ -23,26 +23,26 @@ from pathlib import Path
 from blockstore.errors import BlockStoreError, PoolGone
 from blockstore.records import PoolSpec
 from blockstore.store import BlockStore
-from services.common.errors import StartupError
-from services.common.numa.policy import InterleavePolicy
-from services.common.pool.allotment import WATERMARK
-from services.common.pool.arena import complete_file, make_file
-from services.common.pool.directory import (
+from services.engine.pool import KVPool
+from services.pool.allotment import WATERMARK
+from services.pool.arena import complete_file, make_file
+from services.pool.directory import (
     PoolDirectory,
     new_directory,
     pool_directories,
     remove_incomplete_pools,
 )
-from services.common.pool.header import BadHeader, PoolHeader
-from services.common.pool.keeper import KeptMemory, release_removed
-from services.common.pool.layout import PoolLayout
-from services.common.pool.locks import WorkerLock, host_lock
-from services.common.pool.members import leave_pool, register_member
-from services.common.pool.names import new_pool_id
-from services.common.pool.sizing import MemoryPlan
-from services.common.pool.stamps import Stamps, record_bytes
-from services.common.runtime.ticks import until_tick
-from services.engine.pool import KVPool
+from services.pool.header import BadHeader, PoolHeader
+from services.pool.keeper import KeptMemory, release_removed
+from services.pool.layout import PoolLayout
+from services.pool.locks import WorkerLock, host_lock
+from services.pool.members import leave_pool, register_member
+from services.pool.names import new_pool_id
+from services.pool.sizing import MemoryPlan
+from services.pool.stamps import Stamps, record_bytes
+from services.runtime.errors import StartupError
+from services.runtime.numa.policy import InterleavePolicy
+from services.runtime.ticks import until_tick
 from services.worker.pool_memory import FileMemory, PoolMemory
 
 _ALLOCATION_NICENESS = 10

@@ -6,10 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from blockstore.store import BlockStore
-from services.common.errors import InvalidRequest
-from services.common.runtime.logging import get_logger
-from services.common.runtime.metrics import WorkerMetrics
-from services.common.structured.grammar import Grammar
 from services.engine.batch import Fault
 from services.engine.engine import Engine
 from services.engine.forward import ForwardPass
@@ -18,7 +14,11 @@ from services.engine.scheduler import Scheduler
 from services.engine.sequences.sequence import Rules
 from services.engine.speculation.speculation import Speculation
 from services.engine.thread import EngineThread
+from services.model.structured.grammar import Grammar
 from services.protocol.ticket import Ticket
+from services.runtime.errors import InvalidRequest
+from services.runtime.logging import get_logger
+from services.runtime.metrics import WorkerMetrics
 from services.worker.adapters import WorkerAdapters
 from services.worker.grammars import Grammars
 from services.worker.limits import Limits
@@ -29,7 +29,7 @@ from services.worker.step_meter import StepMeter
 from services.worker.swap.pool import SwapPool
 
 if TYPE_CHECKING:
-    from services.common.tracing.tracer import Tracer
+    from services.runtime.tracing.tracer import Tracer
 
 log = get_logger(__name__)
 

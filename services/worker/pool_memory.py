@@ -9,22 +9,22 @@ from typing import Protocol
 
 from blockstore.errors import PoolGone
 from kvops.cuda.vmm import DeviceLost, Driver, DriverError, allocation_bytes
-from services.common.errors import StartupError
-from services.common.pool.arena import make_file, missing_bytes
-from services.common.pool.directory import PoolDirectory, pool_directories
-from services.common.pool.header import ArenaKind, PoolHeader
-from services.common.pool.keeper import (
+from services.engine.pool import Arena, CudaArena, FileArena
+from services.pool.arena import make_file, missing_bytes
+from services.pool.directory import PoolDirectory, pool_directories
+from services.pool.header import ArenaKind, PoolHeader
+from services.pool.keeper import (
     KeptMemory,
     Registration,
     close_all,
     register,
     release_removed,
 )
-from services.common.pool.layout import PoolLayout
-from services.common.pool.memory import available_bytes
-from services.common.pool.sizing import MemoryPlan, num_blocks_for
-from services.common.pool.stamps import record_bytes
-from services.engine.pool import Arena, CudaArena, FileArena
+from services.pool.layout import PoolLayout
+from services.pool.memory import available_bytes
+from services.pool.sizing import MemoryPlan, num_blocks_for
+from services.pool.stamps import record_bytes
+from services.runtime.errors import StartupError
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class OtherRanks(Protocol):
 
 class GpuMemory:
     """The arena of each rank is one allocation of its GPU. The first worker makes them; the keeper,
-    in the block manager, gives their descriptors to the others (`services.common.pool.keeper`).
+    in the block manager, gives their descriptors to the others (`services.pool.keeper`).
     Rank 0 maps its own here; the other ranks map theirs when they get the worker's lock."""
 
     kind: ArenaKind = "cuda"

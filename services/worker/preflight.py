@@ -2,11 +2,11 @@
 
 from typing import TYPE_CHECKING, get_args
 
-from services.common.checkpoint.quantization import Quantization
-from services.common.errors import StartupError
-from services.common.pool.layout import KVDtype, PoolLayout
-from services.common.pool.sizing import MIN_BLOCKS, format_size
-from services.common.text.model_config import ModelConfig
+from services.model.config.model_config import ModelConfig
+from services.model.config.quantization import Quantization
+from services.pool.layout import KVDtype, PoolLayout
+from services.pool.sizing import MIN_BLOCKS, format_size
+from services.runtime.errors import StartupError
 
 if TYPE_CHECKING:
     from services.worker.config import WorkerSettings

@@ -13,20 +13,20 @@ from typing import Any, NoReturn
 from prometheus_client import CollectorRegistry
 
 from blockstore.errors import PoolGone, UnknownWorker, WorkerFenced
-from services.common.pool.directory import PoolDirectory
-from services.common.rpc.proof import Guard
-from services.common.rpc.tls import service_tls
-from services.common.rpc.transport import RpcServer
-from services.common.runtime.exposition import metrics_endpoint
-from services.common.runtime.health import Health
-from services.common.runtime.logging import get_logger
-from services.common.runtime.metrics import WorkerMetrics
-from services.common.runtime.secret import deployment_secret
-from services.common.runtime.ticks import until_tick
-from services.common.tracing.opening import open_tracer
 from services.engine.device.opening import lost_device
 from services.engine.forward import ForwardPass
 from services.engine.runner import Runner
+from services.pool.directory import PoolDirectory
+from services.runtime.exposition import metrics_endpoint
+from services.runtime.health import Health
+from services.runtime.logging import get_logger
+from services.runtime.metrics import WorkerMetrics
+from services.runtime.rpc.proof import Guard
+from services.runtime.rpc.tls import service_tls
+from services.runtime.rpc.transport import RpcServer
+from services.runtime.secret import deployment_secret
+from services.runtime.ticks import until_tick
+from services.runtime.tracing.opening import open_tracer
 from services.worker.adapters import WorkerAdapters
 from services.worker.config import WorkerSettings
 from services.worker.cpu.place import Place, take_place
@@ -44,7 +44,7 @@ from services.worker.roles import ROLES
 from services.worker.stream import WorkerStream
 from services.worker.swap.pool import Copy, SwapPool
 
-# The next three add up to less than ENDING_S (services.common.runtime.config), the time for all
+# The next three add up to less than ENDING_S (services.runtime.config), the time for all
 # that follows the grace period of the running requests.
 _REQUEUE_LIMIT_S = 2.0
 """How long the steps in flight and the releases after it may take once the grace period is over."""

@@ -7,15 +7,15 @@ from typing import Any
 
 from blockstore.store import FUNCTION_LIBRARY
 from quire.v1 import worker_pb2
-from services.common.errors import InvalidRequest, VersionMismatch
-from services.common.rpc.message_batching import Outbox, pack_batch, unpack_batch
-from services.common.runtime.logging import get_logger
-from services.common.runtime.ticks import until_tick
 from services.protocol.codec import load_to_wire
 from services.protocol.command_codec import command_from_wire
 from services.protocol.event_codec import Fields, event_to_wire
 from services.protocol.messages import DrainNotice, Failed, LoadReport, WorkerEvent
 from services.protocol.version import PROTOCOL_VERSION
+from services.runtime.errors import InvalidRequest, VersionMismatch
+from services.runtime.logging import get_logger
+from services.runtime.rpc.message_batching import Outbox, pack_batch, unpack_batch
+from services.runtime.ticks import until_tick
 from services.worker.pool_worker import PoolWorker
 
 _LOAD_INTERVAL_S = 0.25

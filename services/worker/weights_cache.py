@@ -3,7 +3,7 @@
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from services.common.runtime.logging import get_logger
+from services.runtime.logging import get_logger
 
 log = get_logger(__name__)
 

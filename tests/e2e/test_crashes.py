@@ -19,7 +19,7 @@ from blockstore.redis_store import RedisStore
 from quire.async_client import AsyncClient
 from quire.errors import QuireError
 from quire.types import Sampling
-from services.common.pool.directory import PoolDirectory, pool_directories
+from services.pool.directory import PoolDirectory, pool_directories
 from tests.waiting import until
 
 from .conftest import POOL_MEMORY

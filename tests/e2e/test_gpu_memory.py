@@ -9,7 +9,7 @@ import signal
 from quire.async_client import AsyncClient
 from quire.errors import QuireError
 from quire.types import Sampling
-from services.common.pool.directory import PoolDirectory
+from services.pool.directory import PoolDirectory
 from tests.waiting import until
 
 from .conftest import POOL_MEMORY

@@ -16,9 +16,9 @@ from quire.async_client import AsyncClient
 from quire.sockets import living_sockets
 from quire.supervisor.run_directory import free_port
 from quire.types import Sampling
-from services.common.runtime.secret import Secret
 from services.gateway.workers.movers import Movers
 from services.protocol.ticket import SamplingParams, Ticket
+from services.runtime.secret import Secret
 from tests.waiting import until
 
 from .conftest import POOL_MEMORY, Oracle

@@ -10,7 +10,7 @@ import torch
 
 from kvops.native import usable_kernels
 from quire.async_client import AsyncClient
-from services.common.pool.layout import PoolLayout
+from services.pool.layout import PoolLayout
 from tests.integration.models_oracle import NUM_NEW_TOKENS, RecordingRunner
 from tests.waiting import until
 

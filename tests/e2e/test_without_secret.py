@@ -34,10 +34,10 @@ from quire.v1 import (
     ticket_pb2,
     worker_pb2,
 )
-from services.common.rpc.message_batching import unpack_batch
-from services.common.rpc.proof import Guard
-from services.common.rpc.transport import RpcServer, open_channel
 from services.protocol.version import PROTOCOL_VERSION
+from services.runtime.rpc.message_batching import unpack_batch
+from services.runtime.rpc.proof import Guard
+from services.runtime.rpc.transport import RpcServer, open_channel
 from tests.secret import OTHER, guard
 from tests.waiting import until
 

@@ -27,9 +27,6 @@ from quire.v1 import (
 from services.block_manager.auditor import LastAudits
 from services.block_manager.operators.service import BlockManagerService
 from services.block_manager.rounds import Connection, RoundRunner
-from services.common.rpc.transport import RpcServer, open_channel
-from services.common.runtime.metrics import WorkerMetrics
-from services.common.text.tokenizer import Tokenizer
 from services.engine.batch import Row, RowOutput, RowResult
 from services.gateway.config import GatewayOptions
 from services.gateway.frontend.http.app import create_app
@@ -38,7 +35,10 @@ from services.gateway.frontend.relay import BLOCK_MANAGER, SUPERVISOR, Relay, Ta
 from services.gateway.frontend.service import InferenceService
 from services.gateway.request_metrics import RequestMetrics
 from services.gateway.wiring import Wiring, start_gateway
+from services.model.text.tokenizer import Tokenizer
 from services.protocol.version import PROTOCOL_VERSION
+from services.runtime.metrics import WorkerMetrics
+from services.runtime.rpc.transport import RpcServer, open_channel
 from services.worker.limits import Limits
 from services.worker.pool_engine import WorkerParts
 from services.worker.pool_worker import PoolWorker

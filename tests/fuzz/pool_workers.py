@@ -15,13 +15,13 @@ from blockstore.memory.ledger import Ledger
 from blockstore.memory_store import MemoryStore
 from blockstore.store import FUNCTION_LIBRARY
 from quire.v1 import decode_pb2, prefill_pb2, worker_pb2
-from services.common.errors import InvalidRequest, VersionMismatch
-from services.common.rpc.message_batching import unpack_batch
-from services.common.runtime.metrics import WorkerMetrics
 from services.engine.batch import Row, RowResult
 from services.engine.forward import CompleteFlight
 from services.engine.sequences.group import Group
 from services.protocol.version import PROTOCOL_VERSION
+from services.runtime.errors import InvalidRequest, VersionMismatch
+from services.runtime.metrics import WorkerMetrics
+from services.runtime.rpc.message_batching import unpack_batch
 from services.worker.limits import Limits
 from services.worker.pool_worker import PoolWorker
 from services.worker.roles import ROLES

@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quire.v1 import decode_pb2, prefill_pb2, ticket_pb2
-from services.common.errors import QuireError
 from services.gateway.frontend.api import Delta, RequestedBeams
+from services.runtime.errors import QuireError
 from tests.fuzz.field_changes import IDS
 from tests.fuzz.fuzzed_gateway import VOCAB, FuzzedGateway, WorkerSession
 from tests.fuzz.hostile_workers import ATTACKS, Attack

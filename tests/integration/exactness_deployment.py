@@ -18,7 +18,6 @@ from blockstore.registry import Member, Role
 from quire import messages
 from quire.messages import Request
 from quire.types import Delta
-from services.common.runtime.metrics import WorkerMetrics
 from services.engine.forward import ForwardPass
 from services.engine.models import Model
 from services.engine.sequences.sequence import Sequence as DecodingSequence
@@ -35,6 +34,7 @@ from services.gateway.scheduling.migration import Migration
 from services.gateway.scheduling.router import Router
 from services.gateway.workers.directory import WorkerDirectory
 from services.protocol.version import PROTOCOL_VERSION
+from services.runtime.metrics import WorkerMetrics
 from services.worker.adapters import WorkerAdapters
 from services.worker.grammars import Grammars
 from services.worker.limits import Limits

@@ -15,9 +15,9 @@ from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file, save_file
 
 from bench.make_checkpoint import CHAT_TEMPLATE
-from services.common.errors import StartupError
-from services.common.text.model_config import ModelConfig
 from services.engine.weights.checkpoint import load_weights
+from services.model.checkpoint.reading import read_model_config
+from services.runtime.errors import StartupError
 
 Choose = Callable[[str], str]
 """Chooses the type of a linear or of the embedding, by its name in GGUF."""
@@ -124,7 +124,7 @@ def number_refused(path: Path, header_bytes: int) -> int:
         broken[place] ^= 1 << int(rng.integers(8))
         path.write_bytes(broken)
         try:
-            load_weights(path, ModelConfig.from_directory(path))
+            load_weights(path, read_model_config(path))
         except StartupError:
             refused += 1
     return refused

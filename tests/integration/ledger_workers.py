@@ -9,12 +9,12 @@ from pathlib import Path
 
 from blockstore.records import Asserted, Growth
 from blockstore.redis_store import RedisStore
-from services.common.pool.directory import PoolDirectory, new_directory
-from services.common.pool.header import PoolHeader
-from services.common.pool.layout import PoolLayout
-from services.common.pool.locks import WorkerLock
-from services.common.pool.recovery import PoolRecovery
-from services.common.pool.stamps import Stamps, record_bytes
+from services.pool.directory import PoolDirectory, new_directory
+from services.pool.header import PoolHeader
+from services.pool.layout import PoolLayout
+from services.pool.locks import WorkerLock
+from services.pool.recovery import PoolRecovery
+from services.pool.stamps import Stamps, record_bytes
 
 NUM_BLOCKS, SIZE, LIMIT_S = 24, 4, 10.0
 LAYOUT = PoolLayout("model", "fingerprint", 1, 1, 4, "float32", SIZE)

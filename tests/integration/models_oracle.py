@@ -17,10 +17,10 @@ import kvops
 from bench.make_checkpoint import CheckpointSpec
 from kvops import int8_kv
 from kvops.native import Lane
-from services.common.checkpoint.quantization import Quantization
 from services.engine.batch import Draw, Row, RowResult
 from services.engine.models import load_model
 from services.engine.runner import Runner
+from services.model.config.quantization import Quantization
 from services.protocol.ticket import SamplingParams
 
 NUM_NEW_TOKENS = 6

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kvops import int4, int8
-from services.common.checkpoint.quantization import Quantization
+from services.model.config.quantization import Quantization
 
 from .models_oracle import NUM_NEW_TOKENS, Oracle, RecordingRunner, random_prompt
 

@@ -10,14 +10,14 @@ import torch
 
 import kvops
 from kvops.native import Lane
-from services.common.pool.directory import PoolDirectory
-from services.common.pool.header import PoolHeader
-from services.common.pool.layout import KVDtype, PoolLayout
-from services.common.pool.locks import WorkerLock
 from services.engine.pool import DTYPES, FileArena, KVPool
 from services.engine.ranks.rank import ShardPlan
 from services.engine.runner import Runner
 from services.engine.weights.placement import SharedWeights
+from services.pool.directory import PoolDirectory
+from services.pool.header import PoolHeader
+from services.pool.layout import KVDtype, PoolLayout
+from services.pool.locks import WorkerLock
 from services.worker.membership import Membership
 from services.worker.ranks.processes import Ranks
 

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from bench.make_checkpoint import CheckpointSpec, make_checkpoint
 from kvops.native import emulated_kernels, usable_kernels
-from services.common.checkpoint.adapter import CONFIG_FILE, AdapterFiles
-from services.common.checkpoint.quantization import Quantization
-from services.common.errors import InvalidRequest, StartupError
-from services.common.text.model_config import ModelConfig
 from services.engine.batch import LoadedAdapter, Row
 from services.engine.ranks.shared_steps import DividedAdapters
+from services.model.checkpoint.adapter import CONFIG_FILE, AdapterFiles
+from services.model.checkpoint.reading import read_model_config
+from services.model.config.quantization import Quantization
+from services.runtime.errors import InvalidRequest, StartupError
 from services.worker.ranks.processes import Ranks
 from tests.adapters import ATTENTION, MLP, AdapterOracle, make_adapter
 
@@ -326,11 +326,11 @@ def test_unsupported_adapters_are_refused_by_name(
     adapter = make_adapter(tmp_path / "adapter", checkpoint, 1)
     config_with(adapter, **fields)
     with pytest.raises(InvalidRequest, match=problem):
-        AdapterFiles.read(adapter, ModelConfig.from_directory(checkpoint), 64)
+        AdapterFiles.read(adapter, read_model_config(checkpoint), 64)
 
 
 def test_adapters_that_do_not_fit_are_refused(checkpoint: Path, tmp_path: Path) -> None:
-    config = ModelConfig.from_directory(checkpoint)
+    config = read_model_config(checkpoint)
     other = make_checkpoint(tmp_path / "other", hidden_size=32)
     wrong = make_adapter(tmp_path / "wrong", other, 1)
     with pytest.raises(
@@ -343,7 +343,7 @@ def test_adapters_that_do_not_fit_are_refused(checkpoint: Path, tmp_path: Path) 
     untied = make_checkpoint(tmp_path / "untied", tied=False)
     head = make_adapter(tmp_path / "head", untied, 1, target_modules=["lm_head"])
     with pytest.raises(InvalidRequest, match=r"lm_head\.\S+ is not for one of"):
-        AdapterFiles.read(head, ModelConfig.from_directory(untied), 64)
+        AdapterFiles.read(head, read_model_config(untied), 64)
     with pytest.raises(InvalidRequest, match="rank 8 is above max_lora_rank 4"):
         AdapterFiles.read(make_adapter(tmp_path / "good", checkpoint, 1), config, 4)
     (tmp_path / "good" / "adapter_model.safetensors").write_bytes(b"cut")

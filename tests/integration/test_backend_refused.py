@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from bench.make_checkpoint import CheckpointSpec, make_checkpoint
-from services.common.errors import StartupError
-from services.common.runtime.config import load_settings
+from services.runtime.config import load_settings
+from services.runtime.errors import StartupError
 from services.worker.config import PrefillSettings
 from services.worker.liveness.registration import Registration
 from services.worker.process import WorkerProcess

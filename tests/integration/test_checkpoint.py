@@ -16,8 +16,8 @@ from kvops.reference import ReferenceKernels
 from quire.supervisor.errors import ModelUnusable
 from quire.supervisor.model_source import check_model, find_model
 from quire.supervisor.run_directory import free_port
-from services.common.errors import StartupError
-from services.common.runtime.config import load_settings
+from services.runtime.config import load_settings
+from services.runtime.errors import StartupError
 from services.worker.config import PrefillSettings
 from services.worker.loading import load
 
@@ -135,7 +135,7 @@ def test_the_check_imports_no_pytorch(checkpoint: Path) -> None:
     """So it takes only a fraction of a second at the start."""
     code = (
         "import runpy, sys; sys.argv = ['check', sys.argv[1]];"
-        "runpy.run_module('services.common.checkpoint', run_name='__main__');"
+        "runpy.run_module('services.model.checkpoint', run_name='__main__');"
         "assert not {'torch', 'numpy', 'safetensors'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code, str(checkpoint)], check=True)

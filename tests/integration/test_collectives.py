@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench.make_checkpoint import make_checkpoint
-from services.common.checkpoint.shards import Shard, shards
-from services.common.text.model_config import ModelConfig
 from services.engine.ranks.collectives import Collectives, connect
+from services.model.checkpoint.reading import read_model_config
+from services.model.checkpoint.shards import Shard, shards
 
 from .models_oracle import SPECS
 
@@ -28,7 +28,7 @@ ends 1."""
 @pytest.fixture(scope="module")
 def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Collectives]]:
     folder = tmp_path_factory.mktemp("ranks")
-    config = ModelConfig.from_directory(make_checkpoint(folder / "model", SPECS["llama-gqa"]))
+    config = read_model_config(make_checkpoint(folder / "model", SPECS["llama-gqa"]))
     cpu = torch.device("cpu")
 
     def joined(rank: int) -> Collectives:
@@ -66,7 +66,7 @@ def test_ranks_have_met_when_they_are_connected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 removes the place where they meet."""
-    config = ModelConfig.from_directory(make_checkpoint(tmp_path / "model", SPECS["llama-gqa"]))
+    config = read_model_config(make_checkpoint(tmp_path / "model", SPECS["llama-gqa"]))
     monkeypatch.setattr(dist, "ProcessGroupGloo", GroupThatConnectsLate)
     meeting = tmp_path / "meeting"
     meeting.mkdir()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.errors import StartupError
+from services.runtime.errors import StartupError
 from services.worker.cpu.board import ENTRY_BYTES, NUM_ENTRIES, CpuBoard, CpuBoardEntry
 
 from .cpu_board_member import guest

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from kvops.native import Lane, NativeCpu
-from services.common.numa.topology import HostCpus, Node
 from services.engine.batch import Row
 from services.engine.forward import CompleteFlight
 from services.engine.runner import Runner
+from services.runtime.numa.topology import HostCpus, Node
 from services.worker.cpu.board import ENTRY_WORDS, CpuBoard, CpuBoardEntry
 from services.worker.cpu.sharing import SharedCpus
 

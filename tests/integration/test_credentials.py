@@ -14,10 +14,10 @@ from blockstore.errors import StoreUnsuitable
 from blockstore.records import PoolSpec
 from blockstore.redis_registry import RedisRegistry
 from blockstore.redis_store import RedisStore
-from services.common.errors import StartupError
-from services.common.runtime.config import resolved
-from services.common.runtime.redis import connection_url
 from services.gateway.config import GatewaySettings
+from services.runtime.config import resolved
+from services.runtime.errors import StartupError
+from services.runtime.redis import connection_url
 from tests.conftest import Valkey
 from tests.secret import SECRET
 

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from kvops import Backend
 from kvops.reference import ReferenceKernels
-from services.common.checkpoint.shards import check_shards
-from services.common.checkpoint.weights import checked_weights
-from services.common.errors import StartupError
-from services.common.text.model_config import ModelConfig
 from services.engine.models import load_model
+from services.model.checkpoint.reading import read_model_config
+from services.model.checkpoint.shards import check_shards
+from services.model.checkpoint.weights import checked_weights
+from services.runtime.errors import StartupError
 
 from .family_checkpoints import CASES, Case, make
 from .models_oracle import RecordingRunner, random_prompt
@@ -94,7 +94,7 @@ def test_a_wrong_config_is_refused(
     directory = make(tmp_path / "model", CASES[name])
     edit(directory, **fields)
     with pytest.raises(StartupError, match=problem):
-        checked_weights(directory, ModelConfig.from_directory(directory))
+        checked_weights(directory, read_model_config(directory))
 
 
 def test_weights_of_experts_are_where_the_model_computes(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_weights_of_experts_are_where_the_model_computes(tmp_path: Path) -> None
 
 
 def test_experts_that_ranks_cannot_divide_are_refused(tmp_path: Path) -> None:
-    mixtral = ModelConfig.from_directory(make(tmp_path / "other", CASES["mixtral"]))
+    mixtral = read_model_config(make(tmp_path / "other", CASES["mixtral"]))
     mixtral = replace(mixtral, num_heads=8, num_kv_heads=8, intermediate_size=64)
     with pytest.raises(StartupError, match="36 columns of an expert"):
         check_shards(mixtral, 8)

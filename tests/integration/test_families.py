@@ -11,8 +11,8 @@ import torch
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from services.common.checkpoint.quantization import Quantization
-from services.common.text.model_config import ModelConfig
+from services.model.checkpoint.reading import read_model_config
+from services.model.config.quantization import Quantization
 
 from .family_checkpoints import CASES, make
 from .models_oracle import NUM_NEW_TOKENS, Oracle, RecordingRunner, Trial, random_prompt
@@ -72,7 +72,7 @@ def test_absent_field_has_the_value_of_transformers(model_type: str, tmp_path: P
     for fields in (sizes, whole):
         config = fields | {"architectures": [architecture], "eos_token_id": None}
         (tmp_path / "config.json").write_text(json.dumps(config))
-        read.append(ModelConfig.from_directory(tmp_path))
+        read.append(read_model_config(tmp_path))
     assert read[0] == read[1]
 
 

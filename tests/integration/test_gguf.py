@@ -24,16 +24,16 @@ from kvops.int8 import Int8Weight
 from kvops.quantized import stored
 from quire.supervisor.errors import ModelUnusable
 from quire.supervisor.model_source import check_model, find_model
-from services.common.checkpoint.layout import EMBEDDING, weight_shapes
-from services.common.errors import StartupError
-from services.common.text.model_config import ModelConfig
-from services.common.text.rope_config import FrequencyDivisors
 from services.engine.models import load_model
 from services.engine.models.rope import rope_tables
 from services.engine.weights.checkpoint import load_weights, weights_digest
 from services.engine.weights.fused_weights import all_sections
 from services.engine.weights.gguf_weights import affine
 from services.engine.weights.kinds import section_kinds
+from services.model.checkpoint.reading import read_model_config
+from services.model.config.layout import EMBEDDING, weight_shapes
+from services.model.config.rope_config import FrequencyDivisors
+from services.runtime.errors import StartupError
 
 from .gguf_checkpoints import Metadata, number_refused, write_gguf, write_twin
 from .models_oracle import LLAMA3_ROPE
@@ -66,7 +66,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def dense(path: Path, name: str) -> Tensor:
     """A tensor as the engine reads it, in fp32."""
-    weights = load_weights(path, ModelConfig.from_directory(path))
+    weights = load_weights(path, read_model_config(path))
     if name in weights.tensors:
         return weights.tensors[name].float()
     weight = weights.linear(name.removesuffix(".weight"))
@@ -74,7 +74,7 @@ def dense(path: Path, name: str) -> Tensor:
 
 
 def kinds(path: Path) -> dict[str, str]:
-    config = ModelConfig.from_directory(path)
+    config = read_model_config(path)
     weights = load_weights(path, config)
     return dict(section_kinds(list(all_sections(config)), weights, torch.bfloat16, None))
 
@@ -84,7 +84,7 @@ def test_weights_of_every_type(plain: Path, tmp_path: Path, kind: str) -> None:
     """As the `gguf` package dequantizes them; the embedding is rounded to bf16."""
     path = tmp_path / "model.gguf"
     exact = write_gguf(plain, path, lambda name: kind)
-    for name in weight_shapes(ModelConfig.from_directory(path)):
+    for name in weight_shapes(read_model_config(path)):
         limit = 2.0**-8 if name == EMBEDDING else 1e-6
         size = float(exact[name].abs().max())
         torch.testing.assert_close(dense(path, name), exact[name], rtol=0, atol=limit * size)
@@ -98,7 +98,7 @@ def test_a_gguf_file_is_the_same_model(tmp_path: Path, family: Family, tied: boo
     spec = replace(SPEC, family=family, tied=tied, attention_bias=family == "llama")
     plain = make_checkpoint(tmp_path / "plain", spec)
     exact = write_gguf(plain, tmp_path / "model.gguf")
-    ours, theirs = (ModelConfig.from_directory(p) for p in (tmp_path / "model.gguf", plain))
+    ours, theirs = (read_model_config(p) for p in (tmp_path / "model.gguf", plain))
     assert ours.rms_norm_eps == pytest.approx(1e-6)
     assert ours == replace(theirs, rms_norm_eps=ours.rms_norm_eps)
     assert exact.keys() == load_file(plain / "model.safetensors").keys()
@@ -115,7 +115,7 @@ def test_transformers_reads_the_same_weights(tmp_path: Path, family: Family, kin
     model = AutoModelForCausalLM.from_pretrained(plain, local_files_only=True)
     load: Any = load_gguf_checkpoint
     theirs = load(tmp_path / "model.gguf", return_tensors=True, model_to_load=model)["tensors"]
-    for name in weight_shapes(ModelConfig.from_directory(tmp_path / "model.gguf")):
+    for name in weight_shapes(read_model_config(tmp_path / "model.gguf")):
         if name != EMBEDDING:
             ours = dense(tmp_path / "model.gguf", name)
             torch.testing.assert_close(ours, theirs[name], rtol=1e-6, atol=1e-7)
@@ -162,7 +162,7 @@ def packed_error(path: Path, exact: dict[str, Tensor]) -> float:
     """The error of a linear's weights as the kernels have them: root mean square, as a share of the
     weights'."""
     name = "model.layers.0.mlp.down_proj"
-    weight = load_weights(path, ModelConfig.from_directory(path)).linear(name)
+    weight = load_weights(path, read_model_config(path)).linear(name)
     match weight:
         case Int4Weight(codes, scales, zeros, group):
             held = Int4Weight(codes, stored(scales), zeros.half().float(), group).dequantized()
@@ -206,7 +206,7 @@ def test_frequency_divisors_are_llama3s_scaling(tmp_path: Path) -> None:
     """llama.cpp stores them instead of the scaling's parameters."""
     spec = replace(SPEC, family="llama", rope_scaling=LLAMA3_ROPE)
     plain = make_checkpoint(tmp_path / "plain", spec)
-    theirs = ModelConfig.from_directory(plain)
+    theirs = read_model_config(plain)
     plain_frequencies = 1 / 10_000.0 ** (torch.arange(0, 64, 2) / 64)
     divisors = []
     for frequency in plain_frequencies.tolist():
@@ -215,7 +215,7 @@ def test_frequency_divisors_are_llama3s_scaling(tmp_path: Path) -> None:
         divisors.append(1 / ((1 - smooth) / 8 + smooth))
     more = {"rope_freqs.weight": np.array(divisors, dtype=np.float32)}
     write_gguf(plain, tmp_path / "model.gguf", more=more)
-    ours = ModelConfig.from_directory(tmp_path / "model.gguf")
+    ours = read_model_config(tmp_path / "model.gguf")
     ((found_rope, found),) = rope_tables(ours).items()
     (expected,) = rope_tables(theirs).values()
     assert isinstance(found_rope.scaling, FrequencyDivisors)
@@ -228,7 +228,7 @@ def test_a_directory_with_one_gguf_file_is_that_file(plain: Path, tmp_path: Path
     check_model(find_model(str(tmp_path)).directory)
     write_gguf(plain, tmp_path / "other.gguf")
     with pytest.raises(StartupError, match=r"2 GGUF models \(model.gguf, other.gguf"):
-        ModelConfig.from_directory(tmp_path)
+        read_model_config(tmp_path)
 
 
 def set_field(name: str, value: object) -> Callable[[Metadata], object]:
@@ -284,10 +284,10 @@ def test_other_types_and_architectures_are_refused_by_name(plain: Path, tmp_path
     assert struct.unpack_from("<I", content, at) == (8,)
     path.write_bytes(content[:at] + struct.pack("<I", 29) + content[at + 4 :])
     with pytest.raises(StartupError, match=r"blk.0.ffn_up.weight: IQ1_M is not supported, only"):
-        ModelConfig.from_directory(path)
+        read_model_config(path)
     path.write_bytes(content.replace(b"llama", b"gemma"))
     with pytest.raises(StartupError, match=r"general.architecture: 'gemma' is not supported"):
-        ModelConfig.from_directory(path)
+        read_model_config(path)
 
 
 def test_names_that_occur_twice_are_refused(plain: Path, tmp_path: Path) -> None:
@@ -296,7 +296,7 @@ def test_names_that_occur_twice_are_refused(plain: Path, tmp_path: Path) -> None
     content = path.read_bytes()
     path.write_bytes(content.replace(b"blk.0.attn_q.w", b"blk.0.attn_k.w"))
     with pytest.raises(StartupError, match=r"blk.0.attn_k.weight occurs twice"):
-        ModelConfig.from_directory(path)
+        read_model_config(path)
 
 
 def test_array_of_arrays_is_refused(tmp_path: Path) -> None:
@@ -305,7 +305,7 @@ def test_array_of_arrays_is_refused(tmp_path: Path) -> None:
     nested = struct.pack("<IQ", 9, 1) * 5000 + struct.pack("<IQ", 0, 0)
     path.write_bytes(b"GGUF" + struct.pack("<IQQQ1sI", 3, 0, 1, 1, b"a", 9) + nested)
     with pytest.raises(StartupError, match="an array of arrays"):
-        ModelConfig.from_directory(path)
+        read_model_config(path)
 
 
 @pytest.mark.parametrize("size", [0, 3, 20, 3000, -1])
@@ -314,7 +314,7 @@ def test_a_truncated_file_is_named(plain: Path, tmp_path: Path, size: int) -> No
     write_gguf(plain, path)
     path.write_bytes(path.read_bytes()[:size])
     with pytest.raises(StartupError, match=f"{path}: not a readable GGUF file: "):
-        ModelConfig.from_directory(path)
+        read_model_config(path)
 
 
 def test_every_byte_of_the_header_may_be_wrong(plain: Path, tmp_path: Path) -> None:

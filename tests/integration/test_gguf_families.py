@@ -12,15 +12,16 @@ import torch
 from transformers import AutoConfig
 
 from bench.make_checkpoint import make_checkpoint
-from services.common.checkpoint.check import check_weights
-from services.common.checkpoint.weights import weight_files
-from services.common.errors import StartupError
-from services.common.gguf.config import served_bytes
-from services.common.gguf.file import GgufFile
-from services.common.text.model_config import ModelConfig
 from services.engine.weights.checkpoint import load_weights
 from services.engine.weights.fused_weights import all_sections
 from services.engine.weights.kinds import section_kinds
+from services.model.checkpoint.check import check_weights
+from services.model.checkpoint.reading import read_model_config
+from services.model.checkpoint.weights import weight_files
+from services.model.config.model_config import ModelConfig
+from services.model.gguf.config import served_bytes
+from services.model.gguf.file import GgufFile
+from services.runtime.errors import StartupError
 
 from .family_checkpoints import CASES, Case, make
 from .gguf_checkpoints import ARCHITECTURES, Metadata, number_refused, write_gguf, write_twin
@@ -125,7 +126,7 @@ def test_file_is_the_same_model(tmp_path: Path, name: str) -> None:
     case, path = FILES[name], tmp_path / "model.gguf"
     plain = made(tmp_path / "plain", case)
     write_gguf(plain, path, change=pattern_of(case))
-    ours, theirs = ModelConfig.from_directory(path), ModelConfig.from_directory(plain)
+    ours, theirs = read_model_config(path), read_model_config(plain)
     for field in fields(ModelConfig):
         if field.name not in ("family", "eos_token_ids", "ropes"):  # the tokenizer says the ends
             found, expected = getattr(ours, field.name), getattr(theirs, field.name)
@@ -152,7 +153,7 @@ def test_experts_of_exact_types_give_the_tokens_of_their_values(
     exact = write_gguf(plain, path, in_tensors("exps", kind, "F32"))
     twin = write_twin(plain, tmp_path / "twin", exact)
     assert_answers(decoded(path, case), Oracle(twin))
-    assert ModelConfig.from_directory(path).quantization is None
+    assert read_model_config(path).quantization is None
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_K", "Q6_K"])
@@ -172,7 +173,7 @@ def test_answers_of_quantized_experts_are_those_of_their_values(
 
 
 def kinds_of(path: Path, quantize: Any = None) -> dict[str, str]:
-    config = ModelConfig.from_directory(path)
+    config = read_model_config(path)
     weights = load_weights(path, config)
     return dict(section_kinds(list(all_sections(config)), weights, torch.bfloat16, quantize))
 
@@ -239,7 +240,7 @@ def test_part_that_is_missing_or_wrong_is_named(
     )
     parts = sorted(tmp_path.glob("*.gguf"))
     with pytest.raises(StartupError, match=r"part 2 of 4; name model-00001-of-00004\.gguf"):
-        ModelConfig.from_directory(parts[1])
+        read_model_config(parts[1])
     change(parts)
     first = next(path for path in (tmp_path / "a.gguf", parts[0]) if path.exists())
     with pytest.raises(StartupError) as error:
@@ -280,7 +281,7 @@ def test_broken_files_of_experts_raise_no_other_error(tmp_path: Path) -> None:
     for size in rng.integers(0, len(content), 60):
         path.write_bytes(content[:size])
         with pytest.raises(StartupError):
-            load_weights(path, ModelConfig.from_directory(path))
+            load_weights(path, read_model_config(path))
     path.write_bytes(content)
     assert number_refused(path, header) > 50
 
@@ -296,7 +297,7 @@ def test_scores_of_the_largest_gemma_are_scaled_by_hidden_size_and_heads(
         change: Metadata = {f"{name}.block_count": number, f"{name}.attention.key_length": 32}
         change[f"{name}.attention.value_length"] = change[f"{name}.rope.dimension_count"] = 32
         write_gguf(plain, path, change=setting(change))
-        scales.append(ModelConfig.from_directory(path).attention_scale)
+        scales.append(read_model_config(path).attention_scale)
     assert scales == [32**-0.5, 16**-0.5]
 
 
@@ -323,5 +324,5 @@ def test_sampling_that_a_file_recommends_is_the_default(tmp_path: Path) -> None:
     more: Metadata = {"general.sampling.temp": 0.5, "general.sampling.top_k": 20}
     plain = made(tmp_path / "plain", FILES["qwen2"])
     write_gguf(plain, path, change=setting(more))
-    found = ModelConfig.from_directory(path).generation
+    found = read_model_config(path).generation
     assert (found.temperature, found.top_k, found.top_p) == (0.5, 20, None)

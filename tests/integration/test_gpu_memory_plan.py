@@ -12,8 +12,6 @@ import torch
 import kvops
 from bench.make_checkpoint import make_checkpoint
 from kvops.cuda.memfd import MemfdDriver
-from services.common.errors import StartupError
-from services.common.pool.layout import PoolLayout
 from services.engine.batch import Row, RowOutput
 from services.engine.device.gpu_memory import CudaMeter, GpuMemoryPlan, profile
 from services.engine.device.graphs import ladder
@@ -21,6 +19,8 @@ from services.engine.forward import Flight
 from services.engine.models import load_model
 from services.engine.runner import Runner
 from services.engine.weights.placement import SharedWeights
+from services.pool.layout import PoolLayout
+from services.runtime.errors import StartupError
 
 GIB = 1 << 30
 

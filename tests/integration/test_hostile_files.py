@@ -15,12 +15,12 @@ from bench.make_checkpoint import make_checkpoint
 from quire.files import read_small_file
 from quire.supervisor.errors import ModelUnusable
 from quire.supervisor.model_source import check_model
-from services.common.checkpoint.adapter import CONFIG_FILE, WEIGHTS_FILE, AdapterFiles
-from services.common.checkpoint.weights import read_header
-from services.common.errors import InvalidRequest, StartupError
-from services.common.text.json_fields import MAX_JSON_BYTES, JsonFields
-from services.common.text.model_config import ModelConfig
-from services.common.text.tokenizer import Tokenizer
+from services.model.checkpoint.adapter import CONFIG_FILE, WEIGHTS_FILE, AdapterFiles
+from services.model.checkpoint.reading import read_model_config
+from services.model.checkpoint.weights import read_header
+from services.model.config.json_fields import MAX_JSON_BYTES, JsonFields
+from services.model.text.tokenizer import Tokenizer
+from services.runtime.errors import InvalidRequest, StartupError
 from tests.adapters import make_adapter
 
 
@@ -66,7 +66,7 @@ def test_a_small_file_is_regular_and_small(
 def test_a_deep_config_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"a":' * 10**5)
     with pytest.raises(StartupError, match=r"config\.json: not JSON: nested too deeply"):
-        ModelConfig.from_directory(tmp_path)
+        read_model_config(tmp_path)
 
 
 def with_header(path: Path, length: int, header: bytes, num_bytes: int = 0) -> Path:
@@ -119,14 +119,14 @@ def test_an_adapter_of_no_regular_files_is_refused_at_once(
     (adapter / name).unlink()
     make(adapter / name)
     with pytest.raises(InvalidRequest, match="not a regular file"):
-        AdapterFiles.read(adapter, ModelConfig.from_directory(checkpoint), 64)
+        AdapterFiles.read(adapter, read_model_config(checkpoint), 64)
 
 
 def test_a_large_config_of_an_adapter_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     adapter = make_adapter(tmp_path / "adapter", checkpoint, 1)
     (adapter / CONFIG_FILE).write_text(" " * (MAX_JSON_BYTES + 1))
     with pytest.raises(InvalidRequest, match=f"larger than {MAX_JSON_BYTES:,} bytes"):
-        AdapterFiles.read(adapter, ModelConfig.from_directory(checkpoint), 64)
+        AdapterFiles.read(adapter, read_model_config(checkpoint), 64)
 
 
 @pytest.mark.parametrize("side", ["lora_A", "lora_B"])
@@ -135,7 +135,7 @@ def test_an_adapter_that_overflows_is_refused_by_name(
     checkpoint: Path, tmp_path: Path, side: str, dtype: torch.dtype
 ) -> None:
     adapter = make_adapter(tmp_path / "adapter", checkpoint, 1)
-    config = ModelConfig.from_directory(checkpoint)
+    config = read_model_config(checkpoint)
     AdapterFiles.read(adapter, config, 64)
     weights = load_file(adapter / WEIGHTS_FILE)
     name = f"base_model.model.model.layers.1.mlp.up_proj.{side}.weight"

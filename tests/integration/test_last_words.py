@@ -13,11 +13,11 @@ from grpc import aio
 
 from blockstore.registry import Load
 from quire.v1 import prefill_pb2, prefill_pb2_grpc
-from services.common.rpc.message_batching import unpack_batch
-from services.common.rpc.transport import RpcServer, open_channel
 from services.protocol.messages import Began, Command, Submit
 from services.protocol.ticket import SamplingParams, Ticket
 from services.protocol.worker_stream import PREFILL
+from services.runtime.rpc.message_batching import unpack_batch
+from services.runtime.rpc.transport import RpcServer, open_channel
 from services.worker.requests.events import Session
 from services.worker.stream import StreamSession, WorkerStream
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from bench.make_checkpoint import CheckpointSpec, make_checkpoint
 from kvops import int8_kv
 from kvops.native import emulated_kernels, usable_kernels
-from services.common.checkpoint.quantization import Quantization
+from services.model.config.quantization import Quantization
 
 from .models_oracle import NUM_NEW_TOKENS, RecordingRunner, Trial, random_prompt
 

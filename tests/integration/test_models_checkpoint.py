@@ -13,8 +13,8 @@ from tokenizers import Tokenizer
 
 from bench import make_checkpoint as module
 from bench.make_checkpoint import CheckpointSpec, make_checkpoint
-from services.common.text.model_config import ModelConfig
-from services.common.text.rope_config import Llama3Scaling, RopeConfig
+from services.model.checkpoint.reading import read_model_config
+from services.model.config.rope_config import Llama3Scaling, RopeConfig
 
 from .models_oracle import LLAMA3_ROPE, Oracle, random_prompt
 
@@ -35,7 +35,7 @@ def test_checkpoints_of_the_same_arguments_have_the_same_bytes(tmp_path: Path) -
 
 def test_the_config_reads_back(tmp_path: Path) -> None:
     spec = CheckpointSpec("llama", vocab_size=401, tied=False, rope_scaling=LLAMA3_ROPE)
-    config = ModelConfig.from_directory(make_checkpoint(tmp_path, spec, attention_bias=True))
+    config = read_model_config(make_checkpoint(tmp_path, spec, attention_bias=True))
     assert (config.vocab_size, config.tied_embeddings, config.o_bias) == (401, False, True)
     assert set(config.ropes) == {RopeConfig(10_000.0, Llama3Scaling(8.0, 1.0, 4.0, 256))}
     assert config.eos_token_ids == (258, 256)

@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.make_checkpoint import make_checkpoint
-from services.common.text.model_config import ModelConfig
+from services.model.checkpoint.reading import read_model_config
 
 from .models_oracle import SPECS, RecordingRunner, random_prompt
 
@@ -25,7 +25,7 @@ def test_a_config_means_the_same_after_transformers_has_rewritten_it(
     assert "rope_scaling" not in rewritten
     generation = (ours / "generation_config.json").read_bytes()
     (tmp_path / "theirs" / "generation_config.json").write_bytes(generation)
-    before, after = (ModelConfig.from_directory(tmp_path / d) for d in ("ours", "theirs"))
+    before, after = (read_model_config(tmp_path / d) for d in ("ours", "theirs"))
     assert after == before
 
 
@@ -63,6 +63,6 @@ def test_windows_are_those_of_transformers_where_the_config_is_silent(
     path.write_text(json.dumps(config))
     theirs = AutoConfig.from_pretrained(tmp_path)
     kinds = getattr(theirs, "layer_types", ["sliding_attention"] * theirs.num_hidden_layers)
-    assert ModelConfig.from_directory(tmp_path).windows == tuple(
+    assert read_model_config(tmp_path).windows == tuple(
         theirs.sliding_window if kind == "sliding_attention" else None for kind in kinds
     )

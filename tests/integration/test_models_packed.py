@@ -13,13 +13,13 @@ from torch import Tensor
 import kvops
 from bench.make_checkpoint import make_checkpoint
 from kvops.quantized import joined
-from services.common.errors import StartupError
 from services.engine.batch import Row
 from services.engine.models import fused, load_model
 from services.engine.models.fused import FusedModel
 from services.engine.weights.checkpoint import weights_digest
 from services.engine.weights.fused_weights import COLUMNS
 from services.engine.weights.packed_file import packed_file
+from services.runtime.errors import StartupError
 
 from .models_oracle import GREEDY, RecordingRunner
 

@@ -12,12 +12,12 @@ from torch import Tensor
 
 import kvops
 from bench.make_checkpoint import CheckpointSpec, make_checkpoint
-from services.common.errors import StartupError
-from services.common.text.model_config import ModelConfig
 from services.engine.batch import Row
 from services.engine.fingerprint import fingerprint
 from services.engine.models import Model, load_model
 from services.engine.weights.checkpoint import load_weights, weights_digest
+from services.model.checkpoint.reading import read_model_config
+from services.runtime.errors import StartupError
 
 from .models_oracle import GREEDY, RecordingRunner
 
@@ -49,7 +49,7 @@ def test_shards_hold_the_same_model_as_one_file(checkpoint: Path, tmp_path: Path
 
 
 def read(directory: Path) -> Mapping[str, Tensor]:
-    return load_weights(directory, ModelConfig.from_directory(directory)).tensors
+    return load_weights(directory, read_model_config(directory)).tensors
 
 
 def test_weights_are_views_of_the_file(checkpoint: Path) -> None:
@@ -198,7 +198,7 @@ def test_a_fingerprint_is_of_what_the_kv_depends_on(tmp_path: Path) -> None:
     def of(
         directory: Path, dtype: torch.dtype = torch.float32, block_size: int = 16, **changed: str
     ) -> str:
-        config = ModelConfig.from_directory(directory)
+        config = read_model_config(directory)
         digest = weights_digest(directory)
         return fingerprint(config, digest, dtype, block_size, numerics | changed)
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from bench.make_checkpoint import SHAPES, make_checkpoint
-from services.common.numa.policy import InterleavePolicy
-from services.common.numa.topology import HostCpus, Node
+from services.runtime.numa.policy import InterleavePolicy
+from services.runtime.numa.topology import HostCpus, Node
 from services.worker.config import DecodeSettings
 from services.worker.cpu.board import CpuBoard, CpuBoardEntry
 from services.worker.cpu.place import Place

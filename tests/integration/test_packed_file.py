@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.common.errors import StartupError
 from services.engine.weights.packed_file import Contents, Facts, PackedFile, packed_file
+from services.runtime.errors import StartupError
 
 SIZES = {"first": 5000, "empty": 0, "second": 64}
 FACTS = {"made_of": "rice"}

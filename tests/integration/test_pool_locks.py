@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from services.common.pool.locks import WorkerLock, host_lock, is_held, wait_until_dropped
+from services.pool.locks import WorkerLock, host_lock, is_held, wait_until_dropped
 
 LIMIT_S = 10.0
 HOLD = """
 import os, subprocess, sys, time
 from pathlib import Path
-from services.common.pool.locks import WorkerLock
+from services.pool.locks import WorkerLock
 
 lock = WorkerLock.create(Path(sys.argv[1]))
 child = 0

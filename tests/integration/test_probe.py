@@ -11,12 +11,12 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from quire import probe
-from services.common.rpc.transport import RpcServer
-from services.common.runtime.config import ServiceSettings
-from services.common.runtime.exposition import metrics_endpoint
-from services.common.runtime.health import Health
 from services.gateway.frontend.http.app import create_app
 from services.gateway.frontend.http.server import http_server
+from services.runtime.config import ServiceSettings
+from services.runtime.exposition import metrics_endpoint
+from services.runtime.health import Health
+from services.runtime.rpc.transport import RpcServer
 from tests.integration.http.conftest import FakeGenerator
 
 LIMIT_S = 30

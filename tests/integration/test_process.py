@@ -16,19 +16,19 @@ from blockstore.errors import StoreLost, StoreUnavailable, StoreUnsuitable
 from blockstore.memory_registry import MemoryRegistry
 from blockstore.registry import Load, Member
 from quire.module_command import service_command
-from services.common.errors import StartupError
-from services.common.runtime.process import retry_until_available
-from services.common.runtime.registry_heartbeat import RegistryHeartbeat
+from services.runtime.errors import StartupError
+from services.runtime.process import retry_until_available
+from services.runtime.registry_heartbeat import RegistryHeartbeat
 
 LIMIT_S = 20
 COOK = """
 import asyncio, gc, os, sys, time
 from typing import ClassVar
 from pydantic_settings import SettingsConfigDict
-from services.common.runtime.config import ServiceSettings
-from services.common.errors import StartupError
-from services.common.runtime.process import run_service
-from services.common.runtime.starting import begin_start, importing
+from services.runtime.config import ServiceSettings
+from services.runtime.errors import StartupError
+from services.runtime.process import run_service
+from services.runtime.starting import begin_start, importing
 
 class CookSettings(ServiceSettings):
     model_config = SettingsConfigDict(env_prefix="QUIRE_COOK_")

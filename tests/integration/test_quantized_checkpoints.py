@@ -16,14 +16,14 @@ from kvops.int4 import Int4Weight
 from kvops.int8 import Int8Weight
 from quire.supervisor.errors import ModelUnusable
 from quire.supervisor.model_source import check_model
-from services.common.checkpoint.layout import weight_shapes
-from services.common.checkpoint.quantization import Quantization
-from services.common.errors import StartupError
-from services.common.text.model_config import ModelConfig
 from services.engine.models import load_model
 from services.engine.weights.checkpoint import load_weights
 from services.engine.weights.fused_weights import all_sections
 from services.engine.weights.kinds import section_kinds
+from services.model.checkpoint.reading import read_model_config
+from services.model.config.layout import weight_shapes
+from services.model.config.quantization import Quantization
+from services.runtime.errors import StartupError
 
 from .quantized_checkpoints import (
     FILE,
@@ -62,12 +62,12 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def dense(directory: Path, name: str) -> Tensor:
-    weight = load_weights(directory, ModelConfig.from_directory(directory)).linear(name)
+    weight = load_weights(directory, read_model_config(directory)).linear(name)
     return weight if isinstance(weight, Tensor) else weight.dequantized()
 
 
 def kinds(directory: Path, quantize: Quantization | None = None) -> dict[str, str]:
-    config = ModelConfig.from_directory(directory)
+    config = read_model_config(directory)
     weights = load_weights(directory, config)
     found = section_kinds(list(all_sections(config)), weights, torch.bfloat16, quantize)
     return dict(found)
@@ -78,7 +78,7 @@ def test_every_weight_is_exact(plain: Path, tmp_path: Path, name: str) -> None:
     twin = write_quantized(plain, tmp_path / "quantized", SCHEMES[name])
     check_model(tmp_path / "quantized")
     exact = load_file(twin / FILE)
-    for weight in weight_shapes(ModelConfig.from_directory(twin)):
+    for weight in weight_shapes(read_model_config(twin)):
         if weight.endswith("_proj.weight"):
             found = dense(tmp_path / "quantized", weight.removesuffix(".weight"))
             torch.testing.assert_close(found.float(), exact[weight], rtol=1e-7, atol=0)
@@ -242,5 +242,5 @@ def test_codes_are_packed_as_they_are(plain: Path, tmp_path: Path) -> None:
     """They are not quantized again: 4-bit and 8-bit linears reach the kernels as codes."""
     for name, scheme, kind in (("a", awq(64), Int4Weight), ("b", int_quantized(), Int8Weight)):
         write_quantized(plain, tmp_path / name, scheme)
-        config = ModelConfig.from_directory(tmp_path / name)
+        config = read_model_config(tmp_path / name)
         assert isinstance(load_weights(tmp_path / name, config).linear(DOWN), kind)

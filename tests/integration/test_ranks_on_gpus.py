@@ -12,14 +12,14 @@ from bench.make_checkpoint import make_checkpoint
 from blockstore.memory_store import MemoryStore
 from kvops.cuda.memfd import MemfdDriver
 from kvops.cuda.vmm import DeviceLost, DriverError
-from services.common.pool.directory import PoolDirectory
-from services.common.pool.header import PoolHeader
-from services.common.pool.layout import PoolLayout
-from services.common.pool.sizing import MemoryPlan
 from services.engine.device.opening import OpenDevice
 from services.engine.ranks.calls import Call
 from services.engine.ranks.rank import Rank, execute
 from services.engine.weights.placement import SharedWeights
+from services.pool.directory import PoolDirectory
+from services.pool.header import PoolHeader
+from services.pool.layout import PoolLayout
+from services.pool.sizing import MemoryPlan
 from services.worker.membership import Membership, join
 from services.worker.pool_memory import GpuMemory
 from services.worker.ranks.processes import Ranks

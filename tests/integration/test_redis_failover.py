@@ -10,7 +10,7 @@ from blockstore.errors import StoreUnavailable, StoreUnsuitable
 from blockstore.redis.locator import Locator
 from blockstore.redis_registry import RedisRegistry
 from blockstore.redis_store import RedisStore
-from services.common.pool.directory import PoolDirectory
+from services.pool.directory import PoolDirectory
 from tests.integration.ledger_workers import assert_whole, joined, make_directory
 from tests.secret import SECRET
 from tests.valkey_topologies import TcpValkey, replicated, sentinel

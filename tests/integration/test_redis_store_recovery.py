@@ -13,7 +13,7 @@ from blockstore.errors import LedgerError, OutOfBlocks, StoreLost, WorkerFenced
 from blockstore.hashing import next_hash
 from blockstore.records import Growth
 from blockstore.redis_store import RedisStore
-from services.common.pool.directory import PoolDirectory
+from services.pool.directory import PoolDirectory
 from tests.conftest import Valkey
 from tests.integration.ledger_workers import (
     LIMIT_S,

@@ -12,11 +12,16 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
 from quire.v1 import inference_pb2, inference_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2
-from services.common import errors
-from services.common.rpc import transport
-from services.common.rpc.error_table import RemoteError
-from services.common.rpc.proof import Proof
-from services.common.rpc.transport import MAX_MESSAGE_BYTES, RpcServer, from_rpc_error, open_channel
+from services.runtime import errors
+from services.runtime.rpc import transport
+from services.runtime.rpc.error_table import RemoteError
+from services.runtime.rpc.proof import Proof
+from services.runtime.rpc.transport import (
+    MAX_MESSAGE_BYTES,
+    RpcServer,
+    from_rpc_error,
+    open_channel,
+)
 from tests.proxy import Proxy
 from tests.secret import SECRET, guard
 

@@ -8,8 +8,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quire.v1 import inference_pb2_grpc
-from services.common.rpc import arrivals, interceptor
-from services.common.rpc.transport import RpcServer, open_channel
+from services.runtime.rpc import arrivals, interceptor
+from services.runtime.rpc.transport import RpcServer, open_channel
 from tests.secret import guard
 
 from .test_rpc import SERVICE, Inference, Start, read, start

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from bench.make_checkpoint import CheckpointSpec, make_checkpoint
-from services.common.errors import StartupError
-from services.common.pool.locks import is_held
 from services.engine.batch import Row, RowOutput, Scoring
+from services.pool.locks import is_held
+from services.runtime.errors import StartupError
 from services.worker.ranks.processes import Ranks
 
 from .family_checkpoints import CASES

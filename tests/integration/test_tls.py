@@ -24,10 +24,10 @@ from quire.async_client import AsyncClient
 from quire.certificates import CertificateError, write_certificates
 from quire.connections import Tls
 from quire.errors import BadTls, Unreachable
-from services.common.errors import StartupError
-from services.common.rpc.tls import TlsFiles
-from services.common.rpc.transport import RpcServer, open_channel
 from services.gateway.frontend.http.server import http_server
+from services.runtime.errors import StartupError
+from services.runtime.rpc.tls import TlsFiles
+from services.runtime.rpc.transport import RpcServer, open_channel
 
 LIMIT_S = 10
 

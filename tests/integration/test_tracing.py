@@ -8,15 +8,15 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
-from services.common.errors import StartupError
-from services.common.tracing import tracer as tracer_module
-from services.common.tracing.opening import TracedSettings, check_tracing, open_tracer
-from services.common.tracing.tracer import Tracer
 from services.gateway.config import GatewaySettings
 from services.gateway.frontend.api import ChatMessage, GenerationRequest
 from services.gateway.request.timeline import Phase, Timeline
 from services.gateway.request.trace import RequestTrace
 from services.gateway.streaming.output import RequestStats
+from services.runtime.errors import StartupError
+from services.runtime.tracing import tracer as tracer_module
+from services.runtime.tracing.opening import TracedSettings, check_tracing, open_tracer
+from services.runtime.tracing.tracer import Tracer
 from tests.collector import Collector, collecting
 
 NOBODY = "http://127.0.0.1:1"
@@ -35,17 +35,17 @@ def test_services_without_an_endpoint_do_not_load_opentelemetry() -> None:
 import sys
 sys.modules["opentelemetry"] = None
 import services.gateway.process, services.worker.process
-from services.common.tracing.opening import open_tracer
+from services.runtime.tracing.opening import open_tracer
 from services.gateway.config import GatewaySettings
 with open_tracer(GatewaySettings()) as tracer:
     assert tracer is None
-assert "services.common.tracing.tracer" not in sys.modules
+assert "services.runtime.tracing.tracer" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_endpoint_without_opentelemetry_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "services.common.tracing.tracer")
+    monkeypatch.delitem(sys.modules, "services.runtime.tracing.tracer")
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(StartupError, match=r"QUIRE_GATEWAY_OTLP_ENDPOINT .*quire-serve\[tracing\]"):
         check_tracing(GatewaySettings(otlp_endpoint=NOBODY))

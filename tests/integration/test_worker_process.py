@@ -20,9 +20,9 @@ import kvops
 from bench.make_checkpoint import make_checkpoint
 from quire.supervisor.options import ServeOptions
 from quire.supervisor.supervisor import EXIT_S
-from services.common.pool.directory import pool_directories
-from services.common.pool.locks import revoke_lock
 from services.engine.models import load_model
+from services.pool.directory import pool_directories
+from services.pool.locks import revoke_lock
 from tests.waiting import wait_until
 
 LIMIT_S = 60.0

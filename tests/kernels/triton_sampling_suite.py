@@ -18,7 +18,6 @@ from torch import Tensor
 import kvops
 from kvops import _native
 from kvops.triton import draw_arithmetic
-from services.common.structured.mask import GrammarFault, Mask
 from services.engine.batch import Answer, Draw, Fault, Query, Row, RowOutput, Scoring
 from services.engine.device.drawing import DeviceDrawing
 from services.engine.device.flights import DrawnFlight
@@ -37,6 +36,7 @@ from services.engine.scheduler import Scheduler
 from services.engine.sequences.group import Group
 from services.engine.sequences.penalty_state import PenaltyState
 from services.engine.sequences.sequence import Rules
+from services.model.structured.mask import GrammarFault, Mask
 from services.protocol.ticket import Ticket
 
 from .draw_cases import ADJUSTMENTS, PLAIN, cases, wanted

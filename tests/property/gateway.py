@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from services.common.errors import InvalidRequest
 from services.protocol.messages import (
     Began,
     Failed,
@@ -19,6 +18,7 @@ from services.protocol.messages import (
     WorkerEvent,
 )
 from services.protocol.ticket import Ticket, TicketSequence
+from services.runtime.errors import InvalidRequest
 from services.worker.pool_worker import PoolWorker
 from services.worker.roles.decode import Decode
 from tests.property.late import Pipe

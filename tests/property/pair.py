@@ -11,8 +11,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from blockstore.memory_store import MemoryStore
-from services.common.runtime.metrics import WorkerMetrics
 from services.engine.forward import ForwardPass
+from services.runtime.metrics import WorkerMetrics
 from services.worker.limits import Limits
 from services.worker.pool_worker import PoolWorker
 from services.worker.roles.decode import Decode

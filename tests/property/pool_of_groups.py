@@ -15,7 +15,6 @@ from blockstore.errors import MustWait, OutOfBlocks
 from blockstore.memory.ledger import Ledger
 from blockstore.memory.recount import audit
 from blockstore.records import Growth, PoolSpec
-from services.common.pool.stamps import Stamps
 from services.engine.batch import Draw
 from services.engine.engine import Engine
 from services.engine.forward import ForwardPass
@@ -26,6 +25,7 @@ from services.engine.sequences.beam_group import group_class
 from services.engine.sequences.group import Group
 from services.engine.sequences.sequence import Rules, Sequence
 from services.engine.speculation.speculation import Speculation
+from services.pool.stamps import Stamps
 from services.protocol.block_keys import BlockKeys, num_blocks_for
 from services.protocol.ticket import Ticket
 from tests.drafting import oracle

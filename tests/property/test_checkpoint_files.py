@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from services.common.text.model_config import ModelConfig
-from services.common.text.tokenizer import Tokenizer
+from services.model.checkpoint.reading import read_model_config
+from services.model.text.tokenizer import Tokenizer
 
 TOKENS = ["<s>", "</s>", "<|end|>", "<pad>", "<tool>"]
 TEXT = "the<|end|> block <tool>x<pad></s> <s>the"
@@ -138,7 +138,7 @@ def test_every_file_is_read_as_transformers_reads_it(
         their_roles.pop("additional_special_tokens", None)
         assert tokenizer.special_tokens == their_roles
 
-        read = ModelConfig.from_directory(directory)
+        read = read_model_config(directory)
         their_config: Any = AutoConfig.from_pretrained(directory)
         generation = GenerationConfig.from_pretrained(directory)
         ends = [generation.eos_token_id, their_config.eos_token_id, theirs.eos_token_id]

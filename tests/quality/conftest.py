@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from services.common.text.chat_template import ChatTemplate
-from services.common.text.tokenizer import Tokenizer
 from services.engine.batch import Row, Scoring
+from services.model.text.chat_template import ChatTemplate
+from services.model.text.tokenizer import Tokenizer
 from tests.integration.models_oracle import GREEDY, RecordingRunner
 from tests.real_models import gemma3_file, transformers_model
 

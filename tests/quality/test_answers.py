@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quire import LLM, Sampling
-from services.common.text.tokenizer import Tokenizer
+from services.model.text.tokenizer import Tokenizer
 
 from .conftest import RealModel
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from services.common.errors import Overloaded
-from services.common.rpc.arrivals import MAX_SLOW, Arrivals
+from services.runtime.errors import Overloaded
+from services.runtime.rpc.arrivals import MAX_SLOW, Arrivals
 
 
 class Call:

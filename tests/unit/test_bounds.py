@@ -11,9 +11,6 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from quire.v1 import inference_pb2, sampling_pb2
-from services.common.errors import InvalidRequest
-from services.common.rpc.message_bounds import MAX_FIELDS, MAX_PACKED_VALUES
-from services.common.rpc.message_bounds import check_counts as check_message
 from services.gateway.frontend.http.bodies.bounds import (
     MAX_CONTAINERS,
     MAX_STRINGS,
@@ -25,6 +22,9 @@ from services.gateway.frontend.http.bodies.reading import read_body
 from services.gateway.frontend.http.bodies.schema import ChatBody, CompletionBody
 from services.gateway.frontend.http.middleware.body_limits import MAX_BODY_BYTES
 from services.gateway.intake.prompts import MAX_MESSAGES
+from services.runtime.errors import InvalidRequest
+from services.runtime.rpc.message_bounds import MAX_FIELDS, MAX_PACKED_VALUES
+from services.runtime.rpc.message_bounds import check_counts as check_message
 
 
 def full(begin: str, item: str, end: str, separator: str = ",") -> bytes:

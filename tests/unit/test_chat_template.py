@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from jinja2 import TemplateError
 
-from services.common.errors import InvalidRequest, StartupError
-from services.common.text import template_bounds
-from services.common.text.chat_template import ChatTemplate
+from services.model.text import template_bounds
+from services.model.text.chat_template import ChatTemplate
+from services.runtime.errors import InvalidRequest, StartupError
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 HELLO = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi <b>"}]

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from services.common.rpc.tls import TlsFiles, service_tls
-from services.common.runtime.config import PoolServiceSettings, ServiceSettings
 from services.credentials.__main__ import ACL_FILE, PASSWORD_FILE, TLS_DIR, CredentialsSettings
+from services.runtime.config import PoolServiceSettings, ServiceSettings
+from services.runtime.rpc.tls import TlsFiles, service_tls
 from tests.compose import CLASSES, OURS, compose_file, settings_in
 from tests.programs import BIN, DOCKERFILE, ROOT, run
 

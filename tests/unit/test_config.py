@@ -8,8 +8,7 @@ from pydantic import Field, SecretStr, ValidationError
 from pydantic_settings import SettingsConfigDict
 
 from blockstore.redaction import without_password
-from services.common.errors import StartupError
-from services.common.runtime.config import (
+from services.runtime.config import (
     PoolServiceSettings,
     ServiceSettings,
     chosen,
@@ -17,6 +16,7 @@ from services.common.runtime.config import (
     resolved,
     variables,
 )
+from services.runtime.errors import StartupError
 
 
 class CookSettings(PoolServiceSettings):

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from services.common.text.chat_template import ChatTemplate
 from services.gateway.frontend.api import ChatMessage
 from services.gateway.intake.conversations import fitted
 from services.gateway.intake.template_traits import TemplateTraits
+from services.model.text.chat_template import ChatTemplate
 
 EACH = """{% for m in messages %}[{{ m.role }}] {{ m.content }}
 {% for call in m.tool_calls or [] %}{{ call.function.arguments | tojson }}

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from services.common.errors import StartupError
-from services.common.text.detokenizer import Detokenizer
-from services.common.text.pieces import Pieces, pieces_of, special_token_ids
+from services.model.text.detokenizer import Detokenizer
+from services.model.text.pieces import Pieces, pieces_of, special_token_ids
+from services.runtime.errors import StartupError
 
 no_deadline = settings(deadline=None)  # how fast the machine is, is no property
 

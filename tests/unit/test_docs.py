@@ -12,9 +12,9 @@ import typer
 
 from quire.cli.app import app
 from services.block_manager.config import BlockManagerSettings
-from services.common.runtime.config import ServiceSettings
 from services.gateway.config import GatewaySettings
 from services.mover.config import MoverSettings
+from services.runtime.config import ServiceSettings
 from services.worker.config import WorkerSettings
 
 ROOT = Path(__file__).parents[2]

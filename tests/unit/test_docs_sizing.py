@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.pool.layout import KVDtype, PoolLayout
+from services.pool.layout import KVDtype, PoolLayout
 
 SIZING = Path(__file__).parents[2] / "docs" / "sizing.md"
 NUMBER = r" ([\d,.]+)(?: KiB)? \|"

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from services.common.checkpoint.embedding_config import EmbeddingConfig
-from services.common.errors import StartupError
+from services.model.checkpoint.embedding_config import EmbeddingConfig
+from services.runtime.errors import StartupError
 
 TRANSFORMER = {"type": "sentence_transformers.models.Transformer", "path": ""}
 POOLING = {"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}

@@ -8,15 +8,15 @@ import structlog
 from grpc import StatusCode
 
 from blockstore import errors as store
-from services.common import errors as domain
-from services.common.rpc.error_table import (
+from services.runtime import errors as domain
+from services.runtime.rpc.error_table import (
     FAILURES,
     RemoteError,
     code_of,
     expected_failure,
     failure_of,
 )
-from services.common.rpc.interceptor import trailers
+from services.runtime.rpc.interceptor import trailers
 
 
 def descendants(cls: type[Exception]) -> Iterator[type[Exception]]:

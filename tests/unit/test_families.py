@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from services.common.checkpoint.layout import weight_shapes
-from services.common.errors import StartupError
-from services.common.text.families import FAMILIES
-from services.common.text.model_config import ModelConfig
-from services.common.text.rope_config import LinearScaling, LongScaling, RopeConfig
 from services.engine.fingerprint import fingerprint
+from services.model.checkpoint.reading import read_model_config
+from services.model.config.families import FAMILIES
+from services.model.config.layout import weight_shapes
+from services.model.config.model_config import ModelConfig
+from services.model.config.rope_config import LinearScaling, LongScaling, RopeConfig
+from services.runtime.errors import StartupError
 
 BASE: dict[str, Any] = {
     "hidden_size": 96,
@@ -34,7 +35,7 @@ SLIDING = {"use_sliding_window": True, "sliding_window": 9, "num_experts": 2}
 def read(directory: Path, architecture: str, **fields: Any) -> ModelConfig:
     config = {"architectures": [architecture], **BASE, **fields}
     (directory / "config.json").write_text(json.dumps(config))
-    return ModelConfig.from_directory(directory)
+    return read_model_config(directory)
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)

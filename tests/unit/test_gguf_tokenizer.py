@@ -11,15 +11,15 @@ from structlog.testing import capture_logs
 from tokenizers import Tokenizer
 
 from bench.make_checkpoint import SPECIAL_TOKENS, make_checkpoint
-from services.common.errors import StartupError
-from services.common.gguf.file import GgufFile
-from services.common.gguf.tokenizer import (
+from services.model.gguf.file import GgufFile
+from services.model.gguf.tokenizer import (
     gguf_chat_template,
     gguf_end_tokens,
     gguf_special_tokens,
     gguf_tokenizer,
 )
-from services.common.text.pieces import pieces_of
+from services.model.text.pieces import pieces_of
+from services.runtime.errors import StartupError
 
 TEXTS = [
     "",

@@ -18,10 +18,10 @@ from helm_python.errors import HelmError
 from prometheus_client import CollectorRegistry
 
 from services.block_manager.config import BlockManagerSettings
-from services.common.runtime.config import ServiceSettings, load_settings
-from services.common.runtime.metrics import GatewayMetrics
 from services.gateway.config import GatewaySettings
 from services.mover.config import MoverSettings
+from services.runtime.config import ServiceSettings, load_settings
+from services.runtime.metrics import GatewayMetrics
 from services.worker.config import DecodeSettings, PrefillSettings
 
 ROOT = Path(__file__).parents[2]

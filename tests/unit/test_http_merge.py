@@ -5,8 +5,8 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from services.common.errors import InvalidRequest
 from services.gateway.frontend.http.answering.merge import merged
+from services.runtime.errors import InvalidRequest
 
 
 class Counting:

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-from services.common.errors import InvalidRequest
 from services.gateway.frontend.http.bodies.fields import Body
 from services.gateway.frontend.http.bodies.reading import checked
 from services.gateway.frontend.http.bodies.schema import ChatBody, CompletionBody
 from services.gateway.frontend.http.responses_api.body import ResponsesBody
 from services.gateway.frontend.http.tokens import TokenizeBody
 from services.gateway.intake.structures import STRUCTURE
+from services.runtime.errors import InvalidRequest
 
 TOOL = {"type": "function", "function": {"name": "f"}}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}

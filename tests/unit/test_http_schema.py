@@ -8,7 +8,6 @@ from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.types import Message
 
-from services.common.errors import InvalidRequest
 from services.gateway.frontend.api import (
     ChatMessage,
     GenerationRequest,
@@ -18,6 +17,7 @@ from services.gateway.frontend.api import (
 )
 from services.gateway.frontend.http.bodies.reading import read_body
 from services.gateway.frontend.http.bodies.schema import ChatBody, CompletionBody
+from services.runtime.errors import InvalidRequest
 
 USER = [{"role": "user", "content": "Hi"}]
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]

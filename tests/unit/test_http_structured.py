@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from services.common.structured.structure import Structure, StructureKind
 from services.gateway.frontend.http.bodies.schema import ChatBody, CompletionBody
+from services.model.structured.structure import Structure, StructureKind
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 _FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-from services.common.errors import InvalidRequest
 from services.gateway.frontend.http.bodies.fields import Body
 from services.gateway.frontend.http.bodies.reading import checked
 from services.gateway.frontend.http.bodies.schema import ChatBody, CompletionBody
 from services.gateway.frontend.http.embeddings import EmbeddingBody
 from services.gateway.frontend.http.responses_api.body import ResponsesBody
 from services.gateway.frontend.http.tokens import TokenizeBody
+from services.runtime.errors import InvalidRequest
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
 BODIES: list[tuple[type[Any], dict[str, Any]]] = [

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from services.common.rpc import kept_channel
-from services.common.rpc.kept_channel import KeptChannel
+from services.runtime.rpc import kept_channel
+from services.runtime.rpc.kept_channel import KeptChannel
 
 
 @dataclass(eq=False)

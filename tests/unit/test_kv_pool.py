@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from services.common.errors import StartupError
-from services.common.pool.layout import PoolLayout
 from services.engine.pool import KVPool
+from services.pool.layout import PoolLayout
+from services.runtime.errors import StartupError
 
 LAYOUT = PoolLayout(
     model="tiny",

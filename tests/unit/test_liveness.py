@@ -20,8 +20,8 @@ from services.block_manager.gpu.processes import (
 )
 from services.block_manager.liveness import Liveness, ProcessRecord, WorkerProcesses, write_records
 from services.block_manager.watcher import Watcher
-from services.common.pool.directory import PoolDirectory
-from services.common.pool.locks import WorkerLock
+from services.pool.directory import PoolDirectory
+from services.pool.locks import WorkerLock
 from tests.waiting import until
 
 PID, GPU = 4711, "GPU-0001"

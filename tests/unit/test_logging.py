@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
-from services.common.runtime.logging import bind_request_id, configure_logging, get_logger
+from services.runtime.logging import bind_request_id, configure_logging, get_logger
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from quire.v1 import decode_pb2
-from services.common.rpc import message_batching
-from services.common.rpc.message_batching import Outbox, pack_batch, unpack_batch
+from services.runtime.rpc import message_batching
+from services.runtime.rpc.message_batching import Outbox, pack_batch, unpack_batch
 
 
 def _reserve(name: str) -> decode_pb2.DecodeConnectRequest:

@@ -13,11 +13,11 @@ from prometheus_client.parser import text_string_to_metric_families as prometheu
 
 from blockstore.records import PoolSpec, PoolStats
 from blockstore.registry import Load
-from services.common.errors import StartupError
-from services.common.runtime import exposition as exposition_module
-from services.common.runtime.config import ServiceSettings
-from services.common.runtime.exposition import exposition, metrics_endpoint
-from services.common.runtime.metrics import GatewayMetrics, PoolMetrics, WorkerMetrics
+from services.runtime import exposition as exposition_module
+from services.runtime.config import ServiceSettings
+from services.runtime.errors import StartupError
+from services.runtime.exposition import exposition, metrics_endpoint
+from services.runtime.metrics import GatewayMetrics, PoolMetrics, WorkerMetrics
 
 LABELS = {"pool_id": "p-1", "model_name": "tiny"}
 

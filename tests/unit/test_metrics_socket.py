@@ -7,11 +7,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from services.common.runtime import metrics_socket
-from services.common.runtime.config import ServiceSettings
-from services.common.runtime.exposition import exposition, metrics_endpoint
-from services.common.runtime.metrics import GatewayMetrics, WorkerMetrics
-from services.common.runtime.metrics_socket import WithServices
+from services.runtime import metrics_socket
+from services.runtime.config import ServiceSettings
+from services.runtime.exposition import exposition, metrics_endpoint
+from services.runtime.metrics import GatewayMetrics, WorkerMetrics
+from services.runtime.metrics_socket import WithServices
 
 DECODE = {"job": "decode", "instance": "decode-1"}
 

@@ -9,16 +9,17 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models
 
-from services.common.errors import StartupError
-from services.common.text.families import FAMILIES
-from services.common.text.model_config import GenerationDefaults, ModelConfig
-from services.common.text.rope_config import (
+from services.model.checkpoint.reading import read_model_config
+from services.model.config.families import FAMILIES
+from services.model.config.model_config import GenerationDefaults, ModelConfig
+from services.model.config.rope_config import (
     LinearScaling,
     Llama3Scaling,
     LongScaling,
     RopeConfig,
     YarnScaling,
 )
+from services.runtime.errors import StartupError
 
 QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -69,7 +70,7 @@ def write(directory: Path, config: object, generation: object = None) -> Path:
 
 
 def read(directory: Path, generation: object = None, **changes: Any) -> ModelConfig:
-    return ModelConfig.from_directory(write(directory, QWEN3 | changes, generation))
+    return read_model_config(write(directory, QWEN3 | changes, generation))
 
 
 def test_qwen3_0_6b_reads_as_published(tmp_path: Path) -> None:
@@ -122,7 +123,7 @@ def test_families_differ_in_biases_and_head_size(tmp_path: Path) -> None:
 
 def test_head_size_that_is_not_in_the_file_is_the_familys(tmp_path: Path) -> None:
     config = {name: value for name, value in QWEN3.items() if name != "head_dim"}
-    assert ModelConfig.from_directory(write(tmp_path, config)).head_dim == 128
+    assert read_model_config(write(tmp_path, config)).head_dim == 128
 
 
 @pytest.mark.parametrize("value", [None, False, 0, [], {}])
@@ -161,7 +162,7 @@ def test_a_window_that_is_not_in_the_file_is_of_4096_positions(
     """Null, however, means no window."""
     config = QWEN3 | {"num_hidden_layers": 2} | changes
     del config["sliding_window"]
-    assert ModelConfig.from_directory(write(tmp_path, config)).windows == (4096, 4096)
+    assert read_model_config(write(tmp_path, config)).windows == (4096, 4096)
 
 
 @pytest.mark.parametrize("kind", ["rope_type", "type"])
@@ -346,15 +347,15 @@ def test_a_wrong_generation_config_is_refused(
 
 def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="no such checkpoint directory"):
-        ModelConfig.from_directory(tmp_path / "nowhere")
+        read_model_config(tmp_path / "nowhere")
     with pytest.raises(StartupError, match=r"config\.json: No such file"):
-        ModelConfig.from_directory(tmp_path)
+        read_model_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(StartupError, match=r"config\.json: not JSON"):
-        ModelConfig.from_directory(tmp_path)
+        read_model_config(tmp_path)
     (tmp_path / "config.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(StartupError, match=r"config\.json: not JSON"):
-        ModelConfig.from_directory(tmp_path)
+        read_model_config(tmp_path)
 
 
 @pytest.mark.parametrize(("top_k", "expected"), [(-1, 0), (0, 0), (50.0, 50), (20, 20)])

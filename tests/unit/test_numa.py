@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from services.common.numa.policy import _MBIND, _SET_MEMPOLICY, InterleavePolicy
-from services.common.numa.topology import HostCpus, Node, format_cpus, parse_cpus
-from services.common.pool.arena import make_file
+from services.pool.arena import make_file
+from services.runtime.numa.policy import _MBIND, _SET_MEMPOLICY, InterleavePolicy
+from services.runtime.numa.topology import HostCpus, Node, format_cpus, parse_cpus
 
 INTERLEAVE = 3
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.common.runtime import open_files
+from services.runtime import open_files
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from services.common.errors import StartupError
-from services.common.pool import arena
-from services.common.pool.arena import complete_file, make_file, missing_bytes
+from services.pool import arena
+from services.pool.arena import complete_file, make_file, missing_bytes
+from services.runtime.errors import StartupError
 
 PAGE = mmap.PAGESIZE
 SIZE = 11 * PAGE + 100

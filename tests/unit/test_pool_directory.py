@@ -10,16 +10,16 @@ import pytest
 
 from blockstore.records import PoolSpec
 from quire.worker_names import new_worker_id, role_of, worker_name
-from services.common.pool.directory import (
+from services.pool.directory import (
     PoolDirectory,
     incomplete_pools,
     new_directory,
     pool_directories,
     remove_incomplete_pools,
 )
-from services.common.pool.header import BadHeader, PoolHeader
-from services.common.pool.layout import PoolLayout
-from services.common.pool.names import new_pool_id
+from services.pool.header import BadHeader, PoolHeader
+from services.pool.layout import PoolLayout
+from services.pool.names import new_pool_id
 
 LAYOUT = PoolLayout("Qwen/Qwen3-0.6B", "f00d", 28, 8, 128, "bfloat16", 16)
 HEADER = PoolHeader("qwen-1", "run", LAYOUT, num_blocks=11, watermark_blocks=1)

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from quire.sizes import parse_size
-from services.common.errors import StartupError
-from services.common.pool.memory import available_bytes
-from services.common.pool.sizing import (
+from services.pool.memory import available_bytes
+from services.pool.sizing import (
     MemoryPlan,
     check_capacity,
     format_size,
     num_blocks_for,
 )
+from services.runtime.errors import StartupError
 
 GIB = 1 << 30
 

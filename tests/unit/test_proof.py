@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from services.common.errors import Unauthenticated
-from services.common.rpc.proof import MAX_AGE_S, METADATA, Guard, Proof
+from services.runtime.errors import Unauthenticated
+from services.runtime.rpc.proof import MAX_AGE_S, METADATA, Guard, Proof
 from tests.secret import OTHER, SECRET
 
 KEY = SECRET.rpc_key

@@ -10,9 +10,9 @@ import pytest
 from pydantic import SecretStr
 from pydantic_settings import SettingsConfigDict
 
-from services.common.errors import StartupError
-from services.common.runtime.config import ServiceSettings
-from services.common.runtime.secret import FILE_NAME, Secret, deployment_secret
+from services.runtime.config import ServiceSettings
+from services.runtime.errors import StartupError
+from services.runtime.secret import FILE_NAME, Secret, deployment_secret
 
 GIVEN = "a secret of 16 b"
 

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from bench.gpu.model import make_config
-from services.common.checkpoint.layout import weight_shapes
-from services.common.checkpoint.quantization import StoredQuantization
-from services.common.checkpoint.shards import SPLITS, check_shards, shards
-from services.common.errors import StartupError
-from services.common.text.families import FAMILIES
-from services.common.text.model_config import ModelConfig
 from services.engine.weights.sharded import ShardedWeights
 from services.engine.weights.weights import Form
+from services.model.checkpoint.shards import SPLITS, check_shards, shards
+from services.model.config.families import FAMILIES
+from services.model.config.layout import weight_shapes
+from services.model.config.model_config import ModelConfig
+from services.model.config.quantization import StoredQuantization
+from services.runtime.errors import StartupError
 
 CONFIG = replace(
     make_config(1, 256, 387), num_heads=8, num_kv_heads=4, head_dim=6, o_bias=True, mlp_bias=True

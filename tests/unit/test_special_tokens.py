@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from services.common.errors import InvalidRequest
-from services.common.text.chat_template import ChatTemplate
-from services.common.text.special_tokens import SpecialTokens
-from services.common.text.tokenizer import Tokenizer
+from services.model.text.chat_template import ChatTemplate
+from services.model.text.special_tokens import SpecialTokens
+from services.model.text.tokenizer import Tokenizer
+from services.runtime.errors import InvalidRequest
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<s>", "</s>", "<|user|>", "<|assistant|>"]
 TEMPLATES = {

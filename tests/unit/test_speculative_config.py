@@ -7,9 +7,9 @@ import pytest
 
 from bench.make_checkpoint import make_checkpoint
 from quire.speculative_config import SpeculativeConfig
-from services.common.errors import StartupError
-from services.common.runtime.config import load_settings
-from services.common.text.model_config import ModelConfig
+from services.model.checkpoint.reading import read_model_config
+from services.runtime.config import load_settings
+from services.runtime.errors import StartupError
 from services.worker.config import DecodeSettings
 from services.worker.drafting import plan_draft
 
@@ -58,7 +58,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def check_draft(monkeypatch: pytest.MonkeyPatch, target: Path, draft: Path) -> None:
     text = json.dumps({"model": str(draft), "num_speculative_tokens": 5})
     found = settings(monkeypatch, model=str(target), speculative_config=text)
-    assert found.check_draft(ModelConfig.from_directory(target)) is not None
+    assert found.check_draft(read_model_config(target)) is not None
 
 
 def test_a_draft_model_with_another_vocabulary_is_refused(
@@ -109,7 +109,7 @@ def test_the_memory_of_a_draft_models_kv(
     draft = make_checkpoint(
         tmp_path / "draft", vocab_size=400, num_layers=1, max_position_embeddings=100
     )
-    config = ModelConfig.from_directory(target)
+    config = read_model_config(target)
 
     def num_blocks(size: str, **values: str) -> int:
         text = json.dumps(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.common.pool.stamps import Stamps, StampState, owner_token, record_bytes
+from services.pool.stamps import Stamps, StampState, owner_token, record_bytes
 
 ROOT, H0, H1, OTHER = (bytes([value]) * 16 for value in (1, 2, 3, 9))
 TOKENS = (10, 11, 12, 13, 20, 21, 22, 23)

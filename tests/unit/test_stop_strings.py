@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.errors import InvalidRequest
-from services.common.text.stop_strings import Scanned, StopMatcher
+from services.model.text.stop_strings import Scanned, StopMatcher
+from services.runtime.errors import InvalidRequest
 
 no_deadline = settings(deadline=None)  # how fast the machine is, is no property
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from services.common.checkpoint.quantization import StoredQuantization, stored_quantization
-from services.common.errors import StartupError
-from services.common.text.json_fields import JsonFields
+from services.model.config.json_fields import JsonFields
+from services.model.config.quantization import StoredQuantization, stored_quantization
+from services.runtime.errors import StartupError
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "GEMM", "zero_point": True}

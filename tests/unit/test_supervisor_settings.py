@@ -12,8 +12,8 @@ from quire.supervisor.models import ModelOptions
 from quire.supervisor.options import ServeOptions
 from quire.supervisor.worker_options import SharedOptions, WorkerOptions
 from services.block_manager.config import BlockManagerSettings
-from services.common.runtime.config import ServiceSettings, load_settings, resolved
 from services.gateway.config import GatewaySettings
+from services.runtime.config import ServiceSettings, load_settings, resolved
 from services.worker.config import DecodeSettings, PrefillSettings, WorkerSettings
 
 RUN = Path("/dev/shm/quire-1000/50051-a1b2c3d4")

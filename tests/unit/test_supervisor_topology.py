@@ -11,7 +11,7 @@ from quire.supervisor.models import ModelOptions
 from quire.supervisor.options import ServeOptions
 from quire.supervisor.preflight import specs_to_check
 from quire.supervisor.worker_options import WorkerOptions
-from services.common.runtime.config import ServiceSettings
+from services.runtime.config import ServiceSettings
 
 RUN = Path("/dev/shm/quire-1000/50051-a1b2c3d4")
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from services.common.runtime.ticks import until_tick
+from services.runtime.ticks import until_tick
 
 
 @pytest.mark.parametrize(

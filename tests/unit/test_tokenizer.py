@@ -7,8 +7,8 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from services.common.errors import InvalidRequest, StartupError
-from services.common.text.tokenizer import Tokenizer
+from services.model.text.tokenizer import Tokenizer
+from services.runtime.errors import InvalidRequest, StartupError
 
 
 @pytest.fixture

@@ -14,8 +14,7 @@ from quire.v1.logprobs_pb2 import Logprobs as LogprobsMessage
 from quire.v1.sampling_pb2 import StructuredOutput
 from quire.v1.ticket_pb2 import Ticket as Message
 from quire.v1.worker_pb2 import WorkerLoad
-from services.common.errors import InvalidRequest
-from services.common.structured.structure import MAX_STRUCTURE_BYTES, Structure, StructureKind
+from services.model.structured.structure import MAX_STRUCTURE_BYTES, Structure, StructureKind
 from services.protocol.codec import (
     finish_reason_from_wire,
     load_from_wire,
@@ -42,6 +41,7 @@ from services.protocol.ticket import (
     Ticket,
     TicketSequence,
 )
+from services.runtime.errors import InvalidRequest
 
 no_deadline = settings(deadline=None)  # how fast the machine is, is no property
 

@@ -10,7 +10,7 @@ from blockstore.registry import Load
 from quire.v1 import sampling_pb2, ticket_pb2, worker_pb2
 from quire.v1.decode_pb2 import DecodeConnectRequest, DecodeConnectResponse
 from quire.v1.prefill_pb2 import PrefillConnectRequest, PrefillConnectResponse
-from services.common.structured.structure import StructureKind
+from services.model.structured.structure import StructureKind
 from services.protocol.codec import load_to_wire, ticket_from_wire, ticket_to_wire
 from services.protocol.command_codec import command_from_wire, command_to_wire
 from services.protocol.event_codec import event_to_wire, events_from_wire

@@ -1,7 +1,7 @@
 """The keeper: holds the memory of pools on GPUs, and the pidfds of their workers.
 
 It maps nothing and links no CUDA: a descriptor alone keeps the memory, so a pool outlives every
-worker that has mapped it. `services.common.pool.keeper` is the workers' side and the protocol.
+worker that has mapped it. `services.pool.keeper` is the workers' side and the protocol.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from typing import NoReturn
 from services.block_manager.gpu.processes import GpuProcesses, ProcessListError
 from services.block_manager.gpu.weight_keeper import WeightKeeper, until_readable
 from services.block_manager.liveness import WorkerProcesses
-from services.common.pool.keeper import (
+from services.pool.keeper import (
     MAX_BYTES,
     MAX_FDS,
     KeeperRefusal,
@@ -24,8 +24,8 @@ from services.common.pool.keeper import (
     pool_of,
     socket_address,
 )
-from services.common.pool.kept_weights import WeightsKey
-from services.common.runtime.logging import get_logger
+from services.pool.kept_weights import WeightsKey
+from services.runtime.logging import get_logger
 
 log = get_logger(__name__)
 

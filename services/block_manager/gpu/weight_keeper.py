@@ -1,6 +1,6 @@
 """The keeper's part for weights: one copy on a GPU for all workers that have the same.
 
-`services.common.pool.kept_weights` is the workers' side and the protocol.
+`services.pool.kept_weights` is the workers' side and the protocol.
 """
 
 import asyncio
@@ -9,9 +9,9 @@ import os
 import socket
 from collections import Counter
 
-from services.common.pool.keeper import MAX_BYTES
-from services.common.pool.kept_weights import WeightsKey
-from services.common.runtime.logging import get_logger
+from services.pool.keeper import MAX_BYTES
+from services.pool.kept_weights import WeightsKey
+from services.runtime.logging import get_logger
 
 log = get_logger(__name__)
 

@@ -10,12 +10,12 @@ from blockstore.registry import Member
 from quire.v1 import worker_pb2
 from quire.worker_names import worker_name
 from services.block_manager.rounds import Connection
-from services.common.errors import LastWorker, Unavailable, UnknownWorker
-from services.common.rpc.message_batching import unpack_batch
-from services.common.rpc.proof import Proof
-from services.common.rpc.tls import TlsFiles
-from services.common.rpc.transport import open_channel, translate_errors
 from services.protocol.worker_stream import MalformedMessage, StreamEnded, read, stream_type
+from services.runtime.errors import LastWorker, Unavailable, UnknownWorker
+from services.runtime.rpc.message_batching import unpack_batch
+from services.runtime.rpc.proof import Proof
+from services.runtime.rpc.tls import TlsFiles
+from services.runtime.rpc.transport import open_channel, translate_errors
 
 _REGISTRY_LAG_S = 5.0
 """How long the registry may still list a worker as serving after it was told to drain."""

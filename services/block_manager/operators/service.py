@@ -12,11 +12,11 @@ from services.block_manager.auditor import LastAudits
 from services.block_manager.operators.block_watch import BlockWatch, to_wire
 from services.block_manager.operators.drain import Drainer
 from services.block_manager.rounds import RoundRunner
-from services.common.pool.names import REMOTE_ROLE
-from services.common.rpc.tls import TlsFiles
+from services.pool.names import REMOTE_ROLE
 from services.protocol.codec import load_to_wire
 from services.protocol.fields import values
 from services.protocol.messages import LoadReport
+from services.runtime.rpc.tls import TlsFiles
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["BlockManager"].full_name
 
@@ -35,7 +35,7 @@ _STATS_FIELDS = (
 
 class BlockManagerService(block_manager_pb2_grpc.BlockManagerServicer):
     """Answers operators from the store and the registry. Raises errors of the store and of the
-    domain, which `services.common.rpc.transport` maps to gRPC status codes."""
+    domain, which `services.runtime.rpc.transport` maps to gRPC status codes."""
 
     def __init__(
         self,

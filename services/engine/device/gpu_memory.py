@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from services.common.errors import StartupError
-from services.common.pool.layout import PoolLayout
-from services.common.pool.sizing import format_size
 from services.engine.device.graphs import Graph
 from services.engine.device.threads import use_device
 from services.engine.pool import KVPool
 from services.engine.runner import Runner
+from services.pool.layout import PoolLayout
+from services.pool.sizing import format_size
+from services.runtime.errors import StartupError
 
 if TYPE_CHECKING:  # bench.gpu computes without its imports
     from services.engine.weights.placement import SharedWeights

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from services.common.structured.mask import Mask
 from services.engine.batch import Draw, Row, Scoring
 from services.engine.sampling.adjustment import Adjustment
 from services.engine.sampling.sampling_head import LOGITS_AT_ONCE
+from services.model.structured.mask import Mask
 from services.protocol.logprobs import MAX_LOGPROBS
 from services.protocol.ticket import SamplingParams
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.common.structured.mask import Mask
+from services.model.structured.mask import Mask
 
 
 def with_masked_rows(logits: Tensor, rows: Tensor, masks: Sequence[Mask | None]) -> Tensor:

@@ -6,8 +6,8 @@ import torch
 
 import kvops.cuda
 from kvops.cuda.vmm import LOST_CODES, DeviceLost, Driver, DriverError
-from services.common.errors import StartupError
 from services.engine.device.threads import use_device
+from services.runtime.errors import StartupError
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from kvops import AttentionShape, Backend
 from kvops.step import AttentionStep, page_facts
-from services.common.text.model_config import ModelConfig
 from services.engine.device.graphs import DecodeGraphs, Graph, cuda_graphs
 from services.engine.device.inputs import Indices, block_pairs
 from services.engine.device.threads import use_device
 from services.engine.models.model import AdapterRun, Batch, Model
+from services.model.config.model_config import ModelConfig
 
 BATCH_TENSORS = (
     *("token_ids", "positions", "slot_mapping"),

@@ -1,5 +1,5 @@
 """A decoder composed of the operations of `kvops`: that of Llama, with what the rows of
-`services.common.text.families` add to it."""
+`services.model.config.families` add to it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,16 +10,16 @@ from torch import Tensor
 from kvops import Backend
 from kvops.experts import ExpertWeights
 from kvops.step import HeadNorms
-from services.common.checkpoint.adapter import AdapterFiles
-from services.common.checkpoint.shards import Shard
-from services.common.text.model_config import ModelConfig
-from services.common.text.rope_config import RopeConfig
 from services.engine.batch import Answer, Fault, Query
 from services.engine.models.model import Batch, embedding_scale
 from services.engine.models.rope import rope_tables
 from services.engine.ranks.collectives import Collectives
 from services.engine.sampling.sampling_head import answer_in_parts
 from services.engine.weights.adapter_weights import joined_adapters
+from services.model.checkpoint.adapter import AdapterFiles
+from services.model.checkpoint.shards import Shard
+from services.model.config.model_config import ModelConfig
+from services.model.config.rope_config import RopeConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,13 +27,6 @@ from kvops.native import (
     aligned,
     packed_bytes,
 )
-from services.common.checkpoint.adapter import AdapterFiles
-from services.common.checkpoint.layout import EMBEDDING, FINAL_NORM, layer_prefix, norm_places
-from services.common.checkpoint.quantization import Quantization
-from services.common.checkpoint.weights import weight_files
-from services.common.errors import StartupError
-from services.common.text.model_config import ModelConfig
-from services.common.text.rope_config import RopeConfig
 from services.engine.batch import Answer, Draw, Fault, Query
 from services.engine.models.model import Batch, embedding_scale
 from services.engine.models.rope import rope_tables
@@ -53,6 +46,13 @@ from services.engine.weights.fused_weights import (
 from services.engine.weights.kinds import packable, section_kinds
 from services.engine.weights.packed_file import Contents, Facts, Progress, packed_file
 from services.engine.weights.weights import Weights
+from services.model.checkpoint.adapter import AdapterFiles
+from services.model.checkpoint.weights import weight_files
+from services.model.config.layout import EMBEDDING, FINAL_NORM, layer_prefix, norm_places
+from services.model.config.model_config import ModelConfig
+from services.model.config.quantization import Quantization
+from services.model.config.rope_config import RopeConfig
+from services.runtime.errors import StartupError
 
 _NO_TOKEN = -1
 """Marks a token that the native head has to draw and, in its answer, logits that are not finite."""

@@ -11,18 +11,6 @@ from torch import Tensor
 
 from kvops import Backend
 from kvops.experts import ExpertWeights
-from services.common.checkpoint.layout import (
-    EMBEDDING,
-    FINAL_NORM,
-    HEAD,
-    expert_linears,
-    layer_prefix,
-    norm_places,
-)
-from services.common.checkpoint.quantization import Quantization
-from services.common.checkpoint.shards import shards
-from services.common.errors import StartupError
-from services.common.text.model_config import ModelConfig
 from services.engine.models.decoder import ComposedModel, Layer, Linear
 from services.engine.models.fused import load_fused
 from services.engine.models.model import Model
@@ -33,6 +21,19 @@ from services.engine.weights.packed_file import Progress
 from services.engine.weights.placement import Placement, SharedWeights, private
 from services.engine.weights.sharded import ShardedWeights
 from services.engine.weights.weights import Weights
+from services.model.checkpoint.reading import read_model_config
+from services.model.checkpoint.shards import shards
+from services.model.config.layout import (
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    expert_linears,
+    layer_prefix,
+    norm_places,
+)
+from services.model.config.model_config import ModelConfig
+from services.model.config.quantization import Quantization
+from services.runtime.errors import StartupError
 
 
 def load_model(
@@ -62,7 +63,7 @@ def load_model(
     supported.
     """
     directory = Path(directory)
-    config = ModelConfig.from_directory(directory).for_context(context)
+    config = read_model_config(directory).for_context(context)
     if backend.native is not None:
         weights = _weights(directory, config, dtype, dequantize)
         return load_fused(
@@ -96,7 +97,7 @@ def load_shard(
     shared: SharedWeights | None = None,
 ) -> ComposedModel:
     """Load the part of rank `rank` of `size`; see `load_model`. The caller sets `collectives`."""
-    config = ModelConfig.from_directory(directory).for_context(context)
+    config = read_model_config(directory).for_context(context)
     shard = shards(config, size)[rank]
     weights = ShardedWeights(load_weights(directory, config), shard)
     digest = weights_digest(directory, progress) if shared or rank == 0 else ""

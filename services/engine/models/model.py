@@ -7,9 +7,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from services.common.checkpoint.adapter import AdapterFiles
-from services.common.text.model_config import ModelConfig
 from services.engine.batch import Answer, Fault, Query
+from services.model.checkpoint.adapter import AdapterFiles
+from services.model.config.model_config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,12 @@
-"""Rotary position embeddings: plain, or scaled as `services.common.text.rope_config` defines."""
+"""Rotary position embeddings: plain, or scaled as `services.model.config.rope_config` defines."""
 
 import math
 
 import torch
 from torch import Tensor
 
-from services.common.text.model_config import ModelConfig
-from services.common.text.rope_config import (
+from services.model.config.model_config import ModelConfig
+from services.model.config.rope_config import (
     FrequencyDivisors,
     LinearScaling,
     Llama3Scaling,

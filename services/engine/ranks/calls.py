@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.common.errors import StartupError
-from services.common.pool.keeper import close_all
+from services.pool.keeper import close_all
+from services.runtime.errors import StartupError
 
 _POLL_S = 0.1
 

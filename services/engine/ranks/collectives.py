@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
-from services.common.checkpoint.shards import Shard
+from services.model.checkpoint.shards import Shard
 
 LOOPBACK = "127.0.0.1"
 

@@ -23,14 +23,6 @@ import kvops
 from kvops import Backend
 from kvops.cuda.vmm import DriverError
 from kvops.native import Lane
-from services.common.checkpoint.adapter import AdapterFiles
-from services.common.checkpoint.shards import Shard
-from services.common.errors import StartupError
-from services.common.pool.directory import PoolDirectory
-from services.common.pool.header import PoolHeader
-from services.common.pool.keeper import close_all
-from services.common.pool.layout import PoolLayout
-from services.common.text.model_config import ModelConfig
 from services.engine.device.graphs import Graph
 from services.engine.device.opening import OpenDevice, lost_device, open_device
 from services.engine.device.steps import ModelSteps, StepFacts, attention_shape
@@ -41,6 +33,14 @@ from services.engine.ranks.calls import Answer, Call, Descriptor, num_values, un
 from services.engine.ranks.collectives import connect
 from services.engine.weights.packed_file import Progress
 from services.engine.weights.placement import SharedWeights
+from services.model.checkpoint.adapter import AdapterFiles
+from services.model.checkpoint.reading import read_model_config
+from services.model.checkpoint.shards import Shard
+from services.pool.directory import PoolDirectory
+from services.pool.header import PoolHeader
+from services.pool.keeper import close_all
+from services.pool.layout import PoolLayout
+from services.runtime.errors import StartupError
 
 _FAILURES = (
     *(StartupError, kvops.BackendUnavailable, DriverError),
@@ -132,7 +132,7 @@ class Rank:
 
     def connect(self) -> None:
         """Connect with the other ranks; all have loaded their shards."""
-        plan, config = self._plan, ModelConfig.from_directory(self._plan.model)
+        plan, config = self._plan, read_model_config(self._plan.model)
         shard = Shard(config, self.number, len(plan.devices))
         self.model.collectives = connect(plan.meeting, shard, self.model.device, plan.timeout_s)
 

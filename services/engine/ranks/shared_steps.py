@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from kvops import Backend
-from services.common.checkpoint.adapter import AdapterFiles
-from services.common.errors import StartupError
 from services.engine.device.graphs import Graph
 from services.engine.device.steps import STEP_TENSORS, ModelSteps, Pairs, StepFacts
 from services.engine.models.decoder import ComposedModel
 from services.engine.ranks.calls import Peers, packed
+from services.model.checkpoint.adapter import AdapterFiles
+from services.runtime.errors import StartupError
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, from_numpy
 
-from services.common.structured.mask import Mask
+from services.model.structured.mask import Mask
 
 Ids = np.ndarray[tuple[int], np.dtype[np.int64]]
 Values = np.ndarray[tuple[int], np.dtype[np.float32]]

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
-from services.common.structured.mask import GrammarFault, Mask
 from services.engine.batch import Answer, Draw, Fault, Query
 from services.engine.sampling.adjustment import Adjustment
 from services.engine.sequences.grammar_state import GrammarState
+from services.model.structured.mask import GrammarFault, Mask
 
 Masks = dict[GrammarState, Mask | None]
 """By grammar state, once for all draws of a sequence; None: the grammar cannot say."""

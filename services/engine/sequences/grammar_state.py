@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from copy import copy
 from typing import TYPE_CHECKING
 
-from services.common.structured.mask import Mask
+from services.model.structured.mask import Mask
 
 if TYPE_CHECKING:  # the class needs the grammar library, which a check of a GPU does not have
-    from services.common.structured.grammar import Grammar
+    from services.model.structured.grammar import Grammar
 
 
 class GrammarState:

@@ -23,10 +23,10 @@ from itertools import chain
 
 from blockstore.hashing import prefix_hashes
 from blockstore.records import PrefixHash
-from services.common.pool.stamps import Stamps
 from services.engine.batch import Fault, RowOutput, RowResult
 from services.engine.sequences.results import GroupResults, Token, Verified
 from services.engine.sequences.sequence import Branch, Rules, Sequence, split_common_prefix
+from services.pool.stamps import Stamps
 from services.protocol.block_keys import ComputedBlocks
 from services.protocol.logprobs import Logprobs
 from services.protocol.ticket import BeamState, Ticket, TicketSequence

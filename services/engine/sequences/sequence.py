@@ -6,15 +6,15 @@ from dataclasses import dataclass, replace
 
 from blockstore.hashing import next_hash
 from blockstore.records import PrefixHash
-from services.common.pool.allotment import blocks_for_decode
-from services.common.pool.stamps import Stamps
-from services.common.structured.grammar import Grammar
 from services.engine.batch import UNKNOWN_TOKEN, Draw, LoadedAdapter, Row, Scoring
 from services.engine.sampling.adjustment import Adjustment
 from services.engine.sequences.beam import num_candidates
 from services.engine.sequences.grammar_state import GrammarState
 from services.engine.sequences.penalty_state import PenaltyState
 from services.engine.sequences.pooling import Pooler
+from services.model.structured.grammar import Grammar
+from services.pool.allotment import blocks_for_decode
+from services.pool.stamps import Stamps
 from services.protocol.block_keys import common_prefix
 from services.protocol.ticket import FinishReason, SamplingParams, Ticket, TicketSequence
 

@@ -11,7 +11,7 @@ The parts have the same number of ranks; A and B end with zeros. A linear withou
 part of A x: its B is zero.
 
 A rank of several has the A of its inputs and the B of its outputs: the linear's own division
-(`services.common.checkpoint.shards`). Where the inputs are divided, the ranks' B (A x) are added up
+(`services.model.checkpoint.shards`). Where the inputs are divided, the ranks' B (A x) are added up
 with the linears' own sums.
 """
 
@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from services.common.checkpoint.adapter import AdapterFiles
-from services.common.checkpoint.layout import weight_shapes
-from services.common.checkpoint.shards import INPUTS, Shard, split_of
-from services.common.text.model_config import ModelConfig
 from services.engine.weights.fused_weights import Section, layer_sections
+from services.model.checkpoint.adapter import AdapterFiles
+from services.model.checkpoint.shards import INPUTS, Shard, split_of
+from services.model.config.layout import weight_shapes
+from services.model.config.model_config import ModelConfig
 
 _RANKS = 4  # of a part: a multiple, which suits the native kernels
 _WHOLE_RANKS = 16  # of a whole adapter: a multiple, which suits every device

@@ -13,17 +13,17 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from services.common.checkpoint.layout import EMBEDDING, HEAD, Shape, weight_shapes
-from services.common.checkpoint.stored_tensors import mark
-from services.common.checkpoint.weights import checked_weights, read_header, weight_files
-from services.common.errors import StartupError
-from services.common.gguf.file import gguf_file
-from services.common.text.model_config import ModelConfig
 from services.engine.weights.gguf_weights import load_gguf
 from services.engine.weights.llama_order import as_llama
 from services.engine.weights.stacked_experts import with_single_experts
 from services.engine.weights.stored_linears import decoded
 from services.engine.weights.weights import Form, Weight, Weights
+from services.model.checkpoint.stored_tensors import mark
+from services.model.checkpoint.weights import checked_weights, read_header, weight_files
+from services.model.config.layout import EMBEDDING, HEAD, Shape, weight_shapes
+from services.model.config.model_config import ModelConfig
+from services.model.gguf.file import gguf_file
+from services.runtime.errors import StartupError
 
 _DIGESTED_BYTES = 1 << 20
 

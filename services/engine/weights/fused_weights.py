@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvops.quantized import joined
-from services.common.checkpoint.layout import EMBEDDING, HEAD, expert_linears, layer_prefix
-from services.common.text.model_config import ModelConfig
+from services.model.config.layout import EMBEDDING, HEAD, expert_linears, layer_prefix
+from services.model.config.model_config import ModelConfig
 
 HEAD_SECTION = "head"
 

@@ -28,15 +28,15 @@ from torch import Tensor
 
 from kvops.int4 import Int4Weight
 from kvops.int8 import Int8Weight
-from services.common.checkpoint.layout import EMBEDDING, expert_linears, weight_shapes
-from services.common.checkpoint.stored_tensors import is_linear
-from services.common.gguf.config import check_tensors, form_of, gguf_family
-from services.common.gguf.families import Place, tensor_places
-from services.common.gguf.file import GgufFile, GgufTensor
-from services.common.runtime.logging import get_logger
-from services.common.text.model_config import ModelConfig
 from services.engine.weights.llama_order import as_llama, neighbours_apart, rows_of
 from services.engine.weights.weights import Form, Weight, Weights
+from services.model.checkpoint.stored_tensors import is_linear
+from services.model.config.layout import EMBEDDING, expert_linears, weight_shapes
+from services.model.config.model_config import ModelConfig
+from services.model.gguf.config import check_tensors, form_of, gguf_family
+from services.model.gguf.families import Place, tensor_places
+from services.model.gguf.file import GgufFile, GgufTensor
+from services.runtime.logging import get_logger
 
 log = get_logger(__name__)
 

@@ -9,10 +9,10 @@ from torch import Tensor
 from kvops.int4 import Int4Weight
 from kvops.int8 import Int8Weight
 from kvops.native import Kind, group_of
-from services.common.checkpoint.quantization import Quantization, StoredKind
-from services.common.errors import StartupError
 from services.engine.weights.fused_weights import HEAD_SECTION, Section
 from services.engine.weights.weights import Form, Weight, Weights
+from services.model.config.quantization import Quantization, StoredKind
+from services.runtime.errors import StartupError
 
 _WIDTHS: tuple[Form, ...] = ("int4-128", "int4-64", "int4-32", "int8", "int8-16", "float")
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from kvops.quantized import with_tensors
-from services.common.checkpoint.layout import FUSED, layer_prefix
-from services.common.text.model_config import ModelConfig
 from services.engine.weights.weights import Form, Weight, Weights
+from services.model.config.layout import FUSED, layer_prefix
+from services.model.config.model_config import ModelConfig
 
 Rows = slice | Tensor
 """Which rows of a stored linear are the outputs of one of Llama's, in order."""

@@ -27,8 +27,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from services.common.errors import StartupError
-from services.common.runtime.logging import get_logger
+from services.runtime.errors import StartupError
+from services.runtime.logging import get_logger
 
 log = get_logger(__name__)
 

@@ -1,5 +1,5 @@
 """Where the tensors of a composed model are: in memory of this process, or packed into one
-allocation of a GPU that all workers on it map (`services.common.pool.kept_weights`).
+allocation of a GPU that all workers on it map (`services.pool.kept_weights`).
 
     | length of the text | text: the shapes, in order | pad | tensor | pad | tensor | ...
 
@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from kvops.cuda.vmm import Driver, DriverError, SharedMemory, allocation_bytes
-from services.common.errors import StartupError
-from services.common.pool.keeper import KeptMemory
-from services.common.pool.kept_weights import WeightsClaim, WeightsKey
+from services.pool.keeper import KeptMemory
+from services.pool.kept_weights import WeightsClaim, WeightsKey
+from services.runtime.errors import StartupError
 
 LAYOUT_VERSION = 1
 _ALIGNMENT = 256  # bytes, more than any kernel asks for

@@ -1,11 +1,11 @@
-"""The part of a checkpoint's weights that one rank has (`services.common.checkpoint.shards`)."""
+"""The part of a checkpoint's weights that one rank has (`services.model.checkpoint.shards`)."""
 
 from collections.abc import Mapping
 
 from torch import Tensor
 
-from services.common.checkpoint.shards import INPUTS, Shard, refuse_kind, split_of
 from services.engine.weights.weights import Form, Weights
+from services.model.checkpoint.shards import INPUTS, Shard, refuse_kind, split_of
 
 
 class ShardedWeights:

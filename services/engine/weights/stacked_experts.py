@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.common.checkpoint.layout import expert_linears, expert_place
-from services.common.text.model_config import ModelConfig
 from services.engine.weights.weights import Form, Weight, Weights
+from services.model.config.layout import expert_linears, expert_place
+from services.model.config.model_config import ModelConfig
 
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _EXPONENT_BIAS = 127

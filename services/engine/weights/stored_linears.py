@@ -17,10 +17,10 @@ from torch import Tensor
 
 from kvops.int4 import Int4Weight
 from kvops.int8 import GROUP, Int8Weight
-from services.common.checkpoint.quantization import StoredQuantization
-from services.common.checkpoint.stored_tensors import FP8_BLOCK
-from services.common.errors import StartupError
 from services.engine.weights.weights import Weight
+from services.model.checkpoint.stored_tensors import FP8_BLOCK
+from services.model.config.quantization import StoredQuantization
+from services.runtime.errors import StartupError
 
 _AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
 """The place in an int32 of each of eight neighbouring outputs."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvops.int4 import Int4Weight
 from kvops.int8 import Int8Weight
-from services.common.checkpoint.quantization import StoredKind
+from services.model.config.quantization import StoredKind
 
 Weight = Tensor | Int4Weight | Int8Weight
 """The weights [N, K] of one linear of a checkpoint."""

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from quire.api_keys import ApiKey
-from services.common.errors import RateLimited
 from services.gateway.access.caller import Caller
+from services.runtime.errors import RateLimited
 
 _BUSY_DELAY_S = 1.0
 """When a client may try again that has as many sequences as it may have."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from services.common.errors import PermissionDenied, Unauthenticated
+from services.runtime.errors import PermissionDenied, Unauthenticated
 
 
 def _charge_nobody(num_tokens: int) -> None:

@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager, ExitStack, aclosing, nullcontext
 from dataclasses import replace
 
 from quire.api_keys import ApiKey
-from services.common.errors import InvalidApiKey, InvalidRequest, QuireError
 from services.gateway.access.account import Account
 from services.gateway.access.caller import LOCAL_OPERATOR, Caller, current_caller
 from services.gateway.access.keyring import Keyring
@@ -20,6 +19,7 @@ from services.gateway.frontend.api import (
 )
 from services.gateway.intake.model_names import choose_model
 from services.protocol.sampling_numbers import NUMBERS, PENALTIES
+from services.runtime.errors import InvalidApiKey, InvalidRequest, QuireError
 
 
 class AccessControl:

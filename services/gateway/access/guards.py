@@ -8,8 +8,6 @@ from urllib.parse import unquote
 from grpc import aio
 
 from quire.sockets import join_host_port
-from services.common.errors import InvalidApiKey, PermissionDenied
-from services.common.rpc.refusal_log import RefusalLog
 from services.gateway.access.caller import (
     EVERYONE,
     LOCAL_OPERATOR,
@@ -19,6 +17,8 @@ from services.gateway.access.caller import (
 )
 from services.gateway.access.client_address import Address, client_address
 from services.gateway.access.keyring import Keyring
+from services.runtime.errors import InvalidApiKey, PermissionDenied
+from services.runtime.rpc.refusal_log import RefusalLog
 
 REFUSED_EVENT, DENIED_EVENT = "login_refused", "operation_refused"
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from quire.api_keys import ApiKey, KeyFileError, hash_key, read_keys
-from services.common.errors import InvalidApiKey, StartupError
-from services.common.runtime.logging import get_logger
-from services.common.runtime.metrics import KeyringMetrics
-from services.common.runtime.ticks import until_tick
 from services.gateway.access.account import Account
+from services.runtime.errors import InvalidApiKey, StartupError
+from services.runtime.logging import get_logger
+from services.runtime.metrics import KeyringMetrics
+from services.runtime.ticks import until_tick
 
 _POLL_S = 1.0
 _SCHEME = "bearer "

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 from quire.v1 import block_manager_pb2 as pb
-from services.common.errors import QuireError
 from services.gateway.frontend.relay import Relay, audited
 from services.protocol.ticket import first_holder_id
+from services.runtime.errors import QuireError
 
 _TIMEOUT_S = 2.0
 _MAX_POOLS = 16

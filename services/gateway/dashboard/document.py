@@ -8,7 +8,6 @@ from typing import Any
 
 from prometheus_client.metrics import MetricWrapperBase
 
-from services.common.runtime.metrics import GatewayMetrics
 from services.gateway.dashboard.block_maps import BlockMaps
 from services.gateway.dashboard.history import History
 from services.gateway.intake.identity import client_id
@@ -17,6 +16,7 @@ from services.gateway.request.timeline import Phase
 from services.gateway.scheduling.dispatcher import Dispatcher
 from services.gateway.workers.directory import WorkerDirectory
 from services.gateway.workers.worker import Worker
+from services.runtime.metrics import GatewayMetrics
 
 MAX_RUNNING = 100
 MAX_RECENT = 40

@@ -11,8 +11,8 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from services.common.errors import Overloaded
-from services.common.runtime.ticks import until_tick
+from services.runtime.errors import Overloaded
+from services.runtime.ticks import until_tick
 
 INTERVAL_S = 0.5
 MAX_VIEWERS = 32

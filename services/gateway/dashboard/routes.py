@@ -10,8 +10,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from services.common.errors import InvalidApiKey, InvalidRequest, PermissionDenied
-from services.common.runtime.metrics import GatewayMetrics
 from services.gateway.access.caller import bind_caller, require_operator
 from services.gateway.access.keyring import Keyring
 from services.gateway.dashboard.access import DashboardSetting, check_local
@@ -23,6 +21,8 @@ from services.gateway.frontend.http.answering.sending import Json, unless_discon
 from services.gateway.frontend.relay import Relay
 from services.gateway.intake.identity import client_id
 from services.gateway.wiring import Wiring
+from services.runtime.errors import InvalidApiKey, InvalidRequest, PermissionDenied
+from services.runtime.metrics import GatewayMetrics
 
 PAGE = Path(__file__).parent / "page"
 

@@ -10,9 +10,9 @@ from functools import partial
 from typing import Any, Protocol
 
 from quire.types import Candidate, Usage
-from services.common.structured.structure import Structure
 from services.gateway.access.caller import EVERYONE, Caller, current_caller
 from services.gateway.parsing.parts import Part
+from services.model.structured.structure import Structure
 from services.protocol.ticket import EarlyStopping, FinishReason
 
 
@@ -283,7 +283,7 @@ class Generator(Protocol):
         process that works on it.
 
         Raises InvalidRequest, PromptTooLong, UnknownModel, DuplicateRequest, QueueFull, NoWorker,
-        DeadlineExceeded or PoisonRequest (services.common.errors), usually before the first delta.
+        DeadlineExceeded or PoisonRequest (services.runtime.errors), usually before the first delta.
         """
 
     async def tokenize(self, request: TokenizeRequest) -> Tokenized:

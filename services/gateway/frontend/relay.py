@@ -22,15 +22,15 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc import aio
 
 from quire.v1 import block_manager_pb2, supervisor_pb2
-from services.common.errors import NoSupervisor, QuireError, Unavailable
-from services.common.rpc.error_table import code_of
-from services.common.rpc.interceptor import CODE_TRAILER, REQUEST_ID_METADATA
-from services.common.rpc.kept_channel import KeptChannel
-from services.common.rpc.proof import Proof
-from services.common.rpc.tls import TlsFiles
-from services.common.rpc.transport import from_rpc_error
-from services.common.runtime.logging import get_logger
 from services.gateway.access.caller import EVERYONE, current_caller
+from services.runtime.errors import NoSupervisor, QuireError, Unavailable
+from services.runtime.logging import get_logger
+from services.runtime.rpc.error_table import code_of
+from services.runtime.rpc.interceptor import CODE_TRAILER, REQUEST_ID_METADATA
+from services.runtime.rpc.kept_channel import KeptChannel
+from services.runtime.rpc.proof import Proof
+from services.runtime.rpc.tls import TlsFiles
+from services.runtime.rpc.transport import from_rpc_error
 
 log = get_logger(__name__)
 

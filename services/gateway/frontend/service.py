@@ -10,7 +10,6 @@ from grpc import aio
 from quire.progress import ACCEPTED_METADATA
 from quire.types import Candidate
 from quire.v1 import inference_pb2, inference_pb2_grpc, logprobs_pb2, sampling_pb2
-from services.common.errors import InvalidRequest
 from services.gateway.frontend.api import (
     ChatMessage,
     Delta,
@@ -28,6 +27,7 @@ from services.gateway.intake.prompts import check_num_messages
 from services.protocol.codec import finish_reason_from_wire
 from services.protocol.fields import FINISH_REASONS
 from services.protocol.sampling_codec import early_stopping_from_wire, structure_from_wire
+from services.runtime.errors import InvalidRequest
 
 SERVICE_NAME: str = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 

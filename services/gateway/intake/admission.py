@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from blockstore.records import PoolSpec
-from services.common.errors import PromptTooLong
 from services.gateway.access.caller import EVERYONE, Caller
 from services.gateway.frontend.api import GenerationRequest, Received
 from services.gateway.intake.checks import check_text, require
@@ -29,6 +28,7 @@ from services.protocol.ticket import (
     Adapter,
     SamplingParams,
 )
+from services.runtime.errors import PromptTooLong
 
 MAX_SALT_CHARS = 1024
 MAX_LOGPROBS_PER_MESSAGE = 1 << 18

@@ -3,10 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
-from services.common.errors import InvalidRequest
 from services.gateway.frontend.api import RequestedSampling
 from services.protocol.sampling_numbers import NUMBERS
 from services.protocol.ticket import MAX_BEAM_WIDTH, MAX_LENGTH_PENALTY, BeamParams
+from services.runtime.errors import InvalidRequest
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     **{name: (number.neutral,) for name, number in NUMBERS.items()},

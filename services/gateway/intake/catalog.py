@@ -3,16 +3,17 @@
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from services.common.checkpoint.embedding_config import EmbeddingConfig
-from services.common.text.chat_template import ChatTemplate
-from services.common.text.model_config import ModelConfig
-from services.common.text.pieces import Pieces
-from services.common.text.tokenizer import Tokenizer
 from services.gateway.intake.generation_config import GenerationConfig
 from services.gateway.intake.structures import StructureChecker
 from services.gateway.intake.template_traits import TemplateTraits
 from services.gateway.parsing.choice import Parsers
 from services.gateway.parsing.message import MessageFormat
+from services.model.checkpoint.embedding_config import EmbeddingConfig
+from services.model.checkpoint.reading import read_model_config
+from services.model.config.model_config import ModelConfig
+from services.model.text.chat_template import ChatTemplate
+from services.model.text.pieces import Pieces
+from services.model.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ def load_model(
     """
     path = Path(directory)
     tokenizer = Tokenizer.from_directory(path)
-    config = ModelConfig.from_directory(path)
+    config = read_model_config(path)
     if generation is not None:
         config = replace(config, generation=generation.defaults(config.generation))
     template = ChatTemplate.from_directory(path, tokenizer.special_tokens)

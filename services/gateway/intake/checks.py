@@ -3,7 +3,7 @@
 import math
 import struct
 
-from services.common.errors import InvalidRequest
+from services.runtime.errors import InvalidRequest
 
 
 def require(holds: bool, problem: str, param: str | None = None) -> None:

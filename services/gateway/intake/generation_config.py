@@ -5,9 +5,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Self
 
-from services.common.errors import StartupError
-from services.common.text.json_fields import JsonFields
-from services.common.text.model_config import GENERATION_FILE, GenerationDefaults
+from services.model.config.json_fields import JsonFields
+from services.model.config.model_config import GENERATION_FILE, GenerationDefaults
+from services.runtime.errors import StartupError
 
 AUTO, NEUTRAL = "auto", "vllm"
 """The sources that are not a directory: the model's generation_config.json, and none."""

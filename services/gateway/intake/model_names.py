@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from quire.names import name_problem
-from services.common.errors import InvalidRequest, StartupError, UnknownModel
+from services.runtime.errors import InvalidRequest, StartupError, UnknownModel
 
 _SETTING = "model_aliases"
 

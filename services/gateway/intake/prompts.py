@@ -13,7 +13,6 @@ from typing import Any, cast
 
 from pydantic_core import to_json
 
-from services.common.errors import InvalidRequest, PromptTooLong
 from services.gateway.frontend.api import (
     ChatMessage,
     Prompt,
@@ -23,6 +22,7 @@ from services.gateway.frontend.api import (
 )
 from services.gateway.intake.catalog import Model
 from services.gateway.intake.conversations import fitted
+from services.runtime.errors import InvalidRequest, PromptTooLong
 
 _SHORT_CHARS = 2048
 """Up to this length, tokenizing takes less time than a change to a thread and back."""

@@ -4,7 +4,6 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from services.common.text.model_config import GenerationDefaults
 from services.gateway.frontend.api import RequestedSampling
 from services.gateway.intake.bad_words import MAX_CHARS as MAX_BAD_WORD_CHARS
 from services.gateway.intake.bad_words import token_sequences
@@ -14,6 +13,7 @@ from services.gateway.intake.checks import check_text, float32, require
 from services.gateway.intake.embeddings import embedding_params
 from services.gateway.intake.prompts import check_token_ids
 from services.gateway.intake.structures import check_combination
+from services.model.config.model_config import GenerationDefaults
 from services.protocol.sampling_numbers import NUMBERS
 from services.protocol.ticket import MAX_BIAS, SamplingParams
 

@@ -1,6 +1,6 @@
 """Checks the structured output that requests ask for, before any worker sees it.
 
-A structure is compiled in a child process (`services.common.structured.checker`) with limits on its
+A structure is compiled in a child process (`services.model.structured.checker`) with limits on its
 CPU time and memory: whatever a client sends, the answer comes in bounded time, and nobody else
 notices. Workers compile what has passed.
 """
@@ -17,16 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from select import POLLIN, poll
 
-from services.common.errors import InvalidRequest, Overloaded, StartupError
-from services.common.structured.checker import CPU_LIMIT_S, MEMORY_LIMIT_BYTES
-from services.common.structured.structure import MAX_STRUCTURE_BYTES, Structure
 from services.gateway.frontend.api import RequestedSampling
 from services.gateway.intake.checks import check_text, require
+from services.model.structured.checker import CPU_LIMIT_S, MEMORY_LIMIT_BYTES
+from services.model.structured.structure import MAX_STRUCTURE_BYTES, Structure
+from services.runtime.errors import InvalidRequest, Overloaded, StartupError
 
 STRUCTURE = "structured_outputs"
 """The name in errors of whatever field has the structure; the HTTP server names its own."""
 
-_MODULE = "services.common.structured.checker"
+_MODULE = "services.model.structured.checker"
 _MOST_VERDICTS = 256
 _MOST_WAITING = 256
 _WALL_LIMIT_S = 30.0

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from services.common.errors import InvalidRequest
-from services.common.text.chat_template import ChatTemplate
+from services.model.text.chat_template import ChatTemplate
+from services.runtime.errors import InvalidRequest
 
 _Messages = Sequence[Mapping[str, Any]]
 

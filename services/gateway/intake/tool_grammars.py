@@ -1,6 +1,6 @@
 """The form of texts with calls that a request forces, or whose arguments have a schema.
 
-A form is a structural tag (`services.common.structured.structural_tags`) in the model's own format
+A form is a structural tag (`services.model.structured.structural_tags`) in the model's own format
 of calls, with each function's parameters as the schema of its arguments. Reasoning comes before
 any form, also before one that the client gave.
 """
@@ -9,11 +9,11 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from services.common.errors import InvalidRequest
-from services.common.structured.structural_tags import format_of
-from services.common.structured.structure import Structure, StructureKind
 from services.gateway.frontend.api import RequestedTools
 from services.gateway.parsing.message import CallFormat, Parsing
+from services.model.structured.structural_tags import format_of
+from services.model.structured.structure import Structure, StructureKind
+from services.runtime.errors import InvalidRequest
 
 Form = dict[str, Any]
 

@@ -3,14 +3,14 @@
 import json
 from dataclasses import replace
 
-from services.common.errors import InvalidRequest
-from services.common.structured.structure import Structure, StructureKind
 from services.gateway.frontend.api import GenerationRequest, RequestedTools, ToolChoice
 from services.gateway.intake.catalog import Model
 from services.gateway.intake.structures import STRUCTURE, check_combination
 from services.gateway.intake.tool_grammars import structure_after_reasoning, structure_of_calls
 from services.gateway.parsing.message import CallFormat, Parsing
+from services.model.structured.structure import Structure, StructureKind
 from services.protocol.ticket import SamplingParams
+from services.runtime.errors import InvalidRequest
 
 _NUM_LAST_TOKENS = 16
 """The tokens at the end of a prompt in which its template begins or ends the reasoning."""

@@ -13,8 +13,8 @@ were lost without a token.
 from collections import Counter
 
 from blockstore.registry import Role
-from services.common.errors import PoisonRequest, QuireError, Unavailable
 from services.gateway.workers.worker import Worker
+from services.runtime.errors import PoisonRequest, QuireError, Unavailable
 
 MAX_LOSSES = 3
 """How many workers of a role a request may lose in a row, without a token from any of them."""

@@ -3,11 +3,11 @@
 import asyncio
 from contextlib import suppress
 
-from services.common.runtime.logging import get_logger
 from services.gateway.intake.identity import client_id
 from services.gateway.workers.worker import PrefillLoad, Worker
 from services.protocol.messages import HandOver, Reserve, Submit
 from services.protocol.ticket import Ticket
+from services.runtime.logging import get_logger
 
 log = get_logger(__name__)
 

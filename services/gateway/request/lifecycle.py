@@ -22,8 +22,6 @@ from dataclasses import replace
 from typing import Protocol
 
 from blockstore.records import PrefixHash
-from services.common.errors import Unavailable
-from services.common.runtime.logging import get_logger
 from services.gateway.intake.admission import AdmittedRequest
 from services.gateway.intake.identity import client_id
 from services.gateway.request.attempt import Attempt
@@ -40,6 +38,8 @@ from services.gateway.streaming.output import Output
 from services.gateway.workers.worker import PrefillLoad, Worker
 from services.protocol.messages import Admit, Generated, Submit
 from services.protocol.ticket import Swapped, Ticket
+from services.runtime.errors import Unavailable
+from services.runtime.logging import get_logger
 
 log = get_logger(__name__)
 

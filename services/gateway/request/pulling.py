@@ -3,11 +3,11 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from services.common.errors import QuireError, Unavailable
-from services.common.runtime.logging import get_logger
 from services.gateway.intake.identity import client_id
 from services.gateway.request.lease import DetachedTicket
 from services.protocol.ticket import Ticket
+from services.runtime.errors import QuireError, Unavailable
+from services.runtime.logging import get_logger
 
 log = get_logger(__name__)
 

@@ -12,18 +12,18 @@ as far as it has any.
 
 from typing import TYPE_CHECKING
 
-from services.common.rpc.error_table import INTERNAL_CODE
-from services.common.tracing.context import current_traceparent
 from services.gateway.frontend.api import ChatMessage, GenerationRequest
 from services.gateway.request.status import CANCELLED
 from services.gateway.request.timeline import Phase
+from services.runtime.rpc.error_table import INTERNAL_CODE
+from services.runtime.tracing.context import current_traceparent
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
-    from services.common.tracing.tracer import Tracer
     from services.gateway.intake.admission import AdmittedRequest
     from services.gateway.streaming.output import RequestStats
+    from services.runtime.tracing.tracer import Tracer
 
 _QUEUED = frozenset({Phase.WAITING, Phase.PREEMPTED, Phase.LOST})
 """The phases that begin an attempt."""

@@ -1,8 +1,5 @@
 """Applies the messages of workers, and the loss of workers, to a request."""
 
-from services.common.errors import InvalidRequest
-from services.common.rpc.error_table import error_of
-from services.common.runtime.logging import get_logger
 from services.gateway.intake.identity import client_id
 from services.gateway.request.lease import DecodeReservation, DetachedTicket, Lease, PrefillLease
 from services.gateway.request.lifecycle import RequestLifecycle
@@ -21,6 +18,9 @@ from services.protocol.messages import (
     Reserved,
 )
 from services.protocol.ticket import Ticket
+from services.runtime.errors import InvalidRequest
+from services.runtime.logging import get_logger
+from services.runtime.rpc.error_table import error_of
 
 log = get_logger(__name__)
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 from blockstore.registry import Registry
-from services.common.errors import Draining, DuplicateRequest, QueueFull
 from services.gateway.change_notifier import ChangeNotifier
 from services.gateway.config import GatewayOptions
 from services.gateway.intake.admission import AdmittedRequest
@@ -29,6 +28,7 @@ from services.gateway.streaming.output import Output
 from services.gateway.workers.directory import WorkerDirectory
 from services.gateway.workers.worker import Worker
 from services.protocol.messages import RequestEvent
+from services.runtime.errors import Draining, DuplicateRequest, QueueFull
 
 _STOPPING = "the gateway is stopping; try again"
 _SHARES = 4

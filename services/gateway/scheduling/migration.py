@@ -12,8 +12,6 @@ import asyncio
 from collections.abc import Sequence
 from typing import NoReturn
 
-from services.common.runtime.logging import get_logger
-from services.common.runtime.ticks import until_tick
 from services.gateway.change_notifier import ChangeNotifier
 from services.gateway.intake.identity import client_id
 from services.gateway.request.lease import DecodeReservation
@@ -21,6 +19,8 @@ from services.gateway.request.lifecycle import RequestLifecycle
 from services.gateway.scheduling.dispatcher import Dispatcher
 from services.gateway.workers.directory import WorkerDirectory
 from services.gateway.workers.worker import Worker
+from services.runtime.logging import get_logger
+from services.runtime.ticks import until_tick
 
 log = get_logger(__name__)
 

@@ -10,7 +10,6 @@ See ADR 30.
 import asyncio
 from typing import NoReturn
 
-from services.common.errors import NoWorker, PromptTooLong
 from services.gateway.change_notifier import ChangeNotifier
 from services.gateway.config import GatewayOptions
 from services.gateway.request.lifecycle import RequestLifecycle
@@ -18,6 +17,7 @@ from services.gateway.scheduling.model_queue import ModelQueue
 from services.gateway.scheduling.request_queue import ServiceRate
 from services.gateway.scheduling.router import Pool, Route, Router, choose_prefill
 from services.gateway.workers.directory import WorkerDirectory
+from services.runtime.errors import NoWorker, PromptTooLong
 
 RETRY_S = 0.25
 """When decode workers that have refused are asked again, if no change is reported before."""

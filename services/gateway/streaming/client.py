@@ -7,11 +7,11 @@ place of the first one.
 import asyncio
 from collections.abc import Callable
 
-from services.common.errors import DeadlineExceeded, DuplicateRequest, Overloaded
 from services.gateway.intake.admission import AdmittedRequest
 from services.gateway.streaming.output import Output
 from services.gateway.streaming.sequence import Sequence
 from services.protocol.messages import Generated
+from services.runtime.errors import DeadlineExceeded, DuplicateRequest, Overloaded
 
 
 class Client:

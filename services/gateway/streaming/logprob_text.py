@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire.types import Candidate
-from services.common.text.tokenizer import Tokenizer
 from services.gateway.frontend.api import Prompt, PromptReport, TokenLogprobs
+from services.model.text.tokenizer import Tokenizer
 from services.protocol.logprobs import Logprobs
 
 

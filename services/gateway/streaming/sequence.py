@@ -1,16 +1,16 @@
 """One sequence of a request's output: turns its tokens into text, and ends it at a stop string."""
 
 from quire.types import Usage
-from services.common.errors import InvalidRequest
-from services.common.text.stop_strings import Scanned
-from services.common.text.tokenizer import Tokenizer
 from services.gateway.frontend.api import Delta, PromptReport, Received, TokenLogprobs
 from services.gateway.parsing.message import MessageParser
 from services.gateway.parsing.parts import Part, joined
 from services.gateway.streaming.logprob_text import with_text
 from services.gateway.streaming.text import Text
+from services.model.text.stop_strings import Scanned
+from services.model.text.tokenizer import Tokenizer
 from services.protocol.logprobs import Logprobs
 from services.protocol.ticket import FinishReason
+from services.runtime.errors import InvalidRequest
 
 _LOGPROBS_A_TOKEN = 4
 """Unread logprobs that count as one unread token."""

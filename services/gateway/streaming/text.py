@@ -1,7 +1,7 @@
 """Turns the tokens of one sequence into text: whole characters, up to the first stop string."""
 
-from services.common.text.detokenizer import Detokenizer
-from services.common.text.stop_strings import Scanned, StopMatcher
+from services.model.text.detokenizer import Detokenizer
+from services.model.text.stop_strings import Scanned, StopMatcher
 
 
 class Text:

@@ -15,13 +15,6 @@ from grpc import StatusCode, aio
 from blockstore.registry import Member
 from blockstore.store import FUNCTION_LIBRARY
 from quire.v1 import worker_pb2
-from services.common.errors import Unauthenticated, VersionMismatch
-from services.common.rpc.message_batching import Outbox, pack_batch
-from services.common.rpc.proof import Proof
-from services.common.rpc.tls import TlsFiles
-from services.common.rpc.transport import open_channel
-from services.common.runtime.logging import get_logger
-from services.common.runtime.ticks import until_tick
 from services.gateway.workers.worker import Worker
 from services.protocol.codec import load_from_wire
 from services.protocol.messages import (
@@ -40,6 +33,13 @@ from services.protocol.worker_stream import (
     read,
     stream_type,
 )
+from services.runtime.errors import Unauthenticated, VersionMismatch
+from services.runtime.logging import get_logger
+from services.runtime.rpc.message_batching import Outbox, pack_batch
+from services.runtime.rpc.proof import Proof
+from services.runtime.rpc.tls import TlsFiles
+from services.runtime.rpc.transport import open_channel
+from services.runtime.ticks import until_tick
 
 log = get_logger(__name__)
 

@@ -13,15 +13,15 @@ from blockstore.errors import BlockStoreError, StoreLost
 from blockstore.records import PoolSpec
 from blockstore.registry import Member, Registry
 from blockstore.store import BlockStore
-from services.common.errors import StartupError
-from services.common.runtime.grace_timer import GraceTimer
-from services.common.runtime.logging import get_logger
-from services.common.runtime.ticks import until_tick
-from services.common.text.model_config import ModelConfig
 from services.gateway.intake.catalog import Model
 from services.gateway.scheduling.router import Pool
 from services.gateway.workers.movers import Movers
 from services.gateway.workers.worker import Worker
+from services.model.config.model_config import ModelConfig
+from services.runtime.errors import StartupError
+from services.runtime.grace_timer import GraceTimer
+from services.runtime.logging import get_logger
+from services.runtime.ticks import until_tick
 
 log = get_logger(__name__)
 

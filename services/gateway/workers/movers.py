@@ -9,16 +9,16 @@ from grpc import aio
 
 from blockstore.registry import Member
 from quire.v1 import mover_pb2, mover_pb2_grpc
-from services.common.errors import InvalidRequest, QuireError, Unavailable
-from services.common.rpc.kept_channel import KeptChannel
-from services.common.rpc.proof import Proof
-from services.common.rpc.tls import TlsFiles
-from services.common.rpc.transport import from_rpc_error
-from services.common.runtime.logging import get_logger
 from services.gateway.request.lease import DetachedTicket
 from services.gateway.workers.worker import Worker
 from services.protocol.codec import ticket_from_wire, ticket_to_wire
 from services.protocol.ticket import Ticket
+from services.runtime.errors import InvalidRequest, QuireError, Unavailable
+from services.runtime.logging import get_logger
+from services.runtime.rpc.kept_channel import KeptChannel
+from services.runtime.rpc.proof import Proof
+from services.runtime.rpc.tls import TlsFiles
+from services.runtime.rpc.transport import from_rpc_error
 
 log = get_logger(__name__)
 

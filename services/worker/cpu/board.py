@@ -16,8 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.common.errors import StartupError
-from services.common.numa.topology import format_cpus, parse_cpus
+from services.runtime.errors import StartupError
+from services.runtime.numa.topology import format_cpus, parse_cpus
 
 ENTRY_BYTES = 64
 ENTRY_WORDS = ENTRY_BYTES // 4

@@ -19,7 +19,7 @@ See ADR 45.
 from collections.abc import Mapping, Sequence
 
 from kvops.native import Lane
-from services.common.numa.topology import HostCpus
+from services.runtime.numa.topology import HostCpus
 from services.worker.cpu.board import ENTRY_WORDS, CpuBoardEntry
 
 _PROMPTS_WEIGHT = 0.5

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from services.common.numa.policy import InterleavePolicy
-from services.common.numa.topology import HostCpus, format_cpus
-from services.common.runtime.logging import get_logger
+from services.runtime.logging import get_logger
+from services.runtime.numa.policy import InterleavePolicy
+from services.runtime.numa.topology import HostCpus, format_cpus
 from services.worker.config import WorkerSettings
 from services.worker.cpu.board import CpuBoard, CpuBoardEntry
 from services.worker.cpu.division import choose_domain, domains, lane_cpus

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kvops.native import Lane, NativeCpu, wake
-from services.common.numa.topology import HostCpus
-from services.common.runtime.logging import get_logger
 from services.engine.batch import Row, Wait
 from services.engine.forward import Flight
 from services.engine.runner import Runner
+from services.runtime.logging import get_logger
+from services.runtime.numa.topology import HostCpus
 from services.worker.cpu.board import ENTRY_WORDS, CpuBoard, CpuBoardEntry
 from services.worker.cpu.division import lanes, pause_s
 

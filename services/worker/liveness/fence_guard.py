@@ -25,8 +25,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from blockstore.errors import WorkerFenced
-from services.common.pool.locks import WorkerLock
-from services.common.runtime.ticks import until_tick
+from services.pool.locks import WorkerLock
+from services.runtime.ticks import until_tick
 
 _CHECK_S = 0.5
 

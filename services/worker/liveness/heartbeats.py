@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from blockstore.errors import WorkerFenced
 from blockstore.store import BlockStore
-from services.common.runtime.ticks import until_tick
+from services.runtime.ticks import until_tick
 
 _HEARTBEAT_S = 0.1
 _IDLE_HEARTBEAT_S = 1.0

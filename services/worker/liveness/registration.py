@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from blockstore.redis_store import RedisStore
 from blockstore.registry import Member, Registry, State
 from quire.worker_names import new_worker_id
-from services.common.runtime import redis
-from services.common.runtime.registry_heartbeat import RegistryHeartbeat
 from services.protocol.version import PROTOCOL_VERSION
+from services.runtime import redis
+from services.runtime.registry_heartbeat import RegistryHeartbeat
 from services.worker.config import WorkerSettings
 
 if TYPE_CHECKING:  # these modules import torch

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from blockstore.errors import UnknownWorker, WorkerFenced
 from blockstore.redis.task_cancellation import cancel_task
-from services.common.runtime.logging import get_logger
-from services.common.runtime.starting import importing
+from services.runtime.logging import get_logger
+from services.runtime.starting import importing
 from services.worker.config import WorkerSettings
 from services.worker.liveness.registration import Registration, registered
 

@@ -10,8 +10,8 @@ import os
 from collections.abc import Callable
 from typing import NoReturn
 
-from services.common.runtime.logging import get_logger
-from services.common.runtime.process import EXIT_FAULT
+from services.runtime.logging import get_logger
+from services.runtime.process import EXIT_FAULT
 
 _NUM_CHECKS = 10
 

@@ -11,8 +11,8 @@ import threading
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
-from services.common.runtime.logging import configure_logging, get_logger
-from services.common.runtime.process import EXIT_FAULT
+from services.runtime.logging import configure_logging, get_logger
+from services.runtime.process import EXIT_FAULT
 
 log = get_logger(__name__)
 

@@ -16,11 +16,6 @@ from tempfile import mkdtemp
 from torch import Tensor
 
 from kvops import Backend
-from services.common.checkpoint.shards import check_shards
-from services.common.pool.layout import PoolLayout
-from services.common.runtime.logging import get_logger
-from services.common.runtime.process import EXIT_FAULT
-from services.common.text.model_config import ModelConfig
 from services.engine.device.gpu_memory import GpuMemoryPlan
 from services.engine.device.opening import OpenDevice
 from services.engine.models.decoder import ComposedModel
@@ -29,6 +24,11 @@ from services.engine.ranks.rank import Rank, ShardPlan
 from services.engine.ranks.shared_steps import DividedAdapters, SharedSteps
 from services.engine.weights.packed_file import Progress
 from services.engine.weights.placement import SharedWeights
+from services.model.checkpoint.reading import read_model_config
+from services.model.checkpoint.shards import check_shards
+from services.pool.layout import PoolLayout
+from services.runtime.logging import get_logger
+from services.runtime.process import EXIT_FAULT
 from services.worker.liveness.step_watch import end_process
 from services.worker.membership import Membership
 from services.worker.swap.pool import Copy
@@ -101,7 +101,7 @@ class Ranks:
         `ops`: of this rank. `shared`: this rank's weights, if they are shared. `progress` may raise
         to stop. StartupError: the model cannot be divided or loaded.
         """
-        check_shards(ModelConfig.from_directory(plan.model), self.size)
+        check_shards(read_model_config(plan.model), self.size)
         own = Rank(0)
         own.device, own.shared = OpenDevice(plan.devices[0]), shared
         meeting = Path(mkdtemp(prefix="quire-ranks-"))

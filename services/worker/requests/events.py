@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Protocol
 
-from services.common.errors import DeadlineExceeded, InvalidRequest, PoisonRequest
 from services.engine.batch import Fault
 from services.engine.sequences.results import Token, Verified
 from services.protocol.messages import Failed, Generated, Requeued, RequeueReason, WorkerEvent
 from services.protocol.ticket import FinishReason, Hypothesis, Ticket
+from services.runtime.errors import DeadlineExceeded, InvalidRequest, PoisonRequest
 
 
 @dataclass(frozen=True, slots=True)

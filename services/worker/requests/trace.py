@@ -12,7 +12,7 @@ from services.worker.requests.events import Ending
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
-    from services.common.tracing.tracer import Attributes, Tracer
+    from services.runtime.tracing.tracer import Attributes, Tracer
 
 
 class JobTrace:

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from blockstore.errors import MustWait, OutOfBlocks, StaleHolder
 from blockstore.records import PrefixHash
-from services.common.runtime.logging import get_logger
 from services.protocol.block_keys import num_blocks_for
 from services.protocol.ticket import successor_holder_id
+from services.runtime.logging import get_logger
 from services.worker.pool_engine import PoolEngine
 from services.worker.requests.jobs import State
 from services.worker.roles.prefill_job import PrefillJob

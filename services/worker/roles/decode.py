@@ -14,8 +14,6 @@ from typing import Any, NoReturn
 from blockstore.errors import NotHeld, StaleHolder
 from blockstore.records import Claim
 from blockstore.registry import Load
-from services.common.errors import DuplicateRequest, InvalidRequest
-from services.common.runtime.logging import get_logger
 from services.engine import messages
 from services.engine.messages import Advance, Removed, StepOutcome
 from services.engine.sequences.beam_group import group_class
@@ -34,6 +32,8 @@ from services.protocol.messages import (
 )
 from services.protocol.ticket import Swapped, Ticket
 from services.protocol.worker_stream import DECODE
+from services.runtime.errors import DuplicateRequest, InvalidRequest
+from services.runtime.logging import get_logger
 from services.worker.pool_engine import PoolEngine
 from services.worker.requests.events import (
     ABORTED,

@@ -7,7 +7,6 @@ from typing import Any
 
 from blockstore.records import PrefixHash
 from blockstore.registry import Load
-from services.common.errors import InvalidRequest
 from services.engine import messages
 from services.engine.messages import Advance, Removed, StepOutcome
 from services.engine.sequences.beam_group import group_class
@@ -15,6 +14,7 @@ from services.protocol.block_keys import BlockKeys, num_blocks_for
 from services.protocol.messages import Command, Submit
 from services.protocol.ticket import Ticket, first_holder_id
 from services.protocol.worker_stream import PREFILL
+from services.runtime.errors import InvalidRequest
 from services.worker.pool_engine import PoolEngine
 from services.worker.requests.events import (
     ABORTED,

@@ -7,11 +7,11 @@ from typing import Any, ClassVar, Generic
 
 from blockstore.errors import StaleHolder
 from blockstore.registry import Load
-from services.common.errors import InvalidRequest
 from services.engine import messages
 from services.engine.messages import Removed, Start, StepOutcome
 from services.protocol.messages import Abort, Began, Command, WorkerEvent
 from services.protocol.worker_stream import StreamType
+from services.runtime.errors import InvalidRequest
 from services.worker.pool_engine import PoolEngine
 from services.worker.requests.events import (
     DRAINED,

@@ -6,9 +6,9 @@ See ADR 65.
 from itertools import chain
 
 from blockstore.records import Claim, PoolSpec
-from services.common.errors import InvalidRequest
-from services.common.pool.stamps import Stamps
+from services.pool.stamps import Stamps
 from services.protocol.ticket import Ticket, TicketSequence
+from services.runtime.errors import InvalidRequest
 
 _Place = tuple[int, int | None, tuple[int, ...]]
 """The place of a block, equal for all sequences that share the block: its number in the block

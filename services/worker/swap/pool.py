@@ -21,11 +21,11 @@ from itertools import chain
 from blockstore.errors import MustWait, NotHeld, OutOfBlocks, StaleHolder
 from blockstore.records import Allocation, Claim, PrefixHash
 from blockstore.store import BlockStore
-from services.common.pool.stamps import Stamps
-from services.common.runtime.logging import get_logger
-from services.common.runtime.metrics import WorkerMetrics
+from services.pool.stamps import Stamps
 from services.protocol.block_keys import BlockKeys, ComputedBlocks, Key, num_tokens_of
 from services.protocol.ticket import Swapped, SwappedTable, Ticket
+from services.runtime.logging import get_logger
+from services.runtime.metrics import WorkerMetrics
 from services.worker.membership import Membership
 from services.worker.swap.cost import SwapCost
 

@@ -20,12 +20,12 @@ from services.block_manager.config import BlockManagerSettings
 from services.block_manager.gpu.processes import GpuProcesses
 from services.block_manager.manager import BlockManager
 from services.block_manager.rounds import Connection, RoundRunner
-from services.common.pool.arena import make_file
-from services.common.pool.directory import PoolDirectory, new_directory
-from services.common.pool.header import PoolHeader
-from services.common.pool.layout import PoolLayout
-from services.common.pool.stamps import record_bytes
-from services.common.runtime.metrics import PoolMetrics
+from services.pool.arena import make_file
+from services.pool.directory import PoolDirectory, new_directory
+from services.pool.header import PoolHeader
+from services.pool.layout import PoolLayout
+from services.pool.stamps import record_bytes
+from services.runtime.metrics import PoolMetrics
 
 LIMIT_S = 60.0
 NUM_BLOCKS = 11
@@ -35,7 +35,7 @@ TOKENS = (1, 2, 3, 4)
 HOLD = """
 import sys
 from pathlib import Path
-from services.common.pool.locks import WorkerLock
+from services.pool.locks import WorkerLock
 
 lock = WorkerLock.create(Path(sys.argv[1]))
 print("locked", flush=True)

@@ -11,9 +11,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from services.block_manager.gpu.processes import MappedProcesses
-from services.common.pool.directory import PoolDirectory, new_directory
-from services.common.pool.header import PoolHeader
-from services.common.pool.stamps import record_bytes
+from services.pool.directory import PoolDirectory, new_directory
+from services.pool.header import PoolHeader
+from services.pool.stamps import record_bytes
 from tests.waiting import until
 
 from .conftest import LAYOUT, NUM_BLOCKS, PoolHost, assert_laws_hold, equals, gone, managed
@@ -22,9 +22,9 @@ SIZE = 2 << 20
 WORKER = """
 import mmap, os, sys
 from pathlib import Path
-from services.common.pool.directory import PoolDirectory
-from services.common.pool.keeper import Registration, register
-from services.common.pool.locks import WorkerLock
+from services.pool.directory import PoolDirectory
+from services.pool.keeper import Registration, register
+from services.pool.locks import WorkerLock
 
 root, pool_id, worker_id, creates = sys.argv[1:]
 made = os.memfd_create("quire-MEMFD-0") if creates == "yes" else None

@@ -20,8 +20,8 @@ from blockstore.redis_store import RedisStore
 from blockstore.registry import Member
 from quire.v1 import block_manager_pb2 as pb
 from quire.v1 import block_manager_pb2_grpc
-from services.common.pool.directory import pool_directories
-from services.common.rpc.transport import open_channel
+from services.pool.directory import pool_directories
+from services.runtime.rpc.transport import open_channel
 from tests.secret import SECRET, proven
 from tests.waiting import until
 
@@ -33,8 +33,8 @@ import asyncio, sys
 from pathlib import Path
 
 from blockstore.redis_store import RedisStore
-from services.common.pool.layout import PoolLayout
-from services.common.pool.sizing import MemoryPlan
+from services.pool.layout import PoolLayout
+from services.pool.sizing import MemoryPlan
 from services.worker.membership import join
 from tests.waiting import until
 

@@ -7,9 +7,9 @@ from services.block_manager.gpu.processes import AllProcesses
 from services.block_manager.liveness import Liveness, WorkerProcesses
 from services.block_manager.reaper import reap
 from services.block_manager.watcher import Watcher
-from services.common.pool.directory import PoolDirectory
-from services.common.pool.locks import WorkerLock
-from services.common.pool.stamps import Stamps
+from services.pool.directory import PoolDirectory
+from services.pool.locks import WorkerLock
+from services.pool.stamps import Stamps
 from tests.waiting import until
 
 from .conftest import (

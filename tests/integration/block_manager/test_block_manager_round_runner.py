@@ -9,7 +9,7 @@ from blockstore.errors import StoreLost, StoreUnavailable, StoreUnsuitable, Unkn
 from blockstore.memory_registry import MemoryRegistry
 from blockstore.memory_store import MemoryStore
 from services.block_manager.rounds import Connection, RoundRunner
-from services.common.runtime.grace_timer import GraceTimer
+from services.runtime.grace_timer import GraceTimer
 from tests.clock import Clock
 
 LIMIT_S = 10.0

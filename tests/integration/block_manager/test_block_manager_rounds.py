@@ -12,7 +12,7 @@ from services.block_manager.auditor import LastAudits
 from services.block_manager.config import BlockManagerSettings
 from services.block_manager.manager import IDLE_SCANS, BlockManager
 from services.block_manager.rounds import RoundRunner
-from services.common.runtime.metrics import PoolMetrics
+from services.runtime.metrics import PoolMetrics
 
 from .conftest import PoolHost
 

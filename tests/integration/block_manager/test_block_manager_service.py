@@ -27,9 +27,9 @@ from services.block_manager.auditor import LastAudits
 from services.block_manager.operators.drain import send_drain
 from services.block_manager.operators.service import SERVICE_NAME, BlockManagerService
 from services.block_manager.rounds import Connection, RoundRunner
-from services.common.errors import Unauthenticated, VersionMismatch
-from services.common.rpc.transport import RpcServer, open_channel
 from services.protocol.version import PROTOCOL_VERSION
+from services.runtime.errors import Unauthenticated, VersionMismatch
+from services.runtime.rpc.transport import RpcServer, open_channel
 from tests.secret import OTHER, SECRET, guard
 
 SPEC = PoolSpec("tiny-1", "tiny", "f00d", num_blocks=11, block_size=4, block_bytes=64)

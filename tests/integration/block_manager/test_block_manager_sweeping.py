@@ -7,8 +7,8 @@ import pytest
 from blockstore.errors import StoreLost, UnknownPool
 from blockstore.memory_registry import MemoryRegistry
 from services.block_manager.rounds import Connection
-from services.common.pool.directory import pool_directories
-from services.common.pool.locks import host_lock
+from services.pool.directory import pool_directories
+from services.pool.locks import host_lock
 from tests.waiting import until
 
 from .conftest import PoolHost, Store, assert_laws_hold, equals, gone, managed, observed

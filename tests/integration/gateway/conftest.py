@@ -17,7 +17,6 @@ from blockstore.memory_registry import MemoryRegistry
 from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolSpec
 from quire.v1 import inference_pb2_grpc
-from services.common.rpc.transport import RpcServer, open_channel
 from services.gateway.config import GatewayOptions
 from services.gateway.frontend.api import Delta, GenerationRequest, RequestedSampling
 from services.gateway.frontend.service import SERVICE_NAME, InferenceService
@@ -25,6 +24,7 @@ from services.gateway.gateway import Gateway
 from services.gateway.request_metrics import RequestMetrics
 from services.gateway.wiring import Wiring, start_gateway
 from services.gateway.workers import directory as worker_directory
+from services.runtime.rpc.transport import RpcServer, open_channel
 from tests.secret import SECRET
 from tests.waiting import until
 

@@ -23,12 +23,12 @@ from quire.v1 import inference_pb2_grpc
 from quire.v1.block_manager_pb2 import DrainWorkerRequest, ListWorkersRequest
 from quire.v1.block_manager_pb2_grpc import BlockManagerStub
 from quire.v1.inference_pb2 import ListModelsRequest
-from services.common.rpc.transport import RpcServer, open_channel
 from services.gateway.access.caller import Caller
 from services.gateway.access.control import AccessControl
 from services.gateway.access.guards import KeyGuard
 from services.gateway.frontend.service import SERVICE_NAME, InferenceService
 from services.gateway.request_metrics import MAX_TENANT_LABELS, OTHER_TENANTS, RequestMetrics
+from services.runtime.rpc.transport import RpcServer, open_channel
 from tests.api_keys import ALICE, BOB, OPERATOR, bearer, keyring, text_of
 from tests.waiting import until
 

@@ -6,8 +6,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from quire.v1 import decode_pb2, prefill_pb2, worker_pb2
-from services.common.errors import DeadlineExceeded
 from services.protocol.ticket import FinishReason
+from services.runtime.errors import DeadlineExceeded
 from tests.waiting import until
 
 from .conftest import PROMPT, Call, asked

@@ -16,13 +16,13 @@ from rich.console import Console
 
 from quire.cli.state.top import TopFlags, read_document, render
 from quire.v1 import block_manager_pb2 as pb
-from services.common.errors import PromptTooLong, Unavailable
 from services.gateway.access.keyring import Keyring
 from services.gateway.dashboard.access import DashboardSetting
 from services.gateway.dashboard.history import History
 from services.gateway.dashboard.routes import PAGE, make_dashboard
 from services.gateway.frontend.http.app import create_app
 from services.gateway.frontend.http.server import http_server
+from services.runtime.errors import PromptTooLong, Unavailable
 from tests.api_keys import ALICE, OPERATOR, keyring, keyring_of, text_of
 from tests.integration.gateway.conftest import Call, GatewayHarness, asked
 from tests.integration.gateway.fakes.decode import FakeDecode

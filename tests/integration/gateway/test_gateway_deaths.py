@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from services.common.errors import PoisonRequest
+from services.runtime.errors import PoisonRequest
 from tests.waiting import until
 
 from .conftest import PROMPT, Call, asked

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quire.v1 import decode_pb2, worker_pb2
-from services.common.errors import DeadlineExceeded, NoWorker, PoisonRequest
+from services.runtime.errors import DeadlineExceeded, NoWorker, PoisonRequest
 from tests.waiting import until
 
 from .conftest import PROMPT, SPEC, Call, asked

@@ -7,9 +7,9 @@ import pytest
 from grpc import aio
 
 from quire.v1 import inference_pb2, sampling_pb2
-from services.common.rpc.transport import open_channel
 from services.gateway.frontend.service import SERVICE_NAME
 from services.gateway.intake.prompts import MAX_MESSAGES
+from services.runtime.rpc.transport import open_channel
 from tests.waiting import until
 
 from .conftest import PROMPT

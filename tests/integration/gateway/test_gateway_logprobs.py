@@ -10,7 +10,7 @@ from quire import AsyncClient, messages
 from quire.messages import Request
 from quire.types import Candidate, Delta, Sampling, TokenLogprobs
 from quire.v1 import decode_pb2, prefill_pb2
-from services.common.errors import DuplicateRequest, InvalidRequest
+from services.runtime.errors import DuplicateRequest, InvalidRequest
 from tests.waiting import until
 
 from .conftest import TOKEN, Call, GatewayHarness, asked

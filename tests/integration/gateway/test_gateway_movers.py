@@ -9,11 +9,11 @@ import pytest
 
 from blockstore.registry import Member
 from quire.v1 import mover_pb2, mover_pb2_grpc
-from services.common.errors import Unavailable
-from services.common.rpc.proof import Guard
-from services.common.rpc.transport import RpcServer
 from services.gateway.workers.movers import Movers
 from services.protocol.ticket import SamplingParams, Ticket, TicketSequence
+from services.runtime.errors import Unavailable
+from services.runtime.rpc.proof import Guard
+from services.runtime.rpc.transport import RpcServer
 
 SAMPLING = SamplingParams(0.0, 0, 1.0, 0.0, 1, 8)
 TICKET = Ticket(

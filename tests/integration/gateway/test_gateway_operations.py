@@ -13,11 +13,11 @@ from blockstore.registry import Member
 from quire.v1 import block_manager_pb2, block_manager_pb2_grpc
 from quire.v1.supervisor_pb2 import ScaleRequest
 from quire.v1.supervisor_pb2_grpc import SupervisorStub
-from services.common.errors import UnknownWorker
-from services.common.rpc.error_table import RemoteError
-from services.common.rpc.transport import RpcServer, from_rpc_error, open_channel
 from services.gateway.frontend.relay import BLOCK_MANAGER, SUPERVISOR, Relay, Target
 from services.protocol.version import PROTOCOL_VERSION
+from services.runtime.errors import UnknownWorker
+from services.runtime.rpc.error_table import RemoteError
+from services.runtime.rpc.transport import RpcServer, from_rpc_error, open_channel
 from tests.secret import SECRET, guard
 from tests.waiting import until
 

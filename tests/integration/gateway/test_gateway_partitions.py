@@ -10,7 +10,7 @@ import pytest
 
 from quire import AsyncClient, connections
 from quire.types import Sampling
-from services.common.rpc import transport as rpc
+from services.runtime.rpc import transport as rpc
 from tests.proxy import Proxy
 from tests.waiting import until
 

@@ -23,7 +23,7 @@ from quire.sockets import living_sockets
 from quire.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
 from quire.v1.block_manager_pb2 import ListWorkersRequest
 from quire.v1.block_manager_pb2_grpc import BlockManagerStub
-from services.common.rpc.transport import open_channel
+from services.runtime.rpc.transport import open_channel
 from tests.secret import SECRET
 from tests.waiting import until
 

@@ -7,7 +7,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from quire.v1 import inference_pb2
-from services.common.errors import InvalidRequest, PromptTooLong, QuireError, UnknownModel
+from services.runtime.errors import InvalidRequest, PromptTooLong, QuireError, UnknownModel
 
 from .conftest import PROMPT, Call, GatewayHarness, asked
 from .fakes import FakeDecode, FakePrefill

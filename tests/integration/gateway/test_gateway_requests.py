@@ -9,15 +9,6 @@ from typing import Any, cast
 import pytest
 
 from quire.v1 import prefill_pb2
-from services.common.errors import (
-    DuplicateRequest,
-    InvalidRequest,
-    NoWorker,
-    Overloaded,
-    PromptTooLong,
-    UnknownModel,
-)
-from services.common.structured.structure import Structure, StructureKind
 from services.gateway.frontend.api import (
     ChatMessage,
     GenerationRequest,
@@ -30,6 +21,15 @@ from services.gateway.intake.admission import resolve_max_tokens
 from services.gateway.scheduling.router import Pool
 from services.gateway.streaming import output
 from services.gateway.workers.directory import ModelPools
+from services.model.structured.structure import Structure, StructureKind
+from services.runtime.errors import (
+    DuplicateRequest,
+    InvalidRequest,
+    NoWorker,
+    Overloaded,
+    PromptTooLong,
+    UnknownModel,
+)
 from tests.waiting import until
 
 from .conftest import PROMPT, SPEC, Call, asked

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.common.errors import Overloaded
 from services.gateway.frontend.api import Delta
 from services.gateway.frontend.http.app import create_app
 from services.gateway.frontend.http.connections import ConnectionLimits
 from services.gateway.frontend.http.server import http_server
 from services.gateway.streaming import output
+from services.runtime.errors import Overloaded
 from tests.waiting import until
 
 from .conftest import PROMPT, Call, GatewayHarness, asked

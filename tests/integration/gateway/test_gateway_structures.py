@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 
 from bench.make_checkpoint import CheckpointSpec, make_checkpoint
-from services.common.errors import InvalidRequest, StartupError
-from services.common.structured.structure import Structure, StructureKind
-from services.common.text.model_config import ModelConfig
 from services.gateway.intake import structures
 from services.gateway.intake.structures import StructureChecker
+from services.model.checkpoint.reading import read_model_config
+from services.model.structured.structure import Structure, StructureKind
+from services.runtime.errors import InvalidRequest, StartupError
 
 
 async def test_checks_that_nobody_waits_for_are_left_out(
     smollm2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Clients that ask for costly checks and leave do not keep others waiting."""
-    config = ModelConfig.from_directory(smollm2)
+    config = read_model_config(smollm2)
     checker = StructureChecker(smollm2, config.vocab_size, config.eos_token_ids)
     begin, checked = Event(), list[str]()
     verdict = checker._verdict
@@ -53,7 +53,7 @@ async def test_a_verdict_of_a_killed_child_is_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = Path(make_checkpoint(tmp_path, CheckpointSpec()))
-    config = ModelConfig.from_directory(directory)
+    config = read_model_config(directory)
     checker = StructureChecker(directory, config.vocab_size, config.eos_token_ids)
     form = Structure(StructureKind.REGEX, "a")
     with monkeypatch.context() as patch:
@@ -98,7 +98,7 @@ def test_a_child_that_does_not_start_is_ended(
 
 
 async def test_the_child_reads_the_vocabulary_before_the_first_form(smollm2: Path) -> None:
-    config = ModelConfig.from_directory(smollm2)
+    config = read_model_config(smollm2)
     checker = StructureChecker(smollm2, config.vocab_size, config.eos_token_ids)
     checker.warm_up()
     loop = asyncio.get_running_loop()

@@ -8,9 +8,9 @@ import pytest
 
 from blockstore.registry import Load
 from quire.v1 import decode_pb2, inference_pb2, prefill_pb2, worker_pb2
-from services.common.errors import QueueFull
 from services.gateway.access.caller import Caller
 from services.protocol.ticket import FinishReason
+from services.runtime.errors import QueueFull
 from tests.waiting import until
 
 from .conftest import PROMPT, Call, asked

@@ -6,10 +6,10 @@ import httpx
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
-from services.common.errors import InvalidRequest
 from services.gateway.frontend.http.adapters import adapter_routes
 from services.gateway.frontend.http.app import create_app
 from services.gateway.frontend.http.server import http_server
+from services.runtime.errors import InvalidRequest
 from tests.api_keys import ALICE, OPERATOR, keyring
 
 from .conftest import LIMIT_S, FakeGenerator

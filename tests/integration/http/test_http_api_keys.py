@@ -12,7 +12,6 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 from structlog.testing import capture_logs
 
-from services.common.errors import RateLimited
 from services.gateway.access.caller import bind_caller
 from services.gateway.access.control import AccessControl
 from services.gateway.dashboard.routes import PAGE
@@ -24,6 +23,7 @@ from services.gateway.frontend.http.middleware.authentication import (
     OPERATOR_PATHS,
 )
 from services.gateway.frontend.http.server import http_server
+from services.runtime.errors import RateLimited
 from tests.api_keys import ALICE, BOB, OPERATOR, keyring
 
 from .conftest import HI, LIMIT_S, FakeGenerator

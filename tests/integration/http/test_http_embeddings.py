@@ -7,8 +7,8 @@ import numpy as np
 import openai
 import pytest
 
-from services.common.errors import PromptTooLong, QueueFull
 from services.gateway.frontend.api import RequestedEmbedding
+from services.runtime.errors import PromptTooLong, QueueFull
 
 from .conftest import FakeGenerator
 

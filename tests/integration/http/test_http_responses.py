@@ -6,8 +6,8 @@ import httpx
 import openai
 import pytest
 
-from services.common import errors
 from services.gateway.frontend.api import ChatMessage
+from services.runtime import errors
 
 from .conftest import TEXTS, FakeGenerator
 

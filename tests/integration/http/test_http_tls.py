@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from quire.certificates import write_certificates
-from services.common.rpc.tls import TlsFiles
 from services.gateway.frontend.http.connections import ConnectionLimits
 from services.gateway.frontend.http.server import http_server
+from services.runtime.rpc.tls import TlsFiles
 
 from .raw import LIMIT_S, Connection, connected
 

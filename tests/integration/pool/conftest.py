@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from blockstore.memory_store import MemoryStore
-from services.common.pool.layout import PoolLayout
-from services.common.pool.sizing import MemoryPlan
-from services.common.pool.stamps import record_bytes
+from services.pool.layout import PoolLayout
+from services.pool.sizing import MemoryPlan
+from services.pool.stamps import record_bytes
 from services.worker.membership import Membership, join
 
 LAYOUT = PoolLayout(

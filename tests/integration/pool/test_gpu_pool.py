@@ -18,11 +18,11 @@ from kvops.cuda.vmm import DeviceLost, DriverError, SharedMemory
 from services.block_manager.gpu.keeper import Keeper
 from services.block_manager.gpu.processes import AllProcesses, GpuProcesses, ProcessListError
 from services.block_manager.liveness import ProcessRecord, WorkerProcesses
-from services.common.errors import StartupError
-from services.common.pool import keeper as client
-from services.common.pool.header import PoolHeader
-from services.common.pool.recovery import PoolRecovery
-from services.common.pool.sizing import MemoryPlan
+from services.pool import keeper as client
+from services.pool.header import PoolHeader
+from services.pool.recovery import PoolRecovery
+from services.pool.sizing import MemoryPlan
+from services.runtime.errors import StartupError
 from services.worker.membership import Membership, join, join_swap_pool
 from services.worker.pool_memory import FileMemory, GpuMemory, OtherRanks, PoolMemory
 from tests.waiting import until

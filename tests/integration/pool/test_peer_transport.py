@@ -15,13 +15,13 @@ import torch
 from blockstore.memory_store import MemoryStore
 from kvops.cuda.memfd import MemfdDriver
 from kvops.cuda.vmm import DriverError
-from services.common.errors import StartupError
-from services.common.pool.keeper import KeeperRefusal, borrow
-from services.common.pool.sizing import MemoryPlan
-from services.common.pool.stamps import Stamps
 from services.mover import peer_transport
 from services.mover.peer_transport import PeerTransport, map_own
 from services.mover.transport import Area, OutOfReach, State, TransportError, stamps_region
+from services.pool.keeper import KeeperRefusal, borrow
+from services.pool.sizing import MemoryPlan
+from services.pool.stamps import Stamps
+from services.runtime.errors import StartupError
 from services.worker.membership import Membership, join
 
 from .conftest import LAYOUT, NUM_BLOCKS, RUN_ID

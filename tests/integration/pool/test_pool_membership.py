@@ -11,11 +11,11 @@ from blockstore.errors import StoreLost, StoreUnavailable, WorkerNotEmpty
 from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolSpec
 from blockstore.store import MarkOwned, Recovery
-from services.common.errors import StartupError
-from services.common.pool.directory import pool_directories
-from services.common.pool.layout import PoolLayout
-from services.common.pool.locks import is_held
-from services.common.pool.sizing import MemoryPlan
+from services.pool.directory import pool_directories
+from services.pool.layout import PoolLayout
+from services.pool.locks import is_held
+from services.pool.sizing import MemoryPlan
+from services.runtime.errors import StartupError
 from services.worker.membership import join_swap_pool
 
 from .conftest import LAYOUT, NUM_BLOCKS, PLAN, Join, die, names

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from blockstore.memory_store import MemoryStore
-from services.common.errors import StartupError
-from services.common.pool import arena
-from services.common.pool.arena import missing_bytes
-from services.common.pool.layout import Dtype
-from services.common.pool.sizing import MemoryPlan
-from services.common.pool.stamps import record_bytes
+from services.pool import arena
+from services.pool.arena import missing_bytes
+from services.pool.layout import Dtype
+from services.pool.sizing import MemoryPlan
+from services.pool.stamps import record_bytes
+from services.runtime.errors import StartupError
 from services.worker.membership import join_swap_pool
 
 from .conftest import LAYOUT, Join, die, names
@@ -143,8 +143,8 @@ async def test_after_leaving_the_arena_is_closed(joined: Join) -> None:
 WRITE = """
 import sys
 from pathlib import Path
-from services.common.pool.directory import PoolDirectory
-from services.common.pool.stamps import Stamps
+from services.pool.directory import PoolDirectory
+from services.pool.stamps import Stamps
 from services.engine.pool import FileArena, KVPool
 
 directory = PoolDirectory(Path(sys.argv[1]))

@@ -9,8 +9,8 @@ import pytest
 from blockstore.hashing import next_hash
 from blockstore.records import Growth
 from blockstore.redis_store import RedisStore
-from services.common.pool.locks import revoke_lock
-from services.common.pool.stamps import StampState, owner_token
+from services.pool.locks import revoke_lock
+from services.pool.stamps import StampState, owner_token
 from services.worker.membership import Membership, join
 from tests.conftest import Valkey
 

@@ -18,12 +18,12 @@ import kvops
 from bench.make_checkpoint import make_checkpoint
 from kvops.cuda.memfd import MemfdDriver
 from services.block_manager.gpu.keeper import Keeper
-from services.common.errors import StartupError
-from services.common.pool import kept_weights
-from services.common.pool.keeper import KeptMemory
 from services.engine.models import Model, load_model
 from services.engine.weights import placement
 from services.engine.weights.placement import SharedWeights
+from services.pool import kept_weights
+from services.pool.keeper import KeptMemory
+from services.runtime.errors import StartupError
 from tests.waiting import until
 
 from .test_gpu_pool import keeper, keeping

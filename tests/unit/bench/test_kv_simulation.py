@@ -10,7 +10,7 @@ from advisor.advice import DoesNotFit
 from advisor.workload import RecordedRequest
 from bench.kv.simulation import PagedMemory, SimulatedRequest, Usage, simulate
 from blockstore.memory.ledger import Ledger
-from services.common.pool.allotment import blocks_at_admission, blocks_for_decode
+from services.pool.allotment import blocks_at_admission, blocks_for_decode
 
 
 async def paged(

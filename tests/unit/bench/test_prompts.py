@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 from bench.make_checkpoint import SHAPES, make_checkpoint
 from bench.serving.scenarios import prompts_of
 from quire.bench.prompts import Prompts, single_token_words
-from services.common.text.tokenizer import read_tokenizer
+from services.model.text.tokenizer import read_tokenizer
 
 
 @pytest.fixture(scope="module")

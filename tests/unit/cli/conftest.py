@@ -87,7 +87,7 @@ class FakeGateway(InferenceServicer, BlockManagerServicer, SupervisorServicer):
         return self.scaled
 
     def refuse(self, status: grpc.StatusCode, text: str) -> None:
-        """Refuse all further calls, as `services.common.rpc.transport` does."""
+        """Refuse all further calls, as `services.runtime.rpc.transport` does."""
         self.refusal = status, text
 
     def _refuse(self, context: grpc.ServicerContext) -> None:

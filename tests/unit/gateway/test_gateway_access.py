@@ -9,14 +9,6 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from quire.api_keys import ApiKey, hash_key
-from services.common.errors import (
-    InvalidApiKey,
-    InvalidRequest,
-    PermissionDenied,
-    RateLimited,
-    StartupError,
-    Unauthenticated,
-)
 from services.gateway.access.account import Account
 from services.gateway.access.caller import (
     EVERYONE,
@@ -31,6 +23,14 @@ from services.gateway.access.guards import KeyGuard
 from services.gateway.frontend.api import GenerationRequest, RequestedBeams, RequestedSampling
 from services.gateway.intake.admission import check_priority
 from services.gateway.intake.identity import scoped_id
+from services.runtime.errors import (
+    InvalidApiKey,
+    InvalidRequest,
+    PermissionDenied,
+    RateLimited,
+    StartupError,
+    Unauthenticated,
+)
 from tests.api_keys import ALICE, BOB, OPERATOR, entry, keyring, keyring_of, text_of
 from tests.clock import Clock
 

@@ -12,16 +12,17 @@ from structlog.testing import capture_logs
 
 from bench.make_checkpoint import make_checkpoint
 from blockstore.memory_registry import MemoryRegistry
-from services.common.checkpoint.adapter import CONFIG_FILE, WEIGHTS_FILE
-from services.common.errors import InvalidRequest, StartupError, UnknownModel
-from services.common.text.model_config import ModelConfig
 from services.gateway.adapters import GatewayAdapters
 from services.gateway.config import GatewaySettings
+from services.model.checkpoint.adapter import CONFIG_FILE, WEIGHTS_FILE
+from services.model.checkpoint.reading import read_model_config
+from services.model.config.model_config import ModelConfig
+from services.runtime.errors import InvalidRequest, StartupError, UnknownModel
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
-    return ModelConfig.from_directory(make_checkpoint(tmp_path_factory.mktemp("model")))
+    return read_model_config(make_checkpoint(tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture

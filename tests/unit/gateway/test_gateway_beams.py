@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from services.common.errors import InvalidRequest
 from services.gateway.frontend.api import (
     Delta,
     GenerationRequest,
@@ -37,6 +36,7 @@ from services.protocol.ticket import (
     Ticket,
     TicketSequence,
 )
+from services.runtime.errors import InvalidRequest
 
 from .walk import MAX_TOKENS, PROMPT, Walk, expected, generated
 

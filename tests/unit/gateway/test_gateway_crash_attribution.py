@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 from structlog.testing import capture_logs
 
-from services.common.errors import PoisonRequest, Unavailable
 from services.gateway.request.status import RequestStatus
 from services.protocol.messages import Began, Generated, Prefilled
 from services.protocol.ticket import BeamParams, BeamState, FinishReason, TicketSequence
+from services.runtime.errors import PoisonRequest, Unavailable
 
 from .walk import MAX_TOKENS, PROMPT, ScriptedWorker, Walk, expected, generated, next_token
 

@@ -4,7 +4,6 @@ import random
 
 import pytest
 
-from services.common.errors import PoisonRequest, Unavailable
 from services.gateway.request.status import RequestStatus
 from services.protocol.messages import (
     Abort,
@@ -16,6 +15,7 @@ from services.protocol.messages import (
     Submit,
 )
 from services.protocol.ticket import FinishReason
+from services.runtime.errors import PoisonRequest, Unavailable
 
 from .walk import (
     MAX_TOKENS,

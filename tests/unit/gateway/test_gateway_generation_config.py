@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from services.common.errors import StartupError
-from services.common.text.model_config import GenerationDefaults
 from services.gateway.intake.generation_config import GenerationConfig
+from services.model.config.model_config import GenerationDefaults
+from services.runtime.errors import StartupError
 
 OF_MODEL = GenerationDefaults(temperature=0.6, top_k=20, max_new_tokens=99)
 

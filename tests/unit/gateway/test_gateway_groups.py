@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from services.common.errors import DuplicateRequest
 from services.gateway.frontend.api import Received
 from services.gateway.request.lease import DetachedTicket
 from services.gateway.request.status import RequestStatus
 from services.gateway.request.tickets import ticket_sequences
 from services.protocol.messages import Abort, Admit, HandOver, Reserve, Reserved
 from services.protocol.ticket import FinishReason, Ticket, TicketSequence
+from services.runtime.errors import DuplicateRequest
 
 from .walk import (
     MAX_TOKENS,

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from services.common.errors import DuplicateRequest, InvalidRequest
 from services.gateway.request.status import RequestStatus
 from services.protocol.messages import Abort, Failed, Requeued, RequeueReason
 from services.protocol.ticket import FinishReason
+from services.runtime.errors import DuplicateRequest, InvalidRequest
 
 from .walk import MAX_TOKENS, Walk, expected, generated
 

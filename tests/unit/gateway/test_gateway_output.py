@@ -7,18 +7,18 @@ from typing import Any
 import pytest
 
 from quire.types import Candidate
-from services.common.errors import InvalidRequest, Unavailable
-from services.common.text.detokenizer import Detokenizer
-from services.common.text.pieces import Pieces
-from services.common.text.stop_strings import StopMatcher
-from services.common.text.tokenizer import Tokenizer
 from services.gateway.frontend.api import Delta, Received
 from services.gateway.parsing.message import CallFormat, MessageFormat, MessageParser, Parsing
 from services.gateway.streaming.output import MAX_UNREAD_TOKENS, Output, RequestStats
 from services.gateway.streaming.sequence import Sequence
 from services.gateway.streaming.text import Text
+from services.model.text.detokenizer import Detokenizer
+from services.model.text.pieces import Pieces
+from services.model.text.stop_strings import StopMatcher
+from services.model.text.tokenizer import Tokenizer
 from services.protocol.logprobs import Logprobs
 from services.protocol.ticket import FinishReason
+from services.runtime.errors import InvalidRequest, Unavailable
 
 BYTES = [bytes([byte]) for byte in range(256)]
 END = 0

@@ -7,8 +7,8 @@ from blockstore.memory_registry import MemoryRegistry
 from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolSpec
 from blockstore.registry import Load, Member, Role
-from services.common.runtime.metrics import GatewayMetrics
 from services.gateway.scheduling.planner import export_plans
+from services.runtime.metrics import GatewayMetrics
 
 SPEC = PoolSpec("p-1", "m", "fingerprint", 10, 16, 1024, 0)
 

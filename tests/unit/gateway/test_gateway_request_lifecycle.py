@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from services.common.errors import DeadlineExceeded, KVCorrupt
 from services.gateway.request.status import RequestStatus
 from services.gateway.workers.worker import Worker
 from services.protocol.messages import (
@@ -20,6 +19,7 @@ from services.protocol.messages import (
     Reserved,
 )
 from services.protocol.ticket import FinishReason, successor_holder_id
+from services.runtime.errors import DeadlineExceeded, KVCorrupt
 
 from .walk import MAX_TOKENS, ScriptedWorker, Walk, expected, generated
 

@@ -12,12 +12,12 @@ from tokenizers import decoders, models, pre_tokenizers
 from bench.make_checkpoint import CheckpointSpec, make_checkpoint
 from quire.messages import Request, generate_request
 from quire.types import Sampling
-from services.common.errors import InvalidRequest
-from services.common.text.model_config import GenerationDefaults
-from services.common.text.tokenizer import Tokenizer
 from services.gateway.frontend.api import RequestedSampling
 from services.gateway.intake.catalog import Model, load_model
 from services.gateway.intake.sampling import resolve_sampling
+from services.model.config.model_config import GenerationDefaults
+from services.model.text.tokenizer import Tokenizer
+from services.runtime.errors import InvalidRequest
 
 WORDS = ["a", "b", "Ġ", "Ġa", "ab", "Ġb", "bb"]
 """In a toy vocabulary `ab` is a token and ` ab` two; `a` and ` a` are one each."""

@@ -7,9 +7,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 from blockstore.registry import Load, Member, Role
-from services.common.text.detokenizer import Detokenizer
-from services.common.text.pieces import Pieces
-from services.common.text.stop_strings import StopMatcher
 from services.gateway.frontend.api import Delta
 from services.gateway.intake.admission import AdmittedRequest
 from services.gateway.request import worker_events
@@ -20,6 +17,9 @@ from services.gateway.streaming.output import Output, RequestStats
 from services.gateway.streaming.sequence import Sequence
 from services.gateway.streaming.text import Text
 from services.gateway.workers.worker import PrefillLoad, Worker
+from services.model.text.detokenizer import Detokenizer
+from services.model.text.pieces import Pieces
+from services.model.text.stop_strings import StopMatcher
 from services.protocol.messages import (
     Admit,
     Command,

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 from blockstore.hashing import prefix_hashes, root_hash
 from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolSpec
-from services.common.pool.stamps import Stamps
 from services.mover.pull import Pull, Target
 from services.mover.source import Copies, Source
 from services.mover.transport import Area, State, Transfer
+from services.pool.stamps import Stamps
 from services.protocol.ticket import SamplingParams, Ticket, TicketSequence
 
 SIZE, NUM_BLOCKS, BLOCK_BYTES = 4, 16, 8

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from quire.v1 import mover_pb2 as pb
-from services.common.errors import Unavailable
 from services.mover import service as services
 from services.mover.service import MoverService
 from services.protocol.codec import ticket_from_wire, ticket_to_wire
 from services.protocol.ticket import SamplingParams, Ticket, TicketSequence
+from services.runtime.errors import Unavailable
 
 TICKET = Ticket(
     *("r", 1, 1, "a", "h", 2, b"r" * 16, (1, 2, 3), SamplingParams(0.0, 0, 1.0, 0.0, 1, 8)),

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from services.common.structured.faults import find_fault
-from services.common.structured.structure import Structure, StructureKind
+from services.model.structured.faults import find_fault
+from services.model.structured.structure import Structure, StructureKind
 from tests.forms import Forms
 
 Find = Callable[[str, Any], tuple[str, str] | None]

@@ -8,9 +8,9 @@ import pydantic
 import pytest
 from llguidance import LLParserLimits
 
-from services.common.errors import InvalidRequest
-from services.common.structured.mask import GrammarFault
 from services.engine.sequences.grammar_state import GrammarState
+from services.model.structured.mask import GrammarFault
+from services.runtime.errors import InvalidRequest
 from tests.forms import EOS, VOCAB_SIZE, Forms, allowed
 
 
@@ -210,7 +210,7 @@ def test_a_lexer_that_has_learnt_too_much_is_replaced(
 ) -> None:
     """A grammar's lexer states come from all texts together; no text may suffer from the others,
     nor have other masks."""
-    module, regex = "services.common.structured.grammar", r".*a.{60}"
+    module, regex = "services.model.structured.grammar", r".*a.{60}"
     wanted = forms.grammar("regex", regex)
     limits = LLParserLimits(max_lexer_states=150, verbose_errors=False)
     monkeypatch.setattr(f"{module}._LIMITS", limits)

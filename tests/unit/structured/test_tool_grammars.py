@@ -7,12 +7,12 @@ from typing import Any
 import jsonschema
 import pytest
 
-from services.common.errors import InvalidRequest
-from services.common.structured.structure import Structure, StructureKind
 from services.gateway.frontend.api import RequestedTools, ToolChoice
 from services.gateway.intake.tool_grammars import structure_after_reasoning, structure_of_calls
 from services.gateway.parsing.message import CallFormat, MessageFormat, MessageParser, Parsing
 from services.gateway.parsing.parts import CallArguments, CallStart, Part, joined
+from services.model.structured.structure import Structure, StructureKind
+from services.runtime.errors import InvalidRequest
 from tests.forms import EOS, Forms, allowed
 
 MAX_TOKENS = 600

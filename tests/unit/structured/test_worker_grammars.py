@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from services.common.structured.structure import Structure, StructureKind
-from services.common.structured.vocabulary import Vocabulary
+from services.model.structured.structure import Structure, StructureKind
+from services.model.structured.vocabulary import Vocabulary
 from services.worker.grammars import Grammars
 from tests.forms import EOS, VOCAB_SIZE, Forms
 

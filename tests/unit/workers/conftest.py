@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolSpec
-from services.common.runtime.metrics import WorkerMetrics
+from services.runtime.metrics import WorkerMetrics
 from services.worker.limits import Limits
 from services.worker.pool_worker import PoolWorker
 from services.worker.roles.decode import Decode

@@ -7,8 +7,8 @@ from typing import Any, Self
 
 from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolSpec
-from services.common.runtime.metrics import WorkerMetrics
 from services.engine.forward import ForwardPass
+from services.runtime.metrics import WorkerMetrics
 from services.worker.limits import Limits
 from services.worker.pool_engine import WorkerParts
 from services.worker.swap.pool import SwapPool

@@ -14,9 +14,9 @@ import xxhash
 
 from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolSpec, PrefixHash
-from services.common.pool.stamps import Stamps, StampState, record_bytes
 from services.engine.batch import Draw, Fault, Row, RowOutput, RowResult, Wait
 from services.engine.forward import CompleteFlight
+from services.pool.stamps import Stamps, StampState, record_bytes
 from services.protocol.logprobs import Logprobs
 from services.protocol.messages import Began, DrainNotice, Step, WorkerEvent
 from services.protocol.ticket import SamplingParams, Ticket, TicketSequence

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from services.common.errors import InvalidRequest
 from services.protocol.messages import Generated, Prefilled, Requeued, RequeueReason, Step
 from services.protocol.ticket import EarlyStopping, FinishReason, Hypothesis, Ticket, TicketSequence
+from services.runtime.errors import InvalidRequest
 
 from .conftest import MakePair, WorkerPair
 from .fakes import PROMPT, FakeSession

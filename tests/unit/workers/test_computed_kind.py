@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from quire.choices import Quantize
-from services.common.checkpoint.quantization import StoredQuantization
+from services.model.config.quantization import StoredQuantization
 from services.worker.computed_kind import computed_kind, is_dequantized
 from services.worker.config import PrefillSettings
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from kvops.native import Lane
-from services.common.numa.topology import HostCpus, Node
+from services.runtime.numa.topology import HostCpus, Node
 from services.worker.config import WorkerSettings
 from services.worker.cpu.board import ENTRY_WORDS, CpuBoardEntry
 from services.worker.cpu.division import divide, lanes, pause_s

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.common.runtime.metrics import WorkerMetrics
 from services.protocol.messages import Requeued, RequeueReason
 from services.protocol.ticket import Ticket
+from services.runtime.metrics import WorkerMetrics
 from services.worker.pool_engine import WorkerParts
 from services.worker.pool_worker import PoolWorker
 from services.worker.roles.decode import Decode

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from services.common.errors import InvalidRequest
 from services.protocol.messages import Failed, Requeued, RequeueReason
 from services.protocol.ticket import TicketSequence
+from services.runtime.errors import InvalidRequest
 
 from .conftest import WorkerPair
 from .fakes import PROMPT, expected, ticket

@@ -9,13 +9,13 @@ from prometheus_client import CollectorRegistry
 
 from blockstore.errors import WorkerFenced
 from blockstore.hashing import prefix_hashes
-from services.common.errors import InvalidRequest
-from services.common.runtime.metrics import WorkerMetrics
-from services.common.structured.grammar import Grammar
-from services.common.structured.structure import Structure, StructureKind
 from services.engine.batch import Fault
+from services.model.structured.grammar import Grammar
+from services.model.structured.structure import Structure, StructureKind
 from services.protocol.messages import Failed, Requeued, RequeueReason, Reserved, Step
 from services.protocol.ticket import FinishReason, TicketSequence
+from services.runtime.errors import InvalidRequest
+from services.runtime.metrics import WorkerMetrics
 from services.worker.pool_engine import WorkerParts
 from services.worker.pool_worker import PoolWorker
 from services.worker.roles.decode import Decode

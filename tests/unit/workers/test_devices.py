@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from services.common.errors import StartupError
-from services.common.runtime.config import load_settings
+from services.runtime.config import load_settings
+from services.runtime.errors import StartupError
 from services.worker.config import DecodeSettings
 
 Settings = Callable[[str, int], DecodeSettings]

@@ -8,9 +8,9 @@ from prometheus_client import CollectorRegistry
 
 from blockstore.errors import WorkerFenced
 from blockstore.memory_store import MemoryStore
-from services.common.pool.locks import WorkerLock, revoke_lock
-from services.common.runtime.metrics import WorkerMetrics
+from services.pool.locks import WorkerLock, revoke_lock
 from services.protocol.ticket import TicketSequence
+from services.runtime.metrics import WorkerMetrics
 from services.worker.limits import Limits
 from services.worker.liveness.fence_guard import FenceGuard
 

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from blockstore.errors import WorkerFenced
 from blockstore.records import PoolSpec
-from services.common.structured.structure import Structure, StructureKind
 from services.engine.batch import Draw, Fault, Row
 from services.engine.engine import Engine
 from services.engine.forward import CompleteFlight, Flight, ForwardPass
@@ -22,6 +21,7 @@ from services.engine.sequences.beam_group import group_class
 from services.engine.sequences.group import Group
 from services.engine.sequences.penalty_state import PenaltyState
 from services.engine.sequences.sequence import Rules
+from services.model.structured.structure import Structure, StructureKind
 from services.protocol.ticket import FinishReason, Ticket, TicketSequence
 from tests.late_device import LateForward
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from blockstore.hashing import prefix_hashes
-from services.common.errors import InvalidRequest
 from services.protocol.messages import Failed, Generated, Requeued, RequeueReason
 from services.protocol.ticket import FinishReason, TicketSequence
+from services.runtime.errors import InvalidRequest
 
 from .conftest import MakePair, WorkerPair, counts_steps
 from .fakes import PROMPT

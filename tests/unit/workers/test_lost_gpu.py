@@ -9,8 +9,8 @@ import torch
 
 from blockstore.errors import PoolGone, StoreUnavailable
 from kvops.cuda.vmm import LOST_CODES, DeviceLost
-from services.common.pool.directory import PoolDirectory
 from services.engine.device.opening import lost_device
+from services.pool.directory import PoolDirectory
 from services.worker.liveness.registration import Registration
 from services.worker.process import WorkerProcess
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from services.common.numa.topology import HostCpus, Node
+from services.runtime.numa.topology import HostCpus, Node
 from services.worker.config import WorkerSettings
 from services.worker.cpu.board import ENTRY_WORDS, CpuBoardEntry
 from services.worker.cpu.division import choose_domain, divide, domains, lane_cpus, lanes

@@ -11,9 +11,9 @@ from prometheus_client import CollectorRegistry
 from blockstore.hashing import prefix_hashes
 from blockstore.memory_store import MemoryStore
 from blockstore.records import Heartbeat
-from services.common.runtime.metrics import WorkerMetrics
 from services.protocol.messages import Step, WorkerEvent
 from services.protocol.ticket import TicketSequence
+from services.runtime.metrics import WorkerMetrics
 from services.worker.limits import Limits
 from services.worker.liveness import heartbeats
 from services.worker.pool_engine import WorkerParts

@@ -7,8 +7,8 @@ import pytest
 
 from blockstore.hashing import prefix_hashes
 from blockstore.records import Allocation
-from services.common.errors import InvalidRequest
 from services.protocol.messages import Requeued, RequeueReason
+from services.runtime.errors import InvalidRequest
 
 from .conftest import MakePair, WorkerPair
 from .fakes import PROMPT, expected, ticket

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from services.common.errors import StartupError
+from services.runtime.errors import StartupError
 from services.worker.preflight import check_pool, check_quantize
 
 

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from bench.make_checkpoint import make_checkpoint
-from services.common.checkpoint.adapter import AdapterFiles
-from services.common.errors import InvalidRequest
-from services.common.text.model_config import ModelConfig
 from services.engine.batch import LoadedAdapter
+from services.model.checkpoint.adapter import AdapterFiles
+from services.model.checkpoint.reading import read_model_config
+from services.model.config.model_config import ModelConfig
 from services.protocol.messages import Failed, Prefilled
 from services.protocol.ticket import Adapter
+from services.runtime.errors import InvalidRequest
 from services.worker.adapters import WorkerAdapters
 from tests.unit.gateway.test_gateway_adapters import write_adapter
 
@@ -36,7 +37,7 @@ class Model:
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
-    return ModelConfig.from_directory(make_checkpoint(tmp_path_factory.mktemp("model")))
+    return read_model_config(make_checkpoint(tmp_path_factory.mktemp("model")))
 
 
 def made(tmp_path: Path, config: ModelConfig, name: str, alpha: int) -> Adapter:

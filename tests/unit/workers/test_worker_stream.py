@@ -10,10 +10,10 @@ import pytest
 
 from blockstore.store import FUNCTION_LIBRARY
 from quire.v1 import decode_pb2, prefill_pb2, ticket_pb2, worker_pb2
-from services.common.errors import InvalidRequest
-from services.common.rpc.message_batching import unpack_batch
 from services.protocol.codec import ticket_to_wire
 from services.protocol.version import PROTOCOL_VERSION
+from services.runtime.errors import InvalidRequest
+from services.runtime.rpc.message_batching import unpack_batch
 from services.worker import stream
 from services.worker.stream import WorkerStream
 

@@ -20,9 +20,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from services.common.errors import InvalidRequest, UnknownModel
-from services.common.runtime.exposition import exposition
-from services.common.tracing.context import TRACEPARENT
 from services.gateway.access.keyring import Keyring
 from services.gateway.frontend.api import GenerationRequest, Generator, ServedModel
 from services.gateway.frontend.embedding import embed_all
@@ -63,6 +60,9 @@ from services.gateway.frontend.http.openapi import openapi_document
 from services.gateway.frontend.http.responses_api.answer import ResponseAnswer
 from services.gateway.frontend.http.responses_api.body import ResponsesBody
 from services.gateway.frontend.http.tokens import TokenEndpoints
+from services.runtime.errors import InvalidRequest, UnknownModel
+from services.runtime.exposition import exposition
+from services.runtime.tracing.context import TRACEPARENT
 
 TIMEOUT_HEADER = "X-Quire-Timeout-S"
 """A client's deadline, in seconds from now, like the deadline of a gRPC call."""

@@ -12,10 +12,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.common.errors import InvalidRequest
-from services.common.rpc.error_table import Failure, failure_of
-from services.common.tracing.context import TRACEPARENT, bind_traceparent
 from services.gateway.frontend.http.answering.sending import Json
+from services.runtime.errors import InvalidRequest
+from services.runtime.rpc.error_table import Failure, failure_of
+from services.runtime.tracing.context import TRACEPARENT, bind_traceparent
 
 REQUEST_ID_HEADER = "X-Request-Id"
 PARAM_NAMES = "param_names"

@@ -11,15 +11,15 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from quire.sockets import join_host_port, listen
-from services.common.errors import StartupError
-from services.common.rpc.tls import Newest, TlsFiles
-from services.common.runtime.ticks import until_tick
 from services.gateway.frontend.http.connections import (
     MAX_HEAD_BYTES,
     Connection,
     ConnectionLimits,
     Connections,
 )
+from services.runtime.errors import StartupError
+from services.runtime.rpc.tls import Newest, TlsFiles
+from services.runtime.ticks import until_tick
 
 _BACKLOG = 512
 """Connections that wait in the kernel; asyncio accepts as many in one turn of the event loop."""

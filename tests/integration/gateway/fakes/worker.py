@@ -12,11 +12,11 @@ from grpc import aio
 from blockstore.registry import Load, Member, Role
 from blockstore.store import FUNCTION_LIBRARY
 from quire.v1 import worker_pb2
-from services.common.errors import Unavailable
-from services.common.rpc.message_batching import unpack_batch
-from services.common.rpc.transport import RpcServer
 from services.gateway.intake.identity import client_id
 from services.protocol.version import PROTOCOL_VERSION
+from services.runtime.errors import Unavailable
+from services.runtime.rpc.message_batching import unpack_batch
+from services.runtime.rpc.transport import RpcServer
 from tests.secret import guard
 
 DELIVERY_S = 0.02

@@ -5,7 +5,7 @@ the check counts what costs memory: values, strings, lists and objects. The text
 not count. All passes over the body run in C.
 """
 
-from services.common.errors import InvalidRequest
+from services.runtime.errors import InvalidRequest
 
 MAX_VALUES = 3 << 18
 """Limit for numbers, strings, lists and objects together, and so for the token ids of all prompts

@@ -14,10 +14,10 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.requests import Request
 
-from services.common.errors import InvalidRequest
 from services.gateway.frontend.http.bodies.bounds import check_counts
 from services.gateway.frontend.http.bodies.fields import FieldError
 from services.gateway.frontend.http.bodies.unknown_fields import INSTEAD
+from services.runtime.errors import InvalidRequest
 
 _MAX_PROBLEMS = 5
 _INDEX = re.compile(r"\[\d+\]")

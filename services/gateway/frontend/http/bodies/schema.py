@@ -9,7 +9,6 @@ from typing import Any, Literal, Self
 
 from pydantic import model_validator
 
-from services.common.structured.structure import Structure
 from services.gateway.frontend.api import (
     GenerationRequest,
     Prompt,
@@ -38,6 +37,7 @@ from services.gateway.frontend.http.bodies.tools import Choice, Tools, requested
 from services.gateway.frontend.http.bodies.unknown_fields import OF_REQUESTS
 from services.gateway.intake.prompts import PROMPT
 from services.gateway.intake.structures import STRUCTURE
+from services.model.structured.structure import Structure
 from services.protocol.ticket import EarlyStopping
 
 _BEAM_FIELDS: dict[str, object] = {

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 from pydantic_core import from_json
 
-from services.common.structured.json_schemas import OPTIONS
-from services.common.structured.structure import Structure, StructureKind
 from services.gateway.frontend.http.bodies.fields import Body
+from services.model.structured.json_schemas import OPTIONS
+from services.model.structured.structure import Structure, StructureKind
 
 _ANY_OBJECT = Structure(StructureKind.JSON, "")
 

@@ -9,8 +9,6 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.sockets import join_host_port
-from services.common.errors import InvalidApiKey, PermissionDenied
-from services.common.rpc.refusal_log import RefusalLog
 from services.gateway.access.caller import (
     EVERYONE,
     bind_caller,
@@ -21,6 +19,8 @@ from services.gateway.access.client_address import Address, client_address
 from services.gateway.access.guards import DENIED_EVENT, REFUSED_EVENT
 from services.gateway.access.keyring import Keyring
 from services.gateway.dashboard.routes import PAGE
+from services.runtime.errors import InvalidApiKey, PermissionDenied
+from services.runtime.rpc.refusal_log import RefusalLog
 
 OPEN_PATHS = frozenset({"/health", "/", *(f"/dashboard/{file.name}" for file in PAGE.iterdir())})
 """Paths that everybody may get: they tell nothing about the deployment's users. The dashboard's

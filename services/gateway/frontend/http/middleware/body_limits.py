@@ -9,9 +9,9 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.common.errors import Overloaded
-from services.common.rpc.transport import MAX_MESSAGE_BYTES
 from services.gateway.frontend.http.middleware.content_encoding import BodyDecoder
+from services.runtime.errors import Overloaded
+from services.runtime.rpc.transport import MAX_MESSAGE_BYTES
 
 MAX_BODY_BYTES = MAX_MESSAGE_BYTES
 DEFAULT_BODY_MEMORY_BYTES = 256 * 1024 * 1024

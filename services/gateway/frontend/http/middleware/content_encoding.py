@@ -4,7 +4,7 @@ import zlib
 
 from starlette.exceptions import HTTPException
 
-from services.common.errors import InvalidRequest
+from services.runtime.errors import InvalidRequest
 
 _GZIP = zlib.MAX_WBITS | 16
 _NO_ENCODING = {"", "identity"}

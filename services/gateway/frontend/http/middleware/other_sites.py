@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from services.common.errors import PermissionDenied
+from services.runtime.errors import PermissionDenied
 
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 _OTHER_SITES = ("cross-site", "same-site")

@@ -16,7 +16,6 @@ from pydantic import (
     model_validator,
 )
 
-from services.common.structured.structure import Structure
 from services.gateway.frontend.api import (
     ChatMessage,
     GenerationRequest,
@@ -46,6 +45,7 @@ from services.gateway.frontend.http.bodies.tools import (
 from services.gateway.frontend.http.responses_api.items import Item, messages_of
 from services.gateway.intake.prompts import MAX_MESSAGES, PROMPT
 from services.gateway.intake.structures import STRUCTURE
+from services.model.structured.structure import Structure
 
 LOGPROBS = "message.output_text.logprobs"
 """The value of `include` that asks for logprobs."""

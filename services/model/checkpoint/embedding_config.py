@@ -1,0 +1,82 @@
+"""Reads how a checkpoint makes embeddings: from the files of sentence-transformers, if they are
+there; else the state of the last token is the embedding.
+
+    modules.json            the modules in order, each with its type and directory
+    1_Pooling/config.json   which states are pooled
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from services.model.config.json_fields import JsonFields, read_json
+from services.runtime.errors import StartupError
+
+MODULES_FILE = "modules.json"
+CONFIG_FILE = "config.json"
+
+Mode = Literal["last", "mean"]
+"""Which states are pooled: that of the last token, or all."""
+
+_MODES: dict[str, Mode] = {"lasttoken": "last", "mean": "mean"}
+_FLAGS = {"pooling_mode_lasttoken": "lasttoken", "pooling_mode_mean_tokens": "mean"}
+"""Names of modes in files that have a flag for each mode."""
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingConfig:
+    """`problem`: why the checkpoint's embeddings cannot be computed; "" if they can. `dimensions`:
+    the numbers of leading values that are embeddings too, because the model is trained for them;
+    None: any number is. Empty: only the whole embedding is one."""
+
+    mode: Mode = "last"
+    dimensions: tuple[int, ...] | None = ()
+    problem: str = ""
+
+    @classmethod
+    def from_directory(cls, directory: Path) -> "EmbeddingConfig":
+        """StartupError: a file is not readable. A model that generates need not have any."""
+        mode: Mode = "last"
+        problem = ""
+        for kind, path in _modules(directory):
+            if kind == "Pooling":
+                mode, problem = _mode(JsonFields.read(path / CONFIG_FILE), problem)
+            elif kind not in ("Transformer", "Normalize"):
+                problem = problem or f"its module {kind} is not supported"
+        config = directory / CONFIG_FILE
+        fields = JsonFields.read(config) if config.is_file() else JsonFields(config, {})
+        return cls(mode, _dimensions(fields), problem)
+
+
+def _modules(directory: Path) -> Iterator[tuple[str, Path]]:
+    """The kind and the directory of each module."""
+    file = directory / MODULES_FILE
+    if not file.is_file():
+        return
+    try:
+        for module in read_json(file):
+            yield str(module["type"]).rpartition(".")[2], directory / str(module["path"])
+    except (TypeError, KeyError) as error:
+        raise StartupError(
+            f"{file}: not a list of modules with type and path: {error!r}"
+        ) from error
+
+
+def _mode(fields: JsonFields, problem: str) -> tuple[Mode, str]:
+    modes = [fields.text("pooling_mode")] if fields.has("pooling_mode") else []
+    flags = {name: value for name, value in fields.values.items() if value is True}
+    modes += [_FLAGS.get(name, name) for name in flags if name.startswith("pooling_mode_")]
+    if len(modes) == 1 and modes[0] in _MODES:
+        return _MODES[modes[0]], problem
+    found = ", ".join(modes) or "none"
+    return "last", problem or f"its pooling is {found}, not one of lasttoken and mean"
+
+
+def _dimensions(fields: JsonFields) -> tuple[int, ...] | None:
+    values: Any = fields.value("matryoshka_dimensions")
+    if values is None:
+        return None if fields.boolean("is_matryoshka", default=False) else ()
+    if not isinstance(values, list) or not all(type(each) is int and each > 0 for each in values):
+        raise fields.wrong("matryoshka_dimensions", f"{values!r} is not a list of numbers above 0")
+    return tuple(values)

@@ -1,0 +1,88 @@
+"""header.json: geometry and identity of a pool, for each process that opens its directory."""
+
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from blockstore.records import PoolSpec
+from services.pool.layout import PoolLayout
+
+ArenaKind = Literal["file", "cuda"]
+"""Where a pool's arena is: in the file `kv` of its directory, or in the memory of a GPU."""
+
+
+class BadHeader(Exception):
+    """A header.json that this version cannot read."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolHeader:
+    """The content of header.json.
+
+    `run_id`: of the Redis server that has the pool's ledger; a server with another one has lost the
+    ledger. `ledger_epoch`: 1 + the number of times that the ledger was lost. `colder_of`: set if
+    this is a swap pool: the pool whose blocks are swapped to it. `gpu_uuids`: the GPU that has the
+    arena of each rank; empty for files. `memory_bytes`: the size of an arena's allocation, which
+    may be more than its blocks take.
+    """
+
+    pool_id: str
+    run_id: str
+    layout: PoolLayout
+    num_blocks: int
+    watermark_blocks: int
+    colder_of: str | None = None
+    ledger_epoch: int = 1
+    kind: ArenaKind = "file"
+    gpu_uuids: tuple[str, ...] = ()
+    memory_bytes: int = 0
+
+    @property
+    def spec(self) -> PoolSpec:
+        """The pool's description for the block store."""
+        return PoolSpec(
+            pool_id=self.pool_id,
+            model=self.layout.model,
+            fingerprint=self.layout.fingerprint,
+            num_blocks=self.num_blocks,
+            block_size=self.layout.block_size,
+            block_bytes=self.layout.block_bytes * self.layout.tensor_parallel_size,
+            watermark_blocks=self.watermark_blocks,
+        )
+
+    @property
+    def arena_bytes(self) -> int:
+        return self.num_blocks * self.layout.block_bytes
+
+    def write(self, path: Path) -> None:
+        path.touch(mode=0o600, exist_ok=False)
+        path.write_bytes(self.dump())
+
+    def replace(self, path: Path) -> None:
+        """Write the header in place of an older one, atomically."""
+        new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        self.write(new)
+        os.replace(new, path)
+
+    @classmethod
+    def read(cls, path: Path) -> "PoolHeader":
+        """Read a header. Raises BadHeader if it is invalid, OSError if the file cannot be read."""
+        return cls.parse(path.read_bytes(), str(path))
+
+    @classmethod
+    def parse(cls, text: bytes, name: str = "header") -> "PoolHeader":
+        """BadHeader: it is invalid. `name`: of the header, for the error."""
+        try:
+            return _ADAPTER.validate_json(text, strict=True)
+        except ValidationError as error:
+            raise BadHeader(f"{name}: {error}") from error
+
+    def dump(self) -> bytes:
+        return _ADAPTER.dump_json(self, indent=2)
+
+
+_ADAPTER = TypeAdapter(PoolHeader)

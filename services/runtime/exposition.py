@@ -1,0 +1,135 @@
+"""Metrics in Prometheus' formats, and the `/metrics` endpoint of a service."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from typing import TYPE_CHECKING, Any, cast
+from wsgiref.simple_server import WSGIRequestHandler, make_server
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import ThreadingWSGIServer, choose_encoder
+from prometheus_client.registry import Collector
+
+from services.runtime.config import ServiceSettings
+from services.runtime.errors import StartupError
+from services.runtime.health import Health
+from services.runtime.logging import get_logger
+from services.runtime.metrics_socket import metrics_socket
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+
+log = get_logger(__name__)
+
+_MAX_CONNECTIONS = 16
+_LIMIT_S = 5.0
+"""How long a connection may be open."""
+
+
+def exposition(registry: Collector, accept: str) -> tuple[bytes, str]:
+    """The metrics in the format that the header `accept` asks for (Prometheus text or OpenMetrics),
+    and the content type.
+
+    Names keep their colon in both formats, so that queries do not depend on the format of the
+    scrape. prometheus_client's other escapings write a TYPE line for `quire:x` but samples of
+    `quire_x`, which a parser takes for two metrics (client_python issue 1177). Prometheus has
+    always allowed each name that Quire uses, so none needs escaping.
+    """
+    encoder, content_type = choose_encoder(accept)
+    encode = cast(Callable[..., bytes], encoder)
+    return encode(registry, escaping="allow-utf-8"), content_type.partition("; escaping=")[0]
+
+
+@contextmanager
+def metrics_endpoint(
+    settings: ServiceSettings, registry: CollectorRegistry, health: Health | None = None
+) -> Iterator[int | None]:
+    """Serves `/metrics`, and `/health` if there is a `health`, from a thread of its own; yields the
+    port. Without `metrics_port`, yields None, and serves `metrics_socket` if there is one.
+
+    StartupError: the service cannot listen there.
+    """
+    if settings.metrics_port is None:
+        path = settings.metrics_socket
+        with nullcontext() if path is None else metrics_socket(path, registry):
+            yield None
+        return
+    try:
+        server = _server(settings.host, settings.metrics_port, _application(registry, health))
+    except OSError as error:
+        raise StartupError(
+            f"metrics: cannot listen on {settings.host}:{settings.metrics_port}: {error.strerror}"
+        ) from error
+    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread.start()
+    log.info("metrics_listening", port=server.server_port)
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def _application(registry: CollectorRegistry, health: Health | None) -> "WSGIApplication":
+    def answer(environ: "WSGIEnvironment", start_response: "StartResponse") -> list[bytes]:
+        if health is not None and environ["PATH_INFO"] == "/health":
+            is_well = health.is_well()
+            start_response("200 OK" if is_well else "503 Service Unavailable", [])
+            return [b"serving\n" if is_well else b"not serving\n"]
+        content, content_type = exposition(registry, environ.get("HTTP_ACCEPT", ""))
+        start_response("200 OK", [("Content-Type", content_type)])
+        return [content]
+
+    return answer
+
+
+class _QuietHandler(WSGIRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        """Log nothing."""
+
+
+class _BoundedServer(ThreadingWSGIServer):
+    """A server with a thread for each of at most `_MAX_CONNECTIONS` connections. A new connection
+    ends the oldest one, which is idle, because an answer takes milliseconds."""
+
+    request_queue_size = 128
+
+    def __init__(self, *args: Any) -> None:
+        self._ends: dict[socket.socket, float] = {}
+        """When each open connection ends, the oldest first. Threads remove their own."""
+        super().__init__(*args)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        for oldest in list(self._ends)[: 1 - _MAX_CONNECTIONS]:
+            self._end(oldest)
+        self._ends[request] = time.monotonic() + _LIMIT_S
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self._ends.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Called twice a second."""
+        now = time.monotonic()
+        for request in [request for request, end in self._ends.copy().items() if end < now]:
+            self._end(request)
+
+    def _end(self, connection: socket.socket) -> None:
+        """End what its thread waits for; the thread closes it."""
+        self._ends.pop(connection, None)
+        with suppress(OSError):  # it has just ended by itself
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+def _server(host: str, port: int, application: "WSGIApplication") -> ThreadingWSGIServer:
+    found, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, _, _, _, address = found
+
+    class Server(_BoundedServer):
+        address_family = family
+
+    return make_server(str(address[0]), port, application, Server, _QuietHandler)
