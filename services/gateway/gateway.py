@@ -32,6 +32,7 @@ from services.gateway.request_metrics import RequestMetrics
 from services.gateway.scheduling.dispatcher import Dispatcher
 from services.gateway.streaming.logprob_text import PromptReporter
 from services.gateway.streaming.output import Output, RequestStats
+from services.gateway.streaming.rests import WriteRests
 from services.gateway.streaming.sequence import Sequence
 from services.gateway.streaming.text import Text
 from services.gateway.workers.directory import ModelPools, WorkerDirectory
@@ -76,6 +77,7 @@ class Gateway:
         self._request_metrics = request_metrics
         self._options = options
         self._tracer = tracer
+        self._rests = WriteRests()
         self._num_tokenizing = 0
         self._aliases = parse_aliases(options.model_aliases)
 
@@ -293,6 +295,7 @@ class Gateway:
             self._request_metrics.meter(request.model, request.caller),
             asyncio.get_running_loop().time,
             reporter if reports_prompt and not request.has_received_tokens else None,
+            self._rests,
         )
         output.running_usage = asked.running_usage
         output.replay(request.received or ())

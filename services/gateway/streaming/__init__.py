@@ -1,1 +1,1 @@
-"""Turns tokens into the text and logprobs that a client reads; backpressure."""
+"""Turns tokens into the text and logprobs that a client reads; backpressure, and rests."""

@@ -15,6 +15,7 @@ from typing import Protocol
 from quire.types import Usage
 from services.gateway.frontend.api import Delta, Received
 from services.gateway.streaming.logprob_text import PromptReporter
+from services.gateway.streaming.rests import WriteRests
 from services.gateway.streaming.sequence import Sequence
 from services.protocol.logprobs import Logprobs
 from services.protocol.ticket import FinishReason
@@ -88,7 +89,8 @@ class RequestStats:
 class Output:
     """The output of one request, with its `sequences` by index.
 
-    `prompt` reports the prompt in the first delta; None: the client did not ask for it.
+    `prompt` reports the prompt in the first delta; None: the client did not ask for it. `rests`:
+    None if each delta is written at once.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class Output:
         meter: Meter,
         clock: Callable[[], float],
         prompt: PromptReporter | None = None,
+        rests: WriteRests | None = None,
     ) -> None:
         self.stats = stats
         self.sequences = tuple(sequences)
@@ -114,6 +117,7 @@ class Output:
         self._num_unread = 0
         self._unsent_prompt = prompt
         self._prompt_logprobs: tuple[Logprobs, ...] = ()
+        self._rests = rests
         self._meter = meter
         self._clock = clock
         self._closed = False
@@ -214,6 +218,8 @@ class Output:
                 self._readable.clear()
                 await self._readable.wait()
                 continue
+            if self._rests is not None:
+                await self._rests.wait()
             sequence = self._next_unread()
             if sequence is not None and self._error is None:
                 self._given_at = self._clock()
