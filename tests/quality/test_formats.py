@@ -112,9 +112,9 @@ def file(
 
 LEAST = {
     "Q4_1": {"auto": 0.99},
-    "Q4_K_M": {"auto": 0.985},
+    "Q4_K_M": {"auto": 0.99},
     "Q8_0": {"auto": 0.99},
-    "Q4_0": {"auto": 0.985},
+    "Q4_0": {"auto": 0.99},
     "BF16": {"int8": 0.97, "int4": 0.75},
 }
 """The least share of likeliest tokens, by the type of a file and by `--quantize`."""
