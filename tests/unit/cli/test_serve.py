@@ -134,7 +134,7 @@ def test_each_model_has_names_and_options_of_its_own(tmp_path: Path) -> None:
     )
     small, big = find_models(options)
     assert (small.name, small.aliases) == ("m.v2", ("default", "latest"))
-    assert small.settings == {"QUANTIZE": "none", "POOL_MEMORY": "1GiB", "KV_DTYPE": "int8"}
+    assert small.settings == {"POOL_MEMORY": "1GiB", "KV_DTYPE": "int8"}
     assert (big.path, big.settings) == (Path(large), {"POOL_MEMORY": "4GiB"})
     assert [(m.num_prefill, m.num_decode) for m in (small, big)] == [(2, 1), (2, 3)]
     with pytest.raises(WrongModels, match=f"'m=1' cannot be .* equals sign; NAME={large} gives"):
