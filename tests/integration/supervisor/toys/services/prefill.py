@@ -1,3 +1,0 @@
-from services.toy import run
-
-run("prefill")
