@@ -163,7 +163,7 @@ async def test_workers_of_one_model_die_and_the_other_does_not_notice(
 
 def pids_of(deployment: Deployment, model: str) -> list[int]:
     """Pids of the model's workers."""
-    pids = deployment.running("services.(prefill|decode)")
+    pids = deployment.running("--role=(prefill|decode)")
     entry = f"MODEL_NAME={model}\0".encode()
     found = [pid for pid in pids if entry in Path(f"/proc/{pid}/environ").read_bytes()]
     assert len(found) == 2

@@ -4,6 +4,7 @@
 
 #include <memory>
 #include <random>
+#include <utility>
 #include <vector>
 
 #include "kernels.h"
@@ -40,32 +41,34 @@ void compare(const std::vector<T>& a, const std::vector<T>& b, const char* what,
   ++num_different;
 }
 
-void check_linear(WeightKind kind, int m, int n, int k) {
-  const int64_t num_panels = (n + kPanel - 1) / kPanel, steps = panel_steps(kind, k, 0);
-  const size_t num_values = lane_values(kind) * steps;  // of a row
-  const size_t num_bytes = input_bytes(kind) * num_values;
+// Positive fp16 numbers below 1.
+uint32_t random_halves() { return generator() & 0x3aff3affu; }
+
+// `group`: of quantized weights, which become tiles of bf16; so their inputs are bf16 too.
+void check_linear(WeightKind kind, int group, int m, int n, int k) {
+  const int64_t num_panels = (n + kPanel - 1) / kPanel, steps = panel_steps(kind, k, group);
   std::vector<uint32_t> panels(num_panels * steps * kPanel);
-  std::vector<uint8_t> x(m * num_bytes);
-  for (uint32_t& word : panels)
-    word = kind == WeightKind::int8 ? generator() : random_bf16() | random_bf16() << 16;
-  for (size_t i = 0; i < x.size(); i += 2) {
-    const uint16_t pair = kind == WeightKind::int8 ? generator() : random_bf16();
-    std::memcpy(&x[i], &pair, sizeof pair);
+  const int run_steps = is_quantized(kind) ? 1 + run_values(kind, group) / lane_values(kind) : 0;
+  for (size_t i = 0; i < panels.size(); ++i) {
+    const bool is_header = run_steps && i / kPanel % run_steps == 0;
+    panels[i] = is_header            ? random_halves()
+                : is_quantized(kind) ? generator()
+                                     : random_bf16() | random_bf16() << 16;
   }
-  const std::vector<float> scales(num_panels * kPanel, 0.01f), row_scales(m, 0.02f);
-  const std::vector<int32_t> sums(num_panels * kPanel, 7);
-  const Linear weights{kind, n, k, 0, panels.data(), scales.data(), sums.data(), scales.data()};
+  const std::vector<float> scales(num_panels * kPanel, 0.01f);
+  const Linear weights{kind, n, k, group, panels.data(), scales.data(), scales.data()};
+  const int64_t multiple = input_multiple(weights);
+  const int64_t num_values = (k + multiple - 1) / multiple * multiple;  // of a row
+  std::vector<bf16> x(m * num_values);
+  for (bf16& value : x) value = random_bf16();
   std::vector<float> out[2];
   for (int side = 0; side < 2; ++side) {
     out[side].assign(size_t{1} * m * n, 1.0f);
-    const LinearCall call{&weights,
-                          {x.data(), static_cast<int64_t>(num_values), row_scales.data()},
-                          Epilogue::add_f32,
-                          out[side].data(),
-                          n};
+    const LinearCall call{&weights, {x.data(), num_values}, Epilogue::add_f32, out[side].data(), n};
     side == 0 ? modelled::run(call, num_panels, m) : emulated::run(call, num_panels, m);
   }
-  compare(out[0], out[1], kind == WeightKind::int8 ? "an int8 linear" : "a bf16 linear", m);
+  const char* names[] = {"an fp32 linear", "a bf16 linear", "an int8 linear", "an int4 linear"};
+  compare(out[0], out[1], names[static_cast<int>(kind)], m);
 }
 
 struct Heads {
@@ -131,10 +134,14 @@ void check_attention(Heads heads, int queries, int context, int window, bool is_
 
 int main() {
   using namespace quire;
-  for (WeightKind kind : {WeightKind::bf16, WeightKind::int8}) {
+  const std::pair<WeightKind, int> kinds[] = {{WeightKind::bf16, 0},
+                                              {WeightKind::int8, 16},
+                                              {WeightKind::int8, 32},
+                                              {WeightKind::int4, 64}};
+  for (const auto& [kind, group] : kinds) {
     for (int m : {1, 2, 15, 16, 17, 31, 32, 33, 48, 65})
-      for (int k : {1, 33, 64, 77, 600, 1037}) check_linear(kind, m, 70, k);
-    for (int m : {255, 257, 290}) check_linear(kind, m, 290, 1037);
+      for (int k : {1, 33, 64, 77, 600, 1037}) check_linear(kind, group, m, 70, k);
+    for (int m : {255, 257, 290}) check_linear(kind, group, m, 290, 1037);
   }
   check_attention({4, 2, 128, 16}, 60, 200, 0, false);
   check_attention({8, 1, 20, 16}, 40, 130, 50, false);

@@ -8,8 +8,10 @@ namespace quire::QUIRE_ISA {
 void run(const LinearCall& call, int64_t num_panels, int64_t num_rows) {
   if (call.weights->kind == WeightKind::bf16)
     compute_tiled<WeightKind::bf16>(call, 0, num_panels, 0, num_rows);
-  else
+  else if (call.weights->kind == WeightKind::int8)
     compute_tiled<WeightKind::int8>(call, 0, num_panels, 0, num_rows);
+  else
+    compute_tiled<WeightKind::int4>(call, 0, num_panels, 0, num_rows);
 }
 
 size_t scratch_bytes(const AttentionCall& call) { return attention_scratch(call); }

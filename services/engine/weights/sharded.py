@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from kvops.int8 import Int8Weight
 from services.engine.weights.weights import Form, Weights
 from services.model.checkpoint.shards import INPUTS, Shard, refuse_kind, split_of
 
@@ -28,8 +29,11 @@ class ShardedWeights:
         return self._whole.form(linear)
 
     def linear(self, linear: str) -> Tensor:
-        """The rank's part of a linear in floating point. StartupError: it has another form."""
+        """The rank's part of a linear in floating point, to which one of 8 bits is converted: a
+        part may begin in the middle of a group. StartupError: it has another form."""
         weight = self._whole.linear(linear)
+        if isinstance(weight, Int8Weight):
+            weight = weight.dequantized()
         if not isinstance(weight, Tensor):
             raise refuse_kind(self._shard.size, self.form(linear))
         return self._part(f"{linear}.weight", weight)
