@@ -313,7 +313,7 @@ class Scaled:
     failing: Mapping[str, str] = field(default_factory=dict)
     """The workers that do not start, with the last line that each wrote."""
     warning: str = ""
-    """What the operator should know about the numbers; usually empty."""
+    """A remark on the numbers for the operator; usually empty."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,7 @@ class AdvisorFlags:
 def block_size(flags: AdvisorFlags, as_json: Json = False) -> int:
     """Recommend the --block-size for a recorded workload, with reasons."""
     source = find_model(flags.model)
-    options = asdict(flags) | {"model": source.directory, "quantize": "auto"}
+    options = asdict(flags) | {"model": source.directory}
     found = _run_advisor(options)
     if "error" in found:
         print(f"quire: {found['error']}", file=sys.stderr)

@@ -1,1 +1,1 @@
-"""What a checkpoint says: its config, tokenizer, chat template and weights on disk. No PyTorch."""
+"""Reads checkpoints: config, tokenizer, chat template and weights on disk, without PyTorch."""

@@ -70,7 +70,7 @@ def load(settings: WorkerSettings, progress: Progress, place: Place | None = Non
 
 
 class _Load:
-    """What is decided for one load, in the order of `__init__`."""
+    """The decisions of one load, in the order of `__init__`."""
 
     def __init__(self, settings: WorkerSettings, progress: Progress, place: Place | None) -> None:
         cache = usable_cache(settings.weights_cache)

@@ -21,7 +21,7 @@ BATCH_TENSORS = (
     *("block_tables", "cu_query_lens", "context_lens"),
 )
 STEP_TENSORS = (*BATCH_TENSORS, "wanted", "page_ids")
-"""What `ModelSteps.compute` reads."""
+"""The tensors that `ModelSteps.compute` reads."""
 
 Pairs = Sequence[tuple[int, int]]
 """Blocks to copy, (source, target) each."""

@@ -1,4 +1,4 @@
-"""What one rank of a worker is, and what all ranks do together.
+"""One rank of a worker, and the methods that all ranks execute together.
 
 Every rank executes the same methods in the same order. Rank 0 decides which: it calls the other
 ranks (`services.engine.ranks.calls`) before it does the same. Only rank 0 stamps and reports.
@@ -53,7 +53,7 @@ worker: other ranks may wait for it in an exchange."""
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
-    """What the ranks load."""
+    """The model and the settings that the ranks load."""
 
     model: Path
     dtype: torch.dtype

@@ -39,7 +39,7 @@ class Drafting:
 
 @dataclass(slots=True)
 class _StepCost:
-    """What decode steps of one number of rows cost."""
+    """The cost of decode steps of one number of rows."""
 
     plain_s: Average = field(default_factory=lambda: Average(0.0, _WINDOW, weight=0))
     """The duration of a step without drafts."""

@@ -1,1 +1,1 @@
-"""What `config.json` says of a model."""
+"""Reads `config.json` into a checked configuration."""

@@ -1,4 +1,4 @@
-"""What is wrong with a structure, and where in its JSON schema."""
+"""Finds the fault of a structure, and its place in the JSON schema."""
 
 import json
 import random
@@ -27,7 +27,7 @@ _DEEPEST = 16
 
 
 def find_fault(structure: Structure, vocabulary: Vocabulary) -> tuple[str, str] | None:
-    """The path in a structure's schema and what is wrong there; None: nothing. A structural tag's
+    """The path in a structure's schema and the fault there; None if it has none. A structural tag's
     schemas are tried alone too: a text may come to them later than those that are tried."""
     text = _fault(structure, vocabulary)
     until = time.process_time() + _SEARCH_S
@@ -43,7 +43,7 @@ def find_fault(structure: Structure, vocabulary: Vocabulary) -> tuple[str, str] 
 
 
 def _fault(structure: Structure, vocabulary: Vocabulary) -> str | None:
-    """What is wrong with a structure: it is compiled, and some texts of its form are written."""
+    """The fault that shows when a structure is compiled and some texts of its form are written."""
     compiled = Future[Compiled]()
     try:
         compiled.set_result(compile_structure(structure, vocabulary))

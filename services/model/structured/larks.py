@@ -12,7 +12,7 @@ _MOST_RULES = 1000
 """More alternatives are one expression. The parser takes 2,000."""
 
 _OF_TREES = re.compile(r"^[ \t]*[?!]+(?=[a-z_]\w*\s*:)", re.MULTILINE)
-"""What Lark has before the name of a rule for the tree of a text; it does not change the texts."""
+"""Lark's marks before the name of a rule; they shape the tree of a text, not the text."""
 
 _LITERAL = r'"(?:[^"\\\n]|\\.)*+"'
 _LITERALS = re.compile(

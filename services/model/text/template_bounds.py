@@ -45,7 +45,7 @@ _UNSAFE = ("encode", "to_bytes", "translate")
 
 @dataclass(slots=True)
 class _Work:
-    """What a rendering may still do."""
+    """The work that a rendering may still do."""
 
     end: float = float("inf")
     left: int = MAX_TOTAL
