@@ -55,6 +55,14 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
         yield run
 
 
+@pytest.fixture(scope="session")
+def short_context(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """A deployment whose answers have at most 256 tokens less their prompt: made-up requests seldom
+    name `max_tokens`, and some of them (`ignore_eos`) write until the context is full."""
+    with serving("demo", tmp_path_factory.mktemp("short"), "--max-model-len", "256") as run:
+        yield run
+
+
 TOOLS_TEMPLATE = """
 {%- if tools %}{{ tools | tojson }}{% endif %}
 {%- for m in messages %}{{ m.role }}: {{ m.content }}{% for call in m.tool_calls or [] %}

@@ -249,14 +249,14 @@ CHECKS = (
 
 @pytest.mark.clients
 def test_schemathesis_finds_nothing(
-    deployment: Deployment, tmp_path: Path, outside: dict[str, str], table: Table
+    short_context: Deployment, tmp_path: Path, outside: dict[str, str], table: Table
 ) -> None:
     """The server gives no 500, its answers match /openapi.json, and it refuses what that does not
     allow."""
     output = run(
         [
             *(client_bin("schemathesis") / "schemathesis", "run"),
-            *(f"{deployment.http}/openapi.json", "--max-examples", 30, "--seed", 1),
+            *(f"{short_context.http}/openapi.json", "--max-examples", 30, "--seed", 1),
             *("--checks", ",".join(CHECKS), "--no-color", "--request-timeout", LIMIT_S),
         ],
         outside,
