@@ -147,6 +147,11 @@ int main() {
   check_attention({8, 1, 20, 16}, 40, 130, 50, false);
   check_attention({3, 3, 96, 7}, 1, 150, 0, false);
   check_attention({4, 1, 64, 16}, 30, 100, 0, true);
+  for (int context : {2, 31, 64, 97, 150})  // decode steps
+    for (int group = 1; group <= 8; ++group) {
+      check_attention({2 * group, 2, 32, 16}, 1, context, 0, false);
+      check_attention({group, 1, 128, 32}, 1, context, 50, context > 60);
+    }
   std::printf("%ld configurations, %ld products\n", amx_model::num_configured,
               amx_model::num_products);
   return num_different == 0 && amx_model::num_products > 0 && !amx_model::is_configured ? 0 : 1;

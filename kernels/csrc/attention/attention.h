@@ -253,9 +253,7 @@ class AttentionRows {
 
   void finish(int row) const {
     float* sums = sums_ + int64_t{row} * num_columns_;
-    // Whether a 0 is negative depends on values that the row does not see.
-    if constexpr (kTiled<dtype>)
-      for (int i = 0; i < num_columns_; i += kLanes) store_f32(sums + i, load_f32(sums + i) + 0.0f);
+    if constexpr (kTiled<dtype>) unsign_zeros(sums, num_columns_);
     const float total = total_of(call_, states_[row], head_of(row));
     Element all[kMaxColumns];
     for (int i = 0; i < num_columns_; i += kLanes * kPerWord) join<dtype>(sums + i, total, all + i);

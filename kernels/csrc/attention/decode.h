@@ -7,8 +7,11 @@
 // Each element is computed by the same operations, in the same order, as in attention/attention.h,
 // so that both give the same bits.
 //
-// This path needs AVX-512 without tiles, bf16, head sizes that are multiples of 32, groups of 1, 2,
-// 4 or 8 heads, and block sizes that are multiples of 16.
+// With AMX, a piece's keys are an operand of the products as they lie in the arena, and pieces are
+// fetched two ahead, because a product of values takes two.
+//
+// This path needs AVX-512 or tiles, bf16, head sizes that are multiples of 32, groups of up to 8
+// heads, and block sizes that are multiples of 16.
 #pragma once
 
 #include "attention/columns.h"
@@ -20,7 +23,7 @@
 
 namespace quire::QUIRE_ISA {
 
-#if defined(__AVX512F__) && !defined(QUIRE_TILES)
+#if defined(__AVX512F__) || defined(QUIRE_TILES)
 inline constexpr int kPiece = 16;  // positions, all in one block
 inline constexpr int kPieces = kTile / kPiece;
 
@@ -47,6 +50,10 @@ struct Fetch {
 inline u32x16 splat_u32(uint32_t value) { return value - u32x16{}; }
 
 struct DecodeScratch {
+#if defined(QUIRE_TILES)
+  uint32_t* tile;     // [16, head_dim / 2] keys that were in int8; then [16, head_dim] values
+  uint32_t* queries;  // [heads, words, group]
+#endif
   float* scores;            // [heads, group, kTile]
   uint32_t* probabilities;  // [heads, group, kTile / 2], pairs of bf16
   float* sums;              // [heads, group, head_dim]
@@ -79,6 +86,9 @@ class DecodeQuery {
   void attend(const Begun& begun) {
     const int num_rows = num_heads_ * group;
     const size_t num_bytes = sizeof(float) * num_rows * call_.head_dim;
+#if defined(QUIRE_TILES)
+    arrange_queries();
+#endif
     int tile = begin_ / kTile * kTile;
     if (begun.end > 0) {
       std::memcpy(at_.states, begun.states, sizeof(SoftmaxState) * num_rows);
@@ -95,7 +105,8 @@ class DecodeQuery {
       add_values(tile, seen);
     }
     for (int row = 0; row < num_rows; ++row) {
-      const float* sums = at_.sums + row * call_.head_dim;
+      float* sums = at_.sums + row * call_.head_dim;
+      if constexpr (kTiled<Dtype::bf16>) unsign_zeros(sums, call_.head_dim);
       const float total = total_of(call_, at_.states[row], first_head_ + row);
       for (int i = 0; i < call_.head_dim; i += 2 * kLanes)
         join<Dtype::bf16>(sums + i, total, out_ + row * call_.head_dim + i);
@@ -103,7 +114,7 @@ class DecodeQuery {
   }
 
  private:
-  static constexpr int kHeads = group <= 2 ? 2 : 1;  // at once, so that no sum waits for itself
+  static constexpr int kHeads = group <= 3 ? 2 : 1;  // at once, so that no sum waits for itself
   static constexpr int kWords = is_int8 ? 8 : 4;     // of a row, at once
   using Words = HeadWords<Dtype::bf16, is_int8>;
 
@@ -116,19 +127,25 @@ class DecodeQuery {
   const char* values(int position) const { return keys(position) + call_.kv.value_bytes; }
 
   // Computes the probabilities of the tile's positions.
-  void weigh(int tile, Span seen) const {
+  void weigh(int tile, Span seen) {
     const int end = tile + seen.end;
     for (int piece = tile + seen.begin / kPiece * kPiece; piece < end; piece += kPiece) {
       const char* from = keys(piece);
+      float* scores = at_.scores + piece - tile;
+      int head = 0;
+#if defined(QUIRE_TILES)
+      Fetch fetch = two_ahead(tile, (piece - tile) / kPiece);
+      for (; head < num_heads_; ++head) score(from, fetch, head, scores);
+    }
+#else
       // after the last piece of keys comes the tile's first piece of values
       const char* next =
           piece + kPiece < end ? keys(piece + kPiece) : values(tile + seen.begin / kPiece * kPiece);
       Fetch fetch{next, stride_, num_heads_ * head_bytes_};
-      float* scores = at_.scores + piece - tile;
-      int head = 0;
       for (; head + kHeads <= num_heads_; head += kHeads) score<kHeads>(from, fetch, head, scores);
       for (; head < num_heads_; ++head) score<1>(from, fetch, head, scores);
     }
+#endif
     Span spans[kLanes];
     for (Span& span : spans) span = seen;
     // The rows of a head share its scales.
@@ -156,6 +173,97 @@ class DecodeQuery {
     }
   }
 
+#if defined(QUIRE_TILES)
+  // Each 16 words of a head's queries become an operand of a product.
+  void arrange_queries() const {
+    for (int head = 0; head < num_heads_; ++head)
+      for (int g = 0; g < group; ++g)
+        for (int word = 0; word < num_words_; ++word)
+          at_.queries[(head * num_words_ + word) * group + g] =
+              queries_[(head * group + g) * num_words_ + word];
+  }
+
+  // The piece to fetch beside a tile's piece: four of keys, four of values, then the next tile.
+  Fetch two_ahead(int tile, int piece) const {
+    piece += 2;
+    const bool is_value = piece >= kPieces && piece < 2 * kPieces;
+    const int position = tile + (piece < 2 * kPieces ? piece % kPieces : piece - kPieces) * kPiece;
+    return {is_value ? values(position) : keys(position), stride_, num_heads_ * head_bytes_};
+  }
+
+  // Computes a piece's scores for a head.
+  void score(const char* piece, Fetch& fetch, int head, float* scores) {
+    const char* keys = piece + head * head_bytes_;
+    const uint32_t* queries = queries_of(head);
+    int64_t stride = stride_;
+    if constexpr (is_int8) {
+      for (int i = 0; i < kPiece; ++i, keys += stride_)
+        for (int word = 0; word < num_words_; word += kLanes)
+          store(at_.tile + i * num_words_ + word,
+                Words::words(load<typename Words::Sixteen>(keys + Words::kBytes * word)));
+      keys = reinterpret_cast<const char*>(at_.tile);
+      stride = 4 * num_words_;
+    }
+    tiles_.clear_scores();
+    for (int word = 0; word < num_words_; word += kTileSteps) {
+      fetch.some(is_int8 ? kPiece / 2 : kPiece);
+      tiles_.add_scores(keys + 4 * word, stride, queries + word * group);
+    }
+    float all[kPiece * group];
+    tiles_.store_scores(all);
+    for (int g = 0; g < group; ++g)
+      for (int i = 0; i < kPiece; ++i) scores[(head * group + g) * kTile + i] = all[i * group + g];
+  }
+
+  // Adds the tile's values, 32 positions at a time. A position that is hidden may hold NaN, so its
+  // value is 0, as its weight is.
+  void add_values(int tile, Span seen) {
+    for (int row = 0; row < num_heads_ * group; ++row) {
+      float* sums = at_.sums + row * call_.head_dim;
+      for (int i = 0; i < call_.head_dim; i += kLanes)
+        store_f32(sums + i, without_denormals(load_f32(sums + i) * at_.corrections[row]));
+    }
+    for (int half = 0; half < kTile; half += 2 * kPiece) {
+      if (seen.end <= half || seen.begin >= half + 2 * kPiece) continue;
+      Fetch fetch[2];
+      const char* from[2];
+      for (int i = 0; i < 2; ++i) {
+        fetch[i] = two_ahead(tile, kPieces + half / kPiece + i);
+        from[i] = values(tile + half + i * kPiece);
+      }
+      for (int head = 0; head < num_heads_; ++head) {
+        for (int pair = 0; pair < kPiece; ++pair) {
+          const int which = pair / (kPiece / 2), position = half + 2 * pair;
+          const bool sees_first = position >= seen.begin && position < seen.end;
+          const bool sees_second = position + 1 >= seen.begin && position + 1 < seen.end;
+          interleave(from[which] + (2 * pair - which * kPiece) * stride_ + head * head_bytes_,
+                     sees_first, sees_second, fetch[which], at_.tile + pair * call_.head_dim);
+        }
+        const int row = head * group;
+        tiles_.add_values(at_.probabilities + row * (kTile / 2) + half / 2, 2 * kTile, at_.tile,
+                          call_.head_dim, at_.sums + row * call_.head_dim);
+      }
+    }
+  }
+
+  // Writes the pairs of two positions' values as [head_dim].
+  void interleave(const char* row, bool sees_first, bool sees_second, Fetch& fetch,
+                  uint32_t* out) const {
+    for (int word = 0; word < num_words_; word += kLanes, out += 2 * kLanes) {
+      typename Words::Sixteen a = {}, b = {};
+      if (sees_first) a = load<typename Words::Sixteen>(row + Words::kBytes * word);
+      if (sees_second) b = load<typename Words::Sixteen>(row + stride_ + Words::kBytes * word);
+      fetch.some(is_int8 ? 1 : 2);
+      u32x16 lower, upper;
+      Words::interleave(a, b, lower, upper);
+      store(out, lower);
+      store(out + kLanes, upper);
+    }
+  }
+
+  const uint32_t* queries_of(int head) const { return at_.queries + head * num_words_ * group; }
+
+#else
   // Computes a piece's scores for some heads.
   template <int heads>
   void score(const char* piece, Fetch& fetch, int head, float* scores) const {
@@ -253,6 +361,7 @@ class DecodeQuery {
       for (int i = 0; i < 2 * vectors; ++i)
         store_f32(sums + g * call_.head_dim + i * kLanes, all[g][i]);
   }
+#endif
 
   const AttentionCall& call_;
   const DecodeScratch at_;
@@ -263,22 +372,21 @@ class DecodeQuery {
   const char* kv_;
   const uint32_t* queries_;
   bf16* out_;
+#if defined(QUIRE_TILES)
+  DecodeTiles tiles_{group};
+#endif
 };
 
-template <bool is_int8>
+template <bool is_int8, int group = 8>
 inline bool decode_of(const AttentionCall& call, int row, int head_begin, int head_end,
                       const Begun& begun, const DecodeScratch& scratch) {
-  switch (call.num_heads / call.num_kv_heads) {
-    case 1:
-      return DecodeQuery<1, is_int8>(call, row, head_begin, head_end, scratch).attend(begun), true;
-    case 2:
-      return DecodeQuery<2, is_int8>(call, row, head_begin, head_end, scratch).attend(begun), true;
-    case 4:
-      return DecodeQuery<4, is_int8>(call, row, head_begin, head_end, scratch).attend(begun), true;
-    case 8:
-      return DecodeQuery<8, is_int8>(call, row, head_begin, head_end, scratch).attend(begun), true;
-    default:
-      return false;
+  if constexpr (group == 0) {
+    return false;
+  } else {
+    if (call.num_heads / call.num_kv_heads != group)
+      return decode_of<is_int8, group - 1>(call, row, head_begin, head_end, begun, scratch);
+    DecodeQuery<group, is_int8>(call, row, head_begin, head_end, scratch).attend(begun);
+    return true;
   }
 }
 
@@ -298,11 +406,16 @@ inline bool decode(const AttentionCall& call, int row, int head_begin, int head_
   const AttentionLayout at = attention_layout(call);
   char* memory = static_cast<char*>(scratch);
   return decode(call, row, head_begin, head_end, begun,
-                DecodeScratch{reinterpret_cast<float*>(memory + at.scores),
-                              reinterpret_cast<uint32_t*>(memory + at.probabilities),
-                              reinterpret_cast<float*>(memory + at.sums),
-                              reinterpret_cast<SoftmaxState*>(memory + at.states),
-                              reinterpret_cast<float*>(memory + at.corrections)});
+                DecodeScratch{
+#if defined(QUIRE_TILES)
+                    reinterpret_cast<uint32_t*>(memory + at.tile),
+                    reinterpret_cast<uint32_t*>(memory + at.queries),
+#endif
+                    reinterpret_cast<float*>(memory + at.scores),
+                    reinterpret_cast<uint32_t*>(memory + at.probabilities),
+                    reinterpret_cast<float*>(memory + at.sums),
+                    reinterpret_cast<SoftmaxState*>(memory + at.states),
+                    reinterpret_cast<float*>(memory + at.corrections)});
 }
 
 #else

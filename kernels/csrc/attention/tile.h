@@ -168,6 +168,12 @@ inline void copy_visible(const uint32_t* values, int begin, int end, int num_col
   }
 }
 
+// Makes every 0 positive. In tiles, whether a sum of 0 is negative depends on values that its row
+// does not see.
+inline void unsign_zeros(float* sums, int num_columns) {
+  for (int i = 0; i < num_columns; i += kLanes) store_f32(sums + i, load_f32(sums + i) + 0.0f);
+}
+
 // Divides 16 words of columns by `total` and writes them in the order of head dimensions.
 template <Dtype dtype>
 inline void join(const float* columns, float total, typename Word<dtype>::Element* out) {
