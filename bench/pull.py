@@ -120,7 +120,17 @@ async def measure(hosts: list[Host], num_tokens: int, rounds: int) -> Measured:
         began = time.perf_counter()
         await client.complete(prompt, sampling, timeout_s=300)
         measured.compute_s.append(time.perf_counter() - began)
-        ticket = Ticket("r", number, 1, b, "h", 0, root, tuple(prompt), sampled)
+        ticket = Ticket(
+            request_id="r",
+            attempt=number,
+            order=1,
+            pool_id=b,
+            holder_id="h",
+            holder_epoch=0,
+            root_hash=root,
+            prompt_token_ids=tuple(prompt),
+            sampling=sampled,
+        )
         began = time.perf_counter()
         await movers.pull(ticket, a, b)
         measured.pull_s.append(time.perf_counter() - began)

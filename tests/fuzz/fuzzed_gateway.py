@@ -24,7 +24,7 @@ from services.gateway.scheduling.router import Pool, Router
 from services.gateway.workers.directory import ModelPools
 from services.gateway.workers.worker import Worker
 from services.protocol.messages import Command, DrainNotice, LoadReport
-from services.protocol.worker_stream import DECODE, PREFILL, MalformedMessage
+from services.protocol.worker_stream import DECODE, PREFILL
 from tests.integration.gateway.conftest import SPEC
 from tests.integration.gateway.fakes import FakeDecode, FakePrefill, Session, member
 
@@ -104,7 +104,7 @@ class FakeConnection:
                         self.worker.draining = True
                     case _:
                         self.sink.on_event(self.worker, event)
-        except MalformedMessage:
+        except (KeyError, ValueError):
             corrupt = self.session.corrupt
             self.break_stream()
             self.open(self.sink)

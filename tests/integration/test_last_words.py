@@ -56,7 +56,21 @@ async def serve() -> None:
 async def requests() -> AsyncIterator[prefill_pb2.PrefillConnectRequest]:
     yield PREFILL.hello("gateway")
     sampling = SamplingParams(0.0, 0, 1.0, 0.0, seed=0, max_tokens=1)
-    yield PREFILL.command(Submit(Ticket("r1", 3, 0, "pool", "h1", 0, b"r" * 16, (1,), sampling)))
+    yield PREFILL.command(
+        Submit(
+            Ticket(
+                request_id="r1",
+                attempt=3,
+                order=0,
+                pool_id="pool",
+                holder_id="h1",
+                holder_epoch=0,
+                root_hash=b"r" * 16,
+                prompt_token_ids=(1,),
+                sampling=sampling,
+            )
+        )
+    )
     await asyncio.Event().wait()
 
 

@@ -305,7 +305,15 @@ def engine_tokens(*, runs_ahead: bool) -> tuple[dict[str, list[int]], int]:
         if number < len(kinds):
             sampling = replace(PLAIN, seed=number, max_tokens=10, **kinds[number])
             asked = Ticket(
-                *(f"r{number}", 1, number, "pool", f"h{number}", 0, bytes(16), (1, 2), sampling)
+                request_id=f"r{number}",
+                attempt=1,
+                order=number,
+                pool_id="pool",
+                holder_id=f"h{number}",
+                holder_epoch=0,
+                root_hash=bytes(16),
+                prompt_token_ids=(1, 2),
+                sampling=sampling,
             )
             grammar: Any = Alternating() if number % 2 else None
             rules = Rules.of(asked, 64, frozenset({3}), 64, grammar=grammar)

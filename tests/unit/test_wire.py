@@ -2,31 +2,27 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blockstore.registry import Load
-from quire.v1.decode_pb2 import DecodeConnectResponse
 from quire.v1.logprobs_pb2 import Logprobs as LogprobsMessage
 from quire.v1.sampling_pb2 import StructuredOutput
 from quire.v1.ticket_pb2 import Ticket as Message
 from quire.v1.worker_pb2 import WorkerLoad
 from services.model.structured.structure import MAX_STRUCTURE_BYTES, Structure, StructureKind
 from services.protocol.codec import (
-    finish_reason_from_wire,
     load_from_wire,
     load_to_wire,
     logprobs_from_wire,
     ticket_from_wire,
     ticket_to_wire,
 )
-from services.protocol.event_codec import event_to_wire, events_from_wire
 from services.protocol.fields import to_fields
 from services.protocol.logprobs import Logprobs
-from services.protocol.messages import Generated, LoadReport, Malformed, Step
+from services.protocol.messages import LoadReport
 from services.protocol.ticket import (
     MAX_BEAM_WIDTH,
     MAX_LENGTH_PENALTY,
@@ -307,30 +303,6 @@ def test_a_search_that_makes_no_sense_is_refused(
         ticket_from_wire(message)
 
 
-@pytest.mark.parametrize("reason", [None, *FinishReason])
-def test_finish_reasons_come_back(reason: FinishReason | None) -> None:
-    output = Generated("r", 1, 0, 9, (5,), reason)
-    step: Any = event_to_wire(Step((output,)))["step"]
-    (message,) = step.outputs
-    assert finish_reason_from_wire(message.finish_reason) is reason
-
-
-@pytest.mark.parametrize(("num_drafts", "num_accepted"), [(1, 2), (4, 3)])
-def test_more_accepted_drafts_than_tokens_are_refused(num_drafts: int, num_accepted: int) -> None:
-    good = Generated("r", 1, 0, 9, (5, 6), num_drafts=4, num_accepted=1)
-    wrong = replace(good, num_drafts=num_drafts, num_accepted=num_accepted)
-    fields: list[dict[str, Any]] = [event_to_wire(Step((one,))) for one in (good, wrong)]
-    messages = [DecodeConnectResponse(**each) for each in fields]
-    assert list(events_from_wire(messages[0])) == [good]
-    (malformed,) = events_from_wire(messages[1])
-    assert isinstance(malformed, Malformed)
-
-
-def test_a_finish_reason_of_a_later_version_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="finish_reason 99"):
-        finish_reason_from_wire(99)  # type: ignore[arg-type]
-
-
 @no_deadline
 @given(st.builds(Load, u32, u32, u32, u64, u32, u32, u32), st.booleans(), st.booleans())
 def test_loads_come_back(load: Load, draining: bool, stalled: bool) -> None:
@@ -354,29 +326,3 @@ def logprobs(draw: st.DrawFn) -> Logprobs:
 def test_logprobs_come_back(logprobs: Logprobs) -> None:
     message = LogprobsMessage.FromString(LogprobsMessage(**to_fields(logprobs)).SerializeToString())
     assert logprobs_from_wire(message) == logprobs
-
-
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        ({"logprob": float("nan")}, "logprob is nan"),
-        ({"logprob": 0.5}, "logprob is 0.5"),
-        ({"logprob": float("inf")}, "logprob is inf"),
-        ({"rank": 0}, "rank is 0"),
-        ({"top_logprobs": [-1.0]}, "not of top_token_ids"),
-        ({"top_token_ids": [1, 2, 3]}, "not of top_token_ids"),
-        ({"top_logprobs": [-1.0, float("nan")]}, "not 0 or less"),
-        ({"top_logprobs": [0.5, -1.0]}, "not 0 or less"),
-        ({"top_logprobs": [-2.0, -1.0]}, "do not fall"),
-        ({"top_token_ids": range(21), "top_logprobs": [-1.0] * 21}, "21 top_logprobs"),
-    ],
-)
-def test_logprobs_that_make_no_sense_are_refused(change: dict[str, Any], problem: str) -> None:
-    fields: dict[str, Any] = {
-        "logprob": -1.0,
-        "rank": 1,
-        "top_token_ids": [1, 2],
-        "top_logprobs": [-1.0, -2.0],
-    }
-    with pytest.raises(InvalidRequest, match=problem):
-        logprobs_from_wire(LogprobsMessage(**(fields | change)))

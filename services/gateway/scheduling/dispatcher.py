@@ -176,7 +176,7 @@ class Dispatcher:
             running.resume(request, output)
             return running
         position = QueuePosition(request.priority, await self._registry.next_arrival())
-        found = None if request.received is None else await self._find_parked(request, output)
+        found = None if request.received is None else await self._find_parked(request)
         if self._closed:
             raise Draining(_STOPPING)
         lifecycle = RequestLifecycle(
@@ -189,10 +189,10 @@ class Dispatcher:
             self.on_queued(lifecycle)
         return lifecycle
 
-    async def _find_parked(self, request: AdmittedRequest, output: Output) -> DetachedTicket | None:
+    async def _find_parked(self, request: AdmittedRequest) -> DetachedTicket | None:
         """The ticket that another gateway parked, for a request whose client resumes here."""
         lookup = self._lookups[request.request_id] = ParkedLookup(
-            request, output, next(self._attempt_numbers)
+            request, next(self._attempt_numbers)
         )
         workers = self._workers.parked_lookup_workers(request.model)
         try:

@@ -17,7 +17,15 @@ from services.runtime.rpc.transport import RpcServer
 
 SAMPLING = SamplingParams(0.0, 0, 1.0, 0.0, 1, 8)
 TICKET = Ticket(
-    *("r", 1, 1, "a", "h", 2, b"r" * 16, (1, 2, 3), SAMPLING),
+    request_id="r",
+    attempt=1,
+    order=1,
+    pool_id="a",
+    holder_id="h",
+    holder_epoch=2,
+    root_hash=b"r" * 16,
+    prompt_token_ids=(1, 2, 3),
+    sampling=SAMPLING,
     sequences=(TicketSequence(0, (4,), (0,), 3),),
 )
 
