@@ -57,13 +57,7 @@ class CountingPrefill(prefill_pb2_grpc.PrefillServicer):
                 ticket = request.submit.ticket
                 ticket.sequences[0].token_ids.append(_TOKEN)
                 ticket.sequences[0].block_ids.append(0)
-                state = ticket_pb2.TicketState(
-                    request_id=ticket.request_id,
-                    attempt=ticket.attempt,
-                    order=ticket.order,
-                    holder_id=ticket.holder_id,
-                    sequences=ticket.sequences,
-                )
+                state = ticket_pb2.TicketState.FromString(ticket.SerializeToString())
                 output = worker_pb2.SequenceOutput(
                     request_id=ticket.request_id,
                     attempt=ticket.attempt,

@@ -121,12 +121,8 @@ async def measure(hosts: list[Host], num_tokens: int, rounds: int) -> Measured:
         await client.complete(prompt, sampling, timeout_s=300)
         measured.compute_s.append(time.perf_counter() - began)
         ticket = Ticket(
-            request_id="r",
-            attempt=number,
-            order=1,
+            *("r", number, 1, "h", 0),
             pool_id=b,
-            holder_id="h",
-            holder_epoch=0,
             root_hash=root,
             prompt_token_ids=tuple(prompt),
             sampling=sampled,

@@ -63,12 +63,8 @@ class Bench:
         self._compute(tokens[:-1], blocks.block_ids)
         sequence = TicketSequence(0, (), blocks.block_ids, num_tokens)
         ticket = Ticket(
-            request_id="r",
-            attempt=1,
-            order=1,
+            *("r", 1, 1, blocks.holder_id, 1),
             pool_id=self._pool_id,
-            holder_id=blocks.holder_id,
-            holder_epoch=1,
             root_hash=ROOT_HASH,
             prompt_token_ids=tuple(tokens),
             sampling=GREEDY,

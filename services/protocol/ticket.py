@@ -122,10 +122,6 @@ class PoolingMode(Enum):
     MEAN = "mean"  # the mean of the states of all tokens
 
 
-MAX_DIMENSIONS = 1 << 16
-"""The most values of an embedding."""
-
-
 @dataclass(frozen=True, slots=True)
 class Pooling:
     """How a prompt becomes an embedding: the first `dimensions` values of the pooled final state,
@@ -234,7 +230,7 @@ class Swapped:
         return tuple(dict.fromkeys(chain.from_iterable(one.block_ids for one in self.tables)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class TicketState:
     """The part of a ticket that a worker changes, and answers with."""
 

@@ -125,12 +125,8 @@ async def test_a_cached_prefix_is_copied(
         (spec,) = [pool for pool in await client.pools() if pool.pool_id == a]
         root = root_hash(spec.fingerprint, Secret(SECRET.encode()).root, "")
         ticket = Ticket(
-            request_id="r",
-            attempt=1,
-            order=1,
+            *("r", 1, 1, "h", 0),
             pool_id=a,
-            holder_id="h",
-            holder_epoch=0,
             root_hash=root,
             prompt_token_ids=tuple(longer),
             sampling=SamplingParams(0.0, 0, 1.0, 0.0, 1, 1),

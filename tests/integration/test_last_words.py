@@ -59,12 +59,8 @@ async def requests() -> AsyncIterator[prefill_pb2.PrefillConnectRequest]:
     yield PREFILL.command(
         Submit(
             Ticket(
-                request_id="r1",
-                attempt=3,
-                order=0,
+                *("r1", 3, 0, "h1", 0),
                 pool_id="pool",
-                holder_id="h1",
-                holder_epoch=0,
                 root_hash=b"r" * 16,
                 prompt_token_ids=(1,),
                 sampling=sampling,

@@ -305,12 +305,8 @@ def engine_tokens(*, runs_ahead: bool) -> tuple[dict[str, list[int]], int]:
         if number < len(kinds):
             sampling = replace(PLAIN, seed=number, max_tokens=10, **kinds[number])
             asked = Ticket(
-                request_id=f"r{number}",
-                attempt=1,
-                order=number,
+                *(f"r{number}", 1, number, f"h{number}", 0),
                 pool_id="pool",
-                holder_id=f"h{number}",
-                holder_epoch=0,
                 root_hash=bytes(16),
                 prompt_token_ids=(1, 2),
                 sampling=sampling,

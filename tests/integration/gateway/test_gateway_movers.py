@@ -17,12 +17,8 @@ from services.runtime.rpc.transport import RpcServer
 
 SAMPLING = SamplingParams(0.0, 0, 1.0, 0.0, 1, 8)
 TICKET = Ticket(
-    request_id="r",
-    attempt=1,
-    order=1,
+    *("r", 1, 1, "h", 2),
     pool_id="a",
-    holder_id="h",
-    holder_epoch=2,
     root_hash=b"r" * 16,
     prompt_token_ids=(1, 2, 3),
     sampling=SAMPLING,

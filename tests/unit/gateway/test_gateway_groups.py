@@ -203,12 +203,8 @@ async def test_a_group_of_another_gateway_goes_on_from_its_tokens() -> None:
     )
     sampling, issuer = walk.lifecycle.client.request.sampling, ScriptedWorker("issuer")
     ticket = Ticket(
-        request_id="r1",
-        attempt=7,
-        order=5,
+        *("r1", 7, 5, "h", 4),
         pool_id="pool",
-        holder_id="h",
-        holder_epoch=4,
         root_hash=ROOT,
         prompt_token_ids=PROMPT,
         sampling=sampling,

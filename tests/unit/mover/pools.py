@@ -199,12 +199,8 @@ class World:
         epoch: int = 0,
     ) -> Ticket:
         return Ticket(
-            request_id="r",
-            attempt=1,
-            order=7,
+            *("r", 1, 7, holder_id, epoch),
             pool_id="a",
-            holder_id=holder_id,
-            holder_epoch=epoch,
             root_hash=ROOT,
             prompt_token_ids=tuple(prompt),
             sampling=SAMPLING,

@@ -12,12 +12,7 @@ FIRST_TOKEN, NUM_TOKENS = 97, 26
 
 def state_of(ticket: ticket_pb2.Ticket) -> ticket_pb2.TicketState:
     """What a worker answers of a ticket."""
-    names = (
-        field.name
-        for field in ticket_pb2.TicketState.DESCRIPTOR.fields
-        if not field.has_presence or ticket.HasField(field.name)
-    )
-    return ticket_pb2.TicketState(**{name: getattr(ticket, name) for name in names})
+    return ticket_pb2.TicketState.FromString(ticket.SerializeToString())
 
 
 def next_token(tokens: Sequence[int], index: int = 0) -> int:
