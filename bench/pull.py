@@ -34,8 +34,9 @@ from quire.async_client import AsyncClient
 from quire.bench.prompts import Prompts
 from quire.sockets import living_sockets
 from quire.types import Sampling
-from services.gateway.scheduling.router import Pool, Router
+from services.gateway.scheduling.router import Router
 from services.gateway.workers.movers import Movers
+from services.gateway.workers.pool import Pool
 from services.gateway.workers.worker import Worker
 from services.protocol.ticket import SamplingParams, Ticket
 from services.runtime.secret import Secret

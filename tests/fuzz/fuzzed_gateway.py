@@ -16,12 +16,13 @@ from quire.v1 import decode_pb2, prefill_pb2
 from services.gateway.change_notifier import ChangeNotifier
 from services.gateway.config import GatewayOptions
 from services.gateway.gateway import Gateway
-from services.gateway.intake.catalog import load_model
+from services.gateway.models.catalog import load_model
 from services.gateway.request_metrics import RequestMetrics
 from services.gateway.scheduling.dispatcher import Dispatcher
 from services.gateway.scheduling.migration import Migration
-from services.gateway.scheduling.router import Pool, Router
+from services.gateway.scheduling.router import Router
 from services.gateway.workers.directory import ModelPools
+from services.gateway.workers.pool import Pool
 from services.gateway.workers.worker import Worker
 from services.protocol.messages import Command, DrainNotice, LoadReport
 from services.protocol.worker_stream import DECODE, PREFILL

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quire.v1 import decode_pb2, prefill_pb2
-from services.gateway.frontend.api import Delta, RequestedBeams
+from services.gateway.api import Delta, RequestedBeams
 from tests.fuzz.field_changes import IDS
 from tests.fuzz.fuzzed_gateway import FuzzedGateway, WorkerSession
 from tests.fuzz.hostile_workers import ATTACKS, Attack

@@ -8,7 +8,7 @@
 | `tickets.py` | builds tickets, and keeps what workers answer |
 | `worker_events.py` | applies the messages of workers to the request |
 | `crash_attribution.py` | whether a crash may be the request's fault |
-| `services/gateway/streaming/client.py` | the request's client, and the tokens received |
+| `services/gateway/request/client.py` | the request's client, and the tokens received |
 
 Law 7: the tokens that the gateway received are final. Every attempt starts from the prompt and
 these tokens, messages of other attempts are dropped, and a ticket is refused unless it continues
@@ -22,18 +22,18 @@ from dataclasses import replace
 from typing import Protocol
 
 from blockstore.records import PrefixHash
-from services.gateway.intake.admission import AdmittedRequest
-from services.gateway.intake.identity import client_id
+from services.gateway.identity import client_id
+from services.gateway.request.admitted import AdmittedRequest
 from services.gateway.request.attempt import Attempt
+from services.gateway.request.client import Client
 from services.gateway.request.crash_attribution import CrashAttribution
-from services.gateway.request.lease import DecodeReservation, DetachedTicket, Lease
 from services.gateway.request.pulling import Pull, Pulling
+from services.gateway.request.queue_position import QueuePosition
 from services.gateway.request.status import RequestStatus
 from services.gateway.request.tickets import Tickets
 from services.gateway.request.timeline import Phase, Timeline
-from services.gateway.scheduling.request_queue import QueuePosition
-from services.gateway.streaming.client import Client
 from services.gateway.streaming.output import Output
+from services.gateway.workers.lease import DecodeReservation, DetachedTicket, Lease
 from services.gateway.workers.worker import PrefillLoad, Worker
 from services.protocol.messages import Admit, Generated, Submit
 from services.protocol.ticket import Swapped, Ticket, TicketState

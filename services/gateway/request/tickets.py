@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from blockstore.records import PrefixHash
-from services.gateway.intake.admission import AdmittedRequest
-from services.gateway.scheduling.request_queue import QueuePosition
-from services.gateway.streaming.client import Client
+from services.gateway.request.admitted import AdmittedRequest
+from services.gateway.request.client import Client
+from services.gateway.request.queue_position import QueuePosition
 from services.protocol.messages import Generated
 from services.protocol.ticket import Swapped, Ticket, TicketSequence, TicketState
 

@@ -1,10 +1,10 @@
 """Applies the messages of workers, and the loss of workers, to a request."""
 
-from services.gateway.intake.identity import client_id
-from services.gateway.request.lease import DecodeReservation, DetachedTicket, Lease, PrefillLease
+from services.gateway.identity import client_id
 from services.gateway.request.lifecycle import RequestLifecycle
 from services.gateway.request.status import RequestStatus
 from services.gateway.request.timeline import Phase
+from services.gateway.workers.lease import DecodeReservation, DetachedTicket, Lease, PrefillLease
 from services.gateway.workers.worker import Worker
 from services.protocol.messages import (
     Began,

@@ -7,10 +7,10 @@ import asyncio
 from collections.abc import Sequence
 
 from blockstore.records import PoolSpec
-from services.gateway.intake.admission import AdmittedRequest
-from services.gateway.request.lease import DetachedTicket
+from services.gateway.request.admitted import AdmittedRequest
 from services.gateway.request.tickets import new_ticket
 from services.gateway.scheduling.router import Router
+from services.gateway.workers.lease import DetachedTicket
 from services.gateway.workers.worker import Worker
 from services.protocol.messages import Failed, RequestEvent, Requeued, Resume
 from services.protocol.ticket import Ticket

@@ -10,7 +10,7 @@ from grpc import aio
 
 from blockstore.registry import Member
 from quire.v1 import mover_pb2, mover_pb2_grpc
-from services.gateway.request.lease import DetachedTicket
+from services.gateway.workers.lease import DetachedTicket
 from services.gateway.workers.worker import Worker
 from services.protocol.codec import state_from_wire, ticket_to_wire
 from services.protocol.ticket import Ticket, TicketState

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from services.gateway.frontend.api import (
+from services.gateway.api import (
     Delta,
     GenerationRequest,
     Received,

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from services.gateway.frontend.api import Received
-from services.gateway.request.lease import DetachedTicket
+from services.gateway.api import Received
 from services.gateway.request.status import RequestStatus
+from services.gateway.workers.lease import DetachedTicket
 from services.protocol.messages import Abort, Admit, HandOver, Reserve, Reserved
 from services.protocol.ticket import FinishReason, Ticket, TicketSequence
 from services.runtime.errors import DuplicateRequest
