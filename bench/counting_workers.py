@@ -16,6 +16,7 @@ from quire.v1 import (
     prefill_pb2,
     prefill_pb2_grpc,
     sampling_pb2,
+    ticket_pb2,
     worker_pb2,
 )
 from services.protocol.version import PROTOCOL_VERSION
@@ -56,6 +57,7 @@ class CountingPrefill(prefill_pb2_grpc.PrefillServicer):
                 ticket = request.submit.ticket
                 ticket.sequences[0].token_ids.append(_TOKEN)
                 ticket.sequences[0].block_ids.append(0)
+                state = ticket_pb2.TicketState.FromString(ticket.SerializeToString())
                 output = worker_pb2.SequenceOutput(
                     request_id=ticket.request_id,
                     attempt=ticket.attempt,
@@ -63,7 +65,7 @@ class CountingPrefill(prefill_pb2_grpc.PrefillServicer):
                     token_ids=(_TOKEN,),
                 )
                 yield prefill_pb2.PrefillConnectResponse(
-                    prefilled=prefill_pb2.Prefilled(ticket=ticket, outputs=[output])
+                    prefilled=prefill_pb2.Prefilled(ticket=state, outputs=[output])
                 )
 
 

@@ -44,11 +44,11 @@ from quire.certificates import write_certificates
 from quire.connections import Tls
 from quire.types import Sampling
 from quire.v1 import inference_pb2_grpc
-from services.gateway.access.control import AccessControl
 from services.gateway.access.guards import KeyGuard
 from services.gateway.access.keyring import Keyring
+from services.gateway.api import Generator
 from services.gateway.config import GatewayOptions
-from services.gateway.frontend.api import Generator
+from services.gateway.frontend.access_control import AccessControl
 from services.gateway.frontend.http.app import create_app
 from services.gateway.frontend.http.server import http_server
 from services.gateway.frontend.service import SERVICE_NAME, InferenceService

@@ -34,8 +34,9 @@ from quire.async_client import AsyncClient
 from quire.bench.prompts import Prompts
 from quire.sockets import living_sockets
 from quire.types import Sampling
-from services.gateway.scheduling.router import Pool, Router
+from services.gateway.scheduling.router import Router
 from services.gateway.workers.movers import Movers
+from services.gateway.workers.pool import Pool
 from services.gateway.workers.worker import Worker
 from services.protocol.ticket import SamplingParams, Ticket
 from services.runtime.secret import Secret
@@ -120,7 +121,13 @@ async def measure(hosts: list[Host], num_tokens: int, rounds: int) -> Measured:
         began = time.perf_counter()
         await client.complete(prompt, sampling, timeout_s=300)
         measured.compute_s.append(time.perf_counter() - began)
-        ticket = Ticket("r", number, 1, b, "h", 0, root, tuple(prompt), sampled)
+        ticket = Ticket(
+            *("r", number, 1, "h", 0),
+            pool_id=b,
+            root_hash=root,
+            prompt_token_ids=tuple(prompt),
+            sampling=sampled,
+        )
         began = time.perf_counter()
         await movers.pull(ticket, a, b)
         measured.pull_s.append(time.perf_counter() - began)

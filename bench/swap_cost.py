@@ -63,7 +63,11 @@ class Bench:
         self._compute(tokens[:-1], blocks.block_ids)
         sequence = TicketSequence(0, (), blocks.block_ids, num_tokens)
         ticket = Ticket(
-            *("r", 1, 1, self._pool_id, blocks.holder_id, 1, ROOT_HASH, tuple(tokens), GREEDY),
+            *("r", 1, 1, blocks.holder_id, 1),
+            pool_id=self._pool_id,
+            root_hash=ROOT_HASH,
+            prompt_token_ids=tuple(tokens),
+            sampling=GREEDY,
             sequences=(sequence,),
         )
         began = time.perf_counter()

@@ -85,10 +85,14 @@ class HandOver(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Resume(_message.Message):
-    __slots__ = ("ticket",)
-    TICKET_FIELD_NUMBER: _ClassVar[int]
-    ticket: _ticket_pb2.Ticket
-    def __init__(self, ticket: _Optional[_Union[_ticket_pb2.Ticket, _Mapping]] = ...) -> None: ...
+    __slots__ = ("request_id", "attempt", "digest")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    digest: bytes
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
 
 class StepOutput(_message.Message):
     __slots__ = ("outputs",)

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from quire.v1 import ticket_pb2 as quire_dot_v1_dot_ticket__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14quire/v1/mover.proto\x12\x08quire.v1\x1a\x15quire/v1/ticket.proto\"E\n\x0f\x44\x65scribeRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x18\n\x10\x66unction_library\x18\x02 \x01(\t\"E\n\x10\x44\x65scribeResponse\x12\x0e\n\x06header\x18\x01 \x01(\x0c\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x0e\n\x06memory\x18\x03 \x01(\x0c\"G\n\x0bPullRequest\x12 \n\x06ticket\x18\x01 \x01(\x0b\x32\x10.quire.v1.Ticket\x12\x16\n\x0esource_pool_id\x18\x02 \x01(\t\"U\n\x0cPullResponse\x12 \n\x06ticket\x18\x01 \x01(\x0b\x32\x10.quire.v1.Ticket\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x0f\n\x07\x63opying\x18\x03 \x01(\x08\x32\x83\x01\n\x05Mover\x12\x41\n\x08\x44\x65scribe\x12\x19.quire.v1.DescribeRequest\x1a\x1a.quire.v1.DescribeResponse\x12\x37\n\x04Pull\x12\x15.quire.v1.PullRequest\x1a\x16.quire.v1.PullResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14quire/v1/mover.proto\x12\x08quire.v1\x1a\x15quire/v1/ticket.proto\"E\n\x0f\x44\x65scribeRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x18\n\x10\x66unction_library\x18\x02 \x01(\t\"E\n\x10\x44\x65scribeResponse\x12\x0e\n\x06header\x18\x01 \x01(\x0c\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x0e\n\x06memory\x18\x03 \x01(\x0c\"G\n\x0bPullRequest\x12 \n\x06ticket\x18\x01 \x01(\x0b\x32\x10.quire.v1.Ticket\x12\x16\n\x0esource_pool_id\x18\x02 \x01(\t\"Z\n\x0cPullResponse\x12%\n\x06ticket\x18\x01 \x01(\x0b\x32\x15.quire.v1.TicketState\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x0f\n\x07\x63opying\x18\x03 \x01(\x08\x32\x83\x01\n\x05Mover\x12\x41\n\x08\x44\x65scribe\x12\x19.quire.v1.DescribeRequest\x1a\x1a.quire.v1.DescribeResponse\x12\x37\n\x04Pull\x12\x15.quire.v1.PullRequest\x1a\x16.quire.v1.PullResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,7 +39,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PULLREQUEST']._serialized_start=199
   _globals['_PULLREQUEST']._serialized_end=270
   _globals['_PULLRESPONSE']._serialized_start=272
-  _globals['_PULLRESPONSE']._serialized_end=357
-  _globals['_MOVER']._serialized_start=360
-  _globals['_MOVER']._serialized_end=491
+  _globals['_PULLRESPONSE']._serialized_end=362
+  _globals['_MOVER']._serialized_start=365
+  _globals['_MOVER']._serialized_end=496
 # @@protoc_insertion_point(module_scope)

@@ -37,7 +37,7 @@ class PullResponse(_message.Message):
     TICKET_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     COPYING_FIELD_NUMBER: _ClassVar[int]
-    ticket: _ticket_pb2.Ticket
+    ticket: _ticket_pb2.TicketState
     num_blocks: int
     copying: bool
-    def __init__(self, ticket: _Optional[_Union[_ticket_pb2.Ticket, _Mapping]] = ..., num_blocks: _Optional[int] = ..., copying: _Optional[bool] = ...) -> None: ...
+    def __init__(self, ticket: _Optional[_Union[_ticket_pb2.TicketState, _Mapping]] = ..., num_blocks: _Optional[int] = ..., copying: _Optional[bool] = ...) -> None: ...

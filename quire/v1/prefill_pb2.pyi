@@ -56,7 +56,7 @@ class Prefilled(_message.Message):
     TICKET_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    ticket: _ticket_pb2.Ticket
+    ticket: _ticket_pb2.TicketState
     outputs: _containers.RepeatedCompositeFieldContainer[_worker_pb2.SequenceOutput]
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_logprobs_pb2.Logprobs]
-    def __init__(self, ticket: _Optional[_Union[_ticket_pb2.Ticket, _Mapping]] = ..., outputs: _Optional[_Iterable[_Union[_worker_pb2.SequenceOutput, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_logprobs_pb2.Logprobs, _Mapping]]] = ...) -> None: ...
+    def __init__(self, ticket: _Optional[_Union[_ticket_pb2.TicketState, _Mapping]] = ..., outputs: _Optional[_Iterable[_Union[_worker_pb2.SequenceOutput, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_logprobs_pb2.Logprobs, _Mapping]]] = ...) -> None: ...

@@ -46,6 +46,30 @@ class Ticket(_message.Message):
     beams: BeamState
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., order: _Optional[int] = ..., pool_id: _Optional[str] = ..., holder_id: _Optional[str] = ..., holder_epoch: _Optional[int] = ..., root_hash: _Optional[bytes] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[TicketSampling, _Mapping]] = ..., sequences: _Optional[_Iterable[_Union[TicketSequence, _Mapping]]] = ..., num_cached_tokens: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., swapped: _Optional[_Union[Swapped, _Mapping]] = ..., prefill_ns_per_token: _Optional[int] = ..., traceparent: _Optional[str] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ..., beams: _Optional[_Union[BeamState, _Mapping]] = ...) -> None: ...
 
+class TicketState(_message.Message):
+    __slots__ = ("request_id", "attempt", "order", "holder_id", "holder_epoch", "sequences", "num_cached_tokens", "swapped", "prefill_ns_per_token", "beams")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_ID_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SWAPPED_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_NS_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    BEAMS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    order: int
+    holder_id: str
+    holder_epoch: int
+    sequences: _containers.RepeatedCompositeFieldContainer[TicketSequence]
+    num_cached_tokens: int
+    swapped: Swapped
+    prefill_ns_per_token: int
+    beams: BeamState
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., order: _Optional[int] = ..., holder_id: _Optional[str] = ..., holder_epoch: _Optional[int] = ..., sequences: _Optional[_Iterable[_Union[TicketSequence, _Mapping]]] = ..., num_cached_tokens: _Optional[int] = ..., swapped: _Optional[_Union[Swapped, _Mapping]] = ..., prefill_ns_per_token: _Optional[int] = ..., beams: _Optional[_Union[BeamState, _Mapping]] = ...) -> None: ...
+
 class Adapter(_message.Message):
     __slots__ = ("name", "path", "digest")
     NAME_FIELD_NUMBER: _ClassVar[int]

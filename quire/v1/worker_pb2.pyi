@@ -138,6 +138,6 @@ class Requeue(_message.Message):
     REASON_HANDED_OVER: Requeue.Reason
     TICKET_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
-    ticket: _ticket_pb2.Ticket
+    ticket: _ticket_pb2.TicketState
     reason: Requeue.Reason
-    def __init__(self, ticket: _Optional[_Union[_ticket_pb2.Ticket, _Mapping]] = ..., reason: _Optional[_Union[Requeue.Reason, str]] = ...) -> None: ...
+    def __init__(self, ticket: _Optional[_Union[_ticket_pb2.TicketState, _Mapping]] = ..., reason: _Optional[_Union[Requeue.Reason, str]] = ...) -> None: ...

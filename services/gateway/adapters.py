@@ -17,7 +17,7 @@ from typing import NoReturn
 from blockstore.errors import BlockStoreError
 from blockstore.registry import AdapterList
 from quire.names import name_problem
-from services.gateway.intake.model_names import choose_model, with_aliases
+from services.gateway.models.model_names import choose_model, with_aliases
 from services.model.checkpoint.adapter import AdapterFiles
 from services.model.config.model_config import ModelConfig
 from services.protocol.ticket import Adapter

@@ -9,10 +9,9 @@ from pydantic_settings import NoDecode, SettingsConfigDict
 
 from quire.choices import ReasoningParser, ToolCallParser
 from services.gateway.access.keyring import Keyring
-from services.gateway.dashboard.access import DashboardSetting
-from services.gateway.frontend.http.answering.sending import DEFAULT_STREAM_PING_S
-from services.gateway.intake.generation_config import AUTO
-from services.gateway.intake.model_names import parse_aliases
+from services.gateway.access.local_only import DashboardSetting
+from services.gateway.models.generation_config import AUTO
+from services.gateway.models.model_names import parse_aliases
 from services.runtime.config import SeveralTexts, env_prefix, split_by_commas
 from services.runtime.metrics import KeyringMetrics
 from services.runtime.rpc.tls import TlsFiles, given_files, service_tls
@@ -143,7 +142,7 @@ class GatewaySettings(TracedSettings, UserOptions):
         "gateway listens only there, on to everybody who reaches the port, off to nobody",
     )
     stream_ping_s: float = Field(
-        default=DEFAULT_STREAM_PING_S,
+        default=15.0,
         ge=0,
         description="how long an HTTP stream may be silent before it sends a comment, so that "
         "proxies do not cut it; 0: it sends none",

@@ -10,21 +10,22 @@ from typing import TYPE_CHECKING
 
 from services.gateway.access.caller import EVERYONE, Caller
 from services.gateway.adapters import GatewayAdapters, ServedAdapter
-from services.gateway.change_notifier import ChangeNotifier
-from services.gateway.config import GatewayOptions
-from services.gateway.frontend.api import (
+from services.gateway.api import (
     Delta,
     GenerationRequest,
     ServedModel,
     Tokenized,
     TokenizeRequest,
 )
-from services.gateway.intake.admission import AdmittedRequest, admit, check_priority
-from services.gateway.intake.catalog import Model
-from services.gateway.intake.identity import check_identity, client_id, scoped_id, with_resume_token
-from services.gateway.intake.model_names import choose_model, parse_aliases, with_aliases
+from services.gateway.change_notifier import ChangeNotifier
+from services.gateway.config import GatewayOptions
+from services.gateway.identity import check_identity, client_id, scoped_id, with_resume_token
+from services.gateway.intake.admission import admit, check_priority
 from services.gateway.intake.prompts import check_token_ids, tokenize_prompt
+from services.gateway.models.catalog import Model
+from services.gateway.models.model_names import choose_model, parse_aliases, with_aliases
 from services.gateway.parsing.message import MessageParser
+from services.gateway.request.admitted import AdmittedRequest
 from services.gateway.request.lifecycle import RequestLifecycle
 from services.gateway.request.status import CANCELLED
 from services.gateway.request.trace import RequestTrace

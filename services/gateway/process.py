@@ -13,18 +13,18 @@ from starlette.routing import Route
 
 from quire.sockets import operations_socket, remove_dead_sockets
 from quire.v1 import adapters_pb2_grpc, inference_pb2_grpc
-from services.gateway.access.control import AccessControl
 from services.gateway.access.guards import KeyGuard
 from services.gateway.access.keyring import Keyring
 from services.gateway.adapters import GatewayAdapters
+from services.gateway.api import Generator
 from services.gateway.config import GatewaySettings
 from services.gateway.dashboard.feed import Feed
 from services.gateway.dashboard.history import History
 from services.gateway.dashboard.routes import make_dashboard
 from services.gateway.frontend import service
+from services.gateway.frontend.access_control import AccessControl
 from services.gateway.frontend.adapters import SERVICE_NAME as ADAPTERS
 from services.gateway.frontend.adapters import AdaptersService
-from services.gateway.frontend.api import Generator
 from services.gateway.frontend.http.adapters import adapter_routes
 from services.gateway.frontend.http.app import create_app
 from services.gateway.frontend.http.connections import ConnectionLimits

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Histogram
 
 from services.gateway.access.caller import EVERYONE, Caller, current_caller
-from services.gateway.intake.identity import client_id
+from services.gateway.identity import client_id
 from services.gateway.request.lifecycle import RequestLifecycle
 from services.gateway.request.status import CANCELLED
 from services.gateway.streaming.output import RequestStats

@@ -14,11 +14,10 @@ from blockstore.store import BlockStore
 from services.gateway.adapters import GatewayAdapters
 from services.gateway.change_notifier import ChangeNotifier
 from services.gateway.config import GatewayOptions
-from services.gateway.dashboard.document import EndedRequests
 from services.gateway.gateway import Gateway
-from services.gateway.intake.catalog import load_model
-from services.gateway.intake.generation_config import GenerationConfig
-from services.gateway.intake.model_names import parse_aliases
+from services.gateway.models.catalog import load_model
+from services.gateway.models.generation_config import GenerationConfig
+from services.gateway.models.model_names import parse_aliases
 from services.gateway.parsing.choice import Parsers
 from services.gateway.request.lifecycle import RequestLifecycle
 from services.gateway.request_metrics import RequestMetrics, outcome_of
@@ -38,6 +37,8 @@ from services.runtime.secret import Secret
 if TYPE_CHECKING:
     from services.runtime.tracing.tracer import Tracer
 
+EndListener = Callable[[RequestLifecycle, str], None]
+
 Connect = Callable[[Member, WorkerEventSink], Connection]
 """Opens the connection to a worker, whose events go to the sink."""
 
@@ -52,7 +53,8 @@ class Wiring:
     dispatcher: Dispatcher
     migration: Migration
     changes: ChangeNotifier
-    ended: EndedRequests
+    end_listeners: list[EndListener]
+    """Are called with each request that has ended, and its outcome."""
     adapters: GatewayAdapters | None
 
     def describe(self, address: str, started_unix_ms: int, *, stopping: bool) -> Member:
@@ -111,12 +113,13 @@ async def start_gateway(
         movers=movers,
     )
     router = Router(store, secret.root, movers.bandwidth)
-    ended = EndedRequests()
+    end_listeners: list[EndListener] = []
 
     def on_end(lifecycle: RequestLifecycle, error: Exception | None) -> None:
         request_metrics.record_end(lifecycle, error)
         outcome = outcome_of(lifecycle, error)
-        ended.note(lifecycle, outcome)
+        for listener in end_listeners:
+            listener(lifecycle, outcome)
         if lifecycle.trace is not None:
             lifecycle.trace.end(outcome, error, lifecycle.client.output.stats)
 
@@ -144,7 +147,14 @@ async def start_gateway(
         background = [tasks.create_task(each, name=name) for name, each in work.items()]
         try:
             yield Wiring(
-                gateway_id, gateway, directory, dispatcher, migration, changes, ended, adapters
+                gateway_id,
+                gateway,
+                directory,
+                dispatcher,
+                migration,
+                changes,
+                end_listeners,
+                adapters,
             )
         finally:
             await dispatcher.close()

@@ -9,7 +9,7 @@ from quire.v1 import mover_pb2 as pb
 from quire.v1 import mover_pb2_grpc
 from services.mover.mover import Mover
 from services.pool.header import PoolHeader
-from services.protocol.codec import ticket_from_wire, ticket_to_wire
+from services.protocol.codec import state_to_wire, ticket_from_wire
 from services.protocol.version import PROTOCOL_VERSION
 from services.runtime.errors import InvalidRequest, VersionMismatch
 
@@ -47,7 +47,8 @@ class MoverService(mover_pb2_grpc.MoverServicer):
                 yield pb.PullResponse(copying=True)
             moved = answer.result()
             yield pb.PullResponse(
-                ticket=None if moved is None else ticket_to_wire(moved), num_blocks=pull.num_blocks
+                ticket=None if moved is None else state_to_wire(moved.state),
+                num_blocks=pull.num_blocks,
             )
             if moved is not None:
                 await asyncio.Event().wait()  # until the gateway ends the call

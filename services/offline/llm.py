@@ -21,7 +21,7 @@ from quire.messages import Request
 from quire.supervisor.model_source import find_model, with_draft_directory
 from quire.types import ChatMessage, Completion, Embedding, LoRARequest, Prompt, Sampling
 from quire.v1.inference_pb2 import EmbedRequest
-from services.gateway.frontend.api import GenerationRequest
+from services.gateway.api import GenerationRequest
 from services.gateway.frontend.http.answering.formats import CHAT_FORMAT, Transcript
 from services.gateway.frontend.http.bodies.reading import checked
 from services.gateway.frontend.http.bodies.schema import ChatBody

@@ -1,7 +1,7 @@
-"""Converts tickets, logprobs and loads to protobuf messages and back.
+"""Converts tickets, their states, logprobs and loads to protobuf messages and back.
 
-Every received message is checked: a malformed ticket raises InvalidRequest here,
-before a worker reads wrong memory.
+A worker checks the ticket that it receives: a malformed ticket raises InvalidRequest here, before
+the worker reads wrong memory. A gateway takes what its authenticated workers say of a request.
 """
 
 import math
@@ -11,7 +11,7 @@ from itertools import pairwise
 from blockstore.registry import Load
 from quire.v1 import logprobs_pb2, sampling_pb2, ticket_pb2, worker_pb2
 from services.protocol.fields import FINISH_REASONS, require, to_fields, values
-from services.protocol.logprobs import MAX_LOGPROBS, Logprobs
+from services.protocol.logprobs import Logprobs
 from services.protocol.messages import LoadReport
 from services.protocol.sampling_codec import sampling_from_wire
 from services.protocol.ticket import (
@@ -24,6 +24,7 @@ from services.protocol.ticket import (
     SwappedTable,
     Ticket,
     TicketSequence,
+    TicketState,
 )
 from services.runtime.tracing.context import MAX_TRACEPARENT_CHARS
 
@@ -48,6 +49,15 @@ _PLAIN_OF_TICKET = (
     "prefill_ns_per_token",
     "traceparent",
 )
+_PLAIN_OF_STATE = (
+    "request_id",
+    "attempt",
+    "order",
+    "holder_id",
+    "holder_epoch",
+    "num_cached_tokens",
+    "prefill_ns_per_token",
+)
 _ADAPTER = ("name", "path", "digest")
 _LOAD = tuple(field.name for field in fields(Load))
 """Fields that are equal in the dataclass and in the message."""
@@ -57,16 +67,15 @@ def ticket_to_wire(ticket: Ticket) -> ticket_pb2.Ticket:
     return ticket_pb2.Ticket(**to_fields(ticket))
 
 
-def ticket_from_wire(message: ticket_pb2.Ticket, *, may_have_ended: bool = False) -> Ticket:
-    """Check and convert a ticket. `may_have_ended` accepts a ticket without sequences. Raises
-    InvalidRequest, which names what is wrong."""
+def ticket_from_wire(message: ticket_pb2.Ticket) -> Ticket:
+    """Check and convert a ticket. Raises InvalidRequest, which names what is wrong."""
     check_request_id(message.request_id)
     _check_holder(message)
     require(message.order < _MAX_ORDER, "order is not below 2**52")
     require(len(message.root_hash) == ROOT_HASH_BYTES, f"root_hash is not {ROOT_HASH_BYTES} bytes")
     require(bool(message.prompt_token_ids), "prompt_token_ids is empty")
     require(message.HasField("sampling"), "sampling is missing")
-    require(may_have_ended or bool(message.sequences), "sequences is empty")
+    require(bool(message.sequences), "sequences is empty")
     require(len(message.traceparent) <= MAX_TRACEPARENT_CHARS, "traceparent is too long")
     num_prompt_tokens = len(message.prompt_token_ids)
     require(message.num_cached_tokens <= num_prompt_tokens, "num_cached_tokens > prompt")
@@ -77,11 +86,46 @@ def ticket_from_wire(message: ticket_pb2.Ticket, *, may_have_ended: bool = False
         **values(message, _PLAIN_OF_TICKET),
         prompt_token_ids=tuple(message.prompt_token_ids),
         sampling=sampling_from_wire(message.sampling),
-        sequences=tuple(_sequence_from_wire(s, num_prompt_tokens) for s in message.sequences),
-        swapped=_swapped_from_wire(message) if message.HasField("swapped") else None,
-        beams=_beams_from_wire(message),
+        sequences=tuple(_checked_sequence(s, num_prompt_tokens) for s in message.sequences),
+        swapped=_checked_swapped(message) if message.HasField("swapped") else None,
+        beams=_checked_beams(message),
         adapter=_adapter_from_wire(message),
     )
+
+
+def state_to_wire(state: TicketState) -> ticket_pb2.TicketState:
+    return ticket_pb2.TicketState(**to_fields(state.state))
+
+
+def state_from_wire(message: ticket_pb2.TicketState) -> TicketState:
+    return TicketState(
+        **values(message, _PLAIN_OF_STATE),
+        sequences=tuple(map(_sequence, message.sequences)),
+        swapped=_swapped(message.swapped) if message.HasField("swapped") else None,
+        beams=_beams(message.beams) if message.HasField("beams") else None,
+    )
+
+
+def _sequence(message: ticket_pb2.TicketSequence) -> TicketSequence:
+    return TicketSequence(
+        message.index,
+        tuple(message.token_ids),
+        tuple(message.block_ids),
+        message.num_computed_tokens,
+    )
+
+
+def _swapped(message: ticket_pb2.Swapped) -> Swapped:
+    tables = tuple(SwappedTable(one.index, tuple(one.block_ids)) for one in message.tables)
+    return Swapped(message.pool_id, message.holder_id, message.holder_epoch, tables)
+
+
+def _beams(message: ticket_pb2.BeamState) -> BeamState:
+    finished = (
+        Hypothesis(tuple(one.token_ids), one.score, FINISH_REASONS.members[one.finish_reason])
+        for one in message.finished
+    )
+    return BeamState(tuple(message.scores), tuple(finished))
 
 
 def _adapter_from_wire(message: ticket_pb2.Ticket) -> Adapter | None:
@@ -100,22 +144,18 @@ def check_request_id(request_id: str) -> None:
 
 
 def finish_reason_from_wire(number: sampling_pb2.FinishReason) -> FinishReason | None:
-    """Return the reason, or None while the sequence runs. Raises InvalidRequest if the reason is
-    unknown."""
+    """Return the reason, or None while the sequence runs. Raises InvalidRequest if a client sends
+    an unknown one."""
     return FINISH_REASONS.member(number, "finish_reason") if number else None
 
 
 def logprobs_from_wire(message: logprobs_pb2.Logprobs) -> Logprobs:
-    """Check and convert logprobs. Raises InvalidRequest if no model can report them."""
-    top = message.top_logprobs
-    require(len(top) <= MAX_LOGPROBS, f"{len(top)} top_logprobs")
-    require(len(top) == len(message.top_token_ids), "top_logprobs are not of top_token_ids")
-    require(message.rank > 0, "rank is 0")
-    # `<=` refuses NaN too.
-    require(message.logprob <= 0, f"logprob is {message.logprob}")
-    require(all(value <= 0 for value in top), "a logprob is not 0 or less")
-    require(all(a >= b for a, b in pairwise(top)), "top_logprobs do not fall")
-    return Logprobs(message.logprob, message.rank, tuple(message.top_token_ids), tuple(top))
+    return Logprobs(
+        message.logprob,
+        message.rank,
+        tuple(message.top_token_ids),
+        tuple(message.top_logprobs),
+    )
 
 
 def load_to_wire(report: LoadReport) -> worker_pb2.WorkerLoad:
@@ -128,7 +168,7 @@ def load_from_wire(message: worker_pb2.WorkerLoad) -> LoadReport:
     return LoadReport(load, message.draining, message.stalled)
 
 
-def _beams_from_wire(message: ticket_pb2.Ticket) -> BeamState | None:
+def _checked_beams(message: ticket_pb2.Ticket) -> BeamState | None:
     """Check and convert the state of a beam search. The sequences of the ticket must be its living
     beams."""
     if not message.HasField("beams"):
@@ -146,25 +186,18 @@ def _beams_from_wire(message: ticket_pb2.Ticket) -> BeamState | None:
     require(indices == list(range(len(scores))), "sequences are not the beams")
     lengths = {len(sequence.token_ids) for sequence in message.sequences}
     require(len(lengths) == 1, "beams of different lengths")
-    finished = tuple(map(_hypothesis_from_wire, beams.finished))
-    longest = max((len(one.token_ids) for one in finished), default=0)
+    for one in beams.finished:
+        has_ended = one.finish_reason in FINISH_REASONS.members
+        require(has_ended, "a hypothesis that has not ended")
+        require(bool(one.token_ids), "a hypothesis without tokens")
+        require(math.isfinite(one.score), "a score is not finite")
+    longest = max((len(one.token_ids) for one in beams.finished), default=0)
     most = message.sampling.max_tokens
     require(longest <= most, f"a hypothesis of {longest} tokens, of {most} at most")
-    return BeamState(scores, finished)
+    return _beams(beams)
 
 
-def _hypothesis_from_wire(message: ticket_pb2.Hypothesis) -> Hypothesis:
-    finish = finish_reason_from_wire(message.finish_reason)
-    require(finish is not None, "a hypothesis that has not ended")
-    require(bool(message.token_ids), "a hypothesis without tokens")
-    require(math.isfinite(message.score), "a score is not finite")
-    assert finish is not None
-    return Hypothesis(tuple(message.token_ids), message.score, finish)
-
-
-def _sequence_from_wire(
-    message: ticket_pb2.TicketSequence, num_prompt_tokens: int
-) -> TicketSequence:
+def _checked_sequence(message: ticket_pb2.TicketSequence, num_prompt_tokens: int) -> TicketSequence:
     num_tokens = num_prompt_tokens + len(message.token_ids)
     require(
         message.num_computed_tokens <= num_tokens,
@@ -174,29 +207,23 @@ def _sequence_from_wire(
         bool(message.block_ids) or message.num_computed_tokens == 0,
         "computed tokens, but no blocks",
     )
-    return TicketSequence(
-        index=message.index,
-        token_ids=tuple(message.token_ids),
-        block_ids=tuple(message.block_ids),
-        num_computed_tokens=message.num_computed_tokens,
-    )
+    return _sequence(message)
 
 
-def _swapped_from_wire(message: ticket_pb2.Ticket) -> Swapped:
-    swapped = message.swapped
-    _check_holder(swapped)
-    tables = tuple(SwappedTable(one.index, tuple(one.block_ids)) for one in swapped.tables)
+def _checked_swapped(message: ticket_pb2.Ticket) -> Swapped:
+    _check_holder(message.swapped)
+    swapped = _swapped(message.swapped)
     with_blocks = any(sequence.block_ids for sequence in message.sequences)
     require(not with_blocks, "swapped out, but with blocks")
     require(bool(swapped.pool_id), "swapped out to nowhere")
-    require(all(table.block_ids for table in tables), "swapped out, but a table is empty")
-    indices = [table.index for table in tables]
+    require(all(table.block_ids for table in swapped.tables), "swapped out, but a table is empty")
+    indices = [table.index for table in swapped.tables]
     require(indices == sorted(set(indices)), "tables that were swapped out do not ascend")
     require(len(indices) <= MAX_SEQUENCES, f"{len(indices)} tables were swapped out")
     wanted = {sequence.index for sequence in message.sequences}
     is_whole = bool(wanted) and wanted.issubset(indices)
     require(is_whole, "not all sequences were swapped out")
-    return Swapped(swapped.pool_id, swapped.holder_id, swapped.holder_epoch, tables)
+    return swapped
 
 
 def _check_holder(message: ticket_pb2.Ticket | ticket_pb2.Swapped) -> None:

@@ -52,5 +52,7 @@ def command_from_wire(request: Any) -> Command:
         case "hand_over":
             return HandOver(request.hand_over.request_id, request.hand_over.attempt)
         case "resume":
-            return Resume(ticket_from_wire(request.resume.ticket))
+            resume = request.resume
+            check_request_id(resume.request_id)
+            return Resume(resume.request_id, resume.attempt, resume.digest)
     raise InvalidRequest("an unknown command, or a second hello")

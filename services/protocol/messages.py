@@ -9,7 +9,7 @@ from enum import Enum
 
 from blockstore.registry import Load
 from services.protocol.logprobs import Logprobs
-from services.protocol.ticket import FinishReason, Ticket
+from services.protocol.ticket import FinishReason, Ticket, TicketState
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +64,12 @@ class HandOver(RequestMessage):
 
 
 @dataclass(frozen=True, slots=True)
-class Resume:
-    """Asks a decode worker for a request that another gateway left. `ticket` has the tokens that
-    the client received: what the worker has must continue them. The worker detaches the request and
-    answers with `Requeued`, without a ticket if it does not have the request."""
+class Resume(RequestMessage):
+    """Asks a decode worker for a request that another gateway left. The worker detaches the request
+    and answers with `Requeued`, without a ticket if it does not have the request."""
 
-    ticket: Ticket
+    digest: bytes
+    """`Ticket.digest` of the request."""
 
 
 Command = Reserve | Submit | Admit | Abort | HandOver | Resume
@@ -112,7 +112,7 @@ class Generated(RequestMessage):
 class Prefilled:
     """A prefill worker has computed a ticket."""
 
-    ticket: Ticket
+    ticket: TicketState
     """The sequences that continue, with their blocks; it has no sequence if all have ended."""
     outputs: tuple[Generated, ...]
     """The next token of each submitted sequence."""
@@ -150,21 +150,13 @@ class Requeued(RequestMessage):
     """A worker returns a request."""
 
     reason: RequeueReason
-    ticket: Ticket | None = None
-    """A detached ticket. The worker keeps its blocks, in the pool or swapped out, until another
-    worker claims them. Without it the gateway builds a ticket from the tokens received."""
-    progress: Ticket | None = None
-    """A ticket without blocks, of which the gateway uses the state of a beam search."""
+    ticket: TicketState | None = None
+    """A detached ticket: the worker keeps its blocks, in the pool or swapped out, until another
+    worker claims them. Or the beams of a search, without blocks. None if the gateway builds the
+    next ticket from the tokens received."""
 
 
-@dataclass(frozen=True, slots=True)
-class Malformed(RequestMessage):
-    """An invalid message about a request; `problem` says what is wrong with it."""
-
-    problem: str
-
-
-RequestEvent = Malformed | Reserved | Began | Prefilled | Generated | Failed | Requeued
+RequestEvent = Reserved | Began | Prefilled | Generated | Failed | Requeued
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,9 @@ These dataclasses pass between the parts of a service; `services.protocol.codec`
 protobuf messages and back.
 """
 
+import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from itertools import chain
 
@@ -121,10 +122,6 @@ class PoolingMode(Enum):
     MEAN = "mean"  # the mean of the states of all tokens
 
 
-MAX_DIMENSIONS = 1 << 16
-"""The most values of an embedding."""
-
-
 @dataclass(frozen=True, slots=True)
 class Pooling:
     """How a prompt becomes an embedding: the first `dimensions` values of the pooled final state,
@@ -234,37 +231,27 @@ class Swapped:
 
 
 @dataclass(frozen=True, slots=True)
-class Ticket:
-    """Everything that a worker needs to compute or continue a request."""
+class TicketState:
+    """The part of a ticket that a worker changes, and answers with."""
 
     request_id: str
     attempt: int
     """The number under which the gateway sent the ticket out."""
     order: int
     """The queue position (`queue_order`)."""
-    pool_id: str
     holder_id: str
     holder_epoch: int
     """Odd while a worker runs the holder, even while it is detached, 0 before the allocation."""
-    root_hash: bytes
-    """The root of the chained prefix hashes, 16 bytes."""
-    prompt_token_ids: tuple[int, ...]
-    sampling: SamplingParams
     sequences: tuple[TicketSequence, ...] = field(default=(TicketSequence(0),))
     """The sequences that have not ended, ascending by index. A prefill worker answers without any
     if all have ended there."""
     num_cached_tokens: int = 0
-    timeout_ms: int = 0
-    """The rest of the deadline; 0 if the request has none."""
     swapped: Swapped | None = None
     """The KV that a prefill worker can copy instead of computing it."""
     prefill_ns_per_token: int = 0
     """The measured cost of computing a token of the prompt; 0 before the first measurement."""
     beams: BeamState | None = None
     """The state of a beam search that has begun."""
-    traceparent: str = ""
-    """The trace context for the worker's spans; empty if the request is not traced."""
-    adapter: Adapter | None = None
 
     @property
     def key(self) -> tuple[str, int]:
@@ -272,12 +259,52 @@ class Ticket:
         return self.request_id, self.attempt
 
     @property
+    def is_detached(self) -> bool:
+        """Whether the worker keeps blocks of the request, in its pool or swapped out."""
+        return self.swapped is not None or any(one.block_ids for one in self.sequences)
+
+    @property
+    def state(self) -> "TicketState":
+        """The state alone."""
+        return TicketState(**{name: getattr(self, name) for name in STATE_FIELDS})
+
+    def is_only(self, index: int) -> bool:
+        """Whether the ticket has sequence `index` and no other."""
+        return [sequence.index for sequence in self.sequences] == [index]
+
+
+STATE_FIELDS = tuple(each.name for each in fields(TicketState))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticket(TicketState):
+    """Everything that a worker needs to compute or continue a request."""
+
+    pool_id: str
+    root_hash: bytes
+    """The root of the chained prefix hashes, 16 bytes."""
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    timeout_ms: int = 0
+    """The rest of the deadline; 0 if the request has none."""
+    traceparent: str = ""
+    """The trace context for the worker's spans; empty if the request is not traced."""
+    adapter: Adapter | None = None
+
+    def with_state(self, state: TicketState) -> "Ticket":
+        return replace(self, **{name: getattr(state, name) for name in STATE_FIELDS})
+
+    @property
+    def digest(self) -> bytes:
+        """Names what the client asked for, to gateways that do not know of each other. The tokens
+        of a greedy request do not depend on its seed, which each gateway draws."""
+        seed = self.sampling.seed if self.sampling.temperature else 0
+        asked = self.root_hash, self.prompt_token_ids, replace(self.sampling, seed=seed)
+        return hashlib.blake2b(repr(asked).encode(), digest_size=16).digest()
+
+    @property
     def width(self) -> int:
         """How many sequences may run at a time. A beam search begins with one and may reach its
         width."""
         beam = self.sampling.beam
         return len(self.sequences) if beam is None else beam.width
-
-    def is_only(self, index: int) -> bool:
-        """Whether the ticket has sequence `index` and no other."""
-        return [sequence.index for sequence in self.sequences] == [index]

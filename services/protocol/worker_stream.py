@@ -14,7 +14,7 @@ from blockstore.store import FUNCTION_LIBRARY
 from quire.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2
 from services.protocol.command_codec import command_to_wire
 from services.protocol.event_codec import events_from_wire
-from services.protocol.messages import Command, Event, RequestEvent
+from services.protocol.messages import Command, Event
 from services.protocol.version import PROTOCOL_VERSION
 from services.runtime.rpc.message_batching import unpack_batch
 
@@ -23,12 +23,8 @@ Metadata = tuple[tuple[str, str], ...]
 
 
 class StreamEnded(Exception):
-    """The worker closed the stream without an error, or sent no message for too long."""
-
-
-class MalformedMessage(Exception):
-    """A worker's message does not show which request it is about. Any request of the worker may
-    have lost an event, so the stream must end. The text says what the worker sent."""
+    """The worker closed the stream without an error, sent no message for too long, or sent bytes
+    that are no message."""
 
 
 class StreamType:
@@ -59,12 +55,8 @@ class StreamType:
         return self.request(hello=hello)
 
     def events(self, message: Any) -> Iterator[Event]:
-        """Yield the events of a message and of the messages batched in it. An invalid event about a
-        request is `Malformed`. Raises MalformedMessage if such an event names no request."""
-        for event in chain.from_iterable(map(events_from_wire, unpack_batch(message))):
-            if isinstance(event, RequestEvent) and not event.request_id:
-                raise MalformedMessage("a message about a request, and not which")
-            yield event
+        """Yield the events of a message and of the messages batched in it."""
+        return chain.from_iterable(map(events_from_wire, unpack_batch(message)))
 
     def command(self, command: Command) -> Any:
         return self.request(**command_to_wire(command))
@@ -79,11 +71,10 @@ def stream_type(role: Role) -> StreamType:
 
 
 async def read(stream: Stream) -> Any:
-    """Read the next message. Raises StreamEnded, AioRpcError, or MalformedMessage if the message
-    cannot be decoded."""
+    """Read the next message. Raises StreamEnded or AioRpcError."""
     message = await stream.read()
     if message is None:  # gRPC returns None for a message that it cannot decode
-        raise MalformedMessage("bytes that are no message")
+        raise StreamEnded("it sent bytes that are no message")
     if message is not aio.EOF:
         return message
     code = await stream.code()

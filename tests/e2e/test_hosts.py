@@ -125,7 +125,11 @@ async def test_a_cached_prefix_is_copied(
         (spec,) = [pool for pool in await client.pools() if pool.pool_id == a]
         root = root_hash(spec.fingerprint, Secret(SECRET.encode()).root, "")
         ticket = Ticket(
-            *("r", 1, 1, a, "h", 0, root, tuple(longer)), SamplingParams(0.0, 0, 1.0, 0.0, 1, 1)
+            *("r", 1, 1, "h", 0),
+            pool_id=a,
+            root_hash=root,
+            prompt_token_ids=tuple(longer),
+            sampling=SamplingParams(0.0, 0, 1.0, 0.0, 1, 1),
         )
         assert await running.pull(ticket, b, a) is None
     again = await client.complete(longer, greedy(8), timeout_s=60)

@@ -8,7 +8,7 @@ from typing import Any
 
 from quire.v1 import decode_pb2, prefill_pb2, worker_pb2
 from services.engine.batch import Draw
-from services.protocol.codec import ticket_from_wire, ticket_to_wire
+from services.protocol.codec import state_from_wire, ticket_to_wire
 from services.protocol.ticket import BeamParams, Ticket, TicketSequence
 from tests.fuzz.hostile_gateway import CORRECT_PROMPT
 from tests.fuzz.pool_workers import HELLO, Workers
@@ -67,7 +67,7 @@ class Gateway:
         self._prefill.send(submit=prefill_pb2.PrefillSubmit(ticket=ticket_to_wire(asked)))
         await self._workers.until(lambda: len(self._prefill.events_of("prefilled")) > num_before)
         issued = self._prefill.events_of("prefilled")[-1].ticket
-        return ticket_from_wire(issued, may_have_ended=True)
+        return self._asked.with_state(state_from_wire(issued))
 
     async def decode(self, detached: Ticket, *, to_the_end: bool) -> Ticket:
         """Decode until there is a new token, or the answer is complete. Returns the ticket that
@@ -116,25 +116,21 @@ class Gateway:
     async def back(self) -> Ticket:
         """The last ticket that the decode worker returned."""
         await self._workers.until(lambda: bool(self._decodes[-1].events_of("requeue")))
-        return ticket_from_wire(self._last_requeue.ticket)
+        return self._asked.with_state(state_from_wire(self._last_requeue.ticket))
 
     async def _resume(self) -> None:
         """Another gateway takes over the request of a lost one."""
         await self._decodes[-1].end()
         self._decodes.append(self._workers.connect()[1])
         self._attempt += 1
-        received = (
-            (TicketSequence(0),)
-            if self._searches
-            else tuple(
-                TicketSequence(index, tuple(tokens))
-                for index, tokens in self.answer.items()
-                if index not in self._ended
+        self._decodes[-1].send(hello=HELLO)
+        self._decodes[-1].send(
+            resume=decode_pb2.Resume(
+                request_id=self._asked.request_id,
+                attempt=self._attempt,
+                digest=self._asked.digest,
             )
         )
-        wanted = replace(self._asked, attempt=self._attempt, sequences=received)
-        self._decodes[-1].send(hello=HELLO)
-        self._decodes[-1].send(resume=decode_pb2.Resume(ticket=ticket_to_wire(wanted)))
 
     @property
     def answer(self) -> Answer:

@@ -4,7 +4,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tests.fuzz.forging import BEAM, HYPOTHESES, SCORES, TABLES, WHOLE, Changes
+from tests.fuzz.forging import HYPOTHESES, SCORES, TABLES, WHOLE, Changes
 
 IDS = [f"r{number}" for number in range(6)]
 """The ids of existing requests."""
@@ -21,20 +21,10 @@ TICKET: Fields = {
     "request_id": NAMES,
     "attempt": NUMBERS,
     "order": LARGE,
-    "pool_id": st.sampled_from(["pool", "other", ""]),
     "holder_id": NAMES,
     "holder_epoch": LARGE,
-    "root_hash": st.sampled_from([b"", bytes(16), b"x" * 16]),
-    "prompt_token_ids": TOKENS,
     "num_cached_tokens": NUMBERS,
-    "timeout_ms": LARGE,
     "prefill_ns_per_token": NUMBERS,
-    "traceparent": st.sampled_from(["", "00-nonsense", "x" * 65]),
-    "sampling.seed": LARGE,
-    "sampling.temperature": FLOATS,
-    "sampling.max_tokens": NUMBERS,
-    "sampling.logprobs": NUMBERS,
-    **{f"sampling.beam.{name}": values for name, values in BEAM.items()},
     "sequences": st.sampled_from(sorted(WHOLE)),
     "sequences.index": NUMBERS,
     "sequences.1.index": NUMBERS,

@@ -16,15 +16,16 @@ from quire.v1 import decode_pb2, prefill_pb2
 from services.gateway.change_notifier import ChangeNotifier
 from services.gateway.config import GatewayOptions
 from services.gateway.gateway import Gateway
-from services.gateway.intake.catalog import load_model
+from services.gateway.models.catalog import load_model
 from services.gateway.request_metrics import RequestMetrics
 from services.gateway.scheduling.dispatcher import Dispatcher
 from services.gateway.scheduling.migration import Migration
-from services.gateway.scheduling.router import Pool, Router
+from services.gateway.scheduling.router import Router
 from services.gateway.workers.directory import ModelPools
+from services.gateway.workers.pool import Pool
 from services.gateway.workers.worker import Worker
 from services.protocol.messages import Command, DrainNotice, LoadReport
-from services.protocol.worker_stream import DECODE, PREFILL, MalformedMessage
+from services.protocol.worker_stream import DECODE, PREFILL
 from tests.integration.gateway.conftest import SPEC
 from tests.integration.gateway.fakes import FakeDecode, FakePrefill, Session, member
 
@@ -104,7 +105,7 @@ class FakeConnection:
                         self.worker.draining = True
                     case _:
                         self.sink.on_event(self.worker, event)
-        except MalformedMessage:
+        except (KeyError, ValueError):
             corrupt = self.session.corrupt
             self.break_stream()
             self.open(self.sink)

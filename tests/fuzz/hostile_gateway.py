@@ -50,6 +50,7 @@ class ForgedCommand:
     base: str = "fresh"
     changes: Changes = ()
     pause: bool = False
+    digest: bytes = b""
 
 
 FORGED_COMMANDS = st.lists(
@@ -76,6 +77,7 @@ FORGED_COMMANDS = st.lists(
         ),
         changes=st.lists(changes(CORRECT_PROMPT), max_size=2).map(tuple),
         pause=st.booleans(),
+        digest=st.sampled_from([b"", *(one.digest for one in OWN_TICKETS.values())]),
     ),
     min_size=1,
     max_size=12,
@@ -119,7 +121,7 @@ def send_forged(
         case "hand_over", 1:
             stream.send(hand_over=decode_pb2.HandOver(**key))
         case "resume", 1:
-            stream.send(resume=decode_pb2.Resume(ticket=_forged(forgery, tickets)))
+            stream.send(resume=decode_pb2.Resume(digest=forgery.digest, **key))
         case "hello", _:
             stream.send(hello=HELLO)
         case "wrong", _:

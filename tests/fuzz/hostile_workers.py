@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from quire.v1 import decode_pb2, prefill_pb2, ticket_pb2
 from tests.fuzz.field_changes import CHANGES, FIELDS, IDS
 from tests.fuzz.forging import Changes, change
+from tests.integration.gateway.fakes import state_of
 
 _ROLES = {"prefilled": (0,), "step": (1,), "reserved": (1,)}
 _RESPONSES = prefill_pb2.PrefillConnectResponse, decode_pb2.DecodeConnectResponse
@@ -73,10 +74,11 @@ class Unsolicited:
         inner.SetInParent()
         match self.kind:
             case "prefilled" | "requeue":
-                inner.ticket.CopyFrom(_known(seen, self.request_id))
+                known = _known(seen, self.request_id)
+                inner.ticket.CopyFrom(state_of(known))
                 about = inner.ticket
                 if self.kind == "prefilled":
-                    _draw(inner, self.request_id, self.attempt)
+                    _draw(inner, len(known.prompt_token_ids), self.request_id, self.attempt)
             case "step":
                 about = inner.outputs.add(token_ids=[97])
             case _:
@@ -88,10 +90,10 @@ class Unsolicited:
         return message
 
 
-def _draw(prefilled: prefill_pb2.Prefilled, request_id: str, attempt: int) -> None:
+def _draw(prefilled: prefill_pb2.Prefilled, num_prompt: int, request_id: str, attempt: int) -> None:
     """A token of each sequence of the ticket that it received."""
     for sequence in prefilled.ticket.sequences:
-        position = len(prefilled.ticket.prompt_token_ids) + len(sequence.token_ids)
+        position = num_prompt + len(sequence.token_ids)
         key = {"request_id": request_id, "attempt": attempt, "index": sequence.index}
         prefilled.outputs.add(position=position, token_ids=[97], **key)
         sequence.token_ids.append(97)

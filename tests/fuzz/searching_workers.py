@@ -8,7 +8,7 @@ from typing import Any
 
 from quire.v1 import decode_pb2, prefill_pb2, sampling_pb2, ticket_pb2, worker_pb2
 from tests.integration.gateway.fakes import FakeDecode, FakePrefill, Session
-from tests.integration.gateway.fakes.model import next_token
+from tests.integration.gateway.fakes.model import next_token, state_of
 
 
 def _searches(ticket: ticket_pb2.Ticket) -> bool:
@@ -67,7 +67,7 @@ class SearchingPrefill(FakePrefill):
         if outputs:
             ticket.ClearField("sequences")
             ticket.ClearField("beams")
-        session.send(prefilled=prefill_pb2.Prefilled(ticket=ticket, outputs=outputs))
+        session.send(prefilled=prefill_pb2.Prefilled(ticket=state_of(ticket), outputs=outputs))
 
 
 @dataclass(eq=False)
@@ -105,9 +105,9 @@ class SearchingDecode(FakeDecode):
             return
         self._forget(search)
         search.ticket.holder_epoch += 2
-        self.at_rest[command.request_id] = session, search.ticket
+        self.at_rest[command.request_id] = session, state_of(search.ticket)
         reason = worker_pb2.Requeue.REASON_HANDED_OVER
-        session.send(requeue=worker_pb2.Requeue(ticket=search.ticket, reason=reason))
+        session.send(requeue=worker_pb2.Requeue(ticket=state_of(search.ticket), reason=reason))
 
     def on_closed(self, session: Session) -> None:
         super().on_closed(session)

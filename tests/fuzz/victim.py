@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import HealthCheck, settings
 
-from services.gateway.frontend.api import GenerationRequest, RequestedSampling
+from services.gateway.api import GenerationRequest, RequestedSampling
 from tests.fuzz.deployment import LIMIT_S, Deployment, expected
 
 FUZZ = settings(

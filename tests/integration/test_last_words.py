@@ -56,7 +56,17 @@ async def serve() -> None:
 async def requests() -> AsyncIterator[prefill_pb2.PrefillConnectRequest]:
     yield PREFILL.hello("gateway")
     sampling = SamplingParams(0.0, 0, 1.0, 0.0, seed=0, max_tokens=1)
-    yield PREFILL.command(Submit(Ticket("r1", 3, 0, "pool", "h1", 0, b"r" * 16, (1,), sampling)))
+    yield PREFILL.command(
+        Submit(
+            Ticket(
+                *("r1", 3, 0, "h1", 0),
+                pool_id="pool",
+                root_hash=b"r" * 16,
+                prompt_token_ids=(1,),
+                sampling=sampling,
+            )
+        )
+    )
     await asyncio.Event().wait()
 
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
+from services.gateway.api import ChatMessage, GenerationRequest
 from services.gateway.config import GatewaySettings
-from services.gateway.frontend.api import ChatMessage, GenerationRequest
 from services.gateway.request.timeline import Phase, Timeline
 from services.gateway.request.trace import RequestTrace
 from services.gateway.streaming.output import RequestStats

@@ -305,7 +305,11 @@ def engine_tokens(*, runs_ahead: bool) -> tuple[dict[str, list[int]], int]:
         if number < len(kinds):
             sampling = replace(PLAIN, seed=number, max_tokens=10, **kinds[number])
             asked = Ticket(
-                *(f"r{number}", 1, number, "pool", f"h{number}", 0, bytes(16), (1, 2), sampling)
+                *(f"r{number}", 1, number, f"h{number}", 0),
+                pool_id="pool",
+                root_hash=bytes(16),
+                prompt_token_ids=(1, 2),
+                sampling=sampling,
             )
             grammar: Any = Alternating() if number % 2 else None
             rules = Rules.of(asked, 64, frozenset({3}), 64, grammar=grammar)

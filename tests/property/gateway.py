@@ -124,7 +124,9 @@ def _is_last(event: WorkerEvent) -> bool:
         case Prefilled(of):
             return not of.sequences
         case Requeued(ticket=detached):
-            return detached is None  # a detached ticket may still be taken back
+            return (
+                detached is None or not detached.is_detached
+            )  # a detached ticket may still be taken back
         case Reserved() | Began():
             return False
     return True
@@ -257,14 +259,14 @@ class Gateway:
                 if not request.over:
                     worker, way = self._runs(request.attempt)
                     self._tell(worker.role.admit, way, request.of_living(issued))
-            case Requeued(ticket=Ticket() as detached):
+            case Requeued(ticket=Ticket() as detached) if detached.is_detached:
                 there = {s.index: list(s.token_ids) for s in request.of_living(detached).sequences}
                 if not request.searches:
                     assert there == {index: request.tokens[index] for index in request.living}
                 request.note(detached)
                 request.detached = detached
                 self._try_again(request)
-            case Requeued(progress=Ticket() as progress):
+            case Requeued(ticket=Ticket() as progress):
                 request.note(progress)
                 self._begin_again(request)
             case Failed(code=code):

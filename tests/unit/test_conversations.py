@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from services.gateway.frontend.api import ChatMessage
+from services.gateway.api import ChatMessage
 from services.gateway.intake.conversations import fitted
-from services.gateway.intake.template_traits import TemplateTraits
+from services.gateway.models.template_traits import TemplateTraits
 from services.model.text.chat_template import ChatTemplate
 
 EACH = """{% for m in messages %}[{{ m.role }}] {{ m.content }}

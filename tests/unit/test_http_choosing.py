@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from services.gateway.frontend.api import RequestedBeams, RequestedSampling
+from services.gateway.api import RequestedBeams, RequestedSampling
 from services.gateway.frontend.http.bodies.schema import ChatBody, CompletionBody
 from services.protocol.ticket import EarlyStopping
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from services.gateway.frontend.api import ChatMessage
+from services.gateway.api import ChatMessage
 from services.gateway.frontend.http.bodies.messages import assistant_fields
 from services.gateway.frontend.http.bodies.reading import checked
 from services.gateway.frontend.http.bodies.schema import ChatBody

@@ -9,7 +9,7 @@ from services.gateway.frontend.http.bodies.reading import checked
 from services.gateway.frontend.http.bodies.schema import ChatBody, CompletionBody
 from services.gateway.frontend.http.responses_api.body import ResponsesBody
 from services.gateway.frontend.http.tokens import TokenizeBody
-from services.gateway.intake.structures import STRUCTURE
+from services.gateway.models.structures import STRUCTURE
 from services.runtime.errors import InvalidRequest
 
 TOOL = {"type": "function", "function": {"name": "f"}}

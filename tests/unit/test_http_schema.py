@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.types import Message
 
-from services.gateway.frontend.api import (
+from services.gateway.api import (
     ChatMessage,
     GenerationRequest,
     RequestedSampling,

@@ -11,7 +11,13 @@ from quire.v1 import sampling_pb2, ticket_pb2, worker_pb2
 from quire.v1.decode_pb2 import DecodeConnectRequest, DecodeConnectResponse
 from quire.v1.prefill_pb2 import PrefillConnectRequest, PrefillConnectResponse
 from services.model.structured.structure import StructureKind
-from services.protocol.codec import load_to_wire, ticket_from_wire, ticket_to_wire
+from services.protocol.codec import (
+    load_to_wire,
+    state_from_wire,
+    state_to_wire,
+    ticket_from_wire,
+    ticket_to_wire,
+)
 from services.protocol.command_codec import command_from_wire, command_to_wire
 from services.protocol.event_codec import event_to_wire, events_from_wire
 from services.protocol.fields import (
@@ -83,14 +89,14 @@ COMMANDS: list[Command] = [
     Abort("r", 2),
     Abort("r", 2, 0),
     HandOver("r", 2),
-    Resume(TICKET),
+    Resume("r", 2, b"digest"),
 ]
 EVENTS: list[WorkerEvent] = [
     Began("r", 2),
-    Prefilled(TICKET, (OUTPUT,), LOGPROBS),
+    Prefilled(TICKET.state, (OUTPUT,), LOGPROBS),
     Reserved("r", 2, granted=True),
     Failed("r", 2, "code", "message"),
-    *(Requeued("r", 2, reason, TICKET) for reason in RequeueReason),
+    *(Requeued("r", 2, reason, TICKET.state) for reason in RequeueReason),
     DrainNotice(3),
     Step((OUTPUT,)),
 ]
@@ -133,6 +139,7 @@ SEARCH = replace(
 @pytest.mark.parametrize("ticket", [TICKET, SEARCH], ids=["embedding by an adapter", "beam search"])
 def test_a_ticket_comes_back_as_it_went(ticket: Ticket) -> None:
     assert ticket_from_wire(ticket_to_wire(ticket)) == ticket
+    assert state_from_wire(state_to_wire(ticket)) == ticket.state
 
 
 @pytest.mark.parametrize(

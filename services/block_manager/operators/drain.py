@@ -10,7 +10,7 @@ from blockstore.registry import Member
 from quire.v1 import worker_pb2
 from quire.worker_names import worker_name
 from services.block_manager.rounds import Connection
-from services.protocol.worker_stream import MalformedMessage, StreamEnded, read, stream_type
+from services.protocol.worker_stream import StreamEnded, read, stream_type
 from services.runtime.errors import LastWorker, Unavailable, UnknownWorker
 from services.runtime.rpc.message_batching import unpack_batch
 from services.runtime.rpc.proof import Proof
@@ -110,7 +110,7 @@ async def _drain_over(worker: Member, channel: aio.Channel, peer_id: str, rpc_ke
                         await stream.write(kind.request(drain=worker_pb2.Drain()))
                     case "draining":
                         return int(message.draining.num_running)
-    except (StreamEnded, MalformedMessage) as error:
+    except StreamEnded as error:
         raise Unavailable(
             f"worker {worker.member_id} gave no answer to the drain: {error}"
         ) from error

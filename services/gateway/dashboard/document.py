@@ -10,7 +10,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from services.gateway.dashboard.block_maps import BlockMaps
 from services.gateway.dashboard.history import History
-from services.gateway.intake.identity import client_id
+from services.gateway.identity import client_id
 from services.gateway.request.lifecycle import RequestLifecycle
 from services.gateway.request.timeline import Phase
 from services.gateway.scheduling.dispatcher import Dispatcher

@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from pathlib import Path
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -12,19 +11,18 @@ from starlette.types import Receive, Scope, Send
 
 from services.gateway.access.caller import bind_caller, require_operator
 from services.gateway.access.keyring import Keyring
-from services.gateway.dashboard.access import DashboardSetting, check_local
+from services.gateway.access.local_only import DashboardSetting, check_local
 from services.gateway.dashboard.block_maps import BlockMaps
-from services.gateway.dashboard.document import DashboardDocument
+from services.gateway.dashboard.document import DashboardDocument, EndedRequests
 from services.gateway.dashboard.feed import Feed
 from services.gateway.dashboard.history import History
 from services.gateway.frontend.http.answering.sending import Json, unless_disconnected
+from services.gateway.frontend.http.page import PAGE
 from services.gateway.frontend.relay import Relay
-from services.gateway.intake.identity import client_id
+from services.gateway.identity import client_id
 from services.gateway.wiring import Wiring
 from services.runtime.errors import InvalidApiKey, InvalidRequest, PermissionDenied
 from services.runtime.metrics import GatewayMetrics
-
-PAGE = Path(__file__).parent / "page"
 
 _TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -71,8 +69,10 @@ def make_dashboard(
             check_local(request, host)
 
     block_maps = BlockMaps(block_manager, requests)
+    ended = EndedRequests()
+    wiring.end_listeners.append(ended.note)
     document = DashboardDocument(
-        wiring.gateway_id, wiring.directory, wiring.dispatcher, metrics, wiring.ended, block_maps
+        wiring.gateway_id, wiring.directory, wiring.dispatcher, metrics, ended, block_maps
     )
     feed = Feed(document.build)
     routes = DashboardRoutes(feed, block_maps, check).routes()

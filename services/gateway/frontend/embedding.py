@@ -6,7 +6,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from quire.types import Usage
-from services.gateway.frontend.api import (
+from services.gateway.api import (
     GenerationRequest,
     Generator,
     RequestedEmbedding,

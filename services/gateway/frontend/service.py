@@ -10,7 +10,7 @@ from grpc import aio
 from quire.progress import ACCEPTED_METADATA
 from quire.types import Candidate
 from quire.v1 import inference_pb2, inference_pb2_grpc, logprobs_pb2, sampling_pb2
-from services.gateway.frontend.api import (
+from services.gateway.api import (
     ChatMessage,
     Delta,
     GenerationRequest,
@@ -22,7 +22,7 @@ from services.gateway.frontend.api import (
     TokenLogprobs,
 )
 from services.gateway.frontend.embedding import embed, embedding_request
-from services.gateway.intake.identity import with_resume_token
+from services.gateway.identity import with_resume_token
 from services.gateway.intake.prompts import check_num_messages
 from services.protocol.codec import finish_reason_from_wire
 from services.protocol.fields import FINISH_REASONS

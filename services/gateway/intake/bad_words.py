@@ -4,8 +4,8 @@ space."""
 import asyncio
 from collections.abc import Iterator, Sequence
 
-from services.gateway.intake.catalog import Model
-from services.gateway.intake.checks import require
+from services.gateway.checks import require
+from services.gateway.models.catalog import Model
 
 MAX_CHARS = 16_384
 """Limit for all bad words of a request together."""

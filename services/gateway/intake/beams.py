@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from services.gateway.frontend.api import RequestedSampling
+from services.gateway.api import RequestedSampling
 from services.protocol.sampling_numbers import NUMBERS
 from services.protocol.ticket import MAX_BEAM_WIDTH, MAX_LENGTH_PENALTY, BeamParams
 from services.runtime.errors import InvalidRequest

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from typing import Any
 
-from services.gateway.frontend.api import ChatMessage
-from services.gateway.intake.template_traits import TemplateTraits
+from services.gateway.api import ChatMessage
+from services.gateway.models.template_traits import TemplateTraits
 
 Fields = dict[str, Any]
 """A message as a template gets it."""

@@ -1,8 +1,8 @@
 """Checks a request for an embedding, and resolves how the model pools."""
 
-from services.gateway.frontend.api import RequestedEmbedding
-from services.gateway.intake.catalog import Model
-from services.gateway.intake.checks import require
+from services.gateway.api import RequestedEmbedding
+from services.gateway.checks import require
+from services.gateway.models.catalog import Model
 from services.protocol.ticket import Pooling, PoolingMode, SamplingParams
 
 

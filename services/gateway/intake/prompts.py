@@ -13,15 +13,15 @@ from typing import Any, cast
 
 from pydantic_core import to_json
 
-from services.gateway.frontend.api import (
+from services.gateway.api import (
     ChatMessage,
     Prompt,
     RequestedTools,
     TemplateArguments,
     ToolChoice,
 )
-from services.gateway.intake.catalog import Model
 from services.gateway.intake.conversations import fitted
+from services.gateway.models.catalog import Model
 from services.runtime.errors import InvalidRequest, PromptTooLong
 
 _SHORT_CHARS = 2048

@@ -4,15 +4,15 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from services.gateway.frontend.api import RequestedSampling
+from services.gateway.api import RequestedSampling
+from services.gateway.checks import check_text, float32, require
 from services.gateway.intake.bad_words import MAX_CHARS as MAX_BAD_WORD_CHARS
 from services.gateway.intake.bad_words import token_sequences
 from services.gateway.intake.beams import resolve_beam, with_greedy_sampling
-from services.gateway.intake.catalog import Model
-from services.gateway.intake.checks import check_text, float32, require
 from services.gateway.intake.embeddings import embedding_params
 from services.gateway.intake.prompts import check_token_ids
-from services.gateway.intake.structures import check_combination
+from services.gateway.models.catalog import Model
+from services.gateway.models.structures import check_combination
 from services.model.config.model_config import GenerationDefaults
 from services.protocol.sampling_numbers import NUMBERS
 from services.protocol.ticket import MAX_BIAS, SamplingParams

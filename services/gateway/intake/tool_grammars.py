@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from services.gateway.frontend.api import RequestedTools
+from services.gateway.api import RequestedTools
 from services.gateway.parsing.message import CallFormat, Parsing
 from services.model.structured.structural_tags import format_of
 from services.model.structured.structure import Structure, StructureKind

@@ -3,10 +3,10 @@
 import json
 from dataclasses import replace
 
-from services.gateway.frontend.api import GenerationRequest, RequestedTools, ToolChoice
-from services.gateway.intake.catalog import Model
-from services.gateway.intake.structures import STRUCTURE, check_combination
+from services.gateway.api import GenerationRequest, RequestedTools, ToolChoice
 from services.gateway.intake.tool_grammars import structure_after_reasoning, structure_of_calls
+from services.gateway.models.catalog import Model
+from services.gateway.models.structures import STRUCTURE, check_combination
 from services.gateway.parsing.message import CallFormat, Parsing
 from services.model.structured.structure import Structure, StructureKind
 from services.protocol.ticket import SamplingParams

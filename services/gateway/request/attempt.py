@@ -13,7 +13,7 @@ out, and DECODING until the first token, which proves that the decode worker has
 from collections.abc import Iterator
 from typing import TypeVar
 
-from services.gateway.request.lease import DecodeReservation, DetachedTicket, Lease, PrefillLease
+from services.gateway.workers.lease import DecodeReservation, DetachedTicket, Lease, PrefillLease
 from services.gateway.workers.worker import PrefillLoad, Worker
 from services.protocol.messages import Submit
 from services.protocol.ticket import Ticket

@@ -5,10 +5,10 @@
 | `status.py` | the statuses, and which may follow which |
 | `attempt.py`, `lease.py` | the leases of the request at workers |
 | `pulling.py` | copies its KV to another pool |
-| `tickets.py` | builds tickets, and checks those that workers return |
+| `tickets.py` | builds tickets, and keeps what workers answer |
 | `worker_events.py` | applies the messages of workers to the request |
 | `crash_attribution.py` | whether a crash may be the request's fault |
-| `services/gateway/streaming/client.py` | the request's client, and the tokens received |
+| `services/gateway/request/client.py` | the request's client, and the tokens received |
 
 Law 7: the tokens that the gateway received are final. Every attempt starts from the prompt and
 these tokens, messages of other attempts are dropped, and a ticket is refused unless it continues
@@ -22,22 +22,21 @@ from dataclasses import replace
 from typing import Protocol
 
 from blockstore.records import PrefixHash
-from services.gateway.intake.admission import AdmittedRequest
-from services.gateway.intake.identity import client_id
+from services.gateway.identity import client_id
+from services.gateway.request.admitted import AdmittedRequest
 from services.gateway.request.attempt import Attempt
-from services.gateway.request.beam_tickets import BeamTickets
+from services.gateway.request.client import Client
 from services.gateway.request.crash_attribution import CrashAttribution
-from services.gateway.request.lease import DecodeReservation, DetachedTicket
 from services.gateway.request.pulling import Pull, Pulling
+from services.gateway.request.queue_position import QueuePosition
 from services.gateway.request.status import RequestStatus
-from services.gateway.request.tickets import EmbeddingTickets, Tickets
+from services.gateway.request.tickets import Tickets
 from services.gateway.request.timeline import Phase, Timeline
-from services.gateway.scheduling.request_queue import QueuePosition
-from services.gateway.streaming.client import Client
 from services.gateway.streaming.output import Output
+from services.gateway.workers.lease import DecodeReservation, DetachedTicket, Lease
 from services.gateway.workers.worker import PrefillLoad, Worker
 from services.protocol.messages import Admit, Generated, Submit
-from services.protocol.ticket import Swapped, Ticket
+from services.protocol.ticket import Swapped, Ticket, TicketState
 from services.runtime.errors import Unavailable
 from services.runtime.logging import get_logger
 
@@ -84,10 +83,7 @@ class RequestLifecycle:
         self.started_at: float | None = None
         self.moved_at = -math.inf
         self.client = Client(request, output, read_window_s, self._on_read, self.close)
-        kind_of_tickets = BeamTickets if request.sampling.beam else Tickets
-        if request.sampling.pooling is not None:
-            kind_of_tickets = EmbeddingTickets
-        self.tickets = kind_of_tickets(self.client, position)
+        self.tickets = Tickets(self.client, position)
         self.crash_attribution = CrashAttribution()
         self.trace = request.trace
         self.timeline = Timeline(self.trace)
@@ -179,7 +175,7 @@ class RequestLifecycle:
         self.attempt = Attempt(self.id, self.attempt.number, detached)
         if gained and self.client.wants_logprobs:
             detached.abort()  # the logprobs of these tokens are lost: compute the tokens again
-        elif problem := self.tickets.problem_of_ticket(ticket, gained):
+        elif problem := self.tickets.problem(gained, ticket):
             log.warning("parked_ticket_refused", request_id=client_id(self.id), reason=problem)
             detached.abort()
         else:
@@ -271,15 +267,12 @@ class RequestLifecycle:
         target = decode.member.pool_id
 
         def on_pulled(pulled: DetachedTicket | None) -> None:
-            problem = "no ticket"
-            if pulled is not None:
-                problem = self.tickets.problem_of_moved(pulled.ticket, target)
-                self.attempt.replace_detached(pulled)
-            if problem:
-                self.retry_or_fail(f"the mover of {target} answered with a wrong ticket: {problem}")
-            else:
-                self.client.output.stats.num_moves += 1
-                self.admit()
+            if pulled is None:
+                self.retry_or_fail(f"the mover of {target} answered without a ticket")
+                return
+            self.attempt.replace_detached(pulled)
+            self.client.output.stats.num_moves += 1
+            self.admit()
 
         def on_failure(reason: str) -> None:
             self.retry_or_fail(f"its KV was not copied to {target}: {reason}")
@@ -319,6 +312,11 @@ class RequestLifecycle:
         """Ask another decode worker of the pool for slots. Meanwhile the request runs on."""
         number = next(self._attempt_numbers)
         return self.attempt.reserve_target(target, number, self.num_sequences)
+
+    def detach(self, lease: Lease, state: TicketState) -> None:
+        """Take note that the worker of a lease has detached its sequences."""
+        pool_id = lease.worker.member.pool_id
+        self.attempt.detach(lease, self.tickets.detached(state, pool_id))
 
     def request_move(self, target: DecodeReservation) -> bool:
         """Ask for the hand-over, once the target has answered. False: the target refused or did not

@@ -3,8 +3,8 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from services.gateway.intake.identity import client_id
-from services.gateway.request.lease import DetachedTicket
+from services.gateway.identity import client_id
+from services.gateway.workers.lease import DetachedTicket
 from services.protocol.ticket import Ticket
 from services.runtime.errors import QuireError, Unavailable
 from services.runtime.logging import get_logger

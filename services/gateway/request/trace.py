@@ -12,7 +12,7 @@ as far as it has any.
 
 from typing import TYPE_CHECKING
 
-from services.gateway.frontend.api import ChatMessage, GenerationRequest
+from services.gateway.api import ChatMessage, GenerationRequest
 from services.gateway.request.status import CANCELLED
 from services.gateway.request.timeline import Phase
 from services.runtime.rpc.error_table import INTERNAL_CODE
@@ -21,7 +21,7 @@ from services.runtime.tracing.context import current_traceparent
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
-    from services.gateway.intake.admission import AdmittedRequest
+    from services.gateway.request.admitted import AdmittedRequest
     from services.gateway.streaming.output import RequestStats
     from services.runtime.tracing.tracer import Tracer
 

@@ -1,23 +1,22 @@
 """Applies the messages of workers, and the loss of workers, to a request."""
 
-from services.gateway.intake.identity import client_id
-from services.gateway.request.lease import DecodeReservation, DetachedTicket, Lease, PrefillLease
+from services.gateway.identity import client_id
 from services.gateway.request.lifecycle import RequestLifecycle
 from services.gateway.request.status import RequestStatus
 from services.gateway.request.timeline import Phase
+from services.gateway.workers.lease import DecodeReservation, DetachedTicket, Lease, PrefillLease
 from services.gateway.workers.worker import Worker
 from services.protocol.messages import (
     Began,
     Failed,
     Generated,
-    Malformed,
     Prefilled,
     RequestEvent,
     Requeued,
     RequeueReason,
     Reserved,
 )
-from services.protocol.ticket import Ticket
+from services.protocol.ticket import TicketState
 from services.runtime.errors import InvalidRequest
 from services.runtime.logging import get_logger
 from services.runtime.rpc.error_table import error_of
@@ -49,12 +48,12 @@ def on_event(request: RequestLifecycle, sender: Worker, event: RequestEvent) -> 
             if isinstance(lease, PrefillLease):
                 request.timeline.enter(Phase.PREFILL, sender.id)
             request.crash_attribution.note_begun(sender)
-        case DecodeReservation() as decode, Requeued(ticket=Ticket() as ticket):
-            _on_detached(request, decode, ticket)
-        case Lease() as returned, Requeued(ticket=None) as requeued:
+        case DecodeReservation() as decode, Requeued(ticket=TicketState() as state) if (
+            state.is_detached
+        ):
+            _on_detached(request, decode, state)
+        case Lease() as returned, Requeued() as requeued:
             _on_requeued(request, returned, requeued)
-        case Lease(), Malformed(problem=problem):
-            request.retry_or_fail(f"worker {sender.id} sent an invalid message: {problem}")
         case DecodeReservation() as decode, Failed(code=InvalidRequest.code) as failed if (
             request.is_decoding
             and request.attempt.detached  # the worker has not claimed the ticket
@@ -92,7 +91,7 @@ def _on_ticket_dropped(request: RequestLifecycle, detached: DetachedTicket) -> N
 
 def _on_prefilled(request: RequestLifecycle, lease: PrefillLease, event: Prefilled) -> None:
     """Sequences that have not ended with this token go to the decode worker."""
-    if problem := request.tickets.problem_of_prefilled(event):
+    if problem := request.tickets.problem(event.outputs, event.ticket):
         request.retry_or_fail(f"prefill worker {lease.worker.id} {problem}")
         return
     request.crash_attribution.note_token(lease.worker)
@@ -100,11 +99,11 @@ def _on_prefilled(request: RequestLifecycle, lease: PrefillLease, event: Prefill
     request.client.output.stats.note_prefill(event.ticket.num_cached_tokens)
     if event.prompt_logprobs:
         request.client.output.write_prompt(event.prompt_logprobs)
-    request.tickets.save_progress(event.ticket)
+    request.tickets.save_search(event.ticket)
     if request.tickets.is_progress(event.outputs):
         request.num_retries = 0
     if event.ticket.sequences:
-        request.attempt.detach(lease, event.ticket)
+        request.detach(lease, event.ticket)
     else:
         lease.finish()
     request.deliver(event.outputs)
@@ -112,20 +111,15 @@ def _on_prefilled(request: RequestLifecycle, lease: PrefillLease, event: Prefill
         request.admit()
 
 
-def _on_detached(request: RequestLifecycle, decode: DecodeReservation, ticket: Ticket) -> None:
+def _on_detached(request: RequestLifecycle, decode: DecodeReservation, state: TicketState) -> None:
     """A decode worker returned the request with its KV: swapped out because it was preempted, or in
     the pool because it was handed over."""
-    swapped_out = ticket.swapped is not None
-    problem = request.tickets.problem_of_ticket(ticket, blocks=not swapped_out)
-    if not swapped_out and not request.is_decoding:
-        problem = problem or "it was not running"
-    if problem:
-        did = "swapped out" if swapped_out else "handed over"
-        request.retry_or_fail(f"decode worker {decode.worker.id} {did} a wrong ticket: {problem}")
+    if problem := request.tickets.problem((), state):
+        request.retry_or_fail(f"decode worker {decode.worker.id} {problem}")
         return
-    request.tickets.save_progress(ticket)
-    request.attempt.detach(decode, ticket)
-    if swapped_out:
+    request.tickets.save_search(state)
+    request.detach(decode, state)
+    if state.swapped is not None:
         request.client.output.stats.num_preemptions += 1
         request.requeue(Phase.PREEMPTED)
     elif moved := request.attempt.attempt_at_target():
@@ -139,7 +133,7 @@ def _on_generated(request: RequestLifecycle, decode: DecodeReservation, event: G
     yet."""
     if request.client.is_over(event.index):
         return
-    if problem := request.tickets.problem_of_step(event):
+    if problem := request.tickets.problem([event], None):
         request.retry_or_fail(f"decode worker {decode.worker.id} {problem}")
         return
     if request.tickets.is_progress([event]):
@@ -155,8 +149,7 @@ def _on_generated(request: RequestLifecycle, decode: DecodeReservation, event: G
 def _on_requeued(request: RequestLifecycle, lease: Lease, event: Requeued) -> None:
     """A worker returned the request without KV."""
     lease.finish()
-    if event.progress is not None:
-        request.tickets.save_progress(event.progress)
+    request.tickets.save_search(event.ticket)
     if event.reason is RequeueReason.STALE_TICKET:
         request.retry_or_fail("its ticket was not there any more when it was claimed")
         return

@@ -13,19 +13,20 @@ from contextlib import contextmanager
 from blockstore.registry import Registry
 from services.gateway.change_notifier import ChangeNotifier
 from services.gateway.config import GatewayOptions
-from services.gateway.intake.admission import AdmittedRequest
 from services.gateway.request import worker_events
-from services.gateway.request.lease import DetachedTicket
+from services.gateway.request.admitted import AdmittedRequest
 from services.gateway.request.lifecycle import RequestLifecycle
 from services.gateway.request.pulling import Pull, no_pull
+from services.gateway.request.queue_position import QueuePosition
 from services.gateway.request.status import RequestStatus
 from services.gateway.scheduling.model_queue import ModelQueue
 from services.gateway.scheduling.parked_lookup import ParkedLookup
 from services.gateway.scheduling.placement import Placement
-from services.gateway.scheduling.request_queue import QueuePosition, ServiceRate
+from services.gateway.scheduling.request_queue import ServiceRate
 from services.gateway.scheduling.router import Router
 from services.gateway.streaming.output import Output
 from services.gateway.workers.directory import WorkerDirectory
+from services.gateway.workers.lease import DetachedTicket
 from services.gateway.workers.worker import Worker
 from services.protocol.messages import RequestEvent
 from services.runtime.errors import Draining, DuplicateRequest, QueueFull
@@ -176,7 +177,7 @@ class Dispatcher:
             running.resume(request, output)
             return running
         position = QueuePosition(request.priority, await self._registry.next_arrival())
-        found = None if request.received is None else await self._find_parked(request, output)
+        found = None if request.received is None else await self._find_parked(request)
         if self._closed:
             raise Draining(_STOPPING)
         lifecycle = RequestLifecycle(
@@ -189,10 +190,10 @@ class Dispatcher:
             self.on_queued(lifecycle)
         return lifecycle
 
-    async def _find_parked(self, request: AdmittedRequest, output: Output) -> DetachedTicket | None:
+    async def _find_parked(self, request: AdmittedRequest) -> DetachedTicket | None:
         """The ticket that another gateway parked, for a request whose client resumes here."""
         lookup = self._lookups[request.request_id] = ParkedLookup(
-            request, output, next(self._attempt_numbers)
+            request, next(self._attempt_numbers)
         )
         workers = self._workers.parked_lookup_workers(request.model)
         try:

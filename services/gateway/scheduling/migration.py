@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from services.gateway.change_notifier import ChangeNotifier
-from services.gateway.intake.identity import client_id
-from services.gateway.request.lease import DecodeReservation
+from services.gateway.identity import client_id
 from services.gateway.request.lifecycle import RequestLifecycle
 from services.gateway.scheduling.dispatcher import Dispatcher
 from services.gateway.workers.directory import WorkerDirectory
+from services.gateway.workers.lease import DecodeReservation
 from services.gateway.workers.worker import Worker
 from services.runtime.logging import get_logger
 from services.runtime.ticks import until_tick

@@ -7,31 +7,21 @@ import asyncio
 from collections.abc import Sequence
 
 from blockstore.records import PoolSpec
-from services.gateway.intake.admission import AdmittedRequest
-from services.gateway.request.lease import DetachedTicket
-from services.gateway.request.tickets import is_same_request, new_ticket, ticket_sequences
+from services.gateway.request.admitted import AdmittedRequest
+from services.gateway.request.tickets import new_ticket
 from services.gateway.scheduling.router import Router
-from services.gateway.streaming.output import Output
+from services.gateway.workers.lease import DetachedTicket
 from services.gateway.workers.worker import Worker
-from services.protocol.messages import (
-    Failed,
-    Generated,
-    Malformed,
-    RequestEvent,
-    Requeued,
-    Resume,
-)
-from services.protocol.ticket import FinishReason, Ticket
+from services.protocol.messages import Failed, RequestEvent, Requeued, Resume
+from services.protocol.ticket import Ticket
 
 
 class ParkedLookup:
-    """The lookup of one request, whose `output` has what the client has received. It asks all
-    workers at once, takes the first ticket, and aborts the request at workers that answer later or
-    never."""
+    """The lookup of one request. It asks all workers at once, takes the first ticket, and aborts
+    the request at workers that answer later or never."""
 
-    def __init__(self, request: AdmittedRequest, output: Output, attempt: int) -> None:
+    def __init__(self, request: AdmittedRequest, attempt: int) -> None:
         self._request = request
-        self._sequences = ticket_sequences(output)
         self._attempt = attempt
         self._asked: dict[Worker, Ticket] = {}
         self._found: asyncio.Future[DetachedTicket | None] = (
@@ -42,12 +32,12 @@ class ParkedLookup:
         self, workers: Sequence[tuple[Worker, PoolSpec]], router: Router, timeout_s: float
     ) -> DetachedTicket | None:
         """The parked ticket; None: no worker has it, and the request is computed again."""
-        request, sequences = self._request, self._sequences
+        request, attempt = self._request, self._attempt
         for worker, spec in workers:
             root_hash = router.root(spec, request)
-            wanted = new_ticket(request, self._attempt, 0, spec.pool_id, root_hash, sequences)
+            wanted = new_ticket(request, attempt, 0, spec.pool_id, root_hash)
             self._asked[worker] = wanted
-            worker.send(Resume(wanted))
+            worker.send(Resume(*wanted.key, wanted.digest))
         if not workers:
             return None
         try:
@@ -55,20 +45,16 @@ class ParkedLookup:
             return self._found.result() if self._found.done() else None
         finally:
             for worker in self._asked:
-                worker.abort(self._request.request_id, self._attempt)
+                worker.abort(request.request_id, attempt)
 
     def on_event(self, sender: Worker, event: RequestEvent) -> None:
         if sender not in self._asked or event.attempt != self._attempt:
             return
-        wanted = self._asked[sender]
-        match event:
-            case Requeued(ticket=Ticket() as ticket) if is_same_request(ticket, wanted):
-                self._has_answered(sender, DetachedTicket(sender, ticket))
-            case Requeued(ticket=None) | Failed() | Generated(finish_reason=FinishReason()):
-                self._has_answered(sender, None)
-            case Requeued() | Malformed():  # the worker may keep another ticket for us
-                self._has_answered(sender, None)
-                sender.abort(self._request.request_id, self._attempt)
+        if isinstance(event, Requeued) and event.ticket is not None and event.ticket.is_detached:
+            ticket = self._asked[sender].with_state(event.ticket)
+            self._has_answered(sender, DetachedTicket(sender, ticket))
+        elif isinstance(event, Requeued | Failed):
+            self._has_answered(sender, None)
 
     def on_lost(self, worker: Worker) -> None:
         if worker in self._asked:

@@ -15,8 +15,9 @@ from services.gateway.config import GatewayOptions
 from services.gateway.request.lifecycle import RequestLifecycle
 from services.gateway.scheduling.model_queue import ModelQueue
 from services.gateway.scheduling.request_queue import ServiceRate
-from services.gateway.scheduling.router import Pool, Route, Router, choose_prefill
+from services.gateway.scheduling.router import Route, Router, choose_prefill
 from services.gateway.workers.directory import WorkerDirectory
+from services.gateway.workers.pool import Pool
 from services.runtime.errors import NoWorker, PromptTooLong
 
 RETRY_S = 0.25

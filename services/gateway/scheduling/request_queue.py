@@ -11,26 +11,9 @@ of this gateway alone: they let clients share the head of the queue, however man
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Hashable
-from dataclasses import dataclass
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Generic, Protocol, TypeVar
 
-from services.protocol.ticket import parts_of_order, queue_order
-
-
-@dataclass(frozen=True, slots=True)
-class QueuePosition:
-    """A request's priority, and its arrival by the registry's clock in ms."""
-
-    priority: int
-    arrival: int
-
-    @classmethod
-    def of(cls, order: int) -> Self:
-        return cls(*parts_of_order(order))
-
-    @property
-    def order(self) -> int:
-        return queue_order(self.priority, self.arrival)
+from services.gateway.request.queue_position import QueuePosition
 
 
 class Waiting(Hashable, Protocol):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire.types import Candidate
-from services.gateway.frontend.api import Prompt, PromptReport, TokenLogprobs
+from services.gateway.api import Prompt, PromptReport, TokenLogprobs
 from services.model.text.tokenizer import Tokenizer
 from services.protocol.logprobs import Logprobs
 

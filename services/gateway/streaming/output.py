@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from quire.types import Usage
-from services.gateway.frontend.api import Delta, Received
+from services.gateway.api import Delta, Received
 from services.gateway.streaming.logprob_text import PromptReporter
 from services.gateway.streaming.rests import WriteRests
 from services.gateway.streaming.sequence import Sequence

@@ -1,7 +1,7 @@
 """One sequence of a request's output: turns its tokens into text, and ends it at a stop string."""
 
 from quire.types import Usage
-from services.gateway.frontend.api import Delta, PromptReport, Received, TokenLogprobs
+from services.gateway.api import Delta, PromptReport, Received, TokenLogprobs
 from services.gateway.parsing.message import MessageParser
 from services.gateway.parsing.parts import Part, joined
 from services.gateway.streaming.logprob_text import with_text

@@ -26,13 +26,7 @@ from services.protocol.messages import (
     Reserved,
 )
 from services.protocol.version import PROTOCOL_VERSION
-from services.protocol.worker_stream import (
-    MalformedMessage,
-    Stream,
-    StreamEnded,
-    read,
-    stream_type,
-)
+from services.protocol.worker_stream import Stream, StreamEnded, read, stream_type
 from services.runtime.errors import Unauthenticated, VersionMismatch
 from services.runtime.logging import get_logger
 from services.runtime.rpc.message_batching import Outbox, pack_batch
@@ -128,8 +122,6 @@ class WorkerConnection:
             except VersionMismatch as error:
                 log.error("worker_refused", worker_id=self.worker.id, reason=str(error))
                 return
-            except MalformedMessage as error:
-                reason = f"it sent {error}"
             except (StreamEnded, Unauthenticated) as error:
                 reason = str(error)
             except TimeoutError:
@@ -149,7 +141,7 @@ class WorkerConnection:
 
     async def _run_stream(self) -> NoReturn:
         """Run one stream, from the hello to its end. Always raises: StreamEnded, AioRpcError,
-        TimeoutError (no handshake), MalformedMessage, VersionMismatch or Unauthenticated."""
+        TimeoutError (no handshake), VersionMismatch or Unauthenticated."""
         proof = Proof(self._rpc_key, self._stream_type.method, self.worker.id)
         self._outgoing = outgoing = Outbox[Any](lambda command: int(command.ByteSize()))
         async with open_channel(self.worker.member.address, self._tls) as channel:

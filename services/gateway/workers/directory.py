@@ -13,9 +13,9 @@ from blockstore.errors import BlockStoreError, StoreLost
 from blockstore.records import PoolSpec
 from blockstore.registry import Member, Registry
 from blockstore.store import BlockStore
-from services.gateway.intake.catalog import Model
-from services.gateway.scheduling.router import Pool
+from services.gateway.models.catalog import Model
 from services.gateway.workers.movers import Movers
+from services.gateway.workers.pool import Pool
 from services.gateway.workers.worker import Worker
 from services.model.config.model_config import ModelConfig
 from services.runtime.errors import StartupError

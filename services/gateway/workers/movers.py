@@ -3,17 +3,18 @@ it."""
 
 import asyncio
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from grpc import aio
 
 from blockstore.registry import Member
 from quire.v1 import mover_pb2, mover_pb2_grpc
-from services.gateway.request.lease import DetachedTicket
+from services.gateway.workers.lease import DetachedTicket
 from services.gateway.workers.worker import Worker
-from services.protocol.codec import ticket_from_wire, ticket_to_wire
-from services.protocol.ticket import Ticket
-from services.runtime.errors import InvalidRequest, QuireError, Unavailable
+from services.protocol.codec import state_from_wire, ticket_to_wire
+from services.protocol.ticket import Ticket, TicketState
+from services.runtime.errors import QuireError, Unavailable
 from services.runtime.logging import get_logger
 from services.runtime.rpc.kept_channel import KeptChannel
 from services.runtime.rpc.proof import Proof
@@ -107,16 +108,19 @@ class Movers:
         except QuireError:
             self._avoided[source_pool_id, target_pool_id] = self._clock() + _AVOID_S
             raise
-        return None if moved is None else PulledTicket(mover, moved, call)
+        if moved is None:
+            return None
+        ticket = replace(ticket.with_state(moved), pool_id=target_pool_id)
+        return PulledTicket(mover, ticket, call)
 
-    async def _answer(self, call: Any, proof: Proof) -> Ticket | None:
+    async def _answer(self, call: Any, proof: Proof) -> TicketState | None:
         is_kept = False
         try:
             message = await self._message(call, proof)
             while message.copying:
                 message = await self._message(call, proof)
             is_kept = message.HasField("ticket")
-            return ticket_from_wire(message.ticket) if is_kept else None
+            return state_from_wire(message.ticket) if is_kept else None
         except aio.AioRpcError as error:
             raise from_rpc_error(error) from error
         except asyncio.CancelledError as error:
@@ -126,9 +130,6 @@ class Movers:
             raise Unavailable("the call of the mover was ended") from error
         except TimeoutError as error:
             raise Unavailable(f"the mover said nothing for {_SILENCE_S:g} s") from error
-        except InvalidRequest as error:
-            is_kept = False
-            raise Unavailable(f"the mover sent a wrong ticket: {error}") from error
         finally:
             if not is_kept:
                 call.cancel()

@@ -95,6 +95,6 @@ def without_blocks(ticket: Ticket) -> Ticket:
 def report(session: Session, ticket: Ticket, ending: Ending) -> None:
     """Report an early end to the gateway. The blocks are released before."""
     if ending.requeue:
-        session.send(Requeued(*ticket.key, ending.requeue, progress=without_blocks(ticket)))
+        session.send(Requeued(*ticket.key, ending.requeue, without_blocks(ticket)))
     elif ending.error:
         session.send(Failed(*ticket.key, *ending.error))

@@ -85,8 +85,8 @@ class Decode(Role[DecodeJob]):
                 self.admit(session, ticket)
             case HandOver(request_id, attempt):
                 self.hand_over(session, request_id, attempt)
-            case Resume(ticket):
-                self.resume(session, ticket)
+            case Resume():
+                self.resume(session, command)
             case _:
                 super().execute(session, command)
 
@@ -140,22 +140,19 @@ class Decode(Role[DecodeJob]):
         if job and job.state in (State.CLAIMING, State.RUNNING):
             self.end(job, HANDED_OVER)
 
-    def resume(self, session: Session, wanted: Ticket) -> None:
+    def resume(self, session: Session, wanted: Resume) -> None:
         """Give this gateway a request that is parked, or that still runs for a gateway which has
-        lost the client. The answer is a requeue: with blocks if a request here continues `wanted`
-        (`DecodeJob.continues`), else without. Raises InvalidRequest if this attempt is here."""
+        lost the client. The answer is a requeue: with blocks if the request is here, else without.
+        Raises InvalidRequest if this attempt is here."""
         if self.jobs.get(session, *wanted.key) or (id(session), *wanted.key) in self._reserved:
             raise InvalidRequest(f"attempt {wanted.attempt} of this request is here already")
-        job = next((job for job in self.jobs if job.continues(wanted)), None)
+        job = next((job for job in self.jobs if job.is_wanted(wanted)), None)
         if job is None:
-            report(session, wanted, STALE)
+            session.send(Requeued(*wanted.key, RequeueReason.STALE_TICKET))
             return
         job.session.send(Failed(*job.ticket.key, DuplicateRequest.code, _CONTINUED_ELSEWHERE))
         self.jobs.remove(job)
         job.session, job.ticket = session, replace(job.ticket, attempt=wanted.attempt)
-        if wanted.sampling.beam is None:
-            for index in job.living.difference(state.index for state in wanted.sequences):
-                self._drop(job, index)
         self.jobs.add(job)
         if job.state is State.DETACHED:
             self._offer(job)

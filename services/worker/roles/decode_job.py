@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from services.engine.messages import Advance
-from services.protocol.messages import Generated
+from services.protocol.messages import Generated, Resume
 from services.protocol.ticket import Ticket
 from services.worker.requests.events import HANDED_OVER, hypothesis_events, token_events
 from services.worker.requests.jobs import Job, State
@@ -53,26 +53,11 @@ class DecodeJob(Job):
         living = (one for one in self.ticket.sequences if one.index in self.living)
         return replace(self.ticket, sequences=tuple(living))
 
-    def continues(self, wanted: Ticket) -> bool:
-        """Whether this job continues the request of `wanted`: same prompt, parameters and tokens.
-
-        A job that runs is compared by the tokens that its ticket brought; those generated since are
-        in the engine.
-        """
-        ticket = self.ticket
-        if not self.has_blocks or self.ending not in (None, HANDED_OVER):
-            return False
-        known = {state.index: state.token_ids for state in self.living_ticket.sequences}
-        return (
-            ticket.request_id == wanted.request_id
-            and ticket.root_hash == wanted.root_hash
-            and ticket.prompt_token_ids == wanted.prompt_token_ids
-            and ticket.sampling.samples_like(wanted.sampling)
-            and all(
-                state.index in known and _agree(known[state.index], state.token_ids)
-                for state in wanted.sequences
-            )
-        )
+    def is_wanted(self, wanted: Resume) -> bool:
+        """Whether another gateway asks for this request, which can be kept for it."""
+        can_move = self.has_blocks and self.ending in (None, HANDED_OVER)
+        is_named = self.ticket.request_id == wanted.request_id
+        return can_move and is_named and self.ticket.digest == wanted.digest
 
     def take_outputs(self, advance: Advance) -> Sequence[Generated]:
         """The outputs of one step for the gateway. Sequences that ended in it no longer live."""
@@ -83,8 +68,3 @@ class DecodeJob(Job):
         tokens = [token for token in advance.tokens if token.index in self.living]
         self.living.difference_update(token.index for token in tokens if token.finish)
         return token_events(ticket, tokens, advance.verified)
-
-
-def _agree(first: tuple[int, ...], second: tuple[int, ...]) -> bool:
-    """Whether one begins with the other."""
-    return all(a == b for a, b in zip(first, second, strict=False))

@@ -17,8 +17,8 @@ from blockstore.memory_registry import MemoryRegistry
 from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolSpec
 from quire.v1 import inference_pb2_grpc
+from services.gateway.api import Delta, GenerationRequest, RequestedSampling
 from services.gateway.config import GatewayOptions
-from services.gateway.frontend.api import Delta, GenerationRequest, RequestedSampling
 from services.gateway.frontend.service import SERVICE_NAME, InferenceService
 from services.gateway.gateway import Gateway
 from services.gateway.request_metrics import RequestMetrics

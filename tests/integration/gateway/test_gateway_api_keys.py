@@ -24,8 +24,8 @@ from quire.v1.block_manager_pb2 import DrainWorkerRequest, ListWorkersRequest
 from quire.v1.block_manager_pb2_grpc import BlockManagerStub
 from quire.v1.inference_pb2 import ListModelsRequest
 from services.gateway.access.caller import Caller
-from services.gateway.access.control import AccessControl
 from services.gateway.access.guards import KeyGuard
+from services.gateway.frontend.access_control import AccessControl
 from services.gateway.frontend.service import SERVICE_NAME, InferenceService
 from services.gateway.request_metrics import MAX_TENANT_LABELS, OTHER_TENANTS, RequestMetrics
 from services.runtime.rpc.transport import RpcServer, open_channel

@@ -17,7 +17,7 @@ from rich.console import Console
 from quire.cli.state.top import TopFlags, read_document, render
 from quire.v1 import block_manager_pb2 as pb
 from services.gateway.access.keyring import Keyring
-from services.gateway.dashboard.access import DashboardSetting
+from services.gateway.access.local_only import DashboardSetting
 from services.gateway.dashboard.history import History
 from services.gateway.dashboard.routes import PAGE, make_dashboard
 from services.gateway.frontend.http.app import create_app

@@ -11,7 +11,7 @@ import pytest
 from quire import AsyncClient
 from quire.types import Sampling
 from quire.v1 import decode_pb2, worker_pb2
-from services.gateway.frontend.api import Delta
+from services.gateway.api import Delta
 from services.gateway.streaming import output
 from services.runtime.errors import InvalidRequest, NoWorker, PromptTooLong
 from tests.proxy import Proxy

@@ -17,7 +17,11 @@ from services.runtime.rpc.transport import RpcServer
 
 SAMPLING = SamplingParams(0.0, 0, 1.0, 0.0, 1, 8)
 TICKET = Ticket(
-    *("r", 1, 1, "a", "h", 2, b"r" * 16, (1, 2, 3), SAMPLING),
+    *("r", 1, 1, "h", 2),
+    pool_id="a",
+    root_hash=b"r" * 16,
+    prompt_token_ids=(1, 2, 3),
+    sampling=SAMPLING,
     sequences=(TicketSequence(0, (4,), (0,), 3),),
 )
 

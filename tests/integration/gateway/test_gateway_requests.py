@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from quire.v1 import prefill_pb2
-from services.gateway.frontend.api import (
+from services.gateway.api import (
     ChatMessage,
     GenerationRequest,
     RequestedBeams,
@@ -18,9 +18,9 @@ from services.gateway.frontend.api import (
 )
 from services.gateway.intake import admission
 from services.gateway.intake.admission import resolve_max_tokens
-from services.gateway.scheduling.router import Pool
 from services.gateway.streaming import output
 from services.gateway.workers.directory import ModelPools
+from services.gateway.workers.pool import Pool
 from services.model.structured.structure import Structure, StructureKind
 from services.runtime.errors import (
     DuplicateRequest,

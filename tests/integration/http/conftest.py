@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 
 from quire.types import Usage
-from services.gateway.frontend.api import (
+from services.gateway.api import (
     Delta,
     GenerationRequest,
     ServedModel,

@@ -7,7 +7,7 @@ import httpx
 import openai
 import pytest
 
-from services.gateway.frontend.api import ChatMessage
+from services.gateway.api import ChatMessage
 
 from .conftest import HI, TEXTS, FakeGenerator
 

@@ -13,9 +13,9 @@ from starlette.routing import Route
 from structlog.testing import capture_logs
 
 from services.gateway.access.caller import bind_caller
-from services.gateway.access.control import AccessControl
+from services.gateway.api import GenerationRequest, RequestedSampling, TokenizeRequest
 from services.gateway.dashboard.routes import PAGE
-from services.gateway.frontend.api import GenerationRequest, RequestedSampling, TokenizeRequest
+from services.gateway.frontend.access_control import AccessControl
 from services.gateway.frontend.http.app import create_app
 from services.gateway.frontend.http.middleware.authentication import (
     OPEN_PATHS,

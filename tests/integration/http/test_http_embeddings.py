@@ -7,7 +7,7 @@ import numpy as np
 import openai
 import pytest
 
-from services.gateway.frontend.api import RequestedEmbedding
+from services.gateway.api import RequestedEmbedding
 from services.runtime.errors import PromptTooLong, QueueFull
 
 from .conftest import FakeGenerator

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from quire.types import Candidate, Usage
-from services.gateway.frontend.api import (
+from services.gateway.api import (
     Delta,
     GenerationRequest,
     PromptReport,

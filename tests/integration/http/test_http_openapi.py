@@ -8,7 +8,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from prometheus_client import CollectorRegistry
 
-from services.gateway.frontend.api import ChatMessage, ServedModel, TokenizeRequest
+from services.gateway.api import ChatMessage, ServedModel, TokenizeRequest
 from services.gateway.frontend.http.app import create_app
 from services.runtime import errors
 

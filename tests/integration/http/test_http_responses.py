@@ -6,7 +6,7 @@ import httpx
 import openai
 import pytest
 
-from services.gateway.frontend.api import ChatMessage
+from services.gateway.api import ChatMessage
 from services.runtime import errors
 
 from .conftest import TEXTS, FakeGenerator

@@ -18,11 +18,11 @@ from services.gateway.access.caller import (
     require_operator,
 )
 from services.gateway.access.client_address import client_address
-from services.gateway.access.control import check_cost
 from services.gateway.access.guards import KeyGuard
-from services.gateway.frontend.api import GenerationRequest, RequestedBeams, RequestedSampling
+from services.gateway.api import GenerationRequest, RequestedBeams, RequestedSampling
+from services.gateway.frontend.access_control import check_cost
+from services.gateway.identity import scoped_id
 from services.gateway.intake.admission import check_priority
-from services.gateway.intake.identity import scoped_id
 from services.runtime.errors import (
     InvalidApiKey,
     InvalidRequest,

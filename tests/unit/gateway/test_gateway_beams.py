@@ -1,12 +1,11 @@
 """A beam search at the gateway, whose workers a test plays; and its parameters."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from services.gateway.frontend.api import (
+from services.gateway.api import (
     Delta,
     GenerationRequest,
     Received,
@@ -38,7 +37,7 @@ from services.protocol.ticket import (
 )
 from services.runtime.errors import InvalidRequest
 
-from .walk import MAX_TOKENS, PROMPT, Walk, expected, generated
+from .walk import MAX_TOKENS, PROMPT, Walk
 
 BEAM = BeamParams(width=3, num_returned=2)
 FOUND = ((5, 6, 7, 8, 9, 10), (5, 6, 2))
@@ -131,24 +130,13 @@ async def test_a_returned_search_goes_on_from_its_beams(reason: RequeueReason) -
     ticket = await until_searching(walk)
     left = begun(ticket, 4, holder_epoch=0)
     left = replace(left, sequences=tuple(replace(s, block_ids=()) for s in left.sequences))
-    walk.on_event(walk.decode, Requeued("r1", 1, reason, None, left))
+    walk.on_event(walk.decode, Requeued("r1", 1, reason, left))
     assert walk.lifecycle.status is RequestStatus.QUEUED
     assert await walk.reserve()
     again = walk.start()
     assert [one.token_ids for one in again.sequences] == [(5,) * 4, (6,) * 4, (7,) * 4]
     assert again.beams == left.beams
     assert not any(one.block_ids for one in again.sequences)
-
-
-async def test_beams_of_another_search_are_refused() -> None:
-    """The ticket of a wider search, which no worker would accept for this one."""
-    walk = searching()
-    ticket = await until_searching(walk)
-    wider = replace(ticket.sampling, beam=BeamParams(width=9, num_returned=2))
-    left = begun(ticket, 4, holder_epoch=0, sampling=wider)
-    walk.on_event(walk.decode, Requeued("r1", 1, RequeueReason.PREEMPTED, None, left))
-    assert await walk.reserve()
-    assert [len(one.token_ids) for one in walk.start().sequences] == [1, 1, 1]
 
 
 async def test_a_swapped_out_search_is_fetched_with_its_tokens() -> None:
@@ -181,68 +169,6 @@ async def test_a_search_lost_with_its_worker_restarts_at_its_last_ticket() -> No
     assert submit.ticket.beams is not None
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        lambda ticket: begun(ticket, beams=None),
-        lambda ticket: begun(ticket, num_tokens=MAX_TOKENS),
-        lambda ticket: begun(ticket, num_tokens=0),
-        lambda ticket: begun(ticket, holder_id="another"),
-        lambda ticket: begun(ticket, sampling=replace(ticket.sampling, beam=None)),
-        lambda ticket: begun(ticket, sequences=(TicketSequence(0, (999,), (9,), 3),)),
-        lambda ticket: begun(ticket, sequences=(TicketSequence(0, (5,)),)),
-    ],
-)
-async def test_a_ticket_that_is_no_search_is_refused(wrong: Callable[[Ticket], Ticket]) -> None:
-    walk = searching()
-    assert await walk.reserve()
-    walk.on_event(walk.prefill, Prefilled(wrong(walk.start()), ()))
-    assert walk.lifecycle.status is RequestStatus.QUEUED
-    assert await walk.reserve()
-    assert walk.start().beams is None
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"token_ids": (5, 6)},
-        {"token_ids": (5, 999), "finish_reason": FinishReason.STOP},
-        {"token_ids": (5,) * (MAX_TOKENS + 1), "finish_reason": FinishReason.LENGTH},
-        {"token_ids": (5,), "finish_reason": FinishReason.STOP, "position": 9},
-        {"token_ids": (5,), "finish_reason": FinishReason.STOP, "index": 2},
-        {"token_ids": (5,), "finish_reason": FinishReason.STOP},
-        {"token_ids": (5,), "finish_reason": FinishReason.STOP, "score": float("nan")},
-        {"token_ids": (5,), "finish_reason": FinishReason.STOP, "score": float("-inf")},
-        {"index": 2},
-        {"index": 1 << 31},
-    ],
-)
-async def test_incomplete_sequences_are_refused(wrong: dict[str, Any]) -> None:
-    walk = searching()
-    await until_searching(walk)
-    walk.on_event(walk.decode, replace(goes_on(walk), **wrong))
-    assert walk.lifecycle.status is RequestStatus.QUEUED
-    assert not any(sequence.tokens for sequence in walk.output.sequences)
-
-
-async def test_beam_search_cannot_go_on_for_ever() -> None:
-    walk = searching()
-    await until_searching(walk)
-    for _ in range(MAX_TOKENS - 2):
-        walk.on_event(walk.decode, goes_on(walk))
-        assert walk.lifecycle.status is RequestStatus.DECODING
-    walk.on_event(walk.decode, goes_on(walk))
-    assert walk.lifecycle.status is RequestStatus.QUEUED
-
-
-async def test_only_a_search_has_scores() -> None:
-    walk = Walk()
-    await walk.until_decoding()
-    walk.on_event(walk.decode, replace(generated(walk, expected(2)[1]), score=-1.0))
-    assert walk.lifecycle.status is RequestStatus.QUEUED
-    assert walk.output.sequences[0].tokens == expected(1)
-
-
 def test_received_hypotheses_are_complete() -> None:
     """The tokens of half a sequence cannot be continued."""
     sampling = RequestedSampling(n=2, beam=RequestedBeams(2))
@@ -251,14 +177,6 @@ def test_received_hypotheses_are_complete() -> None:
     check_received(request, MAX_TOKENS, 0.0, 256)
     with pytest.raises(InvalidRequest, match="sends whole sequences"):
         check_received(replace(request, received=(half,)), MAX_TOKENS, 0.0, 256)
-
-
-async def test_an_incomplete_answer_of_a_prefill_worker_is_refused() -> None:
-    walk = searching()
-    assert await walk.reserve()
-    over = replace(walk.start(), sequences=())
-    walk.on_event(walk.prefill, Prefilled(over, tuple(found(walk, 0))))
-    assert walk.lifecycle.status is RequestStatus.QUEUED
 
 
 def test_absent_fields_take_transformers_defaults() -> None:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
+from services.gateway.access.local_only import check_local
 from services.gateway.dashboard import feed as feed_module
-from services.gateway.dashboard.access import check_local
 from services.gateway.dashboard.feed import MAX_VIEWERS, Feed, merge_patch
 from services.runtime.errors import Overloaded
 from tests.waiting import until

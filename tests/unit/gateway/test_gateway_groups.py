@@ -4,10 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from services.gateway.frontend.api import Received
-from services.gateway.request.lease import DetachedTicket
+from services.gateway.api import Received
 from services.gateway.request.status import RequestStatus
-from services.gateway.request.tickets import ticket_sequences
+from services.gateway.workers.lease import DetachedTicket
 from services.protocol.messages import Abort, Admit, HandOver, Reserve, Reserved
 from services.protocol.ticket import FinishReason, Ticket, TicketSequence
 from services.runtime.errors import DuplicateRequest
@@ -175,9 +174,12 @@ async def test_a_group_moves_without_those_that_have_ended() -> None:
 
 
 async def test_the_worker_continues_unfinished_sequences_from_the_clients_tokens() -> None:
-    output = Walk(num_sequences=4).output
-    output.replay((Received(3, (5, 6)), Received(0, (7,), FinishReason.STOP), Received(1, (8,))))
-    assert ticket_sequences(output) == (
+    walk = Walk(num_sequences=4)
+    walk.output.replay(
+        (Received(3, (5, 6)), Received(0, (7,), FinishReason.STOP), Received(1, (8,)))
+    )
+    assert await walk.reserve()
+    assert walk.start().sequences == (
         TicketSequence(1, (8,)),
         TicketSequence(2),
         TicketSequence(3, (5, 6)),
@@ -200,7 +202,14 @@ async def test_a_group_of_another_gateway_goes_on_from_its_tokens() -> None:
         for index, tokens in there.items()
     )
     sampling, issuer = walk.lifecycle.client.request.sampling, ScriptedWorker("issuer")
-    ticket = Ticket("r1", 7, 5, "pool", "h", 4, ROOT, PROMPT, sampling, sequences)
+    ticket = Ticket(
+        *("r1", 7, 5, "h", 4),
+        pool_id="pool",
+        root_hash=ROOT,
+        prompt_token_ids=PROMPT,
+        sampling=sampling,
+        sequences=sequences,
+    )
     walk.lifecycle.adopt(DetachedTicket(issuer, ticket))
     assert walk.lifecycle.is_computed
     assert await walk.reserve()

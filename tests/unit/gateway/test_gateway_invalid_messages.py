@@ -1,36 +1,45 @@
 """Impossible events of a worker: the request is set back, and its client keeps its tokens."""
 
-import asyncio
 from dataclasses import replace
 
 import pytest
 
 from services.gateway.request.status import RequestStatus
-from services.protocol.messages import Abort, Failed, Requeued, RequeueReason
-from services.protocol.ticket import FinishReason
+from services.protocol.messages import Abort, Failed
 from services.runtime.errors import DuplicateRequest, InvalidRequest
 
-from .walk import MAX_TOKENS, Walk, expected, generated
+from .walk import Walk, expected, generated
 
 
-@pytest.mark.parametrize(
-    ("tokens", "finish"),
-    [
-        ([], None),
-        ([256], None),
-        (expected(MAX_TOKENS)[1:], None),
-        ([*expected(MAX_TOKENS)[1:], 5], FinishReason.LENGTH),
-    ],
-    ids=["none", "not in the vocabulary", "the last, and no end", "more than asked for"],
-)
-async def test_impossible_tokens_never_reach_the_client(
-    tokens: list[int], finish: FinishReason | None
-) -> None:
-    walk = Walk()
+@pytest.mark.parametrize(("skip", "index"), [(1, 0), (-1, 0), (0, 2)])
+async def test_lost_or_repeated_tokens_never_reach_the_client(skip: int, index: int) -> None:
+    walk = Walk(num_sequences=2)
     await walk.until_decoding()
-    walk.on_event(walk.decode, generated(walk, *tokens, finish=finish))
+    event = generated(walk, expected(2)[1], skip=skip)
+    walk.on_event(walk.decode, replace(event, index=index))
     assert walk.lifecycle.status is RequestStatus.QUEUED
     assert walk.output.sequences[0].tokens == expected(1)
+
+
+@pytest.mark.parametrize("lacks", ["an output", "a sequence", "a token"])
+async def test_a_ticket_has_the_tokens_of_all_sequences(lacks: str) -> None:
+    walk = Walk(num_sequences=2)
+    assert await walk.reserve()
+    event = walk.prefilled(walk.start())
+    first, second = event.ticket.sequences
+    match lacks:
+        case "an output":
+            event = replace(event, outputs=event.outputs[:1])
+        case "a sequence":
+            event = replace(event, ticket=replace(event.ticket, sequences=(first,)))
+        case "a token":
+            without = first, replace(second, token_ids=())
+            event = replace(event, ticket=replace(event.ticket, sequences=without))
+    walk.on_event(walk.prefill, event)
+    assert walk.lifecycle.status is RequestStatus.QUEUED
+    assert all(not sequence.tokens for sequence in walk.output.sequences)
+    assert Abort("r1", 1) in walk.prefill.sent
+    walk.lifecycle.close()
 
 
 async def test_a_ticket_that_is_refused_is_computed_again() -> None:
@@ -50,22 +59,6 @@ async def test_a_ticket_that_is_refused_is_computed_again() -> None:
     walk.on_event(walk.decode, generated(walk, *expected(3)[2:]))
     walk.on_event(walk.decode, replace(refused, attempt=walk.lifecycle.attempt.number))
     assert isinstance(walk.host.ended[0], InvalidRequest)
-
-
-async def test_a_ticket_that_nobody_was_sent_is_refused() -> None:
-    """From a worker that was only asked for a slot."""
-    walk, other = Walk(), Walk()
-    await other.until_decoding()
-    rest = other.lifecycle.attempt.detached
-    assert rest is not None
-    asking = asyncio.create_task(walk.lifecycle.reserve(walk.decode, timeout_s=5))
-    await asyncio.sleep(0)
-    asked = replace(rest.ticket, attempt=walk.lifecycle.attempt.number)
-    handed_over = Requeued("r1", walk.lifecycle.attempt.number, RequeueReason.HANDED_OVER, asked)
-    walk.on_event(walk.decode, handed_over)
-    assert not await asking
-    assert walk.lifecycle.status is RequestStatus.QUEUED
-    assert not walk.host.ended
 
 
 async def test_a_request_goes_on_only_for_the_same_model() -> None:

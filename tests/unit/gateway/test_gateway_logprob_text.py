@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from services.gateway.frontend.api import ChatMessage, Prompt, PromptReport
+from services.gateway.api import ChatMessage, Prompt, PromptReport
 from services.gateway.streaming.logprob_text import PromptReporter, with_text
 from services.model.text.tokenizer import Tokenizer
 from services.protocol.logprobs import Logprobs

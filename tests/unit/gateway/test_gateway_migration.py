@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from services.gateway.request.lease import DecodeReservation
 from services.gateway.request.status import RequestStatus
+from services.gateway.workers.lease import DecodeReservation
 from services.protocol.messages import (
     Abort,
     Admit,

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blockstore.memory_registry import MemoryRegistry
-from services.gateway.scheduling.request_queue import QueuePosition, RequestQueue, ServiceRate
+from services.gateway.request.queue_position import QueuePosition
+from services.gateway.scheduling.request_queue import RequestQueue, ServiceRate
 from services.protocol.ticket import PRIORITIES, head_start_ms, parts_of_order
 from tests.clock import Clock
 

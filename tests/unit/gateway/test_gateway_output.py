@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from quire.types import Candidate
-from services.gateway.frontend.api import Delta, Received
+from services.gateway.api import Delta, Received
 from services.gateway.parsing.message import CallFormat, MessageFormat, MessageParser, Parsing
 from services.gateway.streaming.output import MAX_UNREAD_TOKENS, Output, RequestStats
 from services.gateway.streaming.sequence import Sequence

@@ -50,17 +50,6 @@ async def test_a_ticket_under_a_successor_of_its_holder_is_the_same() -> None:
     assert admit.ticket.holder_id == ticket.holder_id
 
 
-async def test_a_ticket_without_blocks_goes_to_nobody() -> None:
-    walk = Walk()
-    assert await walk.reserve()
-    event = walk.prefilled(walk.start())
-    bare = replace(event.ticket.sequences[0], block_ids=(), num_computed_tokens=0)
-    ticket = replace(event.ticket, sequences=(bare,))
-    walk.on_event(walk.prefill, replace(event, ticket=ticket))
-    assert walk.lifecycle.status is RequestStatus.QUEUED
-    assert not any(isinstance(command, Admit) for command in walk.decode.sent)
-
-
 async def test_a_refusal_leaves_it_where_it_was() -> None:
     walk = Walk()
     assert not await walk.reserve(granted=False)
@@ -141,16 +130,6 @@ async def test_a_step_that_is_repeated_or_lost_never_reaches_the_client(skip: in
     walk = Walk()
     await walk.until_decoding()
     walk.on_event(walk.decode, generated(walk, 5, skip=skip))
-    assert walk.lifecycle.status is RequestStatus.QUEUED
-    assert Abort("r1", 1) in walk.decode.sent
-    walk.lifecycle.close()
-    assert await walk.tokens() == expected(1)
-
-
-async def test_more_tokens_than_were_asked_for_never_reach_the_client() -> None:
-    walk = Walk()
-    await walk.until_decoding()
-    walk.on_event(walk.decode, generated(walk, *range(MAX_TOKENS)))
     assert walk.lifecycle.status is RequestStatus.QUEUED
     assert Abort("r1", 1) in walk.decode.sent
     walk.lifecycle.close()

@@ -3,7 +3,7 @@
 from typing import Any
 
 from quire.types import Candidate
-from services.gateway.frontend.api import Delta, TokenLogprobs
+from services.gateway.api import Delta, TokenLogprobs
 from services.gateway.frontend.http.responses_api.output import OutputItems
 from services.gateway.parsing.parts import CallStart, Content, Part
 

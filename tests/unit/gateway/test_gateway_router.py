@@ -8,7 +8,8 @@ from blockstore.hashing import prefix_hashes, root_hash
 from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolSpec
 from blockstore.registry import Load, Member
-from services.gateway.scheduling.router import Pool, Route, Router, choose_prefill
+from services.gateway.scheduling.router import Route, Router, choose_prefill
+from services.gateway.workers.pool import Pool
 from services.gateway.workers.worker import PrefillLoad, Worker
 from services.protocol.messages import Abort, Command, LoadReport
 from services.protocol.ticket import Adapter

@@ -6,7 +6,7 @@ from typing import Any
 
 from quire.progress import ACCEPTED_METADATA
 from quire.v1 import inference_pb2, sampling_pb2
-from services.gateway.frontend.api import (
+from services.gateway.api import (
     ChatMessage,
     Delta,
     GenerationRequest,

@@ -11,7 +11,7 @@ from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolSpec
 from blockstore.registry import Member, Role
 from services.gateway.change_notifier import ChangeNotifier
-from services.gateway.intake.catalog import Model
+from services.gateway.models.catalog import Model
 from services.gateway.workers import directory as directory_module
 from services.gateway.workers.directory import WorkerDirectory
 from services.gateway.workers.worker import Worker

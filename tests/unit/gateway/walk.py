@@ -7,12 +7,12 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 from blockstore.registry import Load, Member, Role
-from services.gateway.frontend.api import Delta
-from services.gateway.intake.admission import AdmittedRequest
+from services.gateway.api import Delta
 from services.gateway.request import worker_events
+from services.gateway.request.admitted import AdmittedRequest
 from services.gateway.request.lifecycle import RequestLifecycle
 from services.gateway.request.pulling import Pull, no_pull
-from services.gateway.scheduling.request_queue import QueuePosition
+from services.gateway.request.queue_position import QueuePosition
 from services.gateway.streaming.output import Output, RequestStats
 from services.gateway.streaming.sequence import Sequence
 from services.gateway.streaming.text import Text

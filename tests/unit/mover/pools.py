@@ -199,7 +199,12 @@ class World:
         epoch: int = 0,
     ) -> Ticket:
         return Ticket(
-            *("r", 1, 7, "a", holder_id, epoch, ROOT, tuple(prompt), SAMPLING), sequences=sequences
+            *("r", 1, 7, holder_id, epoch),
+            pool_id="a",
+            root_hash=ROOT,
+            prompt_token_ids=tuple(prompt),
+            sampling=SAMPLING,
+            sequences=sequences,
         )
 
     def pull(self, ticket: Ticket, timeout_s: float = 5.0, landing_s: float = 5.0) -> Pull:

@@ -12,12 +12,16 @@ import pytest
 from quire.v1 import mover_pb2 as pb
 from services.mover import service as services
 from services.mover.service import MoverService
-from services.protocol.codec import ticket_from_wire, ticket_to_wire
+from services.protocol.codec import state_from_wire, ticket_to_wire
 from services.protocol.ticket import SamplingParams, Ticket, TicketSequence
 from services.runtime.errors import Unavailable
 
 TICKET = Ticket(
-    *("r", 1, 1, "a", "h", 2, b"r" * 16, (1, 2, 3), SamplingParams(0.0, 0, 1.0, 0.0, 1, 8)),
+    *("r", 1, 1, "h", 2),
+    pool_id="a",
+    root_hash=b"r" * 16,
+    prompt_token_ids=(1, 2, 3),
+    sampling=SamplingParams(0.0, 0, 1.0, 0.0, 1, 8),
     sequences=(TicketSequence(0, (4,), (0,), 3),),
 )
 REQUEST = pb.PullRequest(ticket=ticket_to_wire(TICKET), source_pool_id="a")
@@ -54,11 +58,11 @@ async def test_a_pull_that_takes_long_says_so_until_its_answer(mover: SlowMover)
     call = calling(mover)
     for _ in range(3):
         assert await anext(call) == pb.PullResponse(copying=True)
-    moved = replace(TICKET, pool_id="b")
+    moved = replace(TICKET, holder_epoch=4)
     mover.answer.set_result(moved)
     answer = await anext(call)
     assert (answer.copying, answer.num_blocks) == (False, 1)
-    assert ticket_from_wire(answer.ticket) == moved
+    assert state_from_wire(answer.ticket) == moved.state
     assert not mover.has_ended, "the ticket is the mover's until the call ends"
     await call.aclose()
     assert mover.has_ended

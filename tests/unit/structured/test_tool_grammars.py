@@ -7,7 +7,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from services.gateway.frontend.api import RequestedTools, ToolChoice
+from services.gateway.api import RequestedTools, ToolChoice
 from services.gateway.intake.tool_grammars import structure_after_reasoning, structure_of_calls
 from services.gateway.parsing.message import CallFormat, MessageFormat, MessageParser, Parsing
 from services.gateway.parsing.parts import CallArguments, CallStart, Part, joined

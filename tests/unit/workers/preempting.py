@@ -53,7 +53,7 @@ async def preempt(pair: WorkerPair, holder_id: str = "h-r1") -> Ticket:
     pair.session.reads = True
     requeued: Requeued = pair.session.of(Requeued)[-1]
     assert requeued.reason is RequeueReason.PREEMPTED
-    returned = requeued.ticket or requeued.progress
+    returned = requeued.ticket
     assert returned is not None
     return returned
 

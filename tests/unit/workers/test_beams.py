@@ -132,7 +132,7 @@ async def test_a_returned_search_goes_on_from_its_beams(pair: WorkerPair) -> Non
     await pair.until(lambda: bool(pair.session.of(Requeued)))
     requeued = pair.session.of(Requeued)[0]
     assert requeued.reason is RequeueReason.DRAINING
-    left = requeued.progress
+    left = requeued.ticket
     assert len(left.sequences) == 4
     assert all(len(one.token_ids) > 6 and not one.block_ids for one in left.sequences)
     await pair.until_empty()
@@ -164,7 +164,7 @@ async def test_preempted_searches_find_the_same_hypotheses(make_pair: MakePair) 
                     num_admitted += 1
                     if num_admitted == len(tickets):
                         pair.decode_model.gate.set()
-                case Requeued(progress=Ticket() as ticket):
+                case Requeued(ticket=Ticket() as ticket):
                     num_requeued, attempt = num_requeued + 1, attempt + 1
                     again = replace(ticket, attempt=attempt, holder_id=f"h-{attempt}")
                     pair.prefill.role.submit(pair.session, again)

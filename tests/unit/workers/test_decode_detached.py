@@ -185,7 +185,7 @@ async def test_an_unclaimed_detached_ticket_is_released(pair: WorkerPair) -> Non
     await pair.until(lambda: len(pair.session.of(Requeued)) == 2)
     taken_back = pair.session.of(Requeued)[1]
     assert taken_back.reason is RequeueReason.STALE_TICKET
-    assert not taken_back.progress.sequences[0].block_ids
+    assert not taken_back.ticket.sequences[0].block_ids
 
 
 async def test_a_demand_releases_a_detached_ticket(pair: WorkerPair) -> None:
@@ -231,8 +231,8 @@ async def test_requests_left_after_the_grace_period_are_returned(pair: WorkerPai
     back = {r.request_id: r for r in pair.session.of(Requeued)[1:]}
     assert set(back) == {"r1", "r2"}
     assert all(r.reason is RequeueReason.DRAINING for r in back.values())
-    assert not any(r.progress.sequences[0].block_ids for r in back.values())
-    assert list(back["r1"].progress.sequences[0].token_ids) == tokens(pair.session, running)
+    assert not any(r.ticket.sequences[0].block_ids for r in back.values())
+    assert list(back["r1"].ticket.sequences[0].token_ids) == tokens(pair.session, running)
 
 
 async def another_decode_worker(pair: WorkerPair) -> PoolWorker[Decode]:

@@ -153,11 +153,11 @@ async def test_the_last_request_is_preempted_when_blocks_run_out(
     assert requeued.reason is RequeueReason.PREEMPTED
     assert requeued.request_id == "r3"
     got = tokens(pair.session, issued["r3"])
-    assert list(requeued.progress.sequences[0].token_ids) == got
+    assert list(requeued.ticket.sequences[0].token_ids) == got
     await pair.until_empty()
     # The walk goes on with the tokens so far, under a new holder and attempt.
     again = replace(
-        requeued.progress,
+        requeued.ticket,
         attempt=2,
         holder_id="h-r3-2",
         sequences=(TicketSequence(0, token_ids=tuple(got)),),

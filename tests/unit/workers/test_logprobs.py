@@ -99,7 +99,7 @@ async def test_logprobs_of_a_preempted_request_come_once(make_pair: MakePair) ->
     (back,) = pair.session.of(Requeued)
     assert back.reason is RequeueReason.PREEMPTED
     assert not pair.session.of(Prefilled)
-    anew = replace(back.progress, attempt=2, holder_id="h-again")
+    anew = replace(back.ticket, attempt=2, holder_id="h-again")
     pair.prefill.role.submit(pair.session, anew, 2)
     assert (await prefilled(pair, "r1")).prompt_logprobs == of_prompt(LONG, 2)
 

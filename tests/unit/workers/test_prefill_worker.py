@@ -218,7 +218,7 @@ async def test_an_unclaimed_ticket_is_taken_back(make_pair: MakePair) -> None:
     await pair.until(lambda: len(pair.session.events) == 2)
     (requeued,) = pair.session.of(Requeued)
     assert requeued.reason is RequeueReason.STALE_TICKET
-    assert requeued.progress.sequences[0].block_ids == ()
+    assert requeued.ticket.sequences[0].block_ids == ()
     await pair.until_empty()
 
 

@@ -61,7 +61,7 @@ async def test_a_ticket_that_is_refused_leaves_no_slot_taken(pair: WorkerPair) -
 @pytest.mark.parametrize(
     "command",
     [
-        {"resume": decode_pb2.Resume(ticket=ticket_pb2.Ticket(request_id="r2", attempt=3))},
+        {"resume": decode_pb2.Resume(request_id="r" * 400, attempt=3)},
         {"admit": decode_pb2.Admit(ticket=ticket_pb2.Ticket(request_id="r2", attempt=3))},
         {"reserve": decode_pb2.Reserve(request_id="r" * 400, attempt=3, num_sequences=1)},
     ],

@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from services.gateway.access.keyring import Keyring
-from services.gateway.frontend.api import GenerationRequest, Generator, ServedModel
+from services.gateway.api import GenerationRequest, Generator, ServedModel
 from services.gateway.frontend.embedding import embed_all
 from services.gateway.frontend.http.answering.answer import Answer
 from services.gateway.frontend.http.answering.formats import (

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from services.gateway.frontend.api import GenerationRequest
+from services.gateway.api import GenerationRequest
 from services.gateway.frontend.embedding import Embedding, embedding_request
 from services.gateway.frontend.http.bodies.fields import Body, Inputs
 from services.gateway.frontend.http.bodies.unknown_fields import OF_PROMPTS

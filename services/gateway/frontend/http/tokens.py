@@ -6,7 +6,7 @@ from pydantic import model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
-from services.gateway.frontend.api import Generator, TokenizeRequest
+from services.gateway.api import Generator, TokenizeRequest
 from services.gateway.frontend.http.answering.sending import Json
 from services.gateway.frontend.http.bodies.fields import Body, FieldError, Integers
 from services.gateway.frontend.http.bodies.messages import Messages

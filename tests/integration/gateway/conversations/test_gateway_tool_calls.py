@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from services.gateway.frontend.api import (
+from services.gateway.api import (
     ChatMessage,
     Delta,
     Received,

@@ -1,7 +1,7 @@
 """Workers that speak the real messages over real gRPC, and compute nothing."""
 
 from .decode import FakeDecode
-from .model import expected, logprobs_of
+from .model import expected, logprobs_of, state_of
 from .prefill import FakePrefill
 from .worker import FakeWorker, Session, Verbatim, member, start
 
@@ -15,4 +15,5 @@ __all__ = [
     "logprobs_of",
     "member",
     "start",
+    "state_of",
 ]

@@ -11,7 +11,7 @@ from blockstore.registry import Load, Role
 from quire.v1 import decode_pb2, decode_pb2_grpc, sampling_pb2, ticket_pb2, worker_pb2
 from services.protocol.codec import ticket_from_wire
 
-from .model import next_token, told
+from .model import next_token, state_of, told
 from .worker import FakeWorker, Session
 
 
@@ -36,10 +36,9 @@ class Running:
     def key(self) -> tuple[str, int]:
         return self.ticket.request_id, self.ticket.attempt
 
-    def at_rest(self) -> ticket_pb2.Ticket:
-        """Its ticket, with the present tokens."""
-        ticket = ticket_pb2.Ticket()
-        ticket.CopyFrom(self.ticket)
+    def at_rest(self) -> ticket_pb2.TicketState:
+        """Its ticket's state, with the present tokens."""
+        ticket = state_of(self.ticket)
         ticket.holder_epoch += 2
         del ticket.sequences[:]
         for index, tokens in self.tokens.items():
@@ -47,7 +46,7 @@ class Running:
                 index=index,
                 token_ids=tokens,
                 block_ids=[0],
-                num_computed_tokens=len(ticket.prompt_token_ids) + len(tokens) - 1,
+                num_computed_tokens=len(self.ticket.prompt_token_ids) + len(tokens) - 1,
             )
         return ticket
 
@@ -69,7 +68,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         self.answers_reservations = True
         self.unanswered: list[tuple[Session, decode_pb2.Reserve]] = []
         self.parks = False
-        self.at_rest: dict[str, tuple[Session, ticket_pb2.Ticket]] = {}
+        self.at_rest: dict[str, tuple[Session, ticket_pb2.TicketState]] = {}
         self.parked: dict[str, Running] = {}
         self.pause_after: int | None = None
         self._stepping: asyncio.Task[None] | None = None
@@ -146,7 +145,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
     def take_back(self, request_id: str) -> None:
         """Release a ticket at rest, and report it."""
         session, at_rest = self.at_rest.pop(request_id)
-        ticket = ticket_pb2.Ticket(request_id=request_id, attempt=at_rest.attempt)
+        ticket = ticket_pb2.TicketState(request_id=request_id, attempt=at_rest.attempt)
         reason = worker_pb2.Requeue.REASON_PREEMPTED
         session.send(requeue=worker_pb2.Requeue(ticket=ticket, reason=reason))
 
@@ -159,15 +158,14 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
     def on_resume(self, session: Session, resume: decode_pb2.Resume) -> None:
         """Give a sequence to the gateway that asks for it, also if the gateway that had it is just
         about to be lost."""
-        wanted = resume.ticket
-        ticket_from_wire(wanted)  # InvalidRequest would break the stream
-        ticket = ticket_pb2.Ticket(request_id=wanted.request_id, attempt=wanted.attempt)
-        held = self.running if self.parks and wanted.request_id in self.running else self.parked
-        running = held.pop(wanted.request_id, None)
-        if running is not None:
+        ticket = ticket_pb2.TicketState(request_id=resume.request_id, attempt=resume.attempt)
+        held = self.running if self.parks and resume.request_id in self.running else self.parked
+        running = held.get(resume.request_id)
+        if running is not None and ticket_from_wire(running.ticket).digest == resume.digest:
+            del held[resume.request_id]
             self.slots.pop(running.key, None)
             ticket = running.at_rest()
-            ticket.attempt = wanted.attempt
+            ticket.attempt = resume.attempt
         session.send(
             requeue=worker_pb2.Requeue(ticket=ticket, reason=worker_pb2.Requeue.REASON_HANDED_OVER)
         )
@@ -176,7 +174,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         """Return a running request to its gateway."""
         running = self.running.pop(request_id)
         self.slots.pop(running.key, None)
-        ticket = ticket_pb2.Ticket(request_id=request_id, attempt=running.ticket.attempt)
+        ticket = ticket_pb2.TicketState(request_id=request_id, attempt=running.ticket.attempt)
         running.session.send(requeue=worker_pb2.Requeue(ticket=ticket, reason=reason))
 
     def go_on(self, pause_after: int | None = None) -> None:

@@ -10,6 +10,11 @@ FIRST_TOKEN, NUM_TOKENS = 97, 26
 """The tokens are the letters a to z of a byte-level vocabulary."""
 
 
+def state_of(ticket: ticket_pb2.Ticket) -> ticket_pb2.TicketState:
+    """What a worker answers of a ticket."""
+    return ticket_pb2.TicketState.FromString(ticket.SerializeToString())
+
+
 def next_token(tokens: Sequence[int], index: int = 0) -> int:
     """The next token of the sequence with that index."""
     salt = f" of {index}" if index else ""

@@ -8,7 +8,7 @@ from grpc import aio
 from blockstore.registry import Role
 from quire.v1 import prefill_pb2, prefill_pb2_grpc, sampling_pb2, ticket_pb2, worker_pb2
 
-from .model import logprobs_of, next_token, told
+from .model import logprobs_of, next_token, state_of, told
 from .worker import FakeWorker, Session
 
 
@@ -68,7 +68,9 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
         num_top = self.prompt_logprobs.get(ticket.request_id)
         if num_top is not None:
             of_prompt = [logprobs_of(prompt[:n], num_top) for n in range(2, len(prompt) + 1)]
-        prefilled = prefill_pb2.Prefilled(ticket=ticket, outputs=outputs, prompt_logprobs=of_prompt)
+        prefilled = prefill_pb2.Prefilled(
+            ticket=state_of(ticket), outputs=outputs, prompt_logprobs=of_prompt
+        )
         session.send(prefilled=prefilled)
 
     def _first_token(

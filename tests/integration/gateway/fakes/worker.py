@@ -12,7 +12,7 @@ from grpc import aio
 from blockstore.registry import Load, Member, Role
 from blockstore.store import FUNCTION_LIBRARY
 from quire.v1 import worker_pb2
-from services.gateway.intake.identity import client_id
+from services.gateway.identity import client_id
 from services.protocol.version import PROTOCOL_VERSION
 from services.runtime.errors import Unavailable
 from services.runtime.rpc.message_batching import unpack_batch

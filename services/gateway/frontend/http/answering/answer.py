@@ -6,7 +6,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from quire.types import Usage
-from services.gateway.frontend.api import Delta, PromptReport, TokenLogprobs
+from services.gateway.api import Delta, PromptReport, TokenLogprobs
 from services.gateway.frontend.http.answering.formats import (
     AnswerFormat,
     Transcript,

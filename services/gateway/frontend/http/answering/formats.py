@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from quire.types import Usage
-from services.gateway.frontend.api import Delta, PromptReport, TokenLogprobs
+from services.gateway.api import Delta, PromptReport, TokenLogprobs
 from services.gateway.frontend.http.answering.logprobs import JSON, chat_logprobs, text_logprobs
 from services.gateway.parsing.parts import CallArguments, CallStart, Content, Part, Reasoning
 

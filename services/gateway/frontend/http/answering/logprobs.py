@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quire.types import Candidate
-from services.gateway.frontend.api import PromptReport, TokenLogprobs
+from services.gateway.api import PromptReport, TokenLogprobs
 from services.protocol.logprobs import MAX_LOGPROBS
 
 JSON = dict[str, Any]

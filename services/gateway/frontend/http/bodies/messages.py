@@ -5,7 +5,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
-from services.gateway.frontend.api import ChatMessage
+from services.gateway.api import ChatMessage
 from services.gateway.frontend.http.bodies.fields import Body, FieldError
 from services.gateway.frontend.http.bodies.parts import MessageContent, Said
 from services.gateway.frontend.http.bodies.tools import ToolCallBody, ToolCalls

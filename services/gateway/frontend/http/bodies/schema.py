@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 
 from pydantic import model_validator
 
-from services.gateway.frontend.api import (
+from services.gateway.api import (
     GenerationRequest,
     Prompt,
     RequestedBeams,
@@ -36,7 +36,7 @@ from services.gateway.frontend.http.bodies.structured import (
 from services.gateway.frontend.http.bodies.tools import Choice, Tools, requested_tools
 from services.gateway.frontend.http.bodies.unknown_fields import OF_REQUESTS
 from services.gateway.intake.prompts import PROMPT
-from services.gateway.intake.structures import STRUCTURE
+from services.gateway.models.structures import STRUCTURE
 from services.model.structured.structure import Structure
 from services.protocol.ticket import EarlyStopping
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema
 from pydantic_core import from_json
 
-from services.gateway.frontend.api import RequestedTools, ToolChoice
+from services.gateway.api import RequestedTools, ToolChoice
 from services.gateway.frontend.http.bodies.fields import Body, FieldError
 
 MAX_TOOLS = 1024

@@ -18,7 +18,7 @@ from services.gateway.access.caller import (
 from services.gateway.access.client_address import Address, client_address
 from services.gateway.access.guards import DENIED_EVENT, REFUSED_EVENT
 from services.gateway.access.keyring import Keyring
-from services.gateway.dashboard.routes import PAGE
+from services.gateway.frontend.http.page import PAGE
 from services.runtime.errors import InvalidApiKey, PermissionDenied
 from services.runtime.rpc.refusal_log import RefusalLog
 

@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 from quire.types import Usage
-from services.gateway.frontend.api import Delta
+from services.gateway.api import Delta
 from services.gateway.frontend.http.answering.answer import Deltas
 from services.gateway.frontend.http.answering.logprobs import JSON
 from services.gateway.frontend.http.failures import error_body

@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from services.gateway.frontend.api import (
+from services.gateway.api import (
     ChatMessage,
     GenerationRequest,
     RequestedSampling,
@@ -44,7 +44,7 @@ from services.gateway.frontend.http.bodies.tools import (
 )
 from services.gateway.frontend.http.responses_api.items import Item, messages_of
 from services.gateway.intake.prompts import MAX_MESSAGES, PROMPT
-from services.gateway.intake.structures import STRUCTURE
+from services.gateway.models.structures import STRUCTURE
 from services.model.structured.structure import Structure
 
 LOGPROBS = "message.output_text.logprobs"

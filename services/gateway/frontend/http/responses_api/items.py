@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from services.gateway.frontend.api import ChatMessage
+from services.gateway.api import ChatMessage
 from services.gateway.frontend.http.bodies.fields import Body
 from services.gateway.frontend.http.bodies.messages import assistant_fields
 from services.gateway.frontend.http.bodies.parts import ItemContent, Said

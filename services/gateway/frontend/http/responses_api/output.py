@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from services.gateway.frontend.api import Delta
+from services.gateway.api import Delta
 from services.gateway.frontend.http.answering.logprobs import JSON, chat_logprobs
 from services.gateway.parsing.parts import CallArguments, CallStart, Content, Part, Reasoning
 

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from services.gateway.intake.generation_config import GenerationConfig
-from services.gateway.intake.structures import StructureChecker
-from services.gateway.intake.template_traits import TemplateTraits
+from services.gateway.models.generation_config import GenerationConfig
+from services.gateway.models.structures import StructureChecker
+from services.gateway.models.template_traits import TemplateTraits
 from services.gateway.parsing.choice import Parsers
 from services.gateway.parsing.message import MessageFormat
 from services.model.checkpoint.embedding_config import EmbeddingConfig

@@ -3,7 +3,7 @@
 import asyncio
 from contextlib import suppress
 
-from services.gateway.intake.identity import client_id
+from services.gateway.identity import client_id
 from services.gateway.workers.worker import PrefillLoad, Worker
 from services.protocol.messages import HandOver, Reserve, Submit
 from services.protocol.ticket import Ticket

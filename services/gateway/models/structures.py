@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from select import POLLIN, poll
 
-from services.gateway.frontend.api import RequestedSampling
-from services.gateway.intake.checks import check_text, require
+from services.gateway.api import RequestedSampling
+from services.gateway.checks import check_text, require
 from services.model.structured.checker import CPU_LIMIT_S, MEMORY_LIMIT_BYTES
 from services.model.structured.structure import MAX_STRUCTURE_BYTES, Structure
 from services.runtime.errors import InvalidRequest, Overloaded, StartupError

@@ -7,7 +7,7 @@ place of the first one.
 import asyncio
 from collections.abc import Callable
 
-from services.gateway.intake.admission import AdmittedRequest
+from services.gateway.request.admitted import AdmittedRequest
 from services.gateway.streaming.output import Output
 from services.gateway.streaming.sequence import Sequence
 from services.protocol.messages import Generated

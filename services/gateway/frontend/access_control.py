@@ -9,7 +9,7 @@ from quire.api_keys import ApiKey
 from services.gateway.access.account import Account
 from services.gateway.access.caller import LOCAL_OPERATOR, Caller, current_caller
 from services.gateway.access.keyring import Keyring
-from services.gateway.frontend.api import (
+from services.gateway.api import (
     Delta,
     GenerationRequest,
     Generator,
@@ -17,7 +17,7 @@ from services.gateway.frontend.api import (
     Tokenized,
     TokenizeRequest,
 )
-from services.gateway.intake.model_names import choose_model
+from services.gateway.models.model_names import choose_model
 from services.protocol.sampling_numbers import NUMBERS, PENALTIES
 from services.runtime.errors import InvalidApiKey, InvalidRequest, QuireError
 

@@ -10,8 +10,8 @@ import hashlib
 import secrets
 from dataclasses import replace
 
-from services.gateway.frontend.api import GenerationRequest
-from services.gateway.intake.checks import check_text, require
+from services.gateway.api import GenerationRequest
+from services.gateway.checks import check_text, require
 
 MAX_ID_CHARS = 256
 _MIN_TOKEN_CHARS = 22

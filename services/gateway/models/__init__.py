@@ -1,0 +1,1 @@
+"""What the gateway knows of the models that it serves."""
