@@ -9,13 +9,11 @@
 
 Decode: every stream has a prompt of its own in the arena; one step a token for all. Prefill: one
 prompt in chunks of --chunk tokens. Tokens per second are medians of --rounds, with the lowest and
-the highest. Beside them: the bytes that a step of decode or a prompt has to read, and its barriers.
+the highest. Beside them: the bytes of weights and KV that decode reads in a second, and the
+barriers of a step or of a prompt.
 Kernels: the model's linears, and attention of one layer of all layers' memory.
 Sampling: what choosing tokens costs of a decode step, by what is asked for. Structured,
 adapters: a decode step with structured output, or with LoRA adapters, beside the same without.
-
---floor measures after each figure what the machine can do (`bench.floors`), and says what share of
-it was reached; for kernels always. Not for fp32.
 """
 
 import argparse
@@ -33,9 +31,8 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 import torch
 
 import kvops
-from bench import floors
 from bench.engine_adapters import adapters
-from bench.engine_kernels import kernels
+from bench.engine_kernels import kernels, weight_bytes
 from bench.engine_sampling import Rows, sampling
 from bench.engine_structured import StructuredRows, structured
 from kvops import int8_kv
@@ -59,10 +56,8 @@ class Result:
     worst_step_ms: float
     num_barriers: float | None = None
     """Of a step of decode, or of the whole prompt. Does not depend on the number of lanes."""
-    read_bytes: float | None = None
-    """That a step of decode, or the whole prompt, has to read at least: weights and KV once."""
-    of_floor: float | None = None
-    """Share of the speed that the machine allows."""
+    bytes_per_s: float | None = None
+    """The bytes of weights and KV that decode reads in a second, each once a step."""
 
 
 class Bench:
@@ -76,6 +71,7 @@ class Bench:
         arena = torch.zeros(shape, dtype=model.dtype)
         if kv_in_int8:
             arena = torch.zeros(*shape[:-1], c.head_dim + int8_kv.SCALE_BYTES, dtype=torch.int8)
+        self._block_bytes = arena[0].nbytes
         self.runner = Runner(model, arena, BLOCK_SIZE, kvops.backend("cpu"))
         self.vocab_size = c.vocab_size
         self.generator = torch.Generator().manual_seed(0)
@@ -85,6 +81,9 @@ class Bench:
             0, self.vocab_size, (length,), generator=self.generator
         ).tolist()
         return ids
+
+    def kv_bytes(self, num_positions: int) -> int:
+        return self._block_bytes // BLOCK_SIZE * num_positions
 
     def table(self, row: int) -> range:
         return range(row * self.blocks_per_row, (row + 1) * self.blocks_per_row)
@@ -142,7 +141,12 @@ def decode(
         speeds.append(streams * len(steps) / sum(steps))
         worst = max(worst, *steps)
     num_barriers = barriers.each_of(args.rounds * tokens)
-    return replace(_result("decode", streams, speeds, worst), num_barriers=num_barriers)
+    result = _result("decode", streams, speeds, worst)
+    step_bytes = weight_bytes(model.config, args.quantize) + streams * bench.kv_bytes(
+        prompt + tokens // 2
+    )
+    rate = result.tokens_per_s / streams * step_bytes
+    return replace(result, num_barriers=num_barriers, bytes_per_s=rate)
 
 
 def prefill(
@@ -168,11 +172,6 @@ def _result(what: str, streams: int, speeds: Sequence[float], worst_s: float) ->
     return Result(what, streams, median, min(speeds), max(speeds), 1000 * worst_s)
 
 
-def with_floor(result: Result, work: floors.Work, rates: floors.Rates, tokens: int) -> Result:
-    """`work` of so many tokens."""
-    return replace(result, of_floor=result.tokens_per_s * work.floor_s(rates) / tokens)
-
-
 def load(args: argparse.Namespace) -> tuple[Model, NativeCpu | None]:
     dtype = torch.float32 if args.dtype == "float32" else torch.bfloat16
     backend = kvops.backend(args.backend)
@@ -195,7 +194,6 @@ def parser() -> argparse.ArgumentParser:
     common.add_argument("--cpus", type=int, nargs="*", default=[], help="pin a thread to each")
     common.add_argument("--cache", type=Path, default=Path("~/.cache/quire").expanduser())
     common.add_argument("--rounds", type=int, default=3)
-    common.add_argument("--floor", action="store_true", help="measure what is possible, too")
     common.add_argument("--json", action="store_true")
     one = commands.add_parser("decode", parents=[common])
     one.add_argument("--streams", type=int, nargs="+", default=[1, 8, 16])
@@ -208,86 +206,58 @@ def parser() -> argparse.ArgumentParser:
     three.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 512])
     three.add_argument("--context", type=int, default=192, help="positions of a decoding row")
     three.add_argument("--shared", type=int, default=0, help="of them, in blocks of all rows")
-    four = commands.add_parser("sampling", parents=[common])
-    four.add_argument("--streams", type=int, nargs="+", default=[16])
-    four.add_argument("--context", type=int, default=256, help="tokens of a row, half generated")
-    five = commands.add_parser("structured", parents=[common])
-    five.add_argument("--streams", type=int, nargs="+", default=[16])
-    five.add_argument("--context", type=int, default=256, help="tokens of a row")
-    six = commands.add_parser("adapters", parents=[common])
-    six.add_argument("--streams", type=int, nargs="+", default=[16])
-    six.add_argument("--context", type=int, default=256, help="tokens of a row")
-    six.add_argument("--rank", type=int, default=16)
+    for name in ("sampling", "structured", "adapters"):
+        four = commands.add_parser(name, parents=[common])
+        four.add_argument("--streams", type=int, nargs="+", default=[16])
+        four.add_argument("--context", type=int, default=256, help="tokens of a row")
+    commands.choices["adapters"].add_argument("--rank", type=int, default=16)
     return parser
-
-
-def results(
-    args: argparse.Namespace, model: Model, native: NativeCpu | None
-) -> Iterator[tuple[Result, floors.Work, int]]:
-    """Each with its work, and the tokens that this work is for."""
-    if args.command == "decode":
-        for streams in args.streams:
-            result = decode(model, native, streams, args)
-            context = args.prompt + args.tokens / 2
-            in_int8 = args.kv_dtype == "int8"
-            work = floors.decode_step(model.config, streams, context, args.quantize, in_int8)
-            yield result, work, streams
-    else:
-        for tokens in args.tokens:
-            result = prefill(model, native, tokens, args)
-            yield result, floors.prefill_of(model.config, tokens, args.quantize), tokens
 
 
 def show(result: Result, as_json: bool) -> None:
     if as_json:
         print(json.dumps(asdict(result)), flush=True)
         return
-    share = "" if result.of_floor is None else f", {result.of_floor:.0%} of what is possible"
     rate = f"{result.tokens_per_s:>9.1f} tok/s ({result.lowest:.1f} .. {result.highest:.1f})"
-    worst = f"worst {result.worst_step_ms:.1f} ms"
-    counts = f", reads {(result.read_bytes or 0) / 1e6:.0f} MB"
-    if result.num_barriers is not None:
-        counts += f", {result.num_barriers:.0f} barriers"
-    print(
-        f"{result.what:<14}{result.streams:>4} streams {rate}, {worst}{counts}{share}", flush=True
+    line = (
+        f"{result.what:<14}{result.streams:>4} streams {rate}, worst {result.worst_step_ms:.1f} ms"
     )
+    if result.bytes_per_s is not None:
+        line += f", {result.bytes_per_s / 1e9:.1f} GB/s"
+    if result.num_barriers is not None:
+        line += f", {result.num_barriers:.0f} barriers"
+    print(line, flush=True)
+
+
+def decode_steps(model: Model, args: argparse.Namespace) -> Iterator[object]:
+    """What is asked for beside decode steps, for each number of streams."""
+    for streams in args.streams:
+        bench = Bench(model, streams, args.context, args.kv_dtype == "int8")
+        shape, rounds = (streams, args.context), 10 * args.rounds
+        if args.command == "sampling":
+            yield from sampling(Rows(model, bench.runner, bench.table, *shape), rounds)
+        elif args.command == "adapters":
+            yield from adapters(model, bench.runner, bench.table, shape, args.rank, rounds)
+        else:
+            rows = StructuredRows(model, bench.runner, args.model, bench.table, *shape)
+            yield from structured(rows, rounds)
 
 
 def main() -> None:
     args = parser().parse_args()
     model, native = load(args)
-    num_threads = len(args.cpus) or args.threads
-    if args.command == "kernels":
-        for line in kernels(model.config, args, num_threads):
+    if args.command == "decode":
+        for streams in args.streams:
+            show(decode(model, native, streams, args), args.json)
+    elif args.command == "prefill":
+        for tokens in args.tokens:
+            show(prefill(model, native, tokens, args), args.json)
+    elif args.command == "kernels":
+        for line in kernels(model.config, args, len(args.cpus) or args.threads):
             print(line, flush=True)
-        return
-    if args.command == "sampling":
-        for streams in args.streams:
-            bench = Bench(model, streams, args.context, args.kv_dtype == "int8")
-            rows = Rows(model, bench.runner, bench.table, streams, args.context)
-            for figure in sampling(rows, rounds=10 * args.rounds):
-                print(figure, flush=True)
-        return
-    if args.command == "adapters":
-        for streams in args.streams:
-            bench = Bench(model, streams, args.context, args.kv_dtype == "int8")
-            parts = model, bench.runner, bench.table, (streams, args.context)
-            for timing in adapters(*parts, args.rank, 10 * args.rounds):
-                print(timing, flush=True)
-        return
-    if args.command == "structured":
-        for streams in args.streams:
-            bench = Bench(model, streams, args.context, args.kv_dtype == "int8")
-            shape = streams, args.context
-            texts = StructuredRows(model, bench.runner, Path(args.model), bench.table, *shape)
-            for ratio in structured(texts, rounds=10 * args.rounds):
-                print(ratio, flush=True)
-        return
-    for result, work, tokens in results(args, model, native):
-        result = replace(result, read_bytes=work.num_bytes)
-        if args.floor:
-            result = with_floor(result, work, floors.measure(num_threads), tokens)
-        show(result, args.json)
+    else:
+        for figure in decode_steps(model, args):
+            print(figure, flush=True)
 
 
 if __name__ == "__main__":

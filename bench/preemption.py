@@ -19,9 +19,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.counters import totals
 from bench.make_checkpoint import SHAPES, make_checkpoint
 from bench.serving.scenarios import prompts_of
+from bench.tables import totals
 from quire.async_client import AsyncClient
 from quire.supervisor.run_directory import free_port
 from quire.types import Completion, Prompt, Sampling

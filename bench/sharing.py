@@ -24,8 +24,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench.make_checkpoint import SHAPES, make_checkpoint
-from bench.serving.report import markdown
 from bench.serving.scenarios import prompts_of
+from bench.tables import markdown
 from blockstore.redis_store import RedisStore
 from quire.async_client import AsyncClient
 from quire.bench.prompts import Prompts

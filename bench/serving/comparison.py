@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from bench.serving.report import markdown, shown
+from bench.tables import markdown, shown
 
 Better = Literal["higher", "lower"]
 
