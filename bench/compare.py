@@ -9,9 +9,8 @@
 Each contestant runs alone. A round is one process of each engine and one server of each; rounds
 alternate who begins, and draw other prompts. Cells are medians over the rounds with the lowest and
 the highest, ratios are Quire's median by the best peer's. The header names each format: `int4 by
-64` has a scale for each group of 64. With --dtype int4, Quire's int8 is one column more, which no
-ratio counts. A contestant that fails is left out of the table, its error is printed, and the exit
-status is 1. Interrupted or terminated, it shows what it has measured by then.
+64` has a scale for each group of 64. A contestant that fails is left out of the table, its error is
+printed, and the exit status is 1. Interrupted or terminated, it shows what it has measured by then.
 
 decode, prefill     the engine alone, without a server
 Loads on a server, by the generator of `quire bench`; Quire over gRPC, peers over HTTP; greedy, no
@@ -231,9 +230,8 @@ def main() -> None:
     peers = chosen_peers(options.peers, options.dtype)
     quire = Quire(tuple(options.quire_arguments))
     ours, rivals = Contestant(quire, options.dtype), [Contestant(p, options.dtype) for p in peers]
-    references = [Contestant(quire, "int8")] if options.dtype == "int4" else []
-    contestants = [ours, *references, *rivals]
-    comparison = Comparison(ours.name, [p.name for p in rivals], [r.name for r in references])
+    contestants = [ours, *rivals]
+    comparison = Comparison(ours.name, [rival.name for rival in rivals])
     whole = False
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from bench.serving.synthetic import Synthetic
 from quire.cli import main
+from tests.synthetic_server import Synthetic
 
 TTFT_MS, ITL_MS, NUM_TOKENS = 60.0, 8.0, 21
 
