@@ -31,18 +31,15 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 import torch
 
 import kvops
-from bench.engine_adapters import adapters
 from bench.engine_kernels import kernels, weight_bytes
+from bench.engine_pairs import GREEDY, Streams, adapters, structured
 from bench.engine_sampling import Rows, sampling
-from bench.engine_structured import StructuredRows, structured
 from kvops import int8_kv
 from kvops.native import Lane, NativeCpu
 from services.engine.batch import Draw, Row, RowResult
 from services.engine.models import Model, load_model
 from services.engine.runner import Runner
-from services.protocol.ticket import SamplingParams
 
-GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, max_tokens=1)
 BLOCK_SIZE = 16
 
 
@@ -237,10 +234,11 @@ def decode_steps(model: Model, args: argparse.Namespace) -> Iterator[object]:
         if args.command == "sampling":
             yield from sampling(Rows(model, bench.runner, bench.table, *shape), rounds)
         elif args.command == "adapters":
-            yield from adapters(model, bench.runner, bench.table, shape, args.rank, rounds)
+            asked = Streams(bench.runner, bench.table, *shape)
+            yield from adapters(model, asked, args.rank, rounds)
         else:
-            rows = StructuredRows(model, bench.runner, args.model, bench.table, *shape)
-            yield from structured(rows, rounds)
+            asked = Streams(bench.runner, bench.table, *shape)
+            yield from structured(model, asked, args.model, rounds)
 
 
 def main() -> None:
