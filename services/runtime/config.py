@@ -69,8 +69,7 @@ class ServiceSettings(BaseSettings):
         default=0,
         ge=0,
         le=65535,
-        description="gRPC port; 0 takes a free one. The workers of a `quire serve` get this port "
-        "and the next ones",
+        description="gRPC port, of the first of several workers; 0 takes a free one",
     )
     advertise_host: str | None = Field(
         default=None,
@@ -81,8 +80,7 @@ class ServiceSettings(BaseSettings):
         default=None,
         ge=0,
         le=65535,
-        description="Prometheus port; 0 takes a free one, none: no endpoint. The workers of a "
-        "`quire serve` get this port and the next ones",
+        description="Prometheus port, of the first of several workers; 0: a free one, none: none",
     )
     metrics_socket: Path | None = Field(
         default=None,
