@@ -4,7 +4,7 @@
     python -m bench.compare --shape 0.6b --rounds 3
     python -m bench.compare --shape small --only decode prefill --streams 1 8 16 --dtype int8
     python -m bench.compare --shape 0.6b --only decode prefill --dtype int4
-    python -m bench.compare --only closed interference --peers vllm openvino --json results.json
+    python -m bench.compare --only closed interference --peers vllm openvino
 
 Each contestant runs alone. A round is one process of each engine and one server of each; rounds
 alternate who begins, and draw other prompts. Cells are medians over the rounds with the lowest and
@@ -28,7 +28,6 @@ interference    streams decode while a long prompt arrives
 
 import argparse
 import asyncio
-import json
 import math
 import os
 import shlex
@@ -209,7 +208,6 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--seed", type=int, default=0)
     result.add_argument("--port", type=int, default=8150)
     result.add_argument("--quire-arguments", type=shlex.split, default=[], help="for quire serve")
-    result.add_argument("--json", type=Path, metavar="FILE", help="every value of every round")
     return result
 
 
@@ -239,8 +237,6 @@ def main() -> None:
     except KeyboardInterrupt:
         print("interrupted; of the rounds before:", file=sys.stderr)
     print(comparison.table())
-    if options.json:
-        options.json.write_text(json.dumps(comparison.as_json(), indent=2) + "\n")
     if not whole:
         sys.exit(1)
 

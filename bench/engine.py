@@ -9,8 +9,7 @@
 
 Decode: every stream has a prompt of its own in the arena; one step a token for all. Prefill: one
 prompt in chunks of --chunk tokens. Tokens per second are medians of --rounds, with the lowest and
-the highest. Beside them: the bytes of weights and KV that decode reads in a second, and the
-barriers of a step or of a prompt.
+the highest; beside them, the bytes of weights and KV that decode reads in a second.
 Kernels: the model's linears, and attention of one layer of all layers' memory.
 Sampling: what choosing tokens costs of a decode step, by what is asked for. Structured,
 adapters: a decode step with structured output, or with LoRA adapters, beside the same without.
@@ -35,7 +34,7 @@ from bench.engine_kernels import kernels, weight_bytes
 from bench.engine_pairs import GREEDY, Streams, adapters, structured
 from bench.engine_sampling import Rows, sampling
 from kvops import int8_kv
-from kvops.native import Lane, NativeCpu
+from kvops.native import Lane
 from services.engine.batch import Draw, Row, RowResult
 from services.engine.models import Model, load_model
 from services.engine.runner import Runner
@@ -51,8 +50,6 @@ class Result:
     lowest: float
     highest: float
     worst_step_ms: float
-    num_barriers: float | None = None
-    """Of a step of decode, or of the whole prompt. Does not depend on the number of lanes."""
     bytes_per_s: float | None = None
     """The bytes of weights and KV that decode reads in a second, each once a step."""
 
@@ -109,50 +106,27 @@ class Bench:
             yield time.perf_counter() - began
 
 
-class Barriers:
-    """Counts the barriers of the native kernels: at the end of each loop and of each step."""
-
-    def __init__(self, native: NativeCpu | None) -> None:
-        self._native = native
-        self._before = self._now()
-
-    def each_of(self, number: int) -> float | None:
-        """The barriers since the last call, for each of so many steps."""
-        before, self._before = self._before, self._now()
-        return None if self._native is None else (self._before - before) % 2**32 / number
-
-    def _now(self) -> int:
-        return self._native.pool.num_loops if self._native else 0
-
-
-def decode(
-    model: Model, native: NativeCpu | None, streams: int, args: argparse.Namespace
-) -> Result:
+def decode(model: Model, streams: int, args: argparse.Namespace) -> Result:
     prompt, tokens = args.prompt, args.tokens
     bench = Bench(model, streams, prompt + tokens, args.kv_dtype == "int8")
     first = [bench.prefill(bench.prompt(prompt), 512, row) for row in range(streams)]
     speeds, worst = [], 0.0
-    barriers = Barriers(native)
     for _ in range(args.rounds):
         steps = list(bench.decode(first, prompt, tokens))
         speeds.append(streams * len(steps) / sum(steps))
         worst = max(worst, *steps)
-    num_barriers = barriers.each_of(args.rounds * tokens)
     result = _result("decode", streams, speeds, worst)
     step_bytes = weight_bytes(model.config, args.quantize) + streams * bench.kv_bytes(
         prompt + tokens // 2
     )
     rate = result.tokens_per_s / streams * step_bytes
-    return replace(result, num_barriers=num_barriers, bytes_per_s=rate)
+    return replace(result, bytes_per_s=rate)
 
 
-def prefill(
-    model: Model, native: NativeCpu | None, tokens: int, args: argparse.Namespace
-) -> Result:
+def prefill(model: Model, tokens: int, args: argparse.Namespace) -> Result:
     bench = Bench(model, 1, tokens, args.kv_dtype == "int8")
     speeds, worst = [], 0.0
     bench.prefill(bench.prompt(tokens), args.chunk)
-    barriers = Barriers(native)
     for _ in range(args.rounds):
         prompt = bench.prompt(tokens)
         began = time.perf_counter()
@@ -160,8 +134,7 @@ def prefill(
         took = time.perf_counter() - began
         speeds.append(tokens / took)
         worst = max(worst, took)
-    result = _result(f"prefill {tokens}", 1, speeds, worst)
-    return replace(result, num_barriers=barriers.each_of(args.rounds))
+    return _result(f"prefill {tokens}", 1, speeds, worst)
 
 
 def _result(what: str, streams: int, speeds: Sequence[float], worst_s: float) -> Result:
@@ -169,13 +142,12 @@ def _result(what: str, streams: int, speeds: Sequence[float], worst_s: float) ->
     return Result(what, streams, median, min(speeds), max(speeds), 1000 * worst_s)
 
 
-def load(args: argparse.Namespace) -> tuple[Model, NativeCpu | None]:
+def load(args: argparse.Namespace) -> Model:
     dtype = torch.float32 if args.dtype == "float32" else torch.bfloat16
     backend = kvops.backend(args.backend)
     if backend.native is not None:
         backend.native.assign([Lane(cpu) for cpu in args.cpus] or [Lane()] * args.threads)
-    model = load_model(args.model, dtype, backend, quantize=args.quantize, cache=args.cache)
-    return model, backend.native
+    return load_model(args.model, dtype, backend, quantize=args.quantize, cache=args.cache)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -221,8 +193,6 @@ def show(result: Result, as_json: bool) -> None:
     )
     if result.bytes_per_s is not None:
         line += f", {result.bytes_per_s / 1e9:.1f} GB/s"
-    if result.num_barriers is not None:
-        line += f", {result.num_barriers:.0f} barriers"
     print(line, flush=True)
 
 
@@ -243,13 +213,13 @@ def decode_steps(model: Model, args: argparse.Namespace) -> Iterator[object]:
 
 def main() -> None:
     args = parser().parse_args()
-    model, native = load(args)
+    model = load(args)
     if args.command == "decode":
         for streams in args.streams:
-            show(decode(model, native, streams, args), args.json)
+            show(decode(model, streams, args), args.json)
     elif args.command == "prefill":
         for tokens in args.tokens:
-            show(prefill(model, native, tokens, args), args.json)
+            show(prefill(model, tokens, args), args.json)
     elif args.command == "kernels":
         for line in kernels(model.config, args, len(args.cpus) or args.threads):
             print(line, flush=True)

@@ -4,7 +4,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from bench.tables import markdown, shown
 
@@ -52,13 +52,6 @@ class Comparison:
             *(_cell(values.get(name, [])) for name in self._columns),
             "-" if ratio is None else f"{ratio:.2f}x",
             row.better,
-        ]
-
-    def as_json(self) -> list[dict[str, Any]]:
-        """Every value of every round."""
-        return [
-            {"row": row.name, "better": row.better, "values": dict(values)}
-            for row, values in self._values.items()
         ]
 
 
