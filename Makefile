@@ -47,7 +47,7 @@ lint: setup ## Style of Python and C++, lines of each room, imports between pack
 	$(BIN)/python tools/size.py
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES) bench/floors/probe.cpp
+	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/buf lint proto
 	$(BIN)/pytest --quiet tests/integration/test_proto_drift.py

@@ -1,14 +1,15 @@
-"""`python -m advisor`: the process behind `quire advise block-size`, which may import PyTorch.
+"""`python -m advisor OPTIONS`: the process behind `quire advise block-size`, which may import
+PyTorch. OPTIONS is a JSON object of that command's options.
 
 Prints one JSON object: an answer, or {"error": text} with exit status 1.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from advisor.advice import BLOCK_SIZES, DoesNotFit, advise, size_costs
@@ -29,7 +30,7 @@ _NUM_CONCURRENT = 64
 
 
 def main() -> None:
-    args = _parser().parse_args()
+    args = SimpleNamespace(**json.loads(sys.argv[1]))
     set_up_openmp(args.threads)  # before PyTorch is imported
     try:
         print(json.dumps(block_size(args)))
@@ -39,31 +40,17 @@ def main() -> None:
         sys.exit(1)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workload", type=Path, required=True)
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--pool-memory", default="")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--quantize", default="auto")
-    parser.add_argument("--backend", default="cpu")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--requests", type=int, default=2000)
-    parser.add_argument("--weights-cache", default="~/.cache/quire")
-    return parser
-
-
-def block_size(args: argparse.Namespace) -> dict[str, Any]:
+def block_size(args: SimpleNamespace) -> dict[str, Any]:
     """Count what the workload costs with each block size, time the model, and recommend a size.
     WorkloadError; DoesNotFit; StartupError: the model does not exist, the pool's size cannot be
     parsed, or the backend is not available."""
-    workload = read_workload(args.workload)
+    workload = read_workload(Path(args.workload))
     try:
         from advisor.timing import DEFAULT_BLOCK_SIZE, time_model
     except ModuleNotFoundError as error:
         text = f"{error.name} is not installed: pip install 'quire-serve[worker]'"
         raise StartupError(text) from error
-    config = read_model_config(args.model)
+    config = read_model_config(Path(args.model))
     dtype = _dtype(args.dtype, config)
     asked = workload.requests[-args.requests :]
     num_slots = _num_slots(args.pool_memory, config, dtype, asked)
@@ -75,8 +62,8 @@ def block_size(args: argparse.Namespace) -> dict[str, Any]:
     _show_progress(f"timing steps of {usual.num_at_once:.0f} rows")
     cache = None if args.weights_cache == "none" else Path(args.weights_cache).expanduser()
     timed = time_model(
-        *(args.model, dtype, args.backend, args.threads, cache),
-        dequantize=is_dequantized(config.quantization, args.dtype, args.quantize),
+        *(Path(args.model), dtype, args.backend, args.threads, cache),
+        dequantize=is_dequantized(config.quantization, args.dtype, "auto"),
         num_rows=max(1, round(usual.num_at_once)),
         context=max(1, round(usual.mean_context)),
         block_sizes=BLOCK_SIZES,
@@ -109,7 +96,7 @@ def _dtype(asked: str, config: ModelConfig) -> Dtype:
 
 
 def _num_slots(
-    pool_memory: str, config: ModelConfig, dtype: Dtype, asked: Sequence[RecordedRequest]
+    pool_memory: str | None, config: ModelConfig, dtype: Dtype, asked: Sequence[RecordedRequest]
 ) -> int:
     """Token slots of the simulated pool, a multiple of every block size."""
     largest = max(BLOCK_SIZES)

@@ -4,14 +4,13 @@
     python -m bench.compare --shape 0.6b --rounds 3
     python -m bench.compare --shape small --only decode prefill --streams 1 8 16 --dtype int8
     python -m bench.compare --shape 0.6b --only decode prefill --dtype int4
-    python -m bench.compare --only closed interference --peers vllm openvino --json results.json
+    python -m bench.compare --only closed interference --peers vllm openvino
 
 Each contestant runs alone. A round is one process of each engine and one server of each; rounds
 alternate who begins, and draw other prompts. Cells are medians over the rounds with the lowest and
 the highest, ratios are Quire's median by the best peer's. The header names each format: `int4 by
-64` has a scale for each group of 64. With --dtype int4, Quire's int8 is one column more, which no
-ratio counts. A contestant that fails is left out of the table, its error is printed, and the exit
-status is 1. Interrupted or terminated, it shows what it has measured by then.
+64` has a scale for each group of 64. A contestant that fails is left out of the table, its error is
+printed, and the exit status is 1. Interrupted or terminated, it shows what it has measured by then.
 
 decode, prefill     the engine alone, without a server
 Loads on a server, by the generator of `quire bench`; Quire over gRPC, peers over HTTP; greedy, no
@@ -29,7 +28,6 @@ interference    streams decode while a long prompt arrives
 
 import argparse
 import asyncio
-import json
 import math
 import os
 import shlex
@@ -210,7 +208,6 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--seed", type=int, default=0)
     result.add_argument("--port", type=int, default=8150)
     result.add_argument("--quire-arguments", type=shlex.split, default=[], help="for quire serve")
-    result.add_argument("--json", type=Path, metavar="FILE", help="every value of every round")
     return result
 
 
@@ -231,9 +228,8 @@ def main() -> None:
     peers = chosen_peers(options.peers, options.dtype)
     quire = Quire(tuple(options.quire_arguments))
     ours, rivals = Contestant(quire, options.dtype), [Contestant(p, options.dtype) for p in peers]
-    references = [Contestant(quire, "int8")] if options.dtype == "int4" else []
-    contestants = [ours, *references, *rivals]
-    comparison = Comparison(ours.name, [p.name for p in rivals], [r.name for r in references])
+    contestants = [ours, *rivals]
+    comparison = Comparison(ours.name, [rival.name for rival in rivals])
     whole = False
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -241,8 +237,6 @@ def main() -> None:
     except KeyboardInterrupt:
         print("interrupted; of the rounds before:", file=sys.stderr)
     print(comparison.table())
-    if options.json:
-        options.json.write_text(json.dumps(comparison.as_json(), indent=2) + "\n")
     if not whole:
         sys.exit(1)
 

@@ -9,13 +9,10 @@
 
 Decode: every stream has a prompt of its own in the arena; one step a token for all. Prefill: one
 prompt in chunks of --chunk tokens. Tokens per second are medians of --rounds, with the lowest and
-the highest. Beside them: the bytes that a step of decode or a prompt has to read, and its barriers.
+the highest; beside them, the bytes of weights and KV that decode reads in a second.
 Kernels: the model's linears, and attention of one layer of all layers' memory.
 Sampling: what choosing tokens costs of a decode step, by what is asked for. Structured,
 adapters: a decode step with structured output, or with LoRA adapters, beside the same without.
-
---floor measures after each figure what the machine can do (`bench.floors`), and says what share of
-it was reached; for kernels always. Not for fp32.
 """
 
 import argparse
@@ -33,19 +30,15 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 import torch
 
 import kvops
-from bench import floors
-from bench.engine_adapters import adapters
-from bench.engine_kernels import kernels
+from bench.engine_kernels import kernels, weight_bytes
+from bench.engine_pairs import GREEDY, Streams, adapters, structured
 from bench.engine_sampling import Rows, sampling
-from bench.engine_structured import StructuredRows, structured
 from kvops import int8_kv
-from kvops.native import Lane, NativeCpu
+from kvops.native import Lane
 from services.engine.batch import Draw, Row, RowResult
 from services.engine.models import Model, load_model
 from services.engine.runner import Runner
-from services.protocol.ticket import SamplingParams
 
-GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, max_tokens=1)
 BLOCK_SIZE = 16
 
 
@@ -57,12 +50,8 @@ class Result:
     lowest: float
     highest: float
     worst_step_ms: float
-    num_barriers: float | None = None
-    """Of a step of decode, or of the whole prompt. Does not depend on the number of lanes."""
-    read_bytes: float | None = None
-    """That a step of decode, or the whole prompt, has to read at least: weights and KV once."""
-    of_floor: float | None = None
-    """Share of the speed that the machine allows."""
+    bytes_per_s: float | None = None
+    """The bytes of weights and KV that decode reads in a second, each once a step."""
 
 
 class Bench:
@@ -76,6 +65,7 @@ class Bench:
         arena = torch.zeros(shape, dtype=model.dtype)
         if kv_in_int8:
             arena = torch.zeros(*shape[:-1], c.head_dim + int8_kv.SCALE_BYTES, dtype=torch.int8)
+        self._block_bytes = arena[0].nbytes
         self.runner = Runner(model, arena, BLOCK_SIZE, kvops.backend("cpu"))
         self.vocab_size = c.vocab_size
         self.generator = torch.Generator().manual_seed(0)
@@ -85,6 +75,9 @@ class Bench:
             0, self.vocab_size, (length,), generator=self.generator
         ).tolist()
         return ids
+
+    def kv_bytes(self, num_positions: int) -> int:
+        return self._block_bytes // BLOCK_SIZE * num_positions
 
     def table(self, row: int) -> range:
         return range(row * self.blocks_per_row, (row + 1) * self.blocks_per_row)
@@ -113,45 +106,27 @@ class Bench:
             yield time.perf_counter() - began
 
 
-class Barriers:
-    """Counts the barriers of the native kernels: at the end of each loop and of each step."""
-
-    def __init__(self, native: NativeCpu | None) -> None:
-        self._native = native
-        self._before = self._now()
-
-    def each_of(self, number: int) -> float | None:
-        """The barriers since the last call, for each of so many steps."""
-        before, self._before = self._before, self._now()
-        return None if self._native is None else (self._before - before) % 2**32 / number
-
-    def _now(self) -> int:
-        return self._native.pool.num_loops if self._native else 0
-
-
-def decode(
-    model: Model, native: NativeCpu | None, streams: int, args: argparse.Namespace
-) -> Result:
+def decode(model: Model, streams: int, args: argparse.Namespace) -> Result:
     prompt, tokens = args.prompt, args.tokens
     bench = Bench(model, streams, prompt + tokens, args.kv_dtype == "int8")
     first = [bench.prefill(bench.prompt(prompt), 512, row) for row in range(streams)]
     speeds, worst = [], 0.0
-    barriers = Barriers(native)
     for _ in range(args.rounds):
         steps = list(bench.decode(first, prompt, tokens))
         speeds.append(streams * len(steps) / sum(steps))
         worst = max(worst, *steps)
-    num_barriers = barriers.each_of(args.rounds * tokens)
-    return replace(_result("decode", streams, speeds, worst), num_barriers=num_barriers)
+    result = _result("decode", streams, speeds, worst)
+    step_bytes = weight_bytes(model.config, args.quantize) + streams * bench.kv_bytes(
+        prompt + tokens // 2
+    )
+    rate = result.tokens_per_s / streams * step_bytes
+    return replace(result, bytes_per_s=rate)
 
 
-def prefill(
-    model: Model, native: NativeCpu | None, tokens: int, args: argparse.Namespace
-) -> Result:
+def prefill(model: Model, tokens: int, args: argparse.Namespace) -> Result:
     bench = Bench(model, 1, tokens, args.kv_dtype == "int8")
     speeds, worst = [], 0.0
     bench.prefill(bench.prompt(tokens), args.chunk)
-    barriers = Barriers(native)
     for _ in range(args.rounds):
         prompt = bench.prompt(tokens)
         began = time.perf_counter()
@@ -159,8 +134,7 @@ def prefill(
         took = time.perf_counter() - began
         speeds.append(tokens / took)
         worst = max(worst, took)
-    result = _result(f"prefill {tokens}", 1, speeds, worst)
-    return replace(result, num_barriers=barriers.each_of(args.rounds))
+    return _result(f"prefill {tokens}", 1, speeds, worst)
 
 
 def _result(what: str, streams: int, speeds: Sequence[float], worst_s: float) -> Result:
@@ -168,18 +142,12 @@ def _result(what: str, streams: int, speeds: Sequence[float], worst_s: float) ->
     return Result(what, streams, median, min(speeds), max(speeds), 1000 * worst_s)
 
 
-def with_floor(result: Result, work: floors.Work, rates: floors.Rates, tokens: int) -> Result:
-    """`work` of so many tokens."""
-    return replace(result, of_floor=result.tokens_per_s * work.floor_s(rates) / tokens)
-
-
-def load(args: argparse.Namespace) -> tuple[Model, NativeCpu | None]:
+def load(args: argparse.Namespace) -> Model:
     dtype = torch.float32 if args.dtype == "float32" else torch.bfloat16
     backend = kvops.backend(args.backend)
     if backend.native is not None:
         backend.native.assign([Lane(cpu) for cpu in args.cpus] or [Lane()] * args.threads)
-    model = load_model(args.model, dtype, backend, quantize=args.quantize, cache=args.cache)
-    return model, backend.native
+    return load_model(args.model, dtype, backend, quantize=args.quantize, cache=args.cache)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -195,7 +163,6 @@ def parser() -> argparse.ArgumentParser:
     common.add_argument("--cpus", type=int, nargs="*", default=[], help="pin a thread to each")
     common.add_argument("--cache", type=Path, default=Path("~/.cache/quire").expanduser())
     common.add_argument("--rounds", type=int, default=3)
-    common.add_argument("--floor", action="store_true", help="measure what is possible, too")
     common.add_argument("--json", action="store_true")
     one = commands.add_parser("decode", parents=[common])
     one.add_argument("--streams", type=int, nargs="+", default=[1, 8, 16])
@@ -208,86 +175,57 @@ def parser() -> argparse.ArgumentParser:
     three.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 512])
     three.add_argument("--context", type=int, default=192, help="positions of a decoding row")
     three.add_argument("--shared", type=int, default=0, help="of them, in blocks of all rows")
-    four = commands.add_parser("sampling", parents=[common])
-    four.add_argument("--streams", type=int, nargs="+", default=[16])
-    four.add_argument("--context", type=int, default=256, help="tokens of a row, half generated")
-    five = commands.add_parser("structured", parents=[common])
-    five.add_argument("--streams", type=int, nargs="+", default=[16])
-    five.add_argument("--context", type=int, default=256, help="tokens of a row")
-    six = commands.add_parser("adapters", parents=[common])
-    six.add_argument("--streams", type=int, nargs="+", default=[16])
-    six.add_argument("--context", type=int, default=256, help="tokens of a row")
-    six.add_argument("--rank", type=int, default=16)
+    for name in ("sampling", "structured", "adapters"):
+        four = commands.add_parser(name, parents=[common])
+        four.add_argument("--streams", type=int, nargs="+", default=[16])
+        four.add_argument("--context", type=int, default=256, help="tokens of a row")
+    commands.choices["adapters"].add_argument("--rank", type=int, default=16)
     return parser
-
-
-def results(
-    args: argparse.Namespace, model: Model, native: NativeCpu | None
-) -> Iterator[tuple[Result, floors.Work, int]]:
-    """Each with its work, and the tokens that this work is for."""
-    if args.command == "decode":
-        for streams in args.streams:
-            result = decode(model, native, streams, args)
-            context = args.prompt + args.tokens / 2
-            in_int8 = args.kv_dtype == "int8"
-            work = floors.decode_step(model.config, streams, context, args.quantize, in_int8)
-            yield result, work, streams
-    else:
-        for tokens in args.tokens:
-            result = prefill(model, native, tokens, args)
-            yield result, floors.prefill_of(model.config, tokens, args.quantize), tokens
 
 
 def show(result: Result, as_json: bool) -> None:
     if as_json:
         print(json.dumps(asdict(result)), flush=True)
         return
-    share = "" if result.of_floor is None else f", {result.of_floor:.0%} of what is possible"
     rate = f"{result.tokens_per_s:>9.1f} tok/s ({result.lowest:.1f} .. {result.highest:.1f})"
-    worst = f"worst {result.worst_step_ms:.1f} ms"
-    counts = f", reads {(result.read_bytes or 0) / 1e6:.0f} MB"
-    if result.num_barriers is not None:
-        counts += f", {result.num_barriers:.0f} barriers"
-    print(
-        f"{result.what:<14}{result.streams:>4} streams {rate}, {worst}{counts}{share}", flush=True
+    line = (
+        f"{result.what:<14}{result.streams:>4} streams {rate}, worst {result.worst_step_ms:.1f} ms"
     )
+    if result.bytes_per_s is not None:
+        line += f", {result.bytes_per_s / 1e9:.1f} GB/s"
+    print(line, flush=True)
+
+
+def decode_steps(model: Model, args: argparse.Namespace) -> Iterator[object]:
+    """What is asked for beside decode steps, for each number of streams."""
+    for streams in args.streams:
+        bench = Bench(model, streams, args.context, args.kv_dtype == "int8")
+        shape, rounds = (streams, args.context), 10 * args.rounds
+        if args.command == "sampling":
+            yield from sampling(Rows(model, bench.runner, bench.table, *shape), rounds)
+        elif args.command == "adapters":
+            asked = Streams(bench.runner, bench.table, *shape)
+            yield from adapters(model, asked, args.rank, rounds)
+        else:
+            asked = Streams(bench.runner, bench.table, *shape)
+            yield from structured(model, asked, args.model, rounds)
 
 
 def main() -> None:
     args = parser().parse_args()
-    model, native = load(args)
-    num_threads = len(args.cpus) or args.threads
-    if args.command == "kernels":
-        for line in kernels(model.config, args, num_threads):
+    model = load(args)
+    if args.command == "decode":
+        for streams in args.streams:
+            show(decode(model, streams, args), args.json)
+    elif args.command == "prefill":
+        for tokens in args.tokens:
+            show(prefill(model, tokens, args), args.json)
+    elif args.command == "kernels":
+        for line in kernels(model.config, args, len(args.cpus) or args.threads):
             print(line, flush=True)
-        return
-    if args.command == "sampling":
-        for streams in args.streams:
-            bench = Bench(model, streams, args.context, args.kv_dtype == "int8")
-            rows = Rows(model, bench.runner, bench.table, streams, args.context)
-            for figure in sampling(rows, rounds=10 * args.rounds):
-                print(figure, flush=True)
-        return
-    if args.command == "adapters":
-        for streams in args.streams:
-            bench = Bench(model, streams, args.context, args.kv_dtype == "int8")
-            parts = model, bench.runner, bench.table, (streams, args.context)
-            for timing in adapters(*parts, args.rank, 10 * args.rounds):
-                print(timing, flush=True)
-        return
-    if args.command == "structured":
-        for streams in args.streams:
-            bench = Bench(model, streams, args.context, args.kv_dtype == "int8")
-            shape = streams, args.context
-            texts = StructuredRows(model, bench.runner, Path(args.model), bench.table, *shape)
-            for ratio in structured(texts, rounds=10 * args.rounds):
-                print(ratio, flush=True)
-        return
-    for result, work, tokens in results(args, model, native):
-        result = replace(result, read_bytes=work.num_bytes)
-        if args.floor:
-            result = with_floor(result, work, floors.measure(num_threads), tokens)
-        show(result, args.json)
+    else:
+        for figure in decode_steps(model, args):
+            print(figure, flush=True)
 
 
 if __name__ == "__main__":

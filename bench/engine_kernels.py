@@ -1,4 +1,4 @@
-"""The kernels of a model one by one, beside what the machine can do at most."""
+"""Times the kernels of a model one by one: seconds, bytes and operations a second."""
 
 import argparse
 import time
@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from bench import floors
 from kvops import int8_kv
+from kvops.int8_kv import SCALE_BYTES
 from kvops.native import Kind, Lane, NativeCpu, PackedLinear, aligned, packed_bytes
 from services.model.config.model_config import ModelConfig
 
@@ -29,23 +29,21 @@ def kernels(config: ModelConfig, args: argparse.Namespace, num_threads: int) -> 
     cpu = NativeCpu(num_threads)
     if args.cpus:
         cpu.assign([Lane(index) for index in args.cpus])
-    rates = floors.measure(num_threads)
-    at_most = (
-        f"{rates.read / 1e9:.1f} GB/s, {rates.bf16 / 1e9:.0f} GFLOP/s, {rates.int8 / 1e9:.0f} int8"
-    )
-    yield f"possible on {num_threads} threads: {at_most} ({cpu.isa})"
+    yield f"{num_threads} threads ({cpu.isa})"
     kind: Kind = _KINDS[args.quantize]
     for name, num_outputs, num_inputs in _linears(config):
         for rows in args.rows:
-            work = _linear_work(kind, num_outputs, num_inputs, rows)
-            yield _line(
-                name, rows, _time_linear(cpu, kind, num_outputs, num_inputs, rows), work, rates
-            )
+            seconds = _time_linear(cpu, kind, num_outputs, num_inputs, rows)
+            num_bytes = packed_bytes(kind, num_outputs, num_inputs)
+            yield _line(name, rows, seconds, num_bytes, 2 * num_outputs * num_inputs * rows)
     for rows in (rows for rows in args.rows if rows <= _MOST_DECODING):
         for in_int8 in (False, True) if args.kv_dtype == "int8" else (False,):
-            work = _attention_work(config, rows, args.context, in_int8)
             seconds = _time_attention(cpu, config, rows, args.context, args.shared, in_int8)
-            yield _line("int8 KV" if in_int8 else "attention", rows, seconds, work, rates)
+            head_bytes = config.head_dim + SCALE_BYTES if in_int8 else 2 * config.head_dim
+            num_bytes = 2 * rows * args.context * config.num_kv_heads * head_bytes
+            operations = 4 * rows * args.context * config.num_heads * config.head_dim
+            name = "int8 KV" if in_int8 else "attention"
+            yield _line(name, rows, seconds, num_bytes, operations)
 
 
 def _linears(config: ModelConfig) -> list[tuple[str, int, int]]:
@@ -61,20 +59,12 @@ def _linears(config: ModelConfig) -> list[tuple[str, int, int]]:
     ]
 
 
-def _linear_work(kind: Kind, n: int, k: int, rows: int) -> floors.Work:
-    operations = 2 * n * k * rows
-    num_bytes = packed_bytes(kind, n, k)
-    if kind == "bfloat16":
-        return floors.Work(num_bytes, operations)
-    return floors.Work(num_bytes, 0, operations)
-
-
-def _attention_work(config: ModelConfig, rows: int, context: int, in_int8: bool) -> floors.Work:
-    """The work of attention in one layer."""
-    step = floors.decode_step(config, rows, context, None, in_int8)
-    without = floors.decode_step(config, rows, 0, None)
-    num_bytes, bf16 = step.num_bytes - without.num_bytes, step.bf16 - without.bf16
-    return floors.Work(num_bytes / config.num_layers, bf16 / config.num_layers)
+def weight_bytes(config: ModelConfig, quantize: str | None) -> int:
+    """The bytes of all linears; the head is int8 in a quantized model."""
+    *layer, (_, *head) = _linears(config)
+    of_layer = sum(packed_bytes(_KINDS[quantize], n, k) for _, n, k in layer)
+    head_bytes = packed_bytes("int8" if quantize else "bfloat16", *head)
+    return config.num_layers * of_layer + head_bytes
 
 
 def _time_linear(cpu: NativeCpu, kind: Kind, n: int, k: int, rows: int) -> float:
@@ -130,8 +120,6 @@ def _seconds(calls: list[Callable[[], None]]) -> float:
     return best
 
 
-def _line(name: str, rows: int, seconds: float, work: floors.Work, rates: floors.Rates) -> str:
-    bandwidth = f"{work.num_bytes / seconds / 1e9:>6.1f} GB/s"
-    arithmetic = f"{(work.bf16 + work.int8) / seconds / 1e9:>7.0f} GFLOP/s"
-    share = f"{work.floor_s(rates) / seconds:.0%}"
-    return f"{name:<10}{rows:>5} rows {1e6 * seconds:>9.1f} us {bandwidth} {arithmetic}, {share}"
+def _line(name: str, rows: int, seconds: float, num_bytes: int, operations: int) -> str:
+    rates = f"{num_bytes / seconds / 1e9:>6.1f} GB/s {operations / seconds / 1e9:>7.0f} GFLOP/s"
+    return f"{name:<10}{rows:>5} rows {1e6 * seconds:>9.1f} us {rates}"

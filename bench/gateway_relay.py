@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from bench.counting_workers import SECRET, SPEC, run_workers
+from bench.make_checkpoint import make_checkpoint
 from blockstore.memory_registry import MemoryRegistry
 from blockstore.memory_store import MemoryStore
 from blockstore.registry import Member, Role
@@ -195,24 +195,6 @@ async def _send_round(target: Target, num_streams: int, num_tokens: int) -> list
     return load.records
 
 
-def byte_model(directory: Path) -> str:
-    """A checkpoint without weights: configuration and a tokenizer of the 256 bytes."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(directory / "tokenizer.json"))
-    sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    config = dict.fromkeys((*sizes, "intermediate_size"), 1) | {
-        "architectures": ["Qwen3ForCausalLM"],
-        "head_dim": 2,
-        "vocab_size": 256,
-        "max_position_embeddings": 1 << 20,
-    }
-    (directory / "config.json").write_text(json.dumps(config))
-    return str(directory)
-
-
 def _child(
     run: Callable[..., Coroutine[Any, Any, None]], *arguments: Any
 ) -> tuple[Connection, multiprocessing.process.BaseProcess]:
@@ -259,7 +241,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[64])
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--step-ms", type=float, default=0.0, help="0: as fast as it goes")
-    parser.add_argument("--model", help="directory with a tokenizer; default: one of bytes")
+    parser.add_argument("--model", help="directory with a tokenizer")
     parser.add_argument("--over", choices=("grpc", "http"), nargs="+", default=["grpc"])
     parser.add_argument(
         "--guard", choices=("none", "keys", "tls", "both"), nargs="+", default=["none"]
@@ -271,7 +253,7 @@ def main() -> None:
     print(_HEADER)
     print("|---|---|---|" + "---:|" * 9)
     with tempfile.TemporaryDirectory() as directory:
-        model_dir = arguments.model or byte_model(Path(directory))
+        model_dir = arguments.model or str(make_checkpoint(Path(directory) / "model"))
         write_certificates(Path(directory) / "tls")
         files = TlsFiles(*(Path(directory) / "tls" / f"gateway.{kind}" for kind in ("crt", "key")))
         combinations = itertools.product(

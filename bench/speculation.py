@@ -5,27 +5,21 @@
 
 Two `quire.LLM` in this process, one with drafts and one without, decode the same requests in turn,
 on random weights. Their tokens have to be equal. Drafts come from prompt lookup, or with
-`--draft-layers` from a model that is so many first layers of the target, with its embedding and
+`--draft-layers` from a model that has so many first layers of the target, its embedding and its
 head. Texts:
 
     repeats   a checkpoint whose greedy text goes round in a loop (`bench.make_checkpoint`). Its
               next token follows from the last one, so that its first layers often propose the same
     edits     the same at a temperature that leaves the loop now and then
-    easy      the same as repeats, with layers that say still less: the first ones nearly always
-              propose the same
-    code      a real text, for prompt lookup: the answer is the prompt with a class renamed
-    function  a real text, for prompt lookup: the answer is one function of the prompt with a
-              variable renamed, and says so
-    hotel ... real texts, for prompt lookup: answers that quote more or less of three documents
+    easy      the same as repeats, with layers that change so little that the first ones nearly
+              always propose the same
     nothing   draws at temperature 1, with a draft at every step and hardly one right. Prompt
               lookup: from a vocabulary so small that each token is in the prompt. Draft model: of
               other weights
 
 Prints a markdown table: tokens per second of decode without and with drafts, medians of the rounds,
 the ratio (lowest and highest round), the same ratio per second of CPU time, which other programs on
-the machine change less, and how many of the drafts were accepted. For real texts also the share of
-quoted tokens, and the tokens by step of a prompt lookup that knows the answer: no ratio can be
-higher.
+the machine change less, and how many of the drafts were accepted.
 """
 
 import argparse
@@ -33,44 +27,30 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench.make_checkpoint import SHAPES, make_checkpoint
-from bench.speculation_answers import ANSWERS
-from bench.speculation_texts import (
-    code_edit,
-    fewest_steps,
-    function_edit,
-    prescribed,
-    quoted_share,
-    quoting,
-)
 from quire import LLM, Sampling
-from quire.supervisor.model_source import DEMO, find_model
 from quire.types import Completion
-from services.model.text.tokenizer import Tokenizer, read_tokenizer
 
 NUM_PROMPT_TOKENS = 600
 SMALL_VOCABULARY = 512
-DEMO_FILE = find_model(DEMO).directory
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """`changes`: of the checkpoint. `temperature`: of the draws. `draft_seed`: of the draft model's
-    weights; the target has 0. `written`: the prompt and the answer of a real text
-    (`bench.speculation_texts`)."""
+    """A kind of text that the models write."""
 
     name: str
     changes: dict[str, Any]
+    """The fields of the checkpoint that differ from the shape's."""
     temperature: float
     draft_seed: int = 0
-    written: Callable[[], tuple[str, str]] | None = None
+    """The seed of the draft model's weights; the target has 0."""
 
 
 LOOPS: dict[str, Any] = {"embedding_std": 20.0, "tied": False}
@@ -78,9 +58,6 @@ TEXTS = (
     Text("repeats", LOOPS, 0.0),
     Text("edits", LOOPS, 0.07),
     Text("easy", {**LOOPS, "embedding_std": 80.0}, 0.0),
-    Text("code", {}, 0.0, written=code_edit),
-    Text("function", {}, 0.0, written=function_edit),
-    *(Text(name, {}, 0.0, written=partial(quoting, name)) for name in ANSWERS),
     Text("nothing", {"vocab_size": SMALL_VOCABULARY}, 1.0, draft_seed=1),
 )
 
@@ -133,28 +110,17 @@ def decode(
     return (num_tokens / (elapsed - first), num_tokens / cpu), answers
 
 
-def prompts_and_answer(text: Text, streams: int) -> tuple[list[list[int]], list[int]]:
-    """The tokens of the prompts, and those of the answer of a real text."""
-    if text.written is not None:
-        tokenizer = Tokenizer.from_directory(DEMO_FILE)
-        prompt, answer = (list(tokenizer.encode(part)) for part in text.written())
-        return [prompt] * streams, answer
+def measure(text: Text, streams: int, args: argparse.Namespace) -> list[Pair]:
     chance, vocabulary = random.Random(streams), text.changes.get("vocab_size", 2048)
-    return [
+    prompts = [
         [chance.randrange(260, vocabulary) for _ in range(NUM_PROMPT_TOKENS)]
         for _ in range(streams)
-    ], []
-
-
-def measure(text: Text, streams: int, args: argparse.Namespace) -> list[Pair]:
-    prompts, answer = prompts_and_answer(text, streams)
-    num_tokens = min(args.tokens, len(answer) or args.tokens)
+    ]
     sampling = Sampling(
-        temperature=text.temperature, seed=1, max_tokens=num_tokens, ignore_eos=True
+        temperature=text.temperature, seed=1, max_tokens=args.tokens, ignore_eos=True
     )
     pairs = []
-    draws = prescribed([*prompts[0], *answer]) if answer else nullcontext()
-    with draws, pair_of_models(text, args) as (without, with_drafts):
+    with pair_of_models(text, args) as (without, with_drafts):
         for llm in (without, with_drafts):
             llm.generate(prompts, Sampling(max_tokens=8, ignore_eos=True), use_tqdm=False)
         for _ in range(args.rounds):
@@ -168,21 +134,7 @@ def measure(text: Text, streams: int, args: argparse.Namespace) -> list[Pair]:
     return pairs
 
 
-def of_text(text: Text, args: argparse.Namespace) -> tuple[str, str]:
-    """The share of quoted tokens, and the tokens by step at best; empty unless it is a real
-    text."""
-    if text.written is None:
-        return "", ""
-    tokenizer = read_tokenizer(DEMO_FILE)
-    prompt, answer = text.written()
-    encoded = tokenizer.encode(answer, add_special_tokens=False)
-    ids = encoded.ids[: args.tokens]
-    best = len(ids) / fewest_steps(tokenizer.encode(prompt).ids, ids, args.drafts)
-    is_quoting = text.name in ANSWERS
-    return f"{quoted_share(answer, encoded.offsets):.0%}" if is_quoting else "", f"{best:.2f}"
-
-
-def row(text: Text, streams: int, pairs: Sequence[Pair], args: argparse.Namespace) -> str:
+def row(text: Text, streams: int, pairs: Sequence[Pair]) -> str:
     ratios = [
         sorted(pair.with_drafts[kind] / pair.without[kind] for pair in pairs) for kind in (0, 1)
     ]
@@ -193,7 +145,6 @@ def row(text: Text, streams: int, pairs: Sequence[Pair], args: argparse.Namespac
         f"{statistics.median(pair.with_drafts[0] for pair in pairs):,.0f}",
         *(f"{statistics.median(each):.2f} ({each[0]:.2f} to {each[-1]:.2f})" for each in ratios),
         f"{sum(p.num_accepted for p in pairs):,} of {sum(p.num_drafts for p in pairs):,}",
-        *of_text(text, args),
     ]
     return f"| {' | '.join(cells)} |"
 
@@ -213,17 +164,11 @@ def main() -> None:
     parser.add_argument("--quantize", default=None)
     parser.add_argument("--pool-memory", default="1GiB")
     args = parser.parse_args()
-    print(
-        "| text | streams | without, tok/s | with, tok/s | ratio | CPU time | accepted "
-        "| quoted | at best |"
-    )
-    print("|---|---:|---:|---:|---:|---:|---:|---:|---:|")
+    print("| text | streams | without, tok/s | with, tok/s | ratio | CPU time | accepted |")
+    print("|---|---:|---:|---:|---:|---:|---:|")
     for text in TEXTS:
-        is_asked = text.name in args.texts if args.texts else True
-        if text.written and args.draft_layers:
-            continue  # the draft model does not know the text
-        for streams in args.streams if is_asked else ():
-            print(row(text, streams, measure(text, streams, args), args), flush=True)
+        for streams in args.streams if text.name in (args.texts or [text.name]) else ():
+            print(row(text, streams, measure(text, streams, args)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Measures the block store's calls, at several sizes of the pool and of the call.
 
-    python bench/store.py [--pools 1000,100000,1000000] [--blocks 1,64] [--calls 500] [--url URL]
+    python bench/store.py [--pools 1000,100000,1000000] [--blocks 1,64] [--calls 500]
 
-On a Valkey of its own (on a Unix socket) unless a URL is given. Each pool is filled first: half of
+On a Valkey of its own, on a Unix socket. Each pool is filled first: half of
 its blocks are held, the other half cached. Then requests are made, round after round: each
 allocates with hashes that nobody has cached, extends by as many blocks, commits what it allocated
 and releases all. Of the new blocks half were given back by the round before, half are evicted.
@@ -21,7 +21,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -204,11 +204,9 @@ async def main() -> None:
     parser.add_argument("--pools", default="1000,100000,1000000", help="blocks of each pool")
     parser.add_argument("--blocks", default="1,64", help="blocks of each call")
     parser.add_argument("--calls", type=int, default=500, help="calls of each operation, each way")
-    parser.add_argument("--url", help="a server to measure; it must be empty and idle")
     options = parser.parse_args()
     pools, sizes = ([int(n) for n in text.split(",")] for text in (options.pools, options.blocks))
-    async with AsyncExitStack() as stack:
-        url = options.url or await stack.enter_async_context(own_server())
+    async with own_server() as url:
         await run(url, pools, sizes, options.calls)
 
 

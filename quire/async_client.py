@@ -1,8 +1,9 @@
 """The client library for asyncio."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
-from typing import Self, TypeVar
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import grpc.aio
 
@@ -12,19 +13,9 @@ from quire.error_translation import translate_errors
 from quire.errors import QuireError
 from quire.messages import Request
 from quire.progress import Progress
-from quire.types import (
-    Completion,
-    Delta,
-    Embedding,
-    Model,
-    Pool,
-    PoolAudit,
-    Prompt,
-    Sampling,
-    Scaled,
-    Worker,
-)
+from quire.types import Completion, Delta, Prompt, Sampling
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -52,6 +43,20 @@ class AsyncStream:
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self.aclose()
+
+
+def _asked(
+    make: Callable[Concatenate[Any, P], Call[T]],
+) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
+    """The method that makes a call and awaits its result."""
+
+    @wraps(make)
+    async def method(self: "AsyncClient", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        call = make(self, *args, **kwargs)
+        with self._servers(call).use_current() as server:
+            return call.read(await call.start(server))
+
+    return method
 
 
 class AsyncClient(ClientBase):
@@ -106,48 +111,16 @@ class AsyncClient(ClientBase):
         async with self.generate(prompt, sampling, model=model, timeout_s=timeout_s) as stream:
             return messages.completion([delta async for delta in stream])
 
-    async def embed(
-        self,
-        prompt: str | Sequence[int],
-        dimensions: int | None = None,
-        *,
-        model: str = "",
-        timeout_s: float | None = None,
-    ) -> Embedding:
-        return await self._ask(calls.embed(prompt, dimensions, model, timeout_s))
-
-    async def is_ready(self) -> bool:
-        return await self._ask(calls.IS_READY)
-
-    async def models(self) -> tuple[Model, ...]:
-        return await self._ask(calls.MODELS)
-
-    async def pools(self) -> tuple[Pool, ...]:
-        return await self._ask(calls.POOLS)
-
-    async def workers(self) -> tuple[Worker, ...]:
-        return await self._ask(calls.WORKERS)
-
-    async def audit(self, pool_id: str = "", timeout_s: float = 60.0) -> tuple[PoolAudit, ...]:
-        return await self._ask(calls.audit(pool_id, timeout_s))
-
-    async def drain(self, worker_id: str, *, force: bool = False) -> int:
-        return await self._ask(calls.drain(worker_id, force))
-
-    async def scale(
-        self, *, num_prefill: int | None = None, num_decode: int | None = None, model: str = ""
-    ) -> Scaled:
-        return await self._ask(calls.scale(num_prefill, num_decode, model))
-
-    async def load_adapter(self, name: str, path: str, model: str = "") -> str:
-        return await self._ask(calls.load_adapter(name, path, model))
-
-    async def unload_adapter(self, name: str) -> None:
-        await self._ask(calls.unload_adapter(name))
-
-    async def _ask(self, call: Call[T]) -> T:
-        with self._servers(call).use_current() as server:
-            return call.read(await call.start(server))
+    is_ready = _asked(calls.is_ready)
+    models = _asked(calls.models)
+    pools = _asked(calls.pools)
+    workers = _asked(calls.workers)
+    embed = _asked(calls.embed)
+    audit = _asked(calls.audit)
+    drain = _asked(calls.drain)
+    scale = _asked(calls.scale)
+    load_adapter = _asked(calls.load_adapter)
+    unload_adapter = _asked(calls.unload_adapter)
 
     async def close(self) -> None:
         for connection in (*self._gateways, *self._operations):

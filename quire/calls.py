@@ -13,7 +13,7 @@ from quire.addresses import DEFAULT_ADDRESS
 from quire.connections import Access, Connection, Connections, Tls
 from quire.messages import Request
 from quire.progress import RESUME_WINDOW_S, Progress
-from quire.types import Embedding, PoolAudit, Scaled
+from quire.types import Embedding, Model, Pool, PoolAudit, Scaled, Worker
 from quire.v1.adapters_pb2 import LoadAdapterRequest, UnloadAdapterRequest
 from quire.v1.block_manager_pb2 import (
     AuditRequest,
@@ -52,42 +52,89 @@ def _is_serving(response: HealthCheckResponse) -> bool:
     return bool(response.status == HealthCheckResponse.SERVING)
 
 
-IS_READY = Call("health", "Check", HealthCheckRequest(), _is_serving)
-MODELS = Call("inference", "ListModels", ListModelsRequest(), messages.models)
-POOLS = Call("block_manager", "ListPools", ListPoolsRequest(), messages.pools)
-WORKERS = Call("block_manager", "ListWorkers", ListWorkersRequest(), messages.workers)
+# The methods of `Client` and `AsyncClient`, which make a result of each of these calls.
+
+
+def is_ready(self: object) -> Call[bool]:
+    """Whether the service at this address serves. A gateway serves when at least one model has
+    workers of both roles."""
+    return Call("health", "Check", HealthCheckRequest(), _is_serving)
+
+
+def models(self: object) -> Call[tuple[Model, ...]]:
+    """The models that the gateway serves now."""
+    return Call("inference", "ListModels", ListModelsRequest(), messages.models)
+
+
+def pools(self: object) -> Call[tuple[Pool, ...]]:
+    """The pools of the deployment, with their counts of blocks."""
+    return Call("block_manager", "ListPools", ListPoolsRequest(), messages.pools)
+
+
+def workers(self: object) -> Call[tuple[Worker, ...]]:
+    """The workers of the deployment, with their loads."""
+    return Call("block_manager", "ListWorkers", ListWorkersRequest(), messages.workers)
 
 
 def embed(
-    prompt: str | Sequence[int], dimensions: int | None, model: str, timeout_s: float | None
+    self: object,
+    prompt: str | Sequence[int],
+    dimensions: int | None = None,
+    *,
+    model: str = "",
+    timeout_s: float | None = None,
 ) -> Call[Embedding]:
+    """Return the embedding of a text or of token ids: all values or, for models that are trained
+    for it, the first `dimensions`."""
     request = messages.embed_request(prompt, dimensions, model)
     return Call("inference", "Embed", request, messages.embedding, timeout_s)
 
 
-def audit(pool_id: str, timeout_s: float) -> Call[tuple[PoolAudit, ...]]:
+def audit(self: object, pool_id: str = "", timeout_s: float = 60.0) -> Call[tuple[PoolAudit, ...]]:
+    """Recount the block references of one pool; an empty `pool_id` means all pools."""
     request = AuditRequest(pool_id=pool_id)
     return Call("block_manager", "Audit", request, messages.audits, timeout_s)
 
 
-def drain(worker_id: str, force: bool) -> Call[int]:
+def drain(self: object, worker_id: str, *, force: bool = False) -> Call[int]:
+    """Drain a worker: it takes no new work, its requests move or finish, then it exits.
+
+    Returns the number of requests that it still runs. Draining the last worker of a role on a
+    pool needs `force`.
+    """
     request = DrainWorkerRequest(worker_id=worker_id, force=force)
     return Call("block_manager", "DrainWorker", request, lambda answer: int(answer.num_running))
 
 
-def scale(num_prefill: int | None, num_decode: int | None, model: str) -> Call[Scaled]:
+def scale(
+    self: object,
+    *,
+    num_prefill: int | None = None,
+    num_decode: int | None = None,
+    model: str = "",
+) -> Call[Scaled]:
+    """Let `quire serve` start or drain workers of a model; None leaves a role as it is. `model` may
+    be empty if the run has only one.
+
+    Returns before the workers have started or left.
+    """
     request = ScaleRequest(num_prefill=num_prefill, num_decode=num_decode, model=model)
     return Call("supervisor", "Scale", request, messages.scaled)
 
 
-def load_adapter(name: str, path: str, model: str) -> Call[str]:
+def load_adapter(self: object, name: str, path: str, model: str = "") -> Call[str]:
+    """Serve the LoRA adapter in the directory `path` of the servers as the model `name`.
+
+    `model` is the model that it is for; empty for the only one. Returns that model's name.
+    """
     request = LoadAdapterRequest(name=name, path=path, model=model)
     return Call(
         "adapters", "LoadAdapter", request, lambda answer: str(answer.model), _ADAPTER_TIMEOUT_S
     )
 
 
-def unload_adapter(name: str) -> Call[None]:
+def unload_adapter(self: object, name: str) -> Call[None]:
+    """Take no new requests for a LoRA adapter."""
     return Call("adapters", "UnloadAdapter", UnloadAdapterRequest(name=name), lambda _: None)
 
 

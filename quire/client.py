@@ -4,8 +4,9 @@ Both call a gateway over gRPC and raise the errors of `quire.errors`.
 """
 
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any, Self, TypeVar
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import grpc
 
@@ -16,19 +17,9 @@ from quire.error_translation import translate_errors
 from quire.errors import QuireError
 from quire.messages import Request
 from quire.progress import Progress
-from quire.types import (
-    Completion,
-    Delta,
-    Embedding,
-    Model,
-    Pool,
-    PoolAudit,
-    Prompt,
-    Sampling,
-    Scaled,
-    Worker,
-)
+from quire.types import Completion, Delta, Prompt, Sampling
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -90,6 +81,20 @@ class Stream:
         self.cancel()
 
 
+def _asked(
+    make: Callable[Concatenate[Any, P], Call[T]],
+) -> Callable[Concatenate[Any, P], T]:
+    """The method that makes a call and waits for its result."""
+
+    @wraps(make)
+    def method(self: "Client", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        call = make(self, *args, **kwargs)
+        with self._servers(call).use_current() as server:
+            return call.read(call.start(server))
+
+    return method
+
+
 class Client(ClientBase):
     """A connection to a gateway at `address` (host:port), or to several gateways of one deployment
     (host:port,host:port).
@@ -134,69 +139,16 @@ class Client(ClientBase):
         with self.generate(prompt, sampling, model=model, timeout_s=timeout_s) as stream:
             return messages.completion(list(stream))
 
-    def embed(
-        self,
-        prompt: str | Sequence[int],
-        dimensions: int | None = None,
-        *,
-        model: str = "",
-        timeout_s: float | None = None,
-    ) -> Embedding:
-        """Return the embedding of a text or of token ids: all values or, for models that are
-        trained for it, the first `dimensions`."""
-        return self._ask(calls.embed(prompt, dimensions, model, timeout_s))
-
-    def is_ready(self) -> bool:
-        """Whether the service at this address serves. A gateway serves when at least one model has
-        workers of both roles."""
-        return self._ask(calls.IS_READY)
-
-    def models(self) -> tuple[Model, ...]:
-        """The models that the gateway serves now."""
-        return self._ask(calls.MODELS)
-
-    def pools(self) -> tuple[Pool, ...]:
-        return self._ask(calls.POOLS)
-
-    def workers(self) -> tuple[Worker, ...]:
-        return self._ask(calls.WORKERS)
-
-    def audit(self, pool_id: str = "", timeout_s: float = 60.0) -> tuple[PoolAudit, ...]:
-        """Recount the block references of one pool; an empty `pool_id` means all pools."""
-        return self._ask(calls.audit(pool_id, timeout_s))
-
-    def drain(self, worker_id: str, *, force: bool = False) -> int:
-        """Drain a worker: it takes no new work, its requests move or finish, then it exits.
-
-        Returns the number of requests that it still runs. Draining the last worker of a role on a
-        pool needs `force`.
-        """
-        return self._ask(calls.drain(worker_id, force))
-
-    def scale(
-        self, *, num_prefill: int | None = None, num_decode: int | None = None, model: str = ""
-    ) -> Scaled:
-        """Let `quire serve` start or drain workers of a model; None leaves a role as it is.
-        `model` may be empty if the run has only one.
-
-        Returns before the workers have started or left.
-        """
-        return self._ask(calls.scale(num_prefill, num_decode, model))
-
-    def load_adapter(self, name: str, path: str, model: str = "") -> str:
-        """Serve the LoRA adapter in the directory `path` of the servers as the model `name`.
-
-        `model` is the model that it is for; empty for the only one. Returns that model's name.
-        """
-        return self._ask(calls.load_adapter(name, path, model))
-
-    def unload_adapter(self, name: str) -> None:
-        """Take no new requests for a LoRA adapter."""
-        self._ask(calls.unload_adapter(name))
-
-    def _ask(self, call: Call[T]) -> T:
-        with self._servers(call).use_current() as server:
-            return call.read(call.start(server))
+    is_ready = _asked(calls.is_ready)
+    models = _asked(calls.models)
+    pools = _asked(calls.pools)
+    workers = _asked(calls.workers)
+    embed = _asked(calls.embed)
+    audit = _asked(calls.audit)
+    drain = _asked(calls.drain)
+    scale = _asked(calls.scale)
+    load_adapter = _asked(calls.load_adapter)
+    unload_adapter = _asked(calls.unload_adapter)
 
     def close(self) -> None:
         if self._gateways.are_forked:

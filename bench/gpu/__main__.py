@@ -31,7 +31,6 @@ GROUPS = {
     "peers": 60,
     "sampling": 120,
     "model": 150,
-    "ranks": 180,
     "decode": 150,
     "speed": 150,
     "deployment": 180,

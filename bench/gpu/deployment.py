@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ LOAD = ("--prompts", "ids", "--prompt-len", "512", "--output-len", "128")
 
 def checks(machine: Machine) -> Iterator[Check]:
     yield "tokens are those of transformers, also after kills", lambda: _exactness(machine)
+    for size in (2, 4, 8):
+        yield f"tokens of {size} ranks over NCCL", partial(_ranks, machine, size)
     yield "load of Qwen3-0.6B's shape", lambda: _load(machine)
 
 
@@ -42,10 +45,17 @@ def _options(machine: Machine) -> list[str]:
     return ["--device", device, "--decode", str(NUM_DECODE), "--pool-memory", pool_memory]
 
 
-def _exactness(machine: Machine) -> Passed:
+def _ranks(machine: Machine, size: int) -> Passed:
+    """Skipped: there are too few GPUs."""
+    if machine.dry_run or (count := torch.cuda.device_count()) < size:
+        raise Skipped(f"runs only with {size} GPUs; here are {0 if machine.dry_run else count}")
+    return _exactness(machine, "--tensor-parallel-size", str(size))
+
+
+def _exactness(machine: Machine, *more: str) -> Passed:
     """Greedy tokens in fp32, where near-ties are rare; without a cache and with cached prompts;
     then of an answer in the middle of which both decode workers are killed."""
-    options = _options(machine)
+    options = [*_options(machine), *more]
     from bench.make_checkpoint import SHAPES, make_checkpoint
     from tests.e2e.deployment import serving
 

@@ -1,38 +1,57 @@
 """The groups of checks, and how a group runs."""
 
 import json
+import platform
 import time
 import traceback
 from collections.abc import Callable, Iterator
 
+import torch
+
+import kvops
 from bench.gpu import (
     arena,
     attention,
     decode,
     deployment,
-    environment,
     experts,
     model,
     operations,
-    peers,
-    ranks,
     sampling,
     sharing,
     speed,
 )
-from bench.gpu.check import Check, Failed, Machine, Skipped
+from bench.gpu.check import Check, Failed, Machine, Passed, Skipped
+
+
+def environment(machine: Machine) -> Iterator[Check]:
+    """Name the machine, and check that it can run the other checks at all."""
+    yield "PyTorch, Triton and a GPU", lambda: _environment(machine)
+
+
+def _environment(machine: Machine) -> Passed:
+    try:
+        backend = kvops.backend("triton")
+    except kvops.BackendUnavailable as error:
+        raise Failed(str(error)) from error
+    figures: dict[str, float | str] = {**backend.numerics(machine.half)}
+    figures["python"] = platform.python_version()
+    if not machine.dry_run:
+        figures["memory_gib"] = torch.cuda.get_device_properties(0).total_memory / 2**30
+        figures["capability"] = ".".join(map(str, torch.cuda.get_device_capability()))
+    return Passed(", ".join(f"{name} {value}" for name, value in figures.items()), figures)
+
 
 GROUPS: dict[str, Callable[[Machine], Iterator[Check]]] = {
-    "environment": environment.checks,
+    "environment": environment,
     "attention": attention.checks,
     "operations": operations.checks,
     "experts": experts.checks,
     "arena": arena.checks,
     "sharing": sharing.checks,
-    "peers": peers.checks,
+    "peers": sharing.peer_checks,
     "sampling": sampling.checks,
     "model": model.checks,
-    "ranks": ranks.checks,
     "decode": decode.checks,
     "speed": speed.checks,
     "deployment": deployment.checks,

@@ -1,9 +1,8 @@
 """llama.cpp, built for this machine from the sources that the package llama-cpp-python carries.
 
 `llama-batched-bench` measures the engine, `llama-server` serves. Weights go into a GGUF file: as
-they are (bfloat16), as Q8_0 (int8 in blocks of 32, a scale each), or as one of two kinds of int4:
-Q4_0 (blocks of 32, a scale each) and Q4_K_M (blocks of 32 with a scale and a minimum each, some
-tensors in 6 bits). In both kinds of int4 the head has 6 bits.
+they are (bfloat16), as Q8_0 (int8 in blocks of 32, a scale each), or as Q4_0 (int4 in blocks of 32,
+a scale each, and a head of 6 bits).
 """
 
 import os
@@ -63,10 +62,9 @@ _CONVERT = Path(__file__).parent / "inside" / "llamacpp_convert.py"
 
 @dataclass(frozen=True, slots=True)
 class LlamaCpp:
-    """`formats` has names of GGUF's types."""
-
     name: str = "llama.cpp"
     formats: Mapping[Dtype, str] = field(default_factory=_FORMATS.copy)
+    """The types of the GGUF files."""
 
     @property
     def is_ready(self) -> bool:

@@ -29,6 +29,7 @@ _ENVIRONMENT = Environment(
         "optimum-intel[openvino]==2.2.0",
         "torch==2.13.0",
         "uvicorn==0.54.0",
+        "starlette==1.10.0",
     ),
     unwanted=("torchvision",),  # not needed, and built for another PyTorch build
 )
@@ -43,20 +44,11 @@ _WEIGHTS: dict[Dtype, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class OpenVino:
-    """`activation_group`: how many activations have a scale, where they are quantized."""
-
     name: str = "openvino"
-    activation_group: int = 32
-    dtypes: tuple[Dtype, ...] = ("bfloat16", "int8", "int4")
 
     @property
     def formats(self) -> dict[Dtype, str]:
-        weights: dict[Dtype, str] = {"bfloat16": "bf16", "int8": "int8", "int4": "int4 by 128"}
-        quantized = f", activations by {self.activation_group}"
-        return {
-            dtype: weights[dtype] + ("" if dtype == "bfloat16" else quantized)
-            for dtype in self.dtypes
-        }
+        return {"bfloat16": "bf16", "int8": "int8", "int4": "int4 by 128"}
 
     @property
     def is_ready(self) -> bool:
@@ -78,7 +70,7 @@ class OpenVino:
         return directory
 
     def measure(self, model: Path, dtype: Dtype, run: EngineRun) -> list[Figure]:
-        options = (*run.arguments, *self._quantized(dtype))
+        options = (*run.arguments, *_quantized(dtype))
         return figures(self._command("engine.py", "openvino", "--model", str(model), *options))
 
     def server(self, model: Path, dtype: Dtype, options: ServerOptions) -> Command:
@@ -89,12 +81,11 @@ class OpenVino:
             "--max-num-seqs": str(options.max_num_seqs),
         }
         words = (word for flag in flags.items() for word in flag)
-        return self._command("openvino_server.py", *words, *self._quantized(dtype))
+        return self._command("openvino_server.py", *words, *_quantized(dtype))
 
     def _command(self, script: str, *arguments: str) -> Command:
         return Command((str(_ENVIRONMENT.python), str(_INSIDE / script), *arguments))
 
-    def _quantized(self, dtype: Dtype) -> tuple[str, ...]:
-        if dtype == "bfloat16":
-            return ()
-        return ("--activation-group", str(self.activation_group))
+
+def _quantized(dtype: Dtype) -> tuple[str, ...]:
+    return () if dtype == "bfloat16" else ("--activation-group", "32")

@@ -1,24 +1,11 @@
 """vLLM's CPU build, with the two libraries that its manual tells to preload: Intel's OpenMP (one of
-its dependencies) and tcmalloc (Debian's, unpacked beside the packages and not installed).
-
-In int8 it runs what compressed-tensors calls W8A8: a scale per channel of the weights, activations
-quantized per token as they come.
-"""
+its dependencies) and tcmalloc (Debian's, unpacked beside the packages and not installed)."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 from bench.peers.environment import DIRECTORY, Environment, run
-from bench.peers.peer import (
-    Command,
-    Dtype,
-    EngineRun,
-    Figure,
-    ServerOptions,
-    converted_directory,
-    figures,
-    output_of,
-)
+from bench.peers.peer import Command, Dtype, EngineRun, Figure, ServerOptions, figures
 
 _INSIDE = Path(__file__).parent / "inside"
 _TCMALLOC = DIRECTORY / "tcmalloc"
@@ -32,15 +19,11 @@ _ENVIRONMENT = Environment(
 
 @dataclass(frozen=True, slots=True)
 class Vllm:
-    """`chunk`: its `max_num_batched_tokens` in the server, None for its default. It is the length
-    of the chunks that a long prompt is computed in between steps of decode."""
-
     name: str = "vllm"
-    chunk: int | None = None
 
     @property
     def formats(self) -> dict[Dtype, str]:
-        return {"bfloat16": "bf16", "int8": "W8A8"}
+        return {"bfloat16": "bf16"}
 
     @property
     def is_ready(self) -> bool:
@@ -55,15 +38,7 @@ class Vllm:
             run("dpkg-deb", "--extract", package.name, ".", cwd=_TCMALLOC)
 
     def prepare(self, checkpoint: Path, dtype: Dtype) -> Path:
-        if dtype == "bfloat16":
-            return checkpoint
-        directory = converted_directory("vllm", checkpoint, dtype)
-        if not directory.exists():
-            unfinished = directory.with_name(f"{directory.name}-unfinished")
-            script = str(_INSIDE / "vllm_int8.py")
-            output_of(Command((str(_ENVIRONMENT.python), script, str(checkpoint), str(unfinished))))
-            unfinished.rename(directory)
-        return directory
+        return checkpoint
 
     def measure(self, model: Path, dtype: Dtype, run: EngineRun) -> list[Figure]:
         script = str(_INSIDE / "engine.py")
@@ -80,8 +55,6 @@ class Vllm:
             "--max-model-len": options.max_model_len,
             "--served-model-name": "bench",
         }
-        if self.chunk:
-            flags["--max-num-batched-tokens"] = self.chunk
         words = (str(word) for flag in flags.items() for word in flag)
         # not `vllm serve`, which asks for a package `vllm`, and this one is called otherwise
         module = (str(_ENVIRONMENT.python), "-m", "vllm.entrypoints.openai.api_server")

@@ -4,9 +4,9 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from bench.serving.report import markdown, shown
+from bench.tables import markdown, shown
 
 Better = Literal["higher", "lower"]
 
@@ -20,13 +20,11 @@ class Row:
 
 
 class Comparison:
-    """Collects a value a round for each row and contestant. `ours` is who the ratios are of; the
-    table shows `references` beside it, and no ratio counts them."""
+    """Collects a value a round for each row and contestant. The ratios are of `ours`."""
 
-    def __init__(self, ours: str, peers: Sequence[str], references: Sequence[str] = ()) -> None:
+    def __init__(self, ours: str, peers: Sequence[str]) -> None:
         self._ours = ours
-        self._references = tuple(references)
-        self._columns = (ours, *references, *peers)
+        self._columns = (ours, *peers)
         self._values: dict[Row, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
 
     def add(self, contestant: str, row: Row, value: float) -> None:
@@ -34,11 +32,7 @@ class Comparison:
 
     def ratio(self, row: Row) -> float | None:
         """Our median by the best peer's; None without one of them, or of nothing."""
-        medians = {
-            name: statistics.median(values)
-            for name, values in self._values[row].items()
-            if name not in self._references
-        }
+        medians = {name: statistics.median(values) for name, values in self._values[row].items()}
         ours = medians.pop(self._ours, None)
         if ours is None or not medians:
             return None
@@ -58,13 +52,6 @@ class Comparison:
             *(_cell(values.get(name, [])) for name in self._columns),
             "-" if ratio is None else f"{ratio:.2f}x",
             row.better,
-        ]
-
-    def as_json(self) -> list[dict[str, Any]]:
-        """Every value of every round."""
-        return [
-            {"row": row.name, "better": row.better, "values": dict(values)}
-            for row, values in self._values.items()
         ]
 
 

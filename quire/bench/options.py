@@ -51,8 +51,8 @@ class ServerOptions:
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """When sessions are sent: at random, several at a time, or by the times of a trace. The number
-    of sessions or the duration ends it, whichever is reached first."""
+    """When sessions are sent: at random, or several at a time. The number of sessions or the
+    duration ends the load, whichever is reached first."""
 
     request_rate: Annotated[
         float | None,
@@ -63,7 +63,7 @@ class LoadOptions:
     ] = None
     num_requests: Annotated[
         int | None,
-        _load(metavar="N", min=1, help="number of sessions; default: 100, a whole trace"),
+        _load(metavar="N", min=1, help="number of sessions; default: 100"),
     ] = None
     duration: Annotated[
         float | None,
@@ -94,12 +94,6 @@ class WorkloadOptions:
     turns: Annotated[
         int, _work(metavar="N", min=1, help="requests of a session, each after the answer (chat)")
     ] = 1
-    trace: Annotated[
-        Path | None,
-        _work(metavar="FILE", exists=True, dir_okay=False, help="replay a trace, Mooncake's JSONL"),
-    ] = None
-    trace_speed: Annotated[float, _work(metavar="F", min=1e-6, help="2: twice as fast")] = 1.0
-    trace_scale: Annotated[float, _work(metavar="F", min=1e-6, help="0.1: a tenth as long")] = 1.0
     prompts: Annotated[
         Literal["text", "ids"], _work(help="text of common words, or token ids (exact lengths)")
     ] = "text"
@@ -123,7 +117,6 @@ class ResultOptions:
             help="count requests within these limits: ttft, tpot, e2e; such as ttft:500 tpot:50",
         ),
     ] = None
-    html: Annotated[Path | None, _result(metavar="FILE", help="write a report with charts")] = None
     json_file: Annotated[
         Path | None, _result(metavar="FILE", help="write the figures and every request")
     ] = None

@@ -68,11 +68,9 @@ def _work(
     if concurrency is not None:
         load.num_sessions = options.num_requests
         return lambda: load.closed_loop(sessions, concurrency, options.ramp)
-    if options.request_rate is not None:
-        times = poisson(options.request_rate, options.ramp, options.seed)
-        timed = (Session(each.turns, due) for due, each in zip(times, sessions, strict=False))
-    else:
-        timed = (each for each in sessions)
+    assert options.request_rate is not None
+    times = poisson(options.request_rate, options.ramp, options.seed)
+    timed = (Session(each.turns, due) for due, each in zip(times, sessions, strict=False))
     planned = list(itertools.takewhile(lambda s: limit_s is None or s.due < limit_s, timed))
     load.num_sessions = len(planned)
     return lambda: load.open_loop(planned)

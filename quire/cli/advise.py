@@ -44,7 +44,7 @@ app = typer.Typer(help="Recommend settings for a recorded workload.", add_comple
 
 @dataclass(frozen=True)
 class AdvisorFlags:
-    """Flags that are also flags of `python -m advisor`."""
+    """The options of the advisor's process."""
 
     workload: Annotated[
         Path,
@@ -69,9 +69,9 @@ class AdvisorFlags:
     requests: Annotated[
         int, Option(min=1, metavar="N", help="use the last N requests of the workload")
     ] = 2000
-    weights_cache: Annotated[
-        str | None, Option(metavar="DIR", help="as for `quire serve`; default: ~/.cache/quire")
-    ] = None
+    weights_cache: Annotated[str, Option(metavar="DIR", help="as for `quire serve`")] = (
+        "~/.cache/quire"
+    )
 
 
 def block_size(flags: AdvisorFlags, as_json: Json = False) -> int:
@@ -98,7 +98,7 @@ app.callback()(lambda: None)
 
 
 def _run_advisor(options: dict[str, Any]) -> dict[str, Any]:
-    command = module_command("advisor", **options)
+    command = module_command("advisor", json.dumps(options, default=str))
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     try:
         found: dict[str, Any] = json.loads(done.stdout)

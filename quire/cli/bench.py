@@ -69,16 +69,13 @@ def _check(
     server: ServerOptions, load: LoadOptions, workload: WorkloadOptions, results: ResultOptions
 ) -> None:
     """Raise BadParameter for flags that do not go together."""
-    chosen = [load.request_rate is not None, load.concurrency is not None, bool(workload.trace)]
-    if sum(chosen) != 1:
-        raise BadParameter("choose one of --request-rate, --concurrency and --trace")
+    if (load.request_rate is None) == (load.concurrency is None):
+        raise BadParameter("choose one of --request-rate and --concurrency")
     if (workload.turns > 1 or server.chat) and workload.prompts == "ids":
         raise BadParameter("chats and --turns need text; --prompts ids sends none")
-    if workload.trace and workload.turns > 1:
-        raise BadParameter("a trace has no --turns")
-    for path in filter(None, (results.html, results.json_file)):
-        if path.is_dir() or not path.parent.is_dir():
-            raise BadParameter(f"{path} cannot be written: it is a directory, or in none")
+    path = results.json_file
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        raise BadParameter(f"{path} cannot be written: it is a directory, or in none")
     try:
         is_object = isinstance(json.loads(server.extra_body), dict)
     except ValueError:
@@ -108,7 +105,7 @@ def _sessions(
     """Return a function that makes the sessions of the warm-up (if its argument is true) or of the
     run, and the number of sessions to run."""
     from quire.bench.prompts import COMMON_WORDS, Prompts, single_token_words
-    from quire.bench.workload import block_drawer, read_trace, synthetic, trace
+    from quire.bench.workload import synthetic
 
     words = single_token_words(flags.tokenizer) if flags.tokenizer else COMMON_WORDS
     chosen = None if flags.prompts == "ids" else words
@@ -117,13 +114,8 @@ def _sessions(
         seed = load.seed + (1 << 32) * is_warmup
         return synthetic(Prompts(seed, chosen, flags.vocab_size), flags)
 
-    if flags.trace is None:
-        default = 100 if load.duration is None else None
-        return drawn, load.num_requests or default
-    draw_block = block_drawer(chosen, flags.vocab_size, load.seed)
-    lines = read_trace(flags.trace, load.num_requests)
-    recorded = trace(lines, flags.trace_speed, flags.trace_scale, draw_block)
-    return lambda is_warmup: drawn(True) if is_warmup else iter(recorded), len(recorded)
+    default = 100 if load.duration is None else None
+    return drawn, load.num_requests or default
 
 
 async def _run(
@@ -188,11 +180,8 @@ async def _target(gateway: GatewayFlags, server: ServerOptions) -> "tuple[Target
 
 
 def _report(result: "Result", flags: ResultOptions) -> None:
-    from quire.bench.report import html
     from quire.cli.bench_live import print_report
 
-    if flags.html:
-        flags.html.write_text(html(result.as_json(), result.records))
     if flags.json_file:
         requests = [record.as_json() for record in result.records]
         flags.json_file.write_text(json.dumps(result.as_json() | {"requests": requests}))

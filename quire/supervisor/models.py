@@ -3,15 +3,15 @@
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import get_type_hints
 
 from quire.names import name_problem
+from quire.options.flag import flag_of
+from quire.options.worker import WorkerOptions
 from quire.supervisor.errors import WrongModels
 from quire.supervisor.model_source import DEMO, find_model, with_draft_directory
 from quire.supervisor.options import MAX_SERVICES, ServeOptions
-from quire.supervisor.worker_options import WorkerOptions
 
 ROLES = ("prefill", "decode")
 _MEMORY = ("POOL_MEMORY", "GPU_MEMORY_UTILIZATION")
@@ -107,7 +107,7 @@ def _check_names(models: Sequence[ModelOptions]) -> None:
 
 def _with_own_options(models: list[ModelOptions], options: ServeOptions) -> list[ModelOptions]:
     """The models with the options that were set for one of them."""
-    known = {field.name for field in fields(WorkerOptions)}
+    known = WorkerOptions.model_fields
     by_name = {model.name: model for model in models}
     for text in options.own or ():
         place, equals, value = text.partition("=")
@@ -132,7 +132,7 @@ def _with_own_options(models: list[ModelOptions], options: ServeOptions) -> list
 
 def _parsed(text: str, option: str, value: str) -> str:
     """Return the value of an option as its flag reads it. Raises WrongModels if it cannot."""
-    parser = get_type_hints(WorkerOptions, include_extras=True)[option].__metadata__[0].parser
+    parser = flag_of(WorkerOptions.model_fields[option]).parser
     try:
         return value if parser is None else str(parser(value))
     except ValueError as error:

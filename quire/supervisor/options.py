@@ -1,16 +1,18 @@
 """The options of `quire serve`. A field is a flag: its name, its help and the services that get it
-are declared once, here or in the classes that pass their fields to services."""
+are declared once, here or in `quire.options`."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, make_dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from typer import Argument, Option
 
-from quire.supervisor.gateway_options import GatewayOptions
+from quire.options.flag import annotation
+from quire.options.gateway import GatewayOptions
+from quire.options.shared import Options
+from quire.options.worker import WorkerOptions
 from quire.supervisor.model_source import DEMO
-from quire.supervisor.worker_options import SharedOptions, WorkerOptions, network
 
 DEFAULT_DRAIN_S = 10.0
 DEFAULT_HOST = "127.0.0.1"
@@ -25,6 +27,7 @@ MAX_SERVICES = 64
 """The most services of one role. A larger number on one host is a typing error."""
 
 _number = partial(Option, metavar="N", max=MAX_SERVICES)
+network = partial(Option, rich_help_panel="Network", show_default=False)
 _port = partial(Option, rich_help_panel="Network", metavar="PORT", min=0, max=65535)
 
 
@@ -142,8 +145,21 @@ class RunOptions:
     ] = "info"
 
 
+def _service_flags() -> Any:
+    """A dataclass that has a field for each option of workers and gateways, as typer reads it."""
+    found = {**WorkerOptions.model_fields, **GatewayOptions.model_fields}
+    flags = [
+        (name, annotation(name, field), False if field.annotation is bool else None)
+        for name, field in found.items()
+    ]
+    return make_dataclass("ServiceFlags", flags, frozen=True)
+
+
+ServiceFlags = _service_flags()
+
+
 @dataclass(frozen=True)
-class ServeOptions(GatewayOptions, WorkerOptions, RunOptions):
+class ServeOptions(ServiceFlags, RunOptions):  # type: ignore[misc]  # made from `quire.options`
     """The options of one run. None leaves a setting to the services' environment variables and
     defaults."""
 
@@ -168,10 +184,10 @@ class ServeOptions(GatewayOptions, WorkerOptions, RunOptions):
     def is_on_gpu(self) -> bool:
         return self.device not in (None, "cpu")
 
-    def settings(self, services: type[SharedOptions]) -> dict[str, str]:
+    def settings(self, services: type[Options]) -> dict[str, str]:
         """The settings that the user has chosen for the services whose options `services` has, by
         name in capitals."""
-        chosen = {field.name: getattr(self, field.name) for field in fields(services)}
+        chosen = {name: getattr(self, name) for name in services.model_fields}
         return {
             name.upper(): "true" if value is True else str(value)
             for name, value in chosen.items()

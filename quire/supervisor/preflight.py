@@ -5,11 +5,11 @@ import os
 import subprocess
 from collections.abc import Iterator, Sequence
 
+from quire.options.gateway import GatewayOptions
+from quire.options.worker import WorkerOptions
 from quire.supervisor.child import ChildSpec, Stage
 from quire.supervisor.errors import WrongOptions
-from quire.supervisor.gateway_options import GatewayOptions
 from quire.supervisor.options import ServeOptions
-from quire.supervisor.worker_options import WorkerOptions
 
 
 def specs_to_check(options: ServeOptions, specs: Sequence[ChildSpec]) -> Iterator[ChildSpec]:

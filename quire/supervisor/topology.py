@@ -14,9 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from quire.module_command import service_command
+from quire.options.gateway import GatewayOptions
 from quire.supervisor import service, valkey
 from quire.supervisor.child import ChildSpec, Stage
-from quire.supervisor.gateway_options import GatewayOptions
 from quire.supervisor.models import ROLES, ModelOptions, aliases
 from quire.supervisor.options import ServeOptions
 from quire.supervisor.run_directory import metrics_directory

@@ -19,7 +19,8 @@ from pydantic_settings import SettingsConfigDict
 
 from blockstore.acl import acl_file
 from quire.certificates import CertificateError, write_certificates
-from services.runtime.config import ServiceSettings, SeveralTexts
+from quire.options.shared import SeveralTexts
+from services.runtime.config import ServiceSettings
 from services.runtime.errors import StartupError
 from services.runtime.logging import get_logger
 from services.runtime.process import run_service

@@ -1,72 +1,41 @@
 """Settings of the gateway, from QUIRE_GATEWAY_* variables."""
 
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 from prometheus_client import CollectorRegistry
-from pydantic import BaseModel, ConfigDict, Field, field_validator
-from pydantic_settings import NoDecode, SettingsConfigDict
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
 
-from quire.choices import ReasoningParser, ToolCallParser
+from quire.options.gateway import ListenerOptions, RequestOptions
+from quire.options.shared import SeveralTexts
 from services.gateway.access.keyring import Keyring
 from services.gateway.access.local_only import DashboardSetting
-from services.gateway.models.generation_config import AUTO
 from services.gateway.models.model_names import parse_aliases
-from services.runtime.config import SeveralTexts, env_prefix, split_by_commas
+from services.runtime.config import env_prefix
 from services.runtime.metrics import KeyringMetrics
 from services.runtime.rpc.tls import TlsFiles, given_files, service_tls
 from services.runtime.tracing.opening import TracedSettings, check_tracing
 
 
-class UserOptions(BaseModel):
+class UserOptions(RequestOptions):
     """The settings that the gateway's parts need, also where no service runs them."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     models: SeveralTexts = Field(
         default=(),
-        description="the deployment's models, by commas: while one has no workers, its requests "
-        "wait and then fail as unavailable; those for another model fail as not found",
+        description="the deployment's models, by commas: a request for one of them that has no "
+        "workers waits patience_s and then fails with 503; for any other model it fails with 404",
     )
     model_aliases: SeveralTexts = Field(
         default=(),
         description="more names of models, by commas: ALIAS=MODEL",
     )
-    generation_config: str = Field(
-        default=AUTO,
-        description="default sampling parameters: auto (the model's generation_config.json), vllm "
-        "(none), or a directory with a generation_config.json",
-    )
-    override_generation_config: str | None = Field(
-        default=None,
-        description='JSON object of default sampling parameters, e.g. {"temperature": 0.5}',
-    )
-    tool_call_parser: ToolCallParser = Field(
-        default="auto",
-        description="the format of the models' tool calls; auto: that of their chat templates; "
-        "none: they have none",
-    )
-    reasoning_parser: ReasoningParser = Field(
-        default="auto", description="the tags around the models' reasoning; auto and none: as above"
-    )
-    lora: Annotated[tuple[tuple[str, str], ...], NoDecode] = Field(
-        default=(), description="LoRA adapters to serve from the start, name=directory, by commas"
-    )
-    max_loras: int = Field(
-        default=8, ge=0, description="most LoRA adapters that are served at a time"
-    )
-    max_lora_rank: int = Field(
-        default=64, ge=1, le=512, description="largest rank of a LoRA adapter"
-    )
-    client_priority: bool = Field(
-        default=False, description="requests may set a priority; without, one other than 0 fails"
-    )
     max_waiting: int = Field(
-        default=1024, ge=1, description="requests in the queue; more are refused"
-    )
-    report_cached_tokens: bool = Field(
-        default=False,
-        description="usage tells every client its cached tokens, not only one with a cache_salt",
+        default=1024,
+        ge=1,
+        description="requests that may wait; more are refused with RESOURCE_EXHAUSTED. A client "
+        "holds at most a quarter of them while other clients wait, and three quarters while it is "
+        "alone",
     )
     patience_s: float = Field(
         default=5.0, ge=0, description="how long a request waits while no worker can take any"
@@ -75,25 +44,13 @@ class UserOptions(BaseModel):
         default=1.0, ge=0, description="how often decode workers' loads are compared; 0: never"
     )
     target_ttft_s: float = Field(
-        default=1.0, gt=0, description="time to first token for which workers are recommended"
+        default=1.0,
+        gt=0,
+        description="time to first token for which quire:recommended_workers plans",
     )
     target_inter_token_s: float = Field(
-        default=0.1, gt=0, description="inter-token latency for which workers are recommended"
+        default=0.1, gt=0, description="inter-token latency for which it plans"
     )
-
-    @field_validator("lora", mode="before")
-    @classmethod
-    def _adapters(cls, value: object) -> object:
-        """ValueError: not name=directory, or a name twice."""
-        pairs = split_by_commas(value)
-        if not isinstance(pairs, list | tuple) or not all(isinstance(one, str) for one in pairs):
-            return pairs
-        found = [tuple(part.strip() for part in one.partition("=")[::2]) for one in pairs]
-        if not all(name and directory for name, directory in found):
-            raise ValueError(f"{value!r} is not name=directory, by commas")
-        if len({name for name, _ in found}) < len(found):
-            raise ValueError("a name of an adapter twice")
-        return tuple(found)
 
 
 class GatewayOptions(UserOptions):
@@ -117,7 +74,7 @@ class GatewayOptions(UserOptions):
     """How long a request pauses for a client that does not read. Its blocks stay held meanwhile."""
 
 
-class GatewaySettings(TracedSettings, UserOptions):
+class GatewaySettings(TracedSettings, ListenerOptions, UserOptions):
     model_config = SettingsConfigDict(env_prefix="QUIRE_GATEWAY_")
     service: ClassVar[str] = "gateway"
 
@@ -131,21 +88,11 @@ class GatewaySettings(TracedSettings, UserOptions):
         default=None,
         description="directory of other services' sockets of metrics, which /metrics has too",
     )
-    allowed_hosts: SeveralTexts = Field(
-        default=(),
-        description="hosts, by commas, that HTTP requests may be for: a name, an address, or "
-        "*.example.com; none: any",
-    )
     dashboard: DashboardSetting = Field(
         default="auto",
-        description="the page at / of http_port: auto shows it to users of this host, if the "
-        "gateway listens only there, on to everybody who reaches the port, off to nobody",
-    )
-    stream_ping_s: float = Field(
-        default=15.0,
-        ge=0,
-        description="how long an HTTP stream may be silent before it sends a comment, so that "
-        "proxies do not cut it; 0: it sends none",
+        description="the [dashboard](observing.md#dashboard) at / of http_port: auto shows it to "
+        "operators' keys or, without API keys, to users of this host, if host is a loopback "
+        "address; on: to everybody who reaches the port; off: to nobody",
     )
     operations_port: int | None = Field(
         default=None,
@@ -158,39 +105,6 @@ class GatewaySettings(TracedSettings, UserOptions):
         default=None,
         description="gRPC address of the supervisor that scales the workers; none: no supervisor",
     )
-    public_tls_cert: Path | None = Field(
-        default=None, description="certificate for clients, over gRPC and HTTP; none: no TLS"
-    )
-    public_tls_key: Path | None = Field(default=None, description="its key")
-    public_client_ca: Path | None = Field(
-        default=None,
-        description="the CA whose certificates clients must have; none: clients need none",
-    )
-    cors_origins: SeveralTexts = Field(
-        default=(),
-        description="origins, by commas, whose web pages may call the HTTP API; *: all",
-    )
-    api_keys_file: Path | None = Field(
-        default=None,
-        description="file of API keys (`quire keys`), read again when it changes; none: no keys",
-    )
-    trace_ratio: float = Field(
-        default=1.0,
-        ge=0,
-        le=1,
-        description="share of the requests to trace whose client has sent no traceparent; one that "
-        "has is traced if it says so",
-    )
-
-    @field_validator("allowed_hosts")
-    @classmethod
-    def _hosts(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
-        for host in hosts:
-            if "*" in host.removeprefix("*.") and host != "*":
-                raise ValueError(
-                    f"{host!r}: * stands only for all, or for a first part, as in *.a.b"
-                )
-        return hosts
 
     def check(self) -> None:
         check_tracing(self)

@@ -10,12 +10,13 @@ import os
 import socket
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field, SecretStr, ValidationError
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict, SettingsError
+from pydantic import Field, SecretStr, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from blockstore.redaction import without_password
+from quire.options.flag import plain
 from services.runtime.errors import StartupError
 
 ENDING_S = 5.0
@@ -25,16 +26,6 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["auto", "console", "json", "supervised"]
 """`supervised`: as `console`, without the time, which the supervisor of `quire serve` adds."""
 
-
-def split_by_commas(value: object) -> object:
-    """The value of a setting that is a list, before its check."""
-    if not isinstance(value, str):
-        return () if value is None else value
-    return tuple(item.strip() for item in value.split(",") if item.strip())
-
-
-SeveralTexts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_by_commas)]
-"""A setting that is a list, written with commas."""
 
 _WILDCARD_HOSTS = frozenset({"", "0.0.0.0", "::"})
 
@@ -49,33 +40,47 @@ class ServiceSettings(BaseSettings):
     """
 
     model_config = SettingsConfigDict(
-        frozen=True, extra="forbid", validate_default=True, env_parse_none_str="none"
+        frozen=True,
+        extra="forbid",
+        validate_default=True,
+        env_parse_none_str="none",
+        enable_decoding=False,
     )
 
     service: ClassVar[str] = "service"
 
     redis_url: str = Field(
         default="redis://127.0.0.1:6379/0",
-        description="Redis or Valkey: redis://, rediss://, unix:// or sentinel://, several hosts",
+        description="Redis >= 7 or Valkey: redis://, rediss:// or unix://, also [several hosts, a "
+        "cluster or a Sentinel](failures.md#redis-cluster-and-failover)",
     )
     redis_password_file: Path | None = Field(
         default=None,
-        description="file with the password for redis_url; default: the one in the URL",
+        description="file with the password of the user in redis_url (redis://quire@host:6379); "
+        "none: the password is in the URL, or there is none",
     )
     redis_patience_s: float = Field(
         default=10.0, ge=0, description="how long the start waits for an answer of Redis"
     )
-    host: str = Field(default="127.0.0.1", description="address to listen on")
-    port: int = Field(default=0, ge=0, le=65535, description="gRPC port; 0 takes a free one")
+    host: str = Field(
+        default="127.0.0.1", description="address to listen on; :: takes IPv4 and IPv6"
+    )
+    port: int = Field(
+        default=0,
+        ge=0,
+        le=65535,
+        description="gRPC port, of the first of several workers; 0 takes a free one",
+    )
     advertise_host: str | None = Field(
         default=None,
-        description="host that others reach this service by; default: host, or the hostname",
+        description="host by which other services reach this one; none: host, or the hostname if "
+        "host is 0.0.0.0",
     )
     metrics_port: int | None = Field(
         default=None,
         ge=0,
         le=65535,
-        description="Prometheus port; 0 takes a free one, none: no endpoint",
+        description="Prometheus port, of the first of several workers; 0: a free one, none: none",
     )
     metrics_socket: Path | None = Field(
         default=None,
@@ -83,25 +88,35 @@ class ServiceSettings(BaseSettings):
     )
     log_level: LogLevel = Field(default="info", description="the lowest level that is logged")
     log_format: LogFormat = Field(
-        default="auto", description="auto: console on a terminal, else JSON"
+        default="auto",
+        description="console (a line for people) or json (every key); auto: console on a terminal; "
+        "supervised: as console, without the time, as `quire serve` sets it at a terminal",
     )
     stop_grace_s: float = Field(
-        default=15.0, ge=0, description="how long this process may take to end after SIGTERM"
+        default=15.0,
+        ge=0,
+        description="how long the process may take to end after SIGTERM: running requests may "
+        "finish or move until 5 s before the limit; --drain-time of `quire serve` sets it",
     )
     run_dir: Path = Field(
         default_factory=lambda: Path(f"/dev/shm/quire-{os.getuid()}/default"),
-        description="directory of this deployment on this host",
+        description="the deployment's directory on this host; default: /dev/shm/quire-UID/default",
     )
     secret: SecretStr | None = Field(
-        default=None, description="the deployment's secret, the same for all of its services"
+        default=None,
+        description="[the deployment's secret](access.md#who-may-do-what), at least 16 bytes, the "
+        "same for all of its services",
     )
     secret_file: Path | None = Field(
-        default=None, description="file with the secret; default: run_dir/secret, made when missing"
+        default=None,
+        description="file with the secret, of the service's user and of mode 0600; without secret "
+        "and secret_file: run_dir/secret, made when missing",
     )
 
     tls_cert: Path | None = Field(
         default=None,
-        description="certificate for connections between services (`quire certs`); none: no TLS",
+        description="certificate for [connections between services](../security.md#tls); none: "
+        "no TLS",
     )
     tls_key: Path | None = Field(default=None, description="its key")
     tls_ca: Path | None = Field(
@@ -164,10 +179,11 @@ def env_prefix(cls: type[ServiceSettings]) -> str:
 
 
 def variables(cls: type[ServiceSettings]) -> dict[str, str]:
-    """The variables that the service reads, with their descriptions."""
+    """The variables that the service reads, with what they mean."""
     prefix = env_prefix(cls)
     return {
-        prefix + name.upper(): field.description or "" for name, field in cls.model_fields.items()
+        prefix + name.upper(): plain(field.description or "")
+        for name, field in cls.model_fields.items()
     }
 
 

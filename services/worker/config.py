@@ -1,18 +1,15 @@
 """Settings of prefill and decode workers."""
 
 import os
-import re
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from quire.choices import Attention, Backend, Dtype, Isa, KvDtype, Numa, Preemption, Quantize
 from quire.files import default_name
+from quire.options.worker import WorkerOptions
 from quire.sizes import parse_size
-from quire.speculative_config import SpeculativeConfig
 from quire.supervisor.errors import ModelNotFound
 from quire.supervisor.model_source import DEMO, find_model
 from services.model.checkpoint.reading import read_model_config
@@ -31,77 +28,13 @@ from services.worker.preflight import check_pool, check_quantize
 _BATCHED_TOKENS, _BATCHED_TOKENS_ON_GPU = 512, 8192
 
 
-class WorkerSettings(TracedSettings, PoolServiceSettings):
+class WorkerSettings(WorkerOptions, TracedSettings, PoolServiceSettings):
     """Settings of a worker. Each `auto` is resolved once at start, and logged."""
 
     service: ClassVar[Literal["prefill", "decode"]]
 
     model: Path = Field(description="checkpoint directory in Hugging Face format, or a GGUF file")
     model_name: str = Field("", description="name that clients use; default: the directory's")
-    dtype: Dtype = Field(
-        "auto", description="of weights and activations; auto: as in the checkpoint"
-    )
-    kv_dtype: KvDtype = Field(
-        "auto",
-        description="of keys and values; auto: as dtype; int8: with a scale for each head of a "
-        "position",
-    )
-    quantize: Quantize = Field(
-        "auto",
-        description="auto: as in the checkpoint; none: in dtype, dequantized if the checkpoint is "
-        "quantized; int8: linears of 8-bit weights in groups of 32 inputs; int4: of 4-bit weights "
-        "in groups of 64 inputs, with an int8 head; int4-32, int4-128: in groups of this size",
-    )
-    weights_cache: Path | None = Field(
-        Path("~/.cache/quire"),
-        validate_default=True,
-        description="directory of packed weights, made once and mapped by all of this host's "
-        "workers; none: each packs its own",
-    )
-    device: str = Field(
-        "cpu",
-        description="cpu, or a GPU: cuda:0; the first GPU of several ranks, or all of them: "
-        "cuda:0,cuda:2; memfd:0 (for tests) computes on the CPU, and keeps its pool as on a GPU",
-    )
-    gpu_memory_utilization: float = Field(
-        0.9,
-        gt=0,
-        le=1,
-        description="share of the GPU's memory for the pool and all workers of this deployment; "
-        "without effect if pool_memory is set",
-    )
-    backend: Backend = Field(
-        "auto", description="kernels that compute; auto: cpu, or triton on a GPU"
-    )
-    attention: Attention = Field(
-        "auto",
-        description="who computes attention beside the backend triton; auto: on Hopper and "
-        "Blackwell flashinfer, then flash, then triton, the first that is installed and serves the "
-        "model; the others have attention of their own",
-    )
-    enforce_eager: bool = Field(
-        False, description="launch every kernel of a decode step; false: replay it as a CUDA graph"
-    )
-    isa: Isa = Field(
-        "auto",
-        description="instruction set of the backend cpu; auto: the best that this CPU has, by "
-        "measurement where that is in doubt; the same for all workers of a host",
-    )
-    tensor_parallel_size: int = Field(
-        1,
-        description="ranks of a worker: processes that divide the model's weights and KV heads, "
-        "each on a device of its own; the same for all workers of a pool",
-    )
-    block_size: int = Field(16, ge=1, le=1024, description="tokens a KV block")
-    pool_memory: str = Field(
-        "", description="KV pool's size, e.g. 2GiB; empty: half of what is free beside the weights"
-    )
-    swap_memory: str = Field(
-        "", description="size of the swap pool, to which preempted requests are copied; empty: none"
-    )
-    preemption: Preemption = Field(
-        "auto", description="how requests are preempted; auto: swap where that costs less"
-    )
     worker_number: int | None = Field(
         None,
         ge=1,
@@ -109,45 +42,6 @@ class WorkerSettings(TracedSettings, PoolServiceSettings):
         "is its name",
     )
     num_expected_workers: int = Field(1, ge=1, description="workers that this host has to hold")
-    cpus: str = Field(
-        "auto",
-        description="CPUs that this host's workers divide, e.g. 0-3,6; auto: one of each core",
-    )
-    numa: Numa = Field(
-        "auto",
-        description="auto: with several NUMA nodes, threads and memory of a worker are on nodes of "
-        "its own; off: all CPUs are one node",
-    )
-    max_gap_ms: float = Field(
-        100.0,
-        ge=0,
-        description="from token to token of decoding streams, up to which prompts get their CPUs "
-        "too; 0: never",
-    )
-    threads: int | None = Field(
-        None, ge=1, description="threads that compute, on any CPU; none: this worker's part of cpus"
-    )
-    max_model_len: int | None = Field(
-        None, ge=2, description="longest prompt + generation; none: the model's context"
-    )
-    max_loras: int = Field(
-        8, ge=0, description="LoRA adapters that a worker keeps loaded; 0: it takes none"
-    )
-    max_lora_rank: int = Field(64, ge=1, le=512, description="largest rank of a LoRA adapter")
-    max_num_seqs: int = Field(64, ge=1, description="sequences in one step")
-    max_num_batched_tokens: int | None = Field(
-        None,
-        ge=1,
-        description=f"tokens computed in one step, at least max_num_seqs; none: {_BATCHED_TOKENS}, "
-        f"on a GPU {_BATCHED_TOKENS_ON_GPU}, or max_num_seqs where that is more",
-    )
-    speculative_config: SpeculativeConfig | None = Field(
-        None,
-        description='speculative decoding, as JSON: {"method": "ngram", "num_speculative_tokens": '
-        '5}, and for n-grams of other sizes "prompt_lookup_min" and "prompt_lookup_max"; or '
-        '{"model": "DIRECTORY", "num_speculative_tokens": 5} for drafts of a smaller model, with '
-        '"draft_kv_memory" for its KV; none: no drafts; the backend cpu only',
-    )
     step_limit_s: float = Field(
         default=120.0,
         gt=0,
@@ -173,55 +67,12 @@ class WorkerSettings(TracedSettings, PoolServiceSettings):
         name = values.get("model_name") or found.name
         return {**values, "model": found.directory, "model_name": name}
 
-    @field_validator("quantize", mode="before")
-    @classmethod
-    def _name_none(cls, quantize: str | None) -> str:
-        """The word none, which the settings of other options take for no value."""
-        return quantize or "none"
-
-    @field_validator("quantize")
-    @classmethod
-    def _check_dtype(cls, quantize: Quantize, others: ValidationInfo) -> Quantize:
-        if kind_to_make(quantize) and others.data.get("dtype") == "float32":
-            raise ValueError(f"{quantize} computes in bfloat16, and dtype is float32: choose one")
-        return quantize
-
-    @field_validator("weights_cache", mode="before")
-    @classmethod
-    def _expand_home(cls, path: str | Path | None) -> Path | None:
-        if path is None:
-            return None
-        if not str(path):
-            raise ValueError("a directory, or none")
-        with suppress(RuntimeError):  # this user has no home: `services.worker.weights_cache` warns
-            return Path(path).expanduser()
-        return Path(path)
-
-    @field_validator("max_num_batched_tokens")
-    @classmethod
-    def _check_batched_tokens(cls, num_tokens: int | None, others: ValidationInfo) -> int | None:
-        num_seqs = others.data.get("max_num_seqs", 0)
-        if num_tokens is not None and num_tokens < num_seqs:
-            raise ValueError(f"{num_tokens} is less than max_num_seqs, {num_seqs}")
-        return num_tokens
-
     @field_validator("tensor_parallel_size")
     @classmethod
     def _check_tensor_parallel_size(cls, size: int) -> int:
         if size not in SIZES:
             raise ValueError(f"{size} is not one of {', '.join(map(str, SIZES))}")
         return size
-
-    @field_validator("device")
-    @classmethod
-    def _check_device(cls, text: str) -> str:
-        names = text.split(",")
-        is_gpu = re.fullmatch(r"(cuda:\d+,)*cuda:\d+|(memfd:\d+,)*memfd:\d+", text)
-        if text != "cpu" and (is_gpu is None or len(set(names)) < len(names)):
-            raise ValueError(
-                f"{text!r} is neither cpu nor a GPU such as cuda:0, nor several different ones"
-            )
-        return text
 
     @field_validator("cpus")
     @classmethod

@@ -1,5 +1,5 @@
 """Clients open and leave connections in every way: the gateway serves, its memory stays bounded,
-and nothing of them is left. `bench.hostile` measures the delays."""
+and nothing of them is left."""
 
 import asyncio
 from collections.abc import Iterator
@@ -8,10 +8,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bench import hostile
-from bench.hostile import Attack
 from quire.client import Client
 from tests.e2e.deployment import Deployment, serving
+from tests.fuzz import attacks
+from tests.fuzz.attacks import Attack
 
 LIMIT_S = 60
 MAX_GROWTH_MIB = 200
@@ -33,11 +33,11 @@ def resident_mib(pid: int) -> float:
 @pytest.mark.parametrize(
     ("attack", "number", "port"),
     [
-        (hostile.idle, 1000, "http"),
-        (hostile.slow_loris, 200, "http"),
-        (hostile.endless_bodies, 16, "http"),
-        (hostile.cancel_storm, 50, "http"),
-        (hostile.rapid_reset, 1000, "grpc"),
+        (attacks.idle, 1000, "http"),
+        (attacks.slow_loris, 200, "http"),
+        (attacks.endless_bodies, 16, "http"),
+        (attacks.cancel_storm, 50, "http"),
+        (attacks.rapid_reset, 1000, "grpc"),
     ],
 )
 async def test_another_client_gets_its_answers_and_nothing_is_left(

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from bench.serving.synthetic import Synthetic
 from quire.cli import main
+from tests.synthetic_server import Synthetic
 
 TTFT_MS, ITL_MS, NUM_TOKENS = 60.0, 8.0, 21
 
@@ -124,7 +124,7 @@ def test_the_end_of_the_duration_is_the_end_of_the_run(
     assert 0 < found["num_output_tokens"] < 2000
 
 
-def test_without_a_terminal_the_progress_is_a_line_now_and_then(
+def test_the_progress_is_a_line_now_and_then(
     server: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quire.cli.bench_live._LINE_S", 0.1)
@@ -159,53 +159,11 @@ def test_a_shared_prefix_is_shared(server: Any, capsys: Any) -> None:
     assert prompts[0][32:] != prompts[2][32:]
 
 
-def test_a_trace_is_replayed_at_its_times(server: Any, capsys: Any, tmp_path: Path) -> None:
-    """At double speed and a quarter of the length; equal hash ids are equal blocks."""
-    synthetic, url = server
-    entries = [
-        {"timestamp": 0, "input_length": 1000, "output_length": 8, "hash_ids": [1, 2]},
-        {"timestamp": 600, "input_length": 1024, "output_length": 12, "hash_ids": [1, 3]},
-    ]
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text("".join(f"{json.dumps(entry)}\n" for entry in entries))
-    flags = ("--trace", str(trace), "--trace-speed", "2", "--trace-scale", "0.25", "--warmup", "0")
-    found = measured(url, capsys, *flags)
-    assert found["num_output_tokens"] == 2 + 3
-    first, second = (body["prompt"].split() for body in synthetic.bodies)
-    assert (len(first), len(second)) == (250, 256)
-    assert first[:128] == second[:128]
-    assert first[128:] != second[128:250]
-    early, late = synthetic.arrivals
-    assert late - early == pytest.approx(0.3, abs=0.1)
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("{}\n", "line 1 is no request of a trace"),
-        ('{"timestamp": 0, "input_length": 9000, "output_length": 1, "hash_ids": [1]}\n', "9000"),
-        ("nonsense\n", "line 1 is no request of a trace"),
-    ],
-)
-def test_a_bad_trace_is_named(text: str, reason: str, capsys: Any, tmp_path: Path) -> None:
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text(text)
-    assert main(["bench", "--url", "http://127.0.0.1:1", "--trace", str(trace)]) == 1
-    assert reason in capsys.readouterr().err
-
-
-def test_the_report_is_one_page_that_loads_nothing(
-    server: Any, capsys: Any, tmp_path: Path
-) -> None:
+def test_a_file_has_every_request(server: Any, capsys: Any, tmp_path: Path) -> None:
     _, url = server
-    page, file = tmp_path / "report.html", tmp_path / "result.json"
-    flags = ("--html", str(page), "--json-file", str(file), "--model", "<b>bold</b>")
+    file = tmp_path / "result.json"
+    flags = ("--json-file", str(file))
     measured(url, capsys, "--concurrency", "2", "--num-requests", "6", *flags)
-    text = page.read_text()
-    assert text.count("<svg") == 6
-    assert "<b>bold" not in text
-    assert "&lt;b&gt;bold" in text
-    assert not [word for word in ("<script", "src=", "href=", "@import", "url(") if word in text]
     requests = json.loads(file.read_text())["requests"]
     assert len(requests) == 6
     assert len(requests[0]["gaps_ms"]) == NUM_TOKENS - 1
@@ -214,13 +172,13 @@ def test_the_report_is_one_page_that_loads_nothing(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "choose one of --request-rate, --concurrency and --trace"),
+        ([], "choose one of --request-rate and --concurrency"),
         (["--concurrency", "1", "--request-rate", "1"], "choose one of"),
         (["--concurrency", "1", "--goodput", "speed:5"], "'speed:5' is none of ttft:MS"),
         (["--concurrency", "1", "--extra-body", "[1]"], "'[1]' is no JSON object"),
         (["--concurrency", "1", "--url", "host:8000"], "'host:8000' is no URL, such as http://"),
         (["--concurrency", "1", "--url", "ftp://host"], "'ftp://host' is no URL, such as http://"),
-        (["--concurrency", "1", "--html", "/no/where/a.html"], "cannot be written"),
+        (["--concurrency", "1", "--json-file", "/no/where/a.json"], "cannot be written"),
         (["--concurrency", "1", "--turns", "2", "--prompts", "ids"], "--prompts ids sends none"),
     ],
 )

@@ -11,22 +11,11 @@ import pytest
 import typer
 
 from quire.cli.app import app
-from services.block_manager.config import BlockManagerSettings
-from services.gateway.config import GatewaySettings
-from services.mover.config import MoverSettings
-from services.runtime.config import ServiceSettings
-from services.worker.config import WorkerSettings
+from tools import settings_page
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TREES = "advisor|blockstore|bench|deploy|docs|kernels|proto|quire|services|tests|tools"
-SETTINGS: dict[str, type[ServiceSettings]] = {
-    "Every service": ServiceSettings,
-    "Gateway": GatewaySettings,
-    "Prefill and decode workers": WorkerSettings,
-    "Block manager": BlockManagerSettings,
-    "Mover": MoverSettings,
-}
 
 
 @pytest.fixture(params=DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -96,15 +85,9 @@ def test_make_targets_exist(document: Path) -> None:
     assert set(re.findall(r"\bmake ([a-z-]+)\b(?=`|\s+#|$)", document.read_text())) <= targets
 
 
-@pytest.mark.parametrize("section", SETTINGS)
-def test_every_setting_is_documented(section: str) -> None:
-    text = (ROOT / "docs" / "operations" / "settings.md").read_text()
-    table = text.partition(f"### {section}\n")[2].partition("\n#")[0]
-    documented = set(re.findall(r"^\| `([A-Z_]+)` \|", table, re.MULTILINE))
-    fields = {name.upper() for name in SETTINGS[section].model_fields}
-    if section != "Every service":
-        fields -= {name.upper() for name in ServiceSettings.model_fields}
-    assert documented == fields
+def test_the_page_of_settings_is_generated() -> None:
+    """`python -m tools.settings_page` writes its tables from the settings of the services."""
+    assert settings_page.PAGE.read_text() == settings_page.page()
 
 
 def test_every_metric_is_documented() -> None:

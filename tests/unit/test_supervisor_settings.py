@@ -2,15 +2,13 @@
 
 import os
 from pathlib import Path
-from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
+from quire.options.worker import WorkerOptions
 from quire.supervisor import topology
-from quire.supervisor.gateway_options import GatewayOptions
 from quire.supervisor.models import ModelOptions
 from quire.supervisor.options import ServeOptions
-from quire.supervisor.worker_options import SharedOptions, WorkerOptions
 from services.block_manager.config import BlockManagerSettings
 from services.gateway.config import GatewaySettings
 from services.runtime.config import ServiceSettings, load_settings, resolved
@@ -60,22 +58,3 @@ def test_every_service_understands_what_it_is_told(monkeypatch: pytest.MonkeyPat
             assert (settings.model, settings.model_name) == (Path("/models/tiny"), "tiny")
             assert (settings.block_size, settings.threads, settings.max_num_seqs) == (32, 3, 8)
             assert (settings.swap_memory, settings.preemption) == ("1GiB", "swap")
-
-
-@pytest.mark.parametrize(
-    ("options", "settings"), [(WorkerOptions, WorkerSettings), (GatewayOptions, GatewaySettings)]
-)
-def test_every_flag_has_a_setting_with_the_same_words(
-    options: type[SharedOptions], settings: type[ServiceSettings]
-) -> None:
-    flags = get_type_hints(options)
-    assert flags.keys() <= settings.model_fields.keys()
-    for name, hint in flags.items():
-        assert _words(hint) == _words(settings.model_fields[name].annotation), name
-
-
-def _words(hint: object) -> set[object]:
-    """The words of which an option is one; none if it is no such option."""
-    if get_origin(hint) is Literal:
-        return set(get_args(hint))
-    return set().union(*map(_words, get_args(hint)))

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
+from quire.options.worker import WorkerOptions
 from quire.supervisor import topology, valkey
 from quire.supervisor.child import ChildSpec
 from quire.supervisor.models import ModelOptions
 from quire.supervisor.options import ServeOptions
 from quire.supervisor.preflight import specs_to_check
-from quire.supervisor.worker_options import WorkerOptions
 from services.runtime.config import ServiceSettings
 
 RUN = Path("/dev/shm/quire-1000/50051-a1b2c3d4")

@@ -15,7 +15,8 @@ import asyncio
 import json
 import queue
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,10 +25,10 @@ import openvino  # type: ignore[import-not-found]
 import openvino_genai as genai  # type: ignore[import-not-found]
 import uvicorn
 from engine import openvino_properties  # type: ignore[import-not-found]  # beside this file
-
-Message = dict[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
+from starlette.applications import Starlette
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, StreamingResponse
+from starlette.routing import Route
 
 
 @dataclass(eq=False, slots=True)
@@ -94,71 +95,37 @@ def _deliver(gained: list[tuple[Request, list[int] | None]]) -> None:
         request.steps.put_nowait(ids)
 
 
-class App:
-    """ASGI without a framework: two routes."""
+def app(options: argparse.Namespace) -> Starlette:
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        app.state.pipeline = Pipeline(options)
+        yield
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self._options = options
-        self._pipeline: Pipeline | None = None
+    async def health(_: HttpRequest) -> JSONResponse:
+        return JSONResponse({})
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            await self._live(receive, send)
-        elif scope["path"] == "/health":
-            await _answer(send, 200, b"{}")
-        elif scope["path"] == "/v1/completions":
-            await self._complete(receive, send)
-        else:
-            await _answer(send, 404, b"{}")
-
-    async def _live(self, receive: Receive, send: Send) -> None:
-        await receive()
-        self._pipeline = Pipeline(self._options)
-        await send({"type": "lifespan.startup.complete"})
-        await receive()
-        await send({"type": "lifespan.shutdown.complete"})
-
-    async def _complete(self, receive: Receive, send: Send) -> None:
-        assert self._pipeline is not None  # uvicorn starts the lifespan first
-        body = json.loads(await _body(receive))
+    async def complete(http: HttpRequest) -> StreamingResponse:
+        body = await http.json()
         request = Request(body["prompt"], body["max_tokens"])
-        self._pipeline.submit(request)
-        gone = asyncio.ensure_future(receive())  # answers http.disconnect
-        await _start(send, 200, b"text/event-stream")
-        total = 0
+        http.app.state.pipeline.submit(request)
+        return StreamingResponse(_events(request), media_type="text/event-stream")
+
+    routes = [Route("/health", health), Route("/v1/completions", complete, methods=["POST"])]
+    return Starlette(routes=routes, lifespan=lifespan)
+
+
+async def _events(request: Request) -> AsyncIterator[str]:
+    """Starlette cancels the answer of a client that has gone."""
+    total = 0
+    try:
         while (ids := await request.steps.get()) is not None:
             total += len(ids)
-            await _event(send, {"choices": [{"index": 0, "text": "", "token_ids": ids}]})
-            if gone.done():
-                request.cancelled = True
-                return
-        gone.cancel()
-        await _event(send, {"choices": [], "usage": {"completion_tokens": total}})
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
-
-
-async def _body(receive: Receive) -> bytes:
-    body, more = b"", True
-    while more:
-        message = await receive()
-        body += message.get("body", b"")
-        more = message.get("more_body", False)
-    return body
-
-
-async def _start(send: Send, status: int, content_type: bytes) -> None:
-    headers = [(b"content-type", content_type)]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-
-
-async def _answer(send: Send, status: int, body: bytes) -> None:
-    await _start(send, status, b"application/json")
-    await send({"type": "http.response.body", "body": body})
-
-
-async def _event(send: Send, data: Message) -> None:
-    body = b"data: " + json.dumps(data).encode() + b"\n\n"
-    await send({"type": "http.response.body", "body": body, "more_body": True})
+            choice = {"index": 0, "text": "", "token_ids": ids}
+            yield f"data: {json.dumps({'choices': [choice]})}\n\n"
+    finally:
+        request.cancelled = True
+    yield f"data: {json.dumps({'choices': [], 'usage': {'completion_tokens': total}})}\n\n"
+    yield "data: [DONE]\n\n"
 
 
 def main() -> None:
@@ -169,7 +136,7 @@ def main() -> None:
     parser.add_argument("--max-num-seqs", type=int, default=64)
     parser.add_argument("--activation-group", type=int, default=0)
     options = parser.parse_args()
-    uvicorn.run(App(options), host="127.0.0.1", port=options.port, log_level="warning")
+    uvicorn.run(app(options), host="127.0.0.1", port=options.port, log_level="warning")
 
 
 if __name__ == "__main__":

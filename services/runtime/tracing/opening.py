@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from pydantic import Field, field_validator
-
+from quire.options.shared import TraceOptions
 from services.runtime.config import ServiceSettings, env_prefix
 from services.runtime.errors import StartupError
 
@@ -17,22 +16,8 @@ if TYPE_CHECKING:
     from services.runtime.tracing.tracer import Tracer
 
 
-class TracedSettings(ServiceSettings):
+class TracedSettings(ServiceSettings, TraceOptions):
     """Settings of services that report spans."""
-
-    otlp_endpoint: str | None = Field(
-        default=None,
-        description="collector of traces, OTLP over gRPC: http://HOST:4317, or https://; none: "
-        "no traces",
-    )
-
-    @field_validator("otlp_endpoint")
-    @classmethod
-    def _check_endpoint(cls, url: str | None) -> str | None:
-        scheme, _, address = (url or "").partition("://")
-        if url is not None and (scheme not in ("http", "https") or not address.strip("/")):
-            raise ValueError(f"{url!r} is not a URL such as http://127.0.0.1:4317")
-        return url
 
 
 def check_tracing(settings: TracedSettings) -> None:

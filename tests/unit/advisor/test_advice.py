@@ -1,6 +1,5 @@
 """Recommendations for workloads whose right answer is known."""
 
-import random
 from dataclasses import replace
 
 import pytest
@@ -14,7 +13,6 @@ from advisor.advice import (
     size_costs,
 )
 from advisor.workload import RecordedRequest
-from bench.kv.simulation import PagedMemory, simulate
 
 EVEN = dict.fromkeys(BLOCK_SIZES, 100.0)
 """Attention that is as fast with blocks of every size."""
@@ -152,14 +150,3 @@ def test_slots_equal_hand_computed_ones() -> None:
     assert (found.utilization, found.tail, found.look_ahead) == (15 / 24, 5 / 24, 4 / 24)
     assert (found.num_at_once, found.mean_context, found.blocks_per_request) == (1, 5, 2)
     assert found.store_calls_per_token == 1
-
-
-@pytest.mark.parametrize("block_size", BLOCK_SIZES)
-async def test_slots_are_those_of_a_simulated_pool(block_size: int) -> None:
-    """A pool that never preempts, with requests that share nothing."""
-    random_ = random.Random(block_size)
-    asked = [RecordedRequest(random_.randint(1, 90), random_.randint(1, 60)) for _ in range(50)]
-    outcome = await simulate(asked, await PagedMemory.of(1 << 15, block_size, 200))
-    found = size_costs(asked, 1 << 15, block_size, 200)
-    assert found.utilization == pytest.approx(outcome.utilization)
-    assert (found.tail, found.look_ahead) == pytest.approx(outcome.wasted)

@@ -1,15 +1,13 @@
 """The figures of `quire bench` on literal requests; docs/bench.md has the definitions."""
 
 import itertools
-import json
 import statistics
-from typing import Any
 
 import pytest
 
 from quire.bench.record import Record, percentile
 from quire.bench.summary import summarize, warnings
-from quire.bench.workload import block_drawer, poisson, trace
+from quire.bench.workload import poisson
 
 
 def record(sent: float, *arrivals: float, tokens: int | None = None, due: float = -1) -> Record:
@@ -111,18 +109,3 @@ def test_a_ramp_raises_the_rate_in_a_straight_line() -> None:
     assert sum(at < 100 for at in times) == pytest.approx(1000, rel=0.1)
     assert sum(at < 50 for at in times) == pytest.approx(250, rel=0.2)
     assert sum(at >= 100 for at in times) == pytest.approx(2000, rel=0.1)
-
-
-def test_equal_hash_ids_of_a_trace_are_equal_tokens() -> None:
-    entry: dict[str, Any] = {"timestamp": 2000, "output_length": 7}
-    lines = [
-        json.dumps(entry | {"input_length": 600, "hash_ids": [5, 6]}),
-        json.dumps(entry | {"timestamp": 0, "input_length": 1024, "hash_ids": [5, 9]}),
-    ]
-    first, second = trace(lines, 1.0, 1.0, block_drawer(None, 1000, seed=0))
-    assert (first.due, second.due) == (0.0, 2.0)
-    later, earlier = first.turns[0].prompt(), second.turns[0].prompt()
-    assert (len(later), len(earlier)) == (1024, 600)
-    assert later[:512] == earlier[:512]
-    assert later[512:600] != earlier[512:]
-    assert first.turns[0].num_tokens == 7

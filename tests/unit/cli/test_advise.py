@@ -60,8 +60,8 @@ def test_a_table_and_the_recommendation(asked: list[dict[str, Any]], capsys: Any
 
 
 def test_a_command_has_the_options_that_are_given() -> None:
-    command = module_command("advisor", "w.jsonl", pool_memory="2GiB", dtype=None)
-    assert command[1:] == ["-P", "-m", "advisor", "w.jsonl", "--pool-memory=2GiB"]
+    command = module_command("services.offline", "w.jsonl", pool_memory="2GiB", dtype=None)
+    assert command[1:] == ["-P", "-m", "services.offline", "w.jsonl", "--pool-memory=2GiB"]
 
 
 def test_json_is_the_whole_answer(asked: list[dict[str, Any]], capsys: Any) -> None:

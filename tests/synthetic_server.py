@@ -1,7 +1,7 @@
 """An OpenAI-compatible server with known delays, which generates nothing: what a load generator
 reports of it can be checked, and how much a generator can take be measured.
 
-    python -m bench.serving.synthetic --port 8900 --ttft-ms 50 --itl-ms 10
+    python -m tests.synthetic_server --port 8900 --ttft-ms 50 --itl-ms 10
 """
 
 import argparse

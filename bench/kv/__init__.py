@@ -1,1 +1,0 @@
-"""How much of reserved KV memory holds KV: `python -m bench.paging`."""

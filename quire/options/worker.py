@@ -1,0 +1,184 @@
+"""The options that prefill and decode workers get."""
+
+import json
+import re
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+
+from quire.choices import Attention, Backend, Dtype, Isa, KvDtype, Numa, Preemption, Quantize
+from quire.options.flag import Flag
+from quire.options.shared import AdapterOptions, TraceOptions
+from quire.sizes import duration, memory_size
+from quire.speculative_config import SpeculativeConfig, check_speculative_config
+
+
+class WorkerOptions(AdapterOptions, TraceOptions):
+    """A size is text, such as 2GiB."""
+
+    pool_memory: Annotated[str, Flag("SIZE", parser=memory_size)] = Field(
+        "",
+        description="the pool's KV memory, such as 2GiB; the first worker of a host creates the "
+        "pool; default: half of what is free beside the weights (1GiB for the demo model)",
+    )
+    swap_memory: Annotated[str, Flag("SIZE", parser=memory_size)] = Field(
+        "",
+        description="size of the swap pool, to which [preempted requests](cpu.md#preemption) are "
+        "copied; default: there is none",
+    )
+    preemption: Preemption = Field(
+        "auto",
+        description="how requests are preempted; auto: swap where that costs less, by measured "
+        "times",
+    )
+    tensor_parallel_size: Annotated[int, Flag("N")] = Field(
+        1,
+        ge=1,
+        le=8,
+        description="[ranks of a worker](gpu.md#tensor-parallelism), processes that divide the "
+        "model's weights and KV heads: 1, 2, 4 or 8, the same for all workers of a pool",
+    )
+    block_size: Annotated[int, Flag("TOKENS")] = Field(
+        16, ge=1, le=1024, description="tokens of a KV block"
+    )
+    dtype: Dtype = Field(
+        "auto", description="weights, activations and KV; auto: as in the checkpoint"
+    )
+    device: Annotated[str, Flag("DEVICE")] = Field(
+        "cpu",
+        description="cpu, or [a GPU](gpu.md#workers-on-a-gpu): cuda:0; the first GPU of several "
+        "ranks, or all of them: cuda:0,cuda:2; memfd:0 (for tests) computes on the CPU, and keeps "
+        "its pool as on a GPU",
+    )
+    gpu_memory_utilization: Annotated[float, Flag("SHARE")] = Field(
+        0.9,
+        ge=0.01,
+        le=1,
+        description="share of the GPU's memory for the pool and all workers of this deployment; "
+        "without effect if pool_memory is set",
+    )
+    backend: Backend = Field("auto", description="kernels; auto: cpu, or triton on a GPU")
+    attention: Attention = Field(
+        "auto",
+        description="[attention](gpu.md#attention-on-a-gpu) beside the backend triton; auto: on "
+        "Hopper and Blackwell flashinfer, then flash, then triton, the first that is installed and "
+        "serves the model",
+    )
+    enforce_eager: bool = Field(
+        False,
+        description="launch every kernel of a decode step instead of replaying CUDA graphs",
+    )
+    isa: Isa = Field(
+        "auto",
+        description="instruction set of the backend cpu, the same for all workers of a host; auto: "
+        "[the fastest](cpu.md#cpus) here, measured where that is in doubt",
+    )
+    quantize: Quantize = Field(
+        "auto",
+        description="auto: as in the checkpoint; none: in dtype, dequantized if the checkpoint is "
+        "quantized; int8: linears of 8-bit weights in groups of 32 inputs; int4, int4-32, "
+        "int4-128: of 4-bit weights in groups of 64, 32 or 128 inputs, with an int8 head; "
+        "activations have 16 bits",
+    )
+    kv_dtype: KvDtype = Field(
+        "auto",
+        description="keys and values; auto: as dtype; int8: half of bfloat16's memory, with a "
+        "scale for each head of a position; the backend cpu only",
+    )
+    cpus: Annotated[str, Flag("LIST")] = Field(
+        "auto",
+        description="CPUs that this host's workers divide, such as 0-3,6; auto: one of each core "
+        "that they may use, or all if there are more workers than cores",
+    )
+    threads: Annotated[int | None, Flag("N")] = Field(
+        None,
+        ge=1,
+        description="threads that compute, on any CPU and never lent; excludes cpus; default: one "
+        "for each CPU of the worker's part of cpus",
+    )
+    numa: Numa = Field(
+        "auto",
+        description="auto: with several [NUMA nodes](cpu.md#numa-nodes), threads and memory of a "
+        "worker are on nodes of its own; off: all CPUs are one node",
+    )
+    max_gap_ms: Annotated[float, Flag("MS", parser=duration)] = Field(
+        100.0,
+        ge=0,
+        description="the inter-token latency up to which prompts may use the CPUs of decode "
+        "workers too; 0: never",
+    )
+    weights_cache: Annotated[Path | None, Flag("DIR")] = Field(
+        Path("~/.cache/quire"),
+        validate_default=True,
+        description="directory of packed weights, made once and mapped by all of this host's "
+        "workers; none: each packs its own",
+    )
+    max_model_len: Annotated[int | None, Flag("TOKENS")] = Field(
+        None, ge=2, description="longest prompt + generation; default: the model's context"
+    )
+    max_num_seqs: Annotated[int, Flag("N")] = Field(
+        64, ge=1, description="sequences in one step of a decode worker"
+    )
+    max_num_batched_tokens: Annotated[int | None, Flag("N")] = Field(
+        None,
+        ge=1,
+        description="tokens computed in one step, at least max_num_seqs; default: 512, on a GPU "
+        "8192, or max_num_seqs where that is more",
+    )
+    speculative_config: Annotated[
+        SpeculativeConfig | None,
+        BeforeValidator(lambda value: json.loads(value) if isinstance(value, str) else value),
+        Flag("JSON", parser=check_speculative_config),
+    ] = Field(
+        None,
+        description="[speculative decoding](../speculative-decoding.md), such as "
+        '{"method": "ngram", "num_speculative_tokens": 5}, and for n-grams of other sizes '
+        '"prompt_lookup_min" and "prompt_lookup_max"; or {"model": "DIR|FILE|ID", '
+        '"num_speculative_tokens": 5} for drafts of a smaller model, with "draft_kv_memory" for '
+        "its KV; the backend cpu only; default: no drafts",
+    )
+
+    @field_validator("quantize", mode="before")
+    @classmethod
+    def _name_none(cls, quantize: str | None) -> str:
+        """The word none, which the settings of other options take for no value."""
+        return quantize or "none"
+
+    @field_validator("quantize")
+    @classmethod
+    def _check_dtype(cls, quantize: Quantize, others: ValidationInfo) -> Quantize:
+        if quantize not in ("auto", "none") and others.data.get("dtype") == "float32":
+            raise ValueError(f"{quantize} computes in bfloat16, and dtype is float32: choose one")
+        return quantize
+
+    @field_validator("weights_cache", mode="before")
+    @classmethod
+    def _expand_home(cls, path: str | Path | None) -> Path | None:
+        if path is None:
+            return None
+        if not str(path):
+            raise ValueError("a directory, or none")
+        with suppress(RuntimeError):  # this user has no home: `services.worker.weights_cache` warns
+            return Path(path).expanduser()
+        return Path(path)
+
+    @field_validator("max_num_batched_tokens")
+    @classmethod
+    def _check_batched_tokens(cls, num_tokens: int | None, others: ValidationInfo) -> int | None:
+        num_seqs = others.data.get("max_num_seqs", 0)
+        if num_tokens is not None and num_tokens < num_seqs:
+            raise ValueError(f"{num_tokens} is less than max_num_seqs, {num_seqs}")
+        return num_tokens
+
+    @field_validator("device")
+    @classmethod
+    def _check_device(cls, text: str) -> str:
+        names = text.split(",")
+        is_gpu = re.fullmatch(r"(cuda:\d+,)*cuda:\d+|(memfd:\d+,)*memfd:\d+", text)
+        if text != "cpu" and (is_gpu is None or len(set(names)) < len(names)):
+            raise ValueError(
+                f"{text!r} is neither cpu nor a GPU such as cuda:0, nor several different ones"
+            )
+        return text
