@@ -2,7 +2,6 @@
 and nothing of them is left. `bench.hostile` measures the delays."""
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -11,7 +10,7 @@ import pytest
 from bench import hostile
 from bench.hostile import Attack
 from quire.client import Client
-from tests.e2e.deployment import Deployment, serving
+from tests.e2e.deployment import Deployment
 
 LIMIT_S = 60
 MAX_GROWTH_MIB = 200
@@ -19,9 +18,8 @@ CHAT = {"prompt": "A block table", "max_tokens": 8, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
-def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    with serving("demo", tmp_path_factory.mktemp("hostile"), "--pool-memory", "64MiB") as run:
-        yield run
+def deployment(demo: Deployment) -> Deployment:
+    return demo
 
 
 def resident_mib(pid: int) -> float:

@@ -1,11 +1,14 @@
-"""What `make wheels` and `make images` build."""
+"""Files of the deployment agree with the project: versions, requirements, and a Dockerfile without
+faults."""
 
 import re
+import subprocess
+import sys
 import tomllib
 
 import yaml  # type: ignore[import-untyped]
 
-from tests.programs import DOCKERFILE, ROOT
+from tests.programs import BIN, ROOT, run
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 BAKE = (ROOT / "docker-bake.hcl").read_text()
@@ -20,13 +23,19 @@ def test_version_is_one_for_wheels_images_and_chart() -> None:
     ]
 
 
-def test_images_are_stages_of_the_dockerfile() -> None:
-    """Each target of docker-bake.hcl builds the stage of its name, with tags of its name."""
-    targets = dict(re.findall(r'^target "(\w+)" \{\n(.+?)^\}', BAKE, re.MULTILINE | re.DOTALL))
-    targets.pop("common")
-    stages = re.findall(r"^FROM \S+ AS (\S+)$", DOCKERFILE.read_text(), re.MULTILINE)
-    (group,) = re.findall(r'^group "default" \{ targets = \[(.+)\] \}$', BAKE, re.MULTILINE)
-    assert set(re.findall(r'"(\w+)"', group)) == targets.keys() <= set(stages)
-    for name, body in targets.items():
-        assert f'target   = "{name}"' in body
-        assert re.findall(r"\{IMAGE\}-(\w+):", body) == [name, name]
+def test_the_dockerfile_has_no_faults() -> None:
+    run(BIN / "hadolint", "Dockerfile")
+
+
+def test_the_lists_of_requirements_are_those_of_the_project() -> None:
+    def listed(what: str) -> list[str]:
+        script = str(ROOT / "deploy" / "requirements.py")
+        out: str = subprocess.check_output([sys.executable, script, what], text=True)
+        return out.splitlines()
+
+    assert listed("build") == PROJECT["build-system"]["requires"]
+    assert listed("project") == PROJECT["project"]["dependencies"]
+    extras = PROJECT["project"]["optional-dependencies"]
+    assert listed("worker") == extras["worker"]
+    assert listed("mover") == extras["mover"]
+    assert listed("cuda") == [*extras["worker"], *extras["nvml"], *extras["cuda"][1:]]

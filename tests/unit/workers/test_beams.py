@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.protocol.messages import Generated, Prefilled, Requeued, RequeueReason, Step
+from services.protocol.messages import Generated, Prefilled, Step
 from services.protocol.ticket import EarlyStopping, FinishReason, Hypothesis, Ticket, TicketSequence
 from services.runtime.errors import InvalidRequest
 
@@ -51,19 +51,6 @@ async def result(pair: WorkerPair, request_id: str = "r1") -> tuple[Hypothesis, 
     return hypotheses(generated_of(pair.session, request_id))
 
 
-async def more_generated(pair: WorkerPair, number: int) -> None:
-    wanted = len(generated_of(pair.session, "r1")) + number
-    await pair.until(lambda: len(generated_of(pair.session, "r1")) >= wanted)
-
-
-async def more_requeued(pair: WorkerPair, num_seen: int) -> None:
-    await pair.until(lambda: len(pair.session.of(Requeued)) > num_seen)
-
-
-async def more_events(pair: WorkerPair, num_seen: int) -> None:
-    await pair.until(lambda: len(pair.session.events) > num_seen)
-
-
 @pytest.mark.parametrize("early_stopping", EarlyStopping)
 @pytest.mark.parametrize("width", [1, 2, 4, 9])
 async def test_a_search_finds_the_best(
@@ -104,73 +91,6 @@ async def test_search_reports_its_progress(pair: WorkerPair) -> None:
     await pair.until(lambda: len(generated_of(pair.session, "r1")) > 3)
     assert set(generated_of(pair.session, "r1")) == {Generated("r1", 1, 0, len(PROMPT) + 1)}
     pair.decode.role.abort(pair.session, "r1", 1)
-    await pair.until_empty()
-
-
-async def test_a_moved_search_goes_on_where_it_was(pair: WorkerPair) -> None:
-    wanted = asked(max_tokens=40, stop_ids=(5,), early_stopping=EarlyStopping.WHEN_IMPOSSIBLE)
-    issued = await start(pair, wanted)
-    for attempt in range(1, 5):
-        await more_generated(pair, 3)
-        pair.decode.role.hand_over(pair.session, "r1", attempt)
-        await more_requeued(pair, attempt - 1)
-        detached = pair.session.of(Requeued)[-1].ticket
-        assert detached.holder_id == issued.holder_id
-        assert detached.beams.scores == tuple(sorted(detached.beams.scores, reverse=True))
-        admit(pair, replace(detached, attempt=attempt + 1))
-    assert await result(pair) == right(wanted)
-    num_steps = len(generated_of(pair.session, "r1")) - len(right(wanted)) + 1
-    assert pair.arena.num_computed == len(wanted.prompt_token_ids) + 4 * num_steps
-    await pair.until_empty()
-
-
-async def test_a_returned_search_goes_on_from_its_beams(pair: WorkerPair) -> None:
-    wanted = asked(stop_ids=(5,))
-    await start(pair, wanted)
-    await pair.until(lambda: len(generated_of(pair.session, "r1")) > 6)
-    pair.decode.role.requeue_all()
-    await pair.until(lambda: bool(pair.session.of(Requeued)))
-    requeued = pair.session.of(Requeued)[0]
-    assert requeued.reason is RequeueReason.DRAINING
-    left = requeued.progress
-    assert len(left.sequences) == 4
-    assert all(len(one.token_ids) > 6 and not one.block_ids for one in left.sequences)
-    await pair.until_empty()
-    await start(pair, replace(left, attempt=2, holder_id="h-again"))
-    assert await result(pair) == right(wanted)
-    await pair.until_empty()
-
-
-async def test_preempted_searches_find_the_same_hypotheses(make_pair: MakePair) -> None:
-    """Also at the prefill worker, and more than once. Decoding begins with all three searches,
-    which together need more blocks than there are."""
-    pair = await make_pair(num_blocks=40)
-    pair.decode_model.gate.clear()
-    tickets = {f"r{number}": asked(number, max_tokens=24) for number in (1, 2, 3)}
-    for wanted in tickets.values():
-        pair.prefill.role.submit(pair.session, wanted)
-    num_seen, num_admitted, num_requeued, attempt = 0, 0, 0, 1
-
-    def all_found() -> bool:
-        return all(hypotheses(generated_of(pair.session, one)) for one in tickets)
-
-    while not all_found():
-        await more_events(pair, num_seen)
-        for event in pair.session.events[num_seen:]:
-            num_seen += 1
-            match event:
-                case Prefilled(ticket):
-                    admit(pair, ticket)
-                    num_admitted += 1
-                    if num_admitted == len(tickets):
-                        pair.decode_model.gate.set()
-                case Requeued(progress=Ticket() as ticket):
-                    num_requeued, attempt = num_requeued + 1, attempt + 1
-                    again = replace(ticket, attempt=attempt, holder_id=f"h-{attempt}")
-                    pair.prefill.role.submit(pair.session, again)
-    assert num_requeued > 0
-    for request_id, wanted in tickets.items():
-        assert hypotheses(generated_of(pair.session, request_id)) == right(wanted)
     await pair.until_empty()
 
 
