@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+DOCKERFILE = ROOT / "Dockerfile"
 BIN = Path(sys.executable).parent
 """The directory with the programs of this environment."""
 

@@ -39,16 +39,22 @@ class Oracle:
         self._model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
 
     def greedy(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
+        return self.greedy_of([prompt], num_tokens)[0]
+
+    def greedy_of(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
+        """The greedy tokens of several prompts of one length, computed together."""
+        inputs = torch.tensor([list(prompt) for prompt in prompts])
         with torch.inference_mode():
             output = self._model.generate(
-                torch.tensor([list(prompt)]),
-                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                inputs,
+                attention_mask=torch.ones_like(inputs),
                 do_sample=False,
                 max_new_tokens=num_tokens,
                 eos_token_id=None,
                 pad_token_id=0,
             )
-        return [int(token) for token in output[0, len(prompt) :]]
+        tokens: list[list[int]] = output[:, inputs.shape[1] :].tolist()
+        return tokens
 
     def choices(self, prompt: Sequence[int], tokens: Sequence[int]) -> list[int]:
         """The greedy choice of transformers in the place of each of `tokens`, given the tokens
@@ -77,8 +83,8 @@ def oracle(checkpoint: Path) -> Oracle:
 def deployment(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     """1 prefill and 2 decode workers on a pool of 128 blocks of 16 tokens, with as many blocks to
     swap to."""
-    options = ("--decode", "2", "--pool-memory", str(POOL_MEMORY))
-    options += ("--swap-memory", str(POOL_MEMORY), "--preemption", "swap")
+    memory = ("--pool-memory", str(POOL_MEMORY), "--swap-memory", str(POOL_MEMORY))
+    options = ("--decode", "2", *memory, "--preemption", "swap")
     with serving(checkpoint, tmp_path_factory.mktemp("run"), *options) as running:
         yield running
 
@@ -123,8 +129,9 @@ def observed(
 ) -> Iterator[Deployment]:
     """1 worker of each kind with a LoRA adapter and room for two; all services expose metrics, and
     requests are traced if their client asks for that."""
-    options = ("--pool-memory", str(POOL_MEMORY), "--lora", f"poet={adapters['poet']}")
-    options += ("--max-loras", "2", "--otlp-endpoint", collector.address, "--trace-ratio", "0")
+    lora = ("--lora", f"poet={adapters['poet']}", "--max-loras", "2")
+    traces = ("--otlp-endpoint", collector.address, "--trace-ratio", "0")
+    options = ("--pool-memory", str(POOL_MEMORY), *lora, *traces)
     with ExitStack() as stack:
         with pytest.MonkeyPatch.context() as patch:
             # While the only decode worker is killed, requests wait for the next one.

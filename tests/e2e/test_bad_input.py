@@ -4,7 +4,6 @@ on."""
 import asyncio
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -20,7 +19,7 @@ from quire.v1.sampling_pb2 import SamplingParams
 from tests.waiting import until
 
 from .conftest import POOL_BLOCKS
-from .deployment import Deployment, remove, start
+from .deployment import Deployment
 
 Status = grpc.StatusCode
 
@@ -72,27 +71,6 @@ def test_a_message_beyond_the_limit_is_refused(inference: Any) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         list(inference.Generate(request(text="x" * (20 << 20)), timeout=20))
     assert caught.value.code() is Status.RESOURCE_EXHAUSTED
-
-
-@pytest.mark.parametrize(
-    ("args", "text"),
-    [
-        (["--pool-memory", "100TiB"], "TiB"),
-        (["--lora", "poet=/nowhere"], "--lora poet=/nowhere: adapter /nowhere: "),
-    ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
-)
-def test_a_failed_start_says_why(
-    checkpoint: Path, tmp_path: Path, args: list[str], text: str
-) -> None:
-    started = start(checkpoint, tmp_path, *args)
-    try:
-        assert started.process.wait(60) != 0
-        last = started.log.read_text().strip().splitlines()[-1]
-        assert text in last, started.log.read_text()[-3000:]
-        assert "Traceback" not in last
-    finally:
-        remove(started.run_root)
 
 
 LIMIT_S = 90.0

@@ -34,7 +34,7 @@ def deployment(pairs: Deployment) -> Deployment:
 
 @pytest.fixture(scope="module")
 def expected(oracle: Oracle) -> list[list[int]]:
-    return [oracle.greedy(prompt, NUM_TOKENS) for prompt in PROMPTS]
+    return oracle.greedy_of(PROMPTS, NUM_TOKENS)
 
 
 class Redis:
