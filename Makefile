@@ -69,7 +69,7 @@ test-browser: setup ## The dashboard in Chromium (apt-get install chromium)
 	$(TEST) tests/browser
 
 test-full: setup ## All tests, whole matrices
-	$(TEST) $(IN_TWO) -m "not clients and not containers"
+	$(TEST) $(IN_TWO) --hypothesis-profile full -m "not clients and not containers"
 
 test-clients: setup ## OpenAI's client, LangChain, litellm, lm-eval, guidellm, aiperf ... against a deployment
 	QUIRE_CLIENTS_TABLE=docs/clients.md $(TEST) -m "clients or not clients" tests/clients

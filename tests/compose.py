@@ -22,7 +22,6 @@ CLASSES: dict[str, type[ServiceSettings]] = {
     "decode": DecodeSettings,
     "gateway": GatewaySettings,
 }
-OURS = tuple(CLASSES)
 EMPTY: Mapping[str, str] = MappingProxyType({})
 
 Settings = TypeVar("Settings", bound=ServiceSettings)

@@ -22,11 +22,13 @@ from quire.supervisor.model_source import DEMO, find_model
 START_LIMIT_S = 10.0
 OF_DEPLOYMENTS = (
     *("tests/e2e/", "tests/browser/", "tests/chaos/test_chaos.py", "tests/chaos/test_hosts.py"),
-    "tests/fuzz/test_hostile_clients.py",
+    *("tests/fuzz/test_hostile_clients.py", "tests/clients/test_clients.py"),
 )
 
-# An example may take as long as a busy machine needs: no property is about time.
-settings.register_profile("quire", settings(), deadline=None)
+# An example may take as long as a busy machine needs: no property is about time. `make test-full`
+# runs more examples, by the profile `full`.
+settings.register_profile("full", settings(), deadline=None)
+settings.register_profile("quire", settings(), deadline=None, max_examples=40)
 settings.load_profile("quire")
 
 
@@ -138,6 +140,17 @@ def packed_weights(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def smollm2() -> Path:
     """The GGUF file of SmolLM2-135M-Instruct. With `quantize="none"` it answers well."""
     return find_model(DEMO).directory
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A deployment of the embedded model, with drafts."""
+    from tests.e2e.deployment import serving
+
+    drafts = '{"method": "ngram", "num_speculative_tokens": 4}'
+    options = ("--pool-memory", "256MiB", "--speculative-config", drafts)
+    with serving("demo", tmp_path_factory.mktemp("demo"), *options) as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

@@ -139,9 +139,11 @@ async def run_chaos(
     duration_s: float,
     kinds: Sequence[str] = FAULT_KINDS,
     device: str = "cpu",
+    num_cases: int | None = None,
 ) -> Report:
     """Start a deployment, record the undisturbed outputs, then inject faults for `duration_s`.
-    `device`: cpu, or memfd:0, whose pool is kept like a GPU's."""
+    `device`: cpu, or memfd:0, whose pool is kept like a GPU's. `num_cases`: as for
+    `inject_faults`."""
     report = Report(seed)
     workers = ("--prefill", str(NUM_PREFILL), "--decode", str(NUM_DECODE))
     async with AsyncExitStack() as stack:
@@ -157,7 +159,9 @@ async def run_chaos(
         )
         system = OneHost(processes, redis, operator)
         faults = schedule(seed, kinds)
-        await inject_faults(report, deployment.address, operator, system, faults, duration_s)
+        await inject_faults(
+            *(report, deployment.address, operator, system, faults, duration_s), num_cases
+        )
         report.read_log(deployment.log)
     return report
 
@@ -172,7 +176,8 @@ async def inject_faults(
     num_cases: int | None = None,
 ) -> None:
     """Record a system's undisturbed outputs, then inject faults for `duration_s`. `addresses`: of
-    all gateways, with commas between them. `num_cases`: how many of the requests; None: all."""
+    all gateways, with commas between them. `num_cases`: how many of the requests, without users
+    that do not read; None: all."""
     paused = asyncio.Event()
     async with AsyncExitStack() as stack:
         clients = [

@@ -50,9 +50,8 @@ def table() -> Iterator[Table]:
 
 
 @pytest.fixture(scope="session")
-def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    with serving("demo", tmp_path_factory.mktemp("clients"), "--pool-memory", "64MiB") as run:
-        yield run
+def deployment(demo: Deployment) -> Deployment:
+    return demo
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """A small model with random weights, transformers as its oracle, and deployments of it."""
 
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from bench.make_checkpoint import make_checkpoint
 from quire.async_client import AsyncClient
+from quire.supervisor.run_directory import free_port
+from tests.adapters import ATTENTION, make_adapter
+from tests.collector import Collector, collecting
 
 from .decoders import until_two_serve
 from .deployment import Deployment, serving
@@ -18,6 +22,7 @@ from .quiet import quiet
 POOL_BLOCKS = 128
 BLOCK_BYTES = 2 * 2 * 16 * 2 * 16 * 4  # layers, K and V, tokens, KV heads, head size, fp32
 STAMP_BYTES = 48 + 4 * 16
+JOBS = ("gateway", "prefill", "decode", "block-manager")
 POOL_MEMORY = POOL_BLOCKS * (BLOCK_BYTES + STAMP_BYTES)
 
 
@@ -34,16 +39,22 @@ class Oracle:
         self._model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
 
     def greedy(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
+        return self.greedy_of([prompt], num_tokens)[0]
+
+    def greedy_of(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
+        """The greedy tokens of several prompts of one length, computed together."""
+        inputs = torch.tensor([list(prompt) for prompt in prompts])
         with torch.inference_mode():
             output = self._model.generate(
-                torch.tensor([list(prompt)]),
-                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                inputs,
+                attention_mask=torch.ones_like(inputs),
                 do_sample=False,
                 max_new_tokens=num_tokens,
                 eos_token_id=None,
                 pad_token_id=0,
             )
-        return [int(token) for token in output[0, len(prompt) :]]
+        tokens: list[list[int]] = output[:, inputs.shape[1] :].tolist()
+        return tokens
 
     def choices(self, prompt: Sequence[int], tokens: Sequence[int]) -> list[int]:
         """The greedy choice of transformers in the place of each of `tokens`, given the tokens
@@ -70,18 +81,66 @@ def oracle(checkpoint: Path) -> Oracle:
 
 @pytest.fixture(scope="session")
 def deployment(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """1 prefill and 2 decode workers on a pool of 128 blocks of 16 tokens."""
-    options = ("--decode", "2", "--pool-memory", str(POOL_MEMORY))
+    """1 prefill and 2 decode workers on a pool of 128 blocks of 16 tokens, with as many blocks to
+    swap to."""
+    memory = ("--pool-memory", str(POOL_MEMORY), "--swap-memory", str(POOL_MEMORY))
+    options = ("--decode", "2", *memory, "--preemption", "swap")
     with serving(checkpoint, tmp_path_factory.mktemp("run"), *options) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
-def roomy(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """The same with room for all requests of a test. A module whose `deployment` it is leaves any
-    number of decode workers."""
-    options = ("--decode", "2", "--pool-memory", "64MiB")
-    with serving(checkpoint, tmp_path_factory.mktemp("run"), *options) as running:
+def pairs(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """2 prefill and 2 decode workers and 2 gateways on a pool of 256 blocks, for tests that kill
+    one of them. A test leaves as many as it found."""
+    options = ("--prefill", "2", "--decode", "2", "--pool-memory", str(2 * POOL_MEMORY))
+    with serving(checkpoint, tmp_path_factory.mktemp("run"), *options, num_gateways=2) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def adapters(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("adapters")
+    return {
+        "poet": make_adapter(folder / "poet", checkpoint, 1),
+        "lawyer": make_adapter(folder / "lawyer", checkpoint, 2, r=4, target_modules=ATTENTION),
+    }
+
+
+@pytest.fixture(scope="session")
+def collector() -> Iterator[Collector]:
+    with collecting() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def targets() -> dict[str, str]:
+    """The address of the metrics of each of the services of `observed`, by its job."""
+    return {job: f"127.0.0.1:{free_port('127.0.0.1')}" for job in JOBS}
+
+
+@pytest.fixture(scope="session")
+def observed(
+    checkpoint: Path,
+    adapters: dict[str, Path],
+    collector: Collector,
+    targets: dict[str, str],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Deployment]:
+    """1 worker of each kind with a LoRA adapter and room for two; all services expose metrics, and
+    requests are traced if their client asks for that."""
+    lora = ("--lora", f"poet={adapters['poet']}", "--max-loras", "2")
+    traces = ("--otlp-endpoint", collector.address, "--trace-ratio", "0")
+    options = ("--pool-memory", str(POOL_MEMORY), *lora, *traces)
+    with ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:
+            # While the only decode worker is killed, requests wait for the next one.
+            patch.setenv("QUIRE_GATEWAY_PATIENCE_S", "60")
+            for job, target in targets.items():
+                service = job.upper().replace("-", "_")
+                patch.setenv(f"QUIRE_{service}_METRICS_PORT", target.rpartition(":")[2])
+            folder = tmp_path_factory.mktemp("run")
+            running = stack.enter_context(serving(checkpoint, folder, *options))
         yield running
 
 

@@ -75,15 +75,6 @@ async def decoder_states(client: AsyncClient) -> list[str]:
     return [worker.state for worker in await decoders(client)]
 
 
-async def until_left(client: AsyncClient, leaving: Worker) -> None:
-    """Wait until the worker is not a decode worker any more."""
-
-    async def ids() -> list[str]:
-        return [worker.worker_id for worker in await decoders(client)]
-
-    await until(ids, lambda now: leaving.worker_id not in now)
-
-
 def pid_of(deployment: Deployment, worker: Worker) -> int:
     """The pid of the process that listens on the worker's port."""
     port = int(worker.address.rpartition(":")[2])

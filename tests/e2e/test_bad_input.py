@@ -1,21 +1,25 @@
 """Bad input of clients: each case gets a clear error with the right status, and the service goes
 on."""
 
+import asyncio
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import grpc
-import httpx
+import jsonschema
 import pytest
 
+from quire import InvalidRequest, StructuredOutput
+from quire.async_client import AsyncClient
+from quire.types import Sampling
 from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import InferenceStub
 from quire.v1.sampling_pb2 import SamplingParams
+from tests.waiting import until
 
 from .conftest import POOL_BLOCKS
-from .deployment import Deployment, remove, start
+from .deployment import Deployment
 
 Status = grpc.StatusCode
 
@@ -69,62 +73,61 @@ def test_a_message_beyond_the_limit_is_refused(inference: Any) -> None:
     assert caught.value.code() is Status.RESOURCE_EXHAUSTED
 
 
-def test_a_deadline_is_kept(inference: Any) -> None:
-    with pytest.raises(grpc.RpcError) as caught:
-        list(
-            inference.Generate(
-                request(sampling={"max_tokens": 900, "ignore_eos": True}), timeout=0.05
-            )
-        )
-    assert caught.value.code() is Status.DEADLINE_EXCEEDED
-
-
-HTTP_BAD: dict[str, tuple[str, Any, int, str]] = {
-    "not JSON": ("/v1/completions", b"{", 400, ""),
-    "unknown model": ("/v1/completions", {"model": "nobody", "prompt": "a"}, 404, "nobody"),
-    "best_of": (
-        "/v1/completions",
-        {"prompt": "a", "n": 2, "best_of": 3},
-        400,
-        "best_of is 3, n is 2",
-    ),
-    "logit_bias": (
-        "/v1/completions",
-        {"prompt": "a", "logit_bias": {"384": 1}},
-        400,
-        "logit_bias: 384 is not in the vocabulary of 384",
+LIMIT_S = 90.0
+PROMPT = [300, 280, 310, 299]
+NUMBERS = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "numbers": {
+            "type": "array",
+            "items": {"type": "integer", "minimum": 100_000, "maximum": 999_999},
+            "minItems": 60,
+            "maxItems": 70,
+        },
+    },
+    "required": ["name", "numbers"],
+    "additionalProperties": False,
+}
+HOSTILE = {
+    "a prime number": StructuredOutput(json={"type": "integer", "multipleOf": 999_983}),
+    "rules of rules": StructuredOutput(
+        grammar="start: a0\na3000: /x/\n"
+        + "".join(f"a{i}: a{i + 1} a{i + 1} a{i + 1}\n" for i in range(3000))
     ),
 }
 
 
-@pytest.mark.parametrize("name", HTTP_BAD)
-def test_http_says_what_is_wrong(deployment: Deployment, name: str) -> None:
-    path, body, status, text = HTTP_BAD[name]
-    content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    with httpx.Client(base_url=deployment.http, trust_env=False) as http:
-        response = http.post(path, content=content, headers={"Content-Type": "application/json"})
-        assert response.status_code == status, response.text
-        assert text in response.json()["error"]["message"]
-        good = {"model": "tiny", "prompt": "hello", "max_tokens": 3}
-        assert http.post("/v1/completions", json=good).status_code == 200
+class Stream:
+    """A request whose answer is an object of some 700 tokens."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self.num_tokens, self.text = 0, ""
+        self.reading = asyncio.create_task(self._read(client))
+
+    async def _read(self, client: AsyncClient) -> None:
+        form = StructuredOutput(json=NUMBERS)
+        sampling = Sampling(temperature=1.0, seed=7, max_tokens=1500, structured_outputs=form)
+        async for delta in client.generate(PROMPT, sampling, timeout_s=LIMIT_S):
+            self.num_tokens += len(delta.token_ids)
+            self.text += delta.text
+        jsonschema.validate(json.loads(self.text), NUMBERS)
+
+    async def is_in_mid_object(self) -> None:
+        await until(lambda: self.reading.done() or self.num_tokens >= 100)
+        assert not self.reading.done()
 
 
-@pytest.mark.parametrize(
-    ("args", "text"),
-    [
-        (["--pool-memory", "100TiB"], "TiB"),
-        (["--lora", "poet=/nowhere"], "--lora poet=/nowhere: adapter /nowhere: "),
-    ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
-)
-def test_a_failed_start_says_why(
-    checkpoint: Path, tmp_path: Path, args: list[str], text: str
+@pytest.mark.parametrize("name", HOSTILE)
+async def test_a_hostile_form_is_refused_and_disturbs_nobody(
+    client: AsyncClient, two_decoders: None, name: str
 ) -> None:
-    started = start(checkpoint, tmp_path, *args)
-    try:
-        assert started.process.wait(60) != 0
-        last = started.log.read_text().strip().splitlines()[-1]
-        assert text in last, started.log.read_text()[-3000:]
-        assert "Traceback" not in last
-    finally:
-        remove(started.run_root)
+    async with asyncio.timeout(LIMIT_S):
+        stream = Stream(client)
+        await stream.is_in_mid_object()
+        asked = Sampling(structured_outputs=HOSTILE[name], max_tokens=5)
+        with pytest.raises(InvalidRequest, match="is too large, too deep or too complex"):
+            await client.complete(PROMPT, asked, timeout_s=LIMIT_S)
+        await stream.reading
+        good = Sampling(structured_outputs=StructuredOutput(regex=f"after {name}"), max_tokens=50)
+        assert (await client.complete(PROMPT, good, timeout_s=LIMIT_S)).text == f"after {name}"

@@ -1,4 +1,4 @@
-"""Workers are killed and stopped in mid-stream while other workers run: clients see only a
+"""Workers and gateways are killed and stopped in mid-stream while others run: clients see only a
 pause."""
 
 import asyncio
@@ -22,9 +22,8 @@ from quire.types import Sampling
 from services.pool.directory import PoolDirectory, pool_directories
 from tests.waiting import until
 
-from .conftest import POOL_MEMORY
 from .decoders import living
-from .deployment import Deployment, deploying
+from .deployment import Deployment
 from .quiet import is_quiet
 
 MAX_TOKENS = 160
@@ -32,9 +31,10 @@ NUM_STREAMS = 12
 LIMIT_S = 60.0
 
 
-deployment = deploying("--prefill", "2", "--decode", "2", "--pool-memory", str(2 * POOL_MEMORY))
-"""Two workers of each kind on a pool of 128 blocks. It fits 12 streams of 15 blocks beside cached
-blocks."""
+@pytest.fixture(scope="module")
+def deployment(pairs: Deployment) -> Deployment:
+    """Its pool fits 12 streams of 15 blocks beside cached blocks."""
+    return pairs
 
 
 @dataclass
@@ -108,6 +108,7 @@ async def is_whole(client: AsyncClient, prefill: int, decode: int) -> bool:
     ("victim", "num_tokens"),
     [
         *(("--role=decode", 60), ("--role=prefill", 1), ("services.block_manager", 60)),
+        ("services.gateway", 60),
         pytest.param("--role=decode", 1, marks=pytest.mark.full),
         pytest.param("--role=prefill", 60, marks=pytest.mark.full),
         pytest.param("services.block_manager", 1, marks=pytest.mark.full),
@@ -120,11 +121,13 @@ async def test_a_killed_process_only_delays_streams(
     run."""
     await all_serve(client)
     seed = num_tokens
-    undisturbed = [await stream.run(client) for stream in streams(seed)]
+    undisturbed = await asyncio.gather(*(stream.run(client) for stream in streams(seed)))
     disturbed = streams(seed)
     running = [asyncio.create_task(stream.run(client)) for stream in disturbed]
     await disturbed[0].reaches(num_tokens)
-    os.kill(deployment.running(victim)[0], signal.SIGKILL)
+    its_gateway = deployment.gateway(client.address)
+    pid = its_gateway if victim == "services.gateway" else deployment.running(victim)[0]
+    os.kill(pid, signal.SIGKILL)
     async with asyncio.timeout(LIMIT_S):
         assert await asyncio.gather(*running) == undisturbed
     await all_serve(client)
@@ -205,7 +208,7 @@ async def test_other_workers_never_read_writes_of_a_stopped_worker(
     fill the rest of the pool, without the quarantined blocks. When the worker wakes, the KV of the
     others does not change, its blocks become free, and a new worker serves in its place."""
     await all_serve(client)
-    undisturbed = [await stream.run(client) for stream in streams(3)]
+    undisturbed = await asyncio.gather(*(stream.run(client) for stream in streams(3)))
     running = await streams_while(pool_view.both_decode, client, seed=3)
     stopped = deployment.running("--role=decode")[0]
     os.kill(stopped, signal.SIGSTOP)

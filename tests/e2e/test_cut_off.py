@@ -18,8 +18,7 @@ from quire.module_command import service_command
 from tests.proxy import Proxy
 from tests.waiting import until
 
-from .conftest import POOL_MEMORY
-from .deployment import Deployment, deploying
+from .deployment import Deployment
 from .test_crashes import PoolView, is_whole, pool_view, streams, streams_while
 
 __all__ = ["pool_view"]
@@ -27,8 +26,10 @@ __all__ = ["pool_view"]
 LIMIT_S = 60.0
 
 
-deployment = deploying("--pool-memory", str(2 * POOL_MEMORY))
-"""One worker of each kind; each test adds another one."""
+@pytest.fixture(scope="module")
+def deployment(pairs: Deployment) -> Deployment:
+    """Each test adds another worker."""
+    return pairs
 
 
 class ProxiedWorker:
@@ -39,7 +40,7 @@ class ProxiedWorker:
         self.proxy = proxy
         self._log = log
         prefix = f"QUIRE_{role.upper()}_"
-        (like,) = deployment.running(f"--role={role}")
+        like = deployment.running(f"--role={role}")[0]
         variables = Path(f"/proc/{like}/environ").read_text().split("\0")
         theirs = dict(line.split("=", 1) for line in variables if line.startswith(prefix))
         with log.open("wb") as output:
@@ -84,10 +85,10 @@ async def proxied_worker(
 
 async def both_serve(client: AsyncClient, proxied_worker: ProxiedWorker) -> bool:
     """Whether the added worker and the deployment's own workers serve, and nothing is held."""
-    num_of_its_role = {"prefill": 1, "decode": 1}
+    num_of_its_role = {"prefill": 2, "decode": 2}
     names = proxied_worker.names()
     if names:
-        num_of_its_role[names[-1].partition("-")[0]] = 2
+        num_of_its_role[names[-1].partition("-")[0]] = 3
     return bool(names) and await is_whole(client, **num_of_its_role)
 
 
@@ -119,8 +120,8 @@ async def half_open(proxy: Proxy) -> AsyncIterator[None]:
 @pytest.mark.parametrize(
     ("fault", "role"),
     [
-        (slow, "decode"),
         (cut, "prefill"),
+        pytest.param(slow, "decode", marks=pytest.mark.full),
         pytest.param(half_open, "decode", marks=pytest.mark.full),
         pytest.param(slow, "prefill", marks=pytest.mark.full),
         pytest.param(cut, "decode", marks=pytest.mark.full),
@@ -140,7 +141,7 @@ async def test_a_worker_cut_off_from_redis_only_delays_streams(
     returned under another id."""
     async with proxied_worker(deployment, client, role, tmp_path / "worker.log") as worker:
         for seed, length_s in enumerate((1.0, 3.0) if fault is slow else (1.0, 10.0)):
-            undisturbed = [await stream.run(client) for stream in streams(seed)]
+            undisturbed = await asyncio.gather(*(s.run(client) for s in streams(seed)))
             name = worker.names()[-1]
             running = await streams_while(partial(pool_view.held_by, name), client, seed)
             async with fault(worker.proxy):

@@ -1,16 +1,13 @@
 """The default model through real processes: what a user of a real model sees."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import jsonschema
 import pytest
 
-from quire import LLM, Sampling
-
-from .deployment import Deployment, serving
+from .deployment import Deployment
 
 QUESTION = "What is the capital of France?"
 ANSWER = "The capital of France is Paris."
@@ -23,9 +20,8 @@ CITY = {
 
 
 @pytest.fixture(scope="module")
-def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    with serving("demo", tmp_path_factory.mktemp("demo"), "--pool-memory", "256MiB") as running:
-        yield running
+def deployment(demo: Deployment) -> Deployment:
+    return demo
 
 
 def asked(question: str, **fields: Any) -> dict[str, Any]:
@@ -86,16 +82,10 @@ def test_the_best_beam_answers_too(deployment: Deployment) -> None:
     assert "Paris" in choice["message"]["content"]
 
 
-def test_drafts_of_ngrams_change_no_token() -> None:
+def test_a_repeated_text_is_drafted(deployment: Deployment) -> None:
     """Repeating a text that is in the prompt is what n-grams draft well."""
     text = "The harbour was quiet. The two sisters walked to the lighthouse with an old dog."
-    messages = [{"role": "user", "content": f"Repeat this text word for word: {text}"}]
-    sampling = Sampling(temperature=0, max_tokens=40)
-    speculative = {"method": "ngram", "num_speculative_tokens": 4}
-    answers = []
-    for config in (None, speculative):
-        with LLM(pool_memory="64MiB", speculative_config=config) as llm:
-            answers += llm.chat(messages, sampling, use_tqdm=False)
-    plain, drafted = answers
-    assert plain.token_ids == drafted.token_ids
-    assert drafted.usage.num_accepted_drafts > 5
+    body = asked(f"Repeat this text word for word: {text}", max_tokens=40)
+    url = f"{deployment.http}/v1/chat/completions"
+    usage = httpx.post(url, json=body, timeout=60, trust_env=False).json()["usage"]
+    assert usage["completion_tokens_details"]["accepted_prediction_tokens"] > 5

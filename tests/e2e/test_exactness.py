@@ -28,7 +28,7 @@ from .decoders import decoders, pid_of, until_two_serve
 from .deployment import Deployment, serving
 from .quiet import quiet
 
-NUM_TOKENS = 400
+NUM_TOKENS = 200
 STRATEGIES = strategies(NUM_TOKENS)
 LIMIT_S = 90.0
 

@@ -24,16 +24,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire import Client, InvalidRequest, Sampling
 from quire.supervisor.run_directory import free_port
-from tests.e2e.deployment import serving
+from tests.e2e.deployment import Deployment
 
 MONITORING = Path(__file__).parents[2] / "deploy" / "monitoring"
 DASHBOARD = json.loads((MONITORING / "grafana" / "dashboards" / "quire.json").read_text())
-JOBS = {
-    "gateway": "GATEWAY",
-    "prefill": "PREFILL",
-    "decode": "DECODE",
-    "block-manager": "BLOCK_MANAGER",
-}
 OF_PROMETHEUS = {"up": {"job", "instance"}, "ALERTS": {"alertname"}}
 ADDED = {"job", "instance"}
 """Labels that Prometheus adds to every series."""
@@ -116,20 +110,10 @@ def generate_load(address: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def load(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Scraped, str]]:
+def load(observed: Deployment, targets: dict[str, str]) -> tuple[Scraped, str]:
     """A deployment that exposes every service's metrics, after some requests."""
-    targets = {job: f"127.0.0.1:{free_port('127.0.0.1')}" for job in JOBS}
-    ports = {
-        f"QUIRE_{prefix}_METRICS_PORT": targets[job].rpartition(":")[2]
-        for job, prefix in JOBS.items()
-    }
-    root = tmp_path_factory.mktemp("monitoring")
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in ports.items():
-            patch.setenv(name, value)
-        with serving("demo", root, "--pool-memory", "16MiB", "--threads", "1") as deployment:
-            generate_load(deployment.address)
-            yield Scraped(targets), deployment.address
+    generate_load(observed.address)
+    return Scraped(targets), observed.address
 
 
 def test_every_query_names_series_and_labels_that_are_exported(load: tuple[Scraped, str]) -> None:

@@ -135,13 +135,6 @@ def prompts(seed: int, number: int, length: int) -> list[list[int]]:
     return [prompt(seed * 100 + index, length + index) for index in range(number)]
 
 
-async def test_lost_and_late_packets_change_no_token(cluster: Cluster, oracle: Oracle) -> None:
-    async with serving(cluster) as client:
-        cluster.network.loss, cluster.network.delay_s = 0.02, 0.005
-        asked = ask(client, all_of := prompts(1, 6, 300))
-        await assert_right(oracle, all_of, asked)
-
-
 async def test_a_wire_that_is_cut_one_way_while_blocks_land(
     cluster: Cluster, oracle: Oracle
 ) -> None:

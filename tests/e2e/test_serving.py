@@ -7,10 +7,13 @@ from collections.abc import Sequence
 
 import pytest
 
+from advisor.workload import RecordedRequest, WorkloadError, read_workload
 from quire.async_client import AsyncClient
 from quire.types import Completion, Sampling
+from tests.waiting import until
 
 from .conftest import POOL_BLOCKS, Oracle
+from .deployment import Deployment
 from .quiet import quiet
 
 
@@ -73,8 +76,8 @@ async def test_a_second_turn_finds_the_first_in_the_cache(
 async def test_64_streams_on_a_sixteenth_of_their_memory(
     client: AsyncClient, oracle: Oracle
 ) -> None:
-    """64 requests of 32 blocks on 128 blocks are preempted and requeued, and all tokens are
-    right."""
+    """64 requests of 32 blocks on 128 blocks are preempted, swapped out and requeued, and all
+    tokens are right."""
     lengths = [random.Random(n).randrange(10, 100) for n in range(64)]
     prompts = [prompt(100 + n, length) for n, length in enumerate(lengths)]
     assert 16 * POOL_BLOCKS == 64 * 32
@@ -84,20 +87,10 @@ async def test_64_streams_on_a_sixteenth_of_their_memory(
         await asyncio.sleep(0.1)
     completions = [task.result() for task in running]
     assert sum(completion.usage.num_preemptions for completion in completions) > 0
+    (swap_pool,) = [p for p in await client.pools() if p.model.endswith("-swap")]
+    assert swap_pool.num_prefix_queries > 0
     for p, completion in zip(prompts, completions, strict=True):
         assert len(completion.token_ids) == 512 - len(p)
-        assert_greedy(oracle, p, completion)
-    await quiet(client)
-
-
-async def test_a_shared_cold_prefix_is_computed_once(client: AsyncClient, oracle: Oracle) -> None:
-    """16 requests at once share 1,024 tokens: one computes them, 15 find them in the cache."""
-    prefix = prompt(7, 1024)
-    prompts = [[*prefix, 300 + n] for n in range(16)]
-    completions = await asyncio.gather(*(client.complete(p, greedy(4)) for p in prompts))
-    cached = sorted(completion.usage.num_cached_tokens or 0 for completion in completions)
-    assert cached == [0] + [1024] * 15
-    for p, completion in zip(prompts, completions, strict=True):
         assert_greedy(oracle, p, completion)
     await quiet(client)
 
@@ -119,3 +112,31 @@ async def test_cancelled_streams_give_their_blocks_back(client: AsyncClient) -> 
     got = await asyncio.gather(*(run(n) for n in range(32)))
     assert all(count == 36 for n, count in enumerate(got) if n % 2 == 0)
     await quiet(client)
+
+
+NUM_PROMPT, NUM_GENERATED = 43, 13  # of no other test
+
+
+async def test_the_log_of_a_run_is_a_workload(client: AsyncClient, deployment: Deployment) -> None:
+    """The log has the numbers of tokens in order of arrival; the second prompt found two blocks of
+    the first."""
+    draw = random.Random(43)
+    tokens = [draw.randrange(259, 384) for _ in range(NUM_PROMPT)]
+    sampling = Sampling(temperature=0.0, max_tokens=NUM_GENERATED, ignore_eos=True)
+    for _ in range(2):
+        await client.complete(tokens, sampling)
+    lines = await until(lambda: logged(deployment), lambda lines: len(lines) == 2)
+    first, second = lines  # they come through the supervisor
+    assert (first.prefix, second.prefix) == ("", "32 tokens")
+    assert second.num_shared_tokens == 32
+    assert first.arrival_s < second.arrival_s
+
+
+def logged(deployment: Deployment) -> list[RecordedRequest]:
+    """The request lines of this test; none while a line is incomplete."""
+    try:
+        workload = read_workload(deployment.log)
+    except WorkloadError:
+        return []
+    asked = (NUM_PROMPT, NUM_GENERATED)
+    return [r for r in workload.requests if (r.num_prompt_tokens, r.num_generated_tokens) == asked]

@@ -2,7 +2,6 @@
 other's."""
 
 import asyncio
-import json
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
@@ -10,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import jsonschema
-import openai
 import pytest
 
 from bench.make_checkpoint import make_checkpoint
@@ -23,15 +20,6 @@ from tests.waiting import until
 from .conftest import Oracle
 from .deployment import Deployment, serving
 
-TEMPLATE = """
-{%- for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}
-{%- for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}<tool_call>?"""
-SCHEMA = {
-    "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 12}, "unit": {"enum": ["C", "F"]}},
-    "required": ["city", "unit"],
-    "additionalProperties": False,
-}
 PROMPT = (5, 6, 7, 8, 9)
 LONG = Sampling(temperature=0, max_tokens=400, ignore_eos=True)
 SHORT = Sampling(temperature=0, max_tokens=24, ignore_eos=True)
@@ -40,12 +28,10 @@ SHORT = Sampling(temperature=0, max_tokens=24, ignore_eos=True)
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
-    paths = {
+    return {
         "one": make_checkpoint(root / "one", seed=1),
         "two": make_checkpoint(root / "two", seed=2, num_layers=3),
     }
-    (paths["one"] / "chat_template.jinja").write_text(TEMPLATE)
-    return paths
 
 
 @pytest.fixture(scope="module")
@@ -110,40 +96,6 @@ async def test_models_are_listed_with_aliases_and_a_request_names_one(
         assert f'instance="{instance}",job="{job}"' in metrics
     with pytest.raises(NotFound, match="these are: default, one, two"):
         await tokens(client, "three", SHORT)
-
-
-async def test_a_named_function_is_called_with_arguments_of_its_schema(
-    deployment: Deployment,
-) -> None:
-    """A model with random weights would not write such a call by itself. The answer comes whole and
-    streamed."""
-    function = {"name": "get_weather", "parameters": SCHEMA}
-    body: dict[str, Any] = {
-        "model": "default",
-        "messages": [{"role": "user", "content": "Hi"}],
-        "tools": [{"type": "function", "function": function}],
-        "tool_choice": {"type": "function", "function": {"name": "get_weather"}},
-        "max_tokens": 300,
-    }
-    async with openai.AsyncOpenAI(
-        base_url=f"{deployment.http}/v1",
-        api_key="none",
-        http_client=openai.DefaultAsyncHttpxClient(trust_env=False),
-    ) as client:
-        for seed in range(4):
-            answer = await client.chat.completions.create(**body, seed=seed)
-            (choice,) = answer.choices
-            assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
-            assert choice.message.tool_calls is not None
-            (call,) = choice.message.tool_calls
-            assert call.type == "function"
-            assert call.function.name == "get_weather"
-            jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
-            async with client.chat.completions.stream(**body, seed=seed) as stream:
-                whole = await stream.get_final_completion()
-            assert whole.choices[0].message.tool_calls
-            streamed = whole.choices[0].message.tool_calls[0].function
-            assert streamed.arguments == call.function.arguments
 
 
 async def test_workers_of_one_model_die_and_the_other_does_not_notice(

@@ -2,16 +2,19 @@
 and nothing of them is left."""
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
 from quire.client import Client
+<<<<<<< HEAD
 from tests.e2e.deployment import Deployment, serving
 from tests.fuzz import attacks
 from tests.fuzz.attacks import Attack
+=======
+from tests.e2e.deployment import Deployment
+>>>>>>> d
 
 LIMIT_S = 60
 MAX_GROWTH_MIB = 200
@@ -19,9 +22,8 @@ CHAT = {"prompt": "A block table", "max_tokens": 8, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
-def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    with serving("demo", tmp_path_factory.mktemp("hostile"), "--pool-memory", "64MiB") as run:
-        yield run
+def deployment(demo: Deployment) -> Deployment:
+    return demo
 
 
 def resident_mib(pid: int) -> float:

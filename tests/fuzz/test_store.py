@@ -17,11 +17,12 @@ from blockstore.redis.library import library_text
 from blockstore.redis_store import RedisStore
 from blockstore.store import FUNCTION_LIBRARY, BlockStore
 from tests.conftest import Valkey
+from tests.examples import examples
 
 SPEC = PoolSpec("pool", "model", "fingerprint", num_blocks=8, block_size=4, block_bytes=64)
 HASHES = tuple(bytes([number]) * 16 for number in range(4))
 FUZZ = settings(
-    max_examples=400,
+    max_examples=examples(400),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

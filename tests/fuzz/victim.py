@@ -6,11 +6,16 @@ from typing import Any
 
 from hypothesis import HealthCheck, settings
 
+<<<<<<< HEAD
 from services.gateway.api import GenerationRequest, RequestedSampling
+=======
+from services.gateway.frontend.api import GenerationRequest, RequestedSampling
+from tests.examples import examples
+>>>>>>> d
 from tests.fuzz.deployment import LIMIT_S, Deployment, expected
 
 FUZZ = settings(
-    max_examples=100,
+    max_examples=examples(100),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

@@ -2,7 +2,7 @@
 one asserts that it occurred."""
 
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
@@ -23,7 +23,7 @@ STRATEGIES["4 beams that end"] = replace(  # one ends after 2 tokens and stays t
     STRATEGIES["4 beams"], beam=Beam(4, early_stopping="never"), stop_token_ids=(61, 201)
 )
 ADAPTED = ("greedy", "temperature", "4 samples, adjusted", "structured", "4 beams")
-"""The strategies that are compared with a LoRA adapter too."""
+"""The strategies that are compared with a LoRA adapter, and with KV in int8, too."""
 SPECULATING = [name for name in STRATEGIES if "beams" not in name]
 """The strategies whose drafts can be verified."""
 PROMPT = random_prompt(37, seed=1)
@@ -279,8 +279,6 @@ for name in (
     CONDITIONS[f"speculation, {name}"] = replace(
         condition, setting=replace(condition.setting, speculates=True)
     )
-DRAFT_MODEL = ("greedy", "4 samples, adjusted", "structured", "4 beams")
-"""The strategies that `make test` runs with a draft model; `make test-full` runs all."""
 for name in [name for name in CONDITIONS if name.startswith("speculation, ")]:
     condition = CONDITIONS[name]
     CONDITIONS[name.replace("speculation", "draft model")] = replace(
@@ -296,9 +294,34 @@ for name in (
     CONDITIONS[f"adapter, {name}"] = replace(
         condition, setting=replace(condition.setting, adapts=True)
     )
+for name in ("alone", "all of it"):
+    condition = CONDITIONS[name]
+    CONDITIONS[f"int8 KV, {name}"] = replace(
+        condition, setting=replace(condition.setting, kv_in_int8=True)
+    )
+WHOLE = (
+    *("batch of 64", "preempted, nothing cached", "swapped", "drained", "decode worker dies"),
+    *("prefill worker dies", "all of it", "late device, all of it", "speculation, all of it"),
+)
+"""The conditions that `make test` runs with every strategy; `make test-full` runs the whole
+matrix."""
+SAMPLE = ("greedy", "logprobs of the prompt", "4 samples, adjusted", "structured", "4 beams")
+"""The strategies that `make test` runs under the other conditions."""
+SMALL_SAMPLE = ("4 samples, adjusted", "4 beams")
+"""The strategies that `make test` runs with a LoRA adapter, KV in int8 or a draft model."""
+
+
+def sample(name: str) -> Sequence[str]:
+    setting = CONDITIONS[name].setting
+    if setting.adapts or setting.kv_in_int8 or setting.has_draft_model:
+        return SMALL_SAMPLE
+    return tuple(STRATEGIES) if name in WHOLE else SAMPLE
+
+
 CELLS = [
-    pytest.param(strategy, name, marks=() if strategy in sample else pytest.mark.full)
+    pytest.param(strategy, name, marks=() if strategy in sample(name) else pytest.mark.full)
     for name, condition in CONDITIONS.items()
-    for sample in [DRAFT_MODEL if condition.setting.has_draft_model else STRATEGIES]
-    for strategy in (ADAPTED if condition.setting.adapts else STRATEGIES)
+    for strategy in (
+        ADAPTED if condition.setting.adapts or condition.setting.kv_in_int8 else STRATEGIES
+    )
 ]

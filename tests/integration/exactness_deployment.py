@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from blockstore.memory_registry import MemoryRegistry
 from blockstore.registry import Member, Role
+from kvops import int8_kv
 from quire import messages
 from quire.messages import Request
 from quire.types import Delta
@@ -136,6 +137,8 @@ class ExactnessDeployment:
                 spec = await make_pool(self.store, num_blocks, setting.block_size, pool_id)
                 stamps = make_stamps(self._directory / pool_id, spec)
                 arena = torch.full((num_blocks, *shape), float("nan"), dtype=torch.bfloat16)
+                if setting.kv_in_int8:
+                    arena = int8_kv.quantize(arena)
                 stamps.check = partial(_check_finished, arena)
                 self._pools[pool_id] = spec, stamps, arena
         changes, request_metrics = ChangeNotifier(), RequestMetrics(self.request_metrics)
@@ -374,7 +377,9 @@ class ExactnessDeployment:
 
 
 def _check_finished(arena: torch.Tensor, block_id: int, token_ids: Sequence[int]) -> None:
-    assert not arena[block_id].isnan().any(), "stamped before its KV is there"
+    block = arena[block_id]
+    values = int8_kv.scales(block) if block.dtype == torch.int8 else block
+    assert values.isfinite().all(), "stamped before its KV is there"
 
 
 def _copy(

@@ -20,17 +20,6 @@ from tests.kernels import flash_stand_in
 Machine = Callable[[pytest.MonkeyPatch], None]
 
 
-def without(module: str) -> Machine:
-    def machine(patch: pytest.MonkeyPatch) -> None:
-        for imported in [
-            n for n in sys.modules if n.startswith(("kvops.triton", "kvops.attention.flash"))
-        ]:
-            patch.delitem(sys.modules, imported)
-        patch.setitem(sys.modules, module, None)
-
-    return machine
-
-
 def without_cuda(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.version, "cuda", None)
 
@@ -58,22 +47,7 @@ def with_little_cuda(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.version, "cuda", "13.0")
 
 
-def on(*machines: Machine) -> Machine:
-    def machine(patch: pytest.MonkeyPatch) -> None:
-        for one in machines:
-            one(patch)
-
-    return machine
-
-
 REFUSED: dict[str, tuple[Machine, dict[str, str], str]] = {
-    "no CUDA": (without_cuda, {"BACKEND": "triton"}, "is built without CUDA"),
-    "no Triton": (without("triton"), {"BACKEND": "triton"}, "needs the package triton, which is"),
-    "no FlashInfer": (
-        on(with_gpu(9, 0), without("flashinfer")),
-        {"BACKEND": "triton", "ATTENTION": "flashinfer"},
-        "needs the package flashinfer-python",
-    ),
     "no graph can wait": (
         with_gpu(9, 0),
         {"BACKEND": "triton", "ATTENTION": "reference"},
@@ -84,7 +58,6 @@ REFUSED: dict[str, tuple[Machine, dict[str, str], str]] = {
         {"BACKEND": "reference", "ATTENTION": "flash"},
         "attention 'flash' is for the backend 'triton'; 'reference' has attention of its own",
     ),
-    "old GPU": (with_gpu(7, 5), {"BACKEND": "triton"}, r"8\.0 or more; NVIDIA X has 7\.5"),
     "GPU": (with_gpu(9, 0), {"BACKEND": "triton"}, "computes on cuda, and the device is cpu"),
     "device without CUDA": (without_cuda, {"DEVICE": "cuda:0"}, "cuda:0: .* built without CUDA"),
     "no GPU": (with_little_cuda, {"DEVICE": "cuda:0"}, "device cuda:0: PyTorch .* sees no GPU"),

@@ -97,8 +97,8 @@ async def test_tokens_are_the_same_to_the_bit(
 ) -> None:
     sampling, setting = STRATEGIES[strategy], CONDITIONS[condition].setting
     adapts = setting.adapts
-    by = "adapter, alone" if adapts else "alone"
-    key = f"{strategy}, {by}" if adapts else strategy
+    by = "adapter, alone" if adapts else "int8 KV, alone" if setting.kv_in_int8 else "alone"
+    key = strategy if by == "alone" else f"{strategy}, {by}"
     if key not in alone:
         alone[key] = await run(opened, CONDITIONS[by], sampling)
     expected = alone[key]

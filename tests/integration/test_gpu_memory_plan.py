@@ -199,20 +199,3 @@ def test_missing_figures_of_nvml_are_an_error(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(pynvml, "nvmlDeviceGetComputeRunningProcesses", lambda device: [])
     with pytest.raises(StartupError, match=r"does not list process .* \(pid: host\)"):
         meter.other()
-
-
-def test_a_process_that_nvml_does_not_list_is_told_what_to_set(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """In a container without the host's PID namespace, NVML lists other numbers or none."""
-    import pynvml
-
-    stranger = SimpleNamespace(pid=os.getpid() + 1, usedGpuMemory=900)
-    for name in ("nvmlInit", "nvmlDeviceGetHandleByUUID"):
-        monkeypatch.setattr(pynvml, name, lambda *_: None)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetComputeRunningProcesses", lambda device: [stranger])
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    with pytest.raises(
-        StartupError, match=rf"list process {os.getpid()} on GPU-1.*set pool_memory"
-    ):
-        CudaMeter(torch.device("cuda:0"), "GPU-1").used()

@@ -1,7 +1,6 @@
 """Packed weights of whole models: one file for all workers of a host, which depends on its
 checkpoint."""
 
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -86,14 +85,6 @@ def test_all_loads_map_one_file_and_copy_nothing_of_it(checkpoint: Path, cache: 
         assert figures["Size"] * 1024 == file.stat().st_size
         assert figures["Rss"] > 0
         assert figures["Anonymous"] == figures["Swap"] == 0
-
-
-def test_a_model_is_packed_once(checkpoint: Path, cache: Path) -> None:
-    expected = logits(checkpoint, None)
-    assert torch.equal(logits(checkpoint, cache), expected)
-    before = inode(cache)
-    assert torch.equal(logits(checkpoint, cache), expected)
-    assert inode(cache) == before
 
 
 def test_every_kind_and_every_checkpoint_has_a_file(
@@ -197,17 +188,6 @@ def test_packing_can_be_stopped_and_leaves_nothing_half_made(
         load_model(checkpoint, torch.float32, backend, cache=cache, progress=progress)
     assert packed(cache) == []
     assert next(steps, None) is None
-
-
-def test_a_damaged_file_is_packed_again(checkpoint: Path, cache: Path) -> None:
-    expected = logits(checkpoint, cache)
-    (file,) = packed(cache)
-    with file.open("r+b") as opened:
-        opened.seek(-10_000, os.SEEK_END)
-        byte = opened.read(1)
-        opened.seek(-1, os.SEEK_CUR)
-        opened.write(bytes([byte[0] ^ 0x80]))
-    assert torch.equal(logits(checkpoint, cache), expected)
 
 
 def test_a_shape_that_the_kernels_do_not_know_is_refused_by_name(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Files of packed weights: made once, shared, and rejected when anything about them is wrong."""
 
-import json
 import resource
 import subprocess
 import sys
@@ -91,13 +90,6 @@ def test_a_file_of_something_else_is_made_again(counting_file: CountingFile) -> 
     assert torch.equal(old.sections["first"], contents("first"))
 
 
-def test_a_file_that_was_deleted_is_made_again(counting_file: CountingFile) -> None:
-    counting_file.open()
-    counting_file.path.unlink()
-    counting_file.open()
-    assert counting_file.num_made == 2
-
-
 @pytest.mark.parametrize("size", [0, 7, 8, 16, 23, 24, 100, 4096, 12_288, -1])
 def test_a_truncated_file_is_made_again(counting_file: CountingFile, size: int) -> None:
     counting_file.open()
@@ -120,24 +112,6 @@ def test_a_file_with_any_byte_flipped_is_made_again(counting_file: CountingFile)
         assert torch.equal(counting_file.open().sections["first"], contents("first"))
     assert counting_file.num_made == 1 + len(places)
     assert counting_file.path.read_bytes() == whole
-
-
-@pytest.mark.parametrize(
-    "garbage",
-    [
-        b"{}",
-        b"QUIREPK1" + bytes(100),
-        b"QUIREPK1" + b"\xff" * 100,
-        json.dumps({"facts": FACTS, "sections": {}}).encode(),
-        bytes(1 << 16),
-    ],
-    ids=["json", "no header", "a header without end", "no magic", "zeros"],
-)
-def test_garbage_is_made_again(counting_file: CountingFile, garbage: bytes) -> None:
-    counting_file.path.parent.mkdir()
-    counting_file.path.write_bytes(garbage)
-    counting_file.open()
-    assert counting_file.num_made == 1
 
 
 def test_facts_may_be_longer_than_a_page(counting_file: CountingFile) -> None:

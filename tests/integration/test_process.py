@@ -215,14 +215,6 @@ def test_a_service_says_why_it_cannot_start(environ: dict[str, str], message: st
     assert "Traceback" not in err
 
 
-def test_a_fault_is_logged_with_its_traceback() -> None:
-    with cook(environ={"QUIRE_COOK_MODE": "burn"}) as service:
-        status, _, err = service.end()
-    assert status == 1
-    assert "service_failed" in err
-    assert "RuntimeError: burnt" in err
-
-
 def test_the_resolved_configuration_can_be_printed() -> None:
     with cook("--print-config", environ={"QUIRE_COOK_PORT": "7"}) as service:
         status, out, _ = service.end()

@@ -51,18 +51,6 @@ async def test_concurrent_calls_are_executed_in_the_order_of_submission(store: R
     assert [a.block_ids for a in allocations] == [(2 * n, 2 * n + 1) for n in range(500)]
 
 
-async def test_a_refused_call_does_not_affect_other_calls(store: RedisStore) -> None:
-    first, refused, last = await asyncio.gather(
-        store.allocate("pool", "a", "w", 1, [], 2),
-        store.release("pool", "nobody", 1),
-        store.allocate("pool", "b", "w", 2, [], 2),
-        return_exceptions=True,
-    )
-    assert first == Allocation("a", 1, (0, 1), 0)
-    assert isinstance(refused, StaleHolder)
-    assert last == Allocation("b", 1, (2, 3), 0)
-
-
 async def test_a_call_is_executed_though_its_caller_was_cancelled(store: RedisStore) -> None:
     """A caller that is cancelled while it releases has released."""
     await store.allocate("pool", "a", "w", 1, [], 2)
@@ -270,12 +258,6 @@ async def test_the_end_of_a_wait_is_announced_to_those_behind(store: RedisStore)
     await store.withdraw("pool", "first")
     async with asyncio.timeout(5):
         await waiting
-
-
-async def test_waiting_ends_after_its_timeout(store: RedisStore) -> None:
-    await store.wait_for_room("pool", 0.05)
-    async with asyncio.timeout(5):
-        await store.wait_for_room("pool", 0.05)
 
 
 async def test_a_pool_that_was_unknown_at_first_can_be_waited_for_later(store: RedisStore) -> None:

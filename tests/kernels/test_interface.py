@@ -51,16 +51,6 @@ def test_the_native_backend_says_its_own_instruction_set_kernels_and_lanes() -> 
     assert backend.describe(torch.float32) == numerics | {"threads": "3"}
 
 
-@pytest.mark.parametrize("isa", usable_kernels())
-def test_available_instruction_sets_can_be_chosen(isa: str) -> None:
-    assert NativeCpu(isa=isa).isa == isa
-
-
-def test_an_instruction_set_that_is_not_here_is_refused() -> None:
-    with pytest.raises(ValueError, match="sse9"):
-        NativeCpu(isa="sse9")
-
-
 def test_a_backend_computes_with_the_instruction_set_that_it_is_told() -> None:
     backend = kvops.backend("cpu", "portable")
     assert backend.numerics(torch.float32)["isa"] == "portable"
@@ -105,14 +95,6 @@ def test_a_backend_is_refused_without_its_package(
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(BackendUnavailable, match=f"'{name}' needs the package {package},.*serve"):
         kvops.backend(name)
-
-
-def test_a_module_of_ours_that_is_missing_is_no_missing_package(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(sys.modules, "kvops.triton", None)
-    with pytest.raises(ModuleNotFoundError, match=r"kvops\.triton"):
-        kvops.backend("triton")
 
 
 def test_a_package_that_cannot_be_loaded_is_named_with_its_error(

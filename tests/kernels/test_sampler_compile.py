@@ -38,7 +38,9 @@ def draws(num: int) -> DrawTensors:
     )
 
 
-@pytest.mark.parametrize("capability", [80, pytest.param(90, marks=pytest.mark.full), 100])
+@pytest.mark.parametrize(
+    "capability", [80, *(pytest.param(number, marks=pytest.mark.full) for number in (90, 100))]
+)
 def test_the_sampler_compiles_to_exact_operations(tmp_path: Path, capability: int) -> None:
     """`warm_up` compiles all variants, with and without penalties."""
     shape = (2, 151_936)

@@ -13,7 +13,10 @@ import pytest
 
 SUITE = Path(__file__).with_name("triton_suite.py")
 PARTS = [
-    pytest.param("not attends and not slides", id="all but the large matrices"),
+    pytest.param(
+        "not attends and not slides and (not caps or mixed)", id="all but the large matrices"
+    ),
+    pytest.param("caps and not mixed", id="caps of scores", marks=pytest.mark.full),
     pytest.param("attends", id="attention"),
     pytest.param("slides and bfloat16", id="windows in bf16", marks=pytest.mark.full),
     pytest.param("slides and float32", id="windows in fp32", marks=pytest.mark.full),

@@ -63,7 +63,7 @@ def compiling(capability: int, cache: Path) -> Iterator[list[Any]]:
     params=[
         pytest.param(80, id="sm_80"),
         pytest.param(90, id="sm_90", marks=pytest.mark.full),
-        pytest.param(100, id="sm_100"),
+        pytest.param(100, id="sm_100", marks=pytest.mark.full),
     ]
 )
 def capability(request: pytest.FixtureRequest) -> int:
@@ -124,7 +124,12 @@ def test_attention_compiles(
 
 @pytest.mark.parametrize(
     ("head_dim", "dtype"),
-    [(64, torch.bfloat16), (96, torch.float16), (128, torch.bfloat16), (32, torch.float32)],
+    [
+        (128, torch.bfloat16),
+        (32, torch.float32),
+        pytest.param(64, torch.bfloat16, marks=pytest.mark.full),
+        pytest.param(96, torch.float16, marks=pytest.mark.full),
+    ],
 )
 def test_hopper_s_tiles_fit_its_shared_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head_dim: int, dtype: torch.dtype

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from services.engine.sequences.beam import FIRST, Beam, BeamSearch, num_candidates
 from services.protocol.logprobs import Logprobs
 from services.protocol.ticket import BeamParams, EarlyStopping, FinishReason, Hypothesis
+from tests.examples import examples
 
 VOCAB = 24
 
@@ -108,7 +109,7 @@ def by_looking_at_all(case: Case) -> list[tuple[float, tuple[int, ...]]]:
     return done
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(cases())
 def test_beam_search_equals_exhaustive_search(case: Case) -> None:
     found = by_beam_search(case)
@@ -118,7 +119,7 @@ def test_beam_search_equals_exhaustive_search(case: Case) -> None:
         assert one.finish_reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(cases())
 def test_beam_search_ends_with_as_many_as_its_width(case: Case) -> None:
     found = by_beam_search(case)

@@ -10,6 +10,7 @@ from hypothesis.stateful import precondition, rule
 from services.engine.batch import Draw
 from services.engine.messages import AbortSequence
 from services.protocol.ticket import BeamParams, EarlyStopping, TicketSequence
+from tests.examples import examples
 from tests.late_device import LateForward, computes_at_launch
 from tests.property.pool_of_groups import DECODERS, Live, PoolOfGroups
 from tests.unit.workers.fakes import GREEDY, SAMPLED, expected, ticket
@@ -131,4 +132,4 @@ TestGroups, TestGroupsLate = GroupsAtLaunch.TestCase, GroupsLate.TestCase
 TestGroupsSpeculating = GroupsSpeculating.TestCase
 TestGroupsSpeculatingLate = GroupsSpeculatingLate.TestCase
 for case in (TestGroups, TestGroupsLate, TestGroupsSpeculating, TestGroupsSpeculatingLate):
-    case.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+    case.settings = settings(max_examples=examples(100), stateful_step_count=40, deadline=None)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from services.gateway.parsing.message import CallFormat, MessageFormat, MessageParser, Parsing
 from services.gateway.parsing.parts import CallArguments, CallStart, Content, Part, joined
+from tests.examples import examples
 
 NAMES = ("f", "get_weather")
 TAGS = ("<think>", "</think>")
@@ -40,7 +41,7 @@ def parse(parsing: Parsing, text: str, cuts: list[int]) -> tuple[Part, ...]:
     return joined([*parts, *parser.finish()])
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(parsings, texts, st.lists(st.integers(0, 200), max_size=40))
 def test_the_cut_of_a_text_changes_no_part(parsing: Parsing, text: str, cuts: list[int]) -> None:
     assert parse(parsing, text, cuts) == parse(parsing, text, [])

@@ -17,6 +17,7 @@ from blockstore.redis_store import RedisStore
 from blockstore.store import BlockStore
 from tests.clock import Clock
 from tests.conftest import Valkey
+from tests.examples import examples
 from tests.property.machine import StoresAgree
 
 
@@ -70,13 +71,13 @@ def runner() -> Iterator[asyncio.Runner]:
 
 
 def test_the_model_keeps_the_laws(runner: asyncio.Runner) -> None:
-    drive([], runner, max_examples=50, clock=Clock())
+    drive([], runner, max_examples=examples(50), clock=Clock())
 
 
 def test_the_server_agrees_with_the_model(valkey: Valkey, runner: asyncio.Runner) -> None:
     store = runner.run(RedisStore.connect(valkey.url))
     try:
-        drive([store], runner, max_examples=30, clock=ServerClock(valkey))
+        drive([store], runner, max_examples=examples(30), clock=ServerClock(valkey))
     finally:
         runner.run(store.close())
 

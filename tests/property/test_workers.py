@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from services.engine.batch import Draw
 from services.protocol.ticket import BeamParams, Ticket, TicketSequence
 from services.worker.limits import Limits
+from tests.examples import examples
 from tests.late_device import DEVICES, Device
 from tests.property.gateway import Request
 from tests.property.late import LateEngine, VirtualLoop
@@ -216,7 +217,7 @@ ACTIONS = st.lists(
     chance=st.builds(random.Random, st.integers(0, 999)),
 )
 @settings(
-    max_examples=200,
+    max_examples=examples(200),
     deadline=None,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],  # shrinking takes minutes, for little
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

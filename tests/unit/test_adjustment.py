@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from services.engine.sampling.adjustment import Adjustment
 from services.engine.sequences.penalty_state import PenaltyState
 from services.protocol.ticket import SamplingParams
+from tests.examples import examples
 
-no_deadline = settings(deadline=None, max_examples=200)  # how fast the machine is, is no property
+no_deadline = settings(max_examples=examples(200))
 
 VOCAB_SIZE = 8
 NONE = -math.inf

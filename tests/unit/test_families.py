@@ -28,7 +28,6 @@ BASE: dict[str, Any] = {
     "initializer_range": 0.02,
     "transformers_version": "5.0.0",
 }
-ROPE = RopeConfig(10_000.0)
 SLIDING = {"use_sliding_window": True, "sliding_window": 9, "num_experts": 2}
 
 

@@ -2,7 +2,6 @@
 services."""
 
 import json
-import re
 from collections.abc import Iterator
 from functools import reduce
 from operator import getitem
@@ -27,7 +26,6 @@ from services.worker.config import DecodeSettings, PrefillSettings
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy" / "helm" / "quire"
 KUBERNETES = "1.37.0"
-STOP_GRACE_S = ServiceSettings.model_fields["stop_grace_s"].default
 SETTINGS: dict[str, type[ServiceSettings]] = {
     "services.block_manager": BlockManagerSettings,
     "--role=prefill": PrefillSettings,
@@ -125,22 +123,6 @@ def test_services_understand_their_settings(
     assert num_loaded >= 4
 
 
-def test_a_pool_is_in_memory_and_workers_drain_in_time(values: dict[str, Any]) -> None:
-    chart = Chart.load(CHART).merge_values(values)
-    for deployment in of_kind("Deployment", values):
-        pod = deployment["spec"]["template"]["spec"]
-        workers = [each for each in pod["containers"] if each["name"].startswith(("pref", "dec"))]
-        for worker in workers:
-            command = worker["lifecycle"]["preStop"]["exec"]["command"][-1]
-            assert re.search(rf"--wait --timeout {chart['drainSeconds']}\b", command)
-        if workers:
-            (pools,) = (each for each in pod["volumes"] if each["name"] == "pools")
-            assert pools["emptyDir"]["medium"] == "Memory"
-            assert chart["stopGraceSeconds"] == STOP_GRACE_S
-            needed = chart["drainSeconds"] + 2 * chart["stopGraceSeconds"]
-            assert pod["terminationGracePeriodSeconds"] > needed
-
-
 def test_scaling_asks_for_a_metric_that_is_exported() -> None:
     """Each query selects a series of a gateway that has recommended workers. Without one the number
     of pods stays: KEDA would take no answer for 0."""
@@ -157,22 +139,6 @@ def test_scaling_asks_for_a_metric_that_is_exported() -> None:
         assert selected.pop("namespace") == "ns", "Prometheus adds it: see the ServiceMonitors"
         assert exported.get_sample_value(query.expr.name, selected) == 7
         assert trigger["metadata"]["ignoreNullValues"] == "false"
-
-
-def test_monitors_name_ports_of_their_services() -> None:
-    documents = rendered(VALUES["everything"])
-    services = [each for each in documents if each["kind"] == "Service"]
-    monitors = [each for each in documents if each["kind"] == "ServiceMonitor"]
-    assert len(monitors) == 3
-    for monitor in monitors:
-        wanted = monitor["spec"]["selector"]["matchLabels"].items()
-        named = [
-            {port["name"] for port in each["spec"]["ports"]}
-            for each in services
-            if wanted <= each["metadata"]["labels"].items()
-        ]
-        ports = {endpoint["port"] for endpoint in monitor["spec"]["endpoints"]}
-        assert any(ports <= names for names in named)
 
 
 def test_monitors_name_the_jobs_of_dashboards_and_alerts() -> None:

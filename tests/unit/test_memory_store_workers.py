@@ -146,12 +146,6 @@ async def test_a_reaped_worker_cannot_join_again(store: BlockStore, clock: Clock
     await store.register_worker(POOL, "v")
 
 
-async def test_a_worker_that_died_before_joining_cannot_join(store: BlockStore) -> None:
-    assert await store.reap("pool", "x") == 0
-    with pytest.raises(UnknownWorker):
-        await store.register_worker(POOL, "x")
-
-
 async def test_only_an_empty_worker_leaves(store: BlockStore) -> None:
     with pytest.raises(WorkerNotEmpty, match="1 holders and 0 waiters"):
         await store.leave("pool", "w")

@@ -17,6 +17,7 @@ from services.engine.sampling.philox import uniforms
 from services.engine.sampling.sampler import filtered_weights, sample
 from services.engine.sequences.penalty_state import PenaltyState
 from services.protocol.ticket import SamplingParams
+from tests.examples import examples
 
 
 def params(**changes: Any) -> SamplingParams:
@@ -103,7 +104,7 @@ def plain_filter(logits: list[float], p: SamplingParams, slack: float) -> set[in
     return {i for i in range(len(logits)) if probs[i] >= smallest}
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(
     seed=st.integers(0, 2**32 - 1),
     size=st.sampled_from([2, 5, 50, 1500]),

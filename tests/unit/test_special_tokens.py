@@ -14,6 +14,7 @@ from services.model.text.chat_template import ChatTemplate
 from services.model.text.special_tokens import SpecialTokens
 from services.model.text.tokenizer import Tokenizer
 from services.runtime.errors import InvalidRequest
+from tests.examples import examples
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<s>", "</s>", "<|user|>", "<|assistant|>"]
 TEMPLATES = {
@@ -188,7 +189,7 @@ PARTS = st.sampled_from(
 CONTENTS = st.lists(st.lists(PARTS, max_size=8).map("".join), min_size=1, max_size=3)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(CONTENTS, st.sampled_from([*TEMPLATES]), st.sampled_from([*KINDS]))
 def test_special_tokens_come_only_from_the_template(
     contents: list[str], template: str, kind: str
@@ -204,7 +205,7 @@ CLEAN = st.text(st.sampled_from("<>|/ \nabcé日]s_"), max_size=20).filter(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(CLEAN, min_size=1, max_size=3), st.sampled_from(["chatml", "trims", "computes"]))
 def test_a_clean_chat_has_the_tokens_that_transformers_has(
     contents: list[str], template: str

@@ -1,12 +1,10 @@
 """`python -m services.block_manager` as a process, with a real Valkey and workers that join."""
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
 import sys
-import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Protocol
@@ -246,30 +244,6 @@ async def test_a_worker_that_joins_after_a_loss_joins_the_existing_pool(
     assert len(await store.holders(new_pool_id)) == 2
     assert (await store.audit(new_pool_id)).violations == ()
     await store.close()
-
-
-async def test_metrics_are_served(valkey: Valkey, store: RedisStore, processes: Processes) -> None:
-    manager = processes.start_manager(valkey.url, METRICS_PORT="0", LOG_FORMAT="json")
-    port = await asyncio.to_thread(logged_port, manager)
-    _, pool_id = await processes.start_worker(valkey.url, "decode-1")
-    wanted = f'quire:kv_cache_blocks{{model_name="tiny",pool_id="{pool_id}",state="held"}} 3.0'
-
-    async def shown() -> bool:
-        return wanted in await asyncio.to_thread(scrape, port)
-
-    await until(shown)
-
-
-def logged_port(manager: subprocess.Popen[str]) -> int:
-    """The port of the metrics, from the log."""
-    assert manager.stderr is not None
-    lines = map(json.loads, manager.stderr)
-    return next(int(line["port"]) for line in lines if line["event"] == "metrics_listening")
-
-
-def scrape(port: int) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
-        return str(answer.read().decode())
 
 
 async def test_a_block_manager_without_a_store_does_not_start(

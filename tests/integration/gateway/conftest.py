@@ -114,11 +114,6 @@ class GatewayHarness:
             start_gateway(self.store, self.registry, SECRET, options, self.metrics)
         )
 
-    async def say_draining(self, worker_id: str) -> None:
-        """Mark the worker as draining in the registry, before the worker reports it."""
-        (found,) = [m for m in await self.registry.members() if m.member_id == worker_id]
-        await self.registry.announce(replace(found, state="draining"), ttl_s=1e6)
-
     def num_moves(self) -> float | None:
         return self.request_metrics.get_sample_value("quire:num_moves_total", {"model_name": "toy"})
 

@@ -1,23 +1,18 @@
 """Several sequences of one prompt, over real streams, with fake workers."""
 
-import asyncio
-from collections.abc import AsyncIterator
 from functools import partial
 from operator import not_
 from typing import Any
 
 import pytest
 
-from quire import AsyncClient
-from quire.types import Sampling
 from quire.v1 import decode_pb2, worker_pb2
 from services.gateway.api import Delta
 from services.gateway.streaming import output
 from services.runtime.errors import InvalidRequest, NoWorker, PromptTooLong
-from tests.proxy import Proxy
 from tests.waiting import until
 
-from .conftest import PROMPT, SPEC, Call, GatewayHarness, asked
+from .conftest import PROMPT, SPEC, Call, asked
 from .fakes import FakeDecode, FakePrefill, expected
 
 NUM = 3
@@ -33,23 +28,6 @@ def tokens_of(deltas: list[Delta]) -> dict[int, list[int]]:
 
 def all_of(num_tokens: int = 8, num: int = NUM) -> dict[int, list[int]]:
     return {index: expected(PROMPT, num_tokens, index) for index in range(num)}
-
-
-async def test_sequences_come_with_their_indices(make_harness: Any) -> None:
-    """One ticket, one prefill, and a slot for each sequence."""
-    prefill, decode = FakePrefill(), FakeDecode()
-    harness: GatewayHarness = await make_harness(prefill, decode)
-    call = Call(harness.gateway, asked(sampling=N))
-    last = await call.result()
-    assert tokens_of(call.deltas) == all_of()
-    (ticket,) = prefill.submitted
-    assert [sequence.index for sequence in ticket.sequences] == list(range(NUM))
-    (reserve,) = decode.commands(decode_pb2.Reserve)
-    assert reserve.num_sequences == NUM
-    assert last.usage is not None
-    assert (last.usage.num_prompt_tokens, last.usage.num_generated_tokens) == (len(PROMPT), 24)
-    assert [delta.usage for delta in call.deltas[:-1]] == [None] * (len(call.deltas) - 1)
-    await until(lambda: not decode.slots)
 
 
 async def test_ended_sequences_are_not_computed_again(make_harness: Any) -> None:
@@ -177,48 +155,3 @@ async def test_an_unread_group_is_paused(
 
 
 # ── clients that go on ───────────────────────────────────────────────────────────────────────────
-
-
-@pytest.fixture
-async def proxied(make_harness: Any) -> AsyncIterator[tuple[Any, ...]]:
-    """Two gateways on the same workers, each behind a proxy."""
-    workers = FakePrefill(), FakeDecode()
-    first = await make_harness(*workers)
-    second = await first.another()
-    proxies = [Proxy(await harness.listen()) for harness in (first, second)]
-    for proxy in proxies:
-        await proxy.__aenter__()
-    yield *workers, first, proxies
-    for proxy in proxies:
-        await proxy.__aexit__(None, None, None)
-
-
-@pytest.mark.parametrize("parks", [False, True])
-async def test_a_client_goes_on_with_a_group_at_another_gateway(proxied: Any, parks: bool) -> None:
-    """One sequence has ended, and the others have half of their tokens."""
-    prefill, decode, first, proxies = proxied
-    decode.parks, decode.pause_after = parks, 5
-    stop = bytes(expected(PROMPT, 8, 2)).decode()[1:4]
-    tokens: dict[int, list[int]] = {index: [] for index in range(NUM)}
-    usages = []
-
-    async def read() -> None:
-        sampling = Sampling(temperature=0.0, max_tokens=8, stop=(stop,), n=NUM)
-        async with AsyncClient(",".join(proxy.address for proxy in proxies)) as client:
-            async for delta in client.generate(list(PROMPT), sampling):
-                tokens[delta.index].extend(delta.token_ids)
-                usages.append(delta.usage)
-
-    reading = asyncio.create_task(read())
-    await until(lambda: [len(each) for each in tokens.values()] == [5, 5, 4] or reading.done())
-    if parks:
-        await first.lose_workers()
-        await until(lambda: bool(decode.parked))
-    await proxies[0].close()
-    decode.go_on(pause_after=8)
-    async with asyncio.timeout(20):
-        await reading
-    assert tokens == {**all_of(), 2: expected(PROMPT, 4, 2)}
-    assert [usage.num_generated_tokens for usage in usages if usage] == [8 + 8 + 4]
-    again = [[s.index for s in ticket.sequences] for ticket in prefill.submitted[1:]]
-    assert again == ([] if parks else [[0, 1]])

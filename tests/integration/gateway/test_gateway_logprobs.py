@@ -69,15 +69,6 @@ def workers() -> tuple[FakePrefill, FakeDecode]:
     return FakePrefill(), FakeDecode()
 
 
-async def test_every_token_has_its_own(make_harness: Any, workers: Any) -> None:
-    harness = await make_harness(*workers)
-    async with AsyncClient(await harness.listen()) as client:
-        reader = Reader(client, logprobs=NUM_TOP, prompt_logprobs=2)
-        await reader.end()
-    assert (reader.tokens, reader.logprobs) == (TOKENS, OF_TOKENS)
-    assert reader.of_prompt == OF_PROMPT
-
-
 async def test_logprobs_come_only_when_asked_for(make_harness: Any, workers: Any) -> None:
     harness = await make_harness(*workers)
     async with AsyncClient(await harness.listen()) as client:
@@ -116,33 +107,6 @@ async def test_a_prompt_too_long_for_its_logprobs_is_refused(
     with pytest.raises(InvalidRequest, match="20 of 10 tokens are 210 logprobs, at most 209"):
         await Call(harness.gateway, request).result()
     assert not workers[0].seen
-
-
-async def test_prompt_logprobs_come_once_although_workers_die(
-    make_harness: Any, workers: Any
-) -> None:
-    """A worker that dies over the prompt has sent nothing; after the first token they are not asked
-    for again."""
-    prefill, decode = workers
-    harness = await make_harness(prefill, decode)
-    prefill.holds, decode.pause_after = True, 3
-    async with AsyncClient(await harness.listen()) as client:
-        reader = Reader(client, logprobs=NUM_TOP, prompt_logprobs=2)
-        await until(lambda: bool(prefill.held))
-        prefill.held.clear()
-        prefill.die()
-        await until(lambda: len(prefill.held) == 1)
-        prefill.let_go()
-        await reader.has(3)
-        decode.die()
-        decode.go_on(pause_after=8)
-        await reader.end()
-    assert (reader.tokens, reader.logprobs) == (TOKENS, OF_TOKENS)
-    assert reader.of_prompt == OF_PROMPT
-    asked_for = [
-        submit.HasField("prompt_logprobs") for submit in prefill.commands(prefill_pb2.PrefillSubmit)
-    ]
-    assert asked_for == [True, True, False]
 
 
 async def test_a_client_that_moves_gets_the_rest_once(make_harness: Any, workers: Any) -> None:

@@ -26,24 +26,6 @@ async def finish(*calls: Call) -> None:
         assert call.tokens == expected(PROMPT, 8)
 
 
-@pytest.mark.parametrize("reported_by", ["worker", "registry"])
-async def test_requests_of_a_draining_worker_move(make_harness: Any, reported_by: str) -> None:
-    prefill, leaving, other = FakePrefill(), FakeDecode("leaving"), FakeDecode("other")
-    harness = await make_harness(prefill, leaving)
-    calls = await running_at(harness, leaving, "r1", "r2", "r3")
-    await harness.add(other)
-    if reported_by == "worker":
-        leaving.report(leaving.load, draining=True)
-    else:
-        await harness.say_draining("leaving")
-    await finish(*calls)
-    assert len(other.commands(decode_pb2.Admit)) == 3
-    assert len(prefill.commands(prefill_pb2.PrefillSubmit)) == 3  # not again
-    assert not leaving.running
-    assert not leaving.slots
-    assert harness.num_moves() == 3
-
-
 async def test_requests_that_move_are_detached_together(make_harness: Any) -> None:
     """All slots are reserved at once, and no request leaves its batch before all replies are there.
     The worker gets all commands in one message, before its next step."""
@@ -59,22 +41,6 @@ async def test_requests_that_move_are_detached_together(make_harness: Any) -> No
     await finish(*calls)
     assert ["reserve"] * 3 in other.together
     assert ["hand_over"] * 3 in leaving.together
-
-
-async def test_a_request_without_a_slot_elsewhere_stays(make_harness: Any) -> None:
-    """The first request in order has the only slot elsewhere."""
-    leaving, other = FakeDecode("leaving"), FakeDecode("other", num_slots=1)
-    harness = await make_harness(FakePrefill(), leaving)
-    first, second = await running_at(harness, leaving, "r1", "r2")
-    await harness.add(other)
-    other.pause_after = 3
-    leaving.report(leaving.load, draining=True)
-    await until(lambda: "r1" in other.running)
-    leaving.go_on(pause_after=8)
-    await finish(second)
-    assert len(other.commands(decode_pb2.Admit)) == 1
-    other.go_on(pause_after=8)
-    await finish(first)
 
 
 async def test_a_ticket_under_way_to_a_worker_that_leaves_is_moved_once_it_runs(

@@ -80,16 +80,6 @@ async def test_a_slow_connection_only_delays_requests(partitioned: Partitioned) 
     assert call.tokens == expected(PROMPT, 8)
 
 
-async def test_a_cut_connection_costs_a_recompute(partitioned: Partitioned) -> None:
-    call = await underway(partitioned)
-    partitioned.proxies[0].cut()
-    for decode in partitioned.decode:
-        decode.go_on(pause_after=8)
-    await call.result()
-    assert call.tokens == expected(PROMPT, 8)
-    await until(lambda: partitioned.decode[0].num_hellos == 2)  # and it is used again
-
-
 async def test_a_half_open_connection_is_given_up(partitioned: Partitioned) -> None:
     """The worker goes on decoding, but the gateway receives nothing. The request continues at the
     other worker, and when the connection is repaired, the events of the first worker are

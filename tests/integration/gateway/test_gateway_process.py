@@ -231,17 +231,6 @@ async def test_a_lost_store_costs_no_request(
     assert (await running.code(), await comes_now.code()) == (grpc.StatusCode.OK,) * 2
 
 
-async def test_a_misspelt_setting_is_told_and_it_does_not_start(short_path: Path) -> None:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "services.gateway"),
-        env={"QUIRE_GATEWAY_MAX_WAITNG": "5"},
-        stderr=asyncio.subprocess.PIPE,
-    )
-    _, stderr = await process.communicate()
-    assert process.returncode == 2
-    assert b"did you mean QUIRE_GATEWAY_MAX_WAITING?" in stderr
-
-
 async def test_operations_are_served_at_the_operations_address_only(
     stack: AsyncExitStack, valkey: Any, short_path: Path
 ) -> None:

@@ -80,14 +80,6 @@ async def client(two: Two) -> AsyncIterator[AsyncClient]:
         yield client
 
 
-async def test_two_gateways_serve_from_the_same_workers(two: Two, workers: Any) -> None:
-    for proxy in two.proxies:
-        async with AsyncClient(proxy.address) as client:
-            completion = await client.complete(list(PROMPT), Sampling(0.0, max_tokens=8))
-        assert completion.token_ids == tuple(expected(PROMPT, 8))
-    assert len(workers[1].sessions) == 2
-
-
 @pytest.mark.parametrize("received", [0, 1, 5])
 async def test_a_stream_goes_on_at_the_other_gateway(
     two: Two, client: AsyncClient, workers: Any, received: int

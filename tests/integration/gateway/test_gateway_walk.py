@@ -55,33 +55,6 @@ async def test_a_request_that_ends_in_prefill_gives_its_slot_back(make_harness: 
     assert not prefill.aborted
 
 
-@pytest.mark.parametrize("received", [1, 2, 5])
-async def test_a_preempted_request_goes_on_with_the_same_tokens(
-    make_harness: Any, received: int
-) -> None:
-    """Law 7: there is only a delay, after any number of tokens; the new allocation has a new
-    holder."""
-    prefill, decode = FakePrefill(), FakeDecode()
-    harness = await make_harness(prefill, decode)
-    decode.pause_after = received
-    call = Call(harness.gateway, asked(max_tokens=8))
-    await until(lambda: len(call.tokens) == received and "r1" in decode.running)
-    decode.pause_after = None
-    decode.requeue("r1", PREEMPTED)
-
-    last = await call.result()
-    assert call.tokens == expected(PROMPT, 8)
-    assert last.usage is not None
-    assert last.usage.num_preemptions == 1
-    first, again = (submit.ticket for submit in prefill.commands(prefill_pb2.PrefillSubmit))
-    assert (first.attempt, again.attempt) == (1, 2)
-    assert list(again.sequences[0].token_ids) == expected(PROMPT, received)
-    assert first.holder_id != again.holder_id
-    assert (again.holder_epoch, list(again.sequences[0].block_ids)) == (0, [])
-    assert first.order == again.order
-    assert first.sampling.seed == again.sampling.seed
-
-
 async def test_cached_tokens_are_reported_only_to_a_client_with_a_salt(make_harness: Any) -> None:
     """Among requests that share prefixes, the number would reveal what others have sent. The
     gateway's metrics have it in any case."""

@@ -2,7 +2,6 @@
 refused."""
 
 import asyncio
-import json
 import random
 import socket
 import struct
@@ -69,18 +68,6 @@ async def test_headers_have_64_kib(port: int, num_before: int, version: bytes) -
             assert (await connection.answer()).status == status
 
 
-async def test_a_body_in_chunks_of_one_byte_is_read(port: int, generator: FakeGenerator) -> None:
-    prompt = "x" * 50_000
-    content = json.dumps({"prompt": prompt}).encode()
-    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in content)
-    async with connected(port) as connection:
-        connection.send(CHUNKED + chunks + b"0\r\n\r\n")
-        assert (await connection.answer()).status == 200
-        connection.send(HEALTH)
-        assert (await connection.answer()).status == 200
-    assert generator.requests[0].prompt == prompt
-
-
 @pytest.mark.parametrize("first", [HEALTH, post(PROMPT)])
 async def test_pipelined_requests_are_refused(
     port: int, generator: FakeGenerator, first: bytes
@@ -101,56 +88,6 @@ async def test_pipelined_requests_are_refused(
         connection.send(HEALTH)
         await generator.closed.wait()
         assert await connection.closed() == b""
-
-
-async def test_http_1_0_gets_an_answer_without_chunks(port: int) -> None:
-    """A stream of unknown length ends with its connection."""
-    body = b'{"prompt": "Hi", "stream": true}'
-    async with connected(port) as connection:
-        connection.send(post(body).replace(b"HTTP/1.1", b"HTTP/1.0"))
-        head, _, events = (await connection.closed()).partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 200")
-    assert b"transfer-encoding" not in head.lower()
-    assert events.startswith(b"data: {")
-    assert events.endswith(b"data: [DONE]\n\n")
-
-
-async def test_an_upgrade_is_declined(port: int, generator: FakeGenerator) -> None:
-    """Clients that support HTTP/2 ask for it on every request, with its body."""
-    headers = "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
-    async with connected(port) as connection:
-        for _ in range(2):
-            connection.send(post(PROMPT, headers=headers))
-            assert (await connection.answer()).status == 200
-        connection.send(post(PROMPT, headers=headers)[:-3])
-        connection.send(PROMPT[-3:])
-        assert (await connection.answer()).status == 200
-    assert [request.prompt for request in generator.requests] == ["Hi"] * 3
-
-
-async def test_an_absolute_target_is_taken(port: int) -> None:
-    async with connected(port) as connection:
-        connection.send(b"GET http://x/health HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert (await connection.answer()).status == 200
-
-
-async def test_a_client_may_ask_before_it_sends_its_body(port: int) -> None:
-    async with connected(port) as connection:
-        head = post(b"", headers="Expect: 100-continue\r\n", length=len(PROMPT))
-        connection.send(head)
-        assert (await connection.answer()).status == 100
-        connection.send(PROMPT)
-        assert (await connection.answer()).status == 200
-
-
-async def test_an_unknown_path_is_named(port: int) -> None:
-    async with connected(port) as connection:
-        connection.send(post(b"{}", "/v1/nothing"))
-        answer = await connection.answer()
-        assert (answer.status, answer.error["code"]) == (404, "not_found")
-        assert answer.error["message"] == "there is no /v1/nothing"
-        connection.send(HEALTH)
-        assert (await connection.answer()).status == 200
 
 
 async def test_garbage_leaves_the_server_as_it_was(port: int) -> None:

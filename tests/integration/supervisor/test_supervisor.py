@@ -130,14 +130,6 @@ def test_services_are_groups_of_their_own_in_one_session(start: Callable[..., Ru
     assert run.end() == 0
 
 
-def test_the_supervisor_prints_how_to_send_requests(start: Callable[..., Run]) -> None:
-    run = start()
-    run.wait_until_serving()
-    assert f"quire generate --address 127.0.0.1:{run.grpc_port} " in run.text()
-    assert f"quire down --run {run.grpc_port}" in run.text()
-    assert '"model": "toys"' in run.text()
-
-
 @pytest.mark.parametrize("role", ["redis", "decode", "gateway"])
 def test_a_killed_service_is_restarted(start: Callable[..., Run], role: str) -> None:
     run = start()
@@ -180,15 +172,6 @@ def test_two_runs_on_other_ports_live_side_by_side(start: Callable[..., Run]) ->
     assert first.end() == 0
     assert len(second.everyone()) == 5
     assert second.end() == 0
-
-
-def test_a_second_run_on_the_same_port_says_who_has_it(start: Callable[..., Run]) -> None:
-    first = start()
-    first.wait_until_serving()
-    second = start(grpc_port=first.grpc_port)
-    assert second.process.wait(timeout=LIMIT_S) == 1
-    assert second.text().startswith(f"quire: `quire serve` with pid {first.process.pid} has port")
-    assert len(first.everyone()) == 5
 
 
 def test_a_service_that_cannot_start_ends_the_run_with_its_reason(
@@ -344,17 +327,6 @@ def test_workers_of_one_role_never_share_a_port(
     assert run.end() == 0
 
 
-@pytest.mark.parametrize("number", [0, 65])
-def test_a_number_that_no_run_has_changes_nothing(start: Callable[..., Run], number: int) -> None:
-    run = start()
-    run.wait_until_serving()
-    with pytest.raises(grpc.RpcError, match=f"decode={number}: a run has 1 to 64 of them"):
-        scale(run, num_prefill=2, num_decode=number)
-    unchanged = scale(run)
-    assert (unchanged.num_prefill, unchanged.num_decode) == (1, 1)
-    assert run.end() == 0
-
-
 def test_a_host_without_prefill_workers_waits_for_another_one(
     start: Callable[..., Run], short_path: Path
 ) -> None:
@@ -378,12 +350,3 @@ def test_a_host_without_prefill_workers_waits_for_another_one(
     assert (list(changed.starting), len(changed.leaving)) == (["prefill-1"], 2)
     wait_until(lambda: run.pids("prefill") and not run.pids("decode"), explain=run.text)
     assert run.end() == 0
-
-
-def test_down_ends_the_run(start: Callable[..., Run]) -> None:
-    run = start()
-    run.wait_until_serving()
-    command = [sys.executable, "-m", "quire.cli", "down", "--run", str(run.grpc_port)]
-    subprocess.run([*command, "--run-root", str(run.root)], check=True, timeout=LIMIT_S)
-    assert run.process.wait(timeout=LIMIT_S) == 0
-    assert not run.root.exists()

@@ -7,7 +7,7 @@ import pytest
 
 from services.gateway.request.status import RequestStatus
 from services.protocol.messages import Abort, Generated, Requeued, RequeueReason, Reserve, Submit
-from services.protocol.ticket import FinishReason, Swapped, SwappedTable, Ticket, TicketSequence
+from services.protocol.ticket import Swapped, SwappedTable, Ticket, TicketSequence
 
 from .test_gateway_beams import begun, searching, until_searching
 from .walk import MAX_TOKENS, ScriptedWorker, Walk, abort_detached, expected, step
@@ -35,27 +35,6 @@ async def waiting(walk: Walk) -> ScriptedWorker:
     assert walk.decode.num_taken_slots == 0
     issuer, walk.decode = walk.decode, ScriptedWorker("next")
     return issuer
-
-
-async def test_a_swapped_out_request_goes_on_through_prefill_with_its_parked_blocks() -> None:
-    walk = Walk()
-    issuer = await waiting(walk)
-    assert not walk.lifecycle.is_computed
-    assert walk.lifecycle.num_uncomputed == 1
-    assert walk.output.stats.num_preemptions == 1
-    assert await walk.reserve()
-    ticket = walk.start()
-    assert (ticket.swapped, ticket.sequences[0].token_ids) == (SWAPPED, tuple(expected(2)))
-    assert not [command for command in issuer.sent if isinstance(command, Abort)]
-    walk.on_event(walk.prefill, walk.prefilled(ticket))
-    assert issuer.sent[-1] == Abort("r1", 1)  # it need not keep anything any more
-    rest = expected(MAX_TOKENS)[3:]
-    position = walk.lifecycle.client.num_tokens
-    last = Generated(
-        "r1", walk.lifecycle.attempt.number, 0, position, tuple(rest), FinishReason.LENGTH
-    )
-    walk.on_event(walk.decode, last)
-    assert await walk.tokens() == expected(MAX_TOKENS)
 
 
 async def test_a_prefill_worker_that_gives_it_back_leaves_it_where_it_was() -> None:

@@ -31,34 +31,6 @@ def reads(world: World, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Area, lis
     return asked
 
 
-@pytest.mark.parametrize(
-    ("limits", "parts"),
-    [
-        ((1024, 1 << 20), {Area.STAMPS: [[0, 1, 2]] * 2, Area.BLOCKS: [[0, 1, 2]]}),
-        ((2, 1 << 20), {Area.STAMPS: [[0, 1], [2]] * 2, Area.BLOCKS: [[0, 1], [2]]}),
-        ((1024, 2 * BLOCK_BYTES), {Area.STAMPS: [[0, 1, 2]] * 2, Area.BLOCKS: [[0, 1], [2]]}),
-        ((1024, 1), {Area.STAMPS: [[0, 1, 2]] * 2, Area.BLOCKS: [[0], [1], [2]]}),
-    ],
-    ids=["one", "of blocks", "of bytes", "of a block at least"],
-)
-async def test_a_read_has_few_blocks_and_bytes(
-    monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], parts: dict[Area, list[list[int]]]
-) -> None:
-    monkeypatch.setattr(pulling, "PART_BLOCKS", limits[0])
-    monkeypatch.setattr(pulling, "PART_BYTES", limits[1])
-    world = await World.make()
-    asked = reads(world, monkeypatch)
-    pull = world.pull(await world.detached(TOKENS))
-    assert await pull.run() is not None
-    assert pull.num_blocks == 3
-    assert [world.b.block(i) for i in range(3)] == [world.a.block(i) for i in range(3)]
-    assert {area: [items for a, items in asked if a is area] for area in Area} == parts
-    assert [area for area, _ in asked] == sorted(
-        [area for area, _ in asked][: len(asked) - len(parts[Area.STAMPS]) // 2],
-        key=[Area.STAMPS, Area.BLOCKS].index,
-    ) + [Area.STAMPS] * (len(parts[Area.STAMPS]) // 2), "stamps, blocks, stamps again"
-
-
 @pytest.mark.parametrize("share", [0.9, 1.1])
 async def test_the_time_limit_is_that_of_a_part(
     monkeypatch: pytest.MonkeyPatch, share: float

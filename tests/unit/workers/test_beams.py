@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.protocol.messages import Generated, Prefilled, Requeued, RequeueReason, Step
+from services.protocol.messages import Generated, Prefilled, Step
 from services.protocol.ticket import EarlyStopping, FinishReason, Hypothesis, Ticket, TicketSequence
 from services.runtime.errors import InvalidRequest
 
@@ -49,19 +49,6 @@ def hypotheses(outputs: Iterable[Any]) -> tuple[Hypothesis, ...]:
 async def result(pair: WorkerPair, request_id: str = "r1") -> tuple[Hypothesis, ...]:
     await pair.until(lambda: bool(hypotheses(generated_of(pair.session, request_id))))
     return hypotheses(generated_of(pair.session, request_id))
-
-
-async def more_generated(pair: WorkerPair, number: int) -> None:
-    wanted = len(generated_of(pair.session, "r1")) + number
-    await pair.until(lambda: len(generated_of(pair.session, "r1")) >= wanted)
-
-
-async def more_requeued(pair: WorkerPair, num_seen: int) -> None:
-    await pair.until(lambda: len(pair.session.of(Requeued)) > num_seen)
-
-
-async def more_events(pair: WorkerPair, num_seen: int) -> None:
-    await pair.until(lambda: len(pair.session.events) > num_seen)
 
 
 @pytest.mark.parametrize("early_stopping", EarlyStopping)
@@ -107,6 +94,7 @@ async def test_search_reports_its_progress(pair: WorkerPair) -> None:
     await pair.until_empty()
 
 
+<<<<<<< HEAD
 async def test_a_moved_search_goes_on_where_it_was(pair: WorkerPair) -> None:
     wanted = asked(max_tokens=40, stop_ids=(5,), early_stopping=EarlyStopping.WHEN_IMPOSSIBLE)
     issued = await start(pair, wanted)
@@ -174,6 +162,8 @@ async def test_preempted_searches_find_the_same_hypotheses(make_pair: MakePair) 
     await pair.until_empty()
 
 
+=======
+>>>>>>> d
 async def test_a_step_waits_for_all_beams(make_pair: MakePair) -> None:
     """Prompts and tokens are computed in chunks of 3 tokens: beams reach their ends at different
     times."""

@@ -30,31 +30,6 @@ async def handed_over(pair: WorkerPair, request_id: str, attempt: int = 1) -> Ti
     return ticket
 
 
-async def test_a_handed_over_sequence_goes_on_where_it_was(pair: WorkerPair) -> None:
-    """At another worker, from block ids alone: each position is computed once, and the holder
-    stays."""
-    other = await another_decode_worker(pair)
-    issued = await start(pair, ticket("r1", PROMPT, max_tokens=60))
-    await pair.until(lambda: len(outputs(pair.session, "r1")) > 8)
-    detached = await handed_over(pair, "r1")
-    assert detached.holder_id == issued.holder_id
-    assert detached.holder_epoch == 4  # allocated 1, issued 2, claimed 3, detached 4
-    assert pair.decode.role.load().num_free_slots == 16
-    got = tokens(pair.session, issued)
-    assert detached.sequences[0].token_ids == tuple(got)
-    assert detached.sequences[0].num_computed_tokens == len(PROMPT) + len(got) - 1
-
-    session = FakeSession()
-    async with running(other):
-        other.role.reserve(session, "r1", 2, 1)
-        other.role.admit(session, replace(detached, attempt=2))
-        await pair.until(lambda: finished(session, "r1"))
-        rest = [output.token_ids[0] for output in outputs(session, "r1")]
-        assert [*got, *rest] == expected(PROMPT, 60)
-        assert pair.arena.num_computed == len(PROMPT) + 60 - 1
-        await pair.until_empty()
-
-
 async def test_a_detached_request_waits_for_no_step_of_others(pair: WorkerPair) -> None:
     """The steps in flight contain it; the next one does not."""
     for request_id in ("r1", "r2"):
@@ -72,33 +47,6 @@ async def test_a_detached_request_waits_for_no_step_of_others(pair: WorkerPair) 
     model.gate.set()
     for request_id in ("r1", "r2"):
         pair.decode.role.abort(pair.session, request_id, 1)
-    await pair.until_empty()
-
-
-async def test_detaching_takes_one_exchange_with_the_store(
-    pair: WorkerPair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One exchange never carries two calls about one holder: with a second call for each, requests
-    that come to rest together would do so one after the other."""
-    names = ["r1", "r2", "r3"]
-    holders = {
-        (await start(pair, ticket(name, PROMPT, max_tokens=500))).holder_id for name in names
-    }
-    await pair.until(lambda: all(outputs(pair.session, name) for name in names))
-    detached: list[str] = []
-    detach = pair.store.detach
-
-    async def counted(pool_id: str, holder_id: str, epoch: int) -> int:
-        detached.append(holder_id)
-        return await detach(pool_id, holder_id, epoch)
-
-    monkeypatch.setattr(pair.store, "detach", counted)
-    for name in names:
-        pair.decode.role.hand_over(pair.session, name, 1)
-    await pair.until(lambda: len(pair.session.of(Requeued)) == 3)
-    assert sorted(detached) == sorted(holders)
-    for name in names:
-        pair.decode.role.abort(pair.session, name, 1)
     await pair.until_empty()
 
 

@@ -46,20 +46,6 @@ async def test_a_second_turn_finds_what_the_first_decoded(pair: WorkerPair) -> N
     assert again.num_cached_tokens == 16  # of the 19 whose KV was computed: 4 full blocks
 
 
-async def test_many_sequences_run_in_one_batch(make_pair: MakePair) -> None:
-    pair = await make_pair(num_blocks=64)
-    prompts = {f"r{n}": tuple(range(n, n + n)) for n in range(1, 9)}
-    pair.decode_model.gate.clear()
-    issued = [await start(pair, ticket(r, p, max_tokens=12)) for r, p in prompts.items()]
-    steps_before = pair.decode_model.num_steps
-    pair.decode_model.gate.set()
-    await pair.until(lambda: all(finished(pair.session, r) for r in prompts))
-    for one in issued:
-        assert tokens(pair.session, one) == expected(one.prompt_token_ids, 12)
-    assert pair.decode_model.num_steps - steps_before < 2 * 12
-    await pair.until_empty()
-
-
 async def test_a_sequence_that_is_not_finite_fails_alone(pair: WorkerPair) -> None:
     """The sequences beside it get every token, it gets an error with the reason, and none of its
     blocks can be adopted: not even finished ones, whose KV may be the cause."""

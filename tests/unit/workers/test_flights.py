@@ -1,6 +1,5 @@
 """An engine on a late device, between the launch of a step and its retirement. Blocks of 4."""
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,16 +11,14 @@ from numpy.typing import NDArray
 
 from blockstore.errors import WorkerFenced
 from blockstore.records import PoolSpec
-from services.engine.batch import Draw, Fault, Row
+from services.engine.batch import Draw, Fault
 from services.engine.engine import Engine
-from services.engine.forward import CompleteFlight, Flight, ForwardPass
-from services.engine.messages import AbortSequence, AddBlocks, Admit, Command, Remove, StepOutcome
+from services.engine.messages import AbortSequence, Admit, Command, Remove, StepOutcome
 from services.engine.scheduler import Scheduler
 from services.engine.sequences.beam_group import group_class
 from services.engine.sequences.group import Group
 from services.engine.sequences.penalty_state import PenaltyState
 from services.engine.sequences.sequence import Rules
-from services.model.structured.structure import Structure, StructureKind
 from services.protocol.ticket import FinishReason, Ticket, TicketSequence
 from tests.late_device import LateForward
 
@@ -146,15 +143,6 @@ def test_a_sequence_that_ends_keeps_its_blocks_while_it_is_in_flight(host: Host)
     assert not host.device.block_ids
 
 
-def test_one_of_several_that_ends_frees_its_blocks_a_step_later(host: Host) -> None:
-    """Its second block is full and belongs to no other sequence: it goes back to the pool."""
-    host.step(host.admit(asked(2, stop_token_ids=(right(5, 1)[-1],))))
-    advances = [advance for _ in range(12) for advance in host.step().advances]
-    (ended,) = (i for i, advance in enumerate(advances) if any(t.finish for t in advance.tokens))
-    freed = [{b for b in advance.freed if host.stamps.is_committed(b)} for advance in advances]
-    assert [len(blocks) for blocks in freed[ended : ended + 2]] == [0, 1]
-
-
 @pytest.mark.parametrize("command", [Remove(KEY), AbortSequence(KEY, 0)], ids=["remove", "abort"])
 def test_a_group_in_flight_is_removed_when_it_has_landed(host: Host, command: Command) -> None:
     """It launches no further step, and its ticket has all drawn tokens."""
@@ -167,22 +155,6 @@ def test_a_group_in_flight_is_removed_when_it_has_landed(host: Host, command: Co
     states = removed.sequences
     assert [state.token_ids for state in states] == ([tuple(right(1))] if states else [])
     assert bool(states) is isinstance(command, Remove)
-
-
-def test_the_others_go_on_after_an_abort_of_one(host: Host) -> None:
-    host.step(host.admit(asked(3, max_tokens=6)))
-    host.step()  # each has a token
-    host.step(AbortSequence(KEY, 1))
-    tokens: dict[int, list[int]] = {0: right(1, 0), 1: right(1, 1), 2: right(1, 2)}
-    for _ in range(20):
-        for advance in host.step().advances:
-            for token in advance.tokens:
-                tokens[token.index].append(token.token)
-            if advance.remaining is not None:
-                assert {i: len(each) for i, each in tokens.items() if i != 1} == {0: 6, 2: 6}
-                assert all(each == right(len(each), i) for i, each in tokens.items())
-                return
-    raise AssertionError("it does not end")
 
 
 def test_a_broken_group_fails_when_nothing_of_it_is_in_flight(host: Host) -> None:
@@ -210,46 +182,6 @@ def test_a_fault_after_the_last_token_is_ignored(host: Host) -> None:
     assert outcomes[-2].advances[0].remaining == ()
 
 
-CHANGES: dict[str, dict[str, Any]] = {
-    "sampled": {},
-    "greedy": {"temperature": 0.0},
-    "filtered": {"top_k": 5, "top_p": 0.9},
-    "repetition": {"repetition_penalty": 1.2},
-    "frequency": {"frequency_penalty": 0.1},
-    "bias": {"logit_bias": ((1, 2.0),)},
-    "min_tokens": {"min_tokens": 3},
-    "bad_words": {"bad_words": ((1, 2),)},
-    "allowed": {"allowed_token_ids": (1, 2)},
-    "logprobs": {"logprobs": 0},
-    "grammar": {"structure": Structure(StructureKind.REGEX, "a*")},
-}
-
-
-@pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
-def test_staggered_requests_share_their_steps(host: Host, changes: dict[str, Any]) -> None:
-    """A request that arrives at each step: every step computes a token of each that has come."""
-    num_requests, num_tokens, blocks = 6, 20, itertools.count()
-    acquired = dict.fromkeys((f"h-r{number}" for number in range(num_requests)), 2)
-    commands: list[Command] = []
-    num_steps = num_drawn = 0
-    for number in range(num_requests + num_tokens + 5):
-        if number < num_requests:
-            sampling = replace(SAMPLED, max_tokens=num_tokens, **changes)
-            one = ticket(f"r{number}", range(10, 13), sampling=sampling)
-            commands.append(host.admit(one, 2, next(blocks)))
-            next(blocks)
-        outcome = host.step(*commands)
-        num_steps += outcome.is_busy
-        num_drawn += len(drawn(outcome))
-        commands = []
-        for advance in outcome.advances:
-            for total in range(acquired[advance.key], advance.wanted_blocks):
-                acquired[advance.key] = total + 1
-                commands.append(AddBlocks(advance.key, (next(blocks),)))
-    assert num_drawn == num_requests * num_tokens
-    assert num_steps - 1 <= 1.05 * (num_requests - 1 + num_tokens)  # the last one only retires
-
-
 @pytest.mark.parametrize("changes", [{"repetition_penalty": 1.2}, {"min_tokens": 3}])
 def test_a_draw_that_depends_on_the_token_in_flight_is_made_from_it(
     host: Host, changes: dict[str, Any]
@@ -270,75 +202,6 @@ def test_a_draw_that_depends_on_the_token_in_flight_is_made_from_it(
             )
             assert found.banned.tolist() == wanted.banned.tolist()
         tokens += drawn(host.step())
-
-
-class MaskingLate(LateForward):
-    """A device at whose launches the masks of a step are computed."""
-
-    def __init__(self, forward: ForwardPass) -> None:
-        super().__init__(forward)
-        self.masks: list[list[int]] = []
-
-    def launch(
-        self, rows: Sequence[Row], copies: Sequence[tuple[int, int]] = (), num_waiting: int = 0
-    ) -> Any:
-        flight = super().launch(rows, copies, num_waiting)
-        grammars = [draw.grammar for row in flight.rows for draw in row.draws]
-        self.masks += [grammar.mask().tolist() for grammar in grammars if grammar is not None]
-        return flight
-
-
-def test_a_grammar_sees_the_token_in_flight(host: Host) -> None:
-    host.engine._forward = device = MaskingLate(host.model)
-    host.step(host.admit(asked(max_tokens=6, structure=Structure(StructureKind.REGEX, "a*"))))
-    while host.step().is_busy:
-        pass
-    assert device.masks == [right(number) for number in range(6)]
-    assert device.num_ahead == 5
-
-
-def test_a_token_is_drawn_by_the_row_that_the_sequence_had(host: Host) -> None:
-    """Rows change their places when other sequences end."""
-    prompts = {f"r{n}": range(100 * n, 100 * n + n) for n in range(1, 6)}
-    number = {key: 2 + int(key[1:]) % 3 for key in prompts}
-    samplings = {key: replace(SAMPLED, max_tokens=number[key]) for key in prompts}
-    asked = [ticket(key, prompts[key], sampling=samplings[key]) for key in prompts]
-    host.stamps.check = None
-    outcomes = [host.step(*(host.admit(one, 3, 3 * place) for place, one in enumerate(asked)))]
-    while outcomes[-1].is_busy:
-        outcomes.append(host.step())
-    for key, prompt in prompts.items():
-        advances = [a for outcome in outcomes for a in outcome.advances if a.key == f"h-{key}"]
-        tokens = [token.token for advance in advances for token in advance.tokens]
-        assert tokens == expected(prompt, number[key], Draw(SAMPLED, 0))
-    assert host.device.num_ahead > 5
-
-
-class HalfLate(LateForward):
-    """A device on which steps that are `is_host_bound`, and those before them, are computed at
-    their launch."""
-
-    is_host_bound = False
-
-    def launch(
-        self, rows: Sequence[Row], copies: Sequence[tuple[int, int]] = (), num_waiting: int = 0
-    ) -> Any:
-        flight: Flight = super().launch(rows, copies, num_waiting)
-        return CompleteFlight(flight.result()) if self.is_host_bound else flight
-
-
-def test_a_step_that_is_complete_at_once_is_retired_with_the_one_before_it(tmp_path: Path) -> None:
-    """In order, and reported as one."""
-    host = Host(tmp_path)
-    device = HalfLate(host.model)
-    host.engine._forward = device
-    host.step(host.admit(asked(max_tokens=5)))
-    device.is_host_bound = True
-    (advance,) = host.step().advances
-    assert [token.token for token in advance.tokens] == right(2)
-    assert [token.position for token in advance.tokens] == [10, 11]
-    assert drawn(host.step()) == [right(3)[-1]]
-    assert not device.flights
 
 
 def test_an_engine_that_ends_waits_for_its_device(host: Host) -> None:

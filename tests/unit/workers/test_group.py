@@ -22,7 +22,7 @@ from services.engine.scheduler import Scheduler
 from services.engine.sequences.group import Group
 from services.engine.sequences.sequence import Rules
 from services.protocol.block_keys import BlockKeys, ComputedBlocks, num_blocks_for, num_tokens_of
-from services.protocol.ticket import FinishReason, Ticket, TicketSequence
+from services.protocol.ticket import Ticket, TicketSequence
 
 from .fakes import PROMPT, SAMPLED, Arena, FakeForward, expected, make_stamps, next_token, ticket
 
@@ -112,22 +112,6 @@ def test_the_prompt_is_computed_once_for_all(engine_pair: EnginePair) -> None:
     assert not any(advance.freed for advance in advances)
 
 
-def test_a_prompt_of_full_blocks_has_no_tail_to_copy(engine_pair: EnginePair) -> None:
-    """The next block is the first sequence's; the others get theirs where they continue."""
-    detached, _ = engine_pair.prefilled(asked(3, PROMPT[:8]), range(5))
-    assert tables(detached.sequences) == {0: (0, 1, 2), 1: (0, 1), 2: (0, 1)}
-    outcome = engine_pair.admit(detached, spare=(3, 4), num_acquired=5)
-    assert outcome.num_tokens == 3
-    assert tables(engine_pair.removed()) == {0: (0, 1, 2), 1: (0, 1, 3), 2: (0, 1, 4)}
-    assert engine_pair.model.num_copies == 0
-
-
-@pytest.mark.parametrize("budget", [1, 3, 7, 64])
-def test_tokens_do_not_depend_on_the_chunks_of_the_prompt(tmp_path: Path, budget: int) -> None:
-    detached, _ = EnginePair(tmp_path, budget).prefilled(asked(3), range(5))
-    assert [state.token_ids for state in detached.sequences] == [right(i, 1) for i in range(3)]
-
-
 def test_a_shared_tail_is_copied_before_it_is_written(engine_pair: EnginePair) -> None:
     """For all but the last sequence that refers to it, by index, in one call; then each continues
     alone."""
@@ -140,18 +124,6 @@ def test_a_shared_tail_is_copied_before_it_is_written(engine_pair: EnginePair) -
     # 12 tokens and 2 ahead: one more block for each
     assert outcome.advances[0].wanted_blocks == 5 + 3
     assert tables(engine_pair.removed()) == {0: (0, 1, 3), 1: (0, 1, 4), 2: (0, 1, 2)}
-
-
-def test_a_row_whose_copy_has_no_block_sits_out(engine_pair: EnginePair) -> None:
-    """Blocks go to the sequences by index; the last one needs none."""
-    detached, _ = engine_pair.prefilled(asked(3), range(5))
-    assert engine_pair.admit(detached, spare=(), num_acquired=3).num_tokens == 0
-    ran = []
-    for block_id in (7, 8):
-        (advance,) = engine_pair.decode.step([AddBlocks(KEY, (block_id,))]).advances
-        ran.append([token.index for token in advance.tokens])
-    assert ran == [[0], [0, 1, 2]]
-    assert engine_pair.arena.num_copied == 2
 
 
 def test_required_blocks_are_known_before_any_sequence_runs(engine_pair: EnginePair) -> None:
@@ -186,33 +158,6 @@ def test_the_last_user_of_a_shared_tail_writes_it_in_place(engine_pair: EnginePa
     assert tables(engine_pair.removed()) == {1: (0, 1, 2)}
 
 
-def test_the_group_ends_with_its_last_sequence(engine_pair: EnginePair) -> None:
-    detached, _ = engine_pair.prefilled(asked(2), range(4))
-    engine_pair.admit(detached, spare=(3,), num_acquired=4)
-    (removed,) = engine_pair.decode.step([AbortSequence(KEY, 0), AbortSequence(KEY, 1)]).removed
-    assert removed.sequences == ()
-    assert engine_pair.decode.step([Remove(KEY)]).removed == ()
-
-
-def test_sequences_end_by_themselves(engine_pair: EnginePair) -> None:
-    detached, _ = engine_pair.prefilled(asked(2, max_tokens=3), range(4))
-    (first,) = engine_pair.admit(detached, spare=(3,), num_acquired=4).advances
-    assert first.remaining is None
-    (second,) = engine_pair.decode.step([]).advances
-    assert [token.finish for token in second.tokens] == [FinishReason.LENGTH] * 2
-    assert second.remaining == ()
-
-
-def test_a_sequence_of_one_token_leaves_the_others_their_blocks(engine_pair: EnginePair) -> None:
-    """Its copy of the tail is not needed."""
-    wanted = asked(3)
-    first = right(1, 1)[0]
-    sampling = replace(wanted.sampling, stop_token_ids=(first,))
-    detached, advances = engine_pair.prefilled(replace(wanted, sampling=sampling), range(5))
-    assert tables(detached.sequences) == {0: (0, 1, 2), 2: (0, 1, 2)}
-    assert advances[-1].freed == (4,)
-
-
 def test_a_row_that_is_not_finite_ends_its_group_alone(engine_pair: EnginePair) -> None:
     detached, _ = engine_pair.prefilled(asked(2), range(4))
     other = ticket("r2", (7, 8, 9))
@@ -236,35 +181,6 @@ AGAIN = {0: 3, 1: 0, 3: 9}
 def again(prompt: Sequence[int] = PROMPT) -> Ticket:
     states = tuple(TicketSequence(i, right(i, num, prompt)) for i, num in AGAIN.items())
     return replace(asked(1, prompt), sequences=states)
-
-
-@pytest.mark.parametrize("length", [1, 4, 8, 10])
-@pytest.mark.parametrize("budget", [1, 5, 64])
-def test_a_group_is_computed_again_with_what_each_has(
-    tmp_path: Path, length: int, budget: int
-) -> None:
-    """The prompt once, then the tokens of each; all have one token more, whatever they had."""
-    engine_pair, wanted = EnginePair(tmp_path, budget), again(PROMPT[:length])
-    num_blocks = num_blocks_for(wanted, SIZE)
-    detached, advances = engine_pair.prefilled(wanted, range(num_blocks))
-    states = {state.index: state for state in detached.sequences}
-    for index, num_tokens in AGAIN.items():
-        assert states[index].token_ids == right(index, num_tokens + 1, PROMPT[:length])
-        assert states[index].num_computed_tokens == length + num_tokens
-    assert engine_pair.arena.num_computed == num_tokens_of(wanted) == length + 3 + 9
-    drawn = sorted(token.index for advance in advances for token in advance.tokens)
-    assert drawn == [0, 1, 3]
-    completed = [block for advance in advances for block, _ in advance.completed]
-    assert len(completed) == len(set(completed)), "a block is finished once"
-    given_up = [block for advance in advances for block in advance.freed]
-    in_tables = {block for state in detached.sequences for block in state.block_ids}
-    assert not given_up
-    assert in_tables <= set(range(num_blocks))
-    # and on it goes
-    spare = [block for block in range(num_blocks) if block not in in_tables]
-    outcome = engine_pair.admit(detached, spare, num_blocks)
-    for token in outcome.advances[0].tokens:
-        assert token.token == right(token.index, AGAIN[token.index] + 2, PROMPT[:length])[-1]
 
 
 def test_tokens_common_to_all_are_computed_once() -> None:
@@ -296,34 +212,6 @@ def test_tokens_common_to_some_are_computed_once_too(engine_pair: EnginePair) ->
     assert len({first[3], third[3], second[2], first[2]}) == 4
 
 
-def test_sequences_go_on_from_their_own_tokens(engine_pair: EnginePair) -> None:
-    """0 has all its full blocks, 1 and 2 only the prompt's: the common block of those two is
-    computed once."""
-    wanted = replace(asked(1), sequences=(TicketSequence(0, (7,) * 7), *_pair()))
-    alone = replace(wanted, sequences=wanted.sequences[:1])
-    detached, _ = engine_pair.prefilled(alone, range(20, 25))
-    table = detached.sequences[0].block_ids
-    computed = [
-        ComputedBlocks.of_full(table[:4], SIZE),
-        *[ComputedBlocks.of_full(table[:2], SIZE)] * 2,
-    ]
-    group = Group.to_compute(wanted, rules(wanted), range(30, 36), computed)
-    assert group.num_uncomputed == 1 + (2 + 2 + 1 + 1)
-    num_computed = engine_pair.arena.num_computed
-    (advance, *_) = engine_pair.prefill.step([Admit(group)]).advances
-    while advance.remaining is None:
-        (advance, *_) = engine_pair.prefill.step([]).advances
-    assert engine_pair.arena.num_computed - num_computed == 7
-    assert tables(advance.remaining)[0][:4] == table[:4]
-    for state, before in zip(advance.remaining, wanted.sequences, strict=True):
-        drawn = next_token((*PROMPT, *before.token_ids), Draw(wanted.sampling, before.index))
-        assert state.token_ids == (*before.token_ids, drawn)
-
-
-def _pair() -> tuple[TicketSequence, ...]:
-    return TicketSequence(1, (5, 6, 8)), TicketSequence(2, (5, 6, 9))
-
-
 def test_an_adopted_block_is_not_copied_for_its_last_token(engine_pair: EnginePair) -> None:
     """0 ends where an adopted block ends, which 1 has too: its last token is computed again, and
     not stored (law 2)."""
@@ -338,12 +226,3 @@ def test_an_adopted_block_is_not_copied_for_its_last_token(engine_pair: EnginePa
     assert advance.remaining is not None
     assert tables(advance.remaining) == {0: (*adopted, 31), 1: (*adopted, 30)}
     assert engine_pair.arena.num_copied == num_copied
-
-
-def test_a_group_of_one_is_computed_like_a_prompt(engine_pair: EnginePair) -> None:
-    """No branch, no copy, no spare block."""
-    wanted = replace(asked(1), sequences=(TicketSequence(0, right(0, 5)),))
-    detached, advances = engine_pair.prefilled(wanted, range(4))
-    assert len(advances) == 1
-    assert tables(detached.sequences) == {0: (0, 1, 2, 3)}
-    assert detached.sequences[0].token_ids == right(0, 6)

@@ -5,8 +5,6 @@ import pytest
 
 from blockstore.hashing import prefix_hashes
 from blockstore.records import Growth
-from services.engine import prefill_batching_delay as batching_delay
-from services.engine.prefill_batching_delay import PrefillBatchingDelay
 from services.protocol.messages import Failed, Generated, Prefilled, Requeued, RequeueReason
 from services.protocol.ticket import FinishReason, SamplingParams
 
@@ -112,25 +110,6 @@ async def test_a_shared_prefix_is_computed_once(pair: WorkerPair) -> None:
     for event in pair.session.of(Prefilled):
         (token,) = event.ticket.sequences[0].token_ids
         assert [token] == expected(event.ticket.prompt_token_ids, 1)
-
-
-async def test_waiters_for_one_prefix_are_computed_in_one_step(
-    pair: WorkerPair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If a step takes long: the first request waits for the others, which learn of their prefix a
-    little later."""
-    observe = PrefillBatchingDelay.observe
-    monkeypatch.setattr(
-        PrefillBatchingDelay, "observe", lambda self, n, _: observe(self, n, 1000.0)
-    )
-    monkeypatch.setattr(batching_delay, "_PAUSE_S", 0.5)  # however busy this machine is
-    shared = list(range(100, 132))
-    for number in range(4):
-        pair.prefill.role.submit(pair.session, ticket(f"r{number}", [*shared, number]))
-    await pair.until(lambda: len(pair.session.of(Prefilled)) == 4)
-    # Two of the leader, of 16 tokens each; its last token is launched with the others' or, if a
-    # step is launched while one is in flight, before them.
-    assert pair.prefill_model.num_steps == 3 + pair.is_late
 
 
 async def test_followers_go_on_when_their_leader_is_aborted(pair: WorkerPair) -> None:
@@ -254,18 +233,6 @@ async def test_heartbeats_return_demands(pair: WorkerPair) -> None:
     await pair.until(lambda: len(pair.session.events) == 2)
     (requeued,) = pair.session.of(Requeued)
     assert requeued.reason is RequeueReason.PREEMPTED
-
-
-async def test_a_demand_ends_a_request_that_is_being_computed(pair: WorkerPair) -> None:
-    pair.prefill_model.gate.clear()
-    pair.prefill.role.submit(pair.session, ticket("r1", range(20)))
-    await pair.until(lambda: pair.prefill.role.load().num_running == 1)
-    pair.prefill.role.preempt(["h-r1"])
-    pair.prefill_model.gate.set()
-    await pair.until(lambda: bool(pair.session.events))
-    (requeued,) = pair.session.of(Requeued)
-    assert requeued.reason is RequeueReason.PREEMPTED
-    await pair.until_empty()
 
 
 async def test_draining_sends_back_what_has_no_blocks(make_pair: MakePair) -> None:

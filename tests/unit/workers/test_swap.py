@@ -13,7 +13,7 @@ from services.worker.swap.cost import SwapCost
 from .conftest import MakePair, WorkerPair
 from .fakes import PROMPT, FakeSession, expected, next_token, ticket
 from .preempting import evict_all
-from .runs import finished, outputs, start, tokens
+from .runs import finished, outputs, start
 
 PREEMPTIONS = "quire:num_preemptions_total"
 
@@ -49,122 +49,11 @@ async def come_back(pair: WorkerPair, back: Ticket, session: FakeSession) -> Tic
     return issued
 
 
-def num_swapped(back: Ticket) -> int:
-    """The tokens of the only sequence whose KV was swapped out: all but the last."""
-    (sequence,) = back.sequences
-    return len(PROMPT) + len(sequence.token_ids) - 1
-
-
-@pytest.mark.parametrize("block_size", [1, 4, 16])
-async def test_a_swapped_out_request_goes_on_with_one_token_computed(
-    make_pair: MakePair, block_size: int
-) -> None:
-    pair = await make_pair(128 // block_size, block_size, num_swap_blocks=64 // block_size)
-    issued = await victim(pair)
-    back = await preempt(pair)
-    assert back.swapped is not None
-    assert back.sequences[0].block_ids == ()
-    (table,) = back.swapped.tables
-    assert len(table.block_ids) == -(-num_swapped(back) // block_size)
-    assert list(back.sequences[0].token_ids) == tokens(pair.session, issued)
-    await pair.until_empty()
-    evict_all(pair)
-
-    num_computed, session = pair.arena.num_computed, FakeSession()
-    issued_again = await come_back(pair, back, session)
-    assert issued_again.swapped is None
-    await pair.until(lambda: finished(pair.session, "r9"))
-    num_new = 20 - len(back.sequences[0].token_ids)
-    assert pair.arena.num_computed - num_computed == num_new
-    drawn = [*back.sequences[0].token_ids, *_new(pair, back, issued_again)]
-    assert drawn == expected(PROMPT, 20)
-    await pair.until_empty()
-    await pair.until_colder_is_empty()
-
-
 def _new(pair: WorkerPair, back: Ticket, issued_again: Ticket) -> Sequence[int]:
     num_before = len(back.sequences[0].token_ids)
     of_prefill = issued_again.sequences[0].token_ids[num_before:]
     of_decode = [o.token_ids[0] for o in outputs(pair.session, "r9") if o.attempt == 2]
     return [*of_prefill, *of_decode]
-
-
-async def test_cached_blocks_are_not_copied_back(make_pair: MakePair) -> None:
-    """Other requests with the same prefix can share its blocks."""
-    pair = await make_pair(num_swap_blocks=16)
-    await victim(pair)
-    back = await preempt(pair)
-    await pair.until_empty()
-    session, num_copied = FakeSession(), pair.arena.num_copied
-    await come_back(pair, back, session)
-    num_full, tail = divmod(num_swapped(back), 4)
-    assert pair.arena.num_copied - num_copied == (tail > 0)
-    await pair.until(lambda: finished(pair.session, "r9"))
-    assert pair.arena.num_copied <= num_full + 1
-
-
-async def test_a_prefix_that_is_in_the_colder_pool_is_not_copied_again(make_pair: MakePair) -> None:
-    """It stays there in cached blocks when its sequence has returned."""
-    pair = await make_pair(num_swap_blocks=16)
-    assert pair.swap_pool is not None
-    await victim(pair)
-    back = await preempt(pair)
-    await pair.until_empty()
-    num_copied = pair.swap_pool.num_copied
-    pair.session.events.clear()
-    pair.decode_model.pause_after = pair.decode_model.num_steps + 2
-    issued = await come_back(pair, back, FakeSession())
-    await pair.until_colder_is_empty()
-    await pair.until(lambda: len(outputs(pair.session, "r9")) == 2)
-    pair.store.ledger("pool").demands.add(issued.holder_id)
-    await pair.until(lambda: pair.decode_figures.get_sample_value(PREEMPTIONS) == 2)
-    pair.decode_model.gate.set()
-    await pair.until(lambda: bool(pair.session.of(Requeued)))
-    again = pair.session.of(Requeued)[0].ticket.swapped
-    assert back.swapped is not None
-    num_shared = num_swapped(back) // 4
-    assert again.block_ids[:num_shared] == back.swapped.block_ids[:num_shared]
-    assert pair.swap_pool.num_copied - num_copied == len(again.block_ids) - num_shared
-
-
-async def test_without_room_in_the_colder_pool_it_is_computed_again(make_pair: MakePair) -> None:
-    """All or nothing; no request waits for room there."""
-    pair = await make_pair(num_swap_blocks=2)
-    await victim(pair)
-    back = await preempt(pair)
-    assert back.swapped is None
-    assert pair.store.ledger("colder").waiters == {}
-    evict_all(pair)
-    await come_back(pair, back, FakeSession())
-    await pair.until(lambda: finished(pair.session, "r9"))
-    assert (await pair.store.stats("colder")).num_held == 0
-
-
-async def test_an_abort_while_swapped_out_frees_the_blocks(make_pair: MakePair) -> None:
-    pair = await make_pair(num_swap_blocks=16)
-    await victim(pair)
-    back = await preempt(pair)
-    assert (await pair.store.stats("colder")).num_held > 0
-    pair.decode.role.abort(pair.session, "r9", back.attempt)
-    await pair.until_colder_is_empty()
-
-
-async def test_an_abort_during_the_copy_frees_both(make_pair: MakePair) -> None:
-    pair = await make_pair(num_swap_blocks=16)
-    assert pair.swap_pool is not None
-    await victim(pair)
-    pair.swap_pool.copying.clear()
-    pair.store.ledger("pool").demands.add("h-r9")
-    await pair.until(lambda: pair.decode_figures.get_sample_value(PREEMPTIONS) == 1)
-    pair.decode_model.gate.set()
-    await pair.until(lambda: pair.decode.role.load().num_running == 0)
-    pair.decode.role.abort(pair.session, "r9", 1)
-    assert (await pair.store.stats("pool")).num_held > 0
-    pair.swap_pool.copying.set()
-    await pair.until_empty()
-    await pair.until_colder_is_empty()
-    assert pair.decode.role.num_busy == 0
-    assert not pair.session.of(Requeued)
 
 
 async def test_a_ticket_that_is_gone_there_is_computed_again(make_pair: MakePair) -> None:
@@ -196,30 +85,6 @@ async def test_blocks_that_its_holder_does_not_have_are_not_read(make_pair: Make
     assert [*back.sequences[0].token_ids, *_new(pair, back, again)] == expected(PROMPT, 20)
     assert pair.arena.num_copied == num_copied
     assert pair.prefill.metrics.kv_corrupt._value.get() == 0
-
-
-@pytest.mark.parametrize("wrong", [0, 1, -1])
-async def test_blocks_that_say_something_else_are_not_trusted(
-    make_pair: MakePair, wrong: int
-) -> None:
-    """From the wrong block on, all is computed again: a full block is known by its tokens, the last
-    one by its owner."""
-    pair = await make_pair(num_swap_blocks=16)
-    assert pair.swap_pool is not None
-    await victim(pair, num_tokens=7)
-    back = await preempt(pair)
-    assert back.swapped is not None
-    pair.swap_pool.stamps.mark_owned([back.swapped.block_ids[wrong]], "somebody")
-    evict_all(pair)
-    num_computed = pair.arena.num_computed
-    again = await come_back(pair, back, FakeSession())
-    await pair.until(lambda: finished(pair.session, "r9"))
-    assert [*back.sequences[0].token_ids, *_new(pair, back, again)] == expected(PROMPT, 20)
-    num_tokens = num_swapped(back)
-    num_sound = wrong * 4 if wrong >= 0 else num_tokens // 4 * 4
-    num_new = 20 - len(back.sequences[0].token_ids)
-    assert pair.arena.num_computed - num_computed == num_new + num_tokens - num_sound
-    await pair.until_colder_is_empty()
 
 
 async def test_a_demand_while_it_comes_back_loses_nothing_but_time(make_pair: MakePair) -> None:

@@ -25,9 +25,6 @@ from .preempting import (
     unstarted,
 )
 from .runs import outputs
-from .searches import asked as search
-from .searches import right as best
-from .test_beams import generated_of, hypotheses
 
 pytestmark = counts_steps
 REFUSED = "quire:num_swaps_refused_total"
@@ -128,25 +125,6 @@ async def test_greedy_sequences_are_one_until_they_differ(make_pair: MakePair) -
     assert len(set(tables(issued.sequences))) == 1
     drawn = await finish(pair, issued)
     assert drawn == dict.fromkeys(range(4), tuple(expected(PROMPT, MAX_TOKENS)))
-
-
-@pytest.mark.parametrize("evicted", [False, True])
-async def test_a_search_goes_on_where_it_was(make_pair: MakePair, evicted: bool) -> None:
-    pair = await make_pair(128, num_swap_blocks=64)
-    wanted = search(width=4, max_tokens=MAX_TOKENS)
-    back = await swapped_out(pair, wanted)
-    assert back.beams is not None
-    assert len(back.sequences) == 4
-    if evicted:
-        evict_all(pair)
-    num_computed = pair.arena.num_computed
-    issued = await come_back(pair, back)
-    assert pair.arena.num_computed - num_computed <= 4
-    admit(pair, issued)
-    await pair.until(lambda: bool(hypotheses(generated_of(pair.session, "r1"))))
-    assert hypotheses(generated_of(pair.session, "r1")) == best(wanted)
-    await pair.until_empty()
-    await pair.until_colder_is_empty()
 
 
 # Computed again
