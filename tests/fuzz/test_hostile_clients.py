@@ -8,13 +8,9 @@ import httpx
 import pytest
 
 from quire.client import Client
-<<<<<<< HEAD
-from tests.e2e.deployment import Deployment, serving
+from tests.e2e.deployment import Deployment
 from tests.fuzz import attacks
 from tests.fuzz.attacks import Attack
-=======
-from tests.e2e.deployment import Deployment
->>>>>>> d
 
 LIMIT_S = 60
 MAX_GROWTH_MIB = 200

@@ -14,15 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-<<<<<<< HEAD
 from quire.v1 import decode_pb2, prefill_pb2
 from services.gateway.api import Delta, RequestedBeams
-=======
-from quire.v1 import decode_pb2, prefill_pb2, ticket_pb2
-from services.gateway.frontend.api import Delta, RequestedBeams
-from services.runtime.errors import QuireError
 from tests.examples import examples
->>>>>>> d
 from tests.fuzz.field_changes import IDS
 from tests.fuzz.fuzzed_gateway import FuzzedGateway, WorkerSession
 from tests.fuzz.hostile_workers import ATTACKS, Attack

@@ -6,12 +6,8 @@ from typing import Any
 
 from hypothesis import HealthCheck, settings
 
-<<<<<<< HEAD
 from services.gateway.api import GenerationRequest, RequestedSampling
-=======
-from services.gateway.frontend.api import GenerationRequest, RequestedSampling
 from tests.examples import examples
->>>>>>> d
 from tests.fuzz.deployment import LIMIT_S, Deployment, expected
 
 FUZZ = settings(
