@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from annotated_types import Ge, Le
 from pydantic.fields import FieldInfo
-from typer import Option
 
 _PLAIN_TYPES = (bool, int, float, str)
 
@@ -34,6 +33,8 @@ def flag_name(name: str, field: FieldInfo) -> str:
 
 def annotation(name: str, field: FieldInfo) -> Any:
     """The type of the flag's value for typer; None means that the user has not chosen it."""
+    from typer import Option  # only the command line needs it; services read these options too
+
     flag, kind = flag_of(field), _value_type(field.annotation)
     bounds = {
         word: getattr(each, name)

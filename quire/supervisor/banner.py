@@ -1,15 +1,19 @@
 """The text that `quire serve` prints when it is ready: models, pools, addresses, first commands."""
 
+from typing import TYPE_CHECKING
+
 from quire.addresses import DEFAULT_ADDRESS
 from quire.sockets import join_host_port
 from quire.supervisor.options import DEFAULT_GRPC_PORT, ServeOptions
-from quire.supervisor.readiness import Serving
+
+if TYPE_CHECKING:
+    from quire.supervisor.readiness import Serving
 
 _WILDCARDS = ("0.0.0.0", "::")
 _QUESTION = "What is the capital of France?"
 
 
-def banner(options: ServeOptions, serving: Serving, took_s: float) -> str:
+def banner(options: ServeOptions, serving: "Serving", took_s: float) -> str:
     host = "127.0.0.1" if options.host in _WILDCARDS else options.host
     ports = range(options.grpc_port, options.grpc_port + options.num_gateways)
     address = ",".join(join_host_port(host, port) for port in ports)

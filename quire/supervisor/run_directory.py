@@ -192,6 +192,11 @@ def metrics_directory(run: Path) -> Path:
     return run / "metrics"
 
 
+def supervisor_address(run: Path) -> str:
+    """The socket on which the supervisor of a run serves, as an address for gRPC."""
+    return f"unix:{run / 'supervisor.sock'}"
+
+
 def run_paths(runs: Path) -> list[Path]:
     """The directories of all runs, sorted. Other entries of `runs` are not Quire's."""
     if not runs.is_dir():

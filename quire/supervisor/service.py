@@ -9,15 +9,10 @@ from typing import Any
 import grpc
 from grpc import aio
 
+from quire.supervisor.run_directory import supervisor_address
 from quire.supervisor.worker_scaler import WorkerScaler
 from quire.v1.supervisor_pb2 import ScaleRequest, ScaleResponse
 from quire.v1.supervisor_pb2_grpc import SupervisorServicer, add_SupervisorServicer_to_server
-
-
-def address(run: Path) -> str:
-    """The supervisor's socket, as an address for gRPC."""
-    return f"unix:{run / 'supervisor.sock'}"
-
 
 _ACCEPT_PINGS = (
     ("grpc.keepalive_permit_without_calls", 1),
@@ -57,7 +52,7 @@ class SupervisorService(SupervisorServicer):
 async def served(scaler: WorkerScaler, run: Path) -> AsyncIterator[None]:
     server = aio.server(options=_ACCEPT_PINGS)
     add_SupervisorServicer_to_server(SupervisorService(scaler), server)
-    server.add_insecure_port(address(run))
+    server.add_insecure_port(supervisor_address(run))
     await server.start()
     try:
         yield

@@ -4,11 +4,13 @@ import asyncio
 import os
 import signal
 from collections.abc import Coroutine, Sequence
+from contextlib import AsyncExitStack
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from quire.supervisor import service, topology, valkey
+from quire.supervisor import topology, valkey
 from quire.supervisor.banner import banner
 from quire.supervisor.child import Child, ChildSpec, ParentPipe, Stage
 from quire.supervisor.console import Console
@@ -18,7 +20,6 @@ from quire.supervisor.model_source import check_model
 from quire.supervisor.models import ModelOptions
 from quire.supervisor.options import ServeOptions
 from quire.supervisor.preflight import check_service, specs_to_check
-from quire.supervisor.readiness import wait_until_serving
 from quire.supervisor.run_directory import RUNS, RunRecord, claim
 from quire.supervisor.worker_scaler import WorkerScaler
 
@@ -76,15 +77,15 @@ class Supervisor:
             fewest=0 if self._options.shares_store else 1,
             warn_of=partial(crowding, is_on_gpu=self._options.is_on_gpu),
         )
-        async with service.served(scaler, self._directory):
-            bring_up = self._spawn(self._bring_up())
+        async with AsyncExitStack() as stack:
+            bring_up = self._spawn(self._bring_up(scaler, stack))
             await self._stop.wait()
-        bring_up.cancel()
+            bring_up.cancel()
         await self._take_down()
         if self._failure is not None:
             raise self._failure
 
-    async def _bring_up(self) -> None:
+    async def _bring_up(self, scaler: WorkerScaler, stack: AsyncExitStack) -> None:
         loop = asyncio.get_running_loop()
         started = loop.time()
         if warning := self._crowding():
@@ -105,6 +106,12 @@ class Supervisor:
         self._console.note(f"Quire starts {names} in {self._directory}")
         for spec in specs:
             self._start(spec)
+        # gRPC is imported while the services start, which takes longer.
+        await asyncio.to_thread(import_module, "quire.supervisor.readiness")
+        from quire.supervisor.readiness import wait_until_serving
+        from quire.supervisor.service import served
+
+        await stack.enter_async_context(served(scaler, self._directory))
         serving = await wait_until_serving(
             *(self._directory, self._models, self._console.note),
             has_others=self._options.shares_store,

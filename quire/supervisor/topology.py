@@ -15,11 +15,11 @@ from pathlib import Path
 
 from quire.module_command import service_command
 from quire.options.gateway import GatewayOptions
-from quire.supervisor import service, valkey
+from quire.supervisor import valkey
 from quire.supervisor.child import ChildSpec, Stage
 from quire.supervisor.models import ROLES, ModelOptions, aliases
 from quire.supervisor.options import ServeOptions
-from quire.supervisor.run_directory import metrics_directory
+from quire.supervisor.run_directory import metrics_directory, supervisor_address
 
 LOOPBACK = "127.0.0.1"
 
@@ -31,7 +31,7 @@ def services(
     common = _common(options, run, log_format)
     gateway = {
         **common,
-        "SUPERVISOR": service.address(run),
+        "SUPERVISOR": supervisor_address(run),
         "MODELS": ",".join(model.name for model in models),
     }
     if names := aliases(models):

@@ -8,7 +8,8 @@ import grpc
 import pytest
 from grpc import aio
 
-from quire.supervisor.service import address, served
+from quire.supervisor.run_directory import supervisor_address
+from quire.supervisor.service import served
 
 PINGS = (
     ("grpc.keepalive_time_ms", 20),
@@ -22,7 +23,7 @@ async def test_idle_gateway_may_ask_for_a_sign_of_life_as_often_as_it_wants(tmp_
     line into the gateway's log."""
     async with (
         served(cast("Any", None), tmp_path),
-        aio.insecure_channel(address(tmp_path), PINGS) as channel,
+        aio.insecure_channel(supervisor_address(tmp_path), PINGS) as channel,
     ):
         await asyncio.wait_for(channel.channel_ready(), 10)
         with pytest.raises(TimeoutError):
