@@ -39,10 +39,10 @@ from pathlib import Path
 from typing import get_args
 
 from bench.make_checkpoint import SHAPES, make_checkpoint
+from bench.peers import PEERS
 from bench.peers.environment import DIRECTORY
 from bench.peers.peer import Dtype, EngineRun, Peer, PeerFailed, ServerOptions
 from bench.peers.quire import Quire
-from bench.peers.registry import PEERS
 from bench.serving.comparison import Better, Comparison, Row
 from bench.serving.scenarios import (
     Measurement,

@@ -14,7 +14,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.make_checkpoint import SHAPES, make_checkpoint
@@ -73,16 +72,10 @@ def running(checkpoint: Path, folder: Path, pool_memory: int, link: str) -> Iter
         yield hosts
 
 
-@dataclass
-class Measured:
-    """The seconds of each round, and the pool."""
-
-    pool: Pool
-    compute_s: list[float] = field(default_factory=list)
-    pull_s: list[float] = field(default_factory=list)
-
-
-async def measure(hosts: list[Host], num_tokens: int, rounds: int) -> Measured:
+async def measure(
+    hosts: list[Host], num_tokens: int, rounds: int
+) -> tuple[Pool, list[float], list[float]]:
+    """The pool, and the seconds of each round to pull a prompt and to compute it."""
     a, b = (host.wait_for("mover", "mover_ready")["pool_id"] for host in hosts)
     sockets = ",".join(f"unix:{path}" for path in living_sockets(hosts[0].run_dir))
     client = AsyncClient(f"{hosts[0].ip}:{_GATEWAY_PORT}", operations=sockets)
@@ -95,7 +88,7 @@ async def measure(hosts: list[Host], num_tokens: int, rounds: int) -> Measured:
     registry = await RedisRegistry.connect(hosts[0].redis_url, _ROUTER_SECRET.registry_key)
     movers = Movers(_ROUTER_SECRET.rpc_key)
     movers.follow(await registry.members())
-    measured = Measured(found)
+    pull_s, compute_s = list[float](), list[float]()
     root = root_hash(found.fingerprint, _ROUTER_SECRET.root, "")
     sampled = SamplingParams(0.0, 0, 1.0, 0.0, 1, 1)
     for number in range(rounds):
@@ -103,7 +96,7 @@ async def measure(hosts: list[Host], num_tokens: int, rounds: int) -> Measured:
         assert isinstance(prompt, list)
         began = time.perf_counter()
         await client.complete(prompt, sampling, timeout_s=300)
-        measured.compute_s.append(time.perf_counter() - began)
+        compute_s.append(time.perf_counter() - began)
         ticket = Ticket(
             *("r", number, 1, "h", 0),
             pool_id=b,
@@ -113,11 +106,11 @@ async def measure(hosts: list[Host], num_tokens: int, rounds: int) -> Measured:
         )
         began = time.perf_counter()
         await movers.pull(ticket, a, b)
-        measured.pull_s.append(time.perf_counter() - began)
+        pull_s.append(time.perf_counter() - began)
     await client.close()
     await movers.close()
     await registry.close()
-    return measured
+    return found, pull_s, compute_s
 
 
 def main() -> None:
@@ -135,9 +128,9 @@ def main() -> None:
             here = Path(folder) / link
             here.mkdir()
             with running(checkpoint, here, asked.pool_memory, link) as hosts:
-                found = asyncio.run(measure(hosts, asked.tokens, asked.rounds))
-            megabytes = asked.tokens // found.pool.block_size * found.pool.block_bytes / 1e6
-            pull_s, compute_s = min(found.pull_s), min(found.compute_s)
+                pool, *seconds = asyncio.run(measure(hosts, asked.tokens, asked.rounds))
+            megabytes = asked.tokens // pool.block_size * pool.block_bytes / 1e6
+            pull_s, compute_s = map(min, seconds)
             times = f"{pull_s:.2f} s", f"{megabytes / pull_s:.0f} MB/s", f"{compute_s:.2f} s"
             rows.append([link, f"{megabytes:.0f} MB", *times])
     print(markdown(["link", "bytes", "pull", "bandwidth", "compute"], rows))

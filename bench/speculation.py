@@ -80,7 +80,6 @@ def pair_of_models(text: Text, args: argparse.Namespace) -> Iterator[tuple[LLM, 
         settings: dict[str, Any] = {
             "pool_memory": args.pool_memory,
             "threads": args.threads,
-            "quantize": args.quantize,
             "weights_cache": Path(folder) / "cache",
         }
         speculative: dict[str, Any] = {"num_speculative_tokens": args.drafts}
@@ -161,7 +160,6 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, default=8)
     parser.add_argument("--draft-layers", type=int, default=0, help="0: prompt lookup")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--quantize", default=None)
     parser.add_argument("--pool-memory", default="1GiB")
     args = parser.parse_args()
     print("| text | streams | without, tok/s | with, tok/s | ratio | CPU time | accepted |")

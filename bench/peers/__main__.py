@@ -2,7 +2,7 @@
 
 import argparse
 
-from bench.peers.registry import PEERS
+from bench.peers import PEERS
 
 
 def main() -> None:

@@ -9,7 +9,6 @@ import os
 import shutil
 import tarfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -56,15 +55,12 @@ _ENVIRONMENT = Environment(
 )
 _SOURCE = DIRECTORY / "llamacpp-source"
 _BUILD = _SOURCE / "build"
-_FORMATS: dict[Dtype, str] = {"bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
 _CONVERT = Path(__file__).parent / "inside" / "llamacpp_convert.py"
 
 
-@dataclass(frozen=True, slots=True)
 class LlamaCpp:
-    name: str = "llama.cpp"
-    formats: Mapping[Dtype, str] = field(default_factory=_FORMATS.copy)
-    """The types of the GGUF files."""
+    name = "llama.cpp"
+    formats: Mapping[Dtype, str] = {"bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
 
     @property
     def is_ready(self) -> bool:

@@ -6,7 +6,7 @@ NNCF's asymmetric kind with a scale for each group of 128 inputs and an int8 hea
 activations become int8 as they come, in groups of 32: the plugin's default.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 
 from bench.peers.environment import Environment
@@ -42,13 +42,9 @@ _WEIGHTS: dict[Dtype, tuple[str, ...]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
 class OpenVino:
-    name: str = "openvino"
-
-    @property
-    def formats(self) -> dict[Dtype, str]:
-        return {"bfloat16": "bf16", "int8": "int8", "int4": "int4 by 128"}
+    name = "openvino"
+    formats: Mapping[Dtype, str] = {"bfloat16": "bf16", "int8": "int8", "int4": "int4 by 128"}
 
     @property
     def is_ready(self) -> bool:

@@ -1,7 +1,7 @@
 """vLLM's CPU build, with the two libraries that its manual tells to preload: Intel's OpenMP (one of
 its dependencies) and tcmalloc (Debian's, unpacked beside the packages and not installed)."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 
 from bench.peers.environment import DIRECTORY, Environment, run
@@ -17,13 +17,9 @@ _ENVIRONMENT = Environment(
 )
 
 
-@dataclass(frozen=True, slots=True)
 class Vllm:
-    name: str = "vllm"
-
-    @property
-    def formats(self) -> dict[Dtype, str]:
-        return {"bfloat16": "bf16"}
+    name = "vllm"
+    formats: Mapping[Dtype, str] = {"bfloat16": "bf16"}
 
     @property
     def is_ready(self) -> bool:

@@ -1,8 +1,0 @@
-"""Which peers there are."""
-
-from bench.peers.llamacpp import LlamaCpp
-from bench.peers.openvino import OpenVino
-from bench.peers.peer import Peer
-from bench.peers.vllm import Vllm
-
-PEERS: dict[str, Peer] = {peer.name: peer for peer in (Vllm(), OpenVino(), LlamaCpp())}
