@@ -79,47 +79,27 @@ class CheckpointSpec:
         return hashlib.sha256(repr(self).encode()).hexdigest()[:12]
 
 
+_SMALL = CheckpointSpec(
+    num_layers=8,
+    hidden_size=512,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=64,
+    intermediate_size=1536,
+    vocab_size=8192,
+    max_position_embeddings=8192,
+    rope_theta=1_000_000.0,
+    dtype="bfloat16",
+)
+_MEDIUM = replace(_SMALL, hidden_size=1024, num_heads=16, num_kv_heads=8, intermediate_size=3072)
 SHAPES = {
     "tiny": CheckpointSpec(),
     # overhead shows: a step of one stream is 1 ms of arithmetic
-    "small": CheckpointSpec(
-        num_layers=8,
-        hidden_size=512,
-        num_heads=8,
-        num_kv_heads=4,
-        head_dim=64,
-        intermediate_size=1536,
-        vocab_size=8192,
-        max_position_embeddings=8192,
-        rope_theta=1_000_000.0,
-        dtype="bfloat16",
-    ),
+    "small": _SMALL,
     # 103 million parameters in its layers: a step of one stream reads 0.2 GB
-    "medium": CheckpointSpec(
-        num_layers=8,
-        hidden_size=1024,
-        num_heads=16,
-        num_kv_heads=8,
-        head_dim=64,
-        intermediate_size=3072,
-        vocab_size=8192,
-        max_position_embeddings=8192,
-        rope_theta=1_000_000.0,
-        dtype="bfloat16",
-    ),
+    "medium": _MEDIUM,
     # Qwen3-0.6B
-    "0.6b": CheckpointSpec(
-        num_layers=28,
-        hidden_size=1024,
-        num_heads=16,
-        num_kv_heads=8,
-        head_dim=128,
-        intermediate_size=3072,
-        vocab_size=151_936,
-        max_position_embeddings=8192,
-        rope_theta=1_000_000.0,
-        dtype="bfloat16",
-    ),
+    "0.6b": replace(_MEDIUM, num_layers=28, head_dim=128, vocab_size=151_936),
 }
 
 
