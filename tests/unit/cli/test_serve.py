@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 
 from quire.cli import main
+from quire.options.flag import flag_name
+from quire.options.gateway import GatewayOptions
+from quire.options.worker import WorkerOptions
 from quire.supervisor.errors import WrongModels
 from quire.supervisor.models import find_models
 from quire.supervisor.options import ServeOptions
@@ -204,3 +207,14 @@ def test_a_model_that_is_not_there_is_named(
 @pytest.fixture
 def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return use_empty_cache(monkeypatch, tmp_path)
+
+
+def test_the_help_is_the_description_of_the_setting(capsys: Any) -> None:
+    """Each option of a service is a flag, with its default and without the links of the page of
+    settings."""
+    assert main(["serve", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    fields = WorkerOptions.model_fields | GatewayOptions.model_fields
+    assert all(f"{flag_name(name, field)} " in text for name, field in fields.items())
+    assert "tokens of a KV block; default: 16" in text
+    assert "](" not in text
