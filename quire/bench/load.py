@@ -23,14 +23,11 @@ class Load:
     target: Target
     as_chat: bool = False
     """Whether prompts are messages of a user, and the turns of a session one conversation."""
-    num_sessions: int | None = None
-    """The number of sessions, if it is known."""
     limit_s: float | None = None
     """The longest duration of the run. The requests that still run then are cut off."""
     records: list[Record] = field(default_factory=list)
     num_running: int = 0
     num_done: int = 0
-    num_sessions_done: int = 0
     num_failed: int = 0
     num_tokens: int = 0
     began: float = field(default_factory=time.perf_counter)
@@ -39,12 +36,6 @@ class Load:
     def now(self) -> float:
         """Seconds since the start of the run."""
         return time.perf_counter() - self.began
-
-    @property
-    def share_done(self) -> float | None:
-        """How far the run is, from 0 to 1; None if neither its size nor its duration is known."""
-        parts = ((self.num_sessions_done, self.num_sessions), (self.now, self.limit_s))
-        return max((min(1.0, done / whole) for done, whole in parts if whole), default=None)
 
     async def open_loop(self, sessions: Iterable[Session]) -> float:
         """Run sessions at their times; returns the duration of the run."""
@@ -98,7 +89,6 @@ class Load:
                 break
             turns.append(ChatMessage("assistant", answer))
             due = None
-        self.num_sessions_done += 1
 
     async def _observe(self, call: Call, record: Record) -> str:
         """Send a request and record what comes; returns the answer's text."""

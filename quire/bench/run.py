@@ -1,7 +1,7 @@
 """One run of `quire bench`: warm-up, load, result."""
 
 import itertools
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -41,36 +41,31 @@ async def run(
 ) -> Result:
     """Run the warm-up and the load; `sessions` returns the sessions of either. Raises RequestFailed
     if a request of the warm-up fails."""
-    warmup = Load(target, as_chat, options.warmup)
+    warmup = Load(target, as_chat)
     async with progress(warmup, "warm-up"):
-        await _warm_up(warmup, sessions(True))
-    load = Load(target, as_chat, limit_s=options.duration)
-    work = _work(load, sessions(False), options)
+        await _warm_up(warmup, itertools.islice(sessions(True), options.warmup))
+    load = Load(target, as_chat, options.duration)
     async with progress(load, "load"):
-        duration_s = await work()
+        duration_s = await _run(load, sessions(False), options)
     return Result(config, summarize(load.records, duration_s, slo_ms), load.records)
 
 
 async def _warm_up(load: Load, sessions: Iterator[Session]) -> None:
-    number = load.num_sessions or 0
-    await load.closed_loop(itertools.islice(sessions, number), min(number, 8) or 1, 0.0)
+    await load.closed_loop(sessions, 8, 0.0)
     for record in load.records:
         if record.error:
             raise RequestFailed(f"the warm-up failed: {record.message}", record.error)
 
 
-def _work(
-    load: Load, sessions: Iterator[Session], options: LoadOptions
-) -> Callable[[], Awaitable[float]]:
-    """The function that runs the load, whose number of sessions is set if it is known."""
+async def _run(load: Load, sessions: Iterator[Session], options: LoadOptions) -> float:
+    """Run the load; returns its duration. Times of an open loop are drawn before its start."""
     sessions = itertools.islice(sessions, options.num_requests)
-    concurrency, limit_s = options.concurrency, options.duration
-    if concurrency is not None:
-        load.num_sessions = options.num_requests
-        return lambda: load.closed_loop(sessions, concurrency, options.ramp)
+    if options.concurrency is not None:
+        return await load.closed_loop(sessions, options.concurrency, options.ramp)
     assert options.request_rate is not None
+    limit_s = options.duration
     times = poisson(options.request_rate, options.ramp, options.seed)
     timed = (Session(each.turns, due) for due, each in zip(times, sessions, strict=False))
-    planned = list(itertools.takewhile(lambda s: limit_s is None or s.due < limit_s, timed))
-    load.num_sessions = len(planned)
-    return lambda: load.open_loop(planned)
+    return await load.open_loop(
+        list(itertools.takewhile(lambda s: limit_s is None or s.due < limit_s, timed))
+    )
