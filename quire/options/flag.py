@@ -1,8 +1,8 @@
 """How an option looks on the command line of `quire serve`."""
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, make_dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from annotated_types import Ge, Le
@@ -52,6 +52,15 @@ def annotation(name: str, field: FieldInfo) -> Any:
         **bounds,
     )
     return Annotated[kind if kind is bool else kind | None, option]
+
+
+def flags(name: str, fields: Mapping[str, FieldInfo]) -> Any:
+    """A dataclass of this name that has the options as flags, for a command (`quire.cli.flags`)."""
+    made = [
+        (option, annotation(option, field), False if field.annotation is bool else None)
+        for option, field in fields.items()
+    ]
+    return make_dataclass(name, made, frozen=True)
 
 
 def plain(description: str) -> str:

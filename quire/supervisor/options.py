@@ -1,14 +1,14 @@
 """The options of `quire serve`. A field is a flag: its name, its help and the services that get it
 are declared once, here or in `quire.options`."""
 
-from dataclasses import dataclass, make_dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from typer import Argument, Option
 
-from quire.options.flag import annotation
+from quire.options.flag import flags
 from quire.options.gateway import GatewayOptions
 from quire.options.shared import Options
 from quire.options.worker import WorkerOptions
@@ -145,17 +145,8 @@ class RunOptions:
     ] = "info"
 
 
-def _service_flags() -> Any:
-    """A dataclass that has a field for each option of workers and gateways, as typer reads it."""
-    found = {**WorkerOptions.model_fields, **GatewayOptions.model_fields}
-    flags = [
-        (name, annotation(name, field), False if field.annotation is bool else None)
-        for name, field in found.items()
-    ]
-    return make_dataclass("ServiceFlags", flags, frozen=True)
-
-
-ServiceFlags = _service_flags()
+ServiceFlags = flags("ServiceFlags", WorkerOptions.model_fields | GatewayOptions.model_fields)
+"""The options of workers and gateways."""
 
 
 @dataclass(frozen=True)

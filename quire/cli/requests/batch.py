@@ -11,35 +11,23 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from quire.choices import Dtype, KvDtype, Quantize
 from quire.module_command import module_command
-from quire.sizes import memory_size
+from quire.options.flag import flags
+from quire.options.worker import WorkerOptions
 from quire.supervisor.model_source import DEMO, find_model
 
+_NAMES = (
+    *("pool_memory", "dtype", "quantize", "kv_dtype", "max_model_len", "max_num_seqs"),
+    *("threads", "weights_cache"),
+)
+WorkerFlags = flags("WorkerFlags", {name: WorkerOptions.model_fields[name] for name in _NAMES})
 
-@dataclass(frozen=True, slots=True)
-class BatchFlags:
+
+@dataclass(frozen=True)
+class BatchFlags(WorkerFlags):  # type: ignore[misc]  # made from `quire.options`
     """The flags of `quire batch` that are also flags of `python -m services.offline`."""
 
     model: Annotated[str, Option(metavar="DIR|FILE|ID", help="as for `quire serve`")] = DEMO
-    pool_memory: Annotated[
-        str | None, Option(metavar="SIZE", parser=memory_size, help="the pool's KV memory")
-    ] = None
-    dtype: Dtype | None = None
-    quantize: Quantize | None = None
-    kv_dtype: KvDtype | None = None
-    max_model_len: Annotated[
-        int | None, Option(min=2, metavar="TOKENS", help="longest prompt + generation")
-    ] = None
-    max_num_seqs: Annotated[
-        int | None, Option(min=1, metavar="N", help="sequences of one step; default: 64")
-    ] = None
-    threads: Annotated[
-        int | None, Option(min=1, metavar="N", help="threads that compute; default: one per core")
-    ] = None
-    weights_cache: Annotated[
-        str | None, Option(metavar="DIR", help="as for `quire serve`; default: ~/.cache/quire")
-    ] = None
 
 
 def batch(
@@ -47,9 +35,9 @@ def batch(
     output_file: Annotated[
         Path, Argument(metavar="OUT", help="gets an answer a line; a run that stopped continues")
     ],
-    flags: BatchFlags,
+    asked: BatchFlags,
 ) -> int:
     """Answer a file of requests in OpenAI's batch format, without a server."""
-    find_model(flags.model)  # before PyTorch is imported, which takes seconds
-    command = module_command("services.offline", str(input_file), str(output_file), **asdict(flags))
+    find_model(asked.model)  # before PyTorch is imported, which takes seconds
+    command = module_command("services.offline", str(input_file), str(output_file), **asdict(asked))
     return subprocess.run(command, check=False).returncode
