@@ -22,37 +22,37 @@ class RequestOptions(AdapterOptions):
     """What the gateway does with requests."""
 
     generation_config: Annotated[str, Flag("auto|vllm|DIR", panel="Network")] = Field(
-        "auto",
+        default="auto",
         description="[default sampling parameters](../sampling.md): those of the model's "
         "generation_config.json (auto), none (vllm), or those of a directory's "
         "generation_config.json",
     )
     override_generation_config: Annotated[str | None, Flag("JSON", panel="Network")] = Field(
-        None,
+        default=None,
         description='default sampling parameters that replace single ones: {"temperature": 0.5}',
     )
     tool_call_parser: Annotated[ToolCallParser, _NETWORK] = Field(
-        "auto",
+        default="auto",
         description="format of [tool calls](../tool-calls.md); auto: that of the chat template; "
         "none: the models have none",
     )
     reasoning_parser: Annotated[ReasoningParser, _NETWORK] = Field(
-        "auto",
+        default="auto",
         description="tags of [reasoning](../tool-calls.md#reasoning); auto: those of the chat "
         "template; none: the models have none",
     )
     lora: Annotated[tuple[tuple[str, str], ...], Flag("NAME=DIR,..")] = Field(
-        (),
+        default=(),
         description="[LoRA adapters](../lora.md) to serve from the start, which requests name as "
         "their model; others can be loaded at run time",
     )
     client_priority: Annotated[bool, _NETWORK] = Field(
-        False,
+        default=False,
         description="accept [priorities](requests.md#priority) from clients; without it, any "
         "priority other than 0 is refused",
     )
     report_cached_tokens: Annotated[bool, _NETWORK] = Field(
-        False,
+        default=False,
         description="report to every client how many of its prompt's tokens were cached; without "
         "it, [only to requests with a cache_salt](requests.md#what-a-client-may-send)",
     )
@@ -76,41 +76,41 @@ class ListenerOptions(Options):
     """Who reaches the gateway, and how."""
 
     allowed_hosts: Annotated[SeveralTexts, Flag("LIST", panel="Network")] = Field(
-        (),
+        default=(),
         description="hosts, by commas, that HTTP requests may be for: a name, an address, or "
         "*.example.com; requests for others are refused with 400, /health and /metrics included; "
         "default: any",
     )
     api_keys_file: Annotated[Path | None, Flag("FILE", "--api-keys", "Network")] = Field(
-        None,
+        default=None,
         description="file of [API keys](access.md#api-keys) (`quire keys`), read again when it "
         "changes; default: no keys",
     )
     public_tls_cert: Annotated[Path | None, Flag("FILE", "--tls-cert", "Network")] = Field(
-        None,
+        default=None,
         description="certificate for clients, over gRPC and HTTP ([TLS](../security.md#tls)); "
         "default: no TLS",
     )
     public_tls_key: Annotated[Path | None, Flag("FILE", "--tls-key", "Network")] = Field(
-        None, description="its key"
+        default=None, description="its key"
     )
     public_client_ca: Annotated[Path | None, Flag("FILE", "--tls-client-ca", "Network")] = Field(
-        None,
+        default=None,
         description="the CA whose certificates clients must show; default: clients show none",
     )
     cors_origins: Annotated[SeveralTexts, Flag("LIST", panel="Network")] = Field(
-        (),
+        default=(),
         description="origins, by commas, whose web pages may call the HTTP API; *: all; default: "
         "none",
     )
     stream_ping_s: Annotated[float, Flag("SECONDS", "--stream-ping", "Network")] = Field(
-        15.0,
+        default=15.0,
         ge=0,
         description="how long an HTTP stream may be silent before it sends a comment, so that "
         "proxies do not cut it; 0: it sends none",
     )
     trace_ratio: Annotated[float, Flag("SHARE", panel="Network")] = Field(
-        1.0,
+        default=1.0,
         ge=0,
         le=1,
         description="share of the requests to trace whose client has sent no traceparent; one that "

@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, Field, field_validator
 
 from quire.options.flag import Flag
 
@@ -21,14 +21,12 @@ SeveralTexts = Annotated[tuple[str, ...], BeforeValidator(split_by_commas)]
 class Options(BaseModel):
     """Options of a service."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
-
 
 class TraceOptions(Options):
     """The options of services that report spans."""
 
     otlp_endpoint: Annotated[str | None, Flag("URL", panel="Network")] = Field(
-        None,
+        default=None,
         description="collector of [traces](observing.md#traces), OTLP over gRPC: http://HOST:4317, "
         "or https://; none: no traces",
     )
@@ -46,8 +44,8 @@ class AdapterOptions(Options):
     """The options of services that know LoRA adapters."""
 
     max_loras: Annotated[int, Flag("N")] = Field(
-        8, ge=0, description="most [LoRA adapters](../lora.md) at a time; 0: none"
+        default=8, ge=0, description="most [LoRA adapters](../lora.md) at a time; 0: none"
     )
     max_lora_rank: Annotated[int, Flag("N")] = Field(
-        64, ge=1, le=512, description="largest rank of a LoRA adapter"
+        default=64, ge=1, le=512, description="largest rank of a LoRA adapter"
     )

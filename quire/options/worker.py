@@ -19,110 +19,110 @@ class WorkerOptions(AdapterOptions, TraceOptions):
     """A size is text, such as 2GiB."""
 
     pool_memory: Annotated[str, Flag("SIZE", parser=memory_size)] = Field(
-        "",
+        default="",
         description="the pool's KV memory, such as 2GiB; the first worker of a host creates the "
         "pool; default: half of what is free beside the weights (1GiB for the demo model)",
     )
     swap_memory: Annotated[str, Flag("SIZE", parser=memory_size)] = Field(
-        "",
+        default="",
         description="size of the swap pool, to which [preempted requests](cpu.md#preemption) are "
         "copied; default: there is none",
     )
     preemption: Preemption = Field(
-        "auto",
+        default="auto",
         description="how requests are preempted; auto: swap where that costs less, by measured "
         "times",
     )
     tensor_parallel_size: Annotated[int, Flag("N")] = Field(
-        1,
+        default=1,
         ge=1,
         le=8,
         description="[ranks of a worker](gpu.md#tensor-parallelism), processes that divide the "
         "model's weights and KV heads: 1, 2, 4 or 8, the same for all workers of a pool",
     )
     block_size: Annotated[int, Flag("TOKENS")] = Field(
-        16, ge=1, le=1024, description="tokens of a KV block"
+        default=16, ge=1, le=1024, description="tokens of a KV block"
     )
     dtype: Dtype = Field(
-        "auto", description="weights, activations and KV; auto: as in the checkpoint"
+        default="auto", description="weights, activations and KV; auto: as in the checkpoint"
     )
     device: Annotated[str, Flag("DEVICE")] = Field(
-        "cpu",
+        default="cpu",
         description="cpu, or [a GPU](gpu.md#workers-on-a-gpu): cuda:0; the first GPU of several "
         "ranks, or all of them: cuda:0,cuda:2; memfd:0 (for tests) computes on the CPU, and keeps "
         "its pool as on a GPU",
     )
     gpu_memory_utilization: Annotated[float, Flag("SHARE")] = Field(
-        0.9,
+        default=0.9,
         ge=0.01,
         le=1,
         description="share of the GPU's memory for the pool and all workers of this deployment; "
         "without effect if pool_memory is set",
     )
-    backend: Backend = Field("auto", description="kernels; auto: cpu, or triton on a GPU")
+    backend: Backend = Field(default="auto", description="kernels; auto: cpu, or triton on a GPU")
     attention: Attention = Field(
-        "auto",
+        default="auto",
         description="[attention](gpu.md#attention-on-a-gpu) beside the backend triton; auto: on "
         "Hopper and Blackwell flashinfer, then flash, then triton, the first that is installed and "
         "serves the model",
     )
     enforce_eager: bool = Field(
-        False,
+        default=False,
         description="launch every kernel of a decode step instead of replaying CUDA graphs",
     )
     isa: Isa = Field(
-        "auto",
+        default="auto",
         description="instruction set of the backend cpu, the same for all workers of a host; auto: "
         "[the fastest](cpu.md#cpus) here, measured where that is in doubt",
     )
     quantize: Quantize = Field(
-        "auto",
+        default="auto",
         description="auto: as in the checkpoint; none: in dtype, dequantized if the checkpoint is "
         "quantized; int8: linears of 8-bit weights in groups of 32 inputs; int4, int4-32, "
         "int4-128: of 4-bit weights in groups of 64, 32 or 128 inputs, with an int8 head; "
         "activations have 16 bits",
     )
     kv_dtype: KvDtype = Field(
-        "auto",
+        default="auto",
         description="keys and values; auto: as dtype; int8: half of bfloat16's memory, with a "
         "scale for each head of a position; the backend cpu only",
     )
     cpus: Annotated[str, Flag("LIST")] = Field(
-        "auto",
+        default="auto",
         description="CPUs that this host's workers divide, such as 0-3,6; auto: one of each core "
         "that they may use, or all if there are more workers than cores",
     )
     threads: Annotated[int | None, Flag("N")] = Field(
-        None,
+        default=None,
         ge=1,
         description="threads that compute, on any CPU and never lent; excludes cpus; default: one "
         "for each CPU of the worker's part of cpus",
     )
     numa: Numa = Field(
-        "auto",
+        default="auto",
         description="auto: with several [NUMA nodes](cpu.md#numa-nodes), threads and memory of a "
         "worker are on nodes of its own; off: all CPUs are one node",
     )
     max_gap_ms: Annotated[float, Flag("MS", parser=duration)] = Field(
-        100.0,
+        default=100.0,
         ge=0,
         description="the inter-token latency up to which prompts may use the CPUs of decode "
         "workers too; 0: never",
     )
     weights_cache: Annotated[Path | None, Flag("DIR")] = Field(
-        Path("~/.cache/quire"),
+        default=Path("~/.cache/quire"),
         validate_default=True,
         description="directory of packed weights, made once and mapped by all of this host's "
         "workers; none: each packs its own",
     )
     max_model_len: Annotated[int | None, Flag("TOKENS")] = Field(
-        None, ge=2, description="longest prompt + generation; default: the model's context"
+        default=None, ge=2, description="longest prompt + generation; default: the model's context"
     )
     max_num_seqs: Annotated[int, Flag("N")] = Field(
-        64, ge=1, description="sequences in one step of a decode worker"
+        default=64, ge=1, description="sequences in one step of a decode worker"
     )
     max_num_batched_tokens: Annotated[int | None, Flag("N")] = Field(
-        None,
+        default=None,
         ge=1,
         description="tokens computed in one step, at least max_num_seqs; default: 512, on a GPU "
         "8192, or max_num_seqs where that is more",
@@ -132,7 +132,7 @@ class WorkerOptions(AdapterOptions, TraceOptions):
         BeforeValidator(lambda value: json.loads(value) if isinstance(value, str) else value),
         Flag("JSON", parser=check_speculative_config),
     ] = Field(
-        None,
+        default=None,
         description="[speculative decoding](../speculative-decoding.md), such as "
         '{"method": "ngram", "num_speculative_tokens": 5}, and for n-grams of other sizes '
         '"prompt_lookup_min" and "prompt_lookup_max"; or {"model": "DIR|FILE|ID", '

@@ -150,7 +150,7 @@ ServiceFlags = flags("ServiceFlags", WorkerOptions.model_fields | GatewayOptions
 
 
 @dataclass(frozen=True)
-class ServeOptions(ServiceFlags, RunOptions):  # type: ignore[misc]  # made from `quire.options`
+class ServeOptions(ServiceFlags, RunOptions):  # type: ignore[misc, valid-type]  # made from `quire.options`
     """The options of one run. None leaves a setting to the services' environment variables and
     defaults."""
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from prometheus_client import CollectorRegistry
-from pydantic import Field
+from pydantic import ConfigDict, Field
 from pydantic_settings import SettingsConfigDict
 
 from quire.options.gateway import ListenerOptions, RequestOptions
@@ -20,6 +20,8 @@ from services.runtime.tracing.opening import TracedSettings, check_tracing
 
 class UserOptions(RequestOptions):
     """The settings that the gateway's parts need, also where no service runs them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     models: SeveralTexts = Field(
         default=(),

@@ -24,7 +24,7 @@ WorkerFlags = flags("WorkerFlags", {name: WorkerOptions.model_fields[name] for n
 
 
 @dataclass(frozen=True)
-class BatchFlags(WorkerFlags):  # type: ignore[misc]  # made from `quire.options`
+class BatchFlags(WorkerFlags):  # type: ignore[misc, valid-type]  # made from `quire.options`
     """The flags of `quire batch` that are also flags of `python -m services.offline`."""
 
     model: Annotated[str, Option(metavar="DIR|FILE|ID", help="as for `quire serve`")] = DEMO
