@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from quire.cli import advise, main
-from quire.module_command import module_command
 
 ANSWER: dict[str, Any] = {
     "block_size": 16,
@@ -57,11 +56,6 @@ def test_a_table_and_the_recommendation(asked: list[dict[str, Any]], capsys: Any
     (options,) = asked
     assert (str(options["workload"]), options["pool_memory"]) == ("w.jsonl", "2GiB")
     assert Path(options["model"]).stem == "SmolLM2-135M-Instruct.Q4_1"
-
-
-def test_a_command_has_the_options_that_are_given() -> None:
-    command = module_command("services.offline", "w.jsonl", pool_memory="2GiB", dtype=None)
-    assert command[1:] == ["-P", "-m", "services.offline", "w.jsonl", "--pool-memory=2GiB"]
 
 
 def test_json_is_the_whole_answer(asked: list[dict[str, Any]], capsys: Any) -> None:
