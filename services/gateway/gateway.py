@@ -26,7 +26,7 @@ from services.gateway.models.catalog import Model
 from services.gateway.models.model_names import choose_model, parse_aliases, with_aliases
 from services.gateway.parsing.message import MessageParser
 from services.gateway.request.admitted import AdmittedRequest
-from services.gateway.request.lifecycle import RequestLifecycle
+from services.gateway.request.request import Request
 from services.gateway.request.status import CANCELLED
 from services.gateway.request.trace import RequestTrace
 from services.gateway.request_metrics import RequestMetrics
@@ -112,7 +112,7 @@ class Gateway:
 
     async def _enqueue(
         self, request: GenerationRequest, name: str, trace: RequestTrace | None
-    ) -> tuple[RequestLifecycle, Output]:
+    ) -> tuple[Request, Output]:
         """Admit a request and put it into its model queue. Raises the error of the check that
         refuses it."""
         arrived_at = asyncio.get_running_loop().time()

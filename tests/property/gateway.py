@@ -133,7 +133,7 @@ def _is_last(event: WorkerEvent) -> bool:
 
 
 class Gateway:
-    """Takes requests through the workers as `services.gateway.request.lifecycle` does, without
+    """Takes requests through the workers as `services.gateway.request.request` does, without
     deadlines of its own: it relies on the workers' messages. An attempt's number determines its
     decode worker."""
 

@@ -15,9 +15,9 @@ from services.gateway.change_notifier import ChangeNotifier
 from services.gateway.config import GatewayOptions
 from services.gateway.request import worker_events
 from services.gateway.request.admitted import AdmittedRequest
-from services.gateway.request.lifecycle import RequestLifecycle
 from services.gateway.request.pulling import Pull, no_pull
 from services.gateway.request.queue_position import QueuePosition
+from services.gateway.request.request import Request
 from services.gateway.request.status import RequestStatus
 from services.gateway.scheduling.model_queue import ModelQueue
 from services.gateway.scheduling.parked_lookup import ParkedLookup
@@ -55,7 +55,7 @@ class Dispatcher:
         registry: Registry,
         options: GatewayOptions,
         changes: ChangeNotifier,
-        on_end: Callable[[RequestLifecycle, Exception | None], None],
+        on_end: Callable[[Request, Exception | None], None],
         pull: Pull = no_pull,
     ) -> None:
         self._workers = workers
@@ -68,7 +68,7 @@ class Dispatcher:
         self._rate = ServiceRate()
         self._placement = Placement(workers, router, options, changes, self._rate)
         self._model_queues: dict[str, ModelQueue] = {}
-        self._lifecycles: dict[str, RequestLifecycle] = {}
+        self._lifecycles: dict[str, Request] = {}
         self._admitting: dict[str, str] = {}
         """The client of each request in admission, by the request's id."""
         self._lookups: dict[str, ParkedLookup] = {}
@@ -77,7 +77,7 @@ class Dispatcher:
         self._clock = asyncio.get_running_loop().time
 
     @property
-    def lifecycles(self) -> Collection[RequestLifecycle]:
+    def lifecycles(self) -> Collection[Request]:
         return self._lifecycles.values()
 
     @property
@@ -170,7 +170,7 @@ class Dispatcher:
     def _retry_delay_s(self) -> float:
         return self._rate.retry_delay_s(self.num_waiting, self._clock())
 
-    async def enqueue(self, request: AdmittedRequest, output: Output) -> RequestLifecycle:
+    async def enqueue(self, request: AdmittedRequest, output: Output) -> Request:
         """Queue an admitted request, or resume it if it runs here; within `admitting`. Raises
         BlockStoreError, Draining, DuplicateRequest."""
         if (running := self._lifecycles.get(request.request_id)) is not None:
@@ -180,7 +180,7 @@ class Dispatcher:
         found = None if request.received is None else await self._find_parked(request)
         if self._closed:
             raise Draining(_STOPPING)
-        lifecycle = RequestLifecycle(
+        lifecycle = Request(
             request, position, output, self, self._attempt_numbers, self._options.read_window_s
         )
         self._lifecycles[lifecycle.id] = lifecycle
@@ -203,14 +203,14 @@ class Dispatcher:
 
     # ── events of requests ───────────────────────────────────────────────────────────────────────
 
-    def on_queued(self, lifecycle: RequestLifecycle) -> None:
-        model_queue = self.model_queue(lifecycle.client.request.model)
-        if not lifecycle.client.is_paused:
+    def on_queued(self, lifecycle: Request) -> None:
+        model_queue = self.model_queue(lifecycle.asked.model)
+        if not lifecycle.is_paused:
             model_queue.waiting.add(lifecycle)
         self._changes.notify()
 
-    def on_closed(self, lifecycle: RequestLifecycle, error: Exception | None) -> None:
-        self.model_queue(lifecycle.client.request.model).waiting.remove(lifecycle)
+    def on_closed(self, lifecycle: Request, error: Exception | None) -> None:
+        self.model_queue(lifecycle.asked.model).waiting.remove(lifecycle)
         self._lifecycles.pop(lifecycle.id, None)
         self._changes.notify()
         self._on_end(lifecycle, error)
@@ -249,7 +249,7 @@ class Dispatcher:
         for request_id in tuple(stalled.prefill_loads):
             if (lifecycle := self._lifecycles.get(request_id)) is None:
                 continue
-            pools = self._workers.complete_pools(lifecycle.client.request.model)
+            pools = self._workers.complete_pools(lifecycle.asked.model)
             if any(
                 not worker.stalled
                 for pool in pools
