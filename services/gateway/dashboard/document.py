@@ -202,7 +202,7 @@ def _state(worker: Worker, *, is_fenced: bool) -> str:
         return "unreachable"
     if worker.draining:
         return "draining"
-    return "stalled" if worker.stalled else "serving"
+    return "serving"
 
 
 def _buckets(histogram: MetricWrapperBase) -> dict[str, list[float]]:

@@ -338,11 +338,6 @@ class Request:
         self._move(RequestStatus.QUEUED)
         self._host.on_queued(self)
 
-    def requeue_if_not_begun(self) -> None:
-        """Requeue the request, unless its prefill worker, which has stalled, has begun it."""
-        if self.status is RequestStatus.PREFILLING and not self.crash_attribution.has_begun:
-            self.requeue()
-
     # ── moves between decode workers ─────────────────────────────────────────────────────────────
 
     def reserve_target(self, target: Worker) -> DecodeReservation:

@@ -22,7 +22,6 @@ from services.gateway.request.status import RequestStatus
 from services.gateway.scheduling.model_queue import ModelQueue
 from services.gateway.scheduling.parked_lookup import ParkedLookup
 from services.gateway.scheduling.placement import Placement
-from services.gateway.scheduling.request_queue import ServiceRate
 from services.gateway.scheduling.router import Router
 from services.gateway.streaming.output import Output
 from services.gateway.workers.directory import WorkerDirectory
@@ -32,6 +31,8 @@ from services.protocol.messages import RequestEvent
 from services.runtime.errors import Draining, DuplicateRequest, QueueFull
 
 _STOPPING = "the gateway is stopping; try again"
+RETRY_DELAY_S = 1.0
+"""When a client that was refused may try again."""
 _SHARES = 4
 """A client's share of the waiting places is one part of so many."""
 
@@ -65,8 +66,7 @@ class Dispatcher:
         self._on_end = on_end
         self.pull = pull
         self._changes = changes
-        self._rate = ServiceRate()
-        self._placement = Placement(workers, router, options, changes, self._rate)
+        self._placement = Placement(workers, router, options, changes)
         self._model_queues: dict[str, ModelQueue] = {}
         self._lifecycles: dict[str, Request] = {}
         self._admitting: dict[str, str] = {}
@@ -141,7 +141,7 @@ class Dispatcher:
         if (runs and not resumes) or request_id in self._admitting:
             raise DuplicateRequest("a request with this request_id and resume_token is running")
         if not runs and (problem := self._room_problem(client)):
-            raise QueueFull(problem, self._retry_delay_s())
+            raise QueueFull(problem, RETRY_DELAY_S)
         self._admitting[request_id] = client
         try:
             yield
@@ -166,9 +166,6 @@ class Dispatcher:
             f"{num_own} requests of this client wait, which has a share of {share} of the queue's "
             f"{most} places while others wait; try again later"
         )
-
-    def _retry_delay_s(self) -> float:
-        return self._rate.retry_delay_s(self.num_waiting, self._clock())
 
     async def enqueue(self, request: AdmittedRequest, output: Output) -> Request:
         """Queue an admitted request, or resume it if it runs here; within `admitting`. Raises
@@ -235,28 +232,11 @@ class Dispatcher:
             worker_events.on_lost(lifecycle, worker, died=died)
 
     def on_report(self, worker: Worker) -> None:
-        if worker.stalled:
-            self._requeue_unbegun(worker)
         if worker.draining or self.num_waiting_for(worker.member.model):
             self._changes.notify()  # otherwise no request can go on because of this report
 
     def on_change(self) -> None:
         self._changes.notify()
-
-    def _requeue_unbegun(self, stalled: Worker) -> None:
-        """Requeue the requests that a stalled prefill worker has not begun, if another prefill
-        worker of its pool is not stalled."""
-        for request_id in tuple(stalled.prefill_loads):
-            if (lifecycle := self._lifecycles.get(request_id)) is None:
-                continue
-            pools = self._workers.complete_pools(lifecycle.asked.model)
-            if any(
-                not worker.stalled
-                for pool in pools
-                for worker in pool.prefill
-                if pool.spec.pool_id == stalled.member.pool_id
-            ):
-                lifecycle.requeue_if_not_begun()
 
     # ── model queues ─────────────────────────────────────────────────────────────────────────────
 

@@ -14,7 +14,6 @@ from services.gateway.change_notifier import ChangeNotifier
 from services.gateway.config import GatewayOptions
 from services.gateway.request.request import Request
 from services.gateway.scheduling.model_queue import ModelQueue
-from services.gateway.scheduling.request_queue import ServiceRate
 from services.gateway.scheduling.router import Route, Router, choose_prefill
 from services.gateway.workers.directory import WorkerDirectory
 from services.gateway.workers.pool import Pool
@@ -31,7 +30,7 @@ AT_ONCE = 0.0
 
 
 class Placement:
-    """Sends waiting requests to workers. `rate` counts the requests that leave a queue."""
+    """Sends waiting requests to workers."""
 
     def __init__(
         self,
@@ -39,13 +38,11 @@ class Placement:
         router: Router,
         options: GatewayOptions,
         changes: ChangeNotifier,
-        rate: ServiceRate,
     ) -> None:
         self._workers = workers
         self._router = router
         self._options = options
         self._changes = changes
-        self._rate = rate
         self._clock = asyncio.get_running_loop().time
 
     async def serve(self, queue: ModelQueue) -> NoReturn:
@@ -129,7 +126,7 @@ class Placement:
             if lifecycle not in queue.waiting:
                 return True
             if is_placed := self._submit(lifecycle, route):
-                self._leave(queue, lifecycle)
+                queue.waiting.remove(lifecycle)
             return is_placed
         for decode in route.pool.open_decode(num_slots):
             if lifecycle not in queue.waiting:  # the request ended while a worker was asked
@@ -143,7 +140,7 @@ class Placement:
             elif not self._submit(lifecycle, route):
                 lifecycle.requeue()
                 return True
-            self._leave(queue, lifecycle)
+            queue.waiting.remove(lifecycle)
             return True
         return False
 
@@ -155,10 +152,6 @@ class Placement:
         pool_id = route.prefill.spec.pool_id
         lifecycle.submit(*choice, pool_id, route.root_hash, route.source_pool_id)
         return True
-
-    def _leave(self, queue: ModelQueue, lifecycle: Request) -> None:
-        queue.waiting.remove(lifecycle)
-        self._rate.count_departure(self._clock())
 
     def _delay_without_workers(self, queue: ModelQueue, lifecycle: Request, reason: str) -> float:
         """The time that is left for workers to appear; when none is left, the request is closed.
