@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Iterator, Mapping
-from contextlib import aclosing, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -104,9 +104,8 @@ class Gateway:
                 trace.refuse(error, code_of(error))
             raise
         try:
-            async with aclosing(output.deltas()) as deltas:
-                async for delta in deltas:
-                    yield delta
+            async for delta in output:
+                yield delta
         finally:
             lifecycle.end_call(output)
 

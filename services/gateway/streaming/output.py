@@ -7,7 +7,7 @@ loop is behind.
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
@@ -204,15 +204,19 @@ class Output:
         self._error = error
         self._readable.set()
 
-    async def deltas(self) -> AsyncGenerator[Delta, None]:
-        """Yield deltas until the end, in turn from the sequences with unread tokens. Raises the
-        error that `close` was given."""
-        while True:  # While the reader has a delta, more tokens may arrive, or the end.
+    def __aiter__(self) -> "Output":
+        """Iterate over deltas until the end, in turn from the sequences with unread tokens."""
+        return self
+
+    async def __anext__(self) -> Delta:
+        """Raises the error that `close` was given."""
+        self._given_at = None
+        while True:  # While the reader has a delta or rests, more tokens may arrive, or the end.
             if self._error is not None:
                 raise self._error
             if not any(sequence.has_unread for sequence in self._read_order):
                 if self._closed:
-                    return
+                    raise StopAsyncIteration
                 self._readable.clear()
                 await self._readable.wait()
                 continue
@@ -221,8 +225,7 @@ class Output:
             sequence = self._next_unread()
             if sequence is not None and self._error is None:
                 self._given_at = self._clock()
-                yield self._take(sequence)
-                self._given_at = None
+                return self._take(sequence)
 
     def _drop_ended(self) -> None:
         self.living = tuple(sequence for sequence in self.living if not sequence.has_ended)

@@ -259,5 +259,5 @@ async def test_a_resumed_call_goes_on_with_a_group() -> None:
     }
     assert all(each[-1].finish_reason is FinishReason.LENGTH for each in deltas.values())
     with pytest.raises(DuplicateRequest):
-        async for _ in before.deltas():
+        async for _ in before:
             pass

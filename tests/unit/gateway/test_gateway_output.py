@@ -75,7 +75,7 @@ def make(
 
 async def read(output: Output) -> list[Delta]:
     async with asyncio.timeout(5):
-        return [delta async for delta in output.deltas()]
+        return [delta async for delta in output]
 
 
 def write(
@@ -110,7 +110,7 @@ async def test_unread_tokens_become_one_delta() -> None:
 async def test_tokens_during_a_read_form_the_next_delta() -> None:
     output = make()
     write(output, ids("a"), None)
-    deltas = output.deltas()
+    deltas = output
     assert (await anext(deltas)).text == "a"
     write(output, ids("b"), None)
     write(output, ids("c"), FinishReason.LENGTH)
@@ -122,7 +122,7 @@ async def test_a_character_is_never_split() -> None:
     output = make()
     euro = "€".encode()
     write(output, tuple(euro[:2]), None)
-    deltas = output.deltas()
+    deltas = output
     first = await anext(deltas)
     assert (first.text, first.token_ids) == ("", tuple(euro[:2]))
     write(output, tuple(euro[2:]), None)
@@ -136,7 +136,7 @@ async def test_a_stop_string_is_never_shown_and_the_rest_is_dropped() -> None:
     output = make("STOP")
     write(output, ids("go S"), None)
     assert not output.has_ended
-    deltas = output.deltas()
+    deltas = output
     assert (await anext(deltas)).text == "go "
     write(output, ids("TOP and more"), FinishReason.LENGTH)
     assert output.has_ended
@@ -276,7 +276,7 @@ async def test_unread_logprobs_count() -> None:
         write(output, ids("a"), None, (top,))
     assert output.congested
     assert not output.overflowing
-    await anext(output.deltas())
+    await anext(output)
     assert not output.congested
 
 

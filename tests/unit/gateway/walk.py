@@ -165,7 +165,7 @@ class Walk:
     async def tokens(self) -> list[int]:
         """All tokens of the client, to the end."""
         async with asyncio.timeout(5):
-            return [t async for delta in self.output.deltas() for t in delta.token_ids]
+            return [t async for delta in self.output for t in delta.token_ids]
 
 
 def generated(
@@ -212,7 +212,7 @@ async def deltas_of(walk: Walk) -> dict[int, list[Delta]]:
     """The deltas of each sequence, to the end."""
     deltas: dict[int, list[Delta]] = {}
     async with asyncio.timeout(5):
-        async for delta in walk.output.deltas():
+        async for delta in walk.output:
             deltas.setdefault(delta.index, []).append(delta)
     return deltas
 
