@@ -111,8 +111,8 @@ async def dashboard(
 
 async def test_quire_top_shows_what_the_feed_tells(make_harness: Any) -> None:
     harness = await make_harness(FakePrefill(), FakeDecode())
-    await Call(harness.gateway, asked("r1")).task
     async with dashboard(harness) as page:
+        await Call(harness.gateway, asked("r1")).task
         url = str(page.http.base_url)
         document = await asyncio.to_thread(read_document, TopFlags(url=url))
     console = Console(width=120, file=io.StringIO(), record=True)
