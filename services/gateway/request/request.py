@@ -33,7 +33,7 @@ from services.gateway.request.status import RequestStatus
 from services.gateway.request.tickets import Tickets
 from services.gateway.request.timeline import Phase, Timeline
 from services.gateway.streaming.output import Output
-from services.gateway.workers.lease import DecodeReservation, DetachedTicket, Lease
+from services.gateway.workers.lease import DecodeReservation, DetachedTicket, Lease, PrefillLease
 from services.gateway.workers.worker import PrefillLoad, Worker
 from services.protocol.messages import Admit, Generated, Submit
 from services.protocol.ticket import Swapped, Ticket, TicketState
@@ -234,7 +234,9 @@ class Request:
         """Ask a decode worker for slots. False: it refused, did not answer or was lost, or the
         request was closed meanwhile."""
         self._move(RequestStatus.RESERVING)
-        reservation = self.attempt.reserve(decode, self.num_sequences)
+        attempt = self.attempt
+        reservation = DecodeReservation(decode, self.id, attempt.number, self.num_sequences)
+        attempt.decode = reservation
         await reservation.wait_for_answer(timeout_s)
         if reservation.released:
             return False
@@ -278,7 +280,7 @@ class Request:
         ticket = self._traced(ticket)
         self.crash_attribution.assign(prefill)
         submit = Submit(ticket, self.unsent_prompt_logprobs)
-        self.attempt.submit(prefill, submit, load)
+        self.attempt.prefill = PrefillLease(prefill, submit, load)
 
     def admit(self) -> None:
         """Send the detached ticket to the decode worker that has granted the slots. If its KV is in
@@ -343,7 +345,9 @@ class Request:
     def reserve_target(self, target: Worker) -> DecodeReservation:
         """Ask another decode worker of the pool for slots. Meanwhile the request runs on."""
         number = next(self._attempt_numbers)
-        return self.attempt.reserve_target(target, number, self.num_sequences)
+        reservation = DecodeReservation(target, self.id, number, self.num_sequences)
+        self.attempt.target = reservation
+        return reservation
 
     def detach(self, lease: Lease, state: TicketState) -> None:
         """Take note that the worker of a lease has detached its sequences."""
