@@ -35,13 +35,12 @@ class Welcome(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., protocol_version: _Optional[int] = ..., function_library: _Optional[str] = ..., pool_id: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "num_free_slots", "num_pending_tokens", "draining", "stalled", "busy_permille", "step_us", "tokens_per_s")
+    __slots__ = ("num_running", "num_waiting", "num_free_slots", "num_pending_tokens", "draining", "busy_permille", "step_us", "tokens_per_s")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_FREE_SLOTS_FIELD_NUMBER: _ClassVar[int]
     NUM_PENDING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
-    STALLED_FIELD_NUMBER: _ClassVar[int]
     BUSY_PERMILLE_FIELD_NUMBER: _ClassVar[int]
     STEP_US_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
@@ -50,11 +49,10 @@ class WorkerLoad(_message.Message):
     num_free_slots: int
     num_pending_tokens: int
     draining: bool
-    stalled: bool
     busy_permille: int
     step_us: int
     tokens_per_s: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_free_slots: _Optional[int] = ..., num_pending_tokens: _Optional[int] = ..., draining: _Optional[bool] = ..., stalled: _Optional[bool] = ..., busy_permille: _Optional[int] = ..., step_us: _Optional[int] = ..., tokens_per_s: _Optional[int] = ...) -> None: ...
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_free_slots: _Optional[int] = ..., num_pending_tokens: _Optional[int] = ..., draining: _Optional[bool] = ..., busy_permille: _Optional[int] = ..., step_us: _Optional[int] = ..., tokens_per_s: _Optional[int] = ...) -> None: ...
 
 class Abort(_message.Message):
     __slots__ = ("request_id", "attempt", "index")

@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Iterator, Mapping
-from contextlib import aclosing, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -26,7 +26,7 @@ from services.gateway.models.catalog import Model
 from services.gateway.models.model_names import choose_model, parse_aliases, with_aliases
 from services.gateway.parsing.message import MessageParser
 from services.gateway.request.admitted import AdmittedRequest
-from services.gateway.request.lifecycle import RequestLifecycle
+from services.gateway.request.request import Request
 from services.gateway.request.status import CANCELLED
 from services.gateway.request.trace import RequestTrace
 from services.gateway.request_metrics import RequestMetrics
@@ -104,15 +104,14 @@ class Gateway:
                 trace.refuse(error, code_of(error))
             raise
         try:
-            async with aclosing(output.deltas()) as deltas:
-                async for delta in deltas:
-                    yield delta
+            async for delta in output:
+                yield delta
         finally:
             lifecycle.end_call(output)
 
     async def _enqueue(
         self, request: GenerationRequest, name: str, trace: RequestTrace | None
-    ) -> tuple[RequestLifecycle, Output]:
+    ) -> tuple[Request, Output]:
         """Admit a request and put it into its model queue. Raises the error of the check that
         refuses it."""
         arrived_at = asyncio.get_running_loop().time()

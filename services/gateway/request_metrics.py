@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, Histogram
 
 from services.gateway.access.caller import EVERYONE, Caller, current_caller
 from services.gateway.identity import client_id
-from services.gateway.request.lifecycle import RequestLifecycle
+from services.gateway.request.request import Request
 from services.gateway.request.status import CANCELLED
 from services.gateway.streaming.output import RequestStats
 from services.runtime.logging import get_logger
@@ -91,9 +91,9 @@ class RequestMetrics:
             reason=reason[:_MAX_TEXT_CHARS],
         )
 
-    def record_end(self, lifecycle: RequestLifecycle, error: Exception | None) -> None:
+    def record_end(self, lifecycle: Request, error: Exception | None) -> None:
         """Count a request that has ended, and write its one log line."""
-        request, stats = lifecycle.client.request, lifecycle.client.output.stats
+        request, stats = lifecycle.asked, lifecycle.output.stats
         outcome = outcome_of(lifecycle, error)
         duration_s = asyncio.get_running_loop().time() - request.arrived_at
         self._count_end(lifecycle, outcome, duration_s)
@@ -118,8 +118,8 @@ class RequestMetrics:
             **({} if lifecycle.trace is None else {"trace_id": lifecycle.trace.trace_id}),
         )
 
-    def _count_end(self, lifecycle: RequestLifecycle, outcome: str, duration_s: float) -> None:
-        request, output = lifecycle.client.request, lifecycle.client.output
+    def _count_end(self, lifecycle: Request, outcome: str, duration_s: float) -> None:
+        request, output = lifecycle.asked, lifecycle.output
         metrics, model, stats = self._metrics, request.model, output.stats
         metrics.e2e_request_latency_s.labels(model).observe(duration_s)
         metrics.prompt_tokens.labels(model).inc(stats.num_prompt_tokens)
@@ -149,8 +149,8 @@ def _caller_keys(caller: Caller) -> dict[str, str]:
     return {"api_key": caller.key, "tenant": caller.tenant} if caller.tenant else {}
 
 
-def outcome_of(lifecycle: RequestLifecycle, error: Exception | None) -> str:
+def outcome_of(lifecycle: Request, error: Exception | None) -> str:
     """How a request ended: its finish reason, the code of its error, or `cancelled`."""
-    if lifecycle.client.output.finish_reason is not None:
-        return lifecycle.client.output.finish_reason.value
+    if lifecycle.output.finish_reason is not None:
+        return lifecycle.output.finish_reason.value
     return CANCELLED if error is None else code_of(error)

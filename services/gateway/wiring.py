@@ -19,7 +19,7 @@ from services.gateway.models.catalog import load_model
 from services.gateway.models.generation_config import GenerationConfig
 from services.gateway.models.model_names import parse_aliases
 from services.gateway.parsing.choice import Parsers
-from services.gateway.request.lifecycle import RequestLifecycle
+from services.gateway.request.request import Request
 from services.gateway.request_metrics import RequestMetrics, outcome_of
 from services.gateway.scheduling.dispatcher import Dispatcher
 from services.gateway.scheduling.migration import Migration
@@ -37,7 +37,7 @@ from services.runtime.secret import Secret
 if TYPE_CHECKING:
     from services.runtime.tracing.tracer import Tracer
 
-EndListener = Callable[[RequestLifecycle, str], None]
+EndListener = Callable[[Request, str], None]
 
 Connect = Callable[[Member, WorkerEventSink], Connection]
 """Opens the connection to a worker, whose events go to the sink."""
@@ -115,13 +115,13 @@ async def start_gateway(
     router = Router(store, secret.root, movers.bandwidth)
     end_listeners: list[EndListener] = []
 
-    def on_end(lifecycle: RequestLifecycle, error: Exception | None) -> None:
+    def on_end(lifecycle: Request, error: Exception | None) -> None:
         request_metrics.record_end(lifecycle, error)
         outcome = outcome_of(lifecycle, error)
         for listener in end_listeners:
             listener(lifecycle, outcome)
         if lifecycle.trace is not None:
-            lifecycle.trace.end(outcome, error, lifecycle.client.output.stats)
+            lifecycle.trace.end(outcome, error, lifecycle.output.stats)
 
     dispatcher = Dispatcher(directory, router, registry, options, changes, on_end, movers.pull)
     request_metrics.set_gauges(lambda: dispatcher.num_running, lambda: dispatcher.num_waiting)

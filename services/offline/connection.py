@@ -52,7 +52,7 @@ class LocalConnection:
     async def _report_load(self) -> None:
         while True:
             local = self._local_worker
-            report = LoadReport(local.role.load(), local.draining, local.stalled)
+            report = LoadReport(local.role.load(), local.draining)
             deliver(report, self.worker, self._sink)
             await asyncio.sleep(_REPORT_INTERVAL_S)
 

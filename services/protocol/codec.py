@@ -159,13 +159,12 @@ def logprobs_from_wire(message: logprobs_pb2.Logprobs) -> Logprobs:
 
 
 def load_to_wire(report: LoadReport) -> worker_pb2.WorkerLoad:
-    flags = values(report, ("draining", "stalled"))
-    return worker_pb2.WorkerLoad(**to_fields(report.load), **flags)
+    return worker_pb2.WorkerLoad(**to_fields(report.load), draining=report.draining)
 
 
 def load_from_wire(message: worker_pb2.WorkerLoad) -> LoadReport:
     load = Load(**values(message, _LOAD))
-    return LoadReport(load, message.draining, message.stalled)
+    return LoadReport(load, message.draining)
 
 
 def _checked_beams(message: ticket_pb2.Ticket) -> BeamState | None:

@@ -165,8 +165,6 @@ class LoadReport:
 
     load: Load
     draining: bool = False
-    stalled: bool = False
-    """Whether the worker waits for its block store."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,11 +41,6 @@ class PoolWorker(PoolEngine, Generic[R]):
         finally:
             await self.stop()
 
-    @property
-    def stalled(self) -> bool:
-        """Whether this worker begins no request because the store does not answer."""
-        return self._heartbeats.overdue
-
     def close_streams(self) -> None:
         """Close all gateway streams cleanly, so that gateways do not count this as a crash: the
         remaining requests continue elsewhere."""

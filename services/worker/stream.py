@@ -130,7 +130,7 @@ class WorkerStream:
 
     def _load(self) -> worker_pb2.WorkerLoad:
         worker = self._worker
-        return load_to_wire(LoadReport(worker.role.load(), worker.draining, worker.stalled))
+        return load_to_wire(LoadReport(worker.role.load(), worker.draining))
 
     async def _report_load(self, session: StreamSession) -> None:
         while True:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from blockstore.memory_store import MemoryStore
 from quire.v1 import prefill_pb2
-from services.protocol.codec import ticket_to_wire
+from services.protocol.codec import state_from_wire, ticket_to_wire
 from services.protocol.ticket import Ticket
 from services.worker.requests import holder_writes
 from tests.fuzz.correct_gateway import CORRECT_REQUESTS, NUM_TOKENS, Answer, Gateway, expected_of
@@ -90,7 +90,8 @@ async def run_attack(
         await workers.until(lambda: len(streams[0].events_of("prefilled")) == len(OWN_TICKETS))
         of = {one.request_id: name for name, one in OWN_TICKETS.items()}
         for prefilled in streams[0].events_of("prefilled"):
-            tickets[f"issued {of[prefilled.ticket.request_id]}"] = prefilled.ticket
+            name, state = of[prefilled.ticket.request_id], state_from_wire(prefilled.ticket)
+            tickets[f"issued {name}"] = ticket_to_wire(OWN_TICKETS[name].with_state(state))
 
         async def attack(commands: Sequence[ForgedCommand]) -> None:
             for command in commands:

@@ -29,7 +29,7 @@ class CrashingWorker:
 
     worker_id, pool_id = "worker", "pool"
     stream = PREFILL
-    draining = stalled = False
+    draining = False
 
     def __init__(self) -> None:
         self.drain_asked = asyncio.Event()

@@ -17,7 +17,7 @@ from services.protocol.messages import (
     Step,
     WorkerEvent,
 )
-from services.protocol.ticket import Ticket, TicketSequence
+from services.protocol.ticket import Ticket, TicketSequence, TicketState
 from services.runtime.errors import InvalidRequest
 from services.worker.pool_worker import PoolWorker
 from services.worker.roles.decode import Decode
@@ -38,8 +38,8 @@ class Request:
     attempt: int = 0
     tokens: dict[int, list[int]] = field(default_factory=dict)
     ended: dict[int, str] = field(default_factory=dict)
-    detached: Ticket | None = None
-    search: Ticket | None = None
+    detached: TicketState | None = None
+    search: TicketState | None = None
     over: str = ""
 
     def __post_init__(self) -> None:
@@ -56,7 +56,7 @@ class Request:
     def width(self) -> int:
         return self.asked.width if self.searches else len(self.living)
 
-    def note(self, ticket: Ticket) -> None:
+    def note(self, ticket: TicketState) -> None:
         if self.searches and ticket.beams is not None:
             self.search = ticket
 
@@ -73,12 +73,13 @@ class Request:
     def living(self) -> list[int]:
         return [index for index in self.tokens if index not in self.ended]
 
-    def of_living(self, ticket: Ticket) -> Ticket:
+    def of_living(self, state: TicketState) -> Ticket:
         """The ticket without the sequences that have ended since."""
+        ticket = self.asked.with_state(state)
         if self.searches:
             return ticket
-        states = (state for state in ticket.sequences if state.index not in self.ended)
-        return replace(ticket, sequences=tuple(states))
+        living = (one for one in ticket.sequences if one.index not in self.ended)
+        return replace(ticket, sequences=tuple(living))
 
 
 class Stream:
@@ -133,7 +134,7 @@ def _is_last(event: WorkerEvent) -> bool:
 
 
 class Gateway:
-    """Takes requests through the workers as `services.gateway.request.lifecycle` does, without
+    """Takes requests through the workers as `services.gateway.request.request` does, without
     deadlines of its own: it relies on the workers' messages. An attempt's number determines its
     decode worker."""
 
@@ -259,14 +260,14 @@ class Gateway:
                 if not request.over:
                     worker, way = self._runs(request.attempt)
                     self._tell(worker.role.admit, way, request.of_living(issued))
-            case Requeued(ticket=Ticket() as detached) if detached.is_detached:
+            case Requeued(ticket=TicketState() as detached) if detached.is_detached:
                 there = {s.index: list(s.token_ids) for s in request.of_living(detached).sequences}
                 if not request.searches:
                     assert there == {index: request.tokens[index] for index in request.living}
                 request.note(detached)
                 request.detached = detached
                 self._try_again(request)
-            case Requeued(ticket=Ticket() as progress):
+            case Requeued(ticket=TicketState() as progress):
                 request.note(progress)
                 self._begin_again(request)
             case Failed(code=code):

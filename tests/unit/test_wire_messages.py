@@ -122,9 +122,8 @@ def test_an_event_comes_back_as_it_went(event: WorkerEvent) -> None:
     assert list(events_from_wire(response)) == expected
 
 
-@pytest.mark.parametrize("name", ["draining", "stalled"])
-def test_a_load_comes_back_as_it_went(name: str) -> None:
-    report = LoadReport(Load(num_running=2), **{name: True})
+def test_a_load_comes_back_as_it_went() -> None:
+    report = LoadReport(Load(num_running=2), draining=True)
     (found,) = events_from_wire(DecodeConnectResponse(load=load_to_wire(report)))
     assert found == report
 

@@ -11,7 +11,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from services.gateway.dashboard.block_maps import BlockMaps
 from services.gateway.dashboard.history import History
 from services.gateway.identity import client_id
-from services.gateway.request.lifecycle import RequestLifecycle
+from services.gateway.request.request import Request
 from services.gateway.request.timeline import Phase
 from services.gateway.scheduling.dispatcher import Dispatcher
 from services.gateway.workers.directory import WorkerDirectory
@@ -35,7 +35,7 @@ class EndedRequests:
     def __init__(self) -> None:
         self.views: deque[tuple[str, dict[str, Any]]] = deque(maxlen=MAX_RECENT)
 
-    def note(self, lifecycle: RequestLifecycle, outcome: str) -> None:
+    def note(self, lifecycle: Request, outcome: str) -> None:
         self.views.append((_key(lifecycle), {**_request(lifecycle), "outcome": outcome}))
 
 
@@ -86,7 +86,7 @@ class DashboardDocument:
             "history": list(self.history.samples),
         }
 
-    def _waiting(self) -> list[RequestLifecycle]:
+    def _waiting(self) -> list[Request]:
         """The requests that have no token yet, or lost their place at a worker."""
         lifecycles = self._dispatcher.lifecycles
         return [each for each in lifecycles if each.timeline.phase in _WAITING]
@@ -144,7 +144,7 @@ def _now_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
-def _waits_since_ms(lifecycle: RequestLifecycle) -> int:
+def _waits_since_ms(lifecycle: Request) -> int:
     """When the first of the phases began in which the request now waits, one after the other."""
     since_ms = _now_ms()
     for phase, began_ms, _ in reversed(lifecycle.timeline.spans):
@@ -154,17 +154,17 @@ def _waits_since_ms(lifecycle: RequestLifecycle) -> int:
     return since_ms
 
 
-def _key(lifecycle: RequestLifecycle) -> str:
+def _key(lifecycle: Request) -> str:
     """Arrivals are distinct, and the order contains the arrival."""
     return str(lifecycle.position.order)
 
 
-def _request(lifecycle: RequestLifecycle) -> dict[str, Any]:
-    stats = lifecycle.client.output.stats
+def _request(lifecycle: Request) -> dict[str, Any]:
+    stats = lifecycle.output.stats
     view = {
         "id": client_id(lifecycle.id)[:_MAX_ID_CHARS],
-        "model": lifecycle.client.request.model,
-        "sequences": lifecycle.client.request.num_sequences,
+        "model": lifecycle.asked.model,
+        "sequences": lifecycle.asked.num_sequences,
         "prompt": stats.num_prompt_tokens,
         "cached": stats.num_cached_tokens,
         "tokens": stats.num_generated_tokens,
@@ -202,7 +202,7 @@ def _state(worker: Worker, *, is_fenced: bool) -> str:
         return "unreachable"
     if worker.draining:
         return "draining"
-    return "stalled" if worker.stalled else "serving"
+    return "serving"
 
 
 def _buckets(histogram: MetricWrapperBase) -> dict[str, list[float]]:

@@ -1,4 +1,4 @@
-"""The gRPC service `Inference`: translates protobuf to the types of `frontend.api` and back."""
+"""The gRPC service `Inference`: translates protobuf to the types of the gateway and back."""
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager

@@ -62,6 +62,12 @@ class AdmittedRequest:
         return any(each.token_ids for each in self.received or ())
 
     @property
+    def wants_logprobs(self) -> bool:
+        """Whether tokens that the client has not received need logprobs."""
+        of_prompt = self.prompt_logprobs is not None and not self.has_received_tokens
+        return self.sampling.logprobs is not None or of_prompt
+
+    @property
     def width(self) -> int:
         """The number of sequences that run at the same time: `num_sequences`, or the beams."""
         return self.num_sequences if self.sampling.beam is None else self.sampling.beam.width

@@ -11,14 +11,27 @@ out, and DECODING until the first token, which proves that the decode worker has
 """
 
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from services.gateway.workers.lease import DecodeReservation, DetachedTicket, Lease, PrefillLease
-from services.gateway.workers.worker import PrefillLoad, Worker
-from services.protocol.messages import Submit
+from services.gateway.workers.worker import Worker
 from services.protocol.ticket import Ticket
 
 L = TypeVar("L", bound=Lease)
+
+
+class _Held(Generic[L]):
+    """A lease of an attempt; None once it is released."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = f"_{name}"
+
+    def __get__(self, attempt: "Attempt", owner: type) -> L | None:
+        lease: L | None = getattr(attempt, self._name, None)
+        return None if lease is None or lease.released else lease
+
+    def __set__(self, attempt: "Attempt", lease: L | None) -> None:
+        setattr(attempt, self._name, lease)
 
 
 class Attempt:
@@ -28,6 +41,13 @@ class Attempt:
     may stem from an earlier attempt, and keeps the number of that attempt.
     """
 
+    detached = _Held[DetachedTicket]()
+    """A ticket that no worker has claimed, as far as the gateway knows."""
+    target = _Held[DecodeReservation]()
+    """The reservation at the decode worker to which the request moves."""
+    prefill = _Held[PrefillLease]()
+    decode = _Held[DecodeReservation]()
+
     def __init__(
         self,
         request_id: str,
@@ -35,32 +55,8 @@ class Attempt:
         detached: DetachedTicket | None = None,
         decode: DecodeReservation | None = None,
     ) -> None:
-        self.request_id = request_id
-        self.number = number
-        self._detached = detached
-        self._target: DecodeReservation | None = None
-        self._prefill: PrefillLease | None = None
-        self._decode = decode
-
-    # ── the leases ───────────────────────────────────────────────────────────────────────────────
-
-    @property
-    def detached(self) -> DetachedTicket | None:
-        """A ticket that no worker has claimed, as far as the gateway knows."""
-        return _unreleased(self._detached)
-
-    @property
-    def target(self) -> DecodeReservation | None:
-        """The reservation at the decode worker to which the request moves."""
-        return _unreleased(self._target)
-
-    @property
-    def prefill(self) -> PrefillLease | None:
-        return _unreleased(self._prefill)
-
-    @property
-    def decode(self) -> DecodeReservation | None:
-        return _unreleased(self._decode)
+        self.request_id, self.number = request_id, number
+        self.detached, self.decode = detached, decode
 
     def lease_of(self, worker: Worker, number: int) -> Lease | None:
         """The lease that a worker's message with this attempt number is about; None: there is no
@@ -69,34 +65,22 @@ class Attempt:
         return next(leases, None)
 
     def _leases(self) -> Iterator[Lease]:
-        leases = (self._detached, self._target, self._prefill, self._decode)
-        return (lease for lease in leases if lease is not None and not lease.released)
+        leases = (self.detached, self.target, self.prefill, self.decode)
+        return (lease for lease in leases if lease is not None)
 
     # ── forward ──────────────────────────────────────────────────────────────────────────────────
-
-    def reserve(self, worker: Worker, num_sequences: int) -> DecodeReservation:
-        self._decode = DecodeReservation(worker, self.request_id, self.number, num_sequences)
-        return self._decode
-
-    def reserve_target(self, worker: Worker, number: int, num_sequences: int) -> DecodeReservation:
-        """Reserve the slots for a move; the request continues there as attempt `number`."""
-        self._target = DecodeReservation(worker, self.request_id, number, num_sequences)
-        return self._target
-
-    def submit(self, worker: Worker, submit: Submit, load: PrefillLoad) -> None:
-        self._prefill = PrefillLease(worker, submit, load)
 
     def detach(self, lease: Lease, ticket: Ticket) -> None:
         """The worker of `lease` has detached its sequences, as `ticket`."""
         self.mark_claimed(lease.worker)
         lease.finish()
-        self._detached = DetachedTicket(lease.worker, ticket)
+        self.detached = DetachedTicket(lease.worker, ticket)
 
     def replace_detached(self, pulled: DetachedTicket) -> None:
         """A mover has copied the detached ticket to another pool, and claimed it at its issuer."""
         if detached := self.detached:
             detached.abort()
-        self._detached = pulled
+        self.detached = pulled
 
     def mark_claimed(self, worker: Worker) -> None:
         """A worker has claimed the detached ticket, or does not need it any more: release it. The
@@ -128,7 +112,7 @@ class Attempt:
         was asked to claim; all other leases are aborted."""
         detached = self.detached
         if detached is not None and not detached.is_sent:
-            self._detached = None
+            self.detached = None
         else:
             detached = None
         self.close()
@@ -138,15 +122,12 @@ class Attempt:
         """Finish all leases at a lost worker. True: the prefill lease or the decode reservation was
         one of them."""
         lost = [lease for lease in self._leases() if lease.worker is worker]
+        had_work = any(lease in (self.prefill, self.decode) for lease in lost)
         for lease in lost:
             lease.finish()
-        return any(lease in (self._prefill, self._decode) for lease in lost)
+        return had_work
 
     def close(self) -> None:
         """Abort all leases."""
         for lease in tuple(self._leases()):
             lease.abort()
-
-
-def _unreleased(lease: L | None) -> L | None:
-    return None if lease is None or lease.released else lease

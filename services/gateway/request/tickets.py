@@ -3,13 +3,16 @@
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from blockstore.records import PrefixHash
 from services.gateway.request.admitted import AdmittedRequest
-from services.gateway.request.client import Client
 from services.gateway.request.queue_position import QueuePosition
 from services.protocol.messages import Generated
 from services.protocol.ticket import Swapped, Ticket, TicketSequence, TicketState
+
+if TYPE_CHECKING:
+    from services.gateway.request.request import Request
 
 
 def new_ticket(
@@ -45,9 +48,9 @@ class Tickets:
     steps that a lost worker has made since then are repeated, with the same result.
     """
 
-    def __init__(self, client: Client, position: QueuePosition) -> None:
+    def __init__(self, request: "Request", position: QueuePosition) -> None:
         self.position = position
-        self._client = client
+        self._request = request
         self._submitted: Ticket | None = None
         self._search: TicketState | None = None
         """The beams of a search, as a worker returned them last."""
@@ -68,16 +71,18 @@ class Tickets:
         self, attempt: int, pool_id: str, root_hash: PrefixHash, swapped: Swapped | None
     ) -> Ticket:
         """The ticket for a prefill worker."""
-        client, search = self._client, self._search
-        sequences = tuple(TicketSequence(one.index, tuple(one.tokens)) for one in client.living)
-        if client.request.sampling.beam is not None:
+        request, search = self._request, self._search
+        sequences = tuple(
+            TicketSequence(one.index, tuple(one.tokens)) for one in request.output.living
+        )
+        if request.asked.sampling.beam is not None:
             sequences = (TicketSequence(0),) if search is None else search.sequences
         self._submitted = replace(
             new_ticket(
-                *(client.request, attempt, self.position.order, pool_id, root_hash, sequences)
+                *(request.asked, attempt, self.position.order, pool_id, root_hash, sequences)
             ),
-            num_cached_tokens=client.output.stats.num_cached_tokens,
-            timeout_ms=client.timeout_ms(),
+            num_cached_tokens=request.output.stats.num_cached_tokens,
+            timeout_ms=request.timeout_ms(),
             swapped=swapped,
             beams=None if search is None else search.beams,
         )
@@ -88,13 +93,13 @@ class Tickets:
         sequences back."""
         sequences = detached.sequences
         if detached.beams is None:
-            living = {sequence.index for sequence in self._client.living}
+            living = {sequence.index for sequence in self._request.output.living}
             sequences = tuple(one for one in sequences if one.index in living)
         return replace(
             detached,
             attempt=attempt,
             order=self.position.order,
-            timeout_ms=self._client.timeout_ms(),
+            timeout_ms=self._request.timeout_ms(),
             sequences=sequences,
         )
 
@@ -105,7 +110,7 @@ class Tickets:
         self.save_search(ticket.state)
         if ticket.beams is not None:
             return ()
-        num_received = {one.index: len(one.tokens) for one in self._client.living}
+        num_received = {one.index: len(one.tokens) for one in self._request.output.living}
         num_prompt = len(ticket.prompt_token_ids)
         return tuple(
             Generated(*ticket.key, one.index, num_prompt + so_far, one.token_ids[so_far:], None)
@@ -121,20 +126,21 @@ class Tickets:
     def problem(self, outputs: Sequence[Generated], state: Ticket | TicketState | None) -> str:
         """Why new tokens, and the state after them, do not continue the tokens that the client has
         received; "" if they do. Only the ticket shows the progress of a beam search."""
-        client = self._client
-        num_prompt = len(client.request.prompt_token_ids)
-        gained = {one.index: one for one in outputs if not client.is_over(one.index)}
+        asked, living = self._request.asked, self._request.output.living
+        running = {sequence.index: sequence for sequence in living}
+        num_prompt = len(asked.prompt_token_ids)
+        gained = {one.index: one for one in outputs if not self._request.output.is_over(one.index)}
         for index, output in gained.items():
-            sequence = client.living_sequence(index)
+            sequence = running.get(index)
             if sequence is None:
                 return f"sent tokens of sequence {index}, which the request does not have"
             num_before = num_prompt + len(sequence.tokens)
             if output.position != num_before:
                 return f"repeated or lost tokens: {output.position} after {num_before} tokens"
-        if state is None or client.request.sampling.beam is not None:
+        if state is None or asked.sampling.beam is not None:
             return ""
         returned = {one.index: one.token_ids for one in state.sequences}
-        for received in client.living:
+        for received in living:
             new = gained.get(received.index)
             tokens = (*received.tokens, *(new.token_ids if new else ()))
             has_ended = new is not None and new.finish_reason is not None
@@ -152,7 +158,7 @@ class Tickets:
     def is_progress(self, outputs: Sequence[Generated]) -> bool:
         """Whether the request has never had these outputs before. A search reports each step
         without a token."""
-        if self._client.request.sampling.beam is None or any(one.token_ids for one in outputs):
+        if self._request.asked.sampling.beam is None or any(one.token_ids for one in outputs):
             return bool(outputs)
         self._num_steps += len(outputs)
         is_longer = self._num_steps > self._most_steps

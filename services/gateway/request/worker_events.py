@@ -1,7 +1,7 @@
 """Applies the messages of workers, and the loss of workers, to a request."""
 
 from services.gateway.identity import client_id
-from services.gateway.request.lifecycle import RequestLifecycle
+from services.gateway.request.request import Request
 from services.gateway.request.status import RequestStatus
 from services.gateway.request.timeline import Phase
 from services.gateway.workers.lease import DecodeReservation, DetachedTicket, Lease, PrefillLease
@@ -24,7 +24,7 @@ from services.runtime.rpc.error_table import error_of
 log = get_logger(__name__)
 
 
-def on_event(request: RequestLifecycle, sender: Worker, event: RequestEvent) -> None:
+def on_event(request: Request, sender: Worker, event: RequestEvent) -> None:
     """Apply a worker's message. A message is dropped if the request has no lease at that worker
     under that attempt number, or if the message does not fit the request's status.
 
@@ -67,7 +67,7 @@ def on_event(request: RequestLifecycle, sender: Worker, event: RequestEvent) -> 
             _drop(request, event)
 
 
-def on_lost(request: RequestLifecycle, worker: Worker, *, died: bool) -> None:
+def on_lost(request: Request, worker: Worker, *, died: bool) -> None:
     """A worker's stream ended: by contract the worker releases all that came over it."""
     had_lease = request.attempt.finish_leases_at(worker)
     if request.is_decoding and request.tickets.is_recomputing:
@@ -78,27 +78,27 @@ def on_lost(request: RequestLifecycle, worker: Worker, *, died: bool) -> None:
         request.retry_or_fail(f"{worker.member.role} worker {worker.id} was lost")
 
 
-def _drop(request: RequestLifecycle, event: RequestEvent) -> None:
+def _drop(request: Request, event: RequestEvent) -> None:
     log.debug("event_dropped", request_id=client_id(request.id), kind=type(event).__name__)
 
 
-def _on_ticket_dropped(request: RequestLifecycle, detached: DetachedTicket) -> None:
+def _on_ticket_dropped(request: Request, detached: DetachedTicket) -> None:
     """The issuer does not keep the ticket of an earlier attempt any more."""
     detached.finish()
     if request.is_decoding:
         request.requeue()
 
 
-def _on_prefilled(request: RequestLifecycle, lease: PrefillLease, event: Prefilled) -> None:
+def _on_prefilled(request: Request, lease: PrefillLease, event: Prefilled) -> None:
     """Sequences that have not ended with this token go to the decode worker."""
     if problem := request.tickets.problem(event.outputs, event.ticket):
         request.retry_or_fail(f"prefill worker {lease.worker.id} {problem}")
         return
     request.crash_attribution.note_token(lease.worker)
     lease.worker.prefill_ns_per_token = event.ticket.prefill_ns_per_token
-    request.client.output.stats.note_prefill(event.ticket.num_cached_tokens)
+    request.output.stats.note_prefill(event.ticket.num_cached_tokens)
     if event.prompt_logprobs:
-        request.client.output.write_prompt(event.prompt_logprobs)
+        request.output.write_prompt(event.prompt_logprobs)
     request.tickets.save_search(event.ticket)
     if request.tickets.is_progress(event.outputs):
         request.num_retries = 0
@@ -111,7 +111,7 @@ def _on_prefilled(request: RequestLifecycle, lease: PrefillLease, event: Prefill
         request.admit()
 
 
-def _on_detached(request: RequestLifecycle, decode: DecodeReservation, state: TicketState) -> None:
+def _on_detached(request: Request, decode: DecodeReservation, state: TicketState) -> None:
     """A decode worker returned the request with its KV: swapped out because it was preempted, or in
     the pool because it was handed over."""
     if problem := request.tickets.problem((), state):
@@ -120,7 +120,7 @@ def _on_detached(request: RequestLifecycle, decode: DecodeReservation, state: Ti
     request.tickets.save_search(state)
     request.detach(decode, state)
     if state.swapped is not None:
-        request.client.output.stats.num_preemptions += 1
+        request.output.stats.num_preemptions += 1
         request.requeue(Phase.PREEMPTED)
     elif moved := request.attempt.attempt_at_target():
         request.continue_at(moved)
@@ -128,10 +128,10 @@ def _on_detached(request: RequestLifecycle, decode: DecodeReservation, state: Ti
         request.requeue()
 
 
-def _on_generated(request: RequestLifecycle, decode: DecodeReservation, event: Generated) -> None:
+def _on_generated(request: Request, decode: DecodeReservation, event: Generated) -> None:
     """Deliver tokens. Tokens after a stop string are dropped: the worker has not received the abort
     yet."""
-    if request.client.is_over(event.index):
+    if request.output.is_over(event.index):
         return
     if problem := request.tickets.problem([event], None):
         request.retry_or_fail(f"decode worker {decode.worker.id} {problem}")
@@ -142,11 +142,11 @@ def _on_generated(request: RequestLifecycle, decode: DecodeReservation, event: G
     request.attempt.mark_claimed(decode.worker)
     if request.timeline.phase is not Phase.DECODE:
         request.timeline.enter(Phase.DECODE, decode.worker.id)
-    request.client.output.stats.note_drafts(event.num_drafts, event.num_accepted)
+    request.output.stats.note_drafts(event.num_drafts, event.num_accepted)
     request.deliver([event])
 
 
-def _on_requeued(request: RequestLifecycle, lease: Lease, event: Requeued) -> None:
+def _on_requeued(request: Request, lease: Lease, event: Requeued) -> None:
     """A worker returned the request without KV."""
     lease.finish()
     request.tickets.save_search(event.ticket)
@@ -157,5 +157,5 @@ def _on_requeued(request: RequestLifecycle, lease: Lease, event: Requeued) -> No
         lease.worker.draining = True
         request.requeue()
     else:
-        request.client.output.stats.num_preemptions += 1
+        request.output.stats.num_preemptions += 1
         request.requeue(Phase.PREEMPTED)

@@ -15,14 +15,13 @@ from services.gateway.change_notifier import ChangeNotifier
 from services.gateway.config import GatewayOptions
 from services.gateway.request import worker_events
 from services.gateway.request.admitted import AdmittedRequest
-from services.gateway.request.lifecycle import RequestLifecycle
 from services.gateway.request.pulling import Pull, no_pull
 from services.gateway.request.queue_position import QueuePosition
+from services.gateway.request.request import Request
 from services.gateway.request.status import RequestStatus
 from services.gateway.scheduling.model_queue import ModelQueue
 from services.gateway.scheduling.parked_lookup import ParkedLookup
 from services.gateway.scheduling.placement import Placement
-from services.gateway.scheduling.request_queue import ServiceRate
 from services.gateway.scheduling.router import Router
 from services.gateway.streaming.output import Output
 from services.gateway.workers.directory import WorkerDirectory
@@ -32,6 +31,8 @@ from services.protocol.messages import RequestEvent
 from services.runtime.errors import Draining, DuplicateRequest, QueueFull
 
 _STOPPING = "the gateway is stopping; try again"
+RETRY_DELAY_S = 1.0
+"""When a client that was refused may try again."""
 _SHARES = 4
 """A client's share of the waiting places is one part of so many."""
 
@@ -55,7 +56,7 @@ class Dispatcher:
         registry: Registry,
         options: GatewayOptions,
         changes: ChangeNotifier,
-        on_end: Callable[[RequestLifecycle, Exception | None], None],
+        on_end: Callable[[Request, Exception | None], None],
         pull: Pull = no_pull,
     ) -> None:
         self._workers = workers
@@ -65,10 +66,9 @@ class Dispatcher:
         self._on_end = on_end
         self.pull = pull
         self._changes = changes
-        self._rate = ServiceRate()
-        self._placement = Placement(workers, router, options, changes, self._rate)
+        self._placement = Placement(workers, router, options, changes)
         self._model_queues: dict[str, ModelQueue] = {}
-        self._lifecycles: dict[str, RequestLifecycle] = {}
+        self._lifecycles: dict[str, Request] = {}
         self._admitting: dict[str, str] = {}
         """The client of each request in admission, by the request's id."""
         self._lookups: dict[str, ParkedLookup] = {}
@@ -77,7 +77,7 @@ class Dispatcher:
         self._clock = asyncio.get_running_loop().time
 
     @property
-    def lifecycles(self) -> Collection[RequestLifecycle]:
+    def lifecycles(self) -> Collection[Request]:
         return self._lifecycles.values()
 
     @property
@@ -141,7 +141,7 @@ class Dispatcher:
         if (runs and not resumes) or request_id in self._admitting:
             raise DuplicateRequest("a request with this request_id and resume_token is running")
         if not runs and (problem := self._room_problem(client)):
-            raise QueueFull(problem, self._retry_delay_s())
+            raise QueueFull(problem, RETRY_DELAY_S)
         self._admitting[request_id] = client
         try:
             yield
@@ -167,10 +167,7 @@ class Dispatcher:
             f"{most} places while others wait; try again later"
         )
 
-    def _retry_delay_s(self) -> float:
-        return self._rate.retry_delay_s(self.num_waiting, self._clock())
-
-    async def enqueue(self, request: AdmittedRequest, output: Output) -> RequestLifecycle:
+    async def enqueue(self, request: AdmittedRequest, output: Output) -> Request:
         """Queue an admitted request, or resume it if it runs here; within `admitting`. Raises
         BlockStoreError, Draining, DuplicateRequest."""
         if (running := self._lifecycles.get(request.request_id)) is not None:
@@ -180,7 +177,7 @@ class Dispatcher:
         found = None if request.received is None else await self._find_parked(request)
         if self._closed:
             raise Draining(_STOPPING)
-        lifecycle = RequestLifecycle(
+        lifecycle = Request(
             request, position, output, self, self._attempt_numbers, self._options.read_window_s
         )
         self._lifecycles[lifecycle.id] = lifecycle
@@ -203,14 +200,14 @@ class Dispatcher:
 
     # ── events of requests ───────────────────────────────────────────────────────────────────────
 
-    def on_queued(self, lifecycle: RequestLifecycle) -> None:
-        model_queue = self.model_queue(lifecycle.client.request.model)
-        if not lifecycle.client.is_paused:
+    def on_queued(self, lifecycle: Request) -> None:
+        model_queue = self.model_queue(lifecycle.asked.model)
+        if not lifecycle.is_paused:
             model_queue.waiting.add(lifecycle)
         self._changes.notify()
 
-    def on_closed(self, lifecycle: RequestLifecycle, error: Exception | None) -> None:
-        self.model_queue(lifecycle.client.request.model).waiting.remove(lifecycle)
+    def on_closed(self, lifecycle: Request, error: Exception | None) -> None:
+        self.model_queue(lifecycle.asked.model).waiting.remove(lifecycle)
         self._lifecycles.pop(lifecycle.id, None)
         self._changes.notify()
         self._on_end(lifecycle, error)
@@ -235,28 +232,11 @@ class Dispatcher:
             worker_events.on_lost(lifecycle, worker, died=died)
 
     def on_report(self, worker: Worker) -> None:
-        if worker.stalled:
-            self._requeue_unbegun(worker)
         if worker.draining or self.num_waiting_for(worker.member.model):
             self._changes.notify()  # otherwise no request can go on because of this report
 
     def on_change(self) -> None:
         self._changes.notify()
-
-    def _requeue_unbegun(self, stalled: Worker) -> None:
-        """Requeue the requests that a stalled prefill worker has not begun, if another prefill
-        worker of its pool is not stalled."""
-        for request_id in tuple(stalled.prefill_loads):
-            if (lifecycle := self._lifecycles.get(request_id)) is None:
-                continue
-            pools = self._workers.complete_pools(lifecycle.client.request.model)
-            if any(
-                not worker.stalled
-                for pool in pools
-                for worker in pool.prefill
-                if pool.spec.pool_id == stalled.member.pool_id
-            ):
-                lifecycle.requeue_if_not_begun()
 
     # ── model queues ─────────────────────────────────────────────────────────────────────────────
 

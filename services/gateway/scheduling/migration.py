@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from services.gateway.change_notifier import ChangeNotifier
 from services.gateway.identity import client_id
-from services.gateway.request.lifecycle import RequestLifecycle
+from services.gateway.request.request import Request
 from services.gateway.scheduling.dispatcher import Dispatcher
 from services.gateway.workers.directory import WorkerDirectory
 from services.gateway.workers.lease import DecodeReservation
@@ -54,7 +54,7 @@ class Migration:
         self._clock = asyncio.get_running_loop().time
         self._uneven: dict[str, tuple[Worker, Worker]] = {}
 
-    def _movable_requests(self, worker: Worker) -> list[RequestLifecycle]:
+    def _movable_requests(self, worker: Worker) -> list[Request]:
         return [each for each in self._dispatcher.lifecycles if each.movable_from is worker]
 
     # ── drain ────────────────────────────────────────────────────────────────────────────────────
@@ -120,9 +120,7 @@ class Migration:
             num_to_move -= num_sequences
         await self._start_moves(moves)
 
-    async def _start_moves(
-        self, moves: Sequence[tuple[RequestLifecycle, DecodeReservation]]
-    ) -> None:
+    async def _start_moves(self, moves: Sequence[tuple[Request, DecodeReservation]]) -> None:
         """Wait for all answers before the first hand-over: the requests run on meanwhile."""
         timeout_s = self._reserve_timeout_s
         await asyncio.gather(*(target.wait_for_answer(timeout_s) for _, target in moves))

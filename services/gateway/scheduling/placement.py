@@ -12,9 +12,8 @@ from typing import NoReturn
 
 from services.gateway.change_notifier import ChangeNotifier
 from services.gateway.config import GatewayOptions
-from services.gateway.request.lifecycle import RequestLifecycle
+from services.gateway.request.request import Request
 from services.gateway.scheduling.model_queue import ModelQueue
-from services.gateway.scheduling.request_queue import ServiceRate
 from services.gateway.scheduling.router import Route, Router, choose_prefill
 from services.gateway.workers.directory import WorkerDirectory
 from services.gateway.workers.pool import Pool
@@ -31,7 +30,7 @@ AT_ONCE = 0.0
 
 
 class Placement:
-    """Sends waiting requests to workers. `rate` counts the requests that leave a queue."""
+    """Sends waiting requests to workers."""
 
     def __init__(
         self,
@@ -39,13 +38,11 @@ class Placement:
         router: Router,
         options: GatewayOptions,
         changes: ChangeNotifier,
-        rate: ServiceRate,
     ) -> None:
         self._workers = workers
         self._router = router
         self._options = options
         self._changes = changes
-        self._rate = rate
         self._clock = asyncio.get_running_loop().time
 
     async def serve(self, queue: ModelQueue) -> NoReturn:
@@ -59,7 +56,7 @@ class Placement:
             if not await self._changes.wait(seen, delay_s):
                 self._workers.forget_refusals()
 
-    async def _place_or_close(self, queue: ModelQueue, lifecycle: RequestLifecycle) -> float:
+    async def _place_or_close(self, queue: ModelQueue, lifecycle: Request) -> float:
         """Like `_place`, but an error closes the request and does not end the queue's task."""
         try:
             return await self._place(queue, lifecycle)
@@ -67,10 +64,10 @@ class Placement:
             lifecycle.close(error)
             return AT_ONCE
 
-    async def _place(self, queue: ModelQueue, lifecycle: RequestLifecycle) -> float:
+    async def _place(self, queue: ModelQueue, lifecycle: Request) -> float:
         """Place the first request if that is possible now. Returns the seconds after which to try
         again if nothing changes before; AT_ONCE: another request may be the first now."""
-        num_sequences, request = lifecycle.num_sequences, lifecycle.client.request
+        num_sequences, request = lifecycle.num_sequences, lifecycle.asked
         complete = self._workers.complete_pools(queue.model)
         pools = [pool for pool in complete if pool.max_slots >= num_sequences]
         if not pools:
@@ -92,13 +89,11 @@ class Placement:
                 return AT_ONCE
         return AT_ONCE if lifecycle not in queue.waiting else RETRY_S
 
-    async def _routes(
-        self, model: str, lifecycle: RequestLifecycle, open_pools: list[Pool]
-    ) -> list[Route]:
+    async def _routes(self, model: str, lifecycle: Request, open_pools: list[Pool]) -> list[Route]:
         """The routes of a request, the best first. If it has a detached ticket, it goes on in that
         ticket's pool. If that pool has no slot, a mover copies the KV to another pool; otherwise
         the ticket is aborted, and the request may go to every pool."""
-        request, detached = lifecycle.client.request, lifecycle.attempt.detached
+        request, detached = lifecycle.asked, lifecycle.attempt.detached
         prefill_pools: list[Pool] | None = [
             pool
             for pool in self._workers.prefill_pools(model)
@@ -119,12 +114,10 @@ class Placement:
             request,
             open_pools,
             prefill_pools,
-            may_pull=lifecycle.client.unsent_prompt_logprobs is None,
+            may_pull=lifecycle.unsent_prompt_logprobs is None,
         )
 
-    async def _place_on_route(
-        self, queue: ModelQueue, lifecycle: RequestLifecycle, route: Route
-    ) -> bool:
+    async def _place_on_route(self, queue: ModelQueue, lifecycle: Request, route: Route) -> bool:
         """Reserve slots at a decode worker of the route's pool, if the request needs any, and send
         it on. True: the request was placed, has ended or was requeued, so no other route is
         tried."""
@@ -133,7 +126,7 @@ class Placement:
             if lifecycle not in queue.waiting:
                 return True
             if is_placed := self._submit(lifecycle, route):
-                self._leave(queue, lifecycle)
+                queue.waiting.remove(lifecycle)
             return is_placed
         for decode in route.pool.open_decode(num_slots):
             if lifecycle not in queue.waiting:  # the request ended while a worker was asked
@@ -147,11 +140,11 @@ class Placement:
             elif not self._submit(lifecycle, route):
                 lifecycle.requeue()
                 return True
-            self._leave(queue, lifecycle)
+            queue.waiting.remove(lifecycle)
             return True
         return False
 
-    def _submit(self, lifecycle: RequestLifecycle, route: Route) -> bool:
+    def _submit(self, lifecycle: Request, route: Route) -> bool:
         """Send the request to a prefill worker of the route. False: all of them have left."""
         choice = choose_prefill(route, lifecycle.num_uncomputed)
         if choice is None:
@@ -160,13 +153,7 @@ class Placement:
         lifecycle.submit(*choice, pool_id, route.root_hash, route.source_pool_id)
         return True
 
-    def _leave(self, queue: ModelQueue, lifecycle: RequestLifecycle) -> None:
-        queue.waiting.remove(lifecycle)
-        self._rate.count_departure(self._clock())
-
-    def _delay_without_workers(
-        self, queue: ModelQueue, lifecycle: RequestLifecycle, reason: str
-    ) -> float:
+    def _delay_without_workers(self, queue: ModelQueue, lifecycle: Request, reason: str) -> float:
         """The time that is left for workers to appear; when none is left, the request is closed.
         While workers start, such as after a crash, requests wait longer."""
         now = self._clock()

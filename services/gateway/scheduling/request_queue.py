@@ -9,7 +9,6 @@ of this gateway alone: they let clients share the head of the queue, however man
 """
 
 from bisect import bisect_left, insort
-from collections import deque
 from collections.abc import Hashable
 from typing import Generic, Protocol, TypeVar
 
@@ -91,24 +90,3 @@ class RequestQueue(Generic[W]):
         )
         entries = ring.get(None) or next(iter(ring.values()))
         return entries[0][2]
-
-
-class ServiceRate:
-    """How fast requests have left the queue lately, from which retry delays follow."""
-
-    _WINDOW = 64
-    _AT_LEAST_S, _AT_MOST_S, _UNKNOWN_S = 0.1, 30.0, 1.0
-
-    def __init__(self) -> None:
-        self._departures: deque[float] = deque(maxlen=self._WINDOW)
-
-    def count_departure(self, now: float) -> None:
-        self._departures.append(now)
-
-    def retry_delay_s(self, num_waiting: int, now: float) -> float:
-        """The time in which a tenth of the waiting requests leaves the queue. Then there is room
-        again, and the refused clients do not all return when the first place is free."""
-        if not self._departures or now <= self._departures[0]:
-            return self._UNKNOWN_S
-        per_second = len(self._departures) / (now - self._departures[0])
-        return min(max(num_waiting / 10 / per_second, self._AT_LEAST_S), self._AT_MOST_S)

@@ -202,8 +202,7 @@ class Router:
 
 def choose_prefill(route: Route, num_tokens: int) -> tuple[Worker, PrefillLoad] | None:
     """The prefill worker that computes `num_tokens` soonest and with the least work. It need not
-    compute a prefix that it computes for another request. A worker that waits for its store is
-    chosen only if all of them do. None: all workers have left."""
+    compute a prefix that it computes for another request. None: all workers have left."""
     workers = [worker for worker in route.prefill.prefill if worker.usable]
     if not workers:
         return None
@@ -212,9 +211,9 @@ def choose_prefill(route: Route, num_tokens: int) -> tuple[Worker, PrefillLoad] 
         num_blocks = max(route.num_cached_blocks, worker.num_blocks_in_progress(route.hashes))
         return max(1, num_tokens - num_blocks * route.prefill.spec.block_size)
 
-    def cost(worker: Worker) -> tuple[bool, int, str]:
+    def cost(worker: Worker) -> tuple[int, str]:
         num_tokens = worker.num_pending_tokens + _COMPUTE_WEIGHT * to_compute(worker)
-        return worker.stalled, num_tokens, worker.id
+        return num_tokens, worker.id
 
     chosen = min(workers, key=cost)
     return chosen, PrefillLoad(to_compute(chosen), route.hashes)

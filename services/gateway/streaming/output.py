@@ -7,7 +7,7 @@ loop is behind.
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,6 +18,7 @@ from services.gateway.streaming.logprob_text import PromptReporter
 from services.gateway.streaming.rests import WriteRests
 from services.gateway.streaming.sequence import Sequence
 from services.protocol.logprobs import Logprobs
+from services.protocol.messages import Generated
 from services.protocol.ticket import FinishReason
 
 PAUSE_UNREAD_TOKENS = 1024
@@ -171,23 +172,20 @@ class Output:
         """Write the tokens that this output does not have yet, from the output of an earlier call
         of the same request."""
         for sequence in self.living:
-            old = other.sequences[sequence.index]
-            rest = tuple(old.tokens[len(sequence.tokens) :])
-            self.write(sequence.index, rest, old.worker_finish)
+            old, so_far = other.sequences[sequence.index], len(sequence.tokens)
+            rest = tuple(old.tokens[so_far:])
+            finish = old.worker_finish
+            self.write(Generated(self._request_id, 0, sequence.index, so_far, rest, finish))
 
-    def write(
-        self,
-        index: int,
-        token_ids: tuple[int, ...],
-        finish: FinishReason | None,
-        logprobs: tuple[Logprobs, ...] = (),
-        score: float | None = None,
-    ) -> None:
-        """Add the next tokens of a sequence that has not ended. `finish`: None unless these are its
-        last ones."""
-        sequence = self.sequences[index]
-        sequence.score = score
-        num_taken = sequence.write(token_ids, finish, logprobs)
+    def is_over(self, index: int) -> bool:
+        """Whether a sequence with this index exists and has ended."""
+        return index < len(self.sequences) and self.sequences[index].has_ended
+
+    def write(self, new: Generated) -> None:
+        """Add the next tokens of a sequence that has not ended."""
+        sequence = self.sequences[new.index]
+        sequence.score, sequence.embedding = new.score, new.embedding
+        num_taken = sequence.write(new.token_ids, new.finish_reason, new.logprobs)
         self._num_unread += num_taken
         self._count(sequence, num_taken)
         if sequence.has_ended:
@@ -206,15 +204,19 @@ class Output:
         self._error = error
         self._readable.set()
 
-    async def deltas(self) -> AsyncGenerator[Delta, None]:
-        """Yield deltas until the end, in turn from the sequences with unread tokens. Raises the
-        error that `close` was given."""
-        while True:  # While the reader has a delta, more tokens may arrive, or the end.
+    def __aiter__(self) -> "Output":
+        """Iterate over deltas until the end, in turn from the sequences with unread tokens."""
+        return self
+
+    async def __anext__(self) -> Delta:
+        """Raises the error that `close` was given."""
+        self._given_at = None
+        while True:  # While the reader has a delta or rests, more tokens may arrive, or the end.
             if self._error is not None:
                 raise self._error
             if not any(sequence.has_unread for sequence in self._read_order):
                 if self._closed:
-                    return
+                    raise StopAsyncIteration
                 self._readable.clear()
                 await self._readable.wait()
                 continue
@@ -223,8 +225,7 @@ class Output:
             sequence = self._next_unread()
             if sequence is not None and self._error is None:
                 self._given_at = self._clock()
-                yield self._take(sequence)
-                self._given_at = None
+                return self._take(sequence)
 
     def _drop_ended(self) -> None:
         self.living = tuple(sequence for sequence in self.living if not sequence.has_ended)

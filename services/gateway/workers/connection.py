@@ -52,7 +52,7 @@ class WorkerEventSink(Protocol):
         that came over the stream. `died`: the stream broke, and the worker was not draining."""
 
     def on_report(self, worker: Worker) -> None:
-        """The worker reported its load, and whether it waits for its block store."""
+        """The worker reported its load."""
 
     def on_change(self) -> None:
         """A worker connected, disconnected or began to drain."""

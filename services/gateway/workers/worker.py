@@ -32,8 +32,6 @@ class Worker:
         self.unresponsive = False
         """Whether the worker missed the time limit for a reservation and has answered none since.
         It answers reservations in order, so a new one would wait, too."""
-        self.stalled = False
-        """Whether the worker waits for its block store; it begins no request until that answers."""
         self.num_taken_slots = 0
         """Decode slots that requests of this gateway have or ask for here."""
         self.prefill_loads: dict[str, PrefillLoad] = {}
@@ -94,7 +92,6 @@ class Worker:
 
     def report(self, report: LoadReport) -> None:
         self._load = report.load
-        self.stalled = report.stalled
         self._taken_at_report = self.num_taken_slots
         self.draining = self.draining or report.draining
         if report.load.num_free_slots >= self.refused:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from typing import NoReturn
 
 from blockstore.errors import WorkerFenced
@@ -11,9 +11,6 @@ from services.runtime.ticks import until_tick
 
 _HEARTBEAT_S = 0.1
 _IDLE_HEARTBEAT_S = 1.0
-
-_STALLED_S = 1.0
-"""How overdue a heartbeat's answer must be: a reachable store answers far sooner."""
 
 
 def _now() -> float:
@@ -37,12 +34,6 @@ class Heartbeats:
     """Whether the worker has no request, and no request is expected back."""
     woken: asyncio.Event
     """Set when a request comes."""
-    _answer_due_at: float = field(default_factory=_now)
-
-    @property
-    def overdue(self) -> bool:
-        """Whether the store does not answer."""
-        return _now() - self._answer_due_at > _STALLED_S
 
     async def run(self) -> NoReturn:
         """Send heartbeats. Raises WorkerFenced, and the errors of the store."""
@@ -53,7 +44,6 @@ class Heartbeats:
                 if heartbeat.fenced:
                     raise WorkerFenced(f"{self.worker_id} was fenced")
                 self.on_demands(heartbeat.demands)
-            self._answer_due_at = _now()
             if not self.is_idle() or await self._wait_idle():
                 await asyncio.sleep(_HEARTBEAT_S)
 
@@ -64,7 +54,7 @@ class Heartbeats:
         or the ledger was lost and this worker has to report that it holds nothing.
         """
         pause_s = until_tick(_IDLE_HEARTBEAT_S)
-        self._answer_due_at = over_at = _now() + pause_s
+        over_at = _now() + pause_s
         self.woken.clear()
         rooms = (self.store.wait_for_room(pool_id, pause_s) for pool_id in self.pool_ids)
         waiting = [asyncio.create_task(wait) for wait in (*rooms, self.woken.wait())]

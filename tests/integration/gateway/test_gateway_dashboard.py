@@ -19,8 +19,9 @@ from quire.v1 import block_manager_pb2 as pb
 from services.gateway.access.keyring import Keyring
 from services.gateway.access.local_only import DashboardSetting
 from services.gateway.dashboard.history import History
-from services.gateway.dashboard.routes import PAGE, make_dashboard
+from services.gateway.dashboard.routes import make_dashboard
 from services.gateway.frontend.http.app import create_app
+from services.gateway.frontend.http.page import PAGE
 from services.gateway.frontend.http.server import http_server
 from services.runtime.errors import PromptTooLong, Unavailable
 from tests.api_keys import ALICE, OPERATOR, keyring, keyring_of, text_of
@@ -111,8 +112,8 @@ async def dashboard(
 
 async def test_quire_top_shows_what_the_feed_tells(make_harness: Any) -> None:
     harness = await make_harness(FakePrefill(), FakeDecode())
-    await Call(harness.gateway, asked("r1")).task
     async with dashboard(harness) as page:
+        await Call(harness.gateway, asked("r1")).task
         url = str(page.http.base_url)
         document = await asyncio.to_thread(read_document, TopFlags(url=url))
     console = Console(width=120, file=io.StringIO(), record=True)

@@ -80,7 +80,7 @@ async def until_searching(walk: Walk) -> Ticket:
 
 
 async def deltas(walk: Walk) -> list[Delta]:
-    return [delta async for delta in walk.output.deltas()]
+    return [delta async for delta in walk.output]
 
 
 async def test_hypotheses_come_at_the_end_with_their_scores() -> None:

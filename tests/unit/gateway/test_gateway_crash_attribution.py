@@ -129,12 +129,12 @@ async def test_a_request_that_makes_progress_is_never_given_up() -> None:
             walk.decode,
             generated(
                 walk,
-                next_token([*PROMPT, *expected(walk.lifecycle.client.num_tokens - len(PROMPT))]),
+                next_token([*PROMPT, *expected(walk.lifecycle.num_tokens - len(PROMPT))]),
             ),
         )
         walk.on_lost(walk.decode, died=True)
     await until_running(walk)
-    rest = expected(MAX_TOKENS)[walk.lifecycle.client.num_tokens - len(PROMPT) :]
+    rest = expected(MAX_TOKENS)[walk.lifecycle.num_tokens - len(PROMPT) :]
     walk.on_event(walk.decode, generated(walk, *rest, finish=FinishReason.LENGTH))
     assert await walk.tokens() == expected(MAX_TOKENS)
 

@@ -82,7 +82,7 @@ class Disturbances:
             self._prefill()
         elif last < 0.2 and self._lifecycle.attempt.detached is None:
             self.released.add(("d", self._attempt))  # the slot; it may claim its own ticket again
-            living = [s.index for s in self._lifecycle.client.living]
+            living = [s.index for s in self._lifecycle.output.living]
             self._walk.on_event(
                 self._walk.decode, requeued(self._walk, at_rest(self._walk, *living))
             )
@@ -108,7 +108,7 @@ class Disturbances:
         self._send(self._walk.prefill, self._walk.prefilled(submit.ticket, *ended))
 
     def _decode(self) -> None:
-        living = self._lifecycle.client.living
+        living = self._lifecycle.output.living
         sequence = self._chance.choice(living)
         token = next_token([*PROMPT, *sequence.tokens], sequence.index)
         is_last = len(sequence.tokens) + 1 == MAX_TOKENS

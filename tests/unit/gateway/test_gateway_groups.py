@@ -201,7 +201,7 @@ async def test_a_group_of_another_gateway_goes_on_from_its_tokens() -> None:
         TicketSequence(index, tokens, (9, 10), len(PROMPT) + len(tokens) - 1)
         for index, tokens in there.items()
     )
-    sampling, issuer = walk.lifecycle.client.request.sampling, ScriptedWorker("issuer")
+    sampling, issuer = walk.lifecycle.asked.sampling, ScriptedWorker("issuer")
     ticket = Ticket(
         *("r1", 7, 5, "h", 4),
         pool_id="pool",
@@ -231,7 +231,7 @@ async def test_a_resumed_call_goes_on_with_a_group() -> None:
     step(walk, 0, MAX_TOKENS - 1)
     step(walk, 1, 3)
     step(walk, 3, MAX_TOKENS - 1)
-    request, before = walk.lifecycle.client.request, walk.output
+    request, before = walk.lifecycle.asked, walk.output
     received = (
         Received(0, tuple(expected(MAX_TOKENS, 0)), FinishReason.LENGTH),
         Received(1, tuple(expected(2, 1))),
@@ -259,5 +259,5 @@ async def test_a_resumed_call_goes_on_with_a_group() -> None:
     }
     assert all(each[-1].finish_reason is FinishReason.LENGTH for each in deltas.values())
     with pytest.raises(DuplicateRequest):
-        async for _ in before.deltas():
+        async for _ in before:
             pass

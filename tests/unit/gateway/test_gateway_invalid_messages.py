@@ -64,6 +64,6 @@ async def test_a_ticket_that_is_refused_is_computed_again() -> None:
 async def test_a_request_goes_on_only_for_the_same_model() -> None:
     """The token ids of one model mean nothing to another."""
     walk = Walk()
-    request = replace(walk.lifecycle.client.request, model="another", received=())
+    request = replace(walk.lifecycle.asked, model="another", received=())
     with pytest.raises(DuplicateRequest):
         walk.lifecycle.resume(request, walk.output)

@@ -23,8 +23,8 @@ from .walk import MAX_TOKENS, PROMPT, ScriptedWorker, Walk, abort_detached, expe
 
 def handed_over(walk: Walk, ticket: Ticket) -> Requeued:
     """The decode worker has put its request at rest."""
-    received = expected(walk.lifecycle.client.num_tokens - len(PROMPT))
-    sequence = TicketSequence(0, tuple(received), (9, 10), walk.lifecycle.client.num_tokens - 1)
+    received = expected(walk.lifecycle.num_tokens - len(PROMPT))
+    sequence = TicketSequence(0, tuple(received), (9, 10), walk.lifecycle.num_tokens - 1)
     at_rest = replace(
         ticket, attempt=walk.lifecycle.attempt.number, holder_epoch=4, sequences=(sequence,)
     )

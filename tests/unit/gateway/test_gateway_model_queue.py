@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from blockstore.memory_registry import MemoryRegistry
 from services.gateway.request.queue_position import QueuePosition
-from services.gateway.scheduling.request_queue import RequestQueue, ServiceRate
+from services.gateway.scheduling.request_queue import RequestQueue
 from services.protocol.ticket import PRIORITIES, head_start_ms, parts_of_order
 from tests.clock import Clock
 
@@ -188,20 +188,3 @@ def test_a_clients_waiting_requests_are_counted() -> None:
     line = line_of(*requests)
     line.remove(requests[0])
     assert [line.num_of(client) for client in "abc"] == [1, 1, 0]
-
-
-@pytest.mark.parametrize(("interval_s", "delay_s"), [(0.5, 5.0), (1e-6, 0.1), (60, 30.0)])
-def test_the_retry_delay_is_that_of_a_tenth_of_the_line(interval_s: float, delay_s: float) -> None:
-    """100 wait and one leaves every half second: ten have left after 5 s. The delay is bounded."""
-    rate = ServiceRate()
-    for departure in range(50):
-        rate.count_departure(departure * interval_s)
-    assert rate.retry_delay_s(100, now=50 * interval_s) == pytest.approx(delay_s)
-
-
-def test_a_line_that_stands_still_slows_the_rate() -> None:
-    rate = ServiceRate()
-    assert rate.retry_delay_s(100, now=5.0) == 1.0
-    rate.count_departure(0.0)
-    rate.count_departure(1.0)
-    assert rate.retry_delay_s(10, now=2.0) < rate.retry_delay_s(10, now=20.0)

@@ -17,6 +17,7 @@ from services.model.text.pieces import Pieces
 from services.model.text.stop_strings import StopMatcher
 from services.model.text.tokenizer import Tokenizer
 from services.protocol.logprobs import Logprobs
+from services.protocol.messages import Generated
 from services.protocol.ticket import FinishReason
 from services.runtime.errors import InvalidRequest, Unavailable
 
@@ -74,7 +75,16 @@ def make(
 
 async def read(output: Output) -> list[Delta]:
     async with asyncio.timeout(5):
-        return [delta async for delta in output.deltas()]
+        return [delta async for delta in output]
+
+
+def write(
+    output: Output,
+    token_ids: tuple[int, ...],
+    finish: FinishReason | None,
+    logprobs: tuple[Logprobs, ...] = (),
+) -> None:
+    output.write(Generated("r1", 1, 0, 0, token_ids, finish, logprobs))
 
 
 def ids(text: str) -> tuple[int, ...]:
@@ -84,9 +94,9 @@ def ids(text: str) -> tuple[int, ...]:
 async def test_unread_tokens_become_one_delta() -> None:
     output = make()
     for char in "abc":
-        output.write(0, ids(char), None)
+        write(output, ids(char), None)
     assert not output.has_ended
-    output.write(0, ids("d"), FinishReason.LENGTH)
+    write(output, ids("d"), FinishReason.LENGTH)
     assert output.has_ended
     output.close(None)
     (delta,) = await read(output)
@@ -99,11 +109,11 @@ async def test_unread_tokens_become_one_delta() -> None:
 
 async def test_tokens_during_a_read_form_the_next_delta() -> None:
     output = make()
-    output.write(0, ids("a"), None)
-    deltas = output.deltas()
+    write(output, ids("a"), None)
+    deltas = output
     assert (await anext(deltas)).text == "a"
-    output.write(0, ids("b"), None)
-    output.write(0, ids("c"), FinishReason.LENGTH)
+    write(output, ids("b"), None)
+    write(output, ids("c"), FinishReason.LENGTH)
     output.close(None)
     assert [delta.text async for delta in deltas] == ["bc"]
 
@@ -111,24 +121,24 @@ async def test_tokens_during_a_read_form_the_next_delta() -> None:
 async def test_a_character_is_never_split() -> None:
     output = make()
     euro = "€".encode()
-    output.write(0, tuple(euro[:2]), None)
-    deltas = output.deltas()
+    write(output, tuple(euro[:2]), None)
+    deltas = output
     first = await anext(deltas)
     assert (first.text, first.token_ids) == ("", tuple(euro[:2]))
-    output.write(0, tuple(euro[2:]), None)
+    write(output, tuple(euro[2:]), None)
     assert (await anext(deltas)).text == "€"
-    output.write(0, tuple(euro[:1]), FinishReason.LENGTH)
+    write(output, tuple(euro[:1]), FinishReason.LENGTH)
     output.close(None)
     assert [delta.text async for delta in deltas] == ["\ufffd"]
 
 
 async def test_a_stop_string_is_never_shown_and_the_rest_is_dropped() -> None:
     output = make("STOP")
-    output.write(0, ids("go S"), None)
+    write(output, ids("go S"), None)
     assert not output.has_ended
-    deltas = output.deltas()
+    deltas = output
     assert (await anext(deltas)).text == "go "
-    output.write(0, ids("TOP and more"), FinishReason.LENGTH)
+    write(output, ids("TOP and more"), FinishReason.LENGTH)
     assert output.has_ended
     output.close(None)
     (last,) = [delta async for delta in deltas]
@@ -140,7 +150,7 @@ async def test_a_stop_string_is_never_shown_and_the_rest_is_dropped() -> None:
 
 async def test_text_held_back_for_a_stop_string_comes_at_the_end() -> None:
     output = make("STOP")
-    output.write(0, ids("go STO"), FinishReason.LENGTH)
+    write(output, ids("go STO"), FinishReason.LENGTH)
     output.close(None)
     (delta,) = await read(output)
     assert (delta.text, delta.finish_reason) == ("go STO", FinishReason.LENGTH)
@@ -152,7 +162,7 @@ async def test_the_token_that_stopped_it_is_no_text(
 ) -> None:
     """An end-of-sequence token also stops a request that did not ask for it."""
     output = make(stop_token_ids=asked)
-    output.write(0, (*ids("ab"), END), FinishReason.STOP)
+    write(output, (*ids("ab"), END), FinishReason.STOP)
     assert output.has_ended
     output.close(None)
     (delta,) = await read(output)
@@ -162,7 +172,7 @@ async def test_the_token_that_stopped_it_is_no_text(
 
 async def test_an_error_comes_in_place_of_what_was_not_read() -> None:
     output = make()
-    output.write(0, ids("a"), None)
+    write(output, ids("a"), None)
     output.close(Unavailable("gone"))
     with pytest.raises(Unavailable, match="gone"):
         await read(output)
@@ -178,9 +188,9 @@ async def test_a_reader_that_waits_hears_of_the_end() -> None:
 
 async def test_unread_tokens_have_a_limit() -> None:
     output = make()
-    output.write(0, (97,) * MAX_UNREAD_TOKENS, None)
+    write(output, (97,) * MAX_UNREAD_TOKENS, None)
     assert not output.overflowing
-    output.write(0, (97,), None)
+    write(output, (97,), None)
     assert output.overflowing
 
 
@@ -194,8 +204,8 @@ async def test_only_the_first_prefill_found_what_others_had_cached() -> None:
 async def test_times_are_measured_from_arrival_and_from_token_to_token() -> None:
     meter = CountingMeter()
     output = make(meter=meter)
-    output.write(0, ids("a"), None)
-    output.write(0, ids("bc"), None)
+    write(output, ids("a"), None)
+    write(output, ids("bc"), None)
     assert (meter.first, meter.later) == ([1.0], [(1, None), (2, 1.0)])
 
 
@@ -218,8 +228,8 @@ def told(*values: float) -> tuple[Logprobs, ...]:
 
 async def test_tokens_come_with_their_logprobs_spelled_out() -> None:
     output = telling()
-    output.write(0, ids("a"), None, told(-0.5))
-    output.write(0, (*"€".encode(), END), FinishReason.STOP, told(-1.0, -2.0, -3.0, -4.0))
+    write(output, ids("a"), None, told(-0.5))
+    write(output, (*"€".encode(), END), FinishReason.STOP, told(-1.0, -2.0, -3.0, -4.0))
     output.close(None)
     (delta,) = await read(output)
     assert [each.chosen.token for each in delta.logprobs] == [
@@ -238,7 +248,7 @@ async def test_tokens_come_with_their_logprobs_spelled_out() -> None:
 
 async def test_tokens_after_a_stop_string_are_not_reported() -> None:
     output = telling("bc")
-    output.write(0, ids("abcd"), None, told(-1.0, -2.0, -4.0, -8.0))
+    write(output, ids("abcd"), None, told(-1.0, -2.0, -4.0, -8.0))
     output.close(None)
     (delta,) = await read(output)
     assert (delta.text, delta.token_ids) == ("a", ids("abc"))
@@ -248,7 +258,7 @@ async def test_tokens_after_a_stop_string_are_not_reported() -> None:
 async def test_offsets_go_on_where_a_client_was() -> None:
     output = telling()
     output.replay([Received(0, ids("abc"))])
-    output.write(0, ids("d"), FinishReason.LENGTH, told(-1.0))
+    write(output, ids("d"), FinishReason.LENGTH, told(-1.0))
     output.close(None)
     (delta,) = await read(output)
     assert [each.text_offset for each in delta.logprobs] == [3]
@@ -260,26 +270,26 @@ async def test_unread_logprobs_count() -> None:
     output = telling()
     top = Logprobs(-1.0, 1, tuple(range(20)), (-2.0,) * 20)
     for _ in range(160):
-        output.write(0, ids("a"), None, (top,))
+        write(output, ids("a"), None, (top,))
         assert not output.congested
     for _ in range(10):
-        output.write(0, ids("a"), None, (top,))
+        write(output, ids("a"), None, (top,))
     assert output.congested
     assert not output.overflowing
-    await anext(output.deltas())
+    await anext(output)
     assert not output.congested
 
 
 async def test_a_matched_stop_string_can_be_shown() -> None:
     output = make("STOP", includes_end=True)
-    output.write(0, ids("go STOP and more"), None)
+    write(output, ids("go STOP and more"), None)
     assert output.has_ended
     output.close(None)
     (delta,) = await read(output)
     assert (delta.text, delta.token_ids, delta.stopped_by) == ("go STOP", ids("go STOP"), "STOP")
 
     output = make(stop_token_ids=ids("!"), includes_end=True)
-    output.write(0, ids("ab!"), FinishReason.STOP)
+    write(output, ids("ab!"), FinishReason.STOP)
     assert output.has_ended
     output.close(None)
     (delta,) = await read(output)
@@ -292,7 +302,7 @@ async def test_a_matched_stop_string_can_be_shown() -> None:
 async def test_no_stop_string_counts_in_the_first_tokens(min_tokens: int, text: str) -> None:
     """`b|` is complete with the third and with the sixth token."""
     output = make("b|", min_tokens=min_tokens)
-    output.write(0, ids("ab|ab|"), FinishReason.LENGTH)
+    write(output, ids("ab|ab|"), FinishReason.LENGTH)
     output.close(None)
     assert "".join(delta.text for delta in await read(output)) == text
 
@@ -300,7 +310,7 @@ async def test_no_stop_string_counts_in_the_first_tokens(min_tokens: int, text: 
 async def test_received_tokens_count_for_min_tokens() -> None:
     output = make("|", min_tokens=2)
     output.replay([Received(0, ids("a|"))])
-    output.write(0, ids("b|"), None)
+    write(output, ids("b|"), None)
     assert output.has_ended
     with pytest.raises(InvalidRequest, match="a stop string"):
         make("|", min_tokens=1).replay([Received(0, ids("a|"))])
@@ -335,8 +345,8 @@ async def test_tokens_between_the_tags_are_counted(
         output = make(parsing=parsing)
         if num_received:
             output.replay([Received(0, ids(text[:num_received]))])
-        output.write(0, ids(text[num_received:-1]), None)
-        output.write(0, ids(text[-1]), FinishReason.LENGTH)
+        write(output, ids(text[num_received:-1]), None)
+        write(output, ids(text[-1]), FinishReason.LENGTH)
         output.close(None)
         (delta,) = await read(output)
         assert delta.num_reasoning_tokens == len(reasoning)

@@ -145,18 +145,6 @@ def test_without_usable_prefill_workers_there_is_no_choice() -> None:
     assert choose_prefill(route(leaving), 64) is None
 
 
-def test_a_worker_waiting_for_its_store_is_the_last_choice() -> None:
-    stalled, busy = worker("p1"), worker("p2", num_pending_tokens=1000)
-    stalled.report(LoadReport(Load(), stalled=True))
-    chosen = choose_prefill(route(stalled, busy), 64)
-    assert chosen is not None
-    assert chosen[0] is busy
-    busy.report(LoadReport(Load(num_pending_tokens=1000), stalled=True))
-    chosen = choose_prefill(route(stalled, busy), 64)
-    assert chosen is not None
-    assert chosen[0] is stalled
-
-
 @pytest.mark.parametrize("num_common", range(5))
 def test_the_common_prefix_with_what_is_under_way_is_counted_in_blocks(num_common: int) -> None:
     theirs = prefix_hashes(b"r" * 16, (*PROMPT[: 16 * num_common], *[7] * 48), 16)

@@ -27,7 +27,7 @@ async def waiting(walk: Walk) -> ScriptedWorker:
     ticket = await walk.until_decoding()
     second = (expected(2)[1],)
     step = Generated(
-        "r1", walk.lifecycle.attempt.number, 0, walk.lifecycle.client.num_tokens, second, None
+        "r1", walk.lifecycle.attempt.number, 0, walk.lifecycle.num_tokens, second, None
     )
     walk.on_event(walk.decode, step)
     walk.on_event(walk.decode, swapped_out(walk, ticket))

@@ -10,9 +10,9 @@ from blockstore.registry import Load, Member, Role
 from services.gateway.api import Delta
 from services.gateway.request import worker_events
 from services.gateway.request.admitted import AdmittedRequest
-from services.gateway.request.lifecycle import RequestLifecycle
 from services.gateway.request.pulling import Pull, no_pull
 from services.gateway.request.queue_position import QueuePosition
+from services.gateway.request.request import Request
 from services.gateway.streaming.output import Output, RequestStats
 from services.gateway.streaming.sequence import Sequence
 from services.gateway.streaming.text import Text
@@ -56,10 +56,10 @@ class ScriptedHost:
         self.ended: list[Exception | None] = []
         self.num_waits = 0
 
-    def on_queued(self, lifecycle: RequestLifecycle) -> None:
+    def on_queued(self, lifecycle: Request) -> None:
         self.num_waits += 1
 
-    def on_closed(self, lifecycle: RequestLifecycle, error: Exception | None) -> None:
+    def on_closed(self, lifecycle: Request, error: Exception | None) -> None:
         self.ended.append(error)
 
 
@@ -121,7 +121,7 @@ class Walk:
             *("r1", "toy", PROMPT, sampling, stop, 0, "", 0.0, deadline, 256, num_sequences),
         )
         self.output = output_of(request)
-        self.lifecycle = RequestLifecycle(
+        self.lifecycle = Request(
             request, QueuePosition(0, 1), self.output, self.host, itertools.count(1)
         )
 
@@ -165,7 +165,7 @@ class Walk:
     async def tokens(self) -> list[int]:
         """All tokens of the client, to the end."""
         async with asyncio.timeout(5):
-            return [t async for delta in self.output.deltas() for t in delta.token_ids]
+            return [t async for delta in self.output for t in delta.token_ids]
 
 
 def generated(
@@ -173,7 +173,7 @@ def generated(
 ) -> Generated:
     """The decode worker's message of the present attempt and position, `skip` tokens later."""
     lifecycle = walk.lifecycle
-    before = [*PROMPT, *lifecycle.client.output.sequences[index].tokens]
+    before = [*PROMPT, *lifecycle.output.sequences[index].tokens]
     position = len(before) + skip
     return Generated("r1", lifecycle.attempt.number, index, position, tokens, finish)
 
@@ -212,7 +212,7 @@ async def deltas_of(walk: Walk) -> dict[int, list[Delta]]:
     """The deltas of each sequence, to the end."""
     deltas: dict[int, list[Delta]] = {}
     async with asyncio.timeout(5):
-        async for delta in walk.output.deltas():
+        async for delta in walk.output:
             deltas.setdefault(delta.index, []).append(delta)
     return deltas
 

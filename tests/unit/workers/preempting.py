@@ -51,10 +51,9 @@ async def preempt(pair: WorkerPair, holder_id: str = "h-r1") -> Ticket:
     pair.decode_model.gate.set()
     await pair.until(lambda: len(pair.session.of(Requeued)) > num_seen)
     pair.session.reads = True
-    requeued: Requeued = pair.session.of(Requeued)[-1]
+    requeued = pair.session.of(Requeued)[-1]
     assert requeued.reason is RequeueReason.PREEMPTED
-    returned = requeued.ticket
-    assert returned is not None
+    returned: Ticket = requeued.ticket
     return returned
 
 

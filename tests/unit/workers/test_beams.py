@@ -15,12 +15,11 @@ from .fakes import PROMPT, FakeSession
 from .searches import MAX_TOKENS, asked, right
 
 
-async def prefill(pair: WorkerPair, wanted: Ticket) -> Prefilled:
+async def prefill(pair: WorkerPair, wanted: Ticket) -> Any:
     session = FakeSession()
     pair.prefill.role.submit(session, wanted)
     await pair.until(lambda: bool(session.of(Prefilled)))
-    event: Prefilled = session.of(Prefilled)[0]
-    return event
+    return session.of(Prefilled)[0]
 
 
 def admit(pair: WorkerPair, issued: Ticket) -> None:
@@ -31,8 +30,9 @@ def admit(pair: WorkerPair, issued: Ticket) -> None:
 async def start(pair: WorkerPair, wanted: Ticket) -> Ticket:
     event = await prefill(pair, wanted)
     assert event.outputs == ()
-    admit(pair, event.ticket)
-    return event.ticket
+    issued: Ticket = event.ticket
+    admit(pair, issued)
+    return issued
 
 
 def generated_of(session: FakeSession, request_id: str) -> list[Generated]:
@@ -116,7 +116,7 @@ async def test_a_step_waits_for_all_beams(make_pair: MakePair) -> None:
 
 
 async def test_a_search_needs_a_slot_for_each_beam_that_it_may_have(pair: WorkerPair) -> None:
-    issued = (await prefill(pair, asked())).ticket
+    issued: Ticket = (await prefill(pair, asked())).ticket
     assert issued.beams is not None
     one = replace(
         issued,

@@ -19,7 +19,7 @@ def of_prompt(prompt: tuple[int, ...], num_top: int) -> tuple[Logprobs, ...]:
     return tuple(logprobs_of(prompt[:end], num_top) for end in range(2, len(prompt) + 1))
 
 
-async def submit(pair: WorkerPair, name: str, prompt: tuple[int, ...], **fields: Any) -> Prefilled:
+async def submit(pair: WorkerPair, name: str, prompt: tuple[int, ...], **fields: Any) -> Any:
     num_top = fields.pop("prompt_logprobs", None)
     pair.prefill.role.submit(pair.session, ticket(name, prompt, **fields), num_top)
     return await prefilled(pair, name)

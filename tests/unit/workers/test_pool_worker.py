@@ -10,17 +10,14 @@ from prometheus_client import CollectorRegistry
 
 from blockstore.hashing import prefix_hashes
 from blockstore.memory_store import MemoryStore
-from blockstore.records import Heartbeat
 from services.protocol.messages import Step, WorkerEvent
 from services.protocol.ticket import TicketSequence
 from services.runtime.metrics import WorkerMetrics
 from services.worker.limits import Limits
-from services.worker.liveness import heartbeats
 from services.worker.pool_engine import WorkerParts
 from services.worker.pool_worker import PoolWorker
 from services.worker.roles.decode import Decode
 
-from .conftest import WorkerPair
 from .fakes import Arena, FakeForward, FakeSession, join, make_pool, make_stamps, ticket
 
 
@@ -55,16 +52,3 @@ async def test_an_error_after_a_step_ends_the_worker(tmp_path: Path) -> None:
     worker.role.admit(session, ticket("r1", range(10), holder_epoch=2, sequences=(detached,)))
     with pytest.raises(ValueError, match="cannot be sent"):
         await asyncio.wait_for(working, 10)
-
-
-async def test_a_worker_whose_store_does_not_answer_says_so(
-    pair: WorkerPair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(heartbeats, "_STALLED_S", 0.3)
-    await pair.until(lambda: not pair.decode.stalled)
-    silence: asyncio.Future[Heartbeat] = asyncio.get_running_loop().create_future()
-    with monkeypatch.context() as cut:
-        cut.setattr(pair.decode.store, "heartbeat", lambda *_: silence)
-        await pair.until(lambda: pair.decode.stalled)
-    silence.set_result(Heartbeat(fenced=False, demands=()))
-    await pair.until(lambda: not pair.decode.stalled)

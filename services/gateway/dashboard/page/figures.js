@@ -123,7 +123,7 @@ export function renderDistribution(id, name, buckets, unit) {
 
 // ── workers ────────────────────────────────────────────────────────────────────────────────────
 
-const TONES = { serving: "ok", draining: "warn", stalled: "warn", unreachable: "bad", fenced: "bad", gone: "bad" };
+const TONES = { serving: "ok", draining: "warn", unreachable: "bad", fenced: "bad", gone: "bad" };
 
 export function renderWorkers(doc) {
   const workers = Object.entries(doc.workers).sort(([a, x], [b, y]) => y.role.localeCompare(x.role) || a.localeCompare(b));

@@ -117,7 +117,6 @@ class FakeWorker:
     takes_s: float = 0.0
     stuck: bool = False
     begins: bool = True
-    stalled: bool = False
     waiting: list[tuple[Session, Any]] = field(default_factory=list)
     names: Names = field(default_factory=Names)
 
@@ -224,7 +223,6 @@ class FakeWorker:
             num_free_slots=self.load.num_free_slots,
             num_pending_tokens=self.load.num_pending_tokens,
             draining=draining,
-            stalled=self.stalled,
         )
 
     def _welcome(self) -> worker_pb2.Welcome:

@@ -8,7 +8,7 @@
 | `tickets.py` | builds tickets, and keeps what workers answer |
 | `worker_events.py` | applies the messages of workers to the request |
 | `crash_attribution.py` | whether a crash may be the request's fault |
-| `services/gateway/request/client.py` | the request's client, and the tokens received |
+| `reading.py` | watches the client: its deadline, and whether it reads |
 
 Law 7: the tokens that the gateway received are final. Every attempt starts from the prompt and
 these tokens, messages of other attempts are dropped, and a ticket is refused unless it continues
@@ -25,19 +25,19 @@ from blockstore.records import PrefixHash
 from services.gateway.identity import client_id
 from services.gateway.request.admitted import AdmittedRequest
 from services.gateway.request.attempt import Attempt
-from services.gateway.request.client import Client
 from services.gateway.request.crash_attribution import CrashAttribution
 from services.gateway.request.pulling import Pull, Pulling
 from services.gateway.request.queue_position import QueuePosition
+from services.gateway.request.reading import Reading
 from services.gateway.request.status import RequestStatus
 from services.gateway.request.tickets import Tickets
 from services.gateway.request.timeline import Phase, Timeline
 from services.gateway.streaming.output import Output
-from services.gateway.workers.lease import DecodeReservation, DetachedTicket, Lease
+from services.gateway.workers.lease import DecodeReservation, DetachedTicket, Lease, PrefillLease
 from services.gateway.workers.worker import PrefillLoad, Worker
 from services.protocol.messages import Admit, Generated, Submit
 from services.protocol.ticket import Swapped, Ticket, TicketState
-from services.runtime.errors import Unavailable
+from services.runtime.errors import DuplicateRequest, Unavailable
 from services.runtime.logging import get_logger
 
 log = get_logger(__name__)
@@ -50,15 +50,15 @@ or sent an impossible message. (`crash_attribution.py` counts lost workers as we
 class LifecycleHost(Protocol):
     """Is told when a request is queued, and when it is closed."""
 
-    def on_queued(self, lifecycle: "RequestLifecycle") -> None: ...
+    def on_queued(self, lifecycle: "Request") -> None: ...
 
-    def on_closed(self, lifecycle: "RequestLifecycle", error: Exception | None) -> None: ...
+    def on_closed(self, lifecycle: "Request", error: Exception | None) -> None: ...
 
     @property
     def pull(self) -> Pull: ...
 
 
-class RequestLifecycle:
+class Request:
     """One request, from the queue to its end.
 
     `attempt_numbers`: the gateway uses each number once. So a worker that still has a lease of this
@@ -67,7 +67,7 @@ class RequestLifecycle:
 
     def __init__(
         self,
-        request: AdmittedRequest,
+        asked: AdmittedRequest,
         position: QueuePosition,
         output: Output,
         host: LifecycleHost,
@@ -75,22 +75,46 @@ class RequestLifecycle:
         read_window_s: float = 10.0,
     ) -> None:
         self._clock: Callable[[], float] = asyncio.get_running_loop().time
-        self.id = request.request_id
+        self.id = asked.request_id
+        self.asked, self.output = asked, output
         self.status = RequestStatus.QUEUED
         self.attempt = Attempt(self.id, next(attempt_numbers))
         self.num_attempts = 1
         self.waiting_since = self._clock()
         self.started_at: float | None = None
         self.moved_at = -math.inf
-        self.client = Client(request, output, read_window_s, self._on_read, self.close)
-        self.tickets = Tickets(self.client, position)
+        self._reading = Reading(read_window_s, self._on_read, self.close)
+        self._reading.begin(output, asked.deadline)
+        self.tickets = Tickets(self, position)
         self.crash_attribution = CrashAttribution()
-        self.trace = request.trace
+        self.trace = asked.trace
         self.timeline = Timeline(self.trace)
         self._host = host
         self._pulling = Pulling(host.pull)
         self._attempt_numbers = attempt_numbers
         self.num_retries = 0
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether backpressure is on: the client has not read everything yet."""
+        return self._reading.is_paused
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt, and those received so far of the sequences that have not ended."""
+        num_received = sum(len(sequence.tokens) for sequence in self.output.living)
+        return len(self.asked.prompt_token_ids) + num_received
+
+    @property
+    def unsent_prompt_logprobs(self) -> int | None:
+        """How many of the likeliest tokens the logprobs of the prompt include; None if the client
+        did not ask for prompt logprobs, or has them."""
+        return None if self.output.has_begun else self.asked.prompt_logprobs
+
+    def timeout_ms(self) -> int:
+        """Milliseconds until the deadline, at least 1; 0 if the client set no deadline."""
+        deadline = self.asked.deadline
+        return 0 if deadline is None else max(1, round((deadline - self._clock()) * 1000))
 
     @property
     def is_decoding(self) -> bool:
@@ -103,7 +127,7 @@ class RequestLifecycle:
     @property
     def client_name(self) -> str:
         """Among whom the queue is shared."""
-        return self.client.request.caller.client
+        return self.asked.caller.client
 
     @property
     def has_run(self) -> bool:
@@ -113,14 +137,14 @@ class RequestLifecycle:
     @property
     def num_slots(self) -> int:
         """The decode slots to reserve; 0: the request ends with its prefill."""
-        return self.num_sequences if self.client.request.sampling.pooling is None else 0
+        return self.num_sequences if self.asked.sampling.pooling is None else 0
 
     @property
     def num_sequences(self) -> int:
         """The number of decode slots that the request needs: one for each sequence that has not
         ended. A beam search needs one for each beam until its end."""
-        num_living, request = len(self.client.living), self.client.request
-        return request.width if num_living and request.sampling.beam else num_living
+        num_living = len(self.output.living)
+        return self.asked.width if num_living and self.asked.sampling.beam else num_living
 
     @property
     def _swapped(self) -> Swapped | None:
@@ -131,7 +155,7 @@ class RequestLifecycle:
     @property
     def num_uncomputed(self) -> int:
         """Tokens whose KV is not in the swap pool, which has all but the last of each sequence."""
-        return self.num_sequences if self._swapped else self.client.num_tokens
+        return self.num_sequences if self._swapped else self.num_tokens
 
     @property
     def is_computed(self) -> bool:
@@ -150,14 +174,27 @@ class RequestLifecycle:
 
     # ── the client ───────────────────────────────────────────────────────────────────────────────
 
-    def resume(self, request: AdmittedRequest, output: Output) -> None:
-        """Continue for a client that lost its stream. DuplicateRequest: it is another request."""
-        if self.client.resume(request, output):
+    def resume(self, asked: AdmittedRequest, output: Output) -> None:
+        """Continue for a client that lost its stream, with another call. `output` holds what the
+        client has received and gets the rest; the deadline of the new call holds.
+        DuplicateRequest: the call is for another request."""
+        before = self.output
+        if not asked.continues(self.asked) or output.is_ahead_of(before):
+            raise DuplicateRequest("the running request is not the one to continue")
+        before.close(DuplicateRequest("another call continues this request"))
+        self.asked, self.output = asked, output
+        self._reading.begin(output, asked.deadline)
+        # The gateway does not keep the logprobs of tokens that the client has not received.
+        must_recompute = asked.wants_logprobs and before.is_ahead_of(output)
+        if not must_recompute:
+            output.catch_up(before)
+        self._reading.resume()
+        if must_recompute:
             self._recompute()
         elif output.has_ended:
             self.close()
-        if request.trace is not None and self.trace is not None:
-            request.trace.join(self.trace)
+        if asked.trace is not None and self.trace is not None:
+            asked.trace.join(self.trace)
 
     def _recompute(self) -> None:
         """Start again: sequences that run, or are detached, are ahead of the client's tokens."""
@@ -173,7 +210,7 @@ class RequestLifecycle:
         gained = self.tickets.adopt(ticket)
         self.started_at = self._clock()
         self.attempt = Attempt(self.id, self.attempt.number, detached)
-        if gained and self.client.wants_logprobs:
+        if gained and self.asked.wants_logprobs:
             detached.abort()  # the logprobs of these tokens are lost: compute the tokens again
         elif problem := self.tickets.problem(gained, ticket):
             log.warning("parked_ticket_refused", request_id=client_id(self.id), reason=problem)
@@ -184,7 +221,7 @@ class RequestLifecycle:
     def end_call(self, output: Output) -> None:
         """The call that reads `output` has ended: close the request, unless another call continues
         it."""
-        if output is self.client.output:
+        if output is self.output:
             self.close()
 
     def _on_read(self) -> None:
@@ -197,7 +234,9 @@ class RequestLifecycle:
         """Ask a decode worker for slots. False: it refused, did not answer or was lost, or the
         request was closed meanwhile."""
         self._move(RequestStatus.RESERVING)
-        reservation = self.attempt.reserve(decode, self.num_sequences)
+        attempt = self.attempt
+        reservation = DecodeReservation(decode, self.id, attempt.number, self.num_sequences)
+        attempt.decode = reservation
         await reservation.wait_for_answer(timeout_s)
         if reservation.released:
             return False
@@ -229,7 +268,7 @@ class RequestLifecycle:
 
         def go_on(_: object) -> None:
             if prefill.usable:
-                self._submit(prefill, load, replace(ticket, timeout_ms=self.client.timeout_ms()))
+                self._submit(prefill, load, replace(ticket, timeout_ms=self.timeout_ms()))
             else:
                 self.requeue()
 
@@ -240,8 +279,8 @@ class RequestLifecycle:
         self._move(RequestStatus.PREFILLING)
         ticket = self._traced(ticket)
         self.crash_attribution.assign(prefill)
-        submit = Submit(ticket, self.client.unsent_prompt_logprobs)
-        self.attempt.submit(prefill, submit, load)
+        submit = Submit(ticket, self.unsent_prompt_logprobs)
+        self.attempt.prefill = PrefillLease(prefill, submit, load)
 
     def admit(self) -> None:
         """Send the detached ticket to the decode worker that has granted the slots. If its KV is in
@@ -271,7 +310,7 @@ class RequestLifecycle:
                 self.retry_or_fail(f"the mover of {target} answered without a ticket")
                 return
             self.attempt.replace_detached(pulled)
-            self.client.output.stats.num_moves += 1
+            self.output.stats.num_moves += 1
             self.admit()
 
         def on_failure(reason: str) -> None:
@@ -301,17 +340,14 @@ class RequestLifecycle:
         self._move(RequestStatus.QUEUED)
         self._host.on_queued(self)
 
-    def requeue_if_not_begun(self) -> None:
-        """Requeue the request, unless its prefill worker, which has stalled, has begun it."""
-        if self.status is RequestStatus.PREFILLING and not self.crash_attribution.has_begun:
-            self.requeue()
-
     # ── moves between decode workers ─────────────────────────────────────────────────────────────
 
     def reserve_target(self, target: Worker) -> DecodeReservation:
         """Ask another decode worker of the pool for slots. Meanwhile the request runs on."""
         number = next(self._attempt_numbers)
-        return self.attempt.reserve_target(target, number, self.num_sequences)
+        reservation = DecodeReservation(target, self.id, number, self.num_sequences)
+        self.attempt.target = reservation
+        return reservation
 
     def detach(self, lease: Lease, state: TicketState) -> None:
         """Take note that the worker of a lease has detached its sequences."""
@@ -334,7 +370,7 @@ class RequestLifecycle:
         """Send the ticket, which was handed over, to the target of a move."""
         self.attempt = moved
         self.moved_at = self._clock()
-        self.client.output.stats.num_moves += 1
+        self.output.stats.num_moves += 1
         self.admit()
 
     # ── tokens, retries and the end ──────────────────────────────────────────────────────────────
@@ -342,10 +378,11 @@ class RequestLifecycle:
     def deliver(self, outputs: Sequence[Generated]) -> None:
         """Write tokens to the client. The request closes with its last sequence. If the client
         reads too slowly, the decode worker hands the request over."""
-        for output in outputs:
-            if not self.client.is_over(output.index):
-                self.client.write(output)
-                self._abort_stopped(output)
+        for new in outputs:
+            if not self.output.is_over(new.index):
+                self.output.write(new)
+                self._reading.check(self.output)
+                self._abort_stopped(new)
         decode = self.attempt.decode
         if not (num_sequences := self.num_sequences):
             if decode and self.is_decoding and outputs[-1].finish_reason is not None:
@@ -353,15 +390,15 @@ class RequestLifecycle:
             self.close()
             return
         self.attempt.shrink_to(num_sequences)
-        if decode and self.client.is_paused and self.movable_from:
+        if decode and self.is_paused and self.movable_from:
             decode.request_hand_over()
 
-    def _abort_stopped(self, output: Generated) -> None:
+    def _abort_stopped(self, new: Generated) -> None:
         """Tell the decode worker that a stop string has ended one of several sequences."""
-        stopped = self.client.is_over(output.index) and output.finish_reason is None
+        stopped = self.output.is_over(new.index) and new.finish_reason is None
         decode = self.attempt.decode
         if stopped and decode and self.is_decoding and self.num_sequences:
-            decode.abort_sequence(output.index)
+            decode.abort_sequence(new.index)
 
     def retry_or_fail(self, reason: str) -> None:
         """Requeue the request, or close it after too many retries."""
@@ -394,7 +431,8 @@ class RequestLifecycle:
             self.attempt.close()
         self._move(RequestStatus.ENDED)
         self.timeline.end()
-        self.client.close(error)
+        self._reading.end()
+        self.output.close(error)
         self._host.on_closed(self, error)
 
     def _move(self, status: RequestStatus) -> None:
