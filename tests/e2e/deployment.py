@@ -47,19 +47,21 @@ class Deployment:
         """Pids of its processes whose command line matches `module`, such as --role=decode or
         valkey."""
         listing = subprocess.run(
-            ["ps", "-ww", "-eo", "pid=,pgid=,ppid=,args="],
+            ["ps", "-ww", "-eo", "pid=,ppid=,args="],
             capture_output=True,
             text=True,
             check=True,
         ).stdout
-        rows = [line.split(None, 3) for line in listing.splitlines()]
-        mine, found = {self.process.pid}, []
-        for pid, _, parent, args in sorted(rows, key=lambda row: int(row[0])):
-            if int(parent) in mine:
-                mine.add(int(pid))
-                if re.search(module, args):
-                    found.append(int(pid))
-        return found
+        rows = [line.split(None, 2) for line in listing.splitlines()]
+        parents = {int(pid): int(parent) for pid, parent, _ in rows}
+
+        def is_mine(pid: int) -> bool:
+            parent = parents.get(pid)  # it may have a larger number, once numbers begin anew
+            return parent is not None and (parent == self.process.pid or is_mine(parent))
+
+        return sorted(
+            int(pid) for pid, _, args in rows if re.search(module, args) and is_mine(int(pid))
+        )
 
     def running(self, module: str) -> list[int]:
         """Pids of a service that must be running. AssertionError, with the log and all processes:

@@ -1,7 +1,6 @@
-"""Law 7 for every strategy of choosing tokens, between real processes: with a cached prompt, and
-with a decode worker drained or killed in mid-stream, a client receives bit by bit what it receives
-without any disturbance. All strategies run at once. The gateway's log tells what happened to each
-request."""
+"""Law 7 for every strategy of choosing tokens, between real processes: with a decode worker drained
+or killed in mid-stream, a client receives bit by bit what it receives without any disturbance. All
+strategies run at once. The gateway's log tells what happened to each request."""
 
 import asyncio
 import json
@@ -17,7 +16,6 @@ from typing import Any
 import pytest
 
 from quire.async_client import AsyncClient
-from quire.client import Client
 from quire.messages import Request
 from quire.types import Delta, Sampling, Worker
 from tests.exactness import SEED, Answer, is_streamed, strategies, width
@@ -28,7 +26,7 @@ from .decoders import decoders, pid_of, until_two_serve
 from .deployment import Deployment, serving
 from .quiet import quiet
 
-NUM_TOKENS = 200
+NUM_TOKENS = 300
 STRATEGIES = strategies(NUM_TOKENS)
 LIMIT_S = 90.0
 
@@ -56,21 +54,21 @@ def deployment(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 @pytest.fixture(scope="module")
-def alone(deployment: Deployment) -> Answers:
-    """The answers to the requests, one after another, with nothing cached."""
-    with Client(deployment.address) as client:
-        return {
-            name: Answer.of(list(client.send(asked("alone", name), LIMIT_S))) for name in STRATEGIES
-        }
+def undisturbed(deployment: Deployment) -> Answers:
+    async def answers() -> Answers:
+        async with AsyncClient(deployment.address) as client:
+            return await Run(client, "undisturbed", STRATEGIES).answers()
+
+    return asyncio.run(answers())
 
 
-def asked(run: str, name: str, salt: str = "") -> Request:
+def asked(run: str, name: str) -> Request:
     """The request of a strategy. Each run has its own cache salt."""
     return Request(
         prompt(list(STRATEGIES).index(name)),
         STRATEGIES[name],
         request_id=f"{run}: {name}",
-        cache_salt=salt or f"{run}: {name}",
+        cache_salt=f"{run}: {name}",
     )
 
 
@@ -96,11 +94,9 @@ class Call:
 class Run:
     """Requests of several strategies that run at once."""
 
-    def __init__(
-        self, client: AsyncClient, name: str, salt: str = "", strategies: Iterable[str] = STRATEGIES
-    ) -> None:
+    def __init__(self, client: AsyncClient, name: str, strategies: Iterable[str]) -> None:
         self.name = name
-        self.calls = {each: Call(client, asked(name, each, salt)) for each in strategies}
+        self.calls = {each: Call(client, asked(name, each)) for each in strategies}
 
     async def has_begun(self) -> None:
         """Wait until each streamed request has tokens."""
@@ -108,11 +104,9 @@ class Run:
             if is_streamed(STRATEGIES[name]):
                 await call.has(2 * width(STRATEGIES[name]))
 
-    async def check(self, alone: Answers) -> Answers:
+    async def answers(self) -> Answers:
         await asyncio.gather(*(call.reading for call in self.calls.values()))
-        answers = {name: Answer.of(call.deltas) for name, call in self.calls.items()}
-        assert [name for name in answers if answers[name] != alone[name]] == []
-        return answers
+        return {name: Answer.of(call.deltas) for name, call in self.calls.items()}
 
     async def ends(self, deployment: Deployment) -> dict[str, dict[str, Any]]:
         """The gateway's log line of each request's end, by strategy."""
@@ -141,28 +135,10 @@ def filler(num_tokens: int, n: int = 1) -> Sampling:
     return Sampling(n=n, seed=SEED + 1, max_tokens=num_tokens, ignore_eos=True)
 
 
-async def test_tokens_are_exact_with_cached_prompts(client: AsyncClient, alone: Answers) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        await Run(client, "cold", salt="cached").check(alone)
-        before = await prefix_hits(client)
-        answers = await Run(client, "cached", salt="cached").check(alone)
-        num_blocks = len(prompt(0)) // 16 * len(STRATEGIES)
-        assert await prefix_hits(client) - before == num_blocks
-        for name, answer in answers.items():
-            tells_prompt = STRATEGIES[name].prompt_logprobs is not None  # which it has to compute
-            assert bool(answer.usage.num_cached_tokens) != tells_prompt
-        await quiet(client)
-
-
-async def prefix_hits(client: AsyncClient) -> int:
-    (pool,) = await client.pools()
-    return pool.num_prefix_hits
-
-
 async def until_all(
     deployment: Deployment,
     client: AsyncClient,
-    alone: Answers,
+    undisturbed: Answers,
     name: str,
     happens: Callable[[Worker], Awaitable[object]],
     came_about: Callable[[Any], bool],
@@ -179,7 +155,8 @@ async def until_all(
                 run = Run(client, f"{name} {next(numbers)}", strategies=left)
                 await run.has_begun()
                 await happens(other)
-                await run.check(alone)
+                answers = await run.answers()
+            assert [name for name in answers if answers[name] != undisturbed[name]] == []
             ends = await run.ends(deployment)
             left -= {each for each, end in ends.items() if came_about(end)}
         await quiet(client)
@@ -196,7 +173,7 @@ async def idle_one(client: AsyncClient) -> Worker:
 
 
 async def test_tokens_are_exact_when_the_worker_is_drained(
-    deployment: Deployment, client: AsyncClient, alone: Answers
+    deployment: Deployment, client: AsyncClient, undisturbed: Answers
 ) -> None:
     async def happens(leaving: Worker) -> None:
         await client.drain(leaving.worker_id)
@@ -204,11 +181,11 @@ async def test_tokens_are_exact_when_the_worker_is_drained(
     def came_about(end: Any) -> bool:
         return (end["num_moves"], end["num_preemptions"]) == (1, 0)
 
-    await until_all(deployment, client, alone, "drained", happens, came_about)
+    await until_all(deployment, client, undisturbed, "drained", happens, came_about)
 
 
 async def test_tokens_are_exact_when_the_worker_is_killed(
-    deployment: Deployment, client: AsyncClient, alone: Answers
+    deployment: Deployment, client: AsyncClient, undisturbed: Answers
 ) -> None:
     async def happens(dying: Worker) -> None:
         os.kill(pid_of(deployment, dying), signal.SIGKILL)
@@ -216,4 +193,4 @@ async def test_tokens_are_exact_when_the_worker_is_killed(
     def came_about(end: Any) -> bool:
         return end["num_attempts"] == 2 and not end["num_moves"] and not end["num_preemptions"]
 
-    await until_all(deployment, client, alone, "killed", happens, came_about)
+    await until_all(deployment, client, undisturbed, "killed", happens, came_about)

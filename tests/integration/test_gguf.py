@@ -141,14 +141,6 @@ def test_answers_are_those_of_the_dequantized_weights(
     compare_answers(path, twin, bound)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])
-def test_every_family_answers(tmp_path: Path, family: Family) -> None:
-    plain = make_checkpoint(tmp_path / "plain", replace(SPEC, family=family, tied=True))
-    path = tmp_path / "model.gguf"
-    twin = write_twin(plain, tmp_path / "twin", write_gguf(plain, path, lambda name: "Q4_K"))
-    compare_answers(path, twin, 0.02)
-
-
 def test_linears_of_several_types_take_the_wider_kind(plain: Path, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write_gguf(plain, path, q4_k_m)

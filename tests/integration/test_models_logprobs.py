@@ -50,11 +50,9 @@ def rows_of(
     prompt: tuple[int, ...],
     chunk: int,
     sampling: SamplingParams,
-    num_adopted: int = 0,
-    block_table: list[int] | None = None,
 ) -> list[Row]:
     """All chunks of a prompt whose logprobs are requested; the last one draws."""
-    blocks = block_table or [recording.free.pop() for _ in range(len(prompt) // BLOCK_SIZE + 1)]
+    blocks = [recording.free.pop() for _ in range(len(prompt) // BLOCK_SIZE + 1)]
     rows = []
     for start in range(0, len(prompt), chunk):
         end = min(start + chunk, len(prompt))
@@ -64,7 +62,7 @@ def rows_of(
                 prompt[start:end],
                 start,
                 blocks,
-                num_adopted,
+                0,
                 (Draw(sampling, 0),) if end == len(prompt) else (),
                 Scoring(targets, NUM_TOP) if targets else None,
             )
@@ -122,35 +120,6 @@ def test_logprobs_equal_transformers(checkpoints: Make, name: str, chunk: int) -
         assert_is(found, exact[position - 1], PROMPT[position])
     assert_is(of_token, exact[-1], token)
     assert of_token.rank == 1
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("chunk", "num_threads"),
-    [(1, 1), (7, 1), (63, 1), (64, 1), (65, 1), (149, 1), (4096, 3), (7, 2)],
-)
-def test_logprobs_do_not_depend_on_the_chunks_of_the_prompt(
-    checkpoints: Make, kind: str, chunk: int, num_threads: int
-) -> None:
-    directory = checkpoints("qwen3")
-    whole = make_recording(directory, kind)
-    expected = run_alone(whole, rows_of(whole, PROMPT, 4096, asked(1.0)))
-    recording = make_recording(directory, kind, num_threads)
-    assert run_alone(recording, rows_of(recording, PROMPT, chunk, asked(1.0))) == expected
-
-
-def test_a_prompt_computed_again_in_adopted_blocks(checkpoints: Make) -> None:
-    """Its KV is not stored again (law 2), and its logprobs are those of the first computation."""
-    recording = make_recording(checkpoints("qwen3"))
-    first = rows_of(recording, PROMPT, 50, asked())
-    expected = run_alone(recording, first)
-    table = list(first[0].block_table)
-    adopted = table[: len(PROMPT) // BLOCK_SIZE]
-    before = recording.arena[adopted].clone()
-    own = [*adopted, recording.free.pop()]
-    again = rows_of(recording, PROMPT, 33, asked(), len(adopted) * BLOCK_SIZE, own)
-    assert run_alone(recording, again) == expected
-    assert torch.equal(recording.arena[adopted], before)
 
 
 def test_the_composed_model_says_the_same(checkpoints: Make) -> None:

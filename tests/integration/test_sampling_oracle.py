@@ -129,34 +129,3 @@ def test_greedy_tokens_with_a_penalty_are_those_of_transformers(
     p = replace(GREEDY.sampling, repetition_penalty=1.5)
     assert decoded(recording, [prompt], [p], 24) == [expected]
     assert decoded(recording, [prompt], [GREEDY.sampling], 24) != [expected]
-
-
-KINDS: list[dict[str, Any]] = [
-    {},
-    {"temperature": 5.0, "top_p": 0.9},
-    {"repetition_penalty": 1.3},
-    {"temperature": 1.0, "frequency_penalty": 1.5, "top_k": 50},
-    {"temperature": 2.0, "presence_penalty": -1.5, "top_p": 0.9},
-    {"logit_bias": ((5, 9.0), (6, -100.0)), "repetition_penalty": 2.0},
-    {"allowed_token_ids": tuple(range(0, 384, 3)), "temperature": 1.5},
-    {"bad_words": tuple((token,) for token in range(0, 384, 2)), "temperature": 0.7},
-]
-
-
-def test_tokens_are_the_same_alone_in_a_batch_and_after_a_recompute(
-    recording: RecordingRunner,
-) -> None:
-    """Laws 7 and 10 for every parameter, greedy and drawn; each token is drawn again after one
-    prompt with all tokens before it, by a new history."""
-    params = [
-        replace(GREEDY.sampling, seed=i, **KINDS[i % len(KINDS)]) for i in range(2 * len(KINDS))
-    ]
-    prompts = [list(random_prompt(5 + i, seed=i)) for i in range(len(params))]
-    together = decoded(recording, prompts, params, 12)
-    for i, (prompt, p, tokens) in enumerate(zip(prompts, params, together, strict=True)):
-        for length in (0, 5, 11):
-            so_far = [*prompt, *tokens[:length]]
-            draw = Draw(p, i % 3, PenaltyState(p, so_far, len(prompt), []).adjustment())
-            again = recording.run([Row(so_far, 0, range(200, 210), draws=(draw,))])
-            assert again == [(tokens[length],)]
-    assert len({tuple(tokens) for tokens in together}) == len(together)

@@ -133,3 +133,4 @@ TestGroupsSpeculating = GroupsSpeculating.TestCase
 TestGroupsSpeculatingLate = GroupsSpeculatingLate.TestCase
 for case in (TestGroups, TestGroupsLate, TestGroupsSpeculating, TestGroupsSpeculatingLate):
     case.settings = settings(max_examples=examples(100), stateful_step_count=40, deadline=None)
+del case  # pytest would run it a second time

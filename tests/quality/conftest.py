@@ -18,6 +18,8 @@ from tests.real_models import gemma3_file, transformers_model
 
 BLOCK_SIZE = 16
 TEXT_TOKENS, NUM_TEXTS = 512, 24
+SAMPLE_TOKENS = 256
+"""How much of a text `make test` takes."""
 _TEXT_CHARACTERS = 4000  # more than 512 tokens of any model
 ROOT = Path(__file__).parents[2]
 
@@ -55,16 +57,17 @@ class RealModel:
         return [list(tokenizer.encode(text)[:TEXT_TOKENS]) for text in pieces[::step][:NUM_TEXTS]]
 
     @cached_property
-    def _expected(self) -> dict[int, torch.Tensor]:
+    def _expected(self) -> dict[tuple[int, ...], torch.Tensor]:
         return {}
 
-    def expected(self, number: int) -> torch.Tensor:
+    def expected(self, text: Sequence[int]) -> torch.Tensor:
         """The likeliest token after each token of a text, as transformers says in fp32."""
-        if number not in self._expected:
+        key = tuple(text)
+        if key not in self._expected:
             with torch.inference_mode():
-                logits = self.transformers(torch.tensor([self.texts[number]])).logits[0]
-            self._expected[number] = logits.argmax(-1)
-        return self._expected[number]
+                logits = self.transformers(torch.tensor([key])).logits[0]
+            self._expected[key] = logits.argmax(-1)
+        return self._expected[key]
 
     def runner(self, dtype: torch.dtype, **options: Any) -> RecordingRunner:
         num_blocks = TEXT_TOKENS // BLOCK_SIZE

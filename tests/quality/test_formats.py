@@ -17,9 +17,9 @@ from torch import Tensor
 
 from tests.integration.models_oracle import RecordingRunner
 
-from .conftest import NUM_TEXTS, RealModel, all_logits
+from .conftest import NUM_TEXTS, SAMPLE_TOKENS, TEXT_TOKENS, RealModel, all_logits
 
-NUM_SAMPLES = 3
+NUM_SAMPLES = 2
 SAMPLE_SLACK = 0.01
 """By how much the share of a few texts may be less than that of all."""
 
@@ -41,7 +41,9 @@ class Comparison:
     """Texts, and what fp32 says about them with the weights of a file."""
 
     def __init__(self, model: RealModel, num_texts: int) -> None:
-        self.model, self.texts = model, model.texts[:: NUM_TEXTS // num_texts][:num_texts]
+        length = TEXT_TOKENS if num_texts == NUM_TEXTS else SAMPLE_TOKENS
+        some = model.texts[:: NUM_TEXTS // num_texts][:num_texts]
+        self.model, self.texts = model, [text[:length] for text in some]
         exact = model.runner(torch.float32, dequantize=True)
         self._likeliest, self._logprobs = self._answers(exact)
 
@@ -94,7 +96,13 @@ def num_texts(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
 
-@pytest.fixture(scope="module", params=["Q4_1", "Q4_K_M", "Q8_0", "Q4_0", "BF16"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        *("Q4_1", "Q4_K_M", "BF16"),
+        *(pytest.param(kind, marks=pytest.mark.full) for kind in ("Q8_0", "Q4_0")),
+    ],
+)
 def file(
     request: pytest.FixtureRequest,
     models: dict[str, RealModel],
