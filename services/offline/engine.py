@@ -41,7 +41,9 @@ from services.model.checkpoint.adapter import AdapterFiles
 from services.offline.role import Whole
 from services.pool.allotment import WATERMARK
 from services.pool.header import PoolHeader
-from services.pool.stamps import Stamps
+from services.pool.memory import available_bytes
+from services.pool.sizing import num_blocks_for
+from services.pool.stamps import Stamps, record_bytes
 from services.protocol.messages import Failed, Generated, Prefilled, Requeued, WorkerEvent
 from services.protocol.ticket import Adapter, TicketSequence, TicketState, queue_order
 from services.runtime.errors import InvalidRequest, StartupError
@@ -54,13 +56,8 @@ from services.worker.grammars import Grammars
 from services.worker.loading import load
 from services.worker.membership import Membership
 from services.worker.pool_engine import PoolEngine, WorkerParts
-from services.worker.pool_memory import FileMemory
 
 T = TypeVar("T")
-
-_NUM_WARM_UP_TOKENS = 32
-_SHARED_MEMORY = Path("/dev/shm")
-"""The pool is no file there, but it is as large as a service's pool would be."""
 
 
 class OfflineSettings(WorkerSettings):
@@ -82,7 +79,7 @@ class OfflineSettings(WorkerSettings):
 
 
 def offline_settings(**values: Any) -> WorkerSettings:
-    """Raises StartupError."""
+    """Check the settings. Raises StartupError."""
     try:
         return OfflineSettings(**values)
     except ValidationError as error:
@@ -92,7 +89,7 @@ def offline_settings(**values: Any) -> WorkerSettings:
 
 
 class OfflineEngine:
-    """Generates like a gateway (`frontend.api.Generator`)."""
+    """Generates like a gateway (`services.gateway.api.Generator`)."""
 
     def __init__(self, settings: WorkerSettings, loop: asyncio.AbstractEventLoop) -> None:
         """Load the model. Blocks. `loop` runs the engine: it alone may call the coroutines. Raises
@@ -104,7 +101,9 @@ class OfflineEngine:
         self._settings, self._store = settings, MemoryStore()
         loaded = load(settings, progress=lambda: None)
         model, layout, limits = loaded.model, loaded.layout, loaded.limits
-        num_blocks = FileMemory().num_blocks(_SHARED_MEMORY, layout, loaded.plan)
+        block_bytes = layout.block_bytes + record_bytes(layout.block_size)
+        available = available_bytes(Path("/dev/shm"))  # as for the pool of a service
+        num_blocks = num_blocks_for(loaded.plan, block_bytes, available)
         pool = KVPool.private(layout, num_blocks, "cpu")
         stamps = Stamps.private(num_blocks, layout.block_size)
         header = PoolHeader("offline", "", layout, num_blocks, int(WATERMARK * num_blocks))
@@ -114,7 +113,7 @@ class OfflineEngine:
         pools = (Pool(self.spec, prefill=(), decode=()),)
         self._served = ModelPools(load_model(str(settings.model)), limits.max_model_len, pools)
         runner = Runner(model, pool.kv, layout.block_size, loaded.ops)
-        runner.warm_up(_NUM_WARM_UP_TOKENS, limits.max_num_seqs)
+        runner.warm_up(max_tokens=32, max_rows=limits.max_num_seqs)
         max_loras, max_rank = settings.max_loras, settings.max_lora_rank
         parts = WorkerParts(
             *(self._store, own, runner, limits, WorkerMetrics(CollectorRegistry())),
@@ -175,9 +174,9 @@ class OfflineEngine:
         admitted = await admit(request, request_id, name, self._served, arrived_at, None)
         check_slots(admitted.width, self._settings.max_num_seqs)
         output = open_output(request, admitted, self._served, self._meter, None, True)
-        digest, order = adapter.digest if adapter else "", next(self._arrivals)
+        digest, arrival = adapter.digest if adapter else "", next(self._arrivals)
         root = root_hash(self.spec.fingerprint, self._secret, admitted.cache_salt, digest)
-        fixed = queue_order(request.priority, order), self.spec.pool_id, root
+        fixed = queue_order(request.priority, arrival), self.spec.pool_id, root
         running = _Request(replace(admitted, adapter=adapter), fixed, output, self.role)
         running.submit()
         try:
