@@ -290,11 +290,8 @@ def open_output(
     model = served.model
     reports_prompt = asked.echo or request.prompt_logprobs is not None
     reporter = PromptReporter(asked.prompt, request.prompt_token_ids, model.tokenizer)
-    stats = RequestStats(
-        len(request.prompt_token_ids),
-        request.arrived_at,
-        reports_cached or bool(request.cache_salt),
-    )
+    reports = reports_cached or bool(request.cache_salt)
+    stats = RequestStats(len(request.prompt_token_ids), request.arrived_at, reports)
     output = Output(
         client_id(request.request_id),
         stats,

@@ -94,8 +94,7 @@ class Membership:
             await asyncio.wrap_future(work)
         finally:
             stopped.set()
-            work.cancel()
-            thread.shutdown(wait=False)
+            thread.shutdown(wait=False, cancel_futures=True)
 
     async def watch_memory(self) -> None:
         """On a GPU: stay registered at the keeper. PoolGone: a worker of the pool has found that

@@ -40,10 +40,9 @@ def embedding_request(
 async def embed(generate: Generate, request: GenerationRequest) -> Embedding:
     """Raises as `Generator.generate`, which `generate` is."""
     async with aclosing(generate(request)) as deltas:
-        async for delta in deltas:
-            if delta.usage is not None:  # the last one
-                return Embedding(delta.embedding, delta.usage, delta.request_id)
-    raise RuntimeError("a request for an embedding ended without an answer")
+        *_, last = [delta async for delta in deltas]
+    assert last.usage is not None
+    return Embedding(last.embedding, last.usage, last.request_id)
 
 
 async def in_order(
