@@ -6,8 +6,9 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -114,6 +115,25 @@ def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
     samplings = [Sampling(temperature=0, max_tokens=n, ignore_eos=True) for n in (1, 5)]
     answers = llm.generate(PROMPTS[:2], samplings, use_tqdm=False)
     assert [len(one.token_ids) for one in answers] == [1, 5]
+
+
+def test_a_stop_string_ends_one_of_several_sequences(llm: LLM) -> None:
+    sampling = Sampling(temperature=1, seed=9, n=4, max_tokens=40, ignore_eos=True)
+    (whole,) = llm.generate("a b c", sampling, use_tqdm=False)
+    stop = whole.choices[1].text[6:9]
+    (stopped,) = llm.generate("a b c", replace(sampling, stop=(stop,)), use_tqdm=False)
+    assert [one.text for one in stopped.choices] == [
+        one.text.split(stop)[0] for one in whole.choices
+    ]
+    assert stopped.choices[1].stopped_by == stop
+
+
+def test_a_parameter_of_another_type_is_named(llm: LLM) -> None:
+    sampling = Sampling(temperature=cast("float", "hot"))
+    with pytest.raises(InvalidRequest, match="temperature: Input should be a valid number"):
+        llm.generate("a", sampling, use_tqdm=False)
+    with pytest.raises(InvalidRequest, match="the prompt: 'list' object cannot be interpreted"):
+        llm.generate([cast("list[int]", [[1], [2]])], use_tqdm=False)
 
 
 def test_an_invalid_prompt_is_named_and_ends_the_others(llm: LLM) -> None:
