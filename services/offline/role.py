@@ -66,7 +66,7 @@ class Whole(Prefill):
         job.outputs += hypothesis_events(job.ticket, advance.hypotheses)
         if advance.embedding:
             job.outputs.append(embedding_event(job.ticket, advance.embedding))
-        if job.outputs and not job.ending:
+        if job.outputs and job.ending is not ABORTED:
             job.session.send(job.prefilled())
             job.prompt_logprobs.clear()
         self._commit(job.ticket, advance.completed)
