@@ -1,6 +1,7 @@
 """The pool's arena as a tensor: a file of the host's memory, or memory of a GPU, which all workers
 of the pool map; or memory of one process."""
 
+import mmap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, Self
@@ -73,13 +74,18 @@ class KVPool:
             raise StartupError(f"no pool on {device}: PyTorch {torch.__version__} sees no GPU")
         pool = cls.__new__(cls)
         pool._arena = None
+        shape, dtype = (num_blocks, *layout.block_shape), DTYPES[layout.dtype]
+        num_bytes = num_blocks * layout.block_bytes
         try:
-            pool._kv = torch.zeros(
-                (num_blocks, *layout.block_shape), dtype=DTYPES[layout.dtype], device=device
-            )
-        except RuntimeError as error:
-            wanted = format_size(num_blocks * layout.block_bytes)
-            raise StartupError(f"cannot have {wanted} on {device}: {error}") from error
+            if device == "cpu":  # the kernel gives zeroed pages when they are first written
+                memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                pool._kv = torch.frombuffer(memory, dtype=dtype).view(shape)
+            else:
+                pool._kv = torch.zeros(shape, dtype=dtype, device=device)
+        except (RuntimeError, OSError, OverflowError) as error:
+            raise StartupError(
+                f"cannot have {format_size(num_bytes)} on {device}: {error}"
+            ) from error
         return pool
 
     @property

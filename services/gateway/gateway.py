@@ -32,7 +32,7 @@ from services.gateway.request.trace import RequestTrace
 from services.gateway.request_metrics import RequestMetrics
 from services.gateway.scheduling.dispatcher import Dispatcher
 from services.gateway.streaming.logprob_text import PromptReporter
-from services.gateway.streaming.output import Output, RequestStats
+from services.gateway.streaming.output import Meter, Output, RequestStats
 from services.gateway.streaming.rests import WriteRests
 from services.gateway.streaming.sequence import Sequence
 from services.gateway.streaming.text import Text
@@ -130,7 +130,9 @@ class Gateway:
                     model, served, adapter = await self._served(request.model, caller)
                     admitted = await admit(request, request_id, model, served, arrived_at, deadline)
                     caller.charge(len(admitted.prompt_token_ids))
-                    output = self._output(request, admitted, served)
+                    meter = self._request_metrics.meter(admitted.model, admitted.caller)
+                    reports = self._options.report_cached_tokens
+                    output = open_output(request, admitted, served, meter, self._rests, reports)
                     if trace is not None:
                         trace.admit(admitted)
                     admitted = replace(admitted, trace=trace, adapter=adapter)
@@ -273,33 +275,34 @@ class Gateway:
     async def _adapter(self, name: str) -> ServedAdapter | None:
         return None if self._adapters is None else await self._adapters.find(name)
 
-    def _output(
-        self, asked: GenerationRequest, request: AdmittedRequest, served: ModelPools
-    ) -> Output:
-        sequences = tuple(
-            _sequence(index, request, served.model) for index in range(request.num_sequences)
-        )
-        reports_prompt = asked.echo or request.prompt_logprobs is not None
-        reporter = PromptReporter(asked.prompt, request.prompt_token_ids, served.model.tokenizer)
-        output = Output(
-            client_id(request.request_id),
-            RequestStats(
-                len(request.prompt_token_ids),
-                request.arrived_at,
-                # A client without a cache salt shares cached prefixes with other clients, so its
-                # number of cached tokens would show what others have sent.
-                # Tenants always have a salt.
-                reports_cached=self._options.report_cached_tokens or bool(request.cache_salt),
-            ),
-            sequences,
-            self._request_metrics.meter(request.model, request.caller),
-            asyncio.get_running_loop().time,
-            reporter if reports_prompt and not request.has_received_tokens else None,
-            self._rests,
-        )
-        output.running_usage = asked.running_usage
-        output.replay(request.received or ())
-        return output
+
+def open_output(
+    asked: GenerationRequest,
+    request: AdmittedRequest,
+    served: ModelPools,
+    meter: Meter,
+    rests: WriteRests | None,
+    reports_cached: bool,
+) -> Output:
+    """The output of a request, with what its client has received. `reports_cached`: also to clients
+    without a cache salt, whose cached prefixes other clients may have sent. (Tenants have one.)"""
+    model = served.model
+    reports_prompt = asked.echo or request.prompt_logprobs is not None
+    reporter = PromptReporter(asked.prompt, request.prompt_token_ids, model.tokenizer)
+    reports = reports_cached or bool(request.cache_salt)
+    stats = RequestStats(len(request.prompt_token_ids), request.arrived_at, reports)
+    output = Output(
+        client_id(request.request_id),
+        stats,
+        [_sequence(index, request, model) for index in range(request.num_sequences)],
+        meter,
+        asyncio.get_running_loop().time,
+        reporter if reports_prompt and not request.has_received_tokens else None,
+        rests,
+    )
+    output.running_usage = asked.running_usage
+    output.replay(request.received or ())
+    return output
 
 
 def _dtype(engine: Mapping[str, str]) -> str:
@@ -309,8 +312,12 @@ def _dtype(engine: Mapping[str, str]) -> str:
 
 
 def _sequence(index: int, request: AdmittedRequest, model: Model) -> Sequence:
+    parsing, skips = request.parsing, request.skip_special_tokens
+    detokenizer = model.tokenizer.detokenizer(skip_special_tokens=skips)
+    if parsing is not None and skips:
+        detokenizer = Detokenizer(model.message_pieces)
     text = Text(
-        _detokenizer(request, model),
+        detokenizer,
         StopMatcher(request.stop, included=request.include_stop_str),
         min_tokens=request.sampling.min_tokens,
         includes_end=request.include_stop_str,
@@ -320,17 +327,5 @@ def _sequence(index: int, request: AdmittedRequest, model: Model) -> Sequence:
         text,
         frozenset(request.sampling.stop_token_ids),
         None if request.sampling.logprobs is None else model.tokenizer,
-        _parser(request, index),
+        MessageParser(parsing, f"{request.request_id}/{index}") if parsing else None,
     )
-
-
-def _parser(request: AdmittedRequest, index: int) -> MessageParser | None:
-    if request.parsing is None:
-        return None
-    return MessageParser(request.parsing, f"{request.request_id}/{index}")
-
-
-def _detokenizer(request: AdmittedRequest, model: Model) -> Detokenizer:
-    if request.parsing is not None and request.skip_special_tokens:
-        return Detokenizer(model.message_pieces)
-    return model.tokenizer.detokenizer(skip_special_tokens=request.skip_special_tokens)

@@ -1,1 +1,1 @@
-"""Gateway, prefill worker and decode worker in one process, without Redis and without sockets."""
+"""An engine in the caller's process, without a gateway, Redis and sockets."""

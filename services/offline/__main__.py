@@ -6,16 +6,13 @@ is not usable.
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from prometheus_client import CollectorRegistry
 from tqdm import tqdm
 
 from quire.errors import QuireError
-from services.gateway.frontend.http.app import create_app
-from services.gateway.wiring import Wiring
-from services.offline.batch import BatchError, answered_ids, read_requests, run_batch
+from services.offline.batch import BatchError, answer_whole, answered_ids, read_requests, run_batch
 from services.offline.llm import LLM
 
 _SETTINGS = (
@@ -61,12 +58,8 @@ def _run(args: argparse.Namespace) -> int:
         raise BatchError(f"{args.output}: {error.strerror}") from error
     bar = tqdm(total=len(requests), initial=len(answered), desc="Batch")
     with output, LLM(args.model, **settings) as llm, bar:
-
-        async def answer_all(wiring: Wiring) -> int:
-            app: Any = create_app(wiring.gateway, CollectorRegistry())
-            return await run_batch(app, left, output, llm.num_at_once, bar.update)
-
-        num_failed = llm.run(answer_all)
+        answer = partial(answer_whole, llm.engine)
+        num_failed = llm.run(run_batch(answer, left, output, llm.num_at_once, bar.update))
     print(f"{len(left)} answered, {num_failed} of them with an error; {len(answered)} before")
     return 1 if num_failed else 0
 

@@ -5,63 +5,76 @@ whose answers are in the output file are not computed again.
 """
 
 import asyncio
-import errno
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from starlette.types import ASGIApp, Message
+from pydantic import BaseModel, Field, field_validator
+
+from services.gateway.frontend.http.answering.answer import Answer
+from services.gateway.frontend.http.answering.formats import (
+    CHAT_FORMAT,
+    COMPLETION_FORMAT,
+    AnswerFormat,
+)
+from services.gateway.frontend.http.answering.merge import merged
+from services.gateway.frontend.http.bodies.reading import checked
+from services.gateway.frontend.http.bodies.schema import ChatBody, CompletionBody
+from services.gateway.frontend.http.failures import error_response
+from services.runtime.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from services.offline.engine import OfflineEngine
 
 _ID = "batch_req_"
 _BEGINNING = f'{{"id": "{_ID}'.encode()
 """With this each line of an output file begins."""
-_URLS = ("/v1/chat/completions", "/v1/completions")
+_KINDS: Mapping[str, tuple[type[ChatBody | CompletionBody], AnswerFormat]] = {
+    "/v1/chat/completions": (ChatBody, CHAT_FORMAT),
+    "/v1/completions": (CompletionBody, COMPLETION_FORMAT),
+}
+"""The form of the requests and of the answers of each URL."""
 
 
 class BatchError(Exception):
     """A file is not usable. The text names the file, the line and what is wrong."""
 
 
-@dataclass(frozen=True, slots=True)
-class BatchRequest:
-    custom_id: str
-    url: str
+class BatchRequest(BaseModel, frozen=True):
+    custom_id: str = Field(min_length=1)
+    method: Literal["POST"] = "POST"
+    url: Literal["/v1/chat/completions", "/v1/completions"]
     body: dict[str, Any]
+
+    @field_validator("body")
+    @classmethod
+    def _check_body(cls, body: dict[str, Any]) -> dict[str, Any]:
+        if body.get("stream"):
+            raise ValueError("stream is set: a batch has whole answers")
+        return body
 
 
 def read_requests(path: Path) -> list[BatchRequest]:
     """All requests of an input file, checked before any is computed. Raises BatchError."""
     requests: dict[str, BatchRequest] = {}
     for number, value in _lines(path):
-        problem = _problem(value)
-        if problem is None and value["custom_id"] in requests:
-            problem = f"custom_id {value['custom_id']!r} is there twice"
-        if problem is not None:
-            raise BatchError(f"{path}, line {number}: {problem}")
-        request = BatchRequest(value["custom_id"], value["url"], value["body"])
+        try:
+            request = checked(value, BatchRequest)
+        except InvalidRequest as error:
+            raise BatchError(f"{path}, line {number}: {error}") from error
+        if request.custom_id in requests:
+            raise BatchError(
+                f"{path}, line {number}: custom_id {request.custom_id!r} is there twice"
+            )
         requests[request.custom_id] = request
     if not requests:
         raise BatchError(f"{path} has no requests")
     return list(requests.values())
-
-
-def _problem(value: Any) -> str | None:
-    if not isinstance(value, dict):
-        return "not a JSON object"
-    if not isinstance(value.get("custom_id"), str) or not value["custom_id"]:
-        return "custom_id is not a text"
-    if value.get("method") != "POST":
-        return f"method is {value.get('method')!r}, not 'POST'"
-    if value.get("url") not in _URLS:
-        return f"url is {value.get('url')!r}, not one of {', '.join(_URLS)}"
-    if not isinstance(value.get("body"), dict):
-        return "body is not an object"
-    return "stream is set: a batch has whole answers" if value["body"].get("stream") else None
 
 
 def answered_ids(path: Path, requests: Iterable[BatchRequest]) -> set[str]:
@@ -93,9 +106,6 @@ def answered_ids(path: Path, requests: Iterable[BatchRequest]) -> set[str]:
 
 def _content(path: Path) -> bytes:
     try:
-        if not path.is_file():
-            reason = os.strerror(errno.ENOENT) if not path.exists() else "not a file"
-            raise BatchError(f"{path}: {reason}")
         return path.read_bytes()
     except OSError as error:
         raise BatchError(f"{path}: {error.strerror}") from error
@@ -113,7 +123,7 @@ def _lines(path: Path, end: int | None = None) -> Iterator[tuple[int, Any]]:
 
 
 async def run_batch(
-    app: ASGIApp,
+    answer: Callable[[BatchRequest], Awaitable[tuple[int, Any]]],
     requests: Iterable[BatchRequest],
     output: FileIO,
     num_at_once: int,
@@ -127,15 +137,15 @@ async def run_batch(
     async def work() -> None:
         nonlocal num_failed
         for request in waiting:
-            status, body = await _post(app, request.url, json.dumps(request.body).encode())
+            status, body = await answer(request)
             num_failed += status != 200
-            answer = {
+            line = {
                 "id": f"{_ID}{secrets.token_hex(12)}",
                 "custom_id": request.custom_id,
                 "response": {"status_code": status, "request_id": request.custom_id, "body": body},
                 "error": None,
             }
-            _write(output, json.dumps(answer).encode() + b"\n")
+            _write(output, json.dumps(line).encode() + b"\n")
             on_answer()
 
     try:
@@ -155,34 +165,19 @@ def _write(output: FileIO, line: bytes) -> None:
         raise BatchError(f"{output.name}: {error.strerror}") from error
 
 
-async def _post(app: ASGIApp, path: str, body: bytes) -> tuple[int, Any]:
-    """The status and the JSON body of the answer to a POST."""
-    status, parts = 500, list[bytes]()
-    incoming = iter([{"type": "http.request", "body": body, "more_body": False}])
-
-    async def receive() -> Message:
-        for message in incoming:
-            return message
-        await asyncio.Event().wait()  # for ever: this client does not disconnect
-        raise AssertionError
-
-    async def send(message: Message) -> None:
-        nonlocal status
-        status = message.get("status", status)
-        parts.append(message.get("body", b""))
-
-    headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
-    headers.append((b"content-length", str(len(body)).encode()))
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": path,
-        "root_path": "",
-        "query_string": b"",
-        "headers": headers,
-    }
-    await app(scope, receive, send)
-    return status, json.loads(b"".join(parts))
+async def answer_whole(engine: "OfflineEngine", request: BatchRequest) -> tuple[int, Any]:
+    """The status and the JSON body with which the HTTP API answers a request."""
+    names: Mapping[str, str] = {}
+    kind, form = _KINDS[request.url]
+    try:
+        body = checked(request.body, kind)
+        names = body.names
+        requests = body.requests("")
+        answer = Answer(
+            *(form, f"{form.id_prefix}-{secrets.token_hex(12)}", int(time.time())),
+            *(lambda: body.model or engine.spec.model, len(requests), body),
+        )
+        return 200, await answer.whole(merged([engine.generate(each) for each in requests]))
+    except Exception as error:
+        response = error_response(error, names)
+        return response.status_code, json.loads(bytes(response.body))

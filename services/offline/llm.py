@@ -2,32 +2,39 @@
 
 import asyncio
 import os
-import threading
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import asdict, fields, replace
 from itertools import cycle
-from operator import mul
+from operator import index, mul
 from typing import Any, Self, TypeVar, cast
 
 import structlog
+from pydantic import TypeAdapter, ValidationError
 from tqdm import tqdm
 
-from quire import messages
 from quire.errors import InvalidRequest, QuireError, ServerError
-from quire.messages import Request
 from quire.supervisor.model_source import find_model, with_draft_directory
-from quire.types import ChatMessage, Completion, Embedding, LoRARequest, Prompt, Sampling
-from quire.v1.inference_pb2 import EmbedRequest
-from services.gateway.api import GenerationRequest
+from quire.types import (
+    ChatMessage,
+    Choice,
+    Completion,
+    Embedding,
+    LoRARequest,
+    Prompt,
+    Sampling,
+    TokenLogprobs,
+)
+from services.gateway import api
+from services.gateway.api import GenerationRequest, RequestedSampling
+from services.gateway.frontend.embedding import embed, embedding_request, in_order
 from services.gateway.frontend.http.answering.formats import CHAT_FORMAT, Transcript
 from services.gateway.frontend.http.bodies.reading import checked
 from services.gateway.frontend.http.bodies.schema import ChatBody
-from services.gateway.frontend.service import InferenceService, request_from_wire, response_to_wire
-from services.gateway.wiring import Wiring
-from services.runtime.errors import Draining
+from services.gateway.frontend.http.bodies.structured import StructuredOutputsBody
+from services.protocol.ticket import FinishReason
 from services.runtime.errors import InvalidRequest as InvalidDomainRequest
 from services.runtime.errors import QuireError as DomainError
 from services.runtime.logging import configure_logging
@@ -42,13 +49,7 @@ when a sequence ends, and a long list of prompts does not lie in the queue as a 
 
 EmbeddedPrompt = str | Sequence[int]
 Conversation = Sequence[ChatMessage] | Sequence[dict[str, Any]]
-
-
-class _Context:
-    """The part of a gRPC call's context that `InferenceService` reads."""
-
-    def time_remaining(self) -> None:
-        """None: there is no deadline."""
+_SAMPLING = TypeAdapter(RequestedSampling)
 
 
 class LLM:
@@ -68,7 +69,7 @@ class LLM:
         set_up_openmp(None)  # before the next import, which imports PyTorch
         if not structlog.is_configured():
             configure_logging("offline", "warning", "auto")
-        from services.offline.deployment import offline_settings
+        from services.offline.engine import OfflineEngine, offline_settings
 
         source = find_model(model)
         if isinstance(speculative := settings.get("speculative_config"), Mapping):
@@ -76,28 +77,20 @@ class LLM:
         if not enable_lora:
             settings["max_loras"] = 0
         given = {name: value for name, value in settings.items() if value is not None}
+        given |= {"model": source.directory, "model_name": source.name}
         with _domain_errors():
-            known = offline_settings(
-                **{**source.settings, **given}, model=source.directory, model_name=source.name
-            )
-        self.num_at_once = _AT_ONCE * known.max_num_seqs
-        self._loaded: set[LoRARequest] = set()
+            known = offline_settings(**{**source.settings, **given})
         self._pid = os.getpid()
         self._loop = asyncio.new_event_loop()
-        self._stop = asyncio.Event()
-        self._submitting = threading.Lock()
-        self._has_ended = False
-        started: Future[Wiring] = Future()
-        self._serving = self._loop.create_task(self._serve(known, started))
-        self._thread = threading.Thread(target=self._run_loop, name="quire-offline", daemon=True)
-        self._thread.start()
-        with _domain_errors():
-            try:
-                self._wiring = started.result()
-            except BaseException:
-                self.close()
-                raise
-        self._service = InferenceService(self._wiring.gateway)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-offline")
+        try:
+            with _domain_errors():
+                self.engine = self._thread.submit(OfflineEngine, known, self._loop).result()
+        except BaseException:
+            self._loop.close()
+            raise
+        self.num_at_once = _AT_ONCE * known.max_num_seqs
+        self._loaded: set[LoRARequest] = set()
 
     def generate(
         self,
@@ -131,7 +124,8 @@ class LLM:
         OpenAI's chats; `tools`, `tool_choice` and `chat_template_kwargs` are as in
         `/v1/chat/completions`. Each choice has a `message`, which can be the next one of its
         conversation: its content, reasoning and tool calls."""
-        many = conversations if _is_many(conversations) else [conversations]
+        is_one = not conversations or isinstance(conversations[0], (ChatMessage, dict))
+        many = [conversations] if is_one else conversations
         options = {"tools": tools and list(tools), "tool_choice": tool_choice}
         options["chat_template_kwargs"] = chat_template_kwargs
         asked = self._requests([""] * len(many), sampling_params, lora_request)
@@ -154,15 +148,15 @@ class LLM:
         states are pooled. `dimensions`: the first so many values, for models that are trained for
         it. Raises as `generate`."""
         requests = [
-            messages.embed_request(cast("EmbeddedPrompt", prompt), dimensions)
+            embedding_request(_api_prompt(prompt), "", "", dimensions)
             for prompt in _prompts(prompts)
         ]
 
-        async def embed(request: EmbedRequest) -> Embedding:
-            response = await self._service.Embed(request, cast("Any", _Context()))
-            return messages.embedding(response)
+        async def one(request: GenerationRequest) -> Embedding:
+            found = await embed(self.engine.generate, request)
+            return Embedding(found.values, found.usage.num_prompt_tokens)
 
-        return self._answer_all(requests, embed, "Embedding", use_tqdm)
+        return self._answer_all(requests, one, "Embedding", use_tqdm)
 
     def score(
         self, texts: str | Sequence[str], others: str | Sequence[str], *, use_tqdm: bool = True
@@ -181,12 +175,11 @@ class LLM:
 
     def close(self) -> None:
         """Free the model and the pool. May be called again."""
-        if os.getpid() != self._pid:
+        if os.getpid() != self._pid or self._loop.is_closed():
             return  # a forked child has neither the thread nor the pool
-        with self._submitting:
-            if not self._has_ended:
-                self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join()
+        self._thread.submit(self._loop.run_until_complete, self.engine.close()).result()
+        self._thread.shutdown()
+        self._loop.close()
 
     def __enter__(self) -> Self:
         return self
@@ -194,57 +187,27 @@ class LLM:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def run(self, work: Callable[[Wiring], Coroutine[Any, Any, T]]) -> T:
-        """Run a coroutine beside the deployment and return its result. Raises ServerError if the
-        deployment fails meanwhile, or is closed, and in a forked child, where no thread runs it."""
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine that uses the engine, and return its result. Calls of several threads run
+        one after another. Raises ServerError if the engine fails meanwhile, or is closed, and in a
+        forked child, where no thread runs it."""
         if os.getpid() != self._pid:
+            work.close()
             raise ServerError(
                 f"this LLM belongs to process {self._pid}, and this is its forked child: make the "
                 "LLM in the child, or start the child with multiprocessing's method 'spawn'",
                 "forked",
             )
-        with self._submitting:
-            if self._has_ended:
-                raise ServerError("this LLM is closed", "closed")
-            call = asyncio.run_coroutine_threadsafe(self._guarded(work), self._loop)
-        return call.result()
-
-    # In the loop's thread.
-
-    def _run_loop(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_until_complete(asyncio.wait([self._serving]))
-        with self._submitting:
-            self._has_ended = True
-        self._loop.run_until_complete(asyncio.sleep(0))  # calls that were submitted become tasks
-        if calls := asyncio.all_tasks(self._loop):  # each learns that the deployment has ended
-            self._loop.run_until_complete(asyncio.wait(calls))
-        self._loop.run_until_complete(self._loop.shutdown_default_executor())
-        self._loop.close()
-
-    async def _serve(self, settings: Any, started: "Future[Wiring]") -> None:
-        from services.offline.deployment import offline_deployment
-
+        if self._loop.is_closed():
+            work.close()
+            raise ServerError("this LLM is closed", "closed")
+        engine = self.engine
+        call = self._thread.submit(lambda: self._loop.run_until_complete(engine.drive(work)))
         try:
-            async with offline_deployment(settings) as wiring:
-                started.set_result(wiring)
-                await self._stop.wait()
-        except BaseException as error:
-            if started.done():
-                raise
-            started.set_exception(_cause(error))
-
-    async def _guarded(self, work: Callable[[Wiring], Coroutine[Any, Any, T]]) -> T:
-        """Run `work` until it ends, or until the deployment does."""
-        task = asyncio.create_task(work(self._wiring))
-        await asyncio.wait([task, self._serving], return_when=asyncio.FIRST_COMPLETED)
-        if task.done() and not _is_draining(task.exception()):
-            return task.result()
-        task.cancel()
-        await asyncio.wait([task, self._serving])
-        error = None if self._serving.cancelled() else self._serving.exception()
-        reason = "it was closed" if error is None else _cause(error)
-        raise ServerError(f"the deployment has ended: {reason}", "closed")
+            return call.result()
+        except KeyboardInterrupt:
+            self._loop.call_soon_threadsafe(engine.cancel)
+            raise
 
     def _requests(
         self,
@@ -256,49 +219,44 @@ class LLM:
         number = len(prompts)
         samplings = _one_each("sampling parameters", Sampling, sampling_params, number)
         loras = _one_each("LoRA requests", LoRARequest, lora_request, number)
-        for lora in {lora for lora in loras if lora is not None} - self._loaded:
-            with _domain_errors():
-                self.run(partial(_load, lora=lora))
-            self._loaded.add(lora)
         with _domain_errors():
+            for lora in {lora for lora in loras if lora is not None} - self._loaded:
+                self.run(self.engine.add_adapter(lora.lora_name, lora.lora_path))
+                self._loaded.add(lora)
             return [
-                request_from_wire(
-                    messages.generate_request(
-                        Request(prompt, sampling or Sampling(), lora.lora_name if lora else "")
-                    ),
-                    timeout_s=None,
+                GenerationRequest(
+                    _api_prompt(prompt),
+                    model=lora.lora_name if lora else "",
+                    sampling=_requested(sampling or Sampling()),
                 )
                 for prompt, sampling, lora in zip(prompts, samplings, loras, strict=True)
             ]
 
     async def _complete(self, request: GenerationRequest) -> Completion:
-        async with aclosing(self._wiring.gateway.generate(replace(request, echo=True))) as stream:
-            found = [delta async for delta in stream]
-        whole = messages.completion(
-            [one for delta in found for one in messages.deltas(response_to_wire(delta, ""))]
+        transcripts: defaultdict[int, Transcript] = defaultdict(Transcript)
+        deltas = []
+        async with aclosing(self.engine.generate(replace(request, echo=True))) as stream:
+            async for delta in stream:
+                transcripts[delta.index].add(delta)
+                deltas.append(delta)
+        prompt, usage = deltas[0].prompt, deltas[-1].usage
+        assert prompt is not None
+        assert usage is not None
+        choices = (_choice(*each, request.wants_parts) for each in sorted(transcripts.items()))
+        return Completion(
+            request_id=deltas[0].request_id,
+            choices=tuple(choices),
+            usage=usage,
+            prompt_logprobs=_logprobs(prompt.logprobs),
+            prompt=None if isinstance(next(iter(request.prompt), ""), int) else prompt.text,
+            prompt_token_ids=prompt.token_ids,
         )
-        prompt = next((delta.prompt for delta in found if delta.prompt is not None), None)
-        if prompt is not None:
-            is_ids = isinstance(next(iter(request.prompt), ""), int)
-            text = None if is_ids else prompt.text
-            whole = replace(whole, prompt=text, prompt_token_ids=prompt.token_ids)
-        if not request.wants_parts:
-            return whole
-        transcripts = {choice.index: Transcript() for choice in whole.choices}
-        for delta in found:
-            transcripts[delta.index].add(delta)
-        said = {
-            index: CHAT_FORMAT.whole(one.text, one.parts)["message"]
-            for index, one in transcripts.items()
-        }
-        choices = (replace(choice, message=said[choice.index]) for choice in whole.choices)
-        return replace(whole, choices=tuple(choices))
 
     def _answer_all(
         self, requests: Sequence[R], answer: Callable[[R], Awaitable[T]], doing: str, use_tqdm: bool
     ) -> list[T]:
         with tqdm(total=len(requests), desc=doing, disable=not use_tqdm) as bar:
-            return self.run(lambda wiring: self._answers(requests, answer, bar.update))
+            return self.run(self._answers(requests, answer, bar.update))
 
     async def _answers(
         self,
@@ -306,44 +264,18 @@ class LLM:
         answer: Callable[[R], Awaitable[T]],
         on_answer: Callable[[], object],
     ) -> list[T]:
-        places = asyncio.Semaphore(self.num_at_once)
+        async def one(numbered: tuple[int, R]) -> T:
+            number, request = numbered
+            try:
+                with _domain_errors():
+                    return await answer(request)
+            except QuireError as error:
+                error.add_note(f"prompt {number} of {len(requests)}, counted from 0")
+                raise
+            finally:
+                on_answer()
 
-        async def one(number: int, request: R) -> T:
-            async with places:
-                try:
-                    with _domain_errors():
-                        found = await answer(request)
-                except QuireError as error:
-                    error.add_note(f"prompt {number} of {len(requests)}, counted from 0")
-                    raise
-            on_answer()
-            return found
-
-        tasks = [asyncio.create_task(one(*each)) for each in enumerate(requests)]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _load(wiring: Wiring, lora: LoRARequest) -> None:
-    if wiring.adapters is None:
-        raise InvalidDomainRequest("this LLM takes no adapters: max_loras is 0")
-    await wiring.adapters.load(lora.lora_name, lora.lora_path)
-
-
-def _is_draining(error: BaseException | None) -> bool:
-    """Whether a request failed because its gateway ends, which it does with the deployment."""
-    return isinstance(error, QuireError) and error.code == Draining.code
-
-
-def _cause(error: BaseException) -> BaseException:
-    """The first error of a task group's."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+        return await in_order(one, enumerate(requests), self.num_at_once)
 
 
 @contextmanager
@@ -359,10 +291,6 @@ def _domain_errors() -> Iterator[None]:
 def _prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     is_one = isinstance(prompts, str) or not prompts or isinstance(prompts[0], (int, ChatMessage))
     return cast("Sequence[Prompt]", [prompts] if is_one else prompts)
-
-
-def _is_many(conversations: Conversation | Sequence[Conversation]) -> bool:
-    return bool(conversations) and not isinstance(conversations[0], (ChatMessage, dict))
 
 
 def _chat(conversation: Conversation, options: dict[str, Any]) -> GenerationRequest:
@@ -385,3 +313,52 @@ def _one_each(
     if len(found) != number:
         raise InvalidRequest(f"{len(found)} {what} for {number} prompts", "invalid_request")
     return found
+
+
+def _api_prompt(prompt: Prompt) -> api.Prompt:
+    """Raises InvalidRequest."""
+    if isinstance(prompt, str):
+        return prompt
+    if prompt and all(isinstance(one, ChatMessage) for one in prompt):
+        said = cast("Sequence[ChatMessage]", prompt)
+        return tuple(api.ChatMessage(one.role, one.content, one.name) for one in said)
+    try:
+        return tuple(map(index, cast("Sequence[int]", prompt)))
+    except TypeError as error:
+        raise InvalidRequest(f"the prompt: {error}", "invalid_request") from error
+
+
+def _requested(sampling: Sampling) -> RequestedSampling:
+    """Raises InvalidRequest if a value has the wrong type; admission checks the values."""
+    given = {field.name: getattr(sampling, field.name) for field in fields(sampling)}
+    given["logit_bias"] = sorted(sampling.logit_bias.items())
+    if (beam := sampling.beam) is not None:
+        given["beam"] = {**asdict(beam), "early_stopping": str(beam.early_stopping).lower()}
+    if (asked := given.pop("structured_outputs")) is not None:
+        form = {**asdict(asked), "choice": asked.choice and list(asked.choice)}
+        given["structure"] = checked(form, StructuredOutputsBody).to_structure()
+    try:
+        return _SAMPLING.validate_python(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        text = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise InvalidRequest(text, "invalid_request") from error
+
+
+def _choice(index: int, transcript: Transcript, has_message: bool) -> Choice:
+    text, last = transcript.text, transcript.last
+    assert last is not None
+    return Choice(
+        index=index,
+        text=text,
+        token_ids=tuple(transcript.token_ids),
+        finish_reason=cast("FinishReason", last.finish_reason).value,
+        stopped_by=last.stopped_by,
+        logprobs=_logprobs(transcript.logprobs),
+        score=last.score,
+        message=CHAT_FORMAT.whole(text, transcript.parts)["message"] if has_message else None,
+    )
+
+
+def _logprobs(found: Sequence[api.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+    return tuple(TokenLogprobs(one.chosen, one.top) for one in found)

@@ -17,7 +17,6 @@ import ctypes
 import errno
 import os
 from collections.abc import Callable
-from io import FileIO
 from pathlib import Path
 
 from services.pool.sizing import format_size
@@ -56,21 +55,20 @@ def make_file(path: Path, num_bytes: int, policy: InterleavePolicy | None = None
         os.close(fd)
 
 
-def complete_file(file: FileIO, is_stopped: Callable[[], bool]) -> None:
-    """Allocate the rest of the file in pieces, until `is_stopped` returns true. It is open, since
-    it may have lost its name.
+def complete_file(path: Path, is_stopped: Callable[[], bool]) -> None:
+    """Allocate the rest of the file in pieces, until `is_stopped` returns true.
 
     Other processes may use the file meanwhile, or complete it too: allocated pieces stay as they
     are, so a process can continue what another one began. StartupError: the file system has too
     little space left.
     """
-    fd, path = file.fileno(), Path(str(file.name))
-    num_bytes = os.fstat(fd).st_size
+    num_bytes = path.stat().st_size
     try:
-        for start in range(FIRST_BYTES, num_bytes, _PIECE_BYTES):
-            if is_stopped():
-                return
-            _allocate(fd, start, min(_PIECE_BYTES, num_bytes - start))
+        with path.open("r+b", buffering=0) as file:
+            for start in range(FIRST_BYTES, num_bytes, _PIECE_BYTES):
+                if is_stopped():
+                    return
+                _allocate(file.fileno(), start, min(_PIECE_BYTES, num_bytes - start))
     except OSError as error:
         raise StartupError(_refusal(path, num_bytes, error)) from error
 

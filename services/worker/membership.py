@@ -75,9 +75,8 @@ class Membership:
     async def complete_memory(self) -> None:
         """Allocate the memory of the pool that `join` did not allocate, while the worker serves.
 
-        Every worker of the pool does this, so that the death of one does not stop it. The files are
-        opened before the first wait: after that they may lose their names.
-        StartupError: the memory is no longer available.
+        Every worker of the pool does this, so that the death of one does not stop it. StartupError:
+        the memory is no longer available.
         """
         stopped = threading.Event()
         # Not asyncio's pool: the nice value belongs to a thread, and can only rise.
@@ -85,22 +84,17 @@ class Membership:
         paths = [self.directory.stamps]
         if self.header.kind == "file":
             paths += self.directory.arenas
-        opened = ExitStack()
-        files = [opened.enter_context(path.open("r+b", buffering=0)) for path in paths]
 
         def complete() -> None:
-            with opened:
-                for file in files:
-                    complete_file(file, stopped.is_set)
+            for path in paths:
+                complete_file(path, stopped.is_set)
 
         work = thread.submit(complete)
         try:
             await asyncio.wrap_future(work)
         finally:
             stopped.set()
-            if work.cancel():  # it has not begun
-                opened.close()
-            thread.shutdown(wait=False)
+            thread.shutdown(wait=False, cancel_futures=True)
 
     async def watch_memory(self) -> None:
         """On a GPU: stay registered at the keeper. PoolGone: a worker of the pool has found that

@@ -63,8 +63,8 @@ async def test_the_last_state_of_transformers_over_every_api(
     assert [one.values for one in batches[1]] == found
     assert alone.values == found[5]
     assert [one.num_prompt_tokens for one in batches[0]] == list(map(len, PROMPTS))
-    http = openai.AsyncOpenAI(base_url=f"{deployment.http}/v1", api_key="-")
-    answer = await http.embeddings.create(model="", input=PROMPTS, encoding_format="float")
+    async with openai.AsyncOpenAI(base_url=f"{deployment.http}/v1", api_key="-") as http:
+        answer = await http.embeddings.create(model="", input=PROMPTS, encoding_format="float")
     assert [tuple(map(np.float32, one.embedding)) for one in answer.data] == found
     assert answer.usage.prompt_tokens == sum(map(len, PROMPTS))
     with LLM(str(checkpoint), pool_memory=str(POOL_MEMORY), threads=1) as llm:

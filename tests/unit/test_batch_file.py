@@ -34,12 +34,12 @@ def write(path: Path, *lines: object) -> Path:
     ("lines", "problem"),
     [
         ([GOOD, GOOD], "line 2: custom_id 'a' is there twice"),
-        ([GOOD | {"custom_id": 3}], "line 1: custom_id is not a text"),
-        ([GOOD | {"url": "/v1/models"}], "line 1: url is '/v1/models', not one of"),
-        ([GOOD | {"method": "GET"}], "line 1: method is 'GET'"),
-        ([GOOD | {"body": {"stream": True}}], "line 1: stream is set"),
-        ([GOOD | {"body": []}], "line 1: body is not an object"),
-        ([[1]], "line 1: not a JSON object"),
+        ([GOOD | {"custom_id": 3}], "line 1: custom_id: Input should be a valid string"),
+        ([GOOD | {"url": "/v1/models"}], "line 1: url: Input should be '/v1/chat/completions' or"),
+        ([GOOD | {"method": "GET"}], "line 1: method: Input should be 'POST'"),
+        ([GOOD | {"body": {"stream": True}}], "line 1: body: stream is set"),
+        ([GOOD | {"body": []}], "line 1: body: Input should be a valid dictionary"),
+        ([[1]], "line 1: Input should be a valid dictionary"),
         ([], "has no requests"),
     ],
 )
@@ -84,13 +84,12 @@ def test_output_that_is_another_file_is_refused_and_kept(content: str, tmp_path:
 
 
 async def test_answer_that_cannot_be_written_is_named() -> None:
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200})
-        await send({"type": "http.response.body", "body": b"{}"})
+    async def answer(request: BatchRequest) -> tuple[int, Any]:
+        return 200, {}
 
-    request = BatchRequest("a", "/v1/completions", {})
+    request = BatchRequest(custom_id="a", url="/v1/completions", body={})
     with (
         FileIO("/dev/full", "w") as full,
         pytest.raises(BatchError, match="/dev/full: No space left on device"),
     ):
-        await run_batch(app, [request], full, 2, lambda: None)
+        await run_batch(answer, [request], full, 2, lambda: None)

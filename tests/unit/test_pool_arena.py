@@ -39,11 +39,6 @@ def after(num_pieces: int) -> Callable[[], bool]:
     return lambda: next(answers)
 
 
-def complete(path: Path, is_stopped: Callable[[], bool]) -> None:
-    with path.open("r+b", buffering=0) as file:
-        complete_file(file, is_stopped)
-
-
 def num_pages(path: Path) -> int:
     """The number of allocated pages."""
     return path.stat().st_blocks * 512 // PAGE
@@ -60,27 +55,27 @@ def test_the_front_is_allocated_at_once_and_the_file_is_private(path: Path) -> N
 def test_short_writes_are_complete(path: Path) -> None:
     make_file(path, 2 * PAGE + 1)
     assert (num_pages(path), missing_bytes(path)) == (3, 0)
-    complete(path, never)
+    complete_file(path, never)
     assert path.stat().st_size == 2 * PAGE + 1
 
 
 def test_the_rest_is_allocated_from_front_to_back(path: Path) -> None:
     make_file(path, SIZE)
-    complete(path, after(2))
+    complete_file(path, after(2))
     assert num_pages(path) == 3 + 2 * 2
-    complete(path, never)
+    complete_file(path, never)
     assert (num_pages(path), missing_bytes(path)) == (12, 0)
     assert path.stat().st_size == SIZE
 
 
 def test_a_second_process_continues_and_loses_no_write(path: Path) -> None:
     make_file(path, SIZE)
-    complete(path, after(1))
+    complete_file(path, after(1))
     with path.open("r+b") as file:
         for page in (0, 4, 10):  # allocated by make_file, by the first, and by this write
             file.seek(page * PAGE)
             file.write(b"KV")
-    complete(path, never)
+    complete_file(path, never)
     contents = path.read_bytes()
     assert num_pages(path) == 12
     assert [contents[page * PAGE :][:2] for page in (0, 4, 10)] == [b"KV"] * 3
@@ -102,5 +97,5 @@ def test_memory_that_went_meanwhile_is_an_error_with_the_numbers(
         file.truncate(1 << 60)
     monkeypatch.setattr(arena, "_PIECE_BYTES", 1 << 59)
     with pytest.raises(StartupError, match=r"1048576\.00 TiB .*No space left.* free"):
-        complete(path, never)
+        complete_file(path, never)
     assert num_pages(path) == 0

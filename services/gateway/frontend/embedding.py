@@ -1,19 +1,25 @@
 """Requests for embeddings: requests for text that end with their prefill."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import TypeVar
 
 from quire.types import Usage
 from services.gateway.api import (
+    Delta,
     GenerationRequest,
-    Generator,
+    Prompt,
     RequestedEmbedding,
     RequestedSampling,
 )
 
-_AT_ONCE = 64
+R = TypeVar("R")
+T = TypeVar("T")
+Generate = Callable[[GenerationRequest], AsyncGenerator[Delta, None]]
+
+AT_ONCE = 64
 """Inputs of one body that wait or run at a time: the rest does not fill the queue."""
 
 
@@ -25,28 +31,29 @@ class Embedding:
 
 
 def embedding_request(
-    prompt: str | tuple[int, ...], request_id: str, model: str, dimensions: int | None
+    prompt: Prompt, request_id: str, model: str, dimensions: int | None
 ) -> GenerationRequest:
     sampling = RequestedSampling(max_tokens=1, embedding=RequestedEmbedding(dimensions))
     return GenerationRequest(prompt, request_id, model, sampling)
 
 
-async def embed(generator: Generator, request: GenerationRequest) -> Embedding:
-    """Raises as `Generator.generate`."""
-    async with aclosing(generator.generate(request)) as deltas:
-        async for delta in deltas:
-            if delta.usage is not None:  # the last one
-                return Embedding(delta.embedding, delta.usage, delta.request_id)
-    raise RuntimeError("a request for an embedding ended without an answer")
+async def embed(generate: Generate, request: GenerationRequest) -> Embedding:
+    """Raises as `Generator.generate`, which `generate` is."""
+    async with aclosing(generate(request)) as deltas:
+        *_, last = [delta async for delta in deltas]
+    assert last.usage is not None
+    return Embedding(last.embedding, last.usage, last.request_id)
 
 
-async def embed_all(generator: Generator, requests: Sequence[GenerationRequest]) -> list[Embedding]:
-    """The embeddings in order. The first error ends all."""
-    places = asyncio.Semaphore(_AT_ONCE)
+async def in_order(
+    answer: Callable[[R], Awaitable[T]], requests: Iterable[R], at_once: int
+) -> list[T]:
+    """The answers to all requests, of which `at_once` run at a time. The first error ends all."""
+    places = asyncio.Semaphore(at_once)
 
-    async def one(request: GenerationRequest) -> Embedding:
+    async def one(request: R) -> T:
         async with places:
-            return await embed(generator, request)
+            return await answer(request)
 
     tasks = [asyncio.create_task(one(request)) for request in requests]
     try:

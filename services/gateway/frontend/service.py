@@ -65,7 +65,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> inference_pb2.EmbedResponse:
         with self._recorded(request):
             asked = _embedding_from_wire(request, context.time_remaining())
-        found = await embed(self._generator, asked)
+        found = await embed(self._generator.generate, asked)
         return inference_pb2.EmbedResponse(
             request_id=found.request_id,
             embedding=found.values,

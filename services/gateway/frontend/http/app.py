@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from http import HTTPStatus
 from importlib.metadata import version
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ from starlette.routing import Route
 
 from services.gateway.access.keyring import Keyring
 from services.gateway.api import GenerationRequest, Generator, ServedModel
-from services.gateway.frontend.embedding import embed_all
+from services.gateway.frontend.embedding import AT_ONCE, embed, in_order
 from services.gateway.frontend.http.answering.answer import Answer
 from services.gateway.frontend.http.answering.formats import (
     CHAT_FORMAT,
@@ -171,7 +171,8 @@ class _Endpoints:
         body, requests = await self._read(request, EmbeddingBody)
 
         async def answer() -> JSON:
-            found = await embed_all(self._generator, requests)
+            embed_one = partial(embed, self._generator.generate)
+            found = await in_order(embed_one, requests, AT_ONCE)
             return body.answer(found, self._model(body.model)())
 
         return await _whole(request, answer())
