@@ -11,7 +11,6 @@ import os
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, cast
@@ -44,7 +43,7 @@ from services.pool.header import PoolHeader
 from services.pool.memory import available_bytes
 from services.pool.sizing import num_blocks_for
 from services.pool.stamps import Stamps, record_bytes
-from services.protocol.messages import Failed, Generated, Prefilled, Requeued, WorkerEvent
+from services.protocol.messages import Failed, Prefilled, Requeued, WorkerEvent
 from services.protocol.ticket import Adapter, TicketSequence, TicketState, queue_order
 from services.runtime.errors import InvalidRequest, StartupError
 from services.runtime.metrics import WorkerMetrics
@@ -180,9 +179,8 @@ class OfflineEngine:
         running = _Request(replace(admitted, adapter=adapter), fixed, output, self.role)
         running.submit()
         try:
-            async with aclosing(output.deltas()) as deltas:
-                async for delta in deltas:
-                    yield delta
+            async for delta in output:
+                yield delta
         finally:
             running.abort()
 
@@ -250,16 +248,10 @@ class _Request:
         if event.prompt_logprobs:
             output.write_prompt(event.prompt_logprobs)
         for one in event.outputs:
-            if not output.sequences[one.index].has_ended:
-                self._write_tokens(one)
+            if not output.is_over(one.index):
+                output.stats.note_drafts(one.num_drafts, one.num_accepted)
+                output.write(one)
+                if output.is_over(one.index) and one.finish_reason is None:
+                    self._role.abort(self, *self._key, one.index)  # a stop string ended it
         if output.has_ended:
             output.close(None)
-
-    def _write_tokens(self, one: Generated) -> None:
-        """Write the tokens of a sequence. A stop string ends it before the worker does."""
-        output, sequence = self._output, self._output.sequences[one.index]
-        sequence.embedding = one.embedding
-        output.stats.note_drafts(one.num_drafts, one.num_accepted)
-        output.write(one.index, one.token_ids, one.finish_reason, one.logprobs, one.score)
-        if sequence.has_ended and one.finish_reason is None:
-            self._role.abort(self, *self._key, one.index)

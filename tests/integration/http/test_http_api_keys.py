@@ -14,7 +14,6 @@ from structlog.testing import capture_logs
 
 from services.gateway.access.caller import bind_caller
 from services.gateway.api import GenerationRequest, RequestedSampling, TokenizeRequest
-from services.gateway.dashboard.routes import PAGE
 from services.gateway.frontend.access_control import AccessControl
 from services.gateway.frontend.http.app import create_app
 from services.gateway.frontend.http.middleware.authentication import (
@@ -22,6 +21,7 @@ from services.gateway.frontend.http.middleware.authentication import (
     OPERATION_PATHS,
     OPERATOR_PATHS,
 )
+from services.gateway.frontend.http.page import PAGE
 from services.gateway.frontend.http.server import http_server
 from services.runtime.errors import RateLimited
 from tests.api_keys import ALICE, BOB, OPERATOR, keyring
