@@ -91,7 +91,7 @@ class Gateway:
         try:
             check_identity(request)
             bind_request_id(name)
-            lifecycle, output = await self._enqueue(request, name, trace)
+            running, output = await self._enqueue(request, name, trace)
         except asyncio.CancelledError:
             reason = "the client left before the request was in its queue"
             self.record_refusal(name, request.model, CANCELLED, reason)
@@ -107,7 +107,7 @@ class Gateway:
             async for delta in output:
                 yield delta
         finally:
-            lifecycle.end_call(output)
+            running.end_call(output)
 
     async def _enqueue(
         self, request: GenerationRequest, name: str, trace: RequestTrace | None

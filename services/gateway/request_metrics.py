@@ -91,50 +91,50 @@ class RequestMetrics:
             reason=reason[:_MAX_TEXT_CHARS],
         )
 
-    def record_end(self, lifecycle: Request, error: Exception | None) -> None:
+    def record_end(self, request: Request, error: Exception | None) -> None:
         """Count a request that has ended, and write its one log line."""
-        request, stats = lifecycle.asked, lifecycle.output.stats
-        outcome = outcome_of(lifecycle, error)
-        duration_s = asyncio.get_running_loop().time() - request.arrived_at
-        self._count_end(lifecycle, outcome, duration_s)
+        asked, stats = request.asked, request.output.stats
+        outcome = outcome_of(request, error)
+        duration_s = asyncio.get_running_loop().time() - asked.arrived_at
+        self._count_end(request, outcome, duration_s)
         log.info(
             "request_ended",
-            **_caller_keys(request.caller),
-            request_id=client_id(request.request_id),
-            model=request.model,
+            **_caller_keys(asked.caller),
+            request_id=client_id(asked.request_id),
+            model=asked.model,
             outcome=outcome,
             reason=None if error is None else str(error),
             num_prompt_tokens=stats.num_prompt_tokens,
             num_cached_tokens=stats.num_cached_tokens,
-            num_sequences=request.num_sequences,
+            num_sequences=asked.num_sequences,
             num_generated_tokens=stats.num_generated_tokens,
             num_accepted_drafts=stats.num_accepted_drafts,
             num_rejected_drafts=stats.num_rejected_drafts,
             num_preemptions=stats.num_preemptions,
             num_moves=stats.num_moves,
-            num_attempts=lifecycle.num_attempts,
+            num_attempts=request.num_attempts,
             time_to_first_token_ms=round(stats.time_to_first_token_s * 1000, 1),
             duration_ms=round(duration_s * 1000, 1),
-            **({} if lifecycle.trace is None else {"trace_id": lifecycle.trace.trace_id}),
+            **({} if request.trace is None else {"trace_id": request.trace.trace_id}),
         )
 
-    def _count_end(self, lifecycle: Request, outcome: str, duration_s: float) -> None:
-        request, output = lifecycle.asked, lifecycle.output
-        metrics, model, stats = self._metrics, request.model, output.stats
+    def _count_end(self, request: Request, outcome: str, duration_s: float) -> None:
+        asked, output = request.asked, request.output
+        metrics, model, stats = self._metrics, asked.model, output.stats
         metrics.e2e_request_latency_s.labels(model).observe(duration_s)
         metrics.prompt_tokens.labels(model).inc(stats.num_prompt_tokens)
         metrics.prompt_tokens_cached.labels(model).inc(stats.num_cached_tokens)
         metrics.num_preemptions.labels(model).inc(stats.num_preemptions)
         metrics.num_moves.labels(model).inc(stats.num_moves)
-        if lifecycle.started_at is not None:
-            queued_s = lifecycle.started_at - request.arrived_at
+        if request.started_at is not None:
+            queued_s = request.started_at - asked.arrived_at
             metrics.request_queue_time_s.labels(model).observe(queued_s)
         if output.finish_reason is not None:
             metrics.requests_finished.labels(model, outcome).inc()
         else:
             metrics.requests_failed.labels(model, outcome).inc()
-        if request.caller.tenant:
-            self._count_tenant(self._label(request.caller.tenant), outcome, stats)
+        if asked.caller.tenant:
+            self._count_tenant(self._label(asked.caller.tenant), outcome, stats)
 
     def _count_tenant(self, tenant: str, outcome: str, stats: RequestStats) -> None:
         metrics = self._tenants
@@ -149,8 +149,8 @@ def _caller_keys(caller: Caller) -> dict[str, str]:
     return {"api_key": caller.key, "tenant": caller.tenant} if caller.tenant else {}
 
 
-def outcome_of(lifecycle: Request, error: Exception | None) -> str:
+def outcome_of(request: Request, error: Exception | None) -> str:
     """How a request ended: its finish reason, the code of its error, or `cancelled`."""
-    if lifecycle.output.finish_reason is not None:
-        return lifecycle.output.finish_reason.value
+    if request.output.finish_reason is not None:
+        return request.output.finish_reason.value
     return CANCELLED if error is None else code_of(error)

@@ -115,13 +115,13 @@ async def start_gateway(
     router = Router(store, secret.root, movers.bandwidth)
     end_listeners: list[EndListener] = []
 
-    def on_end(lifecycle: Request, error: Exception | None) -> None:
-        request_metrics.record_end(lifecycle, error)
-        outcome = outcome_of(lifecycle, error)
+    def on_end(request: Request, error: Exception | None) -> None:
+        request_metrics.record_end(request, error)
+        outcome = outcome_of(request, error)
         for listener in end_listeners:
-            listener(lifecycle, outcome)
-        if lifecycle.trace is not None:
-            lifecycle.trace.end(outcome, error, lifecycle.output.stats)
+            listener(request, outcome)
+        if request.trace is not None:
+            request.trace.end(outcome, error, request.output.stats)
 
     dispatcher = Dispatcher(directory, router, registry, options, changes, on_end, movers.pull)
     request_metrics.set_gauges(lambda: dispatcher.num_running, lambda: dispatcher.num_waiting)

@@ -125,7 +125,7 @@ def check_nothing_left(
 ) -> None:
     dispatcher = fuzzed.dispatcher
     assert (dispatcher.num_waiting, dispatcher.num_running) == (0, 0)
-    assert not dispatcher._lifecycles
+    assert not dispatcher._requests
     for connection in fuzzed.connections:
         assert connection.worker.num_taken_slots == 0, connection.worker
         assert not connection.worker.prefill_loads, connection.worker

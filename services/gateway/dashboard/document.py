@@ -35,8 +35,8 @@ class EndedRequests:
     def __init__(self) -> None:
         self.views: deque[tuple[str, dict[str, Any]]] = deque(maxlen=MAX_RECENT)
 
-    def note(self, lifecycle: Request, outcome: str) -> None:
-        self.views.append((_key(lifecycle), {**_request(lifecycle), "outcome": outcome}))
+    def note(self, request: Request, outcome: str) -> None:
+        self.views.append((_key(request), {**_request(request), "outcome": outcome}))
 
 
 class DashboardDocument:
@@ -69,7 +69,7 @@ class DashboardDocument:
             "gateway": self._gateway_id,
             "models": list(self._directory.model_names()),
             "block_manager": self._block_maps.is_current,
-            "num_running": len(self._dispatcher.lifecycles) - len(waiting),
+            "num_running": len(self._dispatcher.requests) - len(waiting),
             "num_waiting": len(waiting) + self._dispatcher.num_admitting,
             "oldest_wait_ms": now_ms - oldest_ms,
             "workers": self._workers(),
@@ -88,8 +88,8 @@ class DashboardDocument:
 
     def _waiting(self) -> list[Request]:
         """The requests that have no token yet, or lost their place at a worker."""
-        lifecycles = self._dispatcher.lifecycles
-        return [each for each in lifecycles if each.timeline.phase in _WAITING]
+        requests = self._dispatcher.requests
+        return [each for each in requests if each.timeline.phase in _WAITING]
 
     def _failures(self) -> dict[str, float]:
         """The requests that failed or were refused since the start, by error code. A request whose
@@ -106,7 +106,7 @@ class DashboardDocument:
         num_waiting = len(self._waiting())
         return [
             _now_ms(),
-            len(self._dispatcher.lifecycles) - num_waiting,
+            len(self._dispatcher.requests) - num_waiting,
             num_waiting + self._dispatcher.num_admitting,
             _total(self._metrics.generation_tokens),
             sum(self._failures().values()),
@@ -115,7 +115,7 @@ class DashboardDocument:
     def _requests(self) -> dict[str, Any]:
         """First those that run: a long queue hides none of them."""
         in_order = sorted(
-            self._dispatcher.lifecycles,
+            self._dispatcher.requests,
             key=lambda each: (each.timeline.phase is Phase.WAITING, each.position.order),
         )
         running = {_key(each): _request(each) for each in islice(in_order, MAX_RUNNING)}
@@ -144,36 +144,36 @@ def _now_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
-def _waits_since_ms(lifecycle: Request) -> int:
+def _waits_since_ms(request: Request) -> int:
     """When the first of the phases began in which the request now waits, one after the other."""
     since_ms = _now_ms()
-    for phase, began_ms, _ in reversed(lifecycle.timeline.spans):
+    for phase, began_ms, _ in reversed(request.timeline.spans):
         if phase not in _WAITING:
             break
         since_ms = began_ms
     return since_ms
 
 
-def _key(lifecycle: Request) -> str:
+def _key(request: Request) -> str:
     """Arrivals are distinct, and the order contains the arrival."""
-    return str(lifecycle.position.order)
+    return str(request.position.order)
 
 
-def _request(lifecycle: Request) -> dict[str, Any]:
-    stats = lifecycle.output.stats
+def _request(request: Request) -> dict[str, Any]:
+    stats = request.output.stats
     view = {
-        "id": client_id(lifecycle.id)[:_MAX_ID_CHARS],
-        "model": lifecycle.asked.model,
-        "sequences": lifecycle.asked.num_sequences,
+        "id": client_id(request.id)[:_MAX_ID_CHARS],
+        "model": request.asked.model,
+        "sequences": request.asked.num_sequences,
         "prompt": stats.num_prompt_tokens,
         "cached": stats.num_cached_tokens,
         "tokens": stats.num_generated_tokens,
         "preemptions": stats.num_preemptions,
         "moves": stats.num_moves,
-        "spans": [[phase.value, *begin] for phase, *begin in lifecycle.timeline.spans],
+        "spans": [[phase.value, *begin] for phase, *begin in request.timeline.spans],
     }
-    if lifecycle.timeline.ended_ms is not None:
-        view["ended_ms"] = lifecycle.timeline.ended_ms
+    if request.timeline.ended_ms is not None:
+        view["ended_ms"] = request.timeline.ended_ms
     return view
 
 

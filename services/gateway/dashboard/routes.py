@@ -58,7 +58,7 @@ def make_dashboard(
     them, the dashboard needs an operator's."""
 
     def requests() -> dict[str, str]:
-        running = wiring.dispatcher.lifecycles
+        running = wiring.dispatcher.requests
         return {each.tickets.holder_id: client_id(each.id) for each in running}
 
     def check(request: Request) -> None:

@@ -47,12 +47,12 @@ MAX_RETRIES = 3
 or sent an impossible message. (`crash_attribution.py` counts lost workers as well.)"""
 
 
-class LifecycleHost(Protocol):
+class RequestHost(Protocol):
     """Is told when a request is queued, and when it is closed."""
 
-    def on_queued(self, lifecycle: "Request") -> None: ...
+    def on_queued(self, request: "Request") -> None: ...
 
-    def on_closed(self, lifecycle: "Request", error: Exception | None) -> None: ...
+    def on_closed(self, request: "Request", error: Exception | None) -> None: ...
 
     @property
     def pull(self) -> Pull: ...
@@ -70,7 +70,7 @@ class Request:
         asked: AdmittedRequest,
         position: QueuePosition,
         output: Output,
-        host: LifecycleHost,
+        host: RequestHost,
         attempt_numbers: Iterator[int],
         read_window_s: float = 10.0,
     ) -> None:

@@ -68,7 +68,7 @@ class Dispatcher:
         self._changes = changes
         self._placement = Placement(workers, router, options, changes)
         self._model_queues: dict[str, ModelQueue] = {}
-        self._lifecycles: dict[str, Request] = {}
+        self._requests: dict[str, Request] = {}
         self._admitting: dict[str, str] = {}
         """The client of each request in admission, by the request's id."""
         self._lookups: dict[str, ParkedLookup] = {}
@@ -77,8 +77,8 @@ class Dispatcher:
         self._clock = asyncio.get_running_loop().time
 
     @property
-    def lifecycles(self) -> Collection[Request]:
-        return self._lifecycles.values()
+    def requests(self) -> Collection[Request]:
+        return self._requests.values()
 
     @property
     def _num_queued(self) -> int:
@@ -100,7 +100,7 @@ class Dispatcher:
 
     @property
     def num_running(self) -> int:
-        return len(self._lifecycles) - self._num_queued
+        return len(self._requests) - self._num_queued
 
     @property
     def is_draining(self) -> bool:
@@ -110,7 +110,7 @@ class Dispatcher:
         """Refuse new requests with Draining, and wait at most `limit_s` until none runs."""
         self._draining = True
         until = self._clock() + limit_s
-        while self._lifecycles or self._admitting:
+        while self._requests or self._admitting:
             seen = self._changes.num_changes
             if not await self._changes.wait(seen, max(0.0, until - self._clock())):
                 return
@@ -124,8 +124,8 @@ class Dispatcher:
         for task in tasks:
             task.cancel()
         # Before anything is awaited: a process that fails may be cancelled here once more.
-        for lifecycle in tuple(self._lifecycles.values()):
-            lifecycle.close(Draining(_STOPPING), aborts=not self._workers.another_gateway_serves)
+        for request in tuple(self._requests.values()):
+            request.close(Draining(_STOPPING), aborts=not self._workers.another_gateway_serves)
         await asyncio.gather(*tasks, return_exceptions=True)
 
     # ── admission ────────────────────────────────────────────────────────────────────────────────
@@ -137,7 +137,7 @@ class Dispatcher:
         Raises DuplicateRequest, QueueFull, Draining."""
         if self._draining:
             raise Draining(_STOPPING)
-        runs = request_id in self._lifecycles
+        runs = request_id in self._requests
         if (runs and not resumes) or request_id in self._admitting:
             raise DuplicateRequest("a request with this request_id and resume_token is running")
         if not runs and (problem := self._room_problem(client)):
@@ -167,69 +167,67 @@ class Dispatcher:
             f"{most} places while others wait; try again later"
         )
 
-    async def enqueue(self, request: AdmittedRequest, output: Output) -> Request:
+    async def enqueue(self, asked: AdmittedRequest, output: Output) -> Request:
         """Queue an admitted request, or resume it if it runs here; within `admitting`. Raises
         BlockStoreError, Draining, DuplicateRequest."""
-        if (running := self._lifecycles.get(request.request_id)) is not None:
-            running.resume(request, output)
+        if (running := self._requests.get(asked.request_id)) is not None:
+            running.resume(asked, output)
             return running
-        position = QueuePosition(request.priority, await self._registry.next_arrival())
-        found = None if request.received is None else await self._find_parked(request)
+        position = QueuePosition(asked.priority, await self._registry.next_arrival())
+        found = None if asked.received is None else await self._find_parked(asked)
         if self._closed:
             raise Draining(_STOPPING)
-        lifecycle = Request(
-            request, position, output, self, self._attempt_numbers, self._options.read_window_s
+        request = Request(
+            asked, position, output, self, self._attempt_numbers, self._options.read_window_s
         )
-        self._lifecycles[lifecycle.id] = lifecycle
+        self._requests[request.id] = request
         if found is not None:
-            lifecycle.adopt(found)
-        if lifecycle.status is not RequestStatus.ENDED:
-            self.on_queued(lifecycle)
-        return lifecycle
+            request.adopt(found)
+        if request.status is not RequestStatus.ENDED:
+            self.on_queued(request)
+        return request
 
-    async def _find_parked(self, request: AdmittedRequest) -> DetachedTicket | None:
+    async def _find_parked(self, asked: AdmittedRequest) -> DetachedTicket | None:
         """The ticket that another gateway parked, for a request whose client resumes here."""
-        lookup = self._lookups[request.request_id] = ParkedLookup(
-            request, next(self._attempt_numbers)
-        )
-        workers = self._workers.parked_lookup_workers(request.model)
+        lookup = self._lookups[asked.request_id] = ParkedLookup(asked, next(self._attempt_numbers))
+        workers = self._workers.parked_lookup_workers(asked.model)
         try:
             return await lookup.run(workers, self._router, self._options.reserve_timeout_s)
         finally:
-            del self._lookups[request.request_id]
+            del self._lookups[asked.request_id]
 
     # ── events of requests ───────────────────────────────────────────────────────────────────────
 
-    def on_queued(self, lifecycle: Request) -> None:
-        model_queue = self.model_queue(lifecycle.asked.model)
-        if not lifecycle.is_paused:
-            model_queue.waiting.add(lifecycle)
+    def on_queued(self, request: Request) -> None:
+        model_queue = self.model_queue(request.asked.model)
+        if not request.is_paused:
+            model_queue.waiting.add(request)
         self._changes.notify()
 
-    def on_closed(self, lifecycle: Request, error: Exception | None) -> None:
-        self.model_queue(lifecycle.asked.model).waiting.remove(lifecycle)
-        self._lifecycles.pop(lifecycle.id, None)
+    def on_closed(self, request: Request, error: Exception | None) -> None:
+        self.model_queue(request.asked.model).waiting.remove(request)
+        self._requests.pop(request.id, None)
         self._changes.notify()
-        self._on_end(lifecycle, error)
+        self._on_end(request, error)
 
     # ── events of workers ────────────────────────────────────────────────────────────────────────
 
     def on_event(self, sender: Worker, event: RequestEvent) -> None:
         if lookup := self._lookups.get(event.request_id):
             lookup.on_event(sender, event)
-        lifecycle = self._lifecycles.get(event.request_id)
-        if lifecycle is None:
+        request = self._requests.get(event.request_id)
+        if request is None:
             return
         try:
-            worker_events.on_event(lifecycle, sender, event)
+            worker_events.on_event(request, sender, event)
         except Exception as error:  # a fault in one request must not end the worker's stream
-            lifecycle.close(error)
+            request.close(error)
 
     def on_lost(self, worker: Worker, *, died: bool) -> None:
         for lookup in self._lookups.values():
             lookup.on_lost(worker)
-        for lifecycle in tuple(self._lifecycles.values()):
-            worker_events.on_lost(lifecycle, worker, died=died)
+        for request in tuple(self._requests.values()):
+            worker_events.on_lost(request, worker, died=died)
 
     def on_report(self, worker: Worker) -> None:
         if worker.draining or self.num_waiting_for(worker.member.model):

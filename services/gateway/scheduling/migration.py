@@ -55,7 +55,7 @@ class Migration:
         self._uneven: dict[str, tuple[Worker, Worker]] = {}
 
     def _movable_requests(self, worker: Worker) -> list[Request]:
-        return [each for each in self._dispatcher.lifecycles if each.movable_from is worker]
+        return [each for each in self._dispatcher.requests if each.movable_from is worker]
 
     # ── drain ────────────────────────────────────────────────────────────────────────────────────
 
@@ -75,9 +75,9 @@ class Migration:
     async def _move_all_from(self, source: Worker, pool: tuple[Worker, ...]) -> None:
         moves = []
         movable = self._movable_requests(source)
-        for lifecycle in sorted(movable, key=lambda lifecycle: lifecycle.position.order):
-            if target := _worker_with_most_free_slots(pool, lifecycle.num_sequences):
-                moves.append((lifecycle, lifecycle.reserve_target(target)))
+        for request in sorted(movable, key=lambda request: request.position.order):
+            if target := _worker_with_most_free_slots(pool, request.num_sequences):
+                moves.append((request, request.reserve_target(target)))
         await self._start_moves(moves)
 
     # ── rebalance ────────────────────────────────────────────────────────────────────────────────
@@ -110,13 +110,13 @@ class Migration:
             each for each in self._movable_requests(source) if now - each.moved_at >= MIN_STAY_S
         ]
         moves = []
-        for lifecycle in sorted(stayed, key=lambda lifecycle: -lifecycle.position.order):
-            num_sequences = lifecycle.num_sequences
+        for request in sorted(stayed, key=lambda request: -request.position.order):
+            num_sequences = request.num_sequences
             if num_sequences > num_to_move:
                 continue
             if not _has_free_slots(target, num_sequences):
                 break
-            moves.append((lifecycle, lifecycle.reserve_target(target)))
+            moves.append((request, request.reserve_target(target)))
             num_to_move -= num_sequences
         await self._start_moves(moves)
 
@@ -124,15 +124,15 @@ class Migration:
         """Wait for all answers before the first hand-over: the requests run on meanwhile."""
         timeout_s = self._reserve_timeout_s
         await asyncio.gather(*(target.wait_for_answer(timeout_s) for _, target in moves))
-        for lifecycle, target in moves:
+        for request, target in moves:
             try:
-                granted = lifecycle.request_move(target)
+                granted = request.request_move(target)
             except Exception as error:  # a fault in one request must not end migration
-                lifecycle.close(error)
+                request.close(error)
                 continue
             log.debug(
                 "request_moves",
-                request_id=client_id(lifecycle.id),
+                request_id=client_id(request.id),
                 worker_id=target.worker.id,
                 granted=granted,
             )

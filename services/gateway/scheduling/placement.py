@@ -49,123 +49,123 @@ class Placement:
         """Place the first request of `queue`, again and again."""
         while True:
             seen = self._changes.num_changes
-            lifecycle = queue.waiting.first()
-            delay_s = None if lifecycle is None else await self._place_or_close(queue, lifecycle)
+            request = queue.waiting.first()
+            delay_s = None if request is None else await self._place_or_close(queue, request)
             if delay_s == AT_ONCE:
                 continue
             if not await self._changes.wait(seen, delay_s):
                 self._workers.forget_refusals()
 
-    async def _place_or_close(self, queue: ModelQueue, lifecycle: Request) -> float:
+    async def _place_or_close(self, queue: ModelQueue, request: Request) -> float:
         """Like `_place`, but an error closes the request and does not end the queue's task."""
         try:
-            return await self._place(queue, lifecycle)
+            return await self._place(queue, request)
         except Exception as error:
-            lifecycle.close(error)
+            request.close(error)
             return AT_ONCE
 
-    async def _place(self, queue: ModelQueue, lifecycle: Request) -> float:
+    async def _place(self, queue: ModelQueue, request: Request) -> float:
         """Place the first request if that is possible now. Returns the seconds after which to try
         again if nothing changes before; AT_ONCE: another request may be the first now."""
-        num_sequences, request = lifecycle.num_sequences, lifecycle.asked
+        num_sequences, asked = request.num_sequences, request.asked
         complete = self._workers.complete_pools(queue.model)
         pools = [pool for pool in complete if pool.max_slots >= num_sequences]
         if not pools:
             reason = f"no decode worker takes {num_sequences} sequences at a time now"
             return self._delay_without_workers(
-                *(queue, lifecycle), reason if complete else self._workers.missing(queue.model)
+                *(queue, request), reason if complete else self._workers.missing(queue.model)
             )
         queue.without_workers_since = None
-        problems = [request.capacity_problem(pool.spec) for pool in pools]
+        problems = [asked.capacity_problem(pool.spec) for pool in pools]
         if all(problems):  # pools may have come and gone since the request was admitted
-            lifecycle.close(PromptTooLong(problems[0]))
+            request.close(PromptTooLong(problems[0]))
             return AT_ONCE
         fitting = [pool for pool, problem in zip(pools, problems, strict=True) if not problem]
-        open_pools = [pool for pool in fitting if pool.has_open(lifecycle.num_slots)]
+        open_pools = [pool for pool in fitting if pool.has_open(request.num_slots)]
         if not open_pools:
             return RETRY_S
-        for route in await self._routes(queue.model, lifecycle, open_pools):
-            if await self._place_on_route(queue, lifecycle, route):
+        for route in await self._routes(queue.model, request, open_pools):
+            if await self._place_on_route(queue, request, route):
                 return AT_ONCE
-        return AT_ONCE if lifecycle not in queue.waiting else RETRY_S
+        return AT_ONCE if request not in queue.waiting else RETRY_S
 
-    async def _routes(self, model: str, lifecycle: Request, open_pools: list[Pool]) -> list[Route]:
+    async def _routes(self, model: str, request: Request, open_pools: list[Pool]) -> list[Route]:
         """The routes of a request, the best first. If it has a detached ticket, it goes on in that
         ticket's pool. If that pool has no slot, a mover copies the KV to another pool; otherwise
         the ticket is aborted, and the request may go to every pool."""
-        request, detached = lifecycle.asked, lifecycle.attempt.detached
+        asked, detached = request.asked, request.attempt.detached
         prefill_pools: list[Pool] | None = [
             pool
             for pool in self._workers.prefill_pools(model)
-            if not request.capacity_problem(pool.spec)
+            if not asked.capacity_problem(pool.spec)
         ]
         if detached is not None:
             pool_id, can_copy = detached.ticket.pool_id, self._router.can_copy
             same = [pool for pool in open_pools if pool.spec.pool_id == pool_id]
-            if not same and lifecycle.is_computed:
+            if not same and request.is_computed:
                 same = [pool for pool in open_pools if can_copy(pool_id, pool.spec.pool_id)]
-            if same and lifecycle.is_computed:
+            if same and request.is_computed:
                 return [Route(pool, b"") for pool in same]
             if same:  # the KV is in the swap pool of this pool
                 open_pools, prefill_pools = same, None
             else:
                 detached.abort()
         return await self._router.routes(
-            request,
+            asked,
             open_pools,
             prefill_pools,
-            may_pull=lifecycle.unsent_prompt_logprobs is None,
+            may_pull=request.unsent_prompt_logprobs is None,
         )
 
-    async def _place_on_route(self, queue: ModelQueue, lifecycle: Request, route: Route) -> bool:
+    async def _place_on_route(self, queue: ModelQueue, request: Request, route: Route) -> bool:
         """Reserve slots at a decode worker of the route's pool, if the request needs any, and send
         it on. True: the request was placed, has ended or was requeued, so no other route is
         tried."""
-        num_slots = lifecycle.num_slots
+        num_slots = request.num_slots
         if not num_slots:
-            if lifecycle not in queue.waiting:
+            if request not in queue.waiting:
                 return True
-            if is_placed := self._submit(lifecycle, route):
-                queue.waiting.remove(lifecycle)
+            if is_placed := self._submit(request, route):
+                queue.waiting.remove(request)
             return is_placed
         for decode in route.pool.open_decode(num_slots):
-            if lifecycle not in queue.waiting:  # the request ended while a worker was asked
+            if request not in queue.waiting:  # the request ended while a worker was asked
                 return True
             if not decode.is_open(num_slots):
                 continue
-            if not await lifecycle.reserve(decode, self._options.reserve_timeout_s):
+            if not await request.reserve(decode, self._options.reserve_timeout_s):
                 continue
-            if lifecycle.is_computed:
-                lifecycle.admit()
-            elif not self._submit(lifecycle, route):
-                lifecycle.requeue()
+            if request.is_computed:
+                request.admit()
+            elif not self._submit(request, route):
+                request.requeue()
                 return True
-            queue.waiting.remove(lifecycle)
+            queue.waiting.remove(request)
             return True
         return False
 
-    def _submit(self, lifecycle: Request, route: Route) -> bool:
+    def _submit(self, request: Request, route: Route) -> bool:
         """Send the request to a prefill worker of the route. False: all of them have left."""
-        choice = choose_prefill(route, lifecycle.num_uncomputed)
+        choice = choose_prefill(route, request.num_uncomputed)
         if choice is None:
             return False
         pool_id = route.prefill.spec.pool_id
-        lifecycle.submit(*choice, pool_id, route.root_hash, route.source_pool_id)
+        request.submit(*choice, pool_id, route.root_hash, route.source_pool_id)
         return True
 
-    def _delay_without_workers(self, queue: ModelQueue, lifecycle: Request, reason: str) -> float:
+    def _delay_without_workers(self, queue: ModelQueue, request: Request, reason: str) -> float:
         """The time that is left for workers to appear; when none is left, the request is closed.
         While workers start, such as after a crash, requests wait longer."""
         now = self._clock()
         is_starting = self._workers.is_starting(queue.model)
-        if is_starting and now - lifecycle.waiting_since < self._options.start_patience_s:
+        if is_starting and now - request.waiting_since < self._options.start_patience_s:
             queue.without_workers_since = None
             return _NO_WORKERS_S
         if queue.without_workers_since is None:
             queue.without_workers_since = now
-        since = max(queue.without_workers_since, lifecycle.waiting_since)
+        since = max(queue.without_workers_since, request.waiting_since)
         left_s = since + self._options.patience_s - now
         if left_s > 0:
             return min(left_s, _NO_WORKERS_S)
-        lifecycle.close(NoWorker(reason))
+        request.close(NoWorker(reason))
         return AT_ONCE

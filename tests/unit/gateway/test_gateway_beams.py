@@ -59,12 +59,12 @@ def begun(ticket: Ticket, num_tokens: int = 1, **changes: Any) -> Ticket:
 
 
 def goes_on(walk: Walk) -> Generated:
-    return Generated("r1", walk.lifecycle.attempt.number, 0, len(PROMPT), (), None)
+    return Generated("r1", walk.request.attempt.number, 0, len(PROMPT), (), None)
 
 
 def found(walk: Walk, *indices: int) -> list[Generated]:
     finish = (FinishReason.LENGTH, FinishReason.STOP)
-    position, attempt = len(PROMPT), walk.lifecycle.attempt.number
+    position, attempt = len(PROMPT), walk.request.attempt.number
     return [
         Generated("r1", attempt, index, position, FOUND[index], finish[index], score=-0.5 - index)
         for index in indices
@@ -75,7 +75,7 @@ async def until_searching(walk: Walk) -> Ticket:
     assert await walk.reserve()
     ticket = walk.start()
     walk.on_event(walk.prefill, Prefilled(begun(ticket), ()))
-    assert walk.lifecycle.status is RequestStatus.DECODING
+    assert walk.request.status is RequestStatus.DECODING
     return ticket
 
 
@@ -118,10 +118,10 @@ async def test_a_search_that_ends_with_its_first_tokens() -> None:
 async def test_a_move_is_settled_once_the_worker_goes_on() -> None:
     walk = searching()
     await until_searching(walk)
-    assert walk.lifecycle.movable_from is None
+    assert walk.request.movable_from is None
     walk.on_event(walk.decode, goes_on(walk))
-    assert walk.lifecycle.movable_from is walk.decode
-    assert walk.lifecycle.num_sequences == 3
+    assert walk.request.movable_from is walk.decode
+    assert walk.request.num_sequences == 3
 
 
 @pytest.mark.parametrize("reason", [RequeueReason.PREEMPTED, RequeueReason.DRAINING])
@@ -131,7 +131,7 @@ async def test_a_returned_search_goes_on_from_its_beams(reason: RequeueReason) -
     left = begun(ticket, 4, holder_epoch=0)
     left = replace(left, sequences=tuple(replace(s, block_ids=()) for s in left.sequences))
     walk.on_event(walk.decode, Requeued("r1", 1, reason, left))
-    assert walk.lifecycle.status is RequestStatus.QUEUED
+    assert walk.request.status is RequestStatus.QUEUED
     assert await walk.reserve()
     again = walk.start()
     assert [one.token_ids for one in again.sequences] == [(5,) * 4, (6,) * 4, (7,) * 4]

@@ -15,7 +15,7 @@ from .walk import MAX_TOKENS, PROMPT, ScriptedWorker, Walk, expected, generated,
 
 def begin(walk: Walk, worker: ScriptedWorker) -> None:
     """The worker reports that it computes the request."""
-    walk.on_event(worker, Began("r1", walk.lifecycle.attempt.number))
+    walk.on_event(worker, Began("r1", walk.request.attempt.number))
 
 
 async def until_computing(walk: Walk) -> None:
@@ -60,7 +60,7 @@ async def test_a_request_that_waited_at_two_dead_workers_goes_on() -> None:
         assert await walk.reserve()
         walk.start()
         walk.on_lost(walk.prefill, died=True)
-        assert walk.lifecycle.status is RequestStatus.QUEUED
+        assert walk.request.status is RequestStatus.QUEUED
     await walk.until_decoding()
     rest = expected(MAX_TOKENS)[1:]
     walk.on_event(walk.decode, generated(walk, *rest, finish=FinishReason.LENGTH))
@@ -86,14 +86,14 @@ async def test_waiting_elsewhere_clears_nobody(num_waits: int) -> None:
 async def test_a_request_begun_at_one_worker_is_not_begun_at_the_next() -> None:
     walk = Walk()
     await until_computing(walk)
-    walk.on_event(walk.decode, Began("r1", walk.lifecycle.attempt.number))  # nobody asked it
+    walk.on_event(walk.decode, Began("r1", walk.request.attempt.number))  # nobody asked it
     walk.on_lost(walk.prefill, died=True)
-    late = Began("r1", walk.lifecycle.attempt.number - 1)
+    late = Began("r1", walk.request.attempt.number - 1)
     assert await walk.reserve()
     walk.start()
     walk.on_event(walk.prefill, late)
     walk.on_lost(walk.prefill, died=True)
-    assert walk.lifecycle.status is RequestStatus.QUEUED
+    assert walk.request.status is RequestStatus.QUEUED
 
 
 async def test_a_worker_that_is_lost_alive_did_not_crash() -> None:
@@ -102,7 +102,7 @@ async def test_a_worker_that_is_lost_alive_did_not_crash() -> None:
     for _ in range(2):
         await until_computing(walk)
         walk.on_lost(walk.prefill, died=False)
-    assert walk.lifecycle.status is RequestStatus.QUEUED
+    assert walk.request.status is RequestStatus.QUEUED
 
 
 @pytest.mark.parametrize("begun", [True, False], ids=["begun", "waiting"])
@@ -112,7 +112,7 @@ async def test_workers_that_are_lost_with_a_request_have_a_limit(begun: bool) ->
     begin."""
     walk = Walk()
     for _ in range(4):
-        assert walk.lifecycle.status is not RequestStatus.ENDED
+        assert walk.request.status is not RequestStatus.ENDED
         await (until_running(walk) if begun else walk.until_decoding())
         walk.on_lost(walk.decode, died=not begun)
     with pytest.raises(Unavailable, match="given up after 4 decode workers were lost"):
@@ -129,12 +129,12 @@ async def test_a_request_that_makes_progress_is_never_given_up() -> None:
             walk.decode,
             generated(
                 walk,
-                next_token([*PROMPT, *expected(walk.lifecycle.num_tokens - len(PROMPT))]),
+                next_token([*PROMPT, *expected(walk.request.num_tokens - len(PROMPT))]),
             ),
         )
         walk.on_lost(walk.decode, died=True)
     await until_running(walk)
-    rest = expected(MAX_TOKENS)[walk.lifecycle.num_tokens - len(PROMPT) :]
+    rest = expected(MAX_TOKENS)[walk.request.num_tokens - len(PROMPT) :]
     walk.on_event(walk.decode, generated(walk, *rest, finish=FinishReason.LENGTH))
     assert await walk.tokens() == expected(MAX_TOKENS)
 
@@ -173,7 +173,7 @@ async def until_searching(walk: Walk, num_steps: int) -> None:
     walk.on_event(walk.prefill, Prefilled(issued, ()))
     begin(walk, walk.decode)
     for _ in range(num_steps):
-        goes_on = Generated("r1", walk.lifecycle.attempt.number, 0, len(PROMPT), (), None)
+        goes_on = Generated("r1", walk.request.attempt.number, 0, len(PROMPT), (), None)
         walk.on_event(walk.decode, goes_on)
 
 
@@ -193,7 +193,7 @@ async def test_a_search_is_not_blamed_for_what_others_have_done_before() -> None
     for num_steps in (2, 1, 0, 3):
         await until_searching(walk, num_steps)
         walk.on_lost(walk.decode, died=True)
-        assert walk.lifecycle.status is RequestStatus.QUEUED
+        assert walk.request.status is RequestStatus.QUEUED
     for _ in range(3):
         await until_searching(walk, num_steps=1)
         walk.on_lost(walk.decode, died=True)

@@ -41,13 +41,13 @@ class Disturbances:
 
     def __init__(self, walk: Walk, chance: random.Random) -> None:
         self._walk, self._chance = walk, chance
-        self._lifecycle = walk.lifecycle
+        self._request = walk.request
         self._sent: list[tuple[ScriptedWorker, Generated | Prefilled]] = []
         self.released: set[tuple[str, int]] = set()
 
     async def run(self) -> None:
         for _ in range(100):
-            if self._lifecycle.status is RequestStatus.ENDED:
+            if self._request.status is RequestStatus.ENDED:
                 return
             late = [
                 (by, one)
@@ -61,15 +61,15 @@ class Disturbances:
 
     @property
     def _attempt(self) -> int:
-        return self._lifecycle.attempt.number
+        return self._request.attempt.number
 
     async def _go_on(self, last: float) -> None:
-        status = self._lifecycle.status
+        status = self._request.status
         if status is RequestStatus.QUEUED:
             if not await self._walk.reserve(granted=last < 0.8):
                 self.released.add(("d", self._attempt))
-            elif self._lifecycle.is_computed:
-                self._lifecycle.admit()
+            elif self._request.is_computed:
+                self._request.admit()
         elif status is RequestStatus.RESERVING:
             self._walk.start()
         elif last < 0.05:
@@ -80,9 +80,9 @@ class Disturbances:
             self._walk.on_lost(lost, died=True)
         elif status is RequestStatus.PREFILLING:
             self._prefill()
-        elif last < 0.2 and self._lifecycle.attempt.detached is None:
+        elif last < 0.2 and self._request.attempt.detached is None:
             self.released.add(("d", self._attempt))  # the slot; it may claim its own ticket again
-            living = [s.index for s in self._lifecycle.output.living]
+            living = [s.index for s in self._request.output.living]
             self._walk.on_event(
                 self._walk.decode, requeued(self._walk, at_rest(self._walk, *living))
             )
@@ -90,7 +90,7 @@ class Disturbances:
             self._decode()
 
     def _give_back(self) -> None:
-        is_prefilling = self._lifecycle.status is RequestStatus.PREFILLING
+        is_prefilling = self._request.status is RequestStatus.PREFILLING
         sender = self._walk.prefill if is_prefilling else self._walk.decode
         self.released.add((sender.id, self._attempt))
         reason = self._chance.choice([RequeueReason.PREEMPTED, RequeueReason.DRAINING])
@@ -108,7 +108,7 @@ class Disturbances:
         self._send(self._walk.prefill, self._walk.prefilled(submit.ticket, *ended))
 
     def _decode(self) -> None:
-        living = self._lifecycle.output.living
+        living = self._request.output.living
         sequence = self._chance.choice(living)
         token = next_token([*PROMPT, *sequence.tokens], sequence.index)
         is_last = len(sequence.tokens) + 1 == MAX_TOKENS
@@ -129,7 +129,7 @@ async def disturb(walk: Walk, chance: random.Random) -> bool:
     disturbances = Disturbances(walk, chance)
     await disturbances.run()
     finished = walk.output.has_ended
-    walk.lifecycle.close()
+    walk.request.close()
     for worker in (walk.prefill, walk.decode):
         begun = {c.attempt for c in worker.sent if isinstance(c, Reserve)}
         begun |= {c.ticket.attempt for c in worker.sent if isinstance(c, Submit)}

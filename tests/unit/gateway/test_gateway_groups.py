@@ -1,4 +1,4 @@
-"""A request with several sequences: one lifecycle, one ticket, and an end for each sequence."""
+"""A request with several sequences: one request, one ticket, and an end for each sequence."""
 
 from dataclasses import replace
 
@@ -71,7 +71,7 @@ async def test_sequences_that_end_with_the_first_token_are_not_sent_to_decode() 
     assert await walk.reserve()
     ticket = walk.start()
     walk.on_event(walk.prefill, walk.prefilled(ticket, *[FinishReason.STOP] * 2))
-    assert walk.lifecycle.status is RequestStatus.ENDED
+    assert walk.request.status is RequestStatus.ENDED
     assert walk.prefill.sent == [walk.prefill.sent[0]]  # it knows
     assert walk.decode.sent[-1] == Abort("r1", 1)  # a slot
     assert await tokens_of(walk) == {index: expected(1, index) for index in range(2)}
@@ -146,7 +146,7 @@ async def test_a_group_lost_between_its_first_tokens_is_whole_again() -> None:
     assert await walk.reserve()
     lengths = [len(sequence.token_ids) for sequence in walk.start().sequences]
     assert lengths == [2, 1]
-    walk.lifecycle.close()
+    walk.request.close()
 
 
 async def test_a_group_moves_without_those_that_have_ended() -> None:
@@ -156,10 +156,10 @@ async def test_a_group_moves_without_those_that_have_ended() -> None:
     for index in range(NUM):
         step(walk, index)
     other = ScriptedWorker("other")
-    slot = walk.lifecycle.reserve_target(other)
+    slot = walk.request.reserve_target(other)
     assert other.sent == [Reserve("r1", 2, NUM)]
     walk.on_event(other, Reserved("r1", 2, granted=True))
-    assert walk.lifecycle.request_move(slot)
+    assert walk.request.request_move(slot)
     assert walk.decode.sent[-1] == HandOver("r1", 1)
     step(walk, 1)
     assert other.num_taken_slots == 2
@@ -201,7 +201,7 @@ async def test_a_group_of_another_gateway_goes_on_from_its_tokens() -> None:
         TicketSequence(index, tokens, (9, 10), len(PROMPT) + len(tokens) - 1)
         for index, tokens in there.items()
     )
-    sampling, issuer = walk.lifecycle.asked.sampling, ScriptedWorker("issuer")
+    sampling, issuer = walk.request.asked.sampling, ScriptedWorker("issuer")
     ticket = Ticket(
         *("r1", 7, 5, "h", 4),
         pool_id="pool",
@@ -210,10 +210,10 @@ async def test_a_group_of_another_gateway_goes_on_from_its_tokens() -> None:
         sampling=sampling,
         sequences=sequences,
     )
-    walk.lifecycle.adopt(DetachedTicket(issuer, ticket))
-    assert walk.lifecycle.is_computed
+    walk.request.adopt(DetachedTicket(issuer, ticket))
+    assert walk.request.is_computed
     assert await walk.reserve()
-    walk.lifecycle.admit()
+    walk.request.admit()
     admit = walk.decode.sent[-1]
     assert isinstance(admit, Admit)
     assert {s.index: s.token_ids for s in admit.ticket.sequences} == there
@@ -231,7 +231,7 @@ async def test_a_resumed_call_goes_on_with_a_group() -> None:
     step(walk, 0, MAX_TOKENS - 1)
     step(walk, 1, 3)
     step(walk, 3, MAX_TOKENS - 1)
-    request, before = walk.lifecycle.asked, walk.output
+    request, before = walk.request.asked, walk.output
     received = (
         Received(0, tuple(expected(MAX_TOKENS, 0)), FinishReason.LENGTH),
         Received(1, tuple(expected(2, 1))),
@@ -243,12 +243,12 @@ async def test_a_resumed_call_goes_on_with_a_group() -> None:
         output = output_of(request)
         output.replay(wrong)
         with pytest.raises(DuplicateRequest):
-            walk.lifecycle.resume(replace(request, received=wrong), output)
+            walk.request.resume(replace(request, received=wrong), output)
     with pytest.raises(DuplicateRequest):
-        walk.lifecycle.resume(replace(request, num_sequences=3), before)
+        walk.request.resume(replace(request, num_sequences=3), before)
     walk.output = output_of(request)
     walk.output.replay(received)
-    walk.lifecycle.resume(replace(request, received=received), walk.output)
+    walk.request.resume(replace(request, received=received), walk.output)
     for index in (1, 2):
         step(walk, index, MAX_TOKENS - len(walk.output.sequences[index].tokens))
     deltas = await deltas_of(walk)

@@ -17,7 +17,7 @@ async def test_lost_or_repeated_tokens_never_reach_the_client(skip: int, index: 
     await walk.until_decoding()
     event = generated(walk, expected(2)[1], skip=skip)
     walk.on_event(walk.decode, replace(event, index=index))
-    assert walk.lifecycle.status is RequestStatus.QUEUED
+    assert walk.request.status is RequestStatus.QUEUED
     assert walk.output.sequences[0].tokens == expected(1)
 
 
@@ -36,10 +36,10 @@ async def test_a_ticket_has_the_tokens_of_all_sequences(lacks: str) -> None:
             without = first, replace(second, token_ids=())
             event = replace(event, ticket=replace(event.ticket, sequences=without))
     walk.on_event(walk.prefill, event)
-    assert walk.lifecycle.status is RequestStatus.QUEUED
+    assert walk.request.status is RequestStatus.QUEUED
     assert all(not sequence.tokens for sequence in walk.output.sequences)
     assert Abort("r1", 1) in walk.prefill.sent
-    walk.lifecycle.close()
+    walk.request.close()
 
 
 async def test_a_ticket_that_is_refused_is_computed_again() -> None:
@@ -48,22 +48,22 @@ async def test_a_ticket_that_is_refused_is_computed_again() -> None:
     walk = Walk()
     await walk.until_decoding()
     refused = Failed(
-        "r1", walk.lifecycle.attempt.number, "invalid_request", "not those of its holder"
+        "r1", walk.request.attempt.number, "invalid_request", "not those of its holder"
     )
     walk.on_event(walk.decode, refused)
-    assert walk.lifecycle.status is RequestStatus.QUEUED
+    assert walk.request.status is RequestStatus.QUEUED
     assert walk.prefill.sent[-1] == Abort("r1", 1)
     assert walk.decode.num_taken_slots == 0
     ticket = await walk.until_decoding()
     assert ticket.sequences[0].token_ids == tuple(expected(1))
     walk.on_event(walk.decode, generated(walk, *expected(3)[2:]))
-    walk.on_event(walk.decode, replace(refused, attempt=walk.lifecycle.attempt.number))
+    walk.on_event(walk.decode, replace(refused, attempt=walk.request.attempt.number))
     assert isinstance(walk.host.ended[0], InvalidRequest)
 
 
 async def test_a_request_goes_on_only_for_the_same_model() -> None:
     """The token ids of one model mean nothing to another."""
     walk = Walk()
-    request = replace(walk.lifecycle.asked, model="another", received=())
+    request = replace(walk.request.asked, model="another", received=())
     with pytest.raises(DuplicateRequest):
-        walk.lifecycle.resume(request, walk.output)
+        walk.request.resume(request, walk.output)

@@ -23,22 +23,22 @@ from .walk import MAX_TOKENS, PROMPT, ScriptedWorker, Walk, abort_detached, expe
 
 def handed_over(walk: Walk, ticket: Ticket) -> Requeued:
     """The decode worker has put its request at rest."""
-    received = expected(walk.lifecycle.num_tokens - len(PROMPT))
-    sequence = TicketSequence(0, tuple(received), (9, 10), walk.lifecycle.num_tokens - 1)
+    received = expected(walk.request.num_tokens - len(PROMPT))
+    sequence = TicketSequence(0, tuple(received), (9, 10), walk.request.num_tokens - 1)
     at_rest = replace(
-        ticket, attempt=walk.lifecycle.attempt.number, holder_epoch=4, sequences=(sequence,)
+        ticket, attempt=walk.request.attempt.number, holder_epoch=4, sequences=(sequence,)
     )
-    return Requeued("r1", walk.lifecycle.attempt.number, RequeueReason.HANDED_OVER, at_rest)
+    return Requeued("r1", walk.request.attempt.number, RequeueReason.HANDED_OVER, at_rest)
 
 
 async def moving(walk: Walk) -> tuple[Ticket, ScriptedWorker, DecodeReservation]:
     """The request runs, has been claimed, and has asked another decode worker for a slot."""
     ticket = await walk.until_decoding()
-    assert walk.lifecycle.movable_from is None
+    assert walk.request.movable_from is None
     walk.on_event(walk.decode, generated(walk, expected(2)[1]))
-    assert walk.lifecycle.movable_from is walk.decode
+    assert walk.request.movable_from is walk.decode
     other = ScriptedWorker("other")
-    slot = walk.lifecycle.reserve_target(other)
+    slot = walk.request.reserve_target(other)
     assert other.sent == [Reserve("r1", 2)]
     return ticket, other, slot
 
@@ -49,7 +49,7 @@ async def test_a_running_request_moves_when_there_is_a_slot_for_it() -> None:
     ticket, other, slot = await moving(walk)
     walk.on_event(walk.decode, generated(walk, expected(3)[2]))
     walk.on_event(other, Reserved("r1", 2, granted=True))
-    assert walk.lifecycle.request_move(slot)
+    assert walk.request.request_move(slot)
     assert walk.decode.sent[-1] == HandOver("r1", 1)
     walk.on_event(walk.decode, generated(walk, expected(4)[3]))
     given = handed_over(walk, ticket)
@@ -59,7 +59,7 @@ async def test_a_running_request_moves_when_there_is_a_slot_for_it() -> None:
     assert given.ticket is not None
     assert admit.ticket == replace(given.ticket, attempt=2)
     assert (walk.decode.num_taken_slots, other.num_taken_slots) == (0, 1)
-    assert walk.lifecycle.movable_from is None
+    assert walk.request.movable_from is None
     rest = expected(MAX_TOKENS)[4:]
     walk.on_event(other, generated(walk, *rest, finish=FinishReason.LENGTH))
     assert await walk.tokens() == expected(MAX_TOKENS)
@@ -74,12 +74,12 @@ async def test_a_request_without_a_slot_elsewhere_keeps_running() -> None:
     walk = Walk()
     _, other, slot = await moving(walk)
     walk.on_event(other, Reserved("r1", 2, granted=False))
-    assert not walk.lifecycle.request_move(slot)
-    assert walk.lifecycle.movable_from is walk.decode
+    assert not walk.request.request_move(slot)
+    assert walk.request.movable_from is walk.decode
     assert other.refused == 1
     assert other.num_taken_slots == 0
     assert walk.decode.num_taken_slots
-    walk.lifecycle.close()
+    walk.request.close()
 
 
 async def test_a_request_with_a_slot_elsewhere_runs_until_it_is_moved() -> None:
@@ -90,10 +90,10 @@ async def test_a_request_with_a_slot_elsewhere_runs_until_it_is_moved() -> None:
     walk.on_event(other, Reserved("r1", 2, granted=True))
     assert HandOver("r1", 1) not in walk.decode.sent
     walk.on_event(walk.decode, Requeued("r1", 1, RequeueReason.PREEMPTED))
-    assert not walk.lifecycle.request_move(slot)
+    assert not walk.request.request_move(slot)
     assert HandOver("r1", 1) not in walk.decode.sent
     assert other.num_taken_slots == 0
-    walk.lifecycle.close()
+    walk.request.close()
 
 
 @pytest.mark.parametrize("end", ["finished", "preempted", "cancelled", "lost"])
@@ -101,7 +101,7 @@ async def test_a_request_that_ends_during_a_move_releases_the_slot(end: str) -> 
     walk = Walk()
     _, other, slot = await moving(walk)
     walk.on_event(other, Reserved("r1", 2, granted=True))
-    assert walk.lifecycle.request_move(slot)
+    assert walk.request.request_move(slot)
     rest = expected(MAX_TOKENS)[2:]
     match end:
         case "finished":
@@ -109,12 +109,12 @@ async def test_a_request_that_ends_during_a_move_releases_the_slot(end: str) -> 
         case "preempted":
             walk.on_event(walk.decode, Requeued("r1", 1, RequeueReason.PREEMPTED))
         case "cancelled":
-            walk.lifecycle.close()
+            walk.request.close()
         case "lost":
             walk.on_lost(walk.decode, died=True)
     assert Abort("r1", 2) in other.sent
     assert other.num_taken_slots == 0
-    walk.lifecycle.close()
+    walk.request.close()
 
 
 async def at_rest(walk: Walk) -> ScriptedWorker:
@@ -122,11 +122,11 @@ async def at_rest(walk: Walk) -> ScriptedWorker:
     is gone."""
     ticket, other, slot = await moving(walk)
     walk.on_event(other, Reserved("r1", 2, granted=True))
-    assert walk.lifecycle.request_move(slot)
+    assert walk.request.request_move(slot)
     walk.on_lost(other, died=True)
     walk.on_event(walk.decode, handed_over(walk, ticket))
-    assert walk.lifecycle.status is RequestStatus.QUEUED
-    assert walk.lifecycle.attempt.detached is not None
+    assert walk.request.status is RequestStatus.QUEUED
+    assert walk.request.attempt.detached is not None
     issuer = walk.decode
     walk.decode = ScriptedWorker("next")
     return issuer
@@ -136,13 +136,13 @@ async def test_a_waiting_request_goes_on_from_its_detached_ticket() -> None:
     walk = Walk()
     issuer = await at_rest(walk)
     assert not await walk.reserve(granted=False)
-    assert not await walk.lifecycle.reserve(walk.decode, timeout_s=0)  # no answer
-    assert walk.lifecycle.attempt.detached is not None
+    assert not await walk.request.reserve(walk.decode, timeout_s=0)  # no answer
+    assert walk.request.attempt.detached is not None
     assert await walk.reserve()
-    walk.lifecycle.admit()
+    walk.request.admit()
     admit = walk.decode.sent[-1]
     assert isinstance(admit, Admit)
-    assert admit.ticket.attempt == walk.lifecycle.attempt.number
+    assert admit.ticket.attempt == walk.request.attempt.number
     assert admit.ticket.sequences[0].block_ids == (9, 10)
     rest = expected(MAX_TOKENS)[2:]
     walk.on_event(walk.decode, generated(walk, *rest, finish=FinishReason.LENGTH))
@@ -163,38 +163,38 @@ async def test_a_ticket_at_rest_that_is_gone_leaves_the_tokens(how: str) -> None
         case "given up":
             abort_detached(walk)
         case "cancelled":
-            walk.lifecycle.close()
-    assert walk.lifecycle.attempt.detached is None
+            walk.request.close()
+    assert walk.request.attempt.detached is None
     assert (Abort("r1", 1) in issuer.sent) == (how in ("given up", "cancelled"))
     if how != "cancelled":
         assert await walk.reserve()
         assert walk.start().sequences[0].token_ids == tuple(expected(2))
-        walk.lifecycle.close()
+        walk.request.close()
 
 
 async def test_a_ticket_taken_back_when_it_was_sent_on_is_computed_again() -> None:
     walk = Walk()
     issuer = await at_rest(walk)
     assert await walk.reserve()
-    walk.lifecycle.admit()
-    attempt = walk.lifecycle.attempt.number
+    walk.request.admit()
+    attempt = walk.request.attempt.number
     walk.on_event(issuer, Requeued("r1", 1, RequeueReason.PREEMPTED))
-    assert walk.lifecycle.status is RequestStatus.QUEUED
+    assert walk.request.status is RequestStatus.QUEUED
     assert Abort("r1", attempt) in walk.decode.sent
-    walk.lifecycle.close()
+    walk.request.close()
 
 
 async def test_a_handed_over_ticket_that_does_not_go_on_where_we_are_is_refused() -> None:
     walk = Walk()
     ticket, other, slot = await moving(walk)
     walk.on_event(other, Reserved("r1", 2, granted=True))
-    assert walk.lifecycle.request_move(slot)
+    assert walk.request.request_move(slot)
     given = handed_over(walk, ticket)
     assert given.ticket is not None
     wrong = replace(given.ticket.sequences[0], token_ids=(1, 2))
     walk.on_event(walk.decode, replace(given, ticket=replace(given.ticket, sequences=(wrong,))))
-    assert walk.lifecycle.status is RequestStatus.QUEUED
-    assert walk.lifecycle.attempt.detached is None
+    assert walk.request.status is RequestStatus.QUEUED
+    assert walk.request.attempt.detached is None
     assert Abort("r1", 1) in walk.decode.sent
     assert Abort("r1", 2) in other.sent
-    walk.lifecycle.close()
+    walk.request.close()

@@ -27,7 +27,7 @@ from .walk import MAX_TOKENS, ScriptedWorker, Walk, expected, generated
 async def test_the_walk_from_queue_to_end() -> None:
     walk = Walk()
     await walk.until_decoding()
-    assert walk.lifecycle.status is RequestStatus.DECODING
+    assert walk.request.status is RequestStatus.DECODING
     rest = expected(MAX_TOKENS)[1:]
     walk.on_event(walk.decode, generated(walk, *rest, finish=FinishReason.LENGTH))
     assert await walk.tokens() == expected(MAX_TOKENS)
@@ -44,7 +44,7 @@ async def test_a_ticket_under_a_successor_of_its_holder_is_the_same() -> None:
     ticket = walk.start()
     ticket = replace(ticket, holder_id=successor_holder_id(successor_holder_id(ticket.holder_id)))
     walk.on_event(walk.prefill, walk.prefilled(ticket))
-    assert walk.lifecycle.status is RequestStatus.DECODING
+    assert walk.request.status is RequestStatus.DECODING
     admit = walk.decode.sent[-1]
     assert isinstance(admit, Admit)
     assert admit.ticket.holder_id == ticket.holder_id
@@ -53,7 +53,7 @@ async def test_a_ticket_under_a_successor_of_its_holder_is_the_same() -> None:
 async def test_a_refusal_leaves_it_where_it_was() -> None:
     walk = Walk()
     assert not await walk.reserve(granted=False)
-    assert (walk.lifecycle.status, walk.lifecycle.attempt.number) == (RequestStatus.QUEUED, 1)
+    assert (walk.request.status, walk.request.attempt.number) == (RequestStatus.QUEUED, 1)
     assert walk.decode.refused == 1
     assert walk.decode.num_taken_slots == 0
     assert [type(command) for command in walk.decode.sent] == [Reserve]
@@ -61,16 +61,16 @@ async def test_a_refusal_leaves_it_where_it_was() -> None:
 
 async def test_a_slot_that_is_granted_too_late_was_given_up() -> None:
     walk = Walk()
-    assert not await walk.lifecycle.reserve(walk.decode, timeout_s=0)
+    assert not await walk.request.reserve(walk.decode, timeout_s=0)
     assert walk.decode.sent == [Reserve("r1", 1), Abort("r1", 1)]
     walk.on_event(walk.decode, Reserved("r1", 1, granted=True))
-    assert (walk.lifecycle.status, walk.lifecycle.attempt.number) == (RequestStatus.QUEUED, 2)
+    assert (walk.request.status, walk.request.attempt.number) == (RequestStatus.QUEUED, 2)
 
 
 async def test_a_slot_granted_at_the_last_moment_is_taken() -> None:
     """A busy event loop sees the answer and the end of the time limit at once."""
     walk = Walk()
-    asking = asyncio.create_task(walk.lifecycle.reserve(walk.decode, timeout_s=0.002))
+    asking = asyncio.create_task(walk.request.reserve(walk.decode, timeout_s=0.002))
     await asyncio.sleep(0)
     granted = Reserved("r1", 1, granted=True)
     asyncio.get_running_loop().call_later(0.001, walk.on_event, walk.decode, granted)
@@ -82,21 +82,21 @@ async def test_a_slot_granted_at_the_last_moment_is_taken() -> None:
 
 async def test_cancelled_while_a_slot_is_asked_for() -> None:
     walk = Walk()
-    asking = asyncio.create_task(walk.lifecycle.reserve(walk.decode, timeout_s=5))
+    asking = asyncio.create_task(walk.request.reserve(walk.decode, timeout_s=5))
     await asyncio.sleep(0)
-    walk.lifecycle.close()
+    walk.request.close()
     assert not await asking
     assert walk.decode.sent == [Reserve("r1", 1), Abort("r1", 1)]
 
 
 async def test_a_worker_that_is_lost_while_it_is_asked_has_not_granted() -> None:
     walk = Walk()
-    asking = asyncio.create_task(walk.lifecycle.reserve(walk.decode, timeout_s=5))
+    asking = asyncio.create_task(walk.request.reserve(walk.decode, timeout_s=5))
     await asyncio.sleep(0)
     walk.on_event(walk.decode, Reserved("r1", 1, granted=True))
     walk.on_lost(walk.decode, died=True)
     assert not await asking
-    assert (walk.lifecycle.status, walk.lifecycle.attempt.number) == (RequestStatus.QUEUED, 2)
+    assert (walk.request.status, walk.request.attempt.number) == (RequestStatus.QUEUED, 2)
     assert walk.decode.num_taken_slots == 0
 
 
@@ -116,12 +116,12 @@ async def test_events_at_the_wrong_time_or_of_others_are_dropped() -> None:
     ]
     for sender, event in dropped:
         walk.on_event(sender, event)
-    assert walk.lifecycle.status is RequestStatus.PREFILLING
+    assert walk.request.status is RequestStatus.PREFILLING
     walk.on_event(walk.prefill, walk.prefilled(ticket))
     walk.on_event(walk.prefill, walk.prefilled(ticket))  # said twice
     walk.on_event(other, generated(walk, 5))  # not the one that runs it
     walk.on_event(walk.prefill, generated(walk, 5))
-    walk.lifecycle.close()
+    walk.request.close()
     assert await walk.tokens() == expected(1)
 
 
@@ -130,9 +130,9 @@ async def test_a_step_that_is_repeated_or_lost_never_reaches_the_client(skip: in
     walk = Walk()
     await walk.until_decoding()
     walk.on_event(walk.decode, generated(walk, 5, skip=skip))
-    assert walk.lifecycle.status is RequestStatus.QUEUED
+    assert walk.request.status is RequestStatus.QUEUED
     assert Abort("r1", 1) in walk.decode.sent
-    walk.lifecycle.close()
+    walk.request.close()
     assert await walk.tokens() == expected(1)
 
 
@@ -175,7 +175,7 @@ async def test_a_ticket_goes_on_with_what_is_left_of_the_deadline() -> None:
     admit = walk.decode.sent[-1]
     assert isinstance(admit, Admit)
     assert 0 < admit.ticket.timeout_ms <= 10_000
-    walk.lifecycle.close()
+    walk.request.close()
 
 
 async def test_no_stage_is_skipped() -> None:

@@ -17,7 +17,7 @@ SWAPPED = Swapped("colder", "h", 2, (SwappedTable(0, (4, 5)),))
 
 def swapped_out(walk: Walk, ticket: Ticket, num_tokens: int = 2) -> Requeued:
     sequence = TicketSequence(0, tuple(expected(num_tokens)))
-    attempt = walk.lifecycle.attempt.number
+    attempt = walk.request.attempt.number
     given = replace(ticket, attempt=attempt, sequences=(sequence,), swapped=SWAPPED)
     return Requeued("r1", attempt, RequeueReason.PREEMPTED, given)
 
@@ -26,12 +26,10 @@ async def waiting(walk: Walk) -> ScriptedWorker:
     """A request that was swapped out after two tokens, and the decode worker that keeps it."""
     ticket = await walk.until_decoding()
     second = (expected(2)[1],)
-    step = Generated(
-        "r1", walk.lifecycle.attempt.number, 0, walk.lifecycle.num_tokens, second, None
-    )
+    step = Generated("r1", walk.request.attempt.number, 0, walk.request.num_tokens, second, None)
     walk.on_event(walk.decode, step)
     walk.on_event(walk.decode, swapped_out(walk, ticket))
-    assert walk.lifecycle.status is RequestStatus.QUEUED
+    assert walk.request.status is RequestStatus.QUEUED
     assert walk.decode.num_taken_slots == 0
     issuer, walk.decode = walk.decode, ScriptedWorker("next")
     return issuer
@@ -43,14 +41,12 @@ async def test_a_prefill_worker_that_gives_it_back_leaves_it_where_it_was() -> N
     issuer = await waiting(walk)
     assert await walk.reserve()
     walk.start()
-    walk.on_event(
-        walk.prefill, Requeued("r1", walk.lifecycle.attempt.number, RequeueReason.DRAINING)
-    )
+    walk.on_event(walk.prefill, Requeued("r1", walk.request.attempt.number, RequeueReason.DRAINING))
     assert await walk.reserve()
     walk.prefill.draining = False
     assert walk.start().swapped == SWAPPED
     assert not [command for command in issuer.sent if isinstance(command, Abort)]
-    walk.lifecycle.close()
+    walk.request.close()
     assert issuer.sent[-1] == Abort("r1", 1)
 
 
@@ -68,17 +64,17 @@ async def test_a_lost_parked_ticket_is_computed_again(how: str) -> None:
     assert await walk.reserve()
     assert walk.start().swapped is None
     assert (Abort("r1", 1) in issuer.sent) == (how == "given up")
-    walk.lifecycle.close()
+    walk.request.close()
 
 
 async def test_a_parked_ticket_that_does_not_continue_the_request_is_refused() -> None:
     walk = Walk()
     ticket = await walk.until_decoding()
     walk.on_event(walk.decode, swapped_out(walk, ticket, num_tokens=3))
-    assert walk.lifecycle.attempt.detached is None
+    assert walk.request.attempt.detached is None
     assert Abort("r1", 1) in walk.decode.sent
     assert [c for c in walk.prefill.sent if isinstance(c, Submit)] != []
-    walk.lifecycle.close()
+    walk.request.close()
 
 
 async def test_a_group_comes_back_with_those_that_go_on() -> None:
@@ -91,15 +87,15 @@ async def test_a_group_comes_back_with_those_that_go_on() -> None:
     states = tuple(TicketSequence(i, tuple(walk.output.sequences[i].tokens)) for i in range(3))
     given = replace(ticket, sequences=states, swapped=there)
     walk.on_event(walk.decode, Requeued("r1", 1, RequeueReason.PREEMPTED, given))
-    assert walk.lifecycle.status is RequestStatus.QUEUED
-    assert walk.lifecycle.num_uncomputed == 2
+    assert walk.request.status is RequestStatus.QUEUED
+    assert walk.request.num_uncomputed == 2
     issuer, walk.decode = walk.decode, ScriptedWorker("next")
     assert await walk.reserve()
-    assert walk.decode.sent == [Reserve("r1", walk.lifecycle.attempt.number, 2)]
+    assert walk.decode.sent == [Reserve("r1", walk.request.attempt.number, 2)]
     again = walk.start()
     assert again.swapped == there
     assert again.sequences == (states[0], states[2])
-    walk.lifecycle.close()
+    walk.request.close()
     assert issuer.sent[-1] == Abort("r1", 1)
 
 
@@ -112,8 +108,8 @@ async def test_a_search_comes_back_where_it_stood() -> None:
     bare = tuple(TicketSequence(state.index, state.token_ids) for state in given.sequences)
     given = replace(given, sequences=bare, swapped=there)
     walk.on_event(walk.decode, Requeued("r1", 1, RequeueReason.PREEMPTED, given))
-    assert walk.lifecycle.status is RequestStatus.QUEUED
+    assert walk.request.status is RequestStatus.QUEUED
     assert await walk.reserve()
     again = walk.start()
     assert (again.swapped, again.sequences, again.beams) == (there, bare, given.beams)
-    walk.lifecycle.close()
+    walk.request.close()

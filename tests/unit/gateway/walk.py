@@ -1,4 +1,4 @@
-"""A request's lifecycle, with workers that a test plays."""
+"""A request's request, with workers that a test plays."""
 
 import asyncio
 import itertools
@@ -56,10 +56,10 @@ class ScriptedHost:
         self.ended: list[Exception | None] = []
         self.num_waits = 0
 
-    def on_queued(self, lifecycle: Request) -> None:
+    def on_queued(self, request: Request) -> None:
         self.num_waits += 1
 
-    def on_closed(self, lifecycle: Request, error: Exception | None) -> None:
+    def on_closed(self, request: Request, error: Exception | None) -> None:
         self.ended.append(error)
 
 
@@ -105,7 +105,7 @@ def output_of(request: AdmittedRequest) -> Output:
 
 
 class Walk:
-    """A request's lifecycle with one worker of each kind."""
+    """A request's request with one worker of each kind."""
 
     def __init__(
         self,
@@ -121,24 +121,24 @@ class Walk:
             *("r1", "toy", PROMPT, sampling, stop, 0, "", 0.0, deadline, 256, num_sequences),
         )
         self.output = output_of(request)
-        self.lifecycle = Request(
+        self.request = Request(
             request, QueuePosition(0, 1), self.output, self.host, itertools.count(1)
         )
 
     def on_event(self, sender: Worker, event: RequestEvent) -> None:
-        worker_events.on_event(self.lifecycle, sender, event)
+        worker_events.on_event(self.request, sender, event)
 
     def on_lost(self, worker: Worker, *, died: bool) -> None:
-        worker_events.on_lost(self.lifecycle, worker, died=died)
+        worker_events.on_lost(self.request, worker, died=died)
 
     async def reserve(self, granted: bool = True) -> bool:
-        asking = asyncio.create_task(self.lifecycle.reserve(self.decode, timeout_s=5))
+        asking = asyncio.create_task(self.request.reserve(self.decode, timeout_s=5))
         await asyncio.sleep(0)
-        self.on_event(self.decode, Reserved("r1", self.lifecycle.attempt.number, granted))
+        self.on_event(self.decode, Reserved("r1", self.request.attempt.number, granted))
         return await asking
 
     def start(self) -> Ticket:
-        self.lifecycle.submit(self.prefill, PrefillLoad(3), "pool", ROOT)
+        self.request.submit(self.prefill, PrefillLoad(3), "pool", ROOT)
         submit = self.prefill.sent[-1]
         assert isinstance(submit, Submit)
         return submit.ticket
@@ -172,10 +172,10 @@ def generated(
     walk: Walk, *tokens: int, finish: FinishReason | None = None, skip: int = 0, index: int = 0
 ) -> Generated:
     """The decode worker's message of the present attempt and position, `skip` tokens later."""
-    lifecycle = walk.lifecycle
-    before = [*PROMPT, *lifecycle.output.sequences[index].tokens]
+    request = walk.request
+    before = [*PROMPT, *request.output.sequences[index].tokens]
     position = len(before) + skip
-    return Generated("r1", lifecycle.attempt.number, index, position, tokens, finish)
+    return Generated("r1", request.attempt.number, index, position, tokens, finish)
 
 
 def step(walk: Walk, index: int, num_tokens: int = 1) -> None:
@@ -193,19 +193,19 @@ def at_rest(walk: Walk, *indices: int) -> Ticket:
     for index in indices:
         tokens = tuple(walk.output.sequences[index].tokens)
         sequences.append(TicketSequence(index, tokens, (9, 10), len(PROMPT) + len(tokens) - 1))
-    attempt = walk.lifecycle.attempt.number
+    attempt = walk.request.attempt.number
     return replace(admits[-1].ticket, attempt=attempt, holder_epoch=4, sequences=tuple(sequences))
 
 
 def abort_detached(walk: Walk) -> None:
     """Abort a ticket, as the placement does if the ticket's pool has no slots."""
-    detached = walk.lifecycle.attempt.detached
+    detached = walk.request.attempt.detached
     assert detached is not None
     detached.abort()
 
 
 def requeued(walk: Walk, ticket: Ticket) -> Requeued:
-    return Requeued("r1", walk.lifecycle.attempt.number, RequeueReason.HANDED_OVER, ticket)
+    return Requeued("r1", walk.request.attempt.number, RequeueReason.HANDED_OVER, ticket)
 
 
 async def deltas_of(walk: Walk) -> dict[int, list[Delta]]:
