@@ -49,8 +49,8 @@ async def in_a_batch(deployment: ExactnessDeployment, request: Request) -> Answe
     others[::3] = [replace(other, model=request.model) for other in others[::3]]
     before, after = others[::2], others[1::2]
 
-    async def until_begun(num_requests: int) -> None:
-        await deployment.until(lambda: deployment.stream(decode).num_begun == num_requests)
+    async def until_begun(num_requests: int, worker: DeployedWorker = decode) -> None:
+        await deployment.until(lambda: deployment.stream(worker).num_begun >= num_requests)
 
     decode.forward.gate.clear()
     deployment.call(first)  # its step stops the decode engine until all requests are there
@@ -61,11 +61,12 @@ async def in_a_batch(deployment: ExactnessDeployment, request: Request) -> Answe
     prefill.forward.gate.clear()
     deployment.call(second)  # its step stops the prefill engine until the next requests are there
     await deployment.until_paused([prefill])
+    num_begun = deployment.stream(prefill).num_begun
     call = deployment.call(request)
-    await deployment.until(lambda: len(prefill.worker.role.running) > 1)  # a grammar takes a while
+    await until_begun(num_begun + 1, prefill)  # a grammar takes a while
     for other in after:
         deployment.call(other)
-    await deployment.until(lambda: len(prefill.worker.role.running) > 2)
+    await until_begun(num_begun + 2, prefill)
     prefill.forward.go_on()
     await until_begun(3 + len(others))
     decode.forward.go_on()
@@ -81,7 +82,7 @@ async def in_a_batch(deployment: ExactnessDeployment, request: Request) -> Answe
 def companions(num_sequences: int) -> list[Request]:
     requests: list[Request] = []
     for seed in count(SEED + 1):
-        for sampling in strategies(3 * NUM_TOKENS, seed).values():
+        for sampling in strategies(4 * NUM_TOKENS, seed).values():
             prompt = random_prompt(1 + len(requests) * 7 % 50, seed=seed + len(requests))
             requests.append(Request(prompt, sampling))
             num_sequences -= width(sampling)
