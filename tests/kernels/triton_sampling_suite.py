@@ -78,16 +78,15 @@ def test_draws_are_of_tokens_that_the_filters_leave(vocab_size: int, kind: int, 
         assert filtered_weights(adjusted[None], [sampling])[0, token] > 0, (row, sampling)
 
 
-@pytest.mark.parametrize("changes", [{}, {"min_p": 0.3}])
-def test_draws_follow_the_filtered_distribution(changes: dict[str, Any]) -> None:
-    """400 draws at successive positions. The limit is the 99.99th percentile of chi-square with 4
-    degrees of freedom; the seed is fixed, and so is the result."""
-    p, logits = replace(PLAIN, **changes), torch.tensor([[0.1, 0.4, 0.05, 0.3, 0.15]]).log()
-    found = drawn(drawing(5), logits.repeat(400, 1), batch_of([Draw(p, 0)] * 400, range(400)))
+def test_draws_follow_the_filtered_distribution() -> None:
+    """150 draws at successive positions; min_p leaves four of five tokens. The limit is the 99.99th
+    percentile of chi-square with 3 degrees of freedom; the seed is fixed, and so is the result."""
+    p, logits = replace(PLAIN, min_p=0.2), torch.tensor([[0.1, 0.4, 0.05, 0.3, 0.15]]).log()
+    found = drawn(drawing(5), logits.repeat(150, 1), batch_of([Draw(p, 0)] * 150, range(150)))
     left = filtered_weights(logits, [p])[0].double()
-    expected, counts = 400 * left / left.sum(), torch.bincount(torch.tensor(found), minlength=5)
+    expected, counts = 150 * left / left.sum(), torch.bincount(torch.tensor(found), minlength=5)
     assert counts[left == 0].sum() == 0
-    assert ((counts - expected).square() / expected)[left > 0].sum() < 23.5
+    assert ((counts - expected).square() / expected)[left > 0].sum() < 21.1
 
 
 @pytest.mark.parametrize("changes", [{"top_k": 3}, {"top_p": 0.75}])
