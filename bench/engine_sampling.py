@@ -11,7 +11,7 @@ import torch
 from services.engine.batch import Draw, Row
 from services.engine.models import Model
 from services.engine.runner import Runner
-from services.engine.sampling.logit_queries import queries
+from services.engine.sampling.sampling_batch import SamplingBatch
 from services.engine.sequences.penalty_state import PenaltyState
 from services.protocol.ticket import SamplingParams
 
@@ -78,7 +78,7 @@ class Rows:
 
         actions = (
             lambda: self.runner.launch(rows()).result(),
-            lambda: self.model.answer(hidden, queries(rows())),
+            lambda: self.model.draw(hidden, SamplingBatch.of(rows()), [None] * len(self.tokens)),
             lambda: self.model.logits(hidden),
         )
         with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""Draws on the device, against the same draws on the CPU: equal tokens, not nearly."""
+"""Draws on the device, against what the filters leave on the CPU."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,10 +10,11 @@ from torch import Tensor
 
 import kvops
 from bench.gpu.check import Check, Failed, Machine, Passed
-from services.engine.batch import Draw, Fault, Query
+from services.engine.batch import Draw
 from services.engine.device.drawing import DeviceDrawing
 from services.engine.device.inputs import StepInputs
-from services.engine.sampling.sampler import sample
+from services.engine.sampling.sampler import filtered_weights
+from services.engine.sampling.sampling_batch import SamplingBatch
 from services.engine.sequences.penalty_state import PenaltyState
 from services.protocol.ticket import SamplingParams
 
@@ -43,18 +44,18 @@ class Head:
 
 def checks(machine: Machine) -> Iterator[Check]:
     for name in KINDS:
-        yield f"draws are the CPU's, {name}", partial(_draws, machine, name)
+        yield f"draws follow the CPU's filters, {name}", partial(_draws, machine, name)
     yield "time of draws", lambda: _speed(machine)
 
 
-def _queries(kind: str, num: int, seed: int) -> list[Query]:
-    queries = []
+def _batch(kind: str, num: int, seed: int) -> SamplingBatch:
+    draws, positions = [], [100 * seed + row for row in range(num)]
     for row in range(num):
         p = replace(PLAIN, seed=seed * 1000 + row, **KINDS[kind])
         state = PenaltyState(p, [1, 2, 3, row, 3, 3], 2, [])
         adjustment = state.adjustment() if PenaltyState.is_needed(p) else None
-        queries.append(Query(row, Draw(p, row % 3, adjustment), 100 * seed + row))
-    return queries
+        draws.append(Draw(p, row % 3, adjustment))
+    return SamplingBatch(draws, positions, range(num), (), range(num), range(num))
 
 
 def _drawing(machine: Machine, vocab_size: int) -> DeviceDrawing:
@@ -66,21 +67,21 @@ def _draws(machine: Machine, kind: str) -> Passed:
     num_rows, vocab_size = machine.pick(64, 3), machine.pick(151_936, 300)
     drawing = _drawing(machine, vocab_size)
     inputs = StepInputs(torch.device(machine.device))
-    generator = torch.Generator().manual_seed(1)
-    num_draws = 0
+    generator, num_draws = torch.Generator().manual_seed(1), 0
     for seed in range(machine.pick(30, 1)):
         logits = torch.randn(num_rows, vocab_size, generator=generator) * (1 + seed % 5)
         logits[:, ::97] = float("-inf")
-        asked = _queries(kind, num_rows, seed)
-        placed = inputs.place(drawing.arrays(asked))
-        found = drawing.launch([], asked, logits.to(machine.device), placed).drawn.tolist()
-        draws = [query.token for query in asked if isinstance(query.token, Draw)]
-        wanted = sample(logits, draws, [query.position for query in asked])
-        differing = sum(a != b for a, b in zip(found, wanted, strict=True))
-        if differing or any(isinstance(token, Fault) for token in wanted):
-            raise Failed(f"{differing} of {num_rows} tokens differ, after {num_draws} equal ones")
+        batch = _batch(kind, num_rows, seed)
+        placed = inputs.place(drawing.arrays(batch))
+        (found,) = drawing.draw(logits.to(machine.device), batch, placed, ())
+        pairs = zip(batch.draws, logits, strict=True)
+        adjusted = [d.adjustment.applied(x) if d.adjustment else x for d, x in pairs]
+        batch.columns["temperature"].clip(min=1e-30, out=batch.columns["temperature"])
+        left = filtered_weights(torch.stack(adjusted), batch, torch.arange(num_rows))
+        if wrong := int((left.gather(1, found.cpu()[:, None]) == 0).sum()):
+            raise Failed(f"{wrong} of {num_rows} tokens are filtered, after {num_draws} right ones")
         num_draws += num_rows
-    return Passed(f"{num_draws} equal draws of {vocab_size} tokens")
+    return Passed(f"{num_draws} draws of {vocab_size} tokens, all of which the filters leave")
 
 
 def _speed(machine: Machine) -> Passed:
@@ -89,9 +90,9 @@ def _speed(machine: Machine) -> Passed:
     logits = 3 * torch.randn(num_rows, vocab_size, device=machine.device)
     figures: dict[str, float | str] = {}
     for kind in ("argmaxes", "temperatures", "all filters"):
-        asked = _queries(kind, num_rows, 1)
-        placed = StepInputs(torch.device(machine.device)).place(drawing.arrays(asked))
-        figures[kind] = machine.seconds(partial(drawing.launch, [], asked, logits, placed))
+        batch = _batch(kind, num_rows, 1)
+        placed = StepInputs(torch.device(machine.device)).place(drawing.arrays(batch))
+        figures[kind] = machine.seconds(partial(drawing.draw, logits, batch, placed, ()))
     text = ", ".join(f"{kind} {float(s) * 1e6:,.0f} us" for kind, s in figures.items())
     if not machine.dry_run and float(figures["all filters"]) > MAX_SECONDS:
         raise Failed(f"{num_rows} draws: {text}; at most {MAX_SECONDS * 1e6:,.0f} us are allowed")

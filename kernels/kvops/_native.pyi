@@ -92,14 +92,27 @@ class Adjustment:
         presence: float,
         allowed: _Array | None,
         banned: _Array,
-        mask: _Array | None,
     ) -> None: ...
 
-_Draw = tuple[float, float, int, float, int, int, int, Adjustment | None]
+class Draws:
+    def __init__(
+        self,
+        *,
+        temperature: _Array,
+        least: _Array,
+        top_k: _Array,
+        top_p: _Array,
+        seed: _Array,
+        sequence_index: _Array,
+        position: _Array,
+        adjustments: list[Adjustment | None],
+        masks: list[_Array | None],
+    ) -> None: ...
 
-def draw_arithmetic(isa: str, scaled: Tensor, numbers: Tensor, out: Tensor) -> None: ...
-def sample(isa: str, logits: Tensor, draws: list[_Draw], tokens: Tensor) -> None: ...
-def score(isa: str, logits: Tensor, token_ids: Tensor, logprobs: Tensor, ranks: Tensor) -> None: ...
+def sample(isa: str, logits: Tensor, draws: Draws, tokens: Tensor) -> None: ...
+def score(
+    isa: str, pool: ThreadPool, logits: Tensor, token_ids: Tensor, logprobs: Tensor, ranks: Tensor
+) -> None: ...
 
 class Shape:
     def __init__(
@@ -180,11 +193,11 @@ class Head:
         cap: float = 0.0,
     ) -> None: ...
     def logits(self, hidden: Tensor, out: Tensor) -> None: ...
-    def answer(
+    def draw(
         self,
         hidden: Tensor,
         states: Tensor,
-        draws: list[_Draw | None],
+        draws: Draws,
         tokens: Tensor,
         scored: Tensor,
         token_ids: Tensor,

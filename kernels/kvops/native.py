@@ -26,10 +26,12 @@ from kvops._native import (
     ThreadPool,
     emulated_kernels,
     packed_bytes,
+    score,
     usable_kernels,
     wake,
 )
 from kvops._native import Adjustment as NativeAdjustment
+from kvops._native import Draws as NativeDraws
 from kvops.int4 import Int4Weight
 from kvops.int8 import Int8Weight
 from kvops.quantized import packed_pieces
@@ -47,7 +49,7 @@ __all__ = [
     "LowRank",
     "NativeAdjustment",
     "NativeCpu",
-    "NativeDraw",
+    "NativeDraws",
     "PackedLinear",
     "Shape",
     "emulated_kernels",
@@ -62,10 +64,6 @@ Kind = Literal["float32", "bfloat16", "int8", "int8-16", "int4-32", "int4-64", "
 LowRank = tuple[Tensor, PackedLinear, Tensor]
 """An adapter's part in a linear: A [rank, K], B [N, ranks of a part], and of each 16 outputs the
 first rank that their B is for, int32."""
-
-NativeDraw = tuple[float, float, int, float, int, int, int, NativeAdjustment | None]
-"""(temperature, the least scaled logit, top_k, top_p, seed, sequence index, position, adjustment).
-Temperature 0 chooses the likeliest token."""
 
 PACKING = "panels-32.2"
 """The name of the layout of packed weights; a change of the layout changes the name."""
@@ -175,6 +173,12 @@ class NativeCpu:
         """Make a head, from final states to tokens and logprobs. weights: [vocab, hidden]. Logits
         are multiplied by `factor`, and then bounded by the soft cap `cap` (0: none)."""
         return Head(self.isa, self.pool, weights, factor, cap)
+
+    def score(self, logits: Tensor, token_ids: Tensor, logprobs: Tensor, ranks: Tensor) -> None:
+        """Write the logprobs [M, 1 + k] and ranks [M] of the first token of each row of `token_ids`
+        [M, 1 + k], by logits [M, vocab]; rank 0 marks logits that are not finite. The k likeliest
+        tokens with their logprobs follow."""
+        score(self.isa, self.pool, logits, token_ids, logprobs, ranks)
 
 
 def _check_all(kind: Kind, weights: Sequence[object], packable: Sequence[object]) -> None:

@@ -276,8 +276,8 @@ class Backend:
         self._kernels.warm_up_sampler(vocab_size)
 
     def sample(self, logits: Tensor, draws: DrawTensors, tables: PenaltyTables | None) -> Tensor:
-        """Draws tokens with the bits of `services.engine.sampling.sampler`. Result: [Q] int64; -1:
-        the logits are not finite.
+        """Draws tokens as `services.engine.sampling.sampler` does, with random numbers of its own.
+        Result: [Q] int64; -1: the logits are not finite.
 
         logits: fp32 [states, vocab_size], rows contiguous. `tables`: None if no draw has a slot.
         """

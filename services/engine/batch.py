@@ -41,11 +41,6 @@ class Draw:
     adjustment: Adjustment | None = None
     grammar: GrammarState | None = None
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether the draw is the argmax of the unadjusted logits."""
-        return self.sampling.temperature == 0 and self.adjustment is None and self.grammar is None
-
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
@@ -131,35 +126,3 @@ def _with_draw_behind(row: Row, last: Sequence[RowResult]) -> Row:
         return replace(row, draw_behind=None)
     tokens = result.tokens if isinstance(result, RowOutput) else result
     return replace(row, draws=(row.draw_behind(tokens),), draw_behind=None)
-
-
-@dataclass(frozen=True, slots=True)
-class Query:
-    """A question about the token at `position`, which follows one final state of the step.
-
-    `state`: that state's index. `token`: how to draw the token, or the token itself. `num_top`:
-    report its logprob, and those of that many of the likeliest tokens; None: no logprobs.
-    """
-
-    state: int
-    token: Draw | int
-    position: int
-    num_top: int | None = None
-
-    @property
-    def is_structured(self) -> bool:
-        """Whether a grammar decides which tokens may come."""
-        return isinstance(self.token, Draw) and self.token.grammar is not None
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the answer is the argmax of the unadjusted logits, without logprobs."""
-        return self.num_top is None and isinstance(self.token, Draw) and self.token.is_plain
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The answer to a query: the drawn or given token. `logprobs` is None if not asked for."""
-
-    token_id: int
-    logprobs: Logprobs | None = None

@@ -18,7 +18,6 @@ from services.engine.messages import (
     AbortSequence,
     AddBlocks,
     Admit,
-    Advance,
     Command,
     FailedGroup,
     Remove,
@@ -29,6 +28,7 @@ from services.engine.messages import (
 from services.engine.prefill_batching_delay import PrefillBatchingDelay
 from services.engine.scheduler import ScheduledSequence, Scheduler
 from services.engine.sequences.group import Group
+from services.engine.sequences.results import Advance
 from services.engine.speculation.payoff import Drafting
 from services.engine.speculation.speculation import Speculation
 from services.pool.stamps import Stamps
@@ -248,22 +248,9 @@ class Engine:
             self._scheduler.remove(group.key)
             remaining = group.ticket_sequences()
         wanted_blocks = group.total_wanted(self._look_ahead)
-        results = group.take_results()
-        for block in results.completed:
+        advance, completed = group.take_advance()
+        for block in completed:
             self._stamps.complete(*block)
-        return Advance(
-            key=group.key,
-            tokens=tuple(results.tokens),
-            num_uncomputed=group.num_uncomputed,
-            completed=tuple(
-                (block_id, prefix_hash) for block_id, prefix_hash, *_ in results.completed
-            ),
-            freed=tuple(results.freed),
-            wanted_blocks=0 if self._one_token else wanted_blocks,
-            remaining=remaining,
-            prompt_logprobs=tuple(results.prompt_logprobs),
-            beams=group.beams,
-            hypotheses=results.hypotheses,
-            embedding=results.embedding,
-            verified=tuple(results.verified),
-        )
+        advance.remaining = remaining
+        advance.wanted_blocks = 0 if self._one_token else wanted_blocks
+        return advance

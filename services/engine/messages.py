@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from blockstore.records import PrefixHash
 from services.engine.batch import Fault
 from services.engine.sequences.group import Group
-from services.engine.sequences.results import Token, Verified
-from services.protocol.logprobs import Logprobs
-from services.protocol.ticket import BeamState, Hypothesis, TicketSequence
+from services.engine.sequences.results import Advance
+from services.protocol.ticket import BeamState, TicketSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,34 +54,6 @@ class Remove:
 
 
 Command = Admit | Start | AddBlocks | AbortSequence | Remove
-
-
-@dataclass(frozen=True, slots=True)
-class Advance:
-    """The progress of one group in the retired step, or in two steps retired together.
-
-    `tokens`: the drawn tokens, at most one per sequence and step, and one more for each draft that
-    was accepted (`verified`). `completed`: (block id, prefix
-    hash) of blocks to commit; after that, `freed`: blocks to give back to the pool.
-    `wanted_blocks`: how many blocks the holder should have acquired in total by now; 0 if it has
-    enough. `remaining`: None while the group runs on; otherwise the engine has dropped the group,
-    and these sequences continue at another worker. `prompt_logprobs`: those of the prompt's next
-    tokens, if asked for. `beams`: the state of a beam search. `hypotheses`: its best ones, in its
-    last step. `embedding`: of the prompt, if asked for, once all of it is computed.
-    """
-
-    key: str
-    tokens: tuple[Token, ...]
-    num_uncomputed: int
-    completed: tuple[tuple[int, PrefixHash], ...]
-    freed: tuple[int, ...]
-    wanted_blocks: int
-    remaining: tuple[TicketSequence, ...] | None
-    prompt_logprobs: tuple[Logprobs, ...] = ()
-    beams: BeamState | None = None
-    hypotheses: tuple[Hypothesis, ...] = ()
-    embedding: tuple[float, ...] = ()
-    verified: tuple[Verified, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,8 @@ from services.engine.device.threads import use_device
 from services.engine.forward import CompleteFlight, Flight
 from services.engine.models import Model
 from services.engine.models.model import AdapterRun
-from services.engine.sampling.logit_queries import queries, row_results, wanted_states, with_states
-from services.engine.sampling.masks import MaskThread
+from services.engine.sampling.masks import Masks, MaskThread
+from services.engine.sampling.sampling_batch import SamplingBatch
 from services.protocol.ticket import SamplingParams
 
 _GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, max_tokens=1)
@@ -37,9 +37,8 @@ class Runner:
     model's.
 
     `steps`: None: those of the model alone. `computes_at_launch`: whether every flight is complete
-    at its launch, as on a CPU. Else tokens are drawn on the device
-    (`services.engine.device.drawing`). A backend without a sampler for the device can draw argmaxes
-    alone there; for other draws `launch` waits for the logits.
+    at its launch, and the model draws on the host, as on a CPU. Else the backend has a sampler that
+    draws on the device (`services.engine.device.drawing`).
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class Runner:
             raise ValueError(f"arena {kv.dtype} {list(kv.shape)} is not {model.dtype} {wanted}")
         if kv.device != model.device:
             raise ValueError(f"the arena is on {kv.device}, the model on {model.device}")
-        self.computes_at_launch = kv.device.type == "cpu" and not ops.has_sampler
+        self.computes_at_launch = not ops.has_sampler
         self._last: DrawnFlight | None = None
         self._masks = MaskThread()
         self._drawing = DeviceDrawing(model, ops, kv.device)
@@ -92,34 +91,60 @@ class Runner:
             self._steps.copy_blocks(copies)
             if not rows:
                 none = torch.empty(0, dtype=torch.int64, device=self._kv.device)
-                return DrawnFlight((), (), none)
-        asked = queries(rows)
-        has_states = any(row.num_states for row in rows)
-        masks = self._masks.begin(asked)
-        if self.computes_at_launch or has_states or not self._drawing.can_draw(asked):
-            hidden, self._last = self.hidden(rows), None
-            answers = self._model.answer(hidden, masks.applied()) if asked else ()
-            results = row_results(rows, masks.checked(answers))
-            if has_states:
-                results = with_states(rows, results, hidden.float().numpy(force=True))
-            return CompleteFlight(results)
+                return DrawnFlight(SamplingBatch.of(()), [(none,)], lambda: ())
+        batch = SamplingBatch.of(rows)
         if any(row.draw_behind is not None for row in rows):
-            self._last = self._draw_behind(rows)
-        else:
-            hidden, placed = self._forward(rows, self._drawing.arrays(asked))
-            self._last = self._drawing.launch(rows, asked, hidden, placed, masks)
-        return self._last
+            return self._launch_behind(rows, batch)
+        masks = self._masks.begin(batch.draws)
+        hidden, placed = self._forward(rows, batch, self._others(batch))
+        return self._flight(batch, hidden, placed, masks)
 
-    def _draw_behind(self, rows: Sequence[Row]) -> DrawnFlight:
+    def _launch_behind(self, rows: Sequence[Row], batch: SamplingBatch) -> Flight:
         """Launch the forward pass of rows whose draws depend on tokens of the last step. While the
         device computes it, wait for these tokens, and make and launch the draws."""
-        last, (hidden, _) = self._last, self._forward(rows, {})
+        last, (hidden, _) = self._last, self._forward(rows, batch, {})
         assert last is not None  # otherwise `_forward` raises
-        rows = with_draws_behind(rows, last.result())
-        asked = queries(rows)
-        masks = self._masks.begin(asked)
-        placed = self._inputs.place(self._drawing.arrays(asked))
-        return self._drawing.launch(rows, asked, hidden, placed, masks)
+        batch = SamplingBatch.of(with_draws_behind(rows, last.result()))
+        masks = self._masks.begin(batch.draws)
+        placed = self._inputs.place(self._others(batch))
+        return self._flight(batch, hidden, placed, masks)
+
+    def _others(self, batch: SamplingBatch) -> dict[str, Indices]:
+        """The inputs of a step that its draws and scores need."""
+        given = {
+            f"given.{number}": np.array(scoring.token_ids, np.int64)
+            for number, _ in batch.apart
+            if (scoring := batch.rows[number].scoring) is not None
+        }
+        return given if self.computes_at_launch else {**given, **self._drawing.arrays(batch)}
+
+    def _flight(
+        self,
+        batch: SamplingBatch,
+        hidden: Tensor,
+        placed: Mapping[str, Tensor],
+        masks: Masks = lambda: (),
+    ) -> Flight:
+        """Draw and score. Waits for the masks once the forward pass is launched."""
+        drawn: Sequence[Tensor] = (torch.empty(0, dtype=torch.int64, device=self._kv.device),)
+        if batch.draws and self.computes_at_launch:
+            drawn = self._model.draw(batch.states_of(hidden), batch, masks())
+        elif batch.draws:
+            drawn = self._drawing.draw(hidden, batch, placed, masks())
+        outputs: list[Sequence[Tensor]] = [drawn]
+        for number, places in batch.apart:
+            scoring, states = batch.rows[number].scoring, hidden[places]
+            if scoring is None:
+                outputs.append((states.float(),))
+            else:
+                given = placed[f"given.{number}"]
+                outputs.append(self._model.score(states, given, scoring.num_top))
+        if self.computes_at_launch:
+            return CompleteFlight(
+                batch.results([[t.cpu() for t in part] for part in outputs], masks())
+            )
+        self._last = DrawnFlight(batch, outputs, masks)
+        return self._last
 
     def yield_device(self, wait: Wait) -> None:
         """Do nothing: the operating system divides the CPUs."""
@@ -130,9 +155,8 @@ class Runner:
     @torch.inference_mode()
     def hidden(self, rows: Sequence[Row]) -> Tensor:
         """Compute the rows and store their KV, without the head. Returns the final states that the
-        rows need, [num_states, hidden_size], row after row: one for each token of its `scoring`,
-        then the one after its last token if it draws (`wanted_states`)."""
-        return self._forward(rows, {})[0]
+        rows need, [num_states, hidden_size], row after row (`SamplingBatch.wanted`)."""
+        return self._forward(rows, SamplingBatch.of(rows), {})[0]
 
     def logits(self, rows: Sequence[Row]) -> Tensor:
         """Compute the rows and return the logits of their states, fp32 [num_states, vocab_size]."""
@@ -166,19 +190,13 @@ class Runner:
         `ModelSteps.capture`."""
         self._steps.capture(max_rows, new_graph)
 
-    def _wanted(self, rows: Sequence[Row]) -> Indices:
-        if any(row.scoring is not None or row.num_states or row.num_drafts for row in rows):
-            return np.array(wanted_states(rows), dtype=np.int64)
-        ends = np.cumsum([len(row.token_ids) for row in rows])
-        return ends[[bool(row.draws) for row in rows]] - 1
-
     def _forward(
-        self, rows: Sequence[Row], others: Mapping[str, Indices]
+        self, rows: Sequence[Row], batch: SamplingBatch, others: Mapping[str, Indices]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the rows; a decode step from its graph, if there is one. Returns the states that
         the rows need, and the other arrays on the device."""
         arrays = self._arrays(rows)
-        num_rows, wanted = len(rows), self._wanted(rows)
+        num_rows, wanted = len(rows), np.array(batch.wanted, np.int64)
         is_decode = len(arrays["token_ids"]) == num_rows
         adapters = _adapter_runs(rows)
         size = None if adapters or not is_decode else self._steps.graph_size(num_rows)
@@ -234,12 +252,9 @@ class Runner:
         the last step has them."""
         if self._last is None:
             raise ValueError("a row takes a token of the last step, which is not on the device")
-        taken = [(end - 1, row.drawn_by) for row, end in zip(rows, ends, strict=True)]
-        known = [(place, by) for place, by in taken if by is not None]
-        return {
-            "taken": np.array([place for place, _ in known], dtype=np.int64),
-            "sources": np.array(self._last.inputs([by for _, by in known]), dtype=np.int64),
-        }
+        taken = [number for number, row in enumerate(rows) if row.drawn_by is not None]
+        sources = self._last.batch.first_draws([rows[number].drawn_by for number in taken])
+        return {"taken": ends[taken].astype(np.int64) - 1, "sources": sources}
 
     def _block_tables(self, rows: Sequence[Row]) -> Indices:
         """[rows, longest]: each table up to the row's last position, padded with block 0."""

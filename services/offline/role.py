@@ -5,7 +5,8 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from services.engine.messages import AbortSequence, Advance, Removed
+from services.engine.messages import AbortSequence, Removed
+from services.engine.sequences.results import Advance
 from services.worker.pool_engine import PoolEngine
 from services.worker.requests.events import (
     ABORTED,

@@ -14,11 +14,11 @@ import torch
 
 import kvops
 from kvops.native import Lane
-from services.engine.batch import Draw, Fault, Row, RowOutput, RowResult
+from services.engine.batch import Fault, Row, RowOutput, RowResult
 from services.engine.forward import Flight
 from services.engine.models import Model, load_model
 from services.engine.runner import Runner
-from services.engine.sampling.logit_queries import queries
+from services.engine.sampling.sampling_batch import SamplingBatch
 from services.engine.speculation.draft_model import DraftModel
 from services.gateway.models import catalog
 from tests.exactness import SEED
@@ -134,16 +134,15 @@ class Watched(Runner):
             self.gate.clear()
         return flight
 
-    def hidden(self, rows: Sequence[Row]) -> torch.Tensor:
-        hidden = super().hidden(rows)
-        asked = [(query, query.token) for query in queries(rows)]
-        ours = [(q, t) for q, t in asked if isinstance(t, Draw) and t.sampling.seed == SEED]
+    def _forward(self, rows: Sequence[Row], batch: SamplingBatch, others: Any) -> Any:
+        hidden, placed = super()._forward(rows, batch, others)
+        ours = [i for i, draw in enumerate(batch.draws) if draw.sampling.seed == SEED]
         if ours:
-            logits = self._model.logits(hidden)
-            for query, draw in ours:
-                state = logits[query.state].numpy().tobytes()
-                self._new.append(((draw.sequence_index, query.position), state))
-        return hidden
+            logits = self._model.logits(batch.states_of(hidden))
+            for i in ours:
+                state = logits[batch.states[i]].numpy().tobytes()
+                self._new.append(((batch.draws[i].sequence_index, batch.positions[i]), state))
+        return hidden, placed
 
     def _is_ours(self, row: Row) -> bool:
         if row.draws:

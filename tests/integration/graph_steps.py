@@ -8,11 +8,14 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from kvops import Backend
+from kvops.draws import DrawTensors, PenaltyTables
 from kvops.reference import ReferenceKernels
 from services.engine.batch import Draw, Row, RowResult
 from services.engine.runner import Runner
+from services.engine.sampling.sampler import greedy
 from tests.graph_stand_in import launched
 from tests.kernels import flashinfer_stand_in
 
@@ -31,6 +34,11 @@ class LaunchedKernels(ReferenceKernels):
     """The reference, whose operations each count as one launch."""
 
     reads_whole_blocks = True
+    has_sampler = True
+
+    def sample(self, logits: Tensor, draws: DrawTensors, tables: PenaltyTables | None) -> Tensor:
+        """The likeliest tokens."""
+        return greedy(logits[draws.state.long()])
 
 
 for _name in KERNELS:

@@ -189,10 +189,10 @@ class RecordingRunner(Runner):
     def run(self, rows: Sequence[Row]) -> Sequence[RowResult]:
         return self.launch(rows).result()
 
-    def hidden(self, rows: Sequence[Row]) -> Tensor:
-        hidden = super().hidden(rows)
+    def _forward(self, *args: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        hidden, placed = super()._forward(*args)
         self.last_logits = self._model.logits(hidden)
-        return hidden
+        return hidden, placed
 
     def place(self, prompt: tuple[int, ...], shared: Trial | None = None) -> Trial:
         """A new sequence that shares the full blocks that its prompt has in common with that of

@@ -55,7 +55,6 @@ class DeviceRunner(Runner):
         self.kv = torch.zeros(shape, dtype=dtype)
         self.kv[0] = float("nan")  # of no sequence: padded rows name this block
         super().__init__(model, self.kv, SIZE, ops)
-        self.computes_at_launch = False
         self._inputs.is_copied = True
 
     def with_graphs(self) -> "DeviceRunner":

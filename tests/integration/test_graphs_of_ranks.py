@@ -84,7 +84,6 @@ def runner_of(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kvops, "backend", lambda *_: new())
         runner = RankedRunner(*(checkpoint, directory, ranks, SIZE, NUM_BLOCKS, dtype), ops=new())
-    runner.computes_at_launch = False
     runner._inputs.is_copied = True
     return runner
 

@@ -18,17 +18,17 @@ from bench.make_checkpoint import make_checkpoint
 from kvops import Backend
 from kvops.reference import ReferenceKernels
 from kvops.step import AttentionCall
-from services.engine.batch import Draw, Fault, Row, RowResult
+from services.engine.batch import Fault, Row, RowResult
 from services.engine.device.inputs import Indices, StepInputs
-from services.engine.forward import CompleteFlight, Flight
+from services.engine.forward import Flight
 from services.engine.models import Batch, load_model
 from services.engine.models.decoder import ComposedModel
 from services.engine.runner import Runner
 
+from .graph_steps import LaunchedKernels
 from .models_oracle import GREEDY, SPECS, Oracle, random_prompt
 
 SIZE = 4
-SAMPLED = Draw(replace(GREEDY.sampling, temperature=1.0, seed=3), 0)
 
 
 @pytest.fixture(scope="module", params=["qwen3-gqa-tied", "qwen2-mha", "mistral-window"])
@@ -190,9 +190,8 @@ def test_inputs_reach_the_device_in_one_copy() -> None:
 class DeviceRunner(Runner):
     """A runner that works on a CPU as on a GPU; its flights are not complete at the launch."""
 
-    def __init__(self, model: Any, kv: Tensor, ops: Backend) -> None:
-        super().__init__(model, kv, SIZE, ops)
-        self.computes_at_launch = False
+    def __init__(self, model: ComposedModel, kv: Tensor) -> None:
+        super().__init__(model, kv, SIZE, Backend(LaunchedKernels()))
         self._inputs.is_copied = True
 
 
@@ -204,7 +203,7 @@ def test_a_row_takes_the_token_that_is_on_the_device(checkpoint: Path) -> None:
     """Greedy decoding with tokens that never reach the host gives the tokens of transformers. Rows
     change their places."""
     oracle, model = Oracle(checkpoint), composed(checkpoint, "cpu")
-    runner = DeviceRunner(model, arena(model, 16, "cpu"), model.ops)
+    runner = DeviceRunner(model, arena(model, 16, "cpu"))
     prompts = [random_prompt(n, seed=n) for n in (5, 1, 9)]
     tables = [range(5 * i, 5 * i + 5) for i in range(3)]
     order = [0, 1, 2]
@@ -225,31 +224,12 @@ def test_a_row_takes_the_token_that_is_on_the_device(checkpoint: Path) -> None:
     assert found == {i: oracle.answer(prompt).token_ids for i, prompt in enumerate(prompts)}
 
 
-def test_a_draw_that_is_no_argmax_is_complete_at_its_launch(checkpoint: Path) -> None:
-    """The tokens are those of a CPU, and no row may take one of them from the device."""
-    model = composed(checkpoint, "cpu")
-    rows = [
-        Row(range(5), 0, (0, 1), draws=(GREEDY,)),
-        Row(range(6), 0, (2, 3), draws=(SAMPLED, replace(SAMPLED, sequence_index=1))),
-        Row(range(4), 0, (4,)),
-    ]
-    here, there = (
-        Runner(model, arena(model, 8, "cpu"), SIZE, model.ops),
-        DeviceRunner(model, arena(model, 8, "cpu"), model.ops),
-    )
-    flight = there.launch(rows)
-    assert isinstance(flight, CompleteFlight)
-    assert flight.result() == here.launch(rows).result()
-    with pytest.raises(ValueError, match="not on the device"):
-        there.launch([Row((0,), 5, (0, 1), draws=(GREEDY,), drawn_by=0)])
-
-
 def test_a_broken_row_is_found_out_when_its_flight_is_retired(checkpoint: Path) -> None:
     """The next step takes any token for the row; the rows beside it are not affected."""
     model = composed(checkpoint, "cpu")
     kv = arena(model, 8, "cpu")
     kv[0] = float("nan")
-    runner = DeviceRunner(model, kv, model.ops)
+    runner = DeviceRunner(model, kv)
     rows = [Row((1,), 3, (0,), draws=(GREEDY,)), Row(range(4), 0, (2, 3), draws=(GREEDY,))]
     first = runner.launch(rows)
     ahead = [

@@ -187,15 +187,10 @@ def test_copied_and_swapped_blocks_are_copied_at_all_ranks(
     crews[2].leave()
 
 
-@pytest.mark.parametrize("at_launch", [True, False])
-def test_logprobs_of_a_prompt_come_in_parts(
-    at_launch: bool, crews: dict[int, Ranks], tmp_path: Path
-) -> None:
-    """There are more states than are computed at once: the ranks compute the same parts, also where
-    tokens are drawn and scored on the device, as on a GPU."""
+def test_logprobs_of_a_prompt_come_in_parts(crews: dict[int, Ranks], tmp_path: Path) -> None:
+    """There are more states than are computed at once: the ranks compute the same parts."""
     checkpoint = make_checkpoint(tmp_path / "model", SPECS["llama-gqa"])
     runner = RankedRunner(checkpoint, tmp_path, crews[2])
-    runner.computes_at_launch = at_launch
     prompt = random_prompt(150, 1)
     trial = runner.place(prompt)
     scoring = Scoring(prompt[1:], num_top=2)

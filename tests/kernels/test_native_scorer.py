@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from kvops import _native
+from kvops.native import NativeCpu
 from services.engine.batch import Fault
-from services.engine.sampling.logprobs import score, scores_of
+from services.engine.sampling.logprobs import score_tensors, scores_of
 from services.protocol.logprobs import Logprobs
 
 ISAS = pytest.mark.parametrize("isa", _native.usable_kernels())
@@ -19,8 +20,12 @@ def native(isa: str, logits: Tensor, token_ids: list[int], num_top: int) -> list
     told[:, 0] = torch.tensor(token_ids)
     logprobs = torch.full(told.shape, float("nan"))
     ranks = torch.full((len(token_ids),), -7)
-    _native.score(isa, logits, told, logprobs, ranks)
+    NativeCpu(isa=isa).score(logits, told, logprobs, ranks)
     return scores_of(told, logprobs, ranks)
+
+
+def score(logits: Tensor, token_ids: list[int], num_top: int) -> list[Logprobs | Fault]:
+    return scores_of(*score_tensors(logits, torch.tensor(token_ids), num_top))
 
 
 def some_logits(num_rows: int, vocab_size: int) -> Tensor:

@@ -1,7 +1,5 @@
-"""The tests of the device's sampler in Triton's interpreter: three samplers give the same bits.
-pytest does not collect this file: `test_triton.py` runs it."""
-# Triton has no types.
-# mypy: disable-error-code="import-untyped, no-untyped-call, no-untyped-def, untyped-decorator"
+"""The tests of the device's sampler in Triton's interpreter, beside the host's. pytest does not
+collect this file: `test_triton.py` runs it."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,33 +9,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 import kvops
-from kvops import _native
-from kvops.triton import draw_arithmetic
-from services.engine.batch import Answer, Draw, Fault, Query, Row, RowOutput, Scoring
+from services.engine.batch import Draw, Fault, Row, RowOutput, Scoring
 from services.engine.device.drawing import DeviceDrawing
 from services.engine.device.flights import DrawnFlight
 from services.engine.device.inputs import StepInputs
 from services.engine.engine import Engine
 from services.engine.messages import Admit
-from services.engine.models.fused import native_draw
 from services.engine.runner import Runner
-from services.engine.sampling import arithmetic
-from services.engine.sampling.logit_queries import queries, row_results
 from services.engine.sampling.masks import MaskThread
-from services.engine.sampling.philox import uniforms
-from services.engine.sampling.sampler import sample
-from services.engine.sampling.sampling_head import answer
+from services.engine.sampling.sampler import draw
+from services.engine.sampling.sampling_batch import NOT_FINITE, SamplingBatch
 from services.engine.scheduler import Scheduler
 from services.engine.sequences.group import Group
 from services.engine.sequences.penalty_state import PenaltyState
 from services.engine.sequences.sequence import Rules
 from services.model.structured.mask import GrammarFault, Mask
 from services.protocol.ticket import Ticket
+from tests.draws import batch_of, filtered_weights, sample
 
 from .draw_cases import ADJUSTMENTS, PLAIN, cases, wanted
 
@@ -60,75 +51,62 @@ def drawing(vocab_size: int) -> DeviceDrawing:
     return DeviceDrawing(Head(vocab_size), OPS, torch.device("cpu"))  # type: ignore[arg-type]
 
 
-def flight(device: DeviceDrawing, logits: Tensor, asked: Sequence[Query]) -> DrawnFlight:
-    placed = StepInputs(torch.device("cpu")).place(device.arrays(asked))
-    return device.launch([], asked, logits, placed)
+def drawn(device: DeviceDrawing, logits: Tensor, batch: SamplingBatch) -> list[int]:
+    placed = StepInputs(torch.device("cpu")).place(device.arrays(batch))
+    tokens: list[int] = device.draw(logits, batch, placed, [None] * len(batch.draws))[0].tolist()
+    return tokens
 
 
-def native(logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> list[int]:
-    tokens = torch.zeros(len(draws), dtype=torch.int64)
-    native_draws = list(map(native_draw, draws, positions))
-    _native.sample(_native.usable_kernels()[0], logits.contiguous(), native_draws, tokens)
-    return tokens.tolist()
-
-
-EVERY = [37, pytest.param(1, marks=pytest.mark.full)]
-
-
-@pytest.mark.parametrize("every", EVERY)
+@pytest.mark.parametrize("every", [37, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("vocab_size", [6, 4200])
 @pytest.mark.parametrize("kind", range(len(ADJUSTMENTS)))
-def test_three_samplers_draw_the_same(vocab_size: int, kind: int, every: int) -> None:
+def test_draws_are_of_tokens_that_the_filters_leave(vocab_size: int, kind: int, every: int) -> None:
     """Every filter on every kind of logits, with each kind of adjustment; `every`: only one of so
-    many, since the interpreter is slow."""
+    many, since the interpreter is slow. Draws of the likeliest token are the host's."""
     some = slice(kind, None, every)
     logits, draws, positions = cases(vocab_size)[kind]
     logits, draws, positions = logits[some], draws[some], positions[some]
-    asked = [Query(i, draw, at) for i, (draw, at) in enumerate(zip(draws, positions, strict=True))]
-    expected = wanted(vocab_size, kind)[some]
-    assert flight(drawing(vocab_size), logits, asked).drawn.tolist() == expected
-    assert native(logits, draws, positions) == expected
+    found = drawn(drawing(vocab_size), logits, batch_of(draws, positions))
+    for row, (token, expected) in enumerate(
+        zip(found, wanted(vocab_size, kind)[some], strict=True)
+    ):
+        sampling, adjustment = draws[row].sampling, draws[row].adjustment
+        if expected == NOT_FINITE or sampling.temperature == 0:
+            assert token == expected
+            continue
+        adjusted = logits[row] if adjustment is None else adjustment.applied(logits[row])
+        assert filtered_weights(adjusted[None], [sampling])[0, token] > 0, (row, sampling)
 
 
-@triton.jit
-def _arithmetic(scaled, numbers, weights, exponentials, SIZE: tl.constexpr):
-    i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    tl.store(weights + i, draw_arithmetic.weights(tl.load(scaled + i)))
-    tl.store(exponentials + i, draw_arithmetic.exponentials(tl.load(numbers + i)))
+def test_draws_follow_the_filtered_distribution() -> None:
+    """150 draws at successive positions; min_p leaves four of five tokens. The limit is the 99.99th
+    percentile of chi-square with 3 degrees of freedom; the seed is fixed, and so is the result."""
+    p, logits = replace(PLAIN, min_p=0.2), torch.tensor([[0.1, 0.4, 0.05, 0.3, 0.15]]).log()
+    found = drawn(drawing(5), logits.repeat(150, 1), batch_of([Draw(p, 0)] * 150, range(150)))
+    left = filtered_weights(logits, [p])[0].double()
+    expected, counts = 150 * left / left.sum(), torch.bincount(torch.tensor(found), minlength=5)
+    assert counts[left == 0].sum() == 0
+    assert ((counts - expected).square() / expected)[left > 0].sum() < 21.1
 
 
-@triton.jit
-def _random(seed, out, SIZE: tl.constexpr):
-    i = tl.arange(0, SIZE)
-    numbers = draw_arithmetic.uniforms(tl.load(seed), tl.load(seed + 1), tl.load(seed + 2), i)
-    tl.store(out + i, numbers)
+@pytest.mark.parametrize("changes", [{"top_k": 3}, {"top_p": 0.75}])
+def test_all_tokens_that_the_filters_leave_are_drawn(changes: dict[str, Any]) -> None:
+    p, logits = replace(PLAIN, **changes), torch.tensor([[0.3, 0.31, 0.05, 0.29, 0.05]]).log()
+    found = drawn(drawing(5), logits.repeat(10, 1), batch_of([Draw(p, 0)] * 10, range(10)))
+    assert set(found) == {0, 1, 3}
 
 
-def test_the_arithmetic_has_the_same_bits_everywhere() -> None:
-    """2^20 scaled logits and random numbers of all sizes."""
-    generator = torch.Generator().manual_seed(1)
-    size = 1 << 20
-    scaled = -torch.rand(size, generator=generator) * 10.0 ** (torch.arange(size) % 9 - 6)
-    scaled[:3] = torch.tensor([0.0, float("-inf"), -3e38])
-    numbers = torch.rand(size, generator=generator) * 10.0 ** -(torch.arange(size) % 9)
-    numbers = numbers.clamp(2.0**-33, 1 - 2.0**-24)
-    weights, exponentials = torch.empty(size, dtype=torch.int64), torch.empty(size)
-    _arithmetic[(16,)](scaled, numbers, weights, exponentials, SIZE=size // 16)
-    assert torch.equal(weights, arithmetic.weights(scaled))
-    assert torch.equal(exponentials, arithmetic.exponentials(numbers))
-    for isa in _native.usable_kernels():
-        found = torch.empty(2, size)
-        _native.draw_arithmetic(isa, scaled, numbers, found)
-        assert torch.equal(found[0].long(), weights), isa
-        assert torch.equal(found[1], exponentials), isa
-
-
-def test_random_numbers_are_those_of_the_host() -> None:
-    seed, index, position = 2**64 - 2, 3, 131_071
-    out = torch.empty(512)
-    key = torch.from_numpy(np.array([seed, index, position], np.uint64).view(np.int64))
-    _random[(1,)](key, out, SIZE=512)
-    assert torch.equal(out, uniforms(seed, index, position, 512))
+def test_a_draw_is_the_same_alone_and_among_others() -> None:
+    """Other seeds, sequences and positions draw other tokens."""
+    p, vocab_size = replace(PLAIN, seed=2**64 - 2), 4200
+    draws = [Draw(p, 0), Draw(p, 1), Draw(p, 0), Draw(replace(p, seed=2**63), 0)]
+    positions, device = [131_071, 131_071, 131_072, 131_071], drawing(vocab_size)
+    logits = torch.zeros(4, vocab_size)
+    together = drawn(device, logits, batch_of(draws, positions))
+    assert len(set(together)) == 4
+    for row in range(4):
+        alone = batch_of(draws[row : row + 1], positions[row : row + 1])
+        assert drawn(device, logits[:1], alone) == together[row : row + 1]
 
 
 def test_penalties_follow_the_tokens_of_sequences_that_come_and_go() -> None:
@@ -139,7 +117,7 @@ def test_penalties_follow_the_tokens_of_sequences_that_come_and_go() -> None:
     for step in range(12):
         for _ in range(2):
             number = 2 * step + len(live)
-            p = replace(PLAIN, seed=number, **ADJUSTMENTS[number % 4], temperature=number % 3 / 2)
+            p = replace(PLAIN, **ADJUSTMENTS[number % 4], temperature=0.0)
             tokens = [number % 4, 1, 5]
             state = PenaltyState(p, tokens, 2, [4]) if number % 4 else None
             live.append((tokens, state, Draw(p, 0)))
@@ -149,50 +127,36 @@ def test_penalties_follow_the_tokens_of_sequences_that_come_and_go() -> None:
         ]
         logits = 2 * torch.randn(len(live), vocab_size, generator=generator)
         positions = [len(tokens) for tokens, _, _ in live]
-        asked = [Query(i, d, at) for i, (d, at) in enumerate(zip(draws, positions, strict=True))]
         expected = sample(logits, draws, positions)
-        assert flight(device, logits, asked).drawn.tolist() == expected
+        assert drawn(device, logits, batch_of(draws, positions)) == expected
         for (tokens, _, _), token in zip(live, expected, strict=True):
-            assert isinstance(token, int)
             tokens.append(token)
-        del draws, asked
+        del draws
     tables = device._penalties._tables
     assert tables is not None
     assert len(tables.counts) == 16
     assert len(device._penalties._sent) <= 6
 
 
-def test_logprobs_and_prompts_are_those_of_the_host() -> None:
-    """Forks, scored prompts longer than a part, and a row without logprobs: one copy to the
-    host."""
+def test_logprobs_are_those_of_the_host() -> None:
+    """Forks, states that do not draw, and a row without logprobs."""
     vocab_size = 100
-    p = replace(PLAIN, seed=5, logprobs=3)
+    p = replace(PLAIN, temperature=0.0, logprobs=3)
     rows = [
-        Row(range(70), 0, (), scoring=Scoring(range(70), 2)),
-        Row(range(90), 0, (), draws=(Draw(p, 0), Draw(p, 1)), scoring=Scoring(range(1, 90), 1)),
+        Row(range(7), 0, (), scoring=Scoring(range(7), 2)),
+        Row(range(9), 0, (), draws=(Draw(p, 0), Draw(p, 1)), scoring=Scoring(range(1, 9), 1)),
         Row([1], 7, (), draws=(Draw(replace(p, logprobs=None), 0),)),
-        Row([1], 9, (), draws=(Draw(replace(p, temperature=0.0, logprobs=0), 0),)),
+        Row([1], 9, (), draws=(Draw(replace(p, logprobs=0), 0),)),
     ]
-    asked = queries(rows)
-    num_states = 1 + max(query.state for query in asked)
-    logits = torch.randn(num_states, vocab_size, generator=torch.Generator().manual_seed(3)).round()
+    batch = SamplingBatch.of(rows)
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(len(batch.wanted), vocab_size, generator=generator).round()
     device = drawing(vocab_size)
-    placed = StepInputs(torch.device("cpu")).place(device.arrays(asked))
-    found = device.launch(rows, asked, logits, placed)
-    results = found.result()
-    answers = [one for one in answer(logits, asked) if isinstance(one, Answer)]
-    prompts = [a.logprobs for q, a in zip(asked, answers, strict=True) if isinstance(q.token, int)]
-    assert isinstance(results[0], RowOutput)
-    assert isinstance(results[1], RowOutput)
-    assert [*results[0].prompt, *results[1].prompt] == prompts
-    drawn = [a for q, a in zip(asked, answers, strict=True) if isinstance(q.token, Draw)]
-    assert results[1].tokens == (drawn[0].token_id, drawn[1].token_id)
-    assert list(results[1].logprobs) == [drawn[0].logprobs, drawn[1].logprobs]
-    assert results[2] == (drawn[2].token_id,)
-    assert drawn[3].logprobs is not None
-    assert results[3] == RowOutput((drawn[3].token_id,), (drawn[3].logprobs,))
-    assert found.inputs([1, 2, 3]) == [0, 2, 3]
-    assert found.result() == results
+    placed = StepInputs(torch.device("cpu")).place(device.arrays(batch))
+    found = device.draw(logits, batch, placed, [None] * 4)
+    assert all(map(torch.equal, found, draw(batch.states_of(logits), batch, [None] * 4)))
+    flight = DrawnFlight(SamplingBatch.of(rows[2:]), [found[:1]], lambda: [None] * 4)
+    assert flight.result() == [(token,) for token in found[0].tolist()[:2]]
 
 
 class FixedGrammar:
@@ -214,26 +178,26 @@ def test_masked_draws_are_those_of_the_host() -> None:
     """Draws with and without masks of the same state; logprobs are those of unmasked logits. A mask
     hides neither NaN nor a grammar that fails."""
     vocab_size = 100
-    p = replace(PLAIN, seed=5, logprobs=2)
-    penalties = replace(p, presence_penalty=1.5, bad_words=((0,), (6,)), temperature=0.7)
+    p = replace(PLAIN, temperature=0.0, logprobs=2)
+    penalties = replace(p, presence_penalty=1.5, bad_words=((0,), (6,)))
     adjustment = PenaltyState(penalties, [1, 2, 3, 3], 1, [4]).adjustment()
     grammars: list[Any] = [FixedGrammar(every, vocab_size) for every in (3, 7, 99, 0)]
     rows = [
         Row([1], 7, (), draws=(Draw(p, 0, None, grammars[0]), Draw(p, 1, None, grammars[0]))),
         Row([1], 9, (), draws=(Draw(p, 0), Draw(p, 1))),
         Row([1], 9, (), draws=(Draw(penalties, 0, adjustment, grammars[1]),)),
-        Row([1], 2, (), draws=(Draw(replace(p, temperature=0.0), 0, None, grammars[2]),)),
+        Row([1], 2, (), draws=(Draw(p, 0, None, grammars[2]),)),
         Row([1], 2, (), draws=(Draw(p, 0, None, grammars[3]),)),
         Row([1], 2, (), draws=(Draw(p, 0, None, grammars[0]),)),
     ]
-    asked = queries(rows)
+    batch = SamplingBatch.of(rows)
     logits = 3 * torch.randn(6, vocab_size, generator=torch.Generator().manual_seed(3))
     logits[5, 1] = float("nan")  # which the mask excludes
-    device, masks = drawing(vocab_size), MaskThread().begin(asked)
-    placed = StepInputs(torch.device("cpu")).place(device.arrays(asked))
-    found = device.launch(rows, asked, logits, placed, masks).result()
-    on_host = masks.checked(answer(logits, masks.applied()))
-    assert found == row_results(rows, on_host)
+    device, masks = drawing(vocab_size), MaskThread().begin(batch.draws)()
+    placed = StepInputs(torch.device("cpu")).place(device.arrays(batch))
+    on_device = device.draw(logits, batch, placed, masks)
+    found = batch.results([on_device], masks)
+    assert found == batch.results([draw(logits, batch, masks)], masks)
     assert found[4:] == [Fault.GRAMMAR, Fault.NOT_FINITE]
     tokens = [row.tokens for row in found if isinstance(row, RowOutput)]
     assert all(token % 3 == 0 for token in tokens[0])

@@ -18,11 +18,12 @@ from blockstore.records import Growth, PoolSpec
 from services.engine.batch import Draw
 from services.engine.engine import Engine
 from services.engine.forward import ForwardPass
-from services.engine.messages import AddBlocks, Admit, Advance, Command, Remove, StepOutcome
+from services.engine.messages import AddBlocks, Admit, Command, Remove, StepOutcome
 from services.engine.scheduler import Scheduler
 from services.engine.sequences.beam import FIRST, Beam
 from services.engine.sequences.beam_group import group_class
 from services.engine.sequences.group import Group
+from services.engine.sequences.results import Advance
 from services.engine.sequences.sequence import Rules, Sequence
 from services.engine.speculation.speculation import Speculation
 from services.pool.stamps import Stamps
@@ -278,7 +279,7 @@ class PoolOfGroups(RuleBasedStateMachine):
             assert named == group._refs
             waiting = self.hosts[live.worker].commands
             coming = [c.block_ids for c in waiting if isinstance(c, AddBlocks) and c.key == key]
-            beside = [*group._spare, *group._results.freed, *itertools.chain(*coming)]
+            beside = [*group._spare, *group._advance.freed, *itertools.chain(*coming)]
             assert len(set(beside)) == len(beside)
             assert named.keys().isdisjoint(beside)
             assert self.ledger.holders[key].held == named.keys() | set(beside)

@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from services.engine.batch import Draw, Fault
+from services.engine.batch import Draw
 from services.engine.sampling.philox import uniforms
-from services.engine.sampling.sampler import filtered_weights, sample
+from services.engine.sampling.sampling_batch import NOT_FINITE
 from services.engine.sequences.penalty_state import PenaltyState
 from services.protocol.ticket import SamplingParams
+from tests.draws import filtered_weights, sample
 from tests.examples import examples
 
 
@@ -126,8 +127,8 @@ def test_filters_keep_what_a_plain_reference_keeps(
     assert tight <= found <= loose
 
 
-def counts_of(tokens: Sequence[int | Fault]) -> np.ndarray[Any, Any]:
-    return np.bincount([token for token in tokens if isinstance(token, int)], minlength=5)
+def counts_of(tokens: Sequence[int]) -> np.ndarray[Any, Any]:
+    return np.bincount(tokens, minlength=5)
 
 
 def chi_square(observed: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> float:
@@ -158,7 +159,7 @@ def test_draws_follow_the_distribution_over_many_chunks(changes: dict[str, Any])
     logits = row.repeat(num_draws, 1)
     tokens = sample(logits, [draw(**changes)] * num_draws, range(num_draws))
     probs = filtered_weights(logits[:1], [params(**changes)])[0].double().numpy()
-    counts = np.bincount([token for token in tokens if isinstance(token, int)], minlength=150)
+    counts = np.bincount(tokens, minlength=150)
     possible = probs > 0
     assert counts[~possible].sum() == 0
     expected = probs[possible] / probs.sum() * num_draws
@@ -260,7 +261,7 @@ def test_a_row_whose_logits_are_not_finite_has_no_token_and_disturbs_no_other(ba
     right = sample(logits, draws, range(4))
     logits[1, 2] = logits[3, 0] = bad
     faulty = sample(logits, draws, range(4))
-    assert faulty == [right[0], Fault.NOT_FINITE, right[2], Fault.NOT_FINITE]
+    assert faulty == [right[0], NOT_FINITE, right[2], NOT_FINITE]
 
 
 def test_philox_gives_the_published_numbers() -> None:

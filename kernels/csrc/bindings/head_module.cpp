@@ -3,7 +3,6 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <array>
@@ -23,16 +22,8 @@ namespace {
 class BoundAdjustment {
  public:
   BoundAdjustment(Array biased, Array biases, Array seen, Array counts, float repetition,
-                  float frequency, float presence, std::optional<Array> allowed, Array banned,
-                  std::optional<Array> mask)
-      : arrays_{biased,
-                biases,
-                seen,
-                counts,
-                banned,
-                allowed.value_or(Array()),
-                mask.value_or(Array())},
-        num_masked_(mask ? 32 * static_cast<int64_t>(mask->size()) : -1) {
+                  float frequency, float presence, std::optional<Array> allowed, Array banned)
+      : arrays_{biased, biases, seen, counts, banned, allowed.value_or(Array())} {
     require(biased.size() == biases.size() && seen.size() == counts.size(),
             "not a bias for each biased token, or a count for each seen one");
     require(repetition > 0, "a repetition penalty that is not above 0");
@@ -49,77 +40,96 @@ class BoundAdjustment {
                   allowed ? static_cast<int64_t>(allowed->size()) : 0,
                   ids(banned, "banned"),
                   static_cast<int64_t>(banned.size()),
-                  mask ? words(*mask) : nullptr};
+                  nullptr};
     require(!allowed || allowed->size() > 0, "no token is allowed");
   }
 
   Adjustment adjustment;
 
-  void check_vocab(int64_t vocab) const {
-    require(num_masked_ < 0 || num_masked_ >= vocab, "a mask that is shorter than the vocabulary");
-  }
-
  private:
-  static const int32_t* words(const Array& a) {
-    check_rank(a, 1, "mask");
-    return data<int32_t>(a, "mask");
-  }
-
   static const int64_t* ids(const Array& a, const char* name) {
     check_rank(a, 1, name);
     return data<int64_t>(a, name);
   }
 
-  std::array<Array, 7> arrays_;
-  int64_t num_masked_;
+  std::array<Array, 6> arrays_;
 };
 
-using DrawTuple = std::tuple<float, float, int64_t, double, uint64_t, uint64_t, uint64_t,
-                             std::optional<BoundAdjustment>>;
+// D draws: arrays [D] of parameters, as `kvops.draws` describes them, and for each draw its
+// adjustment and the mask of its grammar.
+class BoundDraws {
+ public:
+  using Adjustments = std::vector<std::optional<BoundAdjustment>>;
+  using Masks = std::vector<std::optional<Array>>;
 
-Draw checked_draw(const DrawTuple& tuple, int64_t vocab) {
-  const auto& [temperature, least, top_k, top_p, seed, index, position, bound] = tuple;
-  require(temperature >= 0, "a draw at a temperature that is not 0 or more");
-  Draw draw{temperature, least, top_k, top_p, {seed, index, position}, {}};
-  if (bound) {
-    bound->check_vocab(vocab);
-    draw.adjustment = bound->adjustment;
+  BoundDraws(Array temperature, Array least, Array top_k, Array top_p, Array seed,
+             Array sequence_index, Array position, Adjustments adjustments, Masks masks)
+      : columns_{temperature, least, top_k, top_p, seed, sequence_index, position},
+        adjustments_(std::move(adjustments)),
+        masks_(std::move(masks)) {
+    for (const Array& column : columns_) {
+      check_rank(column, 1, "a parameter of draws");
+      require(column.size() == size(), "parameters of draws that are not all [D]");
+    }
+    require(masks_.size() == size(), "not a mask, or none, for each draw");
   }
-  return draw;
-}
+
+  size_t size() const { return adjustments_.size(); }
+
+  // The draws; none for those of the likeliest token.
+  std::vector<std::optional<Draw>> checked(int64_t vocab) const {
+    const auto *heat = data<float>(columns_[0], "temperature"),
+               *least = data<float>(columns_[1], "least");
+    const auto* top_k = data<int32_t>(columns_[2], "top_k");
+    const auto* top_p = data<double>(columns_[3], "top_p");
+    const auto *seed = data<int64_t>(columns_[4], "seed"),
+               *index = data<int64_t>(columns_[5], "sequence_index"),
+               *position = data<int64_t>(columns_[6], "position");
+    std::vector<std::optional<Draw>> draws(size());
+    for (size_t i = 0; i < size(); ++i) {
+      require(heat[i] >= 0, "a draw at a temperature that is not 0 or more");
+      if (heat[i] == 0 && !adjustments_[i] && !masks_[i]) continue;
+      draws[i] = Draw{heat[i],
+                      least[i],
+                      top_k[i],
+                      top_p[i],
+                      {static_cast<uint64_t>(seed[i]), static_cast<uint64_t>(index[i]),
+                       static_cast<uint64_t>(position[i])},
+                      {}};
+      if (adjustments_[i]) draws[i]->adjustment = adjustments_[i]->adjustment;
+      if (masks_[i]) add_mask(*draws[i], *masks_[i], vocab);
+    }
+    return draws;
+  }
+
+ private:
+  static void add_mask(Draw& draw, const Array& mask, int64_t vocab) {
+    check_rank(mask, 1, "mask");
+    require(32 * static_cast<int64_t>(mask.size()) >= vocab,
+            "a mask that is shorter than the vocabulary");
+    if (!draw.adjustment) draw.adjustment.emplace();
+    draw.adjustment->mask = data<int32_t>(mask, "mask");
+  }
+
+  std::array<Array, 7> columns_;
+  Adjustments adjustments_;
+  Masks masks_;
+};
 
 // Draws tokens [M] int64 from logits [M, vocab] fp32; -1: the row's logits are not finite. The
 // logits change during the call and are restored.
-void sample(const std::string& isa, Array logits, const std::vector<DrawTuple>& draws,
-            Array tokens) {
+void sample(const std::string& isa, Array logits, const BoundDraws& draws, Array tokens) {
   check_rank(logits, 2, "logits");
   require(logits.shape(0) == draws.size() && tokens.size() == draws.size() && logits.shape(1) > 0,
           "logits, draws and tokens are not of as many rows");
-  std::vector<Draw> checked;
   const auto vocab = static_cast<int64_t>(logits.shape(1));
-  for (const DrawTuple& draw : draws) checked.push_back(checked_draw(draw, vocab));
+  const auto checked = draws.checked(vocab);
   auto* rows = data<float>(logits, "logits");
   auto* out = data<int64_t>(tokens, "tokens");
   Sampler sampler(kernels_called(isa));
   nb::gil_scoped_release free;
   for (size_t row = 0; row < checked.size(); ++row)
-    out[row] = sampler.sample(rows + row * logits.stride(0), vocab, checked[row]);
-}
-
-// Computes for a draw, from N scaled logits and random numbers, fp32 [N]: weights and exponential
-// numbers, fp32 [2, N].
-void draw_arithmetic(const std::string& isa, Array scaled, Array numbers, Array out) {
-  const int64_t n = static_cast<int64_t>(scaled.size());
-  require(numbers.size() == scaled.size() && out.size() == 2 * scaled.size(), "sizes that differ");
-  const float *logits = data<float>(scaled, "scaled"), *u = data<float>(numbers, "numbers");
-  auto* found = data<float>(out, "out");
-  float unused[kLogitChunk], weights[kLogitChunk];
-  for (int64_t i = 0; i < n; ++i) {
-    if (i % kLogitChunk == 0)
-      kernels_called(isa).weigh(logits + i, n - i, 0.0f, 1.0f, unused, weights);
-    found[i] = weights[i % kLogitChunk];
-    found[n + i] = exponential(u[i]);
-  }
+    out[row] = sampler.sample(rows + row * logits.stride(0), vocab, checked[row].value_or(Draw{}));
 }
 
 // token_ids: [M, 1 + k] int64, each row beginning with the token whose score is asked for;
@@ -141,7 +151,8 @@ Scores checked_scores(const Array& token_ids, const Array& logprobs, const Array
           data<int64_t>(ranks, "ranks"), static_cast<int>(width) - 1};
 }
 
-void score(const std::string& isa, Array logits, Array token_ids, Array logprobs, Array ranks) {
+void score(const std::string& isa, ThreadPool& pool, Array logits, Array token_ids, Array logprobs,
+           Array ranks) {
   check_rank(logits, 2, "logits");
   const auto vocab = static_cast<int64_t>(logits.shape(1));
   require(vocab > 0 && (logits.shape(0) < 2 || logits.stride(0) == vocab),
@@ -157,9 +168,7 @@ void score(const std::string& isa, Array logits, Array token_ids, Array logprobs
   Scorer scorer(kernels_called(isa));
   nb::gil_scoped_release free;
   scorer.begin(std::move(scored), vocab, scores);
-  for (int64_t part = 0; part < scorer.num_parts(); ++part) scorer.look(part);
-  for (int64_t part = 0; part < scorer.num_parts(); ++part) scorer.add(part);
-  for (int64_t row = 0; row < m; ++row) scorer.conclude(row);
+  pool.run([&](ThreadPool::Lane& lane) { scorer.run(lane); });
 }
 
 class BoundHead {
@@ -184,39 +193,30 @@ class BoundHead {
     head_.logits(x, m, y);
   }
 
-  void answer(Array hidden, Array states, const std::vector<std::optional<DrawTuple>>& draws,
-              Array tokens, Array scored, Array token_ids, Array logprobs, Array ranks) {
+  void draw(Array hidden, Array states, const BoundDraws& draws, Array tokens, Array scored,
+            Array token_ids, Array logprobs, Array ranks) {
     const auto m = rows_of(hidden);
     const size_t num = draws.size();
     require(states.size() == num && tokens.size() == num,
-            "states, draws and tokens are not all [Q]");
-    std::vector<std::optional<Draw>> checked(num);
-    for (size_t i = 0; i < num; ++i)
-      if (draws[i]) checked[i] = checked_draw(*draws[i], head_.vocab());
-    const Questions asked{static_cast<int64_t>(num),
-                          data<int64_t>(states, "states"),
-                          checked.data(),
-                          data<int64_t>(tokens, "tokens"),
-                          data<int64_t>(scored, "scored"),
-                          static_cast<int64_t>(scored.size()),
-                          checked_scores(token_ids, logprobs, ranks, scored.size(), head_.vocab())};
-    check(asked, m);
+            "states, draws and tokens are not all [D]");
+    const auto checked = draws.checked(head_.vocab());
+    const Draws asked{static_cast<int64_t>(num),
+                      data<int64_t>(states, "states"),
+                      checked.data(),
+                      data<int64_t>(tokens, "tokens"),
+                      data<int64_t>(scored, "scored"),
+                      static_cast<int64_t>(scored.size()),
+                      checked_scores(token_ids, logprobs, ranks, scored.size(), head_.vocab())};
+    for (int64_t i = 0; i < asked.num; ++i)
+      require(asked.states[i] >= 0 && asked.states[i] < m, "a draw after no state");
+    for (int64_t slot = 0; slot < asked.num_scored; ++slot)
+      require(asked.scored[slot] >= 0 && asked.scored[slot] < asked.num, "a score of no draw");
     const auto* x = data<float>(hidden, "hidden");
     nb::gil_scoped_release free;
-    head_.answer(x, m, asked);
+    head_.draw(x, m, asked);
   }
 
  private:
-  void check(const Questions& asked, int64_t m) const {
-    for (int64_t i = 0; i < asked.num; ++i) {
-      require(asked.states[i] >= 0 && asked.states[i] < m, "a question to no state");
-      require(asked.tokens[i] < head_.vocab(), "a token outside the vocabulary");
-      require(asked.tokens[i] < 0 || !asked.draws[i], "a draw of a token that is there already");
-    }
-    for (int64_t slot = 0; slot < asked.num_scored; ++slot)
-      require(asked.scored[slot] >= 0 && asked.scored[slot] < asked.num, "a score of no question");
-  }
-
   int64_t rows_of(const Array& hidden) const {
     check_rank(hidden, 2, "hidden");
     require(static_cast<int64_t>(hidden.shape(1)) == head_.hidden_size() && hidden.shape(0) > 0 &&
@@ -232,16 +232,17 @@ class BoundHead {
 
 void bind_head(nb::module_& m) {
   nb::class_<BoundAdjustment>(m, "Adjustment", "What a draw makes of its row's logits first.")
-      .def(nb::init<Array, Array, Array, Array, float, float, float, std::optional<Array>, Array,
-                    std::optional<Array>>(),
+      .def(nb::init<Array, Array, Array, Array, float, float, float, std::optional<Array>, Array>(),
            nb::kw_only(), "biased"_a, "biases"_a, "seen"_a, "counts"_a, "repetition"_a,
-           "frequency"_a, "presence"_a, "allowed"_a.none(), "banned"_a, "mask"_a.none());
-  m.def("draw_arithmetic", &draw_arithmetic, "isa"_a, "scaled"_a, "numbers"_a, "out"_a,
-        "The parts of a draw's arithmetic, for tests.");
+           "frequency"_a, "presence"_a, "allowed"_a.none(), "banned"_a);
+  nb::class_<BoundDraws>(m, "Draws", "The parameters of draws, an entry each.")
+      .def(nb::init<Array, Array, Array, Array, Array, Array, Array, BoundDraws::Adjustments,
+                    BoundDraws::Masks>(),
+           nb::kw_only(), "temperature"_a, "least"_a, "top_k"_a, "top_p"_a, "seed"_a,
+           "sequence_index"_a, "position"_a, "adjustments"_a, "masks"_a);
   m.def("sample", &sample, "isa"_a, "logits"_a, "draws"_a, "tokens"_a,
-        "Draws from logits that are there already, of (temperature, least, top_k, top_p, seed, "
-        "sequence index, position, adjustment); -1: logits that are not finite.");
-  m.def("score", &score, "isa"_a, "logits"_a, "token_ids"_a, "logprobs"_a, "ranks"_a,
+        "Draws from logits that are there already, row by row; -1: logits that are not finite.");
+  m.def("score", &score, "isa"_a, "pool"_a, "logits"_a, "token_ids"_a, "logprobs"_a, "ranks"_a,
         "Scores of logits that are there already. Of the first of each row of `token_ids` "
         "[M, 1 + k]: its logprob and rank (0: logits that are not finite); behind it come the k "
         "likeliest.");
@@ -250,11 +251,11 @@ void bind_head(nb::module_& m) {
            "pool"_a, "weights"_a, "factor"_a = 1.0f, "cap"_a = 0.0f, nb::keep_alive<1, 3>(),
            nb::keep_alive<1, 4>())
       .def("logits", &BoundHead::logits, "hidden"_a, "out"_a)
-      .def("answer", &BoundHead::answer, "hidden"_a, "states"_a, "draws"_a, "tokens"_a, "scored"_a,
-           "token_ids"_a, "logprobs"_a, "ranks"_a,
-           "Of each state in `states` [Q] the token that `draws` says (none: the likeliest), into "
-           "`tokens`, -1: logits that are not finite; those that are not -1 before are there "
-           "already. What is said of the tokens that `scored` [S] names is as for `score`.");
+      .def(
+          "draw", &BoundHead::draw, "hidden"_a, "states"_a, "draws"_a, "tokens"_a, "scored"_a,
+          "token_ids"_a, "logprobs"_a, "ranks"_a,
+          "Writes the tokens [D] that `draws` draws after the states `states` [D], -1: logits that "
+          "are not finite; and the scores of the tokens that `scored` [S] names, as `score`.");
 }
 
 }  // namespace quire

@@ -13,14 +13,13 @@
 
 namespace quire {
 
-// Q questions, each about the token that follows one of M states. The token is given, or is chosen
-// by the draw.
-struct Questions {
+// D draws, each of the token that follows one of M states.
+struct Draws {
   int64_t num;
-  const int64_t* states;             // [Q]
-  const std::optional<Draw>* draws;  // [Q]; none: the likeliest token, or a given one
-  int64_t* tokens;        // [Q]; in: given tokens, else -1; out: chosen ones, -1: not finite logits
-  const int64_t* scored;  // [S]: indices of questions whose tokens get scores
+  const int64_t* states;             // [D]
+  const std::optional<Draw>* draws;  // [D]; none: the likeliest token
+  int64_t* tokens;                   // [D], the results; -1: the logits are not finite
+  const int64_t* scored;             // [S]: indices of draws whose tokens get scores
   int64_t num_scored;
   Scores scores;  // [S]
 };
@@ -42,24 +41,19 @@ class Head {
   // Computes fp32 logits [M, vocab] from states [M, hidden].
   void logits(const float* hidden, int64_t m, float* out);
 
-  // Answers all questions. Only states whose questions need logits get them in memory, and the
-  // states of a long prompt get them some at a time.
-  void answer(const float* hidden, int64_t m, const Questions& asked);
+  // Draws all tokens. Only states whose draws need logits get them in memory.
+  void draw(const float* hidden, int64_t m, const Draws& asked);
 
  private:
   using Lane = ThreadPool::Lane;
 
-  // What a state's questions need; states are computed in this order.
-  enum class Need : char { likeliest, draws, scores };
-
-  void plan(int64_t m, const Questions& asked);
-  void compute(const float* hidden, int64_t begin, int64_t end, const Questions& asked);
-  const float* gathered(const float* hidden, int64_t begin, int64_t end);
+  void plan(int64_t m, const Draws& asked);
+  const float* gathered(const float* hidden);
   void prepare(int64_t m);
   Activations input(Lane& lane, const float* hidden, int64_t m);
   LinearCall call(const Activations& x, Epilogue epilogue, float* out) const;
-  void draw(Sampler& sampler, float* logits, int64_t place, const Questions& asked);
-  void keep_likeliest(int64_t begin, int64_t num_best, int64_t num_parts, const Questions& asked);
+  void draw_at(Sampler& sampler, float* logits, int64_t place, const Draws& asked);
+  void keep_likeliest(int64_t num_parts, const Draws& asked);
 
   const Kernels& kernels_;
   ThreadPool& pool_;
@@ -69,13 +63,13 @@ class Head {
   std::vector<Sampler> samplers_;  // one for each lane
   Scorer scorer_;
 
-  // A state's place is its position in the order of computation (see Need).
-  std::vector<Need> needs_;         // by state
+  // A state's place is its position in the order of computation: those without logits are first.
+  std::vector<char> needs_logits_;  // by state
   std::vector<int64_t> order_;      // states by place
-  std::vector<int64_t> first_;      // by place: the index of its first question in `questions_`
-  std::vector<int64_t> questions_;  // indices of questions, by place
-  std::vector<int64_t> slots_;      // by question: its slot in `scores`, or -1
-  int64_t num_likeliest_ = 0, num_drawing_ = 0;
+  std::vector<int64_t> first_;      // by place: the index of its first draw in `draws_`
+  std::vector<int64_t> draws_;      // indices of draws, by place
+  std::vector<int64_t> slots_;      // by draw: its slot in `scores`, or -1
+  int64_t num_best_ = 0;            // states without logits
   Scratch gathered_, rounded_, scales_, sums_, logits_, bests_;
 };
 

@@ -39,6 +39,13 @@ void Scorer::begin(std::vector<ScoredRow> rows, int64_t vocab, const Scores& sco
   parts_.resize(num_parts());
 }
 
+void Scorer::run(ThreadPool::Lane& lane) {
+  if (rows_.empty()) return;
+  lane.loop(num_parts(), 1, [&](int64_t part, int64_t) { look(part); });
+  lane.loop(num_parts(), 1, [&](int64_t part, int64_t) { add(part); });
+  lane.loop(num_rows(), 1, [&](int64_t row, int64_t) { conclude(row); });
+}
+
 void Scorer::look(int64_t part) {
   const int64_t row = part / parts_per_row_, begin = part % parts_per_row_ * kPart;
   const int64_t size = std::min(kPart, vocab_ - begin);

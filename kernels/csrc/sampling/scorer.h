@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "threads/thread_pool.h"
 
 namespace quire {
 
@@ -27,15 +28,18 @@ struct ScoredRow {
   int64_t slot;
 };
 
-// Any number of threads compute the rows in parts of a fixed size: all calls of `look`, then all of
-// `add`, then all of `conclude`. A row's sum adds its parts in order, whichever thread computed
-// them.
+// All lanes compute the rows in parts of a fixed size. A row's sum adds its parts in order,
+// whichever lane computed them.
 class Scorer {
  public:
   explicit Scorer(const Kernels& kernels) : kernels_(kernels) {}
 
   void begin(std::vector<ScoredRow> rows, int64_t vocab, const Scores& scores);
 
+  // Computes the rows; all lanes of a pool call it.
+  void run(ThreadPool::Lane& lane);
+
+ private:
   int64_t num_rows() const { return static_cast<int64_t>(rows_.size()); }
   int64_t num_parts() const { return num_rows() * parts_per_row_; }
   void look(int64_t part);  // finds the largest logits of a part
@@ -43,7 +47,6 @@ class Scorer {
       int64_t part);  // sums a part's powers, and counts its tokens likelier than the one asked for
   void conclude(int64_t row);
 
- private:
   struct Part {
     float largest;
     double sum;

@@ -1,5 +1,6 @@
-"""Draws tokens from logits, with the bits of `services.engine.sampling.sampler`. The compiler may
-fuse no operations (`enable_fp_fusion`), and sums are of whole numbers, in any order.
+"""Draws tokens from logits as `services.engine.sampling.sampler` does, with random numbers of its
+own. Sums are of whole numbers, in any order. All kernels compute the same scaled logits, so the
+compiler may fuse no operations (`enable_fp_fusion`).
 
     look       the largest logit of each part of a row; penalties and biases applied before
     search     one step of a search for the least scaled logit that top_k leaves, then top_p: four

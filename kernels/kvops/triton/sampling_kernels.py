@@ -14,15 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvops.triton.draw_arithmetic import (
-    INFINITY,
-    exponentials,
-    key,
-    penalized,
-    times,
-    uniforms,
-    weights,
-)
+from kvops.triton.draw_arithmetic import INFINITY, key, penalized, times, uniforms, weights
 
 PART = tl.constexpr(4096)
 CANDIDATES = tl.constexpr(16)
@@ -110,7 +102,7 @@ def _scaled(logits, row, columns, largest, temperature, holds, ADJUSTED: tl.cons
             values = tl.where((marks & _BANNED) != 0, -INFINITY, values)
     else:
         values = tl.load(place + columns, inside, other=-INFINITY)
-    return tl.div_rn(values - largest, temperature + tl.zeros_like(values))
+    return (values - largest) / temperature
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -271,7 +263,7 @@ def _finishes(numbers, row, i, amounts):
         tl.load(numbers.position + row),
         i,
     )
-    return times(exponentials(drawn), amounts)
+    return times(drawn, amounts)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -292,9 +284,7 @@ def race(
     is_finite, largest, holds = _row_of(logits, row, num_rows, PARTS, ADJUSTED)
     if not is_finite:
         return
-    # Eight chunks share random bits: in this order the compiler computes them once for each thread.
-    spread = tl.arange(0, _CHUNKS)
-    chunks = part * _CHUNKS + spread % 8 * 8 + spread // 8
+    chunks = part * _CHUNKS + tl.arange(0, _CHUNKS)
     columns = chunks[:, None] * _CHUNK + tl.arange(0, _CHUNK)[None, :]
     scaled = _scaled(logits, row, columns, largest, heat, holds, ADJUSTED)
     amounts = tl.sum(_kept_weights(filters, row, num_rows, scaled), axis=1)

@@ -8,7 +8,7 @@ import numpy as np
 
 from services.engine.batch import Draw, Row, Scoring
 from services.engine.sampling.adjustment import Adjustment
-from services.engine.sampling.sampling_head import LOGITS_AT_ONCE
+from services.engine.sampling.sampling_batch import LOGITS_AT_ONCE
 from services.model.structured.mask import Mask
 from services.protocol.logprobs import MAX_LOGPROBS
 from services.protocol.ticket import SamplingParams

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvops.draws import BANNED, NOT_ALLOWED, PenaltyTables
-from services.engine.batch import Draw, Query
+from services.engine.batch import Draw
 from services.engine.device.inputs import Indices
 from services.engine.sampling.adjustment import Adjustment, Ids, Values
 
@@ -56,9 +56,8 @@ class DevicePenalties:
         self._free: list[int] = []
         self._new: list[int] = []
 
-    def update(self, asked: Sequence[Query]) -> tuple[list[int], dict[str, Indices]]:
-        """The slots of the queries that draw, -1 without an adjustment; and arrays for `tables`."""
-        draws = [query.token for query in asked if isinstance(query.token, Draw)]
+    def update(self, draws: Sequence[Draw]) -> tuple[list[int], dict[str, Indices]]:
+        """The slots of the draws, -1 without an adjustment; and arrays for `tables`."""
         adjustments = [draw.adjustment for draw in draws]
         changes = {name: _Changes() for name in _FIELDS}
         seen = {id(a.state): a for a in adjustments if a is not None}

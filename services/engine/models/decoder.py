@@ -10,16 +10,18 @@ from torch import Tensor
 from kvops import Backend
 from kvops.experts import ExpertWeights
 from kvops.step import HeadNorms
-from services.engine.batch import Answer, Fault, Query
 from services.engine.models.model import Batch, embedding_scale
 from services.engine.models.rope import rope_tables
 from services.engine.ranks.collectives import Collectives
-from services.engine.sampling.sampling_head import answer_in_parts
+from services.engine.sampling import sampler
+from services.engine.sampling.logprobs import ScoreTensors, score_tensors
+from services.engine.sampling.sampling_batch import LOGITS_AT_ONCE, SamplingBatch
 from services.engine.weights.adapter_weights import joined_adapters
 from services.model.checkpoint.adapter import AdapterFiles
 from services.model.checkpoint.shards import Shard
 from services.model.config.model_config import ModelConfig
 from services.model.config.rope_config import RopeConfig
+from services.model.structured.mask import Mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +139,16 @@ class ComposedModel:
             logits = logits * c.logit_scale
         return logits if c.logit_cap is None else c.logit_cap * torch.tanh(logits / c.logit_cap)
 
-    def answer(self, hidden: Tensor, queries: Sequence[Query]) -> list[Answer | Fault]:
-        return answer_in_parts(lambda states: self.logits(hidden[states]), queries)
+    def draw(
+        self, states: Tensor, batch: SamplingBatch, masks: Sequence[Mask | None]
+    ) -> Sequence[Tensor]:
+        return sampler.draw(self.logits(states), batch, masks)
+
+    def score(self, states: Tensor, token_ids: Tensor, num_top: int) -> ScoreTensors:
+        parts = zip(*(torch.split(x, LOGITS_AT_ONCE) for x in (states, token_ids)), strict=True)
+        scores = [score_tensors(self.logits(part), ids, num_top) for part, ids in parts]
+        told, logprobs, ranks = (torch.cat(columns) for columns in zip(*scores, strict=True))
+        return told, logprobs, ranks
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         if self.collectives is None:

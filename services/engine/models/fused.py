@@ -21,18 +21,17 @@ from kvops.native import (
     LowRank,
     NativeAdjustment,
     NativeCpu,
-    NativeDraw,
+    NativeDraws,
     PackedLinear,
     Shape,
     aligned,
     packed_bytes,
 )
-from services.engine.batch import Answer, Draw, Fault, Query
 from services.engine.models.model import Batch, embedding_scale
 from services.engine.models.rope import rope_tables
-from services.engine.sampling.logprobs import scores_of
-from services.engine.sampling.sampler import SMALLEST_TEMPERATURE, least_scaled
-from services.engine.sampling.sampling_head import join_answers
+from services.engine.sampling.adjustment import Adjustment
+from services.engine.sampling.logprobs import ScoreTensors
+from services.engine.sampling.sampling_batch import LOGITS_AT_ONCE, NOT_FINITE, SamplingBatch
 from services.engine.weights.adapter_weights import JoinedAdapter, joined_adapters
 from services.engine.weights.checkpoint import weights_digest
 from services.engine.weights.fused_weights import (
@@ -52,11 +51,8 @@ from services.model.config.layout import EMBEDDING, FINAL_NORM, layer_prefix, no
 from services.model.config.model_config import ModelConfig
 from services.model.config.quantization import Quantization
 from services.model.config.rope_config import RopeConfig
+from services.model.structured.mask import Mask
 from services.runtime.errors import StartupError
-
-_NO_TOKEN = -1
-"""Marks a token that the native head has to draw and, in its answer, logits that are not finite."""
-
 
 _SITES = ("qkv", "output", "gate_up", "down")
 """The linears of a layer in the order of an `Adapter`'s."""
@@ -83,7 +79,7 @@ class FusedModel:
         layers = [
             _layer(config, layer, tables, weights, packed) for layer in range(config.num_layers)
         ]
-        self._isa, self._layers = cpu.isa, layers
+        self._cpu, self._layers = cpu, layers
         self._decoder = cpu.decoder(
             _shape(config, dtype),
             layers,
@@ -94,7 +90,7 @@ class FusedModel:
 
     def load_adapter(self, files: AdapterFiles) -> Adapter:
         added: list[list[LowRank | None]] = [[None] * len(_SITES) for _ in self._layers]
-        cpu = NativeCpu(isa=self._isa)  # steps use the threads of the model's own
+        cpu = NativeCpu(isa=self._cpu.isa)  # steps use the threads of the model's own
         for one in joined_adapters(files, self.config):
             added[one.layer][_SITES.index(one.site)] = _low_rank(cpu, self.dtype, one)
         return Adapter(self._layers, added)
@@ -121,10 +117,21 @@ class FusedModel:
             self._head.logits(hidden, out)
         return out
 
-    def answer(self, hidden: Tensor, queries: Sequence[Query]) -> list[Answer | Fault]:
-        """Answer the queries in one native call. Logits are in memory only for states with logprobs
-        or with draws that are not plain."""
-        return native_answers(self._head, hidden, queries, self.config.vocab_size)
+    def draw(
+        self, states: Tensor, batch: SamplingBatch, masks: Sequence[Mask | None]
+    ) -> Sequence[Tensor]:
+        """Draw in one native call. Logits are in memory only for states with logprobs, or with
+        draws of another than the likeliest token."""
+        return native_draw(self._head, states, batch, masks, self.config.vocab_size)
+
+    def score(self, states: Tensor, token_ids: Tensor, num_top: int) -> ScoreTensors:
+        ids, logprobs, ranks = _new_scores(len(states), num_top, self.config.vocab_size)
+        ids[:, 0] = token_ids
+        for begin in range(0, len(states), LOGITS_AT_ONCE):
+            part = slice(begin, begin + LOGITS_AT_ONCE)
+            score = self.logits(states[part]), ids[part], logprobs[part], ranks[part]
+            self._cpu.score(*score)
+        return ids, logprobs, ranks
 
 
 def load_fused(
@@ -299,49 +306,41 @@ def _packed(
     return PackedLinear(kind, section.num_outputs, section.num_inputs, memory, bias)
 
 
-def native_answers(
-    head: Head, hidden: Tensor, queries: Sequence[Query], vocab_size: int
-) -> list[Answer | Fault]:
-    scored = [(i, query.num_top) for i, query in enumerate(queries) if query.num_top is not None]
-    width = 1 + min(max((num_top for _, num_top in scored), default=0), vocab_size)
-    tokens = torch.tensor([q.token if isinstance(q.token, int) else _NO_TOKEN for q in queries])
-    token_ids = torch.empty(len(scored), width, dtype=torch.int64)
-    logprobs = torch.empty(len(scored), width)
-    ranks = torch.empty(len(scored), dtype=torch.int64)
-    head.answer(
-        hidden,
-        torch.tensor([query.state for query in queries]),
-        [_native_draw(query) for query in queries],
-        tokens,
-        torch.tensor([i for i, _ in scored], dtype=torch.int64),
-        token_ids,
-        logprobs,
-        ranks,
+def native_draw(
+    head: Head,
+    states: Tensor,
+    batch: SamplingBatch,
+    masks: Sequence[Mask | None],
+    vocab_size: int,
+) -> Sequence[Tensor]:
+    tokens = torch.full((len(batch.draws),), NOT_FINITE)
+    scores = _new_scores(len(batch.scored), batch.num_top, vocab_size)
+    head.draw(
+        *(states, torch.tensor(batch.states), native_draws(batch, masks), tokens),
+        *(torch.tensor(batch.scored, dtype=torch.int64), *scores),
     )
-    found = [Fault.NOT_FINITE if token == _NO_TOKEN else token for token in tokens.tolist()]
-    return join_answers(queries, found, scores_of(token_ids, logprobs, ranks))
+    return (tokens, *scores) if batch.scored else (tokens,)
 
 
-def _native_draw(query: Query) -> NativeDraw | None:
-    """Convert a draw; None if the query is for the likeliest token or for a given one."""
-    if isinstance(query.token, int) or query.token.is_plain:
-        return None
-    return native_draw(query.token, query.position)
+def _new_scores(number: int, num_top: int, vocab_size: int) -> ScoreTensors:
+    width = 1 + min(num_top, vocab_size)
+    ids, ranks = torch.empty(number, width, dtype=torch.int64), torch.empty(number).long()
+    return ids, torch.empty(number, width), ranks
 
 
-def native_draw(draw: Draw, position: int) -> NativeDraw:
-    s, adjustment = draw.sampling, draw.adjustment
-    temperature = max(s.temperature, SMALLEST_TEMPERATURE) if s.temperature else 0.0
-    native = None
-    if adjustment is not None:  # the native class has the same fields
-        native = NativeAdjustment(
-            **{f.name: getattr(adjustment, f.name) for f in fields(adjustment) if f.name != "state"}
-        )
-    return (
-        *(temperature, least_scaled(s.min_p), s.top_k, s.top_p),
-        *(s.seed, draw.sequence_index, position),
-        native,
-    )
+def native_draws(batch: SamplingBatch, masks: Sequence[Mask | None]) -> NativeDraws:
+    columns = {name: array for name, array in batch.columns.items() if name != "state"}
+    adjustments = [
+        None if draw.adjustment is None else _native_adjustment(draw.adjustment)
+        for draw in batch.draws
+    ]
+    return NativeDraws(**columns, adjustments=adjustments, masks=list(masks))
+
+
+def _native_adjustment(adjustment: Adjustment) -> NativeAdjustment:
+    """The native class has the same fields."""
+    names = (one.name for one in fields(adjustment) if one.name != "state")
+    return NativeAdjustment(**{name: getattr(adjustment, name) for name in names})
 
 
 def _readable(weight: Tensor) -> Tensor:

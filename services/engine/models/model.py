@@ -7,9 +7,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from services.engine.batch import Answer, Fault, Query
+from services.engine.sampling.logprobs import ScoreTensors
+from services.engine.sampling.sampling_batch import SamplingBatch
 from services.model.checkpoint.adapter import AdapterFiles
 from services.model.config.model_config import ModelConfig
+from services.model.structured.mask import Mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,14 @@ class Model(Protocol):
         """Return the logits of states [N, hidden_size] as fp32 [N, vocab_size]."""
         ...
 
-    def answer(self, hidden: Tensor, queries: Sequence[Query]) -> list[Answer | Fault]:
-        """Answer the queries of states [N, hidden_size], one each, as
-        `services.engine.sampling.sampling_head` defines. All share one pass over the head."""
+    def draw(
+        self, states: Tensor, batch: SamplingBatch, masks: Sequence[Mask | None]
+    ) -> Sequence[Tensor]:
+        """Draw the tokens of the batch after the states that draw, on the host, in one pass over
+        the head: `sampler.draw` of their logits."""
+        ...
+
+    def score(self, states: Tensor, token_ids: Tensor, num_top: int) -> ScoreTensors:
+        """Return the scores of `token_ids[i]` after state i (`logprobs.score_tensors`), with only
+        some of the logits in memory at once."""
         ...

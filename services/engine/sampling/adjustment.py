@@ -35,7 +35,6 @@ class Adjustment:
     `biased`: token ids, each once, with `biases`. `seen`: the token ids that penalties affect, each
     once, with `counts`, the number of times that each is in the output. `allowed`: the only token
     ids that may be drawn; None: all. `banned`: the ids that may not be drawn, some of them twice.
-    `mask`: of the grammar; None: all may come.
     `state`: whose adjustment it is. The adjustments of a state differ in counts and bans alone:
     tokens are added to `seen`, and counts grow.
     """
@@ -50,13 +49,10 @@ class Adjustment:
     allowed: Ids | None
     banned: Ids
     state: object = None
-    mask: Mask | None = None
 
     def applied(self, logits: Tensor) -> Tensor:
-        """An adjusted copy of `logits`, fp32 [vocab_size] on the CPU."""
+        """An adjusted copy of `logits`, fp32 [vocab_size] on the CPU, whose mask is applied."""
         row = logits.clone()
-        if self.mask is not None:
-            row[~unpacked(self.mask, len(row))] = float("-inf")
         row[from_numpy(self.biased)] += from_numpy(self.biases)
         seen = from_numpy(self.seen)
         row[seen] = self._penalized(row[seen])
@@ -65,12 +61,6 @@ class Adjustment:
             row = torch.full_like(row, float("-inf")).index_copy_(0, allowed, row[allowed])
         masked = row.index_fill(0, from_numpy(self.banned), float("-inf"))
         return row if bool((masked == float("-inf")).all()) else masked
-
-    @classmethod
-    def of_mask(cls, mask: Mask) -> "Adjustment":
-        """A mask alone."""
-        none, no_values = np.zeros(0, np.int64), np.zeros(0, np.float32)
-        return cls(none, no_values, none, no_values, 1.0, 0.0, 0.0, None, none, mask=mask)
 
     def _penalized(self, logits: Tensor) -> Tensor:
         counts = from_numpy(self.counts)
@@ -81,7 +71,7 @@ class Adjustment:
         return torch.where(logits == float("-inf"), logits, scaled)
 
 
-def unpacked(mask: Mask, vocab_size: int) -> Tensor:
-    """The bits of a mask, bool [vocab_size]."""
-    bits = np.unpackbits(mask.view(np.uint8), count=vocab_size, bitorder="little")
-    return from_numpy(bits).bool()
+def masked(logits: Tensor, mask: Mask) -> Tensor:
+    """A copy of `logits` [vocab_size] that is -inf for the tokens that the mask excludes."""
+    bits = np.unpackbits(mask.view(np.uint8), count=len(logits), bitorder="little")
+    return logits.masked_fill(~from_numpy(bits).bool(), float("-inf"))

@@ -1,15 +1,20 @@
-"""The arithmetic of draws, written out: the same bits on every device.
+"""The arithmetic of draws, written out: the same bits on every CPU.
 
-`kernels/csrc/sampling/softmax.h` and `kernels/kvops/triton/draw_arithmetic.py` compute the same,
-operation for operation. Each operation is rounded by itself, in fp32: no fused multiply-add, no
-function of a library. Probabilities are whole numbers, whose sums are exact: they have no order.
+`kernels/csrc/sampling/softmax.h` computes the same, operation for operation. Each operation is
+rounded by itself, in fp32: no fused multiply-add, no function of a library. Probabilities are whole
+numbers, whose sums are exact: they have no order.
 """
+
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 WEIGHT_BITS = 40
 """The likeliest token weighs 2 ** 40."""
+
+SMALLEST_TEMPERATURE = 1e-30
+"""A smaller fp32 temperature may round to 0."""
 
 _LEAST = -30.0  # e^-30 of the largest weight rounds to 0
 _TO_WHOLE = 1.5 * 2.0**23 + WEIGHT_BITS
@@ -46,6 +51,12 @@ def log(x: Tensor) -> Tensor:
     """The natural logarithm of fp32 numbers above 0; of 0 it is -inf."""
     m, k = _halved(x)
     return torch.where(x > 0, -_twice_atanh((1.0 - m) / (1.0 + m), -k), float("-inf"))
+
+
+@lru_cache
+def least_scaled(min_p: float) -> float:
+    """The least scaled logit that min_p leaves; the largest is 0."""
+    return float(log(torch.tensor([min_p])))
 
 
 def _halved(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,8 +4,6 @@ This module is the definition. `kernels/csrc/sampling/scorer.cpp` computes the s
 the order of a row's operations depends on nothing but the size of the vocabulary (law 10).
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -13,18 +11,13 @@ from services.engine.batch import Fault
 from services.protocol.logprobs import Logprobs
 
 ScoreTensors = tuple[Tensor, Tensor, Tensor]
-"""Token ids [N, 1 + k] int64, their logprobs [N, 1 + k] fp32, and ranks [N] int64: see
-`scores_of`."""
-
-
-def score(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[Logprobs | Fault]:
-    """The logprobs of `token_ids[i]` in row i, with the `num_top` likeliest tokens of that row (at
-    most the vocabulary). A row whose logits are not finite gets a fault."""
-    return scores_of(*score_tensors(logits, torch.tensor(token_ids), num_top))
+"""Token ids [N, 1 + k] int64, with the given token in column 0; their logprobs [N, 1 + k] fp32; and
+ranks [N] int64, where rank 0 marks a row that is not finite."""
 
 
 def score_tensors(logits: Tensor, token_ids: Tensor, num_top: int) -> ScoreTensors:
-    """As `score`, where the logits are; waits for nothing.
+    """The scores of `token_ids[i]` in row i, with the `num_top` likeliest tokens of that row, at
+    most the vocabulary. They are computed where the logits are; nothing waits for a device.
 
     logits: fp32 [N, vocab_size]. The logarithm of the sum is computed in double precision.
     """
@@ -49,8 +42,7 @@ def _order_keys(logits: Tensor) -> Tensor:
 
 
 def scores_of(token_ids: Tensor, logprobs: Tensor, ranks: Tensor) -> list[Logprobs | Fault]:
-    """Converts tensors to `Logprobs`: token_ids and logprobs [N, 1 + k], with the given token in
-    column 0, and ranks [N], where rank 0 marks a row that is not finite."""
+    """`ScoreTensors` as `Logprobs`. A row whose logits are not finite gets a fault."""
     rows = zip(token_ids.tolist(), logprobs.tolist(), ranks.tolist(), strict=True)
     return [
         Logprobs(values[0], rank, tuple(ids[1:]), tuple(values[1:])) if rank else Fault.NOT_FINITE

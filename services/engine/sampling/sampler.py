@@ -19,126 +19,111 @@ computed alone, in an order of its own, so its token does not depend on the rest
 See ADR 12.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, from_numpy
 
-from services.engine.batch import Draw, Fault
-from services.engine.sampling.arithmetic import exponentials, log, weights
+from services.engine.sampling.adjustment import masked
+from services.engine.sampling.arithmetic import exponentials, weights
+from services.engine.sampling.logprobs import score_tensors
 from services.engine.sampling.philox import uniforms
-from services.protocol.ticket import SamplingParams
+from services.engine.sampling.sampling_batch import NOT_FINITE, SamplingBatch
+from services.model.structured.mask import Mask
 
 _LOGITS_AT_ONCE = 600_000  # keeps the temporaries in the cache: 2.4 MB
 _CHUNK = 64  # tokens that race as one in the first round
 _NUCLEUS_WIDTH = 1024  # top_p ranks so many tokens, and all only if it needs more
-SMALLEST_TEMPERATURE = 1e-30  # a smaller fp32 temperature may round to 0
+
+Columns = Mapping[str, Tensor]
+"""The parameters of some draws, [N, 1] each."""
 
 
-def sample(logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> list[int | Fault]:
-    """Returns one token id per row, or the fault of that row.
+def draw(logits: Tensor, batch: SamplingBatch, masks: Sequence[Mask | None]) -> Sequence[Tensor]:
+    """The tokens of the draws, and the scores of those that ask for them, as
+    `sampling_batch.Outputs` has them. `logits`: fp32 [states that draw, vocab_size]."""
+    tokens = sample(logits[batch.states].cpu(), batch, masks)
+    if not batch.scored:
+        return (tokens,)
+    rows, told = logits[[batch.states[i] for i in batch.scored]], tokens[batch.scored].clamp(min=0)
+    return tokens, *score_tensors(rows, told.to(logits.device), batch.num_top)
 
-    logits: fp32 [N, vocab_size]; row i is for `draws[i]`, whose token will be at `positions[i]`.
+
+def sample(logits: Tensor, batch: SamplingBatch, masks: Sequence[Mask | None] = ()) -> Tensor:
+    """The tokens of the draws, int64; NOT_FINITE if a row's logits are not finite. `logits`: fp32
+    [D, vocab_size] on the CPU, a row for each draw.
+
     Temperature 0 takes the largest logit, and the lowest id of equal ones. Rows are checked for
     finite logits before any adjustment, since a mask would hide a broken row.
     """
-    tokens = greedy_tokens(*logits.max(dim=-1))
-    logits = _adjusted(logits, draws, tokens)
-    drawn = [
-        row
-        for row, draw in enumerate(draws)
-        if draw.sampling.temperature > 0 and not isinstance(tokens[row], Fault)
-    ]
+    tokens = greedy(logits)
+    logits = _adjusted(logits, batch, masks or [None] * len(batch.draws), tokens)
+    drawn = ((from_numpy(batch.columns["temperature"]) > 0) & (tokens >= 0)).nonzero().flatten()
     num_rows = max(1, _LOGITS_AT_ONCE // logits.shape[1])
-    for begin in range(0, len(drawn), num_rows):
-        rows = drawn[begin : begin + num_rows]
-        left = filtered_weights(logits[rows], [draws[row].sampling for row in rows])
-        for row, token in zip(rows, _winners(left, rows, draws, positions), strict=True):
-            tokens[row] = token
+    for rows in torch.split(drawn, num_rows) if len(drawn) else ():
+        left = filtered_weights(logits[rows], batch, rows)
+        tokens[rows] = _winners(left, rows.tolist(), batch)
     return tokens
 
 
-def _adjusted(logits: Tensor, draws: Sequence[Draw], tokens: list[int | Fault]) -> Tensor:
+def greedy(logits: Tensor) -> Tensor:
+    """The argmax of each row. A NaN or +inf anywhere in a row is its largest logit, and so the row
+    is not finite; a -inf does no harm."""
+    largest, tokens = logits.max(dim=-1)
+    return tokens.masked_fill_(~largest.isfinite(), NOT_FINITE)
+
+
+def _adjusted(
+    logits: Tensor, batch: SamplingBatch, masks: Sequence[Mask | None], tokens: Tensor
+) -> Tensor:
     """The adjusted logits, copied if they differ. Writes each adjusted row's argmax to `tokens`."""
-    changing = [
-        (row, draw.adjustment)
-        for row, draw in enumerate(draws)
-        if draw.adjustment is not None and not isinstance(tokens[row], Fault)
-    ]
-    if not changing:
+    adjusted = {}
+    for row, (one, mask, token) in enumerate(zip(batch.draws, masks, tokens.tolist(), strict=True)):
+        if token == NOT_FINITE or (one.adjustment is None and mask is None):
+            continue
+        adjusted[row] = logits[row] if mask is None else masked(logits[row], mask)
+        if one.adjustment is not None:
+            adjusted[row] = one.adjustment.applied(adjusted[row])
+    if not adjusted:
         return logits
-    logits = logits.clone()
-    for row, adjustment in changing:
-        logits[row] = adjustment.applied(logits[row])
-    rows = [row for row, _ in changing]
-    for row, token in zip(rows, greedy_tokens(*logits[rows].max(dim=-1)), strict=True):
-        tokens[row] = token
+    logits, rows = logits.clone(), list(adjusted)
+    logits[rows] = torch.stack(list(adjusted.values()))
+    tokens[rows] = greedy(logits[rows])
     return logits
 
 
-def filtered_weights(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+def filtered_weights(logits: Tensor, batch: SamplingBatch, rows: Tensor) -> Tensor:
     """The weights that the filters leave (`arithmetic.weights`), 0 for all other tokens. int64
-    [N, vocab_size]. All temperatures are above 0."""
-    columns = _Columns.of(params)
-    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / columns.temperature
-    scaled.masked_fill_(scaled < columns.least, float("-inf"))  # the largest is 0
-    left = weights(scaled)
-    vocab_size = logits.shape[1]
-    for rows, keep in (
-        ([i for i, p in enumerate(params) if 0 < p.top_k < vocab_size], _keep_top_k),
-        ([i for i, p in enumerate(params) if p.top_p < 1], _keep_top_p),
+    [N, vocab_size]. `rows`: the draws of the N rows; all temperatures are above 0."""
+    columns = {name: from_numpy(array)[rows, None] for name, array in batch.columns.items()}
+    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / columns["temperature"]
+    scaled.masked_fill_(scaled < columns["least"], float("-inf"))  # the largest is 0
+    left, top_k = weights(scaled), columns["top_k"]
+    for chosen, keep in (
+        ((top_k > 0) & (top_k < logits.shape[1]), _keep_top_k),
+        (columns["top_p"] < 1, _keep_top_p),
     ):
-        if rows:
-            left[rows] = keep(scaled[rows], left[rows], columns[rows])
+        if len(some := chosen.flatten().nonzero().flatten()):
+            of_some = {name: column[some] for name, column in columns.items()}
+            left[some] = keep(scaled[some], left[some], of_some)
     return left
 
 
-@lru_cache
-def least_scaled(min_p: float) -> float:
-    """The least scaled logit that min_p leaves; the largest is 0."""
-    return float(log(torch.tensor([min_p])))
+def _keep_top_k(scaled: Tensor, left: Tensor, columns: Columns) -> Tensor:
+    top_k = columns["top_k"].long()
+    likeliest = scaled.topk(int(top_k.max())).values
+    return left.masked_fill_(scaled < likeliest.gather(1, top_k - 1), 0)
 
 
-@dataclass(frozen=True, slots=True)
-class _Columns:
-    """The sampling parameters of N rows, [N, 1] each. `least`: see `least_scaled`."""
-
-    temperature: Tensor
-    least: Tensor
-    top_k: Tensor
-    top_p: Tensor
-
-    @classmethod
-    def of(cls, params: Sequence[SamplingParams]) -> "_Columns":
-        return cls(
-            temperature=torch.tensor([[max(p.temperature, SMALLEST_TEMPERATURE)] for p in params]),
-            least=torch.tensor([[least_scaled(p.min_p)] for p in params]),
-            top_k=torch.tensor([[p.top_k] for p in params]),
-            top_p=torch.tensor([[p.top_p] for p in params], dtype=torch.float64),
-        )
-
-    def __getitem__(self, rows: Sequence[int] | Tensor) -> "_Columns":
-        return _Columns(
-            self.temperature[rows], self.least[rows], self.top_k[rows], self.top_p[rows]
-        )
-
-
-def _keep_top_k(scaled: Tensor, left: Tensor, columns: _Columns) -> Tensor:
-    likeliest = scaled.topk(int(columns.top_k.max())).values
-    return left.masked_fill_(scaled < likeliest.gather(1, columns.top_k - 1), 0)
-
-
-def _keep_top_p(scaled: Tensor, left: Tensor, columns: _Columns) -> Tensor:
+def _keep_top_p(scaled: Tensor, left: Tensor, columns: Columns) -> Tensor:
     """The likeliest tokens, up to the first with which they have top_p of the weight that is left.
 
     Each row ranks only its likeliest tokens. Rows whose nucleus reaches further are computed again
     over the whole vocabulary, with the same result for what the first ones ranked.
     """
     vocab_size = scaled.shape[1]
-    wanted = (columns.top_p * left.sum(dim=1, keepdim=True).double()).ceil().long()
+    wanted = (columns["top_p"] * left.sum(dim=1, keepdim=True).double()).ceil().long()
     width = min(vocab_size, _NUCLEUS_WIDTH)
     thresholds, open_rows = _nucleus_within(width, scaled, left, wanted)
     if width < vocab_size and len(open_rows):
@@ -160,40 +145,19 @@ def _nucleus_within(
     return values.gather(1, num_kept - 1), (num_kept == width).squeeze(1).nonzero().squeeze(1)
 
 
-def _winners(
-    left: Tensor, rows: Sequence[int], draws: Sequence[Draw], positions: Sequence[int]
-) -> list[int]:
-    """The token that each row draws. The first _CHUNK random numbers are for the tokens of the
-    winning chunk, the others for the chunks. A weight of 0 never finishes; of equal times the
-    first one wins."""
-    vocab_size = left.shape[1]
-    num_chunks = -(-vocab_size // _CHUNK)
-    padded = F.pad(left, (0, num_chunks * _CHUNK - vocab_size))
+def _winners(left: Tensor, rows: Sequence[int], batch: SamplingBatch) -> Tensor:
+    """The token that each row draws; `rows`: the rows' draws. The first _CHUNK random numbers are
+    for the tokens of the winning chunk, the others for the chunks. A weight of 0 never finishes; of
+    equal times the first one wins."""
+    num_chunks = -(-left.shape[1] // _CHUNK)
+    padded = F.pad(left, (0, num_chunks * _CHUNK - left.shape[1]))
     chunks = padded.view(len(rows), num_chunks, _CHUNK)
-    times = _exponentials(_CHUNK + num_chunks, rows, draws, positions)
+    numbers = []
+    for row in rows:
+        one = batch.draws[row]
+        key = one.sampling.seed, one.sequence_index, batch.positions[row]
+        numbers.append(uniforms(*key, _CHUNK + num_chunks))
+    times = exponentials(torch.stack(numbers))
     won = (times[:, _CHUNK:] / chunks.sum(dim=-1).float()).argmin(dim=-1)
     within = (times[:, :_CHUNK] / chunks[torch.arange(len(rows)), won].float()).argmin(dim=-1)
-    found: list[int] = (won * _CHUNK + within).tolist()
-    return found
-
-
-def _exponentials(
-    count: int, rows: Sequence[int], draws: Sequence[Draw], positions: Sequence[int]
-) -> Tensor:
-    """The exponential numbers E, fp32 [len(rows), count]."""
-    numbers = torch.stack(
-        [
-            uniforms(draws[row].sampling.seed, draws[row].sequence_index, positions[row], count)
-            for row in rows
-        ]
-    )
-    return exponentials(numbers)
-
-
-def greedy_tokens(largest: Tensor, token_ids: Tensor) -> list[int | Fault]:
-    """The argmax of each row, or its fault. `largest`: each row's largest logit, [N]; `token_ids`:
-    its token. A NaN or +inf anywhere in a row is its largest logit; a -inf does no harm."""
-    return [
-        token if finite else Fault.NOT_FINITE
-        for token, finite in zip(token_ids.tolist(), largest.isfinite().tolist(), strict=True)
-    ]
+    return won * _CHUNK + within

@@ -67,7 +67,7 @@ class BeamGroup(Group):
         self.beams = BeamState(tuple(one.score for one in step.living), step.finished)
         self._replace_beams(step.living)
         if not step.living:
-            self._results.hypotheses = step.finished[: self._num_returned]
+            self._advance.hypotheses = step.finished[: self._num_returned]
 
     def _replace_beams(self, living: Seq[Continuation]) -> None:
         """Replace the beams by their continuations. Beams that end free blocks for the forks."""

@@ -24,8 +24,14 @@ from itertools import chain
 from blockstore.hashing import prefix_hashes
 from blockstore.records import PrefixHash
 from services.engine.batch import Fault, RowOutput, RowResult
-from services.engine.sequences.results import GroupResults, Token, Verified
-from services.engine.sequences.sequence import Branch, Rules, Sequence, split_common_prefix
+from services.engine.sequences.results import Advance, Token, Verified
+from services.engine.sequences.sequence import (
+    Branch,
+    CompletedBlock,
+    Rules,
+    Sequence,
+    split_common_prefix,
+)
 from services.pool.stamps import Stamps
 from services.protocol.block_keys import ComputedBlocks
 from services.protocol.logprobs import Logprobs
@@ -59,7 +65,8 @@ class Group:
         self._spare = deque(spare)
         self._refs = Counter(block for one in sequences for block in one.block_table)
         self.beams: BeamState | None = None
-        self._results = GroupResults()
+        self._advance = Advance(self.key)
+        self._completed: list[CompletedBlock] = []
 
     @classmethod
     def to_compute(
@@ -177,7 +184,7 @@ class Group:
         Gives back the spare blocks that it does not need."""
         num_missing = self.num_wanted(look_ahead) - len(self._spare)
         for _ in range(-num_missing):
-            self._results.freed.append(self._spare.pop())
+            self._advance.freed.append(self._spare.pop())
         return self.num_acquired + num_missing if num_missing > 0 else 0
 
     @property
@@ -221,7 +228,7 @@ class Group:
             output = result if isinstance(result, RowOutput) else RowOutput(result)
             if drafts:
                 return self._verify(sequence, drafts, output)
-            self._advance(sequence, output)
+            self._go_on(sequence, output)
         return 0
 
     def _verify(self, sequence: Sequence, drafts: tuple[int, ...], output: RowOutput) -> int:
@@ -231,7 +238,7 @@ class Group:
         another text."""
         num_accepted = 0
         for number, token in enumerate(output.tokens):
-            self._advance(sequence, RowOutput((token,), output.logprobs[number : number + 1]))
+            self._go_on(sequence, RowOutput((token,), output.logprobs[number : number + 1]))
             if number == len(drafts) or token != drafts[number]:
                 break
             num_accepted += 1
@@ -239,20 +246,20 @@ class Group:
                 break
             sequence.num_computed += 1
             sequence.num_launched += 1
-        self._results.verified.append(Verified(sequence.index, len(drafts), num_accepted))
+        self._advance.verified.append(Verified(sequence.index, len(drafts), num_accepted))
         return num_accepted
 
-    def _advance(self, sequence: Sequence, output: RowOutput) -> None:
+    def _go_on(self, sequence: Sequence, output: RowOutput) -> None:
         """Note the blocks that the sequence has completed, split it where its branches part, and
         apply the tokens that were drawn after its last one."""
-        self._results.completed += sequence.take_completed()
-        self._results.prompt_logprobs += output.prompt
+        self._completed += sequence.take_completed()
+        self._advance.prompt_logprobs += output.prompt
         if sequence.pooler is not None and output.states is not None:
             sequence.pooler.add(output.states)
         if sequence.num_uncomputed:
             return
         if sequence.pooler is not None:
-            self._results.embedding = sequence.pooler.embedding()
+            self._advance.embedding = sequence.pooler.embedding()
             self.end(sequence)
             return
         parts = sequence.split()
@@ -267,7 +274,7 @@ class Group:
         """Append a drawn token to a sequence, and end the sequence if the token finishes it."""
         position = len(sequence.tokens)
         finish = sequence.append(token)
-        self._results.tokens.append(Token(sequence.index, position, token, finish, logprobs))
+        self._advance.tokens.append(Token(sequence.index, position, token, finish, logprobs))
         if finish:
             self.end(sequence)
         elif self._one_token:
@@ -296,7 +303,7 @@ class Group:
             if not self._refs[block_id]:
                 del self._refs[block_id]
                 is_finished = number < len(sequence.hashes)
-                (self._results.freed if is_finished else self._spare).append(block_id)
+                (self._advance.freed if is_finished else self._spare).append(block_id)
 
     def abort_sequence(self, index: int) -> bool:
         """End the sequence, or the branch, `index` for an abort; returns whether it was there. The
@@ -314,10 +321,13 @@ class Group:
         self.sequences.sort(key=lambda one: one.index)
         self._refs.update(sequence.block_table)
 
-    def take_results(self) -> GroupResults:
-        """The results of steps for the group since the last call."""
-        results, self._results = self._results, GroupResults()
-        return results
+    def take_advance(self) -> tuple[Advance, Seq[CompletedBlock]]:
+        """The progress since the last call, and the blocks that it has completed, to be stamped."""
+        advance, completed = self._advance, self._completed
+        self._advance, self._completed = Advance(self.key), []
+        advance.completed = [(block_id, prefix_hash) for block_id, prefix_hash, *_ in completed]
+        advance.num_uncomputed, advance.beams = self.num_uncomputed, self.beams
+        return advance, completed
 
     def ticket_sequences(self) -> tuple[TicketSequence, ...]:
         """All sequences that have not ended, by index, as a ticket has them. The group is not in

@@ -1,10 +1,10 @@
-"""The results of steps for a sequence group: its tokens, finished blocks and end."""
+"""What the engine reports about a sequence group: its tokens, finished blocks and end."""
 
 from dataclasses import dataclass, field
 
-from services.engine.sequences.sequence import CompletedBlock
+from blockstore.records import PrefixHash
 from services.protocol.logprobs import Logprobs
-from services.protocol.ticket import FinishReason, Hypothesis
+from services.protocol.ticket import BeamState, FinishReason, Hypothesis, TicketSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +29,30 @@ class Verified:
 
 
 @dataclass(slots=True)
-class GroupResults:
-    """The results of steps for a group. `freed`: blocks to give back to the pool. `embedding`: that
-    of its prompt, once it is computed. `hypotheses`: the best ones of its beam search, when the
-    search is over."""
+class Advance:
+    """The progress of one group in the retired step, or in two steps retired together. The group
+    fills it, and the engine sends it to the event loop."""
 
+    key: str
     tokens: list[Token] = field(default_factory=list)
-    prompt_logprobs: list[Logprobs] = field(default_factory=list)
-    completed: list[CompletedBlock] = field(default_factory=list)
-    freed: list[int] = field(default_factory=list)
-    embedding: tuple[float, ...] = ()
-    hypotheses: tuple[Hypothesis, ...] = ()
+    """At most one per sequence and step, and one more for each draft that was accepted."""
     verified: list[Verified] = field(default_factory=list)
+    completed: list[tuple[int, PrefixHash]] = field(default_factory=list)
+    """(block id, prefix hash) of blocks to commit."""
+    freed: list[int] = field(default_factory=list)
+    """Blocks to give back to the pool, once those are committed."""
+    num_uncomputed: int = 0
+    wanted_blocks: int = 0
+    """How many blocks the holder should have acquired in total by now; 0 if it has enough."""
+    remaining: tuple[TicketSequence, ...] | None = None
+    """None while the group runs on. Otherwise the engine has dropped the group, and these sequences
+    continue at another worker."""
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)
+    """The logprobs of the prompt's next tokens, if the request asks for them."""
+    embedding: tuple[float, ...] = ()
+    """The embedding of the prompt, if the request asks for it, once all of the prompt is
+    computed."""
+    beams: BeamState | None = None
+    """The state of a beam search."""
+    hypotheses: tuple[Hypothesis, ...] = ()
+    """The best hypotheses of a beam search, in its last step."""

@@ -252,30 +252,27 @@ class Sequence:
             adapter=self.rules.adapter,
         )
 
-    def _draws(self, drafts: tuple[int, ...]) -> tuple[Draw, ...]:
-        """The draws after the last token, and the one behind each draft."""
-        if drafts:
-            return self._draws_behind(drafts)
-        adjustment = None if self._penalty_state is None else self._penalty_state.adjustment()
-        drawing = (branch.index for branch in self.branches if not branch.own)
-        sampling, grammar = self.rules.sampling, self._grammar_state
-        return tuple(Draw(sampling, index, adjustment, grammar) for index in drawing)
-
     def draw_behind(self, drafts: tuple[int, ...]) -> Draw:
         """The draw of the token after its last one and `drafts`; it has one branch, which draws."""
         return self._draws(drafts)[-1]
 
-    def _draws_behind(self, drafts: tuple[int, ...]) -> tuple[Draw, ...]:
-        num_draws = len(drafts) + 1
-        adjustments: Seq[Adjustment | None] = [None] * num_draws
-        grammars: Seq[GrammarState | None] = [None] * num_draws
-        if self._penalty_state is not None:
-            adjustments = self._penalty_state.adjustments(drafts)
-        if (grammar := self._grammar_state) is not None:
-            grammars = [grammar, *(grammar.behind(drafts[:n]) for n in range(1, num_draws))]
+    def _draws(self, drafts: tuple[int, ...]) -> tuple[Draw, ...]:
+        """The draws of all branches after the last token; or the one branch's draw after the last
+        token and after each draft."""
+        penalties, grammar = self._penalty_state, self._grammar_state
+        adjustments: Seq[Adjustment | None] = [None] * (len(drafts) + 1)
+        if penalties is not None:
+            adjustments = penalties.adjustments(drafts) if drafts else [penalties.adjustment()]
         return tuple(
-            Draw(self.rules.sampling, self.index, *state)
-            for state in zip(adjustments, grammars, strict=True)
+            Draw(
+                self.rules.sampling,
+                branch.index,
+                adjustment,
+                grammar.behind(drafts[:number]) if grammar and number else grammar,
+            )
+            for number, adjustment in enumerate(adjustments)
+            for branch in self.branches
+            if not branch.own
         )
 
     def _scoring(self, start: int, end: int) -> Scoring | None:

@@ -15,8 +15,9 @@ from blockstore.errors import NotHeld, StaleHolder
 from blockstore.records import Claim
 from blockstore.registry import Load
 from services.engine import messages
-from services.engine.messages import Advance, Removed, StepOutcome
+from services.engine.messages import Removed, StepOutcome
 from services.engine.sequences.beam_group import group_class
+from services.engine.sequences.results import Advance
 from services.protocol.messages import (
     Admit,
     Command,

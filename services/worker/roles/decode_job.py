@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from services.engine.messages import Advance
+from services.engine.sequences.results import Advance
 from services.protocol.messages import Generated, Resume
 from services.protocol.ticket import Ticket
 from services.worker.requests.events import HANDED_OVER, hypothesis_events, token_events

@@ -8,8 +8,9 @@ from typing import Any
 from blockstore.records import PrefixHash
 from blockstore.registry import Load
 from services.engine import messages
-from services.engine.messages import Advance, Removed, StepOutcome
+from services.engine.messages import Removed, StepOutcome
 from services.engine.sequences.beam_group import group_class
+from services.engine.sequences.results import Advance
 from services.protocol.block_keys import BlockKeys, num_blocks_for
 from services.protocol.messages import Command, Submit
 from services.protocol.ticket import Ticket, first_holder_id

@@ -136,10 +136,10 @@ def test_a_sequence_that_ends_keeps_its_blocks_while_it_is_in_flight(host: Host)
     host.step()
     (advance,) = host.step().advances
     assert advance.tokens[0].finish is FinishReason.STOP
-    assert (advance.remaining, advance.freed) == (None, ())
+    assert (advance.remaining, advance.freed) == (None, [])
     assert host.device.block_ids
     (advance,) = host.step().advances
-    assert (advance.tokens, advance.remaining) == ((), ())
+    assert (advance.tokens, advance.remaining) == ([], ())
     assert not host.device.block_ids
 
 

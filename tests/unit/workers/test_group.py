@@ -13,13 +13,13 @@ from services.engine.messages import (
     AbortSequence,
     AddBlocks,
     Admit,
-    Advance,
     Command,
     Remove,
     StepOutcome,
 )
 from services.engine.scheduler import Scheduler
 from services.engine.sequences.group import Group
+from services.engine.sequences.results import Advance
 from services.engine.sequences.sequence import Rules
 from services.protocol.block_keys import BlockKeys, ComputedBlocks, num_blocks_for, num_tokens_of
 from services.protocol.ticket import Ticket, TicketSequence
@@ -142,7 +142,7 @@ def test_an_ended_sequence_releases_its_own_blocks(engine_pair: EnginePair) -> N
     engine_pair.decode.step([])  # block 3 and 2 are full, 5 and 6 have a token
     (advance,) = engine_pair.decode.step([AbortSequence(KEY, 0)]).advances
     assert [token.index for token in advance.tokens] == [1]
-    assert advance.freed == (3,)
+    assert advance.freed == [3]
     assert advance.wanted_blocks == 0  # 15 tokens and 2 ahead: it will have 5
     engine_pair.decode.step([])
     assert tables(engine_pair.removed()) == {1: (0, 1, 2, 6, 5)}
