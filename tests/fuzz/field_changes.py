@@ -91,7 +91,6 @@ FIELDS: dict[str, Fields] = {
         "num_free_slots": NUMBERS,
         "num_pending_tokens": LARGE,
         "draining": st.booleans(),
-        "stalled": st.booleans(),
     },
 }
 

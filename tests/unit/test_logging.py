@@ -33,7 +33,7 @@ def lines(stream: io.StringIO) -> list[dict[str, object]]:
 def test_our_lines_and_foreign_ones_look_the_same(stream: io.StringIO) -> None:
     configure_logging("cook", stream=stream)
     get_logger("a").info("pan_heated", temperature_c=180)
-    logging.getLogger("uvicorn.error").warning("started on %s", 80)
+    logging.getLogger("a.library").warning("started on %s", 80)
     ours, foreign = lines(stream)
     assert (ours["event"], ours["temperature_c"], ours["level"]) == ("pan_heated", 180, "info")
     assert (foreign["event"], foreign["level"]) == ("started on 80", "warning")
