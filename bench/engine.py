@@ -51,7 +51,8 @@ class Result:
     highest: float
     worst_step_ms: float
     bytes_per_s: float | None = None
-    """The bytes of weights and KV that decode reads in a second, each once a step."""
+    """The bytes of weights and KV that decode reads in a second, each once a step; None for a GGUF
+    file, whose tensors have formats of their own."""
 
 
 class Bench:
@@ -116,6 +117,8 @@ def decode(model: Model, streams: int, args: argparse.Namespace) -> Result:
         speeds.append(streams * len(steps) / sum(steps))
         worst = max(worst, *steps)
     result = _result("decode", streams, speeds, worst)
+    if Path(args.model).is_file():
+        return result
     step_bytes = weight_bytes(model.config, args.quantize) + streams * bench.kv_bytes(
         prompt + tokens // 2
     )
