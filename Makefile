@@ -12,10 +12,11 @@ HOW_LOUD := $(if $(shell test -t 2 && echo yes),--verbose,--quiet)
 .NOTPARALLEL:
 
 # Tests run beside the services that they start, so each process has one OpenMP thread, which does
-# not spin. `tests/conftest.py` divides the tests between two processes.
+# not spin. `tests/conftest.py` divides the tests between the processes:
+# one runs all deployments, which wait much, and so leave half a CPU to a third process.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0
 TEST := $(TEST_ENV) $(BIN)/pytest
-IN_TWO := --numprocesses 2 --no-loadscope-reorder --durations 40
+IN_THREE := --numprocesses 3 --no-loadscope-reorder --durations 40
 
 help: ## Show this help
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -57,7 +58,7 @@ type: setup ## mypy, strict
 	$(BIN)/mypy quire services blockstore advisor kernels/kvops bench tools tests
 
 test: setup ## All tests, with a sample of the large matrices
-	$(TEST) $(IN_TWO)
+	$(TEST) $(IN_THREE)
 
 test-failed: setup ## The tests that failed last time, one after another
 	$(TEST) --last-failed --last-failed-no-failures none --maxfail 1
@@ -69,7 +70,7 @@ test-browser: setup ## The dashboard in Chromium (apt-get install chromium)
 	$(TEST) tests/browser
 
 test-full: setup ## All tests, whole matrices
-	$(TEST) $(IN_TWO) --hypothesis-profile full -m "not clients and not containers"
+	$(TEST) $(IN_THREE) --hypothesis-profile full -m "not clients and not containers"
 
 test-clients: setup ## OpenAI's client, LangChain, litellm, lm-eval, guidellm, aiperf ... against a deployment
 	QUIRE_CLIENTS_TABLE=docs/clients.md $(TEST) -m "clients or not clients" tests/clients
