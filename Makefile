@@ -12,8 +12,8 @@ HOW_LOUD := $(if $(shell test -t 2 && echo yes),--verbose,--quiet)
 .NOTPARALLEL:
 
 # Tests run beside the services that they start, so each process has one OpenMP thread, which does
-# not spin. `tests/conftest.py` divides the tests between the processes:
-# one runs all deployments, which wait much, and so leave half a CPU to a third process.
+# not spin. `tests/conftest.py` divides the tests between the processes: one runs all deployments,
+# which wait much and so leave half a CPU to a third process.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0
 TEST := $(TEST_ENV) $(BIN)/pytest
 IN_THREE := --numprocesses 3 --no-loadscope-reorder --durations 40
