@@ -200,7 +200,7 @@ def show(result: Result, as_json: bool) -> None:
 
 
 def decode_steps(model: Model, args: argparse.Namespace) -> Iterator[object]:
-    """What is asked for beside decode steps, for each number of streams."""
+    """The measurements beside decode steps, for each number of streams."""
     for streams in args.streams:
         bench = Bench(model, streams, args.context, args.kv_dtype == "int8")
         shape, rounds = (streams, args.context), 10 * args.rounds

@@ -167,7 +167,7 @@ def _environment_of(pid: int) -> dict[str, str]:
 
 @dataclass
 class Crash:
-    """What one kill caused."""
+    """The effects of one kill."""
 
     reaped_ms: float
     """The time from the kill to the moment when the block manager has reaped the worker."""

@@ -1,4 +1,4 @@
-"""What several benchmarks share: counters of a deployment's processes, figures, markdown tables."""
+"""Counters of a deployment's processes, figures and markdown tables, which benchmarks share."""
 
 import math
 from collections import defaultdict

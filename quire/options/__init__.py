@@ -1,4 +1,4 @@
-"""What a user chooses for workers and gateways: each option is declared here once.
+"""The options of workers and gateways; each is declared here once.
 
 A field of these classes is a setting of the service (`services.*.config` inherits them), a flag of
 `quire serve` (`quire.supervisor.options` makes it), and a row of docs/operations/settings.md

@@ -13,7 +13,7 @@ _PLAIN_TYPES = (bool, int, float, str)
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """What a flag has beside its option: a field's metadata."""
+    """The metadata of an option's field that makes it a flag of the command line."""
 
     metavar: str | None = None
     name: str | None = None

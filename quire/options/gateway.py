@@ -19,7 +19,7 @@ _NETWORK = Flag(panel="Network")
 
 
 class RequestOptions(AdapterOptions):
-    """What the gateway does with requests."""
+    """The options that say how the gateway treats requests."""
 
     generation_config: Annotated[str, Flag("auto|vllm|DIR", panel="Network")] = Field(
         default="auto",
@@ -73,7 +73,7 @@ class RequestOptions(AdapterOptions):
 
 
 class ListenerOptions(Options):
-    """Who reaches the gateway, and how."""
+    """The options that say which clients reach the gateway, and how."""
 
     allowed_hosts: Annotated[SeveralTexts, Flag("LIST", panel="Network")] = Field(
         default=(),

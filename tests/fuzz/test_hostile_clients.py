@@ -13,8 +13,7 @@ from tests.fuzz import attacks
 from tests.fuzz.attacks import Attack
 
 LIMIT_S = 60
-MAX_GROWTH_MIB = 400
-"""The 256 MiB that incomplete bodies may take, which glibc keeps, and the rest."""
+MAX_GROWTH_MIB = 200
 CHAT = {"prompt": "A block table", "max_tokens": 8, "temperature": 0}
 
 

@@ -209,3 +209,8 @@ def test_a_nucleus_of_any_shape_is_the_samplers(isa: str, spread: float, top_p: 
     params = [replace(PLAIN, top_p=top_p, seed=row) for row in range(60)]
     draws = [Draw(p, 0) for p in params]
     assert of_draws(isa, logits, draws, range(60)) == sample(logits, draws, range(60))
+
+
+def test_a_temperature_below_0_is_refused() -> None:
+    with pytest.raises(ValueError, match="temperature"):
+        native("portable", torch.zeros(1, 5), [replace(PLAIN, temperature=-1.0)], [0])

@@ -1,4 +1,4 @@
-"""What a template takes of a conversation, and how a conversation is brought into that form."""
+"""A conversation is brought into the form that its template takes."""
 
 from typing import Any
 

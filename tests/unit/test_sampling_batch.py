@@ -1,4 +1,4 @@
-"""What the rows of a step ask of its states, and what each row is told."""
+"""A batch finds the states of each row's draws and scores, and gives each row its results."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""What the rows of a step ask of its final states, as arrays that are built once a step, and the
-rows' results.
+"""The draws and scores that the rows of a step need from its final states, as arrays that are built
+once a step, and the rows' results.
 
     row     |--- tokens scored ---|------|-end-|     states: one for each token that the row scores,
     states   s s s s s s s s s s s         d         and the last one if the row has any draws; or
@@ -31,9 +31,10 @@ LOGITS_AT_ONCE = 64
 """How many rows of a prompt's logits are in memory at once: 64 rows of 150,000 tokens are 39 MB."""
 
 Outputs = Sequence[Sequence[Tensor]]
-"""What a step has computed for its batch, on any device. First the tokens of the draws, [D] int64,
-and behind them the scores (`logprobs.ScoreTensors`) of the draws that ask for logprobs. Then for
-each row of `SamplingBatch.apart`: the scores of its prompt's tokens, or its states in fp32."""
+"""The tensors that a step has computed for its batch, on any device. First the tokens of the draws,
+[D] int64, and behind them the scores (`logprobs.ScoreTensors`) of the draws that ask for logprobs.
+Then for each row of `SamplingBatch.apart`: the scores of its prompt's tokens, or its states in
+fp32."""
 
 
 @dataclass(slots=True, eq=False)
@@ -62,7 +63,8 @@ class SamplingBatch:
 
     def __post_init__(self) -> None:
         params = [draw.sampling for draw in self.draws]
-        heat = [p.temperature and max(p.temperature, SMALLEST_TEMPERATURE) for p in params]
+        temperatures = (p.temperature for p in params)
+        heat = [max(t, SMALLEST_TEMPERATURE) if t > 0 else t for t in temperatures]
         self.columns = {
             "state": np.array(self.states, np.int32),
             "temperature": np.array(heat, np.float32),

@@ -1,4 +1,4 @@
-"""What the engine reports about a sequence group: its tokens, finished blocks and end."""
+"""The engine's report about a sequence group: its tokens, finished blocks and end."""
 
 from dataclasses import dataclass, field
 

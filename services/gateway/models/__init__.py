@@ -1,1 +1,1 @@
-"""What the gateway knows of the models that it serves."""
+"""The gateway's knowledge of the models that it serves."""

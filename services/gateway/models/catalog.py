@@ -25,7 +25,7 @@ class Model:
     chat_template: ChatTemplate | None
     """None if the checkpoint has no chat template."""
     template_traits: TemplateTraits | None
-    """What its chat template takes; None if there is none."""
+    """The features of its chat template; None if it has no template."""
     structures: StructureChecker
     format: MessageFormat
     message_pieces: Pieces

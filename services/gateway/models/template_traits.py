@@ -1,4 +1,5 @@
-"""What a chat template takes of a conversation, found by rendering small conversations with it.
+"""The parts of a conversation that a chat template takes, found by rendering small conversations
+with it.
 
 Some templates refuse a second system message, or a second call in one message, and some leave it
 out without a word. A conversation can be brought into a form that such a template takes whole.

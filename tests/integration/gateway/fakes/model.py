@@ -11,7 +11,7 @@ FIRST_TOKEN, NUM_TOKENS = 97, 26
 
 
 def state_of(ticket: ticket_pb2.Ticket) -> ticket_pb2.TicketState:
-    """What a worker answers of a ticket."""
+    """The part of a ticket that a worker answers with."""
     return ticket_pb2.TicketState.FromString(ticket.SerializeToString())
 
 

@@ -1,6 +1,8 @@
 """Bounds the time and the memory that request bodies take: each body, and all that arrive now."""
 
 import asyncio
+import ctypes
+from collections.abc import Callable
 from contextlib import suppress
 
 from starlette.datastructures import Headers
@@ -18,6 +20,8 @@ DEFAULT_BODY_TIMEOUT_S = 60.0
 """A proxy takes bodies of slower clients, and sends them at once."""
 _SMALL_BODY_BYTES = 64 * 1024
 """This much of a body is always accepted, so that large bodies do not keep small ones out."""
+_TRIM_BYTES = 32 * 1024 * 1024
+"""Freed memory is returned to the kernel if bodies took more than this."""
 _RETRY_DELAY_S = 1.0
 _MAX_DROPPED_BYTES = 32 * 1024 * 1024
 """The most bytes of a body that are read and dropped after an answer that did not need them."""
@@ -43,6 +47,9 @@ class BodyLimits:
         self._max_memory_bytes = max_memory_bytes
         self.timeout_s = timeout_s
         self._num_bytes = 0
+        self._peak_bytes = 0
+        """The largest `_num_bytes` since freed memory was last returned to the kernel."""
+        self._give_back = _malloc_trim()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = _Body(self, Headers(scope=scope), receive, send)
@@ -53,17 +60,23 @@ class BodyLimits:
 
     def take(self, num_bytes: int, *, is_small: bool) -> None:
         """Counts bytes that arrived. Raises Overloaded."""
-        if self._num_bytes + num_bytes > self._max_memory_bytes and not is_small:
+        total = self._num_bytes + num_bytes
+        if total > self._max_memory_bytes and not is_small:
             raise Overloaded(
                 f"bodies that are being received take {self._num_bytes} bytes, and may take "
                 f"{self._max_memory_bytes}; try again",
                 _RETRY_DELAY_S,
             )
-        self._num_bytes += num_bytes
+        self._num_bytes = total
+        self._peak_bytes = max(self._peak_bytes, total)
 
     def release(self, num_bytes: int) -> None:
-        """Takes a body off the count."""
+        """Takes a body off the count. After a peak, asks glibc to return freed memory: otherwise
+        glibc keeps all freed memory that lies below memory in use."""
         self._num_bytes -= num_bytes
+        if self._peak_bytes > _TRIM_BYTES and self._num_bytes < self._peak_bytes // 2:
+            self._peak_bytes = self._num_bytes
+            asyncio.get_running_loop().call_soon(self._give_back)  # once the body is freed
 
 
 class _Body:
@@ -137,3 +150,9 @@ class _Body:
 
 def _too_large() -> HTTPException:
     return HTTPException(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
+
+
+def _malloc_trim() -> Callable[[], None]:
+    """glibc's `malloc_trim`; a function that does nothing with other C libraries."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return (lambda: None) if trim is None else (lambda: trim(0))
