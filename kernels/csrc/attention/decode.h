@@ -67,13 +67,19 @@ class DecodeRow : DecodeProducts<group, is_int8> {
       Products::num_heads_, Products::out_;
 };
 
+// Whether this path is faster than a reordered tile: on Zen 4, groups of 6 and 7 heads over int8 KV
+// take 1.1 to 1.4 of the tile's time.
+inline constexpr bool is_faster(int group, bool is_int8) {
+  return !is_int8 || group <= 4 || group == 8;
+}
+
 template <bool is_int8, int group = 8>
 inline bool decode_of(const AttentionCall& call, int row, int head_begin, int head_end,
                       const Begun& begun, const DecodeScratch& scratch) {
   if constexpr (group == 0) {
     return false;
   } else {
-    if (call.num_heads / call.num_kv_heads != group)
+    if (call.num_heads / call.num_kv_heads != group || !is_faster(group, is_int8))
       return decode_of<is_int8, group - 1>(call, row, head_begin, head_end, begun, scratch);
     DecodeRow<group, is_int8>(call, row, head_begin, head_end, scratch).attend(begun);
     return true;
