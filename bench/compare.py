@@ -108,6 +108,7 @@ def engine_rows(who: Contestant, model: Path, options: Options) -> Iterator[tupl
     run = EngineRun(
         decode=tuple(options.streams) if "decode" in options.only else (),
         prefill=tuple(options.prefill) if "prefill" in options.only else (),
+        prompt=options.prompt,
         threads=options.threads,
         repeats=options.repeats,
     )
@@ -200,6 +201,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--rounds", type=int, default=3)
     result.add_argument("--repeats", type=int, default=2, help="best of, within a round; engine")
     result.add_argument("--streams", type=int, nargs="+", default=[1, 8, 16])
+    result.add_argument("--prompt", type=int, default=128, help="tokens in before decode; engine")
     result.add_argument("--prefill", type=int, nargs="+", default=[512, 2048], metavar="TOKENS")
     result.add_argument("--rate", type=float, nargs="+", default=[0.5], help="requests a second")
     result.add_argument("--requests", type=int, default=40, help="for each rate")

@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-Family = Literal["qwen3", "qwen2", "llama", "mistral"]
+Family = Literal["qwen3", "qwen3_moe", "qwen2", "llama", "mistral"]
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _EOS_TOKEN_IDS = (258, 256)  # <|im_end|>, <|endoftext|>: special tokens come after 256 bytes
@@ -37,6 +37,7 @@ CHAT_TEMPLATE = (
 )
 _ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -51,7 +52,8 @@ class CheckpointSpec:
     `rope_scaling` is config.json's object of that name. `attention_bias` is for llama and qwen3;
     qwen2 always has biases, mistral none. `sliding_window` is for all layers of mistral, for the
     second half of the layers of qwen2 and qwen3; 0: none. `shards` > 1 writes an index and so many
-    files.
+    files. A layer of qwen3_moe has `num_experts` of `intermediate_size`, and a token uses
+    `experts_per_token` of them; other families have none.
     """
 
     family: Family = "qwen3"
@@ -61,6 +63,8 @@ class CheckpointSpec:
     num_kv_heads: int = 2
     head_dim: int = 16
     intermediate_size: int = 128
+    num_experts: int = 0
+    experts_per_token: int = 0
     vocab_size: int = 384
     max_position_embeddings: int = 4096
     tied: bool = True
@@ -100,6 +104,22 @@ SHAPES = {
     "medium": _MEDIUM,
     # Qwen3-0.6B
     "0.6b": replace(_MEDIUM, num_layers=28, head_dim=128, vocab_size=151_936),
+    # four of the 48 layers of Qwen3-30B-A3B
+    "30b-a3b-4-layers": replace(
+        _MEDIUM,
+        family="qwen3_moe",
+        num_layers=4,
+        hidden_size=2048,
+        num_heads=32,
+        num_kv_heads=4,
+        head_dim=128,
+        intermediate_size=768,
+        num_experts=128,
+        experts_per_token=8,
+        vocab_size=151_936,
+        tied=False,
+        shards=5,
+    ),
 }
 
 
@@ -124,6 +144,10 @@ def make_checkpoint(
 def _check(spec: CheckpointSpec) -> None:
     if spec.family not in _ARCHITECTURES:
         raise ValueError(f"family {spec.family!r} is none of {', '.join(_ARCHITECTURES)}")
+    if (spec.family == "qwen3_moe") != (0 < spec.experts_per_token <= spec.num_experts):
+        raise ValueError(
+            f"{spec.experts_per_token} of {spec.num_experts} experts a token in {spec.family}"
+        )
     if spec.vocab_size < MIN_VOCAB_SIZE:
         raise ValueError(f"vocab_size {spec.vocab_size} is below {MIN_VOCAB_SIZE}")
     if spec.num_heads % spec.num_kv_heads:
@@ -135,6 +159,12 @@ def _check(spec: CheckpointSpec) -> None:
 
 
 def _config(spec: CheckpointSpec) -> dict[str, Any]:
+    experts = {
+        "num_experts": spec.num_experts,
+        "num_experts_per_tok": spec.experts_per_token,
+        "moe_intermediate_size": spec.intermediate_size,
+        "norm_topk_prob": True,
+    }
     return {
         "architectures": [_ARCHITECTURES[spec.family]],
         "model_type": spec.family,
@@ -158,6 +188,7 @@ def _config(spec: CheckpointSpec) -> dict[str, Any]:
         "bos_token_id": None,
         "eos_token_id": _EOS_TOKEN_IDS[0],
         "torch_dtype": spec.dtype,
+        **(experts if spec.num_experts else {}),
     }
 
 
@@ -204,12 +235,21 @@ def _layer_group(spec: CheckpointSpec, layer: int) -> Iterator[_Weight]:
     yield from _linear(f"{attention}.k_proj", kv_size, spec.hidden_size, qkv_bias)
     yield from _linear(f"{attention}.v_proj", kv_size, spec.hidden_size, qkv_bias)
     yield from _linear(f"{attention}.o_proj", spec.hidden_size, q_size, o_bias)
-    if spec.family == "qwen3":
+    if spec.family in ("qwen3", "qwen3_moe"):
         yield _norm(f"{attention}.q_norm", spec.head_dim)
         yield _norm(f"{attention}.k_norm", spec.head_dim)
-    yield from _linear(f"{prefix}.mlp.gate_proj", spec.intermediate_size, spec.hidden_size)
-    yield from _linear(f"{prefix}.mlp.up_proj", spec.intermediate_size, spec.hidden_size)
-    yield from _linear(f"{prefix}.mlp.down_proj", spec.hidden_size, spec.intermediate_size)
+    if spec.num_experts:
+        yield from _linear(f"{prefix}.mlp.gate", spec.num_experts, spec.hidden_size)
+        for expert in range(spec.num_experts):
+            yield from _gated(spec, f"{prefix}.mlp.experts.{expert}")
+    else:
+        yield from _gated(spec, f"{prefix}.mlp")
+
+
+def _gated(spec: CheckpointSpec, name: str) -> Iterator[_Weight]:
+    yield from _linear(f"{name}.gate_proj", spec.intermediate_size, spec.hidden_size)
+    yield from _linear(f"{name}.up_proj", spec.intermediate_size, spec.hidden_size)
+    yield from _linear(f"{name}.down_proj", spec.hidden_size, spec.intermediate_size)
 
 
 def _groups(spec: CheckpointSpec) -> list[list[_Weight]]:
