@@ -144,9 +144,6 @@ class MemoryStore:
     async def match(self, pool_id: str, hashes: Sequence[PrefixHash]) -> int:
         return self.ledger(pool_id).match(hashes)
 
-    async def victim(self, pool_id: str) -> HolderInfo | None:
-        return self.ledger(pool_id).victim()
-
     async def holders(self, pool_id: str) -> tuple[HolderInfo, ...]:
         return self.ledger(pool_id).holder_infos()
 
