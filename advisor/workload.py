@@ -24,6 +24,8 @@ from typing import Annotated, Any
 import pydantic.dataclasses
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from quire.errors import QuireError
+
 _REQUEST_ENDED = "request_ended"
 _MOST_TOKENS = 1 << 24  # more than any context
 
@@ -31,8 +33,11 @@ _Count = Annotated[int, Field(ge=0, le=_MOST_TOKENS, strict=True)]
 _Seconds = Annotated[float, Field(gt=-1e12, lt=1e12, strict=True)]
 
 
-class WorkloadError(Exception):
+class WorkloadError(QuireError):
     """The file does not exist or contains no workload; the text says where and why."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, "workload")
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
@@ -67,14 +72,11 @@ class _Ended(BaseModel):
     timestamp: datetime
     duration_ms: _Seconds
 
-    @property
-    def counts(self) -> bool:
-        """Whether the request got tokens, of one sequence: the log has no lengths of several."""
-        return bool(self.num_prompt_tokens and self.num_generated_tokens) and (
-            self.num_sequences == 1
-        )
-
-    def request(self) -> RecordedRequest:
+    def request(self) -> RecordedRequest | None:
+        """Return None for a request without tokens or of several sequences, whose lengths the log
+        does not have."""
+        if not (self.num_prompt_tokens and self.num_generated_tokens) or self.num_sequences != 1:
+            return None
         num_cached = min(self.num_cached_tokens, self.num_prompt_tokens)
         return RecordedRequest(
             *(self.num_prompt_tokens, self.num_generated_tokens),
@@ -108,32 +110,29 @@ def read_workload(path: Path) -> Workload:
 def _workload(path: Path, lines: Iterable[str]) -> Workload:
     """Only a log has events, and only a log may contain lines (a traceback) that are neither an
     event nor a request."""
-    plain: list[RecordedRequest] = []
-    ended: list[_Ended] = []
+    found: list[RecordedRequest | None] = []
     is_log, problem = False, None
     for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
         try:
-            fields = _object(line)
+            fields = _object(line) if line.strip() else {"event": None}
             if "event" not in fields:
-                plain.append(RecordedRequest(**fields))
+                found.append(RecordedRequest(**fields))
             elif fields["event"] == _REQUEST_ENDED:
-                ended.append(_Ended.model_validate(fields))
-            is_log = is_log or "event" in fields
+                found.append(_Ended.model_validate(fields).request())
+            is_log = is_log or fields.get("event") is not None
         except ValueError as error:
-            found = WorkloadError(f"{path}, line {number}: {_reason(error)}")
+            wrong = WorkloadError(f"{path}, line {number}: {_reason(error)}")
             if _REQUEST_ENDED in line:
-                raise found from error
-            problem = problem or found
+                raise wrong from error
+            problem = problem or wrong
     if problem and not is_log:
         raise problem
-    requests = [each.request() for each in ended if each.counts] if is_log else plain
+    requests = [each for each in found if each is not None]
     if not requests:
-        none = f"a log in which none of {len(ended)} requests counts" if is_log else "empty"
+        none = f"a log in which none of {len(found)} requests counts" if is_log else "empty"
         raise WorkloadError(f"{path}: {none}")
     in_order = sorted(requests, key=lambda asked: asked.arrival_s)
-    return Workload(tuple(in_order), is_log, len(ended) - len(requests) if is_log else 0)
+    return Workload(tuple(in_order), is_log, len(found) - len(requests))
 
 
 def _object(line: str) -> dict[str, Any]:

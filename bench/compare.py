@@ -13,8 +13,7 @@ the highest, ratios are Quire's median by the best peer's. The header names each
 printed, and the exit status is 1. Interrupted or terminated, it shows what it has measured by then.
 
 decode, prefill     the engine alone, without a server
-Loads on a server, by the generator of `quire bench`; Quire over gRPC, peers over HTTP; greedy, no
-end of sequence, random token ids:
+Loads on a server; Quire over gRPC, peers over HTTP; greedy, no end of sequence, random token ids:
 
 closed          N streams, each of 128 tokens in and 128 out
 poisson         prompts arrive at random times; goodput counts requests with a first token within
@@ -38,6 +37,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
+from bench.load import Prompts, RequestFailed, Target
 from bench.make_checkpoint import SHAPES, make_checkpoint
 from bench.peers import PEERS
 from bench.peers.environment import DIRECTORY
@@ -46,16 +46,13 @@ from bench.peers.quire import Quire
 from bench.serving.comparison import Better, Comparison, Row
 from bench.serving.scenarios import (
     Measurement,
+    at_random,
     closed,
     interference,
-    poisson,
     prefixed,
     prompts_of,
 )
 from bench.serving.server import running
-from quire.bench.options import WorkloadOptions
-from quire.bench.prompts import Prompts
-from quire.bench.target import RequestFailed, Target
 
 Options = argparse.Namespace
 ENGINE = ("decode", "prefill")
@@ -124,7 +121,7 @@ async def serving_rows(
     async with running(who.peer, model, who.dtype, server) as served:
         rows = [(Row("server: seconds to the first token", "lower"), served.ready_s)]
         # Sizes that were never seen are prepared at first use: not while it is measured.
-        await closed(served.target, prompts, max(options.streams), WorkloadOptions(64, 8))
+        await closed(served.target, prompts, max(options.streams), 64, 8)
         async for kind, measurement in scenarios(served.target, prompts, options):
             if kind != "poisson" and measurement.values.get("failed"):
                 raise PeerFailed(f"requests failed: {measurement}")
@@ -141,17 +138,15 @@ async def scenarios(
 ) -> AsyncIterator[tuple[str, Measurement]]:
     if "closed" in options.only:
         for streams in options.streams:
-            yield "closed", await closed(target, prompts, streams, WorkloadOptions(128, 128))
+            yield "closed", await closed(target, prompts, streams, 128, 128)
     if "interference" in options.only:
         yield "interference", await interference(target, prompts, 4, 128, 2048)
     if "prefix" in options.only:
-        shape = WorkloadOptions(64, options.tokens, prefix_len=1024)
-        for measurement in await prefixed(target, prompts, 16, shape):
+        for measurement in await prefixed(target, prompts, 16, options.tokens):
             yield "prefix", measurement
     if "poisson" in options.only:
         for rate in options.rate:
-            asked = rate, options.requests, WorkloadOptions(512, 128), options.seed
-            yield "poisson", await poisson(target, prompts, *asked)
+            yield "poisson", await at_random(target, prompts, rate, options.requests, options.seed)
 
 
 async def compare(

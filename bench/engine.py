@@ -11,8 +11,8 @@ Decode: every stream has a prompt of its own in the arena; one step a token for 
 prompt in chunks of --chunk tokens. Tokens per second are medians of --rounds, with the lowest and
 the highest; beside them, the bytes of weights and KV that decode reads in a second.
 Kernels: the model's linears, and attention of one layer of all layers' memory.
-Sampling: what choosing tokens costs of a decode step, by what is asked for. Structured,
-adapters: a decode step with structured output, or with LoRA adapters, beside the same without.
+Sampling, structured, adapters: a decode step with other sampling parameters, with structured
+output, or with LoRA adapters, beside a greedy step without.
 """
 
 import argparse
@@ -31,8 +31,7 @@ import torch
 
 import kvops
 from bench.engine_kernels import kernels, weight_bytes
-from bench.engine_pairs import GREEDY, Streams, adapters, structured
-from bench.engine_sampling import Rows, sampling
+from bench.engine_pairs import GREEDY, Streams, adapters, sampling, structured
 from kvops import int8_kv
 from kvops.native import Lane
 from services.engine.batch import Draw, Row, RowResult
@@ -203,14 +202,13 @@ def decode_steps(model: Model, args: argparse.Namespace) -> Iterator[object]:
     """The measurements beside decode steps, for each number of streams."""
     for streams in args.streams:
         bench = Bench(model, streams, args.context, args.kv_dtype == "int8")
-        shape, rounds = (streams, args.context), 10 * args.rounds
+        rounds = 10 * args.rounds
+        asked = Streams(bench.runner, bench.table, streams, args.context)
         if args.command == "sampling":
-            yield from sampling(Rows(model, bench.runner, bench.table, *shape), rounds)
+            yield from sampling(model, asked, rounds)
         elif args.command == "adapters":
-            asked = Streams(bench.runner, bench.table, *shape)
-            yield from adapters(model, asked, args.rank, rounds)
+            yield from adapters(model, asked, args.model, args.rank, rounds)
         else:
-            asked = Streams(bench.runner, bench.table, *shape)
             yield from structured(model, asked, args.model, rounds)
 
 

@@ -1,5 +1,5 @@
-"""Times decode steps beside the same with LoRA adapters, or with the masks of structured output, in
-turn."""
+"""Times decode steps beside the same with other sampling parameters, with LoRA adapters, or with
+the masks of structured output, in turn."""
 
 import json
 import statistics
@@ -10,23 +10,35 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from services.engine.batch import Draw, LoadedAdapter, Row, RowResult
 from services.engine.models import Model
 from services.engine.runner import Runner
 from services.engine.sequences.grammar_state import GrammarState
-from services.model.checkpoint.adapter import CONFIG_FILE, WEIGHTS_FILE, AdapterFiles
-from services.model.config.layout import weight_shapes
+from services.engine.sequences.penalty_state import PenaltyState
+from services.model.checkpoint.adapter import AdapterFiles
 from services.model.structured.grammar import Compiled, Grammar, compile_structure
 from services.model.structured.structure import Structure, StructureKind
 from services.model.structured.vocabulary import Vocabulary
 from services.model.text.tokenizer import Tokenizer
 from services.protocol.ticket import SamplingParams
+from tests.adapters import make_adapter
 
 GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, max_tokens=1)
+_PENALTIES = {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.5}
+_RANKED = {"temperature": 0.8, "top_k": 50, "top_p": 0.95}
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy, penalties": _PENALTIES,
+    "top_k, top_p": _RANKED,
+    "top_k, top_p, penalties": {**_RANKED, **_PENALTIES},
+    "top_p": {"temperature": 0.8, "top_p": 0.95},
+    "temperature": {"temperature": 0.8},
+    "greedy, logprobs": {"logprobs": 5},
+    "temperature, logprobs": {"temperature": 0.8, "logprobs": 5},
+}
 NUM_ADAPTERS = 4
 _PART = {"id": {"type": "integer"}, "note": {"type": "string", "maxLength": 40}}
 SCHEMA = {
@@ -105,28 +117,39 @@ class Streams:
         return time.perf_counter() - began, list(results)
 
 
-def random_adapter(model: Model, rank: int, seed: int) -> LoadedAdapter:
+def sampling(model: Model, streams: Streams, rounds: int) -> Iterator[Pairs]:
+    """Beside greedy steps. Penalties count random tokens, of which half were generated."""
+    streams.prefill()
+    number, context = streams.number, streams.context
+    generator = torch.Generator().manual_seed(0)
+    shape = (number, context)
+    texts = torch.randint(0, model.config.vocab_size, shape, generator=generator).tolist()
+
+    def step(params: SamplingParams, _: int, draws_so: bool) -> float:
+        histories = [PenaltyState(params, text, context // 2, [0]) for text in texts]
+        draws = [Draw(params, row, each.adjustment()) for row, each in enumerate(histories)]
+        plain = [Draw(GREEDY, 0)] * number
+        return streams.step(draws if draws_so else plain, [None] * number)[0]
+
+    for what, changes in SAMPLINGS.items():
+        yield in_turn(what, number, rounds, partial(step, replace(GREEDY, **changes)))
+
+
+def random_adapter(model: Model, checkpoint: Path, rank: int, seed: int) -> LoadedAdapter:
     """An adapter of all linears of attention and MLP."""
-    draw, tensors = torch.Generator().manual_seed(seed), {}
-    for name, shape in weight_shapes(model.config).items():
-        linear = name.removesuffix(".weight")
-        if linear.endswith("_proj") and ".experts." not in linear:
-            sides = {"A": (rank, shape[1]), "B": (shape[0], rank)}
-            for side, size in sides.items():
-                values = 0.01 * torch.randn(size, generator=draw)
-                tensors[f"base_model.model.{linear}.lora_{side}.weight"] = values
     with tempfile.TemporaryDirectory() as folder:
-        save_file(tensors, Path(folder) / WEIGHTS_FILE)
-        fields = {"peft_type": "LORA", "r": rank, "lora_alpha": rank}
-        (Path(folder) / CONFIG_FILE).write_text(json.dumps(fields))
-        files = AdapterFiles.read(Path(folder), model.config, rank)
+        directory = make_adapter(Path(folder), checkpoint, seed, r=rank)
+        files = AdapterFiles.read(directory, model.config, rank)
         return LoadedAdapter(files.digest, model.load_adapter(files))
 
 
-def adapters(model: Model, streams: Streams, rank: int, rounds: int) -> Iterator[Pairs]:
+def adapters(
+    model: Model, streams: Streams, checkpoint: Path, rank: int, rounds: int
+) -> Iterator[Pairs]:
     streams.prefill()
     number = streams.number
-    loaded = [random_adapter(model, rank, seed) for seed in range(min(NUM_ADAPTERS, number))]
+    seeds = range(min(NUM_ADAPTERS, number))
+    loaded = [random_adapter(model, checkpoint, rank, seed) for seed in seeds]
     none: list[LoadedAdapter | None] = [None] * number
     kinds: dict[str, list[LoadedAdapter | None]] = {
         f"1 adapter of rank {rank}": [loaded[0]] * number,

@@ -30,16 +30,13 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from bench.counting_workers import SECRET, SPEC, run_workers
+from bench.load import GrpcTarget, HttpTarget, Record, Target, send_all
 from bench.make_checkpoint import make_checkpoint
 from blockstore.memory_registry import MemoryRegistry
 from blockstore.memory_store import MemoryStore
 from blockstore.registry import Member, Role
 from quire.api_keys import hash_key
 from quire.async_client import AsyncClient
-from quire.bench.load import Load
-from quire.bench.record import Record
-from quire.bench.target import GrpcTarget, HttpTarget, Target
-from quire.bench.workload import Session, Turn
 from quire.certificates import write_certificates
 from quire.connections import Tls
 from quire.types import Sampling
@@ -61,8 +58,6 @@ from services.runtime.rpc.tls import TlsFiles
 from services.runtime.rpc.transport import RpcServer
 
 KEY = "qk-of-the-benchmark-with-enough-characters"
-_TOKENS_BEFORE = 8
-"""Of the requests that go before those that are measured."""
 _HEADER = (
     "| over | guard | connections | streams | requests each | tokens each | step, ms | tokens/s "
     "| tokens a message | longest pause of a stream, ms | gateway CPU, us/token | tokens/CPU-s |"
@@ -77,10 +72,6 @@ class Front:
     guard: str
     tls: TlsFiles | None
 
-    @property
-    def has_keys(self) -> bool:
-        return self.guard in ("keys", "both")
-
 
 async def run_gateway(
     pipe: Connection, ports: list[int], num_slots: int, model_dir: str, front: Front
@@ -92,10 +83,8 @@ async def run_gateway(
     roles: tuple[Role, Role] = ("prefill", "decode")
     for role, port in zip(roles, ports, strict=True):
         await registry.announce(_member(role, port, num_slots, model_dir), ttl_s=1e6)
-    request_metrics = RequestMetrics(CollectorRegistry())
-    async with start_gateway(
-        store, registry, SECRET, GatewayOptions(), request_metrics
-    ) as assembly:
+    metrics = RequestMetrics(CollectorRegistry())
+    async with start_gateway(store, registry, SECRET, GatewayOptions(), metrics) as assembly:
         while not assembly.gateway.ready():
             await assembly.changes.wait(assembly.changes.num_changes, 0.1)
         async with _listening(front, assembly.gateway) as port:
@@ -108,7 +97,7 @@ async def run_gateway(
 @asynccontextmanager
 async def _listening(front: Front, gateway: Generator) -> AsyncIterator[int]:
     ring = None
-    if front.has_keys:
+    if front.guard in ("keys", "both"):
         with tempfile.NamedTemporaryFile("w") as file:
             json.dump({"keys": [{"name": "bench", "hash": hash_key(KEY)}]}, file)
             file.flush()
@@ -151,10 +140,6 @@ class Clients:
     num_tokens: int
     connections: str
 
-    @property
-    def total_tokens(self) -> int:
-        return self.num_streams * self.num_requests * self.num_tokens
-
 
 async def run_clients(
     port: int, clients: Clients, front: Front, cpu_s: Callable[[], float]
@@ -162,7 +147,7 @@ async def run_clients(
     """The records, the seconds that they took, and the CPU seconds of the gateway meanwhile. A
     request of each stream goes before. SystemExit: a request has failed."""
     target = _target(port, front)
-    await _send_round(target, clients.num_streams, _TOKENS_BEFORE)
+    await _send_round(target, clients.num_streams, 8)
     records: list[Record] = []
     cpu, start = cpu_s(), time.perf_counter()
     for _ in range(clients.num_requests):
@@ -181,18 +166,16 @@ def _target(port: int, front: Front) -> Target:
     if front.over == "http":
         url = f"{'https' if tls else 'http'}://{address}"
         return HttpTarget(url, SPEC.model, api_key=KEY, tls=tls)
-    return GrpcTarget(AsyncClient(address, api_key=KEY, tls=tls), SPEC.model, Sampling())
+    return GrpcTarget(AsyncClient(address, api_key=KEY, tls=tls), Sampling())
 
 
 async def _send_round(target: Target, num_streams: int, num_tokens: int) -> list[Record]:
     """Streams that start together."""
-    load = Load(target)
-    session = Session([Turn(lambda: "count", num_tokens)])
-    await load.closed_loop(iter([session] * num_streams), num_streams, 0.0)
-    for record in load.records:
-        if record.error or record.num_output_tokens != num_tokens:
-            raise SystemExit(f"{record.num_output_tokens} of {num_tokens}: {record.message}")
-    return load.records
+    records = await send_all(target, ["count"] * num_streams, num_tokens)
+    for record in records:
+        if record.error:
+            raise SystemExit(record.error)
+    return records
 
 
 def _child(
@@ -223,7 +206,7 @@ def measure(clients: Clients, step_s: float, model_dir: str, front: Front) -> st
     for pipe, process in ((gateway, of_gateway), (workers, of_workers)):
         pipe.send(False)
         process.join()
-    tokens = clients.total_tokens
+    tokens = clients.num_streams * clients.num_requests * clients.num_tokens
     messages = sum(len(record.arrivals) for record in records)
     pause_s = max((gap for record in records for gap in record.gaps_s), default=0.0)
     return (

@@ -16,12 +16,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from bench.load import Prompts
 from bench.make_checkpoint import SHAPES, make_checkpoint
 from bench.tables import markdown
 from blockstore.hashing import root_hash
 from blockstore.redis_registry import RedisRegistry
 from quire.async_client import AsyncClient
-from quire.bench.prompts import Prompts
 from quire.sockets import living_sockets
 from quire.types import Pool, Sampling
 from services.gateway.workers.movers import Movers
@@ -82,7 +82,7 @@ async def measure(
     while not await client.is_ready():  # noqa: ASYNC110 - another process becomes ready
         await asyncio.sleep(0.1)
     sampling = Sampling(temperature=0.0, max_tokens=2, ignore_eos=True)
-    prompts = Prompts(0, None, vocab_size=380)
+    prompts = Prompts(0, vocab_size=380)
     await client.complete(prompts.draw(64), sampling)
     (found,) = [pool for pool in await client.pools() if pool.pool_id == a]
     registry = await RedisRegistry.connect(hosts[0].redis_url, _ROUTER_SECRET.registry_key)
@@ -93,7 +93,6 @@ async def measure(
     sampled = SamplingParams(0.0, 0, 1.0, 0.0, 1, 1)
     for number in range(rounds):
         prompt = prompts.draw(num_tokens)
-        assert isinstance(prompt, list)
         began = time.perf_counter()
         await client.complete(prompt, sampling, timeout_s=300)
         compute_s.append(time.perf_counter() - began)

@@ -21,7 +21,6 @@ import os
 import random
 import signal
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,10 +31,10 @@ from pathlib import Path
 from bench.tables import markdown, totals
 from quire.async_client import AsyncClient
 from quire.errors import QuireError
-from quire.module_command import service_command
 from quire.types import Sampling, Worker
-from tests.e2e.decoders import decoders
+from tests.e2e.decoders import decoders, until_two_serve
 from tests.e2e.deployment import Deployment, serving
+from tests.e2e.quiet import quiet
 from tests.waiting import until
 
 _VICTIMS = (
@@ -96,7 +95,7 @@ async def restart(deployment: Deployment, client: AsyncClient, args: argparse.Na
     for victim in _VICTIMS:
         times = [await _after_kill(deployment, client, victim) for _ in range(args.repeats)]
         rows.append([f"{victim} killed", *_seconds(times)])
-    times = [await _until_joined(deployment, client) for _ in range(args.repeats)]
+    times = [await _until_joined(client) for _ in range(args.repeats)]
     rows.append(["one more decode worker", *_seconds(times)])
     return markdown(["what", "median, s", "worst, s"], rows)
 
@@ -130,39 +129,29 @@ async def _answer(client: AsyncClient, num_tokens: int) -> None:
     await client.complete(list(range(300, 340)), sampling, timeout_s=5.0)
 
 
-async def _until_joined(deployment: Deployment, client: AsyncClient) -> float:
-    """The time from the start of one more decode worker until it runs a request beside the
+async def _until_joined(client: AsyncClient) -> float:
+    """The time from the order of one more decode worker until it runs a request beside the
     other."""
     await _until_answered(client)
-    (pid,) = deployment.children("--role=decode")
 
     async def load() -> None:
         while True:
             await _answer(client, 40)
 
     async def both_run() -> bool:
-        running = [w.num_running for w in await client.workers() if w.role == "decode"]
+        running = [worker.num_running for worker in await decoders(client)]
         return len(running) == 2 and all(running)
 
     loads = [asyncio.create_task(load()) for _ in range(2)]
     began = time.perf_counter()
-    joining = await asyncio.create_subprocess_exec(
-        *service_command("decode"), env=_environment_of(pid), stderr=subprocess.DEVNULL
-    )
+    await client.scale(num_decode=2)
     await until(both_run, limit_s=60)
     took_s = time.perf_counter() - began
     for task in loads:
         task.cancel()
-    joining.send_signal(signal.SIGTERM)
-    await joining.wait()
+    await client.scale(num_decode=1)
+    await _until(client, lambda there: len(there) == 1)
     return took_s
-
-
-def _environment_of(pid: int) -> dict[str, str]:
-    raw = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    environment = dict(os.fsdecode(entry).split("=", 1) for entry in raw if b"=" in entry)
-    environment.pop("QUIRE_PARENT_FD", None)
-    return environment
 
 
 @dataclass
@@ -209,9 +198,9 @@ async def _crash(
     alone, disturbed = (
         _streams(2 * args.streams, args.sampled, _NUM_CRASH_TOKENS, seed) for _ in range(2)
     )
-    await _until_idle(client, num_decoders=2)
+    await until_two_serve(client)
     await asyncio.gather(*(stream.run(client) for stream in alone))
-    await _until_idle(client, num_decoders=2)
+    await quiet(client)
     tasks = [asyncio.create_task(stream.run(client)) for stream in disturbed]
     await asyncio.gather(*(stream.in_the_middle.wait() for stream in disturbed))
     computed, victim = _num_computed(deployment), deployment.running("--role=decode")[0]
@@ -233,15 +222,6 @@ async def _crash(
         usual_ms=statistics.median(gap for stream in alone for gap in stream.gaps_ms(0.0)),
         num_wrong=sum(a.tokens != b.tokens for a, b in zip(alone, disturbed, strict=True)),
     )
-
-
-async def _until_idle(client: AsyncClient, num_decoders: int) -> None:
-    async def is_idle() -> bool:
-        workers = [w for w in await client.workers() if w.role == "decode"]
-        ready = [w for w in workers if w.state == "serving"]
-        return len(ready) == num_decoders and not any(p.num_held for p in await client.pools())
-
-    await until(is_idle, limit_s=60)
 
 
 def _logged_since(deployment: Deployment, moment: float) -> Iterator[tuple[str, dict[str, str]]]:
@@ -278,8 +258,7 @@ async def _drain(deployment: Deployment, client: AsyncClient, num_streams: int) 
     (leaving,) = await decoders(client)
     streams = _streams(num_streams, sampled=False, num_tokens=None)
     reading = [asyncio.create_task(stream.run(client)) for stream in streams]
-    await client.scale(num_decode=2)
-    await _until(client, lambda there: [w.state for w in there] == ["serving"] * 2)
+    await until_two_serve(client)
     before = _counters(deployment)
     await asyncio.sleep(_CONNECTED_S)
     began = time.time()

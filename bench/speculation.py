@@ -23,7 +23,6 @@ the machine change less, and how many of the drafts were accepted.
 """
 
 import argparse
-import random
 import statistics
 import tempfile
 import time
@@ -33,6 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.load import Prompts
 from bench.make_checkpoint import SHAPES, make_checkpoint
 from quire import LLM, Sampling
 from quire.types import Completion
@@ -110,11 +110,8 @@ def decode(
 
 
 def measure(text: Text, streams: int, args: argparse.Namespace) -> list[Pair]:
-    chance, vocabulary = random.Random(streams), text.changes.get("vocab_size", 2048)
-    prompts = [
-        [chance.randrange(260, vocabulary) for _ in range(NUM_PROMPT_TOKENS)]
-        for _ in range(streams)
-    ]
+    drawing = Prompts(streams, text.changes.get("vocab_size", 2048))
+    prompts = [drawing.draw(NUM_PROMPT_TOKENS) for _ in range(streams)]
     sampling = Sampling(
         temperature=text.temperature, seed=1, max_tokens=args.tokens, ignore_eos=True
     )

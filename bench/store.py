@@ -1,6 +1,6 @@
 """Measures the block store's calls, at several sizes of the pool and of the call.
 
-    python bench/store.py [--pools 1000,100000,1000000] [--blocks 1,64] [--calls 500]
+    python bench/store.py [--pools 1000 100000 1000000] [--blocks 1 64] [--calls 500]
 
 On a Valkey of its own, on a Unix socket. Each pool is filled first: half of
 its blocks are held, the other half cached. Then requests are made, round after round: each
@@ -17,11 +17,9 @@ Prints a markdown table:
 
 import argparse
 import asyncio
-import subprocess
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -32,7 +30,7 @@ import xxhash
 
 from blockstore.records import Growth, PoolSpec
 from blockstore.redis_store import RedisStore
-from quire.supervisor import valkey
+from tests.conftest import Valkey
 
 MAX_CALLERS = 64
 WORKER = "bench"
@@ -181,34 +179,22 @@ async def run(url: str, pools: list[int], sizes: list[int], num_calls: int) -> N
     await store.close()
 
 
-@asynccontextmanager
-async def own_server() -> AsyncIterator[str]:
-    """The URL of an embedded Valkey that ends with the block."""
-    with tempfile.TemporaryDirectory() as directory:
-        run_directory = Path(directory)
-        process = await asyncio.create_subprocess_exec(
-            *valkey.command(run_directory), stdout=subprocess.DEVNULL
-        )
-        try:
-            await valkey.wait_until_answering(run_directory)
-            yield valkey.redis_url(run_directory)
-        finally:
-            process.terminate()
-            await process.wait()
-
-
-async def main() -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--pools", default="1000,100000,1000000", help="blocks of each pool")
-    parser.add_argument("--blocks", default="1,64", help="blocks of each call")
+    parser.add_argument("--pools", type=int, nargs="+", default=[1000, 100_000, 1_000_000])
+    parser.add_argument("--blocks", type=int, nargs="+", default=[1, 64], help="blocks of a call")
     parser.add_argument("--calls", type=int, default=500, help="calls of each operation, each way")
     options = parser.parse_args()
-    pools, sizes = ([int(n) for n in text.split(",")] for text in (options.pools, options.blocks))
-    async with own_server() as url:
-        await run(url, pools, sizes, options.calls)
+    with tempfile.TemporaryDirectory() as directory:
+        server = Valkey(Path(directory))
+        server.start()
+        try:
+            asyncio.run(run(server.url, options.pools, options.blocks, options.calls))
+        finally:
+            server.kill()
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    main()

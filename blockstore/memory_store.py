@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from blockstore.errors import PoolExists, UnknownPool
-from blockstore.memory.arguments import check, check_pool_id
+from blockstore.memory.arguments import check
 from blockstore.memory.ledger import Ledger
 from blockstore.memory.recount import audit
 from blockstore.records import (
@@ -47,14 +47,13 @@ class MemoryStore:
         self._room: dict[str, asyncio.Event] = {}  # by pool; set when blocks are freed
 
     async def register_pool(self, spec: PoolSpec) -> None:
-        check_pool_id(spec.pool_id)
-        check(spec=spec)
+        check(pool_id=spec.pool_id, spec=spec)
         ledger = self._ledgers.setdefault(spec.pool_id, self._make_ledger(spec, self._clock))
         if ledger.spec != spec:
             raise PoolExists(f"pool {spec.pool_id} exists as {ledger.spec}")
 
     async def drop_pool(self, pool_id: str) -> None:
-        check_pool_id(pool_id)
+        check(pool_id=pool_id)
         self._ledgers.pop(pool_id, None)
 
     async def pool_ids(self) -> tuple[str, ...]:
@@ -144,9 +143,6 @@ class MemoryStore:
     async def match(self, pool_id: str, hashes: Sequence[PrefixHash]) -> int:
         return self.ledger(pool_id).match(hashes)
 
-    async def victim(self, pool_id: str) -> HolderInfo | None:
-        return self.ledger(pool_id).victim()
-
     async def holders(self, pool_id: str) -> tuple[HolderInfo, ...]:
         return self.ledger(pool_id).holder_infos()
 
@@ -210,7 +206,7 @@ class MemoryStore:
 
     def ledger(self, pool_id: str) -> Ledger:
         """Return the pool's ledger. Raises UnknownPool."""
-        check_pool_id(pool_id)
+        check(pool_id=pool_id)
         try:
             return self._ledgers[pool_id]
         except KeyError:

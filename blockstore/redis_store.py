@@ -273,10 +273,6 @@ class RedisStore(RedisCalls):
     async def match(self, pool_id: str, hashes: Sequence[PrefixHash]) -> int:
         return int(await self._read("match", pool_id, *hashes))
 
-    async def victim(self, pool_id: str) -> HolderInfo | None:
-        info = await self._read("victim", pool_id)
-        return None if info is None else holder_info(info)
-
     async def holders(self, pool_id: str) -> tuple[HolderInfo, ...]:
         """Return all holders, in order; atomic up to `HOLDER_PAGE` holders."""
         infos: list[HolderInfo] = []

@@ -74,7 +74,7 @@ TOMBSTONE_S = 600
 """How long the store remembers the ids of released holders and reaped workers, to refuse late
 calls."""
 
-FUNCTION_LIBRARY = "quire_v7"
+FUNCTION_LIBRARY = "quire_v8"
 """Name of the function library in the server, with its version; services compare it when they
 connect to each other."""
 
@@ -244,10 +244,6 @@ class BlockStore(Protocol):
     async def match(self, pool_id: str, hashes: Sequence[PrefixHash]) -> int:
         """Return how many leading `hashes` are in the index. Changes nothing, not even the order of
         eviction."""
-
-    async def victim(self, pool_id: str) -> HolderInfo | None:
-        """Return the last holder in order whose worker is not fenced, which is the first one to
-        preempt; None if there is none. Raises Recovering."""
 
     async def holders(self, pool_id: str) -> tuple[HolderInfo, ...]:
         """Return all holders, in order. Raises Recovering while not all are known."""

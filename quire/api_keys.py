@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from quire.errors import QuireError
 from quire.files import replace_file
 
 PREFIX = "qk-"
@@ -28,8 +29,11 @@ Positive = Annotated[int, Field(ge=1)]
 Role = Literal["user", "operator"]
 
 
-class KeyFileError(Exception):
+class KeyFileError(QuireError):
     """The key file cannot be read or written, or is not valid."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, "key_file")
 
 
 class ApiKey(BaseModel):

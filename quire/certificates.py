@@ -17,6 +17,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quire.errors import BadTls
 from quire.files import replace_file
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ CA_DAYS = 3650
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
-class CertificateError(Exception):
+class CertificateError(BadTls):
     """A certificate cannot be made."""
 
 

@@ -1,1 +1,1 @@
-"""The loads of `bench.compare` on servers that it starts, by the generator of `quire bench`."""
+"""The loads of `bench.compare` on servers that it starts."""

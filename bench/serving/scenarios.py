@@ -7,18 +7,15 @@ import asyncio
 import itertools
 import math
 import statistics
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from quire.bench.load import Load
-from quire.bench.options import LoadOptions, WorkloadOptions
-from quire.bench.prompts import Prompts
-from quire.bench.record import Record
-from quire.bench.run import Result, run
-from quire.bench.target import RequestFailed, Target
-from quire.bench.workload import Session, Turn, synthetic
+import numpy as np
+
+from bench.load import Prompts, Record, RequestFailed, Target, poisson, send, send_all
 from services.model.checkpoint.reading import read_model_config
 
 _TTFT_LIMIT_S, _GAP_LIMIT_S = 5.0, 0.15
@@ -41,44 +38,50 @@ class Measurement:
 
 def prompts_of(checkpoint: Path, seed: int) -> Prompts:
     """Prompts of token ids from the vocabulary of a checkpoint."""
-    return Prompts(seed, None, read_model_config(checkpoint).vocab_size)
+    return Prompts(seed, read_model_config(checkpoint).vocab_size)
 
 
 async def closed(
-    target: Target, prompts: Prompts, streams: int, shape: WorkloadOptions
+    target: Target,
+    prompts: Prompts,
+    streams: int,
+    length: int,
+    num_tokens: int,
+    count: int | None = None,
 ) -> Measurement:
-    """`streams` requests at a time, one of each stream."""
-    schedule = LoadOptions(concurrency=streams, num_requests=streams, warmup=0)
-    result = await _run(target, synthetic(prompts, shape), schedule, shape.output_len)
-    return Measurement(f"{streams} streams, {_named(shape)}", _figures(result))
+    """`streams` requests at a time, `count` in all; by default one of each stream."""
+    drawn = [prompts.draw(length) for _ in range(count or streams)]
+    values, _ = await _run(target, drawn, num_tokens, at_a_time=streams)
+    return Measurement(f"{streams} streams, {length} in, {num_tokens} out", values)
 
 
-async def poisson(
-    target: Target, prompts: Prompts, rate: float, count: int, shape: WorkloadOptions, seed: int
+async def at_random(
+    target: Target, prompts: Prompts, rate: float, count: int, seed: int
 ) -> Measurement:
     """`count` requests at random times, whether the server keeps up or not."""
-    schedule = LoadOptions(request_rate=rate, num_requests=count, warmup=0, seed=seed)
-    result = await _run(target, synthetic(prompts, shape), schedule, shape.output_len)
-    values, num_good = _figures(result), sum(map(_is_good, result.records))
+    length, num_tokens = 512, 128
+    times = list(itertools.islice(poisson(rate, seed), count))
+    drawn = [prompts.draw(length) for _ in times]
+    values, records = await _run(target, drawn, num_tokens, times=times)
+    num_good = sum(map(_is_good, records))
     values["good %"] = 100 * num_good / count
     values["goodput req/s"] = num_good / values["seconds"]
-    return Measurement(f"{rate:g} req/s at random, {_named(shape)}", values)
+    return Measurement(f"{rate:g} req/s at random, {length} in, {num_tokens} out", values)
 
 
 async def prefixed(
-    target: Target, prompts: Prompts, count: int, shape: WorkloadOptions
-) -> tuple[Measurement, Measurement]:
+    target: Target, prompts: Prompts, count: int, num_tokens: int
+) -> list[Measurement]:
     """`count` requests at once that share a prefix that nobody has computed, then as many others
     with the same prefix."""
-    sessions = synthetic(prompts, shape)
-    schedule = LoadOptions(concurrency=count, num_requests=count, warmup=0)
-    cold = await _run(target, sessions, schedule, shape.output_len)
-    warm = await _run(target, sessions, schedule, shape.output_len)
-    name = f"{count} requests, {shape.prefix_len} shared + {_named(shape)}"
-    return (
-        Measurement(f"{name}, cold", _figures(cold)),
-        Measurement(f"{name}, warm", _figures(warm)),
-    )
+    shared, length = prompts.draw(1024), 64
+    name = f"{count} requests, {len(shared)} shared + {length} in, {num_tokens} out"
+    found = []
+    for state in ("cold", "warm"):
+        drawn = [shared + prompts.draw(length) for _ in range(count)]
+        values, _ = await _run(target, drawn, num_tokens)
+        found.append(Measurement(f"{name}, {state}", values))
+    return found
 
 
 async def interference(
@@ -86,22 +89,18 @@ async def interference(
 ) -> Measurement:
     """A long prompt arrives when each of some streams decodes; they decode until it has its first
     token, and a little more. RequestFailed: one of them failed."""
-    load = Load(target)
-
-    def send(length: int, num_tokens: int) -> asyncio.Task[None]:
-        prompt = prompts.draw(length)
-        return asyncio.create_task(load.send(Session([Turn(lambda: prompt, num_tokens)])))
-
-    tasks = [send(length, _ENDLESS) for _ in range(streams)]
+    records = [Record() for _ in range(streams)]
+    tasks = [
+        asyncio.create_task(send(target, prompts.draw(length), _ENDLESS, record))
+        for record in records
+    ]
     try:
-        await asyncio.sleep(0)  # each task begins its record
-        records = tuple(load.records)
         await _reached(records, _QUIET)
-        await send(long, 1)
-        intruder = load.records[-1]
+        intruder = Record()
+        await send(target, prompts.draw(long), 1, intruder)
         if intruder.error:
-            raise RequestFailed(intruder.message)
-        await _reached(records, _AFTER, since=intruder.ended)
+            raise RequestFailed(intruder.error)
+        await _reached(records, _AFTER, since=intruder.arrivals[-1])
     finally:
         for task in tasks:
             task.cancel()
@@ -112,7 +111,7 @@ async def interference(
         for earlier, later in itertools.pairwise(record.arrivals)
         if later <= intruder.sent
     )
-    worst_s = max(worst_gap_s(record, intruder.sent, intruder.ended) for record in records)
+    worst_s = max(worst_gap_s(record, intruder.sent, intruder.arrivals[-1]) for record in records)
     values = {
         "worst / quiet": worst_s / quiet_s,
         "worst gap ms": 1000 * worst_s,
@@ -131,45 +130,37 @@ async def _reached(records: Sequence[Record], count: int, since: float = 0.0) ->
     """Returns when each has so many arrivals after `since`. RequestFailed: one failed or ended."""
     for record in records:
         while sum(at > since for at in record.arrivals) < count:
-            if record.error or record.num_output_tokens >= _ENDLESS:
-                raise RequestFailed(record.message or "a stream ended before the long prompt did")
+            if record.error or record.num_tokens >= _ENDLESS:
+                raise RequestFailed(record.error or "a stream ended before the long prompt did")
             await asyncio.sleep(0.001)
 
 
 async def _run(
-    target: Target, sessions: Iterator[Session], schedule: LoadOptions, num_tokens: int
-) -> Result:
-    """RequestFailed: not one request was answered. An answer of another length counts as failed."""
-    result = await run(
-        target,
-        lambda is_warmup: iter(()) if is_warmup else sessions,
-        schedule,
-        as_chat=False,
-        slo_ms={},
-        config={},
-        progress=lambda load, name: nullcontext(),
-    )
-    for record in result.records:
-        if record.is_whole and record.num_output_tokens != num_tokens:
-            record.error = "length"
-            record.message = f"{record.num_output_tokens} tokens instead of {num_tokens}"
-    if all(record.error for record in result.records):
-        raise RequestFailed(f"no answer: {result.records[0].message}")
-    return result
-
-
-def _figures(result: Result) -> dict[str, float]:
-    whole = [record for record in result.records if not record.error]
+    target: Target,
+    prompts: Sequence[list[int]],
+    num_tokens: int,
+    **schedule: Any,
+) -> tuple[dict[str, float], list[Record]]:
+    """The figures and the requests; `schedule` is for `send_all`. RequestFailed: not one of them
+    was answered."""
+    began = time.perf_counter()
+    records = await send_all(target, prompts, num_tokens, **schedule)
+    seconds = time.perf_counter() - began
+    whole = [record for record in records if not record.error]
+    if not whole:
+        raise RequestFailed(f"no answer: {records[0].error}")
     values = {
-        "failed": float(len(result.records) - len(whole)),
-        "seconds": result.summary["duration_s"],
-        "tok/s": result.summary["output_token_throughput"],
+        "failed": float(len(records) - len(whole)),
+        "seconds": seconds,
+        "tok/s": len(whole) * num_tokens / seconds,
         "decode tok/s": decode_rate(whole),
     }
-    for name, key in (("ttft", "ttft_ms"), ("gap", "itl_ms")):
-        figures = result.summary[key] or {}
-        values |= {f"{name} p{p} ms": figures.get(f"p{p}", math.nan) for p in (50, 99)}
-    return values
+    ttfts, gaps = [each.ttft_s for each in whole], [gap for each in whole for gap in each.gaps_s]
+    for name, measured in (("ttft", ttfts), ("gap", gaps)):
+        for percent in (50, 99):
+            value = 1000 * np.percentile(measured, percent) if measured else math.nan
+            values[f"{name} p{percent} ms"] = float(value)
+    return values, records
 
 
 def decode_rate(records: Sequence[Record]) -> float:
@@ -194,7 +185,3 @@ def _is_good(record: Record) -> bool:
         and record.ttft_s < _TTFT_LIMIT_S
         and all(gap < _GAP_LIMIT_S for gap in record.gaps_s)
     )
-
-
-def _named(shape: WorkloadOptions) -> str:
-    return f"{shape.prompt_len} in, {shape.output_len} out"

@@ -11,10 +11,10 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.load import GrpcTarget, HttpTarget, Record, Target, send
 from bench.peers.peer import Command, Dtype, Peer, PeerFailed, ServerOptions
 from bench.peers.quire import Quire
 from quire.async_client import AsyncClient
-from quire.bench.target import Call, GrpcTarget, HttpTarget, RequestFailed, Target
 from quire.types import Sampling
 
 READY_LIMIT_S = 600.0
@@ -68,24 +68,15 @@ def _start(command: Command, log: int) -> subprocess.Popen[bytes]:
 
 def _target(peer: Peer, port: int) -> Target:
     if isinstance(peer, Quire):
-        return gateway_target(f"127.0.0.1:{port}")
+        client = AsyncClient(f"127.0.0.1:{port}", resume_window_s=0.0)
+        return GrpcTarget(client, Sampling(temperature=0.0, ignore_eos=True))
     fields = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
     return HttpTarget(f"http://127.0.0.1:{port}", "bench", fields=fields)
 
 
-def gateway_target(address: str, timeout_s: float = 600.0) -> GrpcTarget:
-    """Quire's gateway at `address`, asked for greedy answers of the wanted length."""
-    sampling = Sampling(temperature=0.0, ignore_eos=True)
-    return GrpcTarget(AsyncClient(address, resume_window_s=0.0), "", sampling, timeout_s)
-
-
 async def _answers(target: Target) -> bool:
-    try:
-        async for _ in target.stream(Call([300, 301, 302], 1)):
-            pass
-    except RequestFailed:
-        return False
-    return True
+    await send(target, [300, 301, 302], 1, record := Record())
+    return not record.error
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

@@ -91,7 +91,7 @@ local function require_distinct(values)
   end
 end
 
--- Registers `body(tag, args)` as quire_v7_<name>; a refusal in it becomes an error reply.
+-- Registers `body(tag, args)` as quire_v8_<name>; a refusal in it becomes an error reply.
 local function define(name, flags, signature, body)
   local function call(keys, args)
     if #keys ~= 1 or not string.find(keys[1], '^{[^{}]+}$') then refuse('INVALID', 'keys') end
@@ -99,7 +99,7 @@ local function define(name, flags, signature, body)
     return body(keys[1], args)
   end
   redis.register_function({
-    function_name = 'quire_v7_' .. name,
+    function_name = 'quire_v8_' .. name,
     flags = flags,
     callback = function(keys, args)
       local done, reply = pcall(call, keys, args)

@@ -1,7 +1,6 @@
 -- Reading. 10_keys.lua lists keys and common codes.
 --
 -- match    hash ... -> the number of leading hashes that are indexed
--- victim   -> nil, or [holder, epoch, worker, order, blocks held]. RECOVERING
 -- stats    -> [[header field, value ...], free, cached, held, holders, waiters,
 --             [worker, 1 if fenced else 0 ...], [missing worker ...]]
 -- holders  first limit -> [[holder, epoch, worker, order, blocks held] ...], by worker. RECOVERING
@@ -20,17 +19,6 @@
 
 define('match', READS, { rest = { HASH } }, function(tag, args)
   return #cached_prefix(find_pool(tag), args)
-end)
-
-local function info(pool, holder)
-  local num_held = redis.call('HLEN', pool.tag .. ':held:' .. holder.id)
-  return { holder.id, holder.epoch, holder.worker, holder.order, num_held }
-end
-
-define('victim', READS, {}, function(tag)
-  local pool = open(tag)
-  local last = last_in_order(pool)
-  return last and info(pool, last)
 end)
 
 define('stats', READS, {}, function(tag)
@@ -58,7 +46,9 @@ local function read_holders(pool, first, limit)
     local key, last = pool.tag .. ':holders:' .. worker, first + limit - #infos - 1
     if last >= first then
       for _, id in ipairs(redis.call('ZRANGE', key, first, last)) do
-        infos[#infos + 1] = info(pool, find_holder(pool, id))
+        local holder = find_holder(pool, id)
+        local held = redis.call('HLEN', pool.tag .. ':held:' .. id)
+        infos[#infos + 1] = { id, holder.epoch, holder.worker, holder.order, held }
       end
     end
     first = math.max(0, first - redis.call('ZCARD', key))

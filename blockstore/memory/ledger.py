@@ -260,11 +260,6 @@ class Ledger(LedgerState):
         check(hashes=hashes)
         return len(self.blocks.hits(hashes))
 
-    def victim(self) -> HolderInfo | None:
-        self.rebuilding.require_over()
-        last = self._last_in_order()
-        return None if last is None else last.info()
-
     def holder_infos(self) -> tuple[HolderInfo, ...]:
         self.rebuilding.require_over()
         return tuple(h.info() for h in sorted(self.holders.values(), key=lambda h: h.sort_key))

@@ -1,11 +1,6 @@
-"""`quire advise block-size`: recommends a setting for a recorded workload.
-
-A separate process, `python -m advisor`, does the work, because this package imports
-neither PyTorch nor the block store.
-"""
+"""`quire advise block-size`: recommends a setting for a recorded workload."""
 
 import json
-import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,12 +12,11 @@ from typer import Option
 from quire.choices import Dtype
 from quire.cli.flags import Json, with_flags
 from quire.cli.output import Columns, print_table
-from quire.module_command import module_command
 from quire.sizes import memory_size
 from quire.supervisor.model_source import DEMO, find_model
 
 Costs = dict[str, Any]
-"""The costs of one block size, as `advisor` prints them."""
+"""The costs of one block size, as `advisor.recommend` returns them."""
 
 _COLUMNS: Columns[Costs] = {
     "BLOCK SIZE": lambda size: size["block_size"],
@@ -44,7 +38,7 @@ app = typer.Typer(help="Recommend settings for a recorded workload.", add_comple
 
 @dataclass(frozen=True)
 class AdvisorFlags:
-    """The options of the advisor's process."""
+    """The options of `advisor.recommend`."""
 
     workload: Annotated[
         Path,
@@ -74,34 +68,29 @@ class AdvisorFlags:
     )
 
 
-def block_size(flags: AdvisorFlags, as_json: Json = False) -> int:
+def block_size(flags: AdvisorFlags, as_json: Json = False) -> None:
     """Recommend the --block-size for a recorded workload, with reasons."""
     source = find_model(flags.model)
-    options = asdict(flags) | {"model": source.directory}
-    found = _run_advisor(options)
-    if "error" in found:
-        print(f"quire: {found['error']}", file=sys.stderr)
-        return 1
+    from advisor.recommend import recommend  # imports PyTorch, which takes seconds
+
+    options = asdict(flags) | {"model": Path(source.directory)}
+    found = recommend(**options, show_progress=_show_progress)
+    _show_progress("")
     if as_json:
         print(json.dumps(found))
-        return 0
+        return
     print_table(_COLUMNS, found["sizes"])
     print(f"\n--block-size {found['block_size']}")
     for text in (*found["reasons"], *found["notes"]):
         print(f"  {text}")
-    return 0
+
+
+def _show_progress(text: str) -> None:
+    """Show progress on a terminal; an empty text clears the line."""
+    if sys.stderr.isatty():
+        print(f"\r{text:<78}\r", end="", file=sys.stderr, flush=True)
 
 
 app.command("block-size")(with_flags(block_size))
 # Without a callback, typer takes the only command for the group itself.
 app.callback()(lambda: None)
-
-
-def _run_advisor(options: dict[str, Any]) -> dict[str, Any]:
-    command = module_command("advisor", json.dumps(options, default=str))
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    try:
-        found: dict[str, Any] = json.loads(done.stdout)
-    except ValueError:
-        return {"error": f"advisor ended with status {done.returncode}, without an answer"}
-    return found

@@ -30,7 +30,6 @@ _COMMANDS = {
     "generate": ("requests.generate:generate", _REQUESTS),
     "batch": ("requests.batch:batch", _REQUESTS),
     "chat": ("requests.chat:chat", _REQUESTS),
-    "bench": ("bench:bench", _REQUESTS),
     "health": ("state.health:health", _STATE),
     "top": ("state.top:top", _STATE),
     "models": ("state.lists:models", _STATE),

@@ -3,6 +3,7 @@ socket may scale the run."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ class SupervisorService(SupervisorServicer):
 
     async def Scale(self, request: ScaleRequest, context: Any) -> ScaleResponse:
         try:
-            changes = self._scaler.scale(
+            scaled = self._scaler.scale(
                 {
                     "prefill": request.num_prefill if request.HasField("num_prefill") else None,
                     "decode": request.num_decode if request.HasField("num_decode") else None,
@@ -37,15 +38,7 @@ class SupervisorService(SupervisorServicer):
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
             raise
-        prefill, decode = changes.prefill, changes.decode
-        return ScaleResponse(
-            num_prefill=prefill.number,
-            num_decode=decode.number,
-            starting=prefill.starting + decode.starting,
-            leaving=prefill.leaving + decode.leaving,
-            failing=self._scaler.failing(request.model),
-            warning=changes.warning,
-        )
+        return ScaleResponse(**asdict(scaled))
 
 
 @asynccontextmanager

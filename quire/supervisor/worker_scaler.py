@@ -3,30 +3,11 @@ shortest."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from quire.supervisor.child import Child, ChildSpec
 from quire.supervisor.models import ROLES
 from quire.supervisor.options import MAX_SERVICES
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """The change to one role."""
-
-    number: int
-    """The workers of the role once those in `starting` serve and those in `leaving` have left."""
-    starting: tuple[str, ...] = ()
-    leaving: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Changes:
-    """The changes to both roles, and a warning to the operator about the numbers, or none."""
-
-    prefill: Change
-    decode: Change
-    warning: str
+from quire.types import Scaled
 
 
 class WorkerScaler:
@@ -49,7 +30,7 @@ class WorkerScaler:
         self._fewest = fewest
         self._warn_of = warn_of
 
-    def scale(self, wanted: Mapping[str, int | None], model: str = "") -> Changes:
+    def scale(self, wanted: Mapping[str, int | None], model: str = "") -> Scaled:
         """Bring each role of a model to its wanted number of workers; None leaves a role as it is.
         `model` may be empty if the run has only one.
 
@@ -57,7 +38,7 @@ class WorkerScaler:
         running requests. Raises ValueError, and changes nothing, if a number is not one that a role
         may have, or if the model is not clear.
         """
-        model = self._chosen(model)
+        asked, model = model, self._chosen(model)
         for role, number in wanted.items():
             if number is not None and not self._fewest <= number <= MAX_SERVICES:
                 fewest = self._fewest
@@ -68,9 +49,12 @@ class WorkerScaler:
         ]
         if not any(numbers):
             raise ValueError("a run without workers serves nothing: end it with `quire down`")
-        warning = self._warning(wanted, model)
-        prefill, decode = (self._scale_role(role, model, wanted.get(role)) for role in ROLES)
-        return Changes(prefill, decode, warning)
+        warning, starting, leaving = self._warning(wanted, model), list[str](), list[str]()
+        num_prefill, num_decode = (
+            self._scale_role(role, model, wanted.get(role), starting, leaving) for role in ROLES
+        )
+        names = tuple(starting), tuple(leaving)
+        return Scaled(num_prefill, num_decode, *names, self.failing(asked), warning)
 
     def failing(self, model: str = "") -> dict[str, str]:
         """Return why workers of a model do not start, by worker name; an empty `model` means all
@@ -93,16 +77,24 @@ class WorkerScaler:
         which = f"model {name!r} is not one of this run" if name else "the run has several models"
         raise ValueError(f"{which}: name one of {', '.join(names)}")
 
-    def _scale_role(self, role: str, model: str, number: int | None) -> Change:
+    def _scale_role(
+        self,
+        role: str,
+        model: str,
+        number: int | None,
+        starting: list[str],
+        leaving: list[str],
+    ) -> int:
+        """Start or drain workers of a role, and note their names; returns the role's number."""
         # A worker that has run longer serves if any does: those that start, or start again, leave.
         staying = sorted(self._staying(role, model), key=lambda child: child.running_since)
         if number is None:
-            return Change(len(staying))
-        starting = [self._start_worker(role, model) for _ in range(number - len(staying))]
-        leaving = staying[number:]
-        for child in leaving:
+            return len(staying)
+        starting += [self._start_worker(role, model) for _ in range(number - len(staying))]
+        for child in staying[number:]:
             child.drain()
-        return Change(number, tuple(starting), tuple(child.name for child in leaving))
+            leaving.append(child.name)
+        return number
 
     def _start_worker(self, role: str, model: str) -> str:
         """Start one more worker. Returns its name, which no worker had before.

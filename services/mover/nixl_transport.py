@@ -11,7 +11,8 @@ import mmap
 import threading
 import time
 from base64 import b64decode, b64encode
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -88,11 +89,9 @@ class NixlTransport:
         return replace(self._prepare(region, "NIXL_INIT_AGENT"), registration=registration)
 
     def forget(self, prepared: _Prepared) -> None:
-        try:
+        with _translated("forget memory"):
             self._agent.release_dlist_handle(prepared.descriptors)
             self._agent.deregister_memory(prepared.registration)
-        except Exception as error:
-            raise TransportError(f"NIXL does not forget memory: {error}") from error
 
     def connect(self, memory: bytes) -> _Source:
         try:
@@ -104,12 +103,10 @@ class NixlTransport:
             metadata = b64decode(described["agent"])
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise TransportError(f"not a description of memory: {error}") from error
-        try:
+        with _translated("connect"):
             found = self._agent.add_remote_agent(metadata)
             agent = found.decode() if isinstance(found, bytes) else str(found)
             prepared = {area: self._prepare(region, agent) for area, region in areas.items()}
-        except Exception as error:  # NIXL has an exception for each status, without a common base
-            raise TransportError(f"NIXL does not connect: {error}") from error
         return _Source(agent, prepared)
 
     def read(
@@ -121,7 +118,7 @@ class NixlTransport:
         places: Sequence[int],
     ) -> Transfer:
         remote = source.areas[area]
-        try:
+        with _translated(f"read from {source.agent}"):
             handle = self._agent.make_prepped_xfer(
                 "READ",
                 target.descriptors,
@@ -131,17 +128,13 @@ class NixlTransport:
             )
             self._agent.send_notif(source.agent, b"read")
             self._agent.transfer(handle)
-        except Exception as error:
-            raise TransportError(f"NIXL does not read from {source.agent}: {error}") from error
         return _NixlTransfer(self._agent, handle)
 
     def disconnect(self, source: _Source) -> None:
-        try:
+        with _translated(f"forget {source.agent}"):
             for prepared in source.areas.values():
                 self._agent.release_dlist_handle(prepared.descriptors)
             self._agent.remove_remote_agent(source.agent)
-        except Exception as error:
-            raise TransportError(f"NIXL does not forget {source.agent}: {error}") from error
 
     def _progress(self) -> None:
         """Answer the reads of others."""
@@ -158,15 +151,23 @@ class NixlTransport:
     def _register(self, region: Region) -> Any:
         num_bytes = region.item_bytes * region.num_items
         parts = [(at, num_bytes, 0, "") for at in region.parts]
-        try:
+        with _translated("register memory"):
             return self._agent.register_memory(parts, "DRAM")
-        except Exception as error:
-            raise TransportError(f"NIXL does not register memory: {error}") from error
 
     def _prepare(self, region: Region, agent: str) -> _Prepared:
         size, number = region.item_bytes, region.num_items
         descriptors = np.array([(at, size, 0, size, number) for at in region.parts], np.uint64)
         return _Prepared(region, self._agent.prep_xfer_dlist(agent, descriptors, "DRAM"))
+
+
+@contextmanager
+def _translated(doing: str) -> Iterator[None]:
+    """Raises NIXL's exceptions as TransportError. NIXL has one for each status, without a common
+    base."""
+    try:
+        yield
+    except Exception as error:
+        raise TransportError(f"NIXL does not {doing}: {error}") from error
 
 
 def _described(region: Region) -> tuple[object, ...]:

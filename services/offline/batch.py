@@ -1,4 +1,5 @@
-"""Runs a file of requests in OpenAI's batch format: one JSON object in, one out, for each request.
+"""Answers a file of requests in OpenAI's batch format (`quire batch`): one JSON object in, one out,
+for each request.
 
 The answers are those of the HTTP API. A run that was cut off continues where it stopped: requests
 whose answers are in the output file are not computed again.
@@ -10,11 +11,13 @@ import os
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, Field, field_validator
+from tqdm import tqdm
 
 from services.gateway.frontend.http.answering.answer import Answer
 from services.gateway.frontend.http.answering.formats import (
@@ -26,6 +29,7 @@ from services.gateway.frontend.http.answering.merge import merged
 from services.gateway.frontend.http.bodies.reading import checked
 from services.gateway.frontend.http.bodies.schema import ChatBody, CompletionBody
 from services.gateway.frontend.http.failures import error_response
+from services.offline.llm import LLM
 from services.runtime.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -43,6 +47,24 @@ _KINDS: Mapping[str, tuple[type[ChatBody | CompletionBody], AnswerFormat]] = {
 
 class BatchError(Exception):
     """A file is not usable. The text names the file, the line and what is wrong."""
+
+
+def answer_file(input_file: Path, output_file: Path, model: str, **settings: Any) -> int:
+    """Answer the requests that have no answer yet; returns how many failed. Raises BatchError, and
+    QuireError if the model cannot run here."""
+    requests = read_requests(input_file)
+    answered = answered_ids(output_file, requests)
+    left = [request for request in requests if request.custom_id not in answered]
+    try:
+        output = output_file.open("ab", buffering=0)
+    except OSError as error:
+        raise BatchError(f"{output_file}: {error.strerror}") from error
+    bar = tqdm(total=len(requests), initial=len(answered), desc="Batch")
+    with output, LLM(model, **settings) as llm, bar:
+        answer = partial(answer_whole, llm.engine)
+        num_failed = llm.run(run_batch(answer, left, output, llm.num_at_once, bar.update))
+    print(f"{len(left)} answered, {num_failed} of them with an error; {len(answered)} before")
+    return num_failed
 
 
 class BatchRequest(BaseModel, frozen=True):

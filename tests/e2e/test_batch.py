@@ -1,4 +1,4 @@
-"""`python -m services.offline`: a batch is computed, and continues where it stopped."""
+"""`quire batch`: a batch is computed, and continues where it stopped."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-COMMAND = [sys.executable, "-m", "services.offline"]
+COMMAND = [sys.executable, "-m", "quire.cli", "batch"]
 SETTINGS = ["--pool-memory", "16MiB", "--threads", "1"]
 
 
@@ -50,7 +50,7 @@ def test_a_failed_request_does_not_fail_the_others(tmp_path: Path) -> None:
 def test_model_has_the_name_that_it_has_in_a_service(tmp_path: Path) -> None:
     source = write(tmp_path / "in", [line("a", model="SmolLM2-135M-Instruct")])
     paths = str(source), str(tmp_path / "out")
-    command = [sys.executable, "-m", "quire.cli", "batch", *paths, *SETTINGS]
+    command = [*COMMAND, *paths, *SETTINGS]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr + (tmp_path / "out").read_text()
 

@@ -129,9 +129,10 @@ async def test_the_largest_order_survives(store: RedisStore) -> None:
     """Orders have 52 bits, which a score holds exactly."""
     await store.allocate("pool", "a", "w", 2**52 - 1, [], 1)
     await store.allocate("pool", "b", "w", 2**52 - 2, [], 1)
-    victim = await store.victim("pool")
-    assert victim is not None
-    assert (victim.holder_id, victim.order) == ("a", 2**52 - 1)
+    await store.allocate("pool", "first", "w", 0, [], 1)
+    answer = await store.extend("pool", "w", [Growth("first", 1, 1, POOL.num_blocks)])
+    assert answer.demands == ("a",)
+    assert (await store.holders("pool"))[-1].order == 2**52 - 1
 
 
 async def test_order_does_not_depend_on_the_servers_locale(own_valkey: Valkey) -> None:
@@ -142,10 +143,15 @@ async def test_order_does_not_depend_on_the_servers_locale(own_valkey: Valkey) -
     for number, holder_id in enumerate(ids):
         await store.register_worker(POOL, f"w{number}")
         await store.allocate("pool", holder_id, f"w{number}", 1, [], 1)
-    seen = []
-    while (last := await store.victim("pool")) is not None:
-        seen.append(last.holder_id)
-        await store.release("pool", last.holder_id, 1)
+    await store.register_worker(POOL, "w")
+    await store.allocate("pool", "first", "w", 0, [], 1)
+    seen: list[str] = []
+    while len(seen) < len(ids):
+        await store.extend("pool", "w", [Growth("first", 1, 1, POOL.num_blocks)])
+        beats = [await store.heartbeat("pool", f"w{number}") for number in range(len(ids))]
+        (last,) = (holder_id for beat in beats for holder_id in beat.demands)
+        seen.append(last)
+        await store.release("pool", last, 1)
     assert seen == sorted(ids, reverse=True)
     await store.close()
 

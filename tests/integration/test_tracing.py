@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 
 import pytest
-import structlog
 
 from services.gateway.api import ChatMessage, GenerationRequest
 from services.gateway.config import GatewaySettings
@@ -77,20 +76,20 @@ def test_the_client_decides_and_else_the_ratio(
         assert bool(tracer.traceparent(span)) is is_sampled
 
 
-def test_unreachable_collector_costs_spans_and_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_collector_costs_spans_and_a_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """The queue is bounded, no call waits, and the service ends without a delay."""
     monkeypatch.setattr(tracer_module, "MAX_QUEUED_SPANS", 600)
-    with structlog.testing.capture_logs() as logs:
-        tracer = Tracer(NOBODY, "gateway", 1.0)
-        started = time.monotonic()
-        for _ in range(1000):
-            tracer.start("request", "", {}).end()
-        assert time.monotonic() - started < 1.0
-        tracer.close()
-        assert time.monotonic() - started < 4.0
-    events = [line["event"] for line in logs if "spans" in line["event"]]
-    assert events == ["spans_dropped", "spans_dropped_in_all"]
-    assert logs[-1]["num_spans"] >= 400
+    tracer = Tracer(NOBODY, "gateway", 1.0)
+    started = time.monotonic()
+    for _ in range(2000):
+        tracer.start("request", "", {}).end()
+    assert time.monotonic() - started < 2.0
+    tracer.close()
+    assert time.monotonic() - started < 5.0
+    # The SDK repeats a line after 20 s, by the wall clock.
+    assert 1 <= sum("Queue full" in text for text in caplog.messages) <= 2
 
 
 def test_trace_of_a_preempted_request_has_an_attempt_for_each_turn(collector: Collector) -> None:

@@ -242,9 +242,6 @@ async def test_fenced_workers_are_neither_asked_nor_waited_for(full: BlockStore)
     answer = await full.extend("pool", "w", [Growth("middle", 1, 4, 5)])
     assert answer.demands == ("middle",)
     assert (await full.heartbeat("pool", "v")).demands == ("last",)
-    victim = await full.victim("pool")
-    assert victim is not None
-    assert victim.holder_id == "middle"
 
 
 async def test_equal_orders_are_ordered_by_holder_id(store: BlockStore) -> None:
@@ -252,13 +249,8 @@ async def test_equal_orders_are_ordered_by_holder_id(store: BlockStore) -> None:
         await store.allocate("pool", holder_id, "v", 1, [], 1)
 
     assert [holder.holder_id for holder in await store.holders("pool")] == ["a", "b", "c"]
-    victim = await store.victim("pool")
-    assert victim is not None
-    assert victim.holder_id == "c"
-
-
-async def test_an_empty_pool_has_no_victim(store: BlockStore) -> None:
-    assert await store.victim("pool") is None
+    answer = await store.extend("pool", "v", [Growth("a", 1, 1, POOL.num_blocks)])
+    assert answer.demands == ("c",)
 
 
 async def test_a_preempted_holder_keeps_its_queue_position_until_it_is_back(

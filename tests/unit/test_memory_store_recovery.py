@@ -120,7 +120,6 @@ async def test_the_pool_does_not_change_until_it_is_whole(store: BlockStore) -> 
         store.give_back("pool", "a", 1, [2]),
         store.release("pool", "a", 1),
         store.holders("pool"),
-        store.victim("pool"),
     ):
         await refused(call)
     await refused(store.reopen("pool"))  # block 2 is held, but not accounted for

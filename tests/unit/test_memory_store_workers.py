@@ -178,7 +178,6 @@ async def test_all_calls_need_their_pool(empty: BlockStore) -> None:
         store.give_back("pool", "a", 1, []),
         store.release("pool", "a", 1),
         store.match("pool", []),
-        store.victim("pool"),
         store.holders("pool"),
         store.stats("pool"),
         store.reap("pool", "v"),

@@ -59,22 +59,22 @@ def test_worker_that_serves_stays_while_its_replacement_starts() -> None:
     scaler.scale({"decode": 2})
     named(children, "decode-2").running_since = 5.0
     named(children, "decode-1").running_since = 60.0
-    assert scaler.scale({"decode": 1}).decode.leaving == ("decode-1",)
+    assert scaler.scale({"decode": 1}).leaving == ("decode-1",)
 
 
 def test_worker_whose_process_has_not_started_leaves_first() -> None:
     scaler, children = scaler_of("m")
     scaler.scale({"decode": 3})
     named(children, "decode-3").running_since = 9.0
-    assert scaler.scale({"decode": 2}).decode.leaving == ("decode-2",)
+    assert scaler.scale({"decode": 2}).leaving == ("decode-2",)
 
 
 def test_workers_of_all_models_have_different_names() -> None:
     """A name tells one worker of the run, so it needs no model."""
     scaler, children = scaler_of("a", "b")
     assert [child.name for child in children] == ["prefill-1", "prefill-2", "decode-1", "decode-2"]
-    assert scaler.scale({"decode": 2}, "a").decode.starting == ("decode-3",)
-    assert scaler.scale({"decode": 2}, "b").decode.starting == ("decode-4",)
+    assert scaler.scale({"decode": 2}, "a").starting == ("decode-3",)
+    assert scaler.scale({"decode": 2}, "b").starting == ("decode-4",)
     settings = named(children, "decode-4").spec.environment
     assert settings["QUIRE_DECODE_WORKER_NUMBER"] == "4"
 

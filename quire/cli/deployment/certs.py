@@ -5,8 +5,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from quire.certificates import CertificateError, write_certificates
-from quire.errors import BadTls
+from quire.certificates import write_certificates
 
 
 def certs(
@@ -27,9 +26,5 @@ def certs(
 
     An existing CA in DIR is kept. Services that run read changed files again.
     """
-    try:
-        written = write_certificates(directory, host or (), client or (), days)
-    except CertificateError as error:
-        raise BadTls(str(error)) from error
-    for name in written:
+    for name in write_certificates(directory, host or (), client or (), days):
         print(directory / name)

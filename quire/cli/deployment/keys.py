@@ -11,7 +11,6 @@ from typer import Argument, BadParameter, Option
 from quire.api_keys import (
     MIN_CHARS,
     ApiKey,
-    KeyFileError,
     Role,
     changed_keys,
     hash_key,
@@ -80,7 +79,7 @@ def create(
     fields: dict[str, Any] = {
         field: value for field, value in asdict(limits).items() if value is not None
     }
-    with _errors(), changed_keys(file) as keys:
+    with changed_keys(file) as keys:
         if any(other.name == name for other in keys):
             raise QuireError(f"{file} has a key {name} already", "exists")
         made = make_key({"name": name, "hash": hash_key(key), **fields})
@@ -94,8 +93,7 @@ def create(
 
 def show(file: File, as_json: Json = False) -> None:
     """List the keys of a file, without their hashes."""
-    with _errors():
-        keys = read_keys(file)
+    keys = read_keys(file)
     if as_json:
         rows = ",".join(key.model_dump_json(exclude={"hash"}) for key in keys)
         print(f"[{rows}]")
@@ -105,7 +103,7 @@ def show(file: File, as_json: Json = False) -> None:
 
 def revoke(name: Annotated[str, Argument(metavar="NAME")], file: File) -> None:
     """Remove a key; gateways refuse it within a second or two."""
-    with _errors(), changed_keys(file) as keys:
+    with changed_keys(file) as keys:
         left = [key for key in keys if key.name != name]
         if len(left) == len(keys):
             raise QuireError(f"{file} has no key {name}", "not_found")
@@ -124,16 +122,6 @@ def hashed(
             f"this one has {len(key)}"
         )
     print(hash_key(key))
-
-
-class _errors:
-    """Raises errors of the key file as those of a command."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, KeyFileError):
-            raise QuireError(str(error), "key_file") from error
 
 
 def _limit(number: int | None) -> str:

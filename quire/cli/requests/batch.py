@@ -1,17 +1,12 @@
-"""`quire batch`: runs a file of requests in OpenAI's batch format, in one process.
+"""`quire batch`: runs a file of requests in OpenAI's batch format, in this process."""
 
-A separate process, `python -m services.offline`, does the work, because this package does not
-import PyTorch.
-"""
-
-import subprocess
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
 from typer import Argument, Option
 
-from quire.module_command import module_command
 from quire.options.flag import flags
 from quire.options.worker import WorkerOptions
 from quire.supervisor.model_source import DEMO, find_model
@@ -25,7 +20,7 @@ WorkerFlags = flags("WorkerFlags", {name: WorkerOptions.model_fields[name] for n
 
 @dataclass(frozen=True)
 class BatchFlags(WorkerFlags):  # type: ignore[misc, valid-type]  # made from `quire.options`
-    """The flags of `quire batch` that are also flags of `python -m services.offline`."""
+    """The model, and settings of its engine."""
 
     model: Annotated[str, Option(metavar="DIR|FILE|ID", help="as for `quire serve`")] = DEMO
 
@@ -37,7 +32,18 @@ def batch(
     ],
     asked: BatchFlags,
 ) -> int:
-    """Answer a file of requests in OpenAI's batch format, without a server."""
+    """Answer a file of requests in OpenAI's batch format, without a server.
+
+    Exit status: 1 if some requests failed or the model cannot run here, 2 if a file is not usable.
+    """
     find_model(asked.model)  # before PyTorch is imported, which takes seconds
-    command = module_command("services.offline", str(input_file), str(output_file), **asdict(asked))
-    return subprocess.run(command, check=False).returncode
+    from services.offline.batch import BatchError, answer_file
+
+    try:
+        return 1 if answer_file(input_file, output_file, **asdict(asked)) else 0
+    except BatchError as error:
+        print(f"quire: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped; the same command answers the rest", file=sys.stderr)
+        raise
