@@ -103,11 +103,11 @@ class WorkerOptions(AdapterOptions, TraceOptions):
         description="auto: with several [NUMA nodes](cpu.md#numa-nodes), threads and memory of a "
         "worker are on nodes of its own; off: all CPUs are one node",
     )
-    max_gap_ms: Annotated[float, Flag("MS", parser=duration)] = Field(
-        default=100.0,
+    max_gap_ms: Annotated[float | None, Flag("MS", parser=duration)] = Field(
+        default=None,
         ge=0,
-        description="the inter-token latency up to which prompts may use the CPUs of decode "
-        "workers too; 0: never",
+        description="the inter-token latency while prompts wait: after a step, its CPUs compute "
+        "prompts until then; default: twice the time of the step; 0: they never do",
     )
     weights_cache: Annotated[Path | None, Flag("DIR")] = Field(
         default=Path("~/.cache/quire"),

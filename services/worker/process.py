@@ -223,7 +223,8 @@ class WorkerProcess:
         if native is None or place is None:
             return runner
         stack.callback(place.cpu_board.set_backlog, 0)  # the engine may end in the middle of a step
-        max_gap_s = self._settings.max_gap_ms / 1000
+        gap_ms = self._settings.max_gap_ms
+        max_gap_s = None if gap_ms is None else gap_ms / 1000
         return SharedCpus(runner, native, place.cpu_board, place.entry, place.host, max_gap_s)
 
     async def _load(self) -> LoadedModel | None:

@@ -62,7 +62,9 @@ class Linear:
 class Worker:
     """The worker, in seat 0. `pauses`: each pause's length, and what the worker wanted then."""
 
-    def __init__(self, path: Path, role: str = "decode") -> None:
+    def __init__(
+        self, path: Path, role: str = "decode", max_gap_s: float | None = MAX_GAP_S
+    ) -> None:
         self.path = path
         self.native = RecordingCpu()
         self.linear = Linear(self.native)
@@ -71,7 +73,7 @@ class Worker:
         runner = cast(Runner, self.linear)
         self.pauses: list[tuple[float, int]] = []
         self.cpus = SharedCpus(
-            runner, self.native, self.cpu_board, self.own, HOST, MAX_GAP_S, self.pause
+            runner, self.native, self.cpu_board, self.own, HOST, max_gap_s, self.pause
         )
 
     def pause(self, pause_s: float) -> None:
@@ -169,21 +171,24 @@ def test_a_worker_reports_its_backlog_until_it_is_idle(worker: Worker) -> None:
 
 def test_decoding_pauses_while_prompts_wait_and_wants_nothing_meanwhile(worker: Worker) -> None:
     with guest(worker.path, "prefill", "p1") as prefill:
-        prefill.set_backlog(100_000)  # a step takes no millisecond here
+        prefill.set_backlog(1)
         worker.division(prefill)
         worker.cpus.yield_device(worker.pause)
         (lent_s, backlog), (notice_s, backlog_then) = worker.pauses
-        assert 0 < lent_s + notice_s < MAX_GAP_S
+        assert MAX_GAP_S / 2 < lent_s + notice_s < MAX_GAP_S  # the step takes some of the gap
         assert (backlog, backlog_then) == (0, 2)
 
 
-def test_a_pause_too_short_to_be_useful_is_skipped(worker: Worker) -> None:
+@pytest.mark.parametrize("max_gap_s", [0.0, 0.001, None])
+def test_a_pause_too_short_to_be_useful_is_skipped(tmp_path: Path, max_gap_s: float | None) -> None:
+    """A step takes no millisecond here, so that a gap of two steps is as short."""
+    worker = Worker(tmp_path / "board", max_gap_s=max_gap_s)
     with guest(worker.path, "prefill", "p1") as prefill:
         prefill.set_backlog(1)
         worker.division(prefill)
-        worker.cpus._step_s = 0.001  # however long it took here
         worker.cpus.yield_device(worker.pause)
         assert worker.pauses == []
+    worker.cpu_board.leave()
 
 
 def test_decoding_never_pauses_while_no_prompt_waits(worker: Worker) -> None:

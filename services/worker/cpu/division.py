@@ -11,7 +11,7 @@ keeps it: its memory is there. The rule above then divides each domain. Decode b
 its domain, because it waits for memory that its own CPUs keep busy; prefill borrows all.
 
 While a stream runs, decode is never idle, and prompts would have only their half. So decode pauses
-between steps: the more prompts wait for each running stream, the longer, up to a limit.
+between steps while a prompt waits.
 
 See ADR 45.
 """
@@ -22,9 +22,9 @@ from kvops.native import Lane
 from services.runtime.numa.topology import HostCpus
 from services.worker.cpu.board import ENTRY_WORDS, CpuBoardEntry
 
-_PROMPTS_WEIGHT = 0.5
-"""A prompt counts like this many streams. Four streams beside one prompt keep 8/9 of the time of
-their CPUs, one stream beside eight prompts keeps a fifth."""
+_GAP_STEPS = 2.0
+"""The gap between tokens while prompts wait, in times of a step: prompts have half of the time of
+decode's CPUs then."""
 
 
 def lane_cpus(host: HostCpus, num_workers: int) -> HostCpus:
@@ -89,11 +89,10 @@ def _may_borrow(entry: CpuBoardEntry, node_id: int) -> bool:
     return entry.role != "decode" or node_id in entry.nodes
 
 
-def pause_s(step_s: float, num_decoding: int, num_prompts: float, limit_s: float) -> float:
-    """How long decode leaves its CPUs to prompts after a step that took `step_s`. Step and pause
-    together take at most `limit_s`, unless the step alone takes longer."""
-    wanted_s = step_s * _PROMPTS_WEIGHT * num_prompts / num_decoding
-    return max(0.0, min(wanted_s, limit_s - step_s))
+def pause_s(step_s: float, max_gap_s: float | None) -> float:
+    """The time for which decode leaves its CPUs to prompts after a step of `step_s`. None for
+    `max_gap_s` means a gap of `_GAP_STEPS` steps. Not positive if the step fills the gap."""
+    return (_GAP_STEPS * step_s if max_gap_s is None else max_gap_s) - step_s
 
 
 def divide(

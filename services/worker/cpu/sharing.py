@@ -29,8 +29,8 @@ class SharedCpus:
     """A forward pass that shares CPUs with the other workers of the host.
 
     Any thread may call `refresh`; only the engine thread calls the other methods. A new division
-    takes effect with the next step. `max_gap_s`: the longest time from the start of one decode step
-    to the next while prompts wait.
+    takes effect with the next step. `max_gap_s`: the time from the start of one decode step to the
+    next while prompts wait, unless the step alone takes longer; None: see `pause_s`.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class SharedCpus:
         cpu_board: CpuBoard,
         own: CpuBoardEntry,
         host: HostCpus,
-        max_gap_s: float,
+        max_gap_s: float | None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._runner = runner
@@ -90,14 +90,10 @@ class SharedCpus:
         """Pause decode while prompts wait, so that its CPUs compute them. Prefill never pauses."""
         if self._own.role != "decode":
             return
-        prompts = sum(
-            self._cpu_board.backlog(entry) for entry in self._entries if entry.role != "decode"
-        )
-        if not prompts:
+        prefill = (entry for entry in self._entries if entry.role != "decode")
+        if not any(self._cpu_board.backlog(entry) for entry in prefill):
             return
-        num_workers = sum(entry.role == "decode" for entry in self._entries)
-        share = prompts / num_workers
-        lent_s = pause_s(self._step_s, self._num_decoding, share, self._max_gap_s) - _NOTICE_S
+        lent_s = pause_s(self._step_s, self._max_gap_s) - _NOTICE_S
         if lent_s < _NOTICE_S:
             return
         self.on_idle()

@@ -233,14 +233,12 @@ def test_a_weights_cache_may_be_in_the_home_directory(monkeypatch: pytest.Monkey
     assert str(settings(weights_cache="~/packed").weights_cache) == "/home/cook/packed"
 
 
-def test_the_more_prompts_wait_for_each_stream_the_longer_decoding_pauses() -> None:
-    """4 streams beside one prompt keep 8/9 of the time, one stream beside 8 prompts a fifth."""
-    assert pause_s(0.032, 4, 1, limit_s=1) == pytest.approx(0.004)
-    assert pause_s(0.030, 1, 8, limit_s=1) == pytest.approx(0.120)
-    assert pause_s(0.030, 8, 0, limit_s=1) == 0
+def test_a_pause_ends_when_the_gap_between_tokens_does() -> None:
+    assert pause_s(0.030, max_gap_s=0.1) == pytest.approx(0.070)
+    assert pause_s(0.120, max_gap_s=0.1) < 0  # the step alone takes longer
+    assert pause_s(0.030, max_gap_s=0) < 0
 
 
-def test_no_pause_makes_a_gap_longer_than_allowed() -> None:
-    assert pause_s(0.030, 1, 100, limit_s=0.1) == pytest.approx(0.070)
-    assert pause_s(0.120, 1, 100, limit_s=0.1) == 0
-    assert pause_s(0.030, 1, 100, limit_s=0) == 0
+def test_prompts_have_half_of_the_time_unless_a_gap_is_set() -> None:
+    assert pause_s(0.030, max_gap_s=None) == pytest.approx(0.030)
+    assert pause_s(0.200, max_gap_s=None) == pytest.approx(0.200)
