@@ -3,6 +3,7 @@
 The gRPC and the HTTP server both call `Generator`; nothing here depends on either.
 """
 
+import secrets
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -142,9 +143,15 @@ class Received:
     """Set if the client received the whole sequence."""
 
 
+def new_resume_token() -> str:
+    """256 random bits."""
+    return secrets.token_urlsafe(32)
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A client's request, as the gRPC or HTTP server received it; admission checks it."""
+    """What a client asks for, as the gRPC or HTTP server received it; admission checks it and makes
+    a `services.gateway.request.request.Request` of it."""
 
     prompt: Prompt
     request_id: str = ""
@@ -158,9 +165,8 @@ class GenerationRequest:
     received: tuple[Received, ...] | None = None
     """The sequences of which the client received something in a call that broke. None: a new
     request."""
-    resume_token: str = ""
-    """The secret that a client needs to continue the request; the server generates one if it is
-    empty."""
+    resume_token: str = field(default_factory=new_resume_token, compare=False)
+    """The secret that a client needs to continue the request."""
     echo: bool = False
     """Report the prompt too."""
     add_special_tokens: bool = True
@@ -176,8 +182,7 @@ class GenerationRequest:
     is_further: bool = False
     """Whether it is not the first request of its call, which a key's rate counts once."""
     caller: Caller = field(default_factory=partial(current_caller, EVERYONE))
-    """The caller of the call that makes this request; access control replaces it by the account's
-    newest."""
+    """The caller of the call that makes this request."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,20 +93,20 @@ class RequestMetrics:
 
     def record_end(self, request: Request, error: Exception | None) -> None:
         """Count a request that has ended, and write its one log line."""
-        asked, stats = request.asked, request.output.stats
+        stats = request.output.stats
         outcome = outcome_of(request, error)
-        duration_s = asyncio.get_running_loop().time() - asked.arrived_at
+        duration_s = asyncio.get_running_loop().time() - stats.arrived_at
         self._count_end(request, outcome, duration_s)
         log.info(
             "request_ended",
-            **_caller_keys(asked.caller),
-            request_id=client_id(asked.request_id),
-            model=asked.model,
+            **_caller_keys(request.asked.caller),
+            request_id=client_id(request.id),
+            model=request.model,
             outcome=outcome,
             reason=None if error is None else str(error),
             num_prompt_tokens=stats.num_prompt_tokens,
             num_cached_tokens=stats.num_cached_tokens,
-            num_sequences=asked.num_sequences,
+            num_sequences=request.asked.sampling.n,
             num_generated_tokens=stats.num_generated_tokens,
             num_accepted_drafts=stats.num_accepted_drafts,
             num_rejected_drafts=stats.num_rejected_drafts,
@@ -119,22 +119,22 @@ class RequestMetrics:
         )
 
     def _count_end(self, request: Request, outcome: str, duration_s: float) -> None:
-        asked, output = request.asked, request.output
-        metrics, model, stats = self._metrics, asked.model, output.stats
+        caller, output = request.asked.caller, request.output
+        metrics, model, stats = self._metrics, request.model, output.stats
         metrics.e2e_request_latency_s.labels(model).observe(duration_s)
         metrics.prompt_tokens.labels(model).inc(stats.num_prompt_tokens)
         metrics.prompt_tokens_cached.labels(model).inc(stats.num_cached_tokens)
         metrics.num_preemptions.labels(model).inc(stats.num_preemptions)
         metrics.num_moves.labels(model).inc(stats.num_moves)
         if request.started_at is not None:
-            queued_s = request.started_at - asked.arrived_at
+            queued_s = request.started_at - stats.arrived_at
             metrics.request_queue_time_s.labels(model).observe(queued_s)
         if output.finish_reason is not None:
             metrics.requests_finished.labels(model, outcome).inc()
         else:
             metrics.requests_failed.labels(model, outcome).inc()
-        if asked.caller.tenant:
-            self._count_tenant(self._label(asked.caller.tenant), outcome, stats)
+        if caller.tenant:
+            self._count_tenant(self._label(caller.tenant), outcome, stats)
 
     def _count_tenant(self, tenant: str, outcome: str, stats: RequestStats) -> None:
         metrics = self._tenants

@@ -26,14 +26,13 @@ from quire.errors import ServerError
 from services.engine.pool import KVPool
 from services.engine.runner import Runner
 from services.gateway.api import Delta, GenerationRequest
-from services.gateway.gateway import open_output
 from services.gateway.intake.admission import admit, check_priority, check_slots
+from services.gateway.intake.outputs import open_output
 from services.gateway.models.catalog import load_model
 from services.gateway.models.model_names import choose_model
-from services.gateway.request.admitted import AdmittedRequest
+from services.gateway.request.request import Request
 from services.gateway.request.tickets import new_ticket
 from services.gateway.request_metrics import RequestMetrics
-from services.gateway.streaming.output import Output
 from services.gateway.workers.directory import ModelPools
 from services.gateway.workers.pool import Pool
 from services.model.checkpoint.adapter import AdapterFiles
@@ -170,16 +169,19 @@ class OfflineEngine:
             choose_model(request.model, {name: name}, adapters=[*self._known_adapters])
         request_id = request.request_id or f"gen-{secrets.token_hex(12)}"
         arrived_at = asyncio.get_running_loop().time()
-        admitted = await admit(request, request_id, name, self._served, arrived_at, None)
+        admitted = await admit(request, request_id, name, self._served, adapter)
         check_slots(admitted.width, self._settings.max_num_seqs)
-        output = open_output(request, admitted, self._served, self._meter, None, True)
+        model = self._served.model
+        open_output(
+            *(admitted, model, arrived_at), meter=self._meter, rests=None, reports_cached=True
+        )
         digest, arrival = adapter.digest if adapter else "", next(self._arrivals)
         root = root_hash(self.spec.fingerprint, self._secret, admitted.cache_salt, digest)
         fixed = queue_order(request.priority, arrival), self.spec.pool_id, root
-        running = _Request(replace(admitted, adapter=adapter), fixed, output, self.role)
+        running = _Request(admitted, fixed, self.role)
         running.submit()
         try:
-            async for delta in output:
+            async for delta in admitted.output:
                 yield delta
         finally:
             running.abort()
@@ -201,13 +203,13 @@ class _Request:
 
     def __init__(
         self,
-        request: AdmittedRequest,
+        request: Request,
         fixed: tuple[int, str, PrefixHash],
-        output: Output,
         role: Whole,
     ) -> None:
         """`fixed`: order, pool and root hash of its tickets."""
-        self._request, self._fixed, self._output, self._role = request, fixed, output, role
+        self._request, self._fixed, self._role = request, fixed, role
+        self._output = request.output
         self._attempts = itertools.count()
         self._key = "", 0
 
@@ -221,7 +223,7 @@ class _Request:
             beams = None if progress is None else progress.beams
             ticket = replace(ticket, sequences=sequences, beams=beams)
         self._key = ticket.key
-        self._role.submit(self, ticket, None if output.has_begun else request.prompt_logprobs)
+        self._role.submit(self, ticket, request.unsent_prompt_logprobs)
 
     def abort(self) -> None:
         """End the request at the worker. No error if it has ended."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from quire.api_keys import ApiKey
 from services.gateway.access.account import Account
-from services.gateway.access.caller import LOCAL_OPERATOR, Caller, current_caller
+from services.gateway.access.caller import LOCAL_OPERATOR, current_caller
 from services.gateway.access.keyring import Keyring
 from services.gateway.api import (
     Delta,
@@ -33,12 +33,11 @@ class AccessControl:
         """See `Generator.generate`. Also raises RateLimited."""
         with ExitStack() as admission:
             try:
-                caller = self._admit(request, admission)
+                self._admit(request, admission)
             except QuireError as error:
                 self.record_refusal(request.request_id, request.model, error.code, str(error))
                 raise
-            mine = replace(request, caller=caller)
-            async with aclosing(self._generator.generate(mine)) as deltas:
+            async with aclosing(self._generator.generate(request)) as deltas:
                 async for delta in deltas:
                     yield delta
 
@@ -74,17 +73,15 @@ class AccessControl:
     def ready(self) -> bool:
         return self._generator.ready()
 
-    def _admit(self, request: GenerationRequest, admission: ExitStack) -> Caller:
+    def _admit(self, request: GenerationRequest, admission: ExitStack) -> None:
         """Check the request against the limits of its caller; `admission` holds its place in the
         caller's account."""
         account = self._account()
-        if account is None:
-            return LOCAL_OPERATOR
-        check_cost(account.key, request)
-        # The gateway refuses a width below 1, but only after the request has waited.
-        width = max(1, request.sampling.width)
-        admission.enter_context(account.admitted(width, is_further=request.is_further))
-        return account.caller
+        if account is not None:
+            check_cost(account.key, request)
+            # The gateway refuses a width below 1, but only after the request has waited.
+            width = max(1, request.sampling.width)
+            admission.enter_context(account.admitted(width, is_further=request.is_further))
 
     def _place(self) -> AbstractContextManager[None]:
         """The place of a call for tokens, a request like any other, in its caller's account."""

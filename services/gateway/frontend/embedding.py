@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from quire.types import Usage
 from services.gateway.api import (
@@ -31,10 +31,11 @@ class Embedding:
 
 
 def embedding_request(
-    prompt: Prompt, request_id: str, model: str, dimensions: int | None
+    prompt: Prompt, request_id: str, model: str, dimensions: int | None, **fields: Any
 ) -> GenerationRequest:
+    """`fields`: more fields of the request."""
     sampling = RequestedSampling(max_tokens=1, embedding=RequestedEmbedding(dimensions))
-    return GenerationRequest(prompt, request_id, model, sampling)
+    return GenerationRequest(prompt, request_id, model, sampling, **fields)
 
 
 async def embed(generate: Generate, request: GenerationRequest) -> Embedding:

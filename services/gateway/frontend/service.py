@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from grpc import aio
@@ -20,9 +20,9 @@ from services.gateway.api import (
     RequestedBeams,
     RequestedSampling,
     TokenLogprobs,
+    new_resume_token,
 )
 from services.gateway.frontend.embedding import embed, embedding_request
-from services.gateway.identity import with_resume_token
 from services.gateway.intake.prompts import check_num_messages
 from services.protocol.codec import finish_reason_from_wire
 from services.protocol.fields import FINISH_REASONS
@@ -52,7 +52,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GenerateRequest, context: aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         with self._recorded(request):
-            asked = with_resume_token(request_from_wire(request, context.time_remaining()))
+            asked = request_from_wire(request, context.time_remaining())
         await context.send_initial_metadata(((ACCEPTED_METADATA, ""),))
         unsent_token = asked.resume_token
         async with aclosing(self._generator.generate(asked)) as deltas:
@@ -106,6 +106,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 def request_from_wire(
     message: inference_pb2.GenerateRequest, timeout_s: float | None
 ) -> GenerationRequest:
+    received = _received(message.received) if message.HasField("received") else None
+    is_new = received is None and not message.resume_token
     return GenerationRequest(
         prompt=_prompt(message),
         request_id=message.request_id,
@@ -114,8 +116,8 @@ def request_from_wire(
         priority=message.priority,
         cache_salt=message.cache_salt,
         timeout_s=timeout_s,
-        received=_received(message.received) if message.HasField("received") else None,
-        resume_token=message.resume_token,
+        received=received,
+        resume_token=new_resume_token() if is_new else message.resume_token,
     )
 
 
@@ -130,8 +132,8 @@ def _embedding_from_wire(
         case _:
             raise InvalidRequest("no input: one of text and token_ids is needed")
     dimensions = message.dimensions if message.HasField("dimensions") else None
-    return replace(
-        embedding_request(prompt, message.request_id, message.model, dimensions),
+    return embedding_request(
+        *(prompt, message.request_id, message.model, dimensions),
         priority=message.priority,
         cache_salt=message.cache_salt,
         timeout_s=timeout_s,

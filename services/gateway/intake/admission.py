@@ -15,13 +15,15 @@ from services.gateway.intake.prompts import (
     tokenize_prompt,
 )
 from services.gateway.intake.sampling import resolve_sampling
-from services.gateway.intake.tools import parsing_of, with_form
-from services.gateway.request.admitted import AdmittedRequest, capacity_problem
+from services.gateway.intake.tools import form_of, parsing_of
+from services.gateway.request.capacity import capacity_problem
+from services.gateway.request.request import Request
 from services.gateway.workers.directory import ModelPools
 from services.protocol.logprobs import MAX_LOGPROBS
 from services.protocol.ticket import (
     MAX_SEQUENCES,
     PRIORITIES,
+    Adapter,
 )
 from services.runtime.errors import PromptTooLong
 
@@ -36,12 +38,10 @@ async def admit(
     request_id: str,
     name: str,
     served: ModelPools,
-    arrived_at: float,
-    deadline: float | None,
-) -> AdmittedRequest:
-    """Checks and tokenizes `request` for the model `name`, and resolves its defaults.
-
-    `arrived_at` and `deadline` are times of the event loop's clock.
+    adapter: Adapter | None = None,
+) -> Request:
+    """The request of a client that asks for the model `name`: checked, with its prompt tokenized
+    and its defaults resolved, but without an output.
 
     Raises InvalidRequest or PromptTooLong.
     """
@@ -76,26 +76,9 @@ async def admit(
     )
     check_received(request, max_tokens, sampling.temperature, served.model.config.vocab_size)
     parsing = parsing_of(request, served.model, prompt)
-    sampling = await with_form(sampling, request, parsing, served.model)
-    return AdmittedRequest(
-        request_id=request_id,
-        model=name,
-        prompt_token_ids=prompt,
-        sampling=replace(sampling, max_tokens=max_tokens),
-        stop=asked.stop,
-        include_stop_str=asked.include_stop_str_in_output,
-        skip_special_tokens=asked.skip_special_tokens,
-        priority=request.priority,
-        cache_salt=request.caller.salt(request.cache_salt),
-        arrived_at=arrived_at,
-        deadline=deadline,
-        vocab_size=served.model.config.vocab_size,
-        num_sequences=asked.n,
-        received=request.received,
-        prompt_logprobs=asked.prompt_logprobs,
-        parsing=parsing,
-        caller=request.caller,
-    )
+    structure = await form_of(request, parsing, served.model)
+    sampling = replace(sampling, max_tokens=max_tokens, structure=structure)
+    return Request(request, request_id, name, prompt, sampling, parsing, adapter)
 
 
 def _at_most(limit: int | None, number: int | None) -> int | None:

@@ -9,7 +9,6 @@ from services.gateway.models.catalog import Model
 from services.gateway.models.structures import STRUCTURE, check_combination
 from services.gateway.parsing.message import CallFormat, Parsing
 from services.model.structured.structure import Structure, StructureKind
-from services.protocol.ticket import SamplingParams
 from services.runtime.errors import InvalidRequest
 
 _NUM_LAST_TOKENS = 16
@@ -47,18 +46,18 @@ def parsing_of(request: GenerationRequest, model: Model, prompt: tuple[int, ...]
     )
 
 
-async def with_form(
-    sampling: SamplingParams, request: GenerationRequest, parsing: Parsing | None, model: Model
-) -> SamplingParams:
-    """`sampling` with the form of the whole text: the calls that the request's tools demand, or the
-    form that the client gave, behind the model's reasoning.
+async def form_of(
+    request: GenerationRequest, parsing: Parsing | None, model: Model
+) -> Structure | None:
+    """The form of the whole text: the calls that the request's tools demand, or the form that the
+    client gave, behind the model's reasoning.
 
     InvalidRequest: it cannot be combined with another parameter, or a schema of a function is not
     supported.
     """
-    if parsing is None:
-        return sampling
     tools, given = request.tools, request.sampling.structure
+    if parsing is None:
+        return given
     may_call = tools is not None and parsing.offered is not None
     structure = structure_of_calls(tools, parsing) if tools is not None and may_call else None
     param = "tools"
@@ -72,7 +71,7 @@ async def with_form(
         # The form that the client gave allows no calls.
         structure, param = structure_after_reasoning(given, parsing), STRUCTURE
     if structure is None:
-        return sampling
+        return None
     check_combination(replace(request.sampling, structure=structure))
     try:
         await model.structures.check(structure, param)
@@ -80,7 +79,7 @@ async def with_form(
         if tools is not None and given is None:
             await _check_schemas(tools, model)
         raise
-    return replace(sampling, structure=structure)
+    return structure
 
 
 async def _check_schemas(tools: RequestedTools, model: Model) -> None:

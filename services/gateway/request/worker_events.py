@@ -2,6 +2,7 @@
 
 from services.gateway.identity import client_id
 from services.gateway.request.request import Request
+from services.gateway.request.sending import admit, continue_at
 from services.gateway.request.status import RequestStatus
 from services.gateway.request.timeline import Phase
 from services.gateway.workers.lease import DecodeReservation, DetachedTicket, Lease, PrefillLease
@@ -108,7 +109,7 @@ def _on_prefilled(request: Request, lease: PrefillLease, event: Prefilled) -> No
         lease.finish()
     request.deliver(event.outputs)
     if request.status is RequestStatus.PREFILLING:
-        request.admit()
+        admit(request)
 
 
 def _on_detached(request: Request, decode: DecodeReservation, state: TicketState) -> None:
@@ -123,7 +124,7 @@ def _on_detached(request: Request, decode: DecodeReservation, state: TicketState
         request.output.stats.num_preemptions += 1
         request.requeue(Phase.PREEMPTED)
     elif moved := request.attempt.attempt_at_target():
-        request.continue_at(moved)
+        continue_at(request, moved)
     else:
         request.requeue()
 

@@ -4,7 +4,6 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import replace
 from functools import cache, partial
 from http import HTTPStatus
 from importlib.metadata import version
@@ -188,10 +187,7 @@ class _Endpoints:
             self._generator.record_refusal(request.state.request_id, "", *refusal_of(error))
             raise
         request.scope["state"][PARAM_NAMES] = body.names
-        requests = body.requests(body.request_id or request.state.request_id)
-        if timeout_s is not None:
-            requests = [replace(each, timeout_s=timeout_s) for each in requests]
-        return body, requests
+        return body, body.requests(body.request_id or request.state.request_id, timeout_s)
 
     def _model(self, name: str | None) -> Callable[[], str]:
         """Tells which model an answer names, once it has begun: a request without a model uses the

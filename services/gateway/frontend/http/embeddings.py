@@ -2,7 +2,6 @@
 
 import base64
 import struct
-from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -31,19 +30,18 @@ class EmbeddingBody(Body):
     def names(self) -> dict[str, str]:
         return {PROMPT: "input"}
 
-    def requests(self, request_id: str) -> list[GenerationRequest]:
+    def requests(self, request_id: str, timeout_s: float | None = None) -> list[GenerationRequest]:
         """One request for each input, in order."""
         is_one = len(self.input) == 1
         return [
-            replace(
-                embedding_request(
-                    prompt,
-                    request_id if is_one else f"{request_id}-{index}",
-                    self.model or "",
-                    self.dimensions,
-                ),
+            embedding_request(
+                prompt,
+                request_id if is_one else f"{request_id}-{index}",
+                self.model or "",
+                self.dimensions,
                 priority=self.priority or 0,
                 cache_salt=self.cache_salt or "",
+                timeout_s=timeout_s,
                 add_special_tokens=self.add_special_tokens is not False,
                 is_further=index > 0,
             )

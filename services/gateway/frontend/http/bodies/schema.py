@@ -4,7 +4,7 @@ This module checks types and combinations of fields. The gateway's admission che
 gRPC and HTTP alike.
 """
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any, Literal, Self
 
 from pydantic import model_validator
@@ -103,24 +103,34 @@ class SampledBody(Body):
         None: report no logprobs."""
         raise NotImplementedError
 
-    def request(self, prompt: Prompt, request_id: str) -> GenerationRequest:
+    def request(
+        self, prompt: Prompt, request_id: str, timeout_s: float | None, *, is_further: bool = False
+    ) -> GenerationRequest:
         return GenerationRequest(
             prompt=prompt,
             request_id=request_id,
             model=self.model or "",
-            sampling=self.sampling(),
+            sampling=RequestedSampling(**self.sampling()),
             priority=self.priority or 0,
             cache_salt=self.cache_salt or "",
+            timeout_s=timeout_s,
+            is_further=is_further,
+            **self.options(),
         )
 
-    def sampling(self) -> RequestedSampling:
-        """The fields of the same name, where given, and those that need a conversion."""
-        given: dict[str, Any] = {
+    def sampling(self) -> dict[str, Any]:
+        """The fields of `RequestedSampling`: those of the same name, where given, and those that
+        need a conversion."""
+        given = {
             name: tuple(value) if isinstance(value, list) else value
             for name in _SAMPLING
             if (value := getattr(self, name)) is not None
         }
-        return RequestedSampling(**given, logprobs=self.num_logprobs, structure=self.structure)
+        return {**given, "logprobs": self.num_logprobs, "structure": self.structure}
+
+    def options(self) -> dict[str, Any]:
+        """The other fields of `GenerationRequest` that this kind of body has."""
+        return {}
 
 
 _SAMPLING = SampledBody.model_fields.keys() & {one.name for one in fields(RequestedSampling)}
@@ -198,21 +208,17 @@ class GenerationBody(SampledBody):
         """Whether the answer leaves out the model's reasoning."""
         return False
 
-    def request(self, prompt: Prompt, request_id: str) -> GenerationRequest:
-        return replace(
-            super().request(prompt, request_id),
-            echo=self.echoes,
-            running_usage=self.running_usage,
-        )
+    def options(self) -> dict[str, Any]:
+        return {"echo": self.echoes, "running_usage": self.running_usage}
 
-    def sampling(self) -> RequestedSampling:
-        return replace(
-            super().sampling(),
-            max_tokens=self.max_tokens,
-            n=self.num_choices,
-            prompt_logprobs=self.prompt_logprobs,
-            beam=self._beams(),
-        )
+    def sampling(self) -> dict[str, Any]:
+        return {
+            **super().sampling(),
+            "max_tokens": self.max_tokens,
+            "n": self.num_choices,
+            "prompt_logprobs": self.prompt_logprobs,
+            "beam": self._beams(),
+        }
 
     def _beams(self) -> RequestedBeams | None:
         if not self.use_beam_search:
@@ -241,27 +247,27 @@ class CompletionBody(GenerationBody):
         """With an echo, max_tokens may be 0: the client wants the prompt's logprobs only."""
         return self.echoes and self.max_tokens == 0
 
-    def sampling(self) -> RequestedSampling:
+    def sampling(self) -> dict[str, Any]:
         # Echoed tokens have logprobs like generated ones, in addition to `prompt_logprobs`.
         numbers = self.prompt_logprobs, self.logprobs if self.echoes else None
-        return replace(
-            super().sampling(),
+        return {
+            **super().sampling(),
             # To compute a prompt, at least one token must be generated.
-            max_tokens=1 if self.only_prompt else self.max_tokens,
-            default_max_tokens=DEFAULT_MAX_TOKENS,
-            prompt_logprobs=max((n for n in numbers if n is not None), default=None),
-        )
+            "max_tokens": 1 if self.only_prompt else self.max_tokens,
+            "default_max_tokens": DEFAULT_MAX_TOKENS,
+            "prompt_logprobs": max((n for n in numbers if n is not None), default=None),
+        }
 
-    def request(self, prompt: Prompt, request_id: str) -> GenerationRequest:
-        request = super().request(prompt, request_id)
-        return replace(request, add_special_tokens=self.add_special_tokens is not False)
+    def options(self) -> dict[str, Any]:
+        special = self.add_special_tokens is not False
+        return {**super().options(), "add_special_tokens": special}
 
-    def requests(self, request_id: str) -> list[GenerationRequest]:
+    def requests(self, request_id: str, timeout_s: float | None = None) -> list[GenerationRequest]:
         """One request for each prompt, in order."""
         if len(self.prompt) == 1:
-            return [self.request(self.prompt[0], request_id)]
+            return [self.request(self.prompt[0], request_id, timeout_s)]
         return [
-            replace(self.request(prompt, f"{request_id}-{index}"), is_further=index > 0)
+            self.request(prompt, f"{request_id}-{index}", timeout_s, is_further=index > 0)
             for index, prompt in enumerate(self.prompt)
         ]
 
@@ -306,22 +312,24 @@ class ChatBody(GenerationBody):
     def without_reasoning(self) -> bool:
         return self.include_reasoning is False
 
-    def sampling(self) -> RequestedSampling:
+    def sampling(self) -> dict[str, Any]:
         sampling, limit = super().sampling(), self.max_completion_tokens
-        return sampling if limit is None else replace(sampling, max_tokens=limit)
+        return sampling if limit is None else {**sampling, "max_tokens": limit}
 
-    def requests(self, request_id: str) -> list[GenerationRequest]:
+    def options(self) -> dict[str, Any]:
+        return {
+            **super().options(),
+            "add_generation_prompt": self.add_generation_prompt is not False,
+            "template_arguments": template_arguments(
+                self.chat_template_kwargs, self.reasoning_effort
+            ),
+            "tools": self.requested_tools(),
+            "wants_parts": True,
+        }
+
+    def requests(self, request_id: str, timeout_s: float | None = None) -> list[GenerationRequest]:
         messages = tuple(message.to_message() for message in self.messages)
-        arguments = template_arguments(self.chat_template_kwargs, self.reasoning_effort)
-        return [
-            replace(
-                self.request(messages, request_id),
-                add_generation_prompt=self.add_generation_prompt is not False,
-                template_arguments=arguments,
-                tools=self.requested_tools(),
-                wants_parts=True,
-            )
-        ]
+        return [self.request(messages, request_id, timeout_s)]
 
     def requested_tools(self) -> RequestedTools | None:
         return requested_tools(self.tools, self.tool_choice, self.parallel_tool_calls)

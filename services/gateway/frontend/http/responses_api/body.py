@@ -3,7 +3,6 @@
 A field that takes the conversation from what a server has kept is refused with the reason.
 """
 
-from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -19,7 +18,6 @@ from pydantic import (
 from services.gateway.api import (
     ChatMessage,
     GenerationRequest,
-    RequestedSampling,
     RequestedTools,
 )
 from services.gateway.frontend.http.bodies.fields import Body, Strings
@@ -169,21 +167,19 @@ class ResponsesBody(SampledBody):
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if LOGPROBS in (self.include or ()) else None
 
-    def sampling(self) -> RequestedSampling:
-        return replace(super().sampling(), max_tokens=self.max_output_tokens)
+    def sampling(self) -> dict[str, Any]:
+        return {**super().sampling(), "max_tokens": self.max_output_tokens}
 
-    def requests(self, request_id: str) -> list[GenerationRequest]:
+    def options(self) -> dict[str, Any]:
+        effort = self.reasoning.effort if self.reasoning else None
+        return {
+            "template_arguments": template_arguments(self.chat_template_kwargs, effort),
+            "tools": self.requested_tools(),
+            "wants_parts": True,
+        }
+
+    def requests(self, request_id: str, timeout_s: float | None = None) -> list[GenerationRequest]:
         messages = list(messages_of(self.input))
         if self.instructions is not None:
             messages.insert(0, ChatMessage("system", self.instructions))
-        effort = self.reasoning.effort if self.reasoning else None
-        arguments = template_arguments(self.chat_template_kwargs, effort)
-        request = self.request(tuple(messages), request_id)
-        return [
-            replace(
-                request,
-                template_arguments=arguments,
-                tools=self.requested_tools(),
-                wants_parts=True,
-            )
-        ]
+        return [self.request(tuple(messages), request_id, timeout_s)]

@@ -1,0 +1,65 @@
+"""Opens the output of a request that was admitted."""
+
+import asyncio
+
+from services.gateway.identity import client_id
+from services.gateway.models.catalog import Model
+from services.gateway.parsing.message import MessageParser
+from services.gateway.request.request import Request
+from services.gateway.streaming.logprob_text import PromptReporter
+from services.gateway.streaming.output import Meter, Output, RequestStats
+from services.gateway.streaming.rests import WriteRests
+from services.gateway.streaming.sequence import Sequence
+from services.gateway.streaming.text import Text
+from services.model.text.detokenizer import Detokenizer
+from services.model.text.stop_strings import StopMatcher
+
+
+def open_output(
+    request: Request,
+    model: Model,
+    arrived_at: float,
+    *,
+    meter: Meter,
+    rests: WriteRests | None,
+    reports_cached: bool,
+) -> None:
+    """Open the output, with what the client has received. `arrived_at`: a time of the event loop's
+    clock. `reports_cached`: also to clients without a cache salt, whose cached prefixes other
+    clients may have sent. (Tenants have one.)"""
+    asked, prompt = request.asked, request.prompt_token_ids
+    received = asked.received or ()
+    reports_prompt = asked.echo or asked.sampling.prompt_logprobs is not None
+    reports_prompt = reports_prompt and not any(each.token_ids for each in received)
+    output = request.output = Output(
+        client_id(request.id),
+        RequestStats(len(prompt), arrived_at, reports_cached or bool(request.cache_salt)),
+        [_sequence(index, request, model) for index in range(asked.sampling.n)],
+        meter,
+        asyncio.get_running_loop().time,
+        PromptReporter(asked.prompt, prompt, model.tokenizer) if reports_prompt else None,
+        rests,
+    )
+    output.running_usage = asked.running_usage
+    output.replay(received)
+
+
+def _sequence(index: int, request: Request, model: Model) -> Sequence:
+    asked, sampling, parsing = request.asked.sampling, request.sampling, request.parsing
+    skips = asked.skip_special_tokens
+    detokenizer = model.tokenizer.detokenizer(skip_special_tokens=skips)
+    if parsing is not None and skips:
+        detokenizer = Detokenizer(model.message_pieces)
+    text = Text(
+        detokenizer,
+        StopMatcher(asked.stop, included=asked.include_stop_str_in_output),
+        min_tokens=sampling.min_tokens,
+        includes_end=asked.include_stop_str_in_output,
+    )
+    return Sequence(
+        index,
+        text,
+        frozenset(sampling.stop_token_ids),
+        None if sampling.logprobs is None else model.tokenizer,
+        MessageParser(parsing, f"{request.id}/{index}") if parsing else None,
+    )
