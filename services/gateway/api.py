@@ -4,7 +4,8 @@ The gRPC and the HTTP server both call `Generator`; nothing here depends on eith
 """
 
 import secrets
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -280,15 +281,19 @@ class Tokenized:
     max_model_len: int
 
 
+Deltas = AbstractAsyncContextManager[AsyncIterator[Delta]]
+"""An answer that is read delta by delta while its block is open."""
+
+
 class Generator(Protocol):
     """Generates text for requests: the gateway, as its gRPC and HTTP servers see it."""
 
-    def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
-        """Streams the answer to one request. Closing the generator cancels the request at every
-        process that works on it.
+    def generate(self, request: GenerationRequest) -> Deltas:
+        """Opens the answer to one request. Leaving the block cancels the request at every process
+        that works on it.
 
-        Raises InvalidRequest, PromptTooLong, UnknownModel, DuplicateRequest, QueueFull, NoWorker,
-        DeadlineExceeded or PoisonRequest (services.runtime.errors), usually before the first delta.
+        Opening and reading raise InvalidRequest, PromptTooLong, UnknownModel, DuplicateRequest,
+        QueueFull, NoWorker, DeadlineExceeded or PoisonRequest (services.runtime.errors).
         """
 
     async def tokenize(self, request: TokenizeRequest) -> Tokenized:

@@ -2,8 +2,8 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from services.gateway.access.caller import EVERYONE, Caller
 from services.gateway.adapters import GatewayAdapters, ServedAdapter
 from services.gateway.api import (
-    Delta,
     GenerationRequest,
     ServedModel,
     Tokenized,
@@ -76,7 +75,8 @@ class Gateway:
         self._num_tokenizing = 0
         self._aliases = parse_aliases(options.model_aliases)
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
+    @asynccontextmanager
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Output]:
         """See `Generator.generate`. Also raises Unavailable if the request lost its workers too
         often, Overloaded if the client reads too slowly, BlockStoreError if the block store does
         not answer."""
@@ -98,8 +98,7 @@ class Gateway:
                 trace.refuse(error, code_of(error))
             raise
         try:
-            async for delta in output:
-                yield delta
+            yield output
         finally:
             running.end_call(output)
 

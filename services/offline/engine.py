@@ -10,7 +10,8 @@ import itertools
 import os
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, cast
@@ -25,7 +26,7 @@ from blockstore.records import PrefixHash
 from quire.errors import ServerError
 from services.engine.pool import KVPool
 from services.engine.runner import Runner
-from services.gateway.api import Delta, GenerationRequest
+from services.gateway.api import GenerationRequest
 from services.gateway.intake.admission import admit, check_priority, check_slots
 from services.gateway.intake.outputs import open_output
 from services.gateway.models.catalog import load_model
@@ -33,6 +34,7 @@ from services.gateway.models.model_names import choose_model
 from services.gateway.request.request import Request
 from services.gateway.request.tickets import new_ticket
 from services.gateway.request_metrics import RequestMetrics
+from services.gateway.streaming.output import Output
 from services.gateway.workers.directory import ModelPools
 from services.gateway.workers.pool import Pool
 from services.model.checkpoint.adapter import AdapterFiles
@@ -161,7 +163,8 @@ class OfflineEngine:
         if self._work is not None:
             self._work.cancel()
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
+    @asynccontextmanager
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Output]:
         """See `Generator.generate`."""
         check_priority(request.priority, client_priority=True)
         adapter, name = self._known_adapters.get(request.model), self.spec.model
@@ -181,8 +184,7 @@ class OfflineEngine:
         running = _Request(admitted, fixed, self.role)
         running.submit()
         try:
-            async for delta in admitted.output:
-                yield delta
+            yield admitted.output
         finally:
             running.abort()
 

@@ -5,7 +5,7 @@ import os
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from itertools import cycle
 from operator import index, mul
@@ -235,7 +235,7 @@ class LLM:
     async def _complete(self, request: GenerationRequest) -> Completion:
         transcripts: defaultdict[int, Transcript] = defaultdict(Transcript)
         deltas = []
-        async with aclosing(self.engine.generate(replace(request, echo=True))) as stream:
+        async with self.engine.generate(replace(request, echo=True)) as stream:
             async for delta in stream:
                 transcripts[delta.index].add(delta)
                 deltas.append(delta)

@@ -1,8 +1,8 @@
 """Access control: lets the requests of API keys through to the gateway, within the limits of each
 key."""
 
-from collections.abc import AsyncGenerator
-from contextlib import AbstractContextManager, ExitStack, aclosing, nullcontext
+from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, nullcontext
 from dataclasses import replace
 
 from quire.api_keys import ApiKey
@@ -29,7 +29,8 @@ class AccessControl:
         self._generator = generator
         self._keyring = keyring
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
+    @asynccontextmanager
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[AsyncIterator[Delta]]:
         """See `Generator.generate`. Also raises RateLimited."""
         with ExitStack() as admission:
             try:
@@ -37,9 +38,8 @@ class AccessControl:
             except QuireError as error:
                 self.record_refusal(request.request_id, request.model, error.code, str(error))
                 raise
-            async with aclosing(self._generator.generate(request)) as deltas:
-                async for delta in deltas:
-                    yield delta
+            async with self._generator.generate(request) as deltas:
+                yield deltas
 
     async def tokenize(self, request: TokenizeRequest) -> Tokenized:
         """See `Generator.tokenize`. Also raises RateLimited."""

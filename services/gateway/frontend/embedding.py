@@ -1,14 +1,13 @@
 """Requests for embeddings: requests for text that end with their prefill."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from quire.types import Usage
 from services.gateway.api import (
-    Delta,
+    Deltas,
     GenerationRequest,
     Prompt,
     RequestedEmbedding,
@@ -17,7 +16,7 @@ from services.gateway.api import (
 
 R = TypeVar("R")
 T = TypeVar("T")
-Generate = Callable[[GenerationRequest], AsyncGenerator[Delta, None]]
+Generate = Callable[[GenerationRequest], Deltas]
 
 AT_ONCE = 64
 """Inputs of one body that wait or run at a time: the rest does not fill the queue."""
@@ -40,7 +39,7 @@ def embedding_request(
 
 async def embed(generate: Generate, request: GenerationRequest) -> Embedding:
     """Raises as `Generator.generate`, which `generate` is."""
-    async with aclosing(generate(request)) as deltas:
+    async with generate(request) as deltas:
         *_, last = [delta async for delta in deltas]
     assert last.usage is not None
     return Embedding(last.embedding, last.usage, last.request_id)

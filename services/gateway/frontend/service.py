@@ -1,7 +1,7 @@
 """The gRPC service `Inference`: translates protobuf to the types of the gateway and back."""
 
 from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -55,7 +55,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             asked = request_from_wire(request, context.time_remaining())
         await context.send_initial_metadata(((ACCEPTED_METADATA, ""),))
         unsent_token = asked.resume_token
-        async with aclosing(self._generator.generate(asked)) as deltas:
+        async with self._generator.generate(asked) as deltas:
             async for delta in deltas:
                 yield response_to_wire(delta, unsent_token)
                 unsent_token = ""

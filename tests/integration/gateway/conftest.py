@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -179,12 +179,9 @@ class Call:
         self.task = asyncio.create_task(self._read(gateway))
 
     async def _read(self, gateway: Gateway) -> None:
-        deltas = gateway.generate(self.request)
-        try:
+        async with gateway.generate(self.request) as deltas:
             async for delta in deltas:
                 self.deltas.append(delta)
-        finally:
-            await deltas.aclose()
 
     @property
     def tokens(self) -> list[int]:
@@ -203,6 +200,13 @@ class Call:
     async def cancel(self) -> None:
         self.task.cancel()
         await asyncio.wait([self.task])
+
+
+async def read(gateway: Gateway, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
+    """The deltas of a request, for a test that reads one by one."""
+    async with gateway.generate(request) as deltas:
+        async for delta in deltas:
+            yield delta
 
 
 def asked(request_id: str = "r1", max_tokens: int | None = 8, **fields: Any) -> GenerationRequest:

@@ -12,7 +12,7 @@ from services.gateway.streaming import output
 from services.runtime.errors import InvalidRequest, NoWorker, PromptTooLong
 from tests.waiting import until
 
-from .conftest import PROMPT, SPEC, Call, asked
+from .conftest import PROMPT, SPEC, Call, asked, read
 from .fakes import FakeDecode, FakePrefill, expected
 
 NUM = 3
@@ -146,7 +146,7 @@ async def test_an_unread_group_is_paused(
     decode = FakeDecode()
     decode.pause_after = 40
     harness = await make_harness(FakePrefill(), decode)
-    deltas = harness.gateway.generate(asked(max_tokens=100, sampling=N))
+    deltas = read(harness.gateway, asked(max_tokens=100, sampling=N))
     got = [await anext(deltas)]
     await until(lambda: bool(decode.at_rest))
     decode.pause_after = None

@@ -32,7 +32,7 @@ from services.runtime.errors import (
 )
 from tests.waiting import until
 
-from .conftest import PROMPT, SPEC, Call, asked
+from .conftest import PROMPT, SPEC, Call, asked, read
 from .fakes import FakeDecode, FakePrefill, Verbatim, expected
 
 POOL_TOKENS = SPEC.num_blocks * SPEC.block_size
@@ -373,7 +373,7 @@ async def test_a_client_that_does_not_read_is_cancelled(
     monkeypatch.setattr(output, "MAX_UNREAD_TOKENS", 100)
     decode = FakeDecode()
     harness = await make_harness(FakePrefill(), decode)
-    deltas = harness.gateway.generate(asked(max_tokens=1000))
+    deltas = read(harness.gateway, asked(max_tokens=1000))
     await anext(deltas)
     await until(lambda: decode.aborted == [("r1", 1)])
     with pytest.raises(Overloaded, match="too slowly"):

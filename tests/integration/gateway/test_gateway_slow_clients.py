@@ -19,7 +19,7 @@ from services.gateway.streaming import output
 from services.runtime.errors import Overloaded
 from tests.waiting import until
 
-from .conftest import PROMPT, Call, GatewayHarness, asked
+from .conftest import PROMPT, Call, GatewayHarness, asked, read
 from .fakes import FakeDecode, FakePrefill, expected
 
 NUM_TOKENS = 100
@@ -36,7 +36,7 @@ def decode(monkeypatch: pytest.MonkeyPatch) -> FakeDecode:
 
 async def stalled(harness: GatewayHarness, decode: FakeDecode) -> AsyncGenerator[Delta, None]:
     """A request at rest, since its client has read only the first delta."""
-    deltas = harness.gateway.generate(asked(max_tokens=NUM_TOKENS))
+    deltas = read(harness.gateway, asked(max_tokens=NUM_TOKENS))
     assert (await anext(deltas)).token_ids == tuple(expected(PROMPT, 1))
     await until(lambda: bool(decode.at_rest))
     decode.pause_after = None

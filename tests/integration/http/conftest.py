@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 
 import httpx
 import openai
@@ -49,7 +49,12 @@ class FakeGenerator:
         self.num_drafts = (0, 0)  # accepted, rejected
         self.finish_reason = "stop"
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
+    @asynccontextmanager
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[AsyncIterator[Delta]]:
+        async with aclosing(self.deltas(request)) as deltas:
+            yield deltas
+
+    async def deltas(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         self.requests.append(request)
         self.has_workers = True  # if there were none, it waited for them
         self.num_running += 1

@@ -227,8 +227,13 @@ async def test_a_negative_number_of_sequences_makes_no_room(generator: FakeGener
     bind_caller(account.caller)
     generator.pause_at = 0
     asked = RequestedSampling(n=-5)
-    running = AccessControl(generator, ring).generate(GenerationRequest("x", sampling=asked))
-    waits = asyncio.ensure_future(anext(running))
+
+    async def wait() -> None:
+        opened = AccessControl(generator, ring).generate(GenerationRequest("x", sampling=asked))
+        async with opened as deltas:
+            await anext(deltas)
+
+    waits = asyncio.ensure_future(wait())
     await generator.paused.wait()
     assert account.num_sequences == 1
     waits.cancel()

@@ -58,7 +58,7 @@ PROMPT = PromptReport(
 class Generator(FakeGenerator):
     """Generates the requested fields, one token a delta, always with the two likeliest tokens."""
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
+    async def deltas(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         self.requests.append(request)
         sampling = request.sampling
         number = min(sampling.max_tokens or len(TOKENS), len(TOKENS))

@@ -1,6 +1,7 @@
 """The request that the gateway makes of a client's gRPC message."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,11 @@ from services.protocol.ticket import FinishReason
 from tests.grpc_context import FakeContext
 
 
+async def _nothing() -> AsyncGenerator[Delta, None]:
+    return
+    yield
+
+
 class Recorder:
     """A generator without any output."""
 
@@ -26,10 +32,11 @@ class Recorder:
         self.asked: list[GenerationRequest] = []
         self.refusals: list[tuple[str, str, str]] = []
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
+    @asynccontextmanager
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[AsyncIterator[Delta]]:
         self.asked.append(request)
-        return
-        yield
+        async with aclosing(_nothing()) as deltas:
+            yield deltas
 
     def record_refusal(self, request_id: str, model: str, code: str, reason: str) -> None:
         self.refusals.append((request_id, model, code))

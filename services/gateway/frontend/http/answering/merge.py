@@ -1,8 +1,8 @@
-"""Merges several async generators into one."""
+"""Merges the deltas of several prompts into one stream."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -11,16 +11,16 @@ _MAX_UNREAD = 16
 
 
 async def merged(
-    streams: Sequence[AsyncGenerator[T, None]],
+    streams: Sequence[AbstractAsyncContextManager[AsyncIterator[T]]],
 ) -> AsyncGenerator[tuple[int, T], None]:
-    """Yields the items of all streams as they come, each with the number of its stream.
+    """Opens all streams, and yields their items as they come, each with the number of its stream.
 
     Raises the first error of a stream. After an error, and when this generator is closed, all
     streams are closed. Several streams run in one task each.
     """
     if len(streams) == 1:
-        async with aclosing(streams[0]) as stream:
-            async for item in stream:
+        async with streams[0] as items:
+            async for item in items:
                 yield 0, item
         return
     queue: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue(_MAX_UNREAD)
@@ -43,13 +43,13 @@ async def merged(
 
 async def _pump(
     number: int,
-    stream: AsyncGenerator[T, None],
+    stream: AbstractAsyncContextManager[AsyncIterator[T]],
     queue: asyncio.Queue[tuple[int, T] | Exception | None],
 ) -> None:
     """Puts the items of a stream into `queue`, then its error, or None at its end."""
     try:
-        async with aclosing(stream):
-            async for item in stream:
+        async with stream as items:
+            async for item in items:
                 await queue.put((number, item))
         await queue.put(None)
     except Exception as error:
