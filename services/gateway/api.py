@@ -9,7 +9,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from quire.types import Candidate, Usage
 from services.gateway.access.caller import EVERYONE, Caller, current_caller
@@ -80,14 +80,6 @@ class RequestedBeams:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestedEmbedding:
-    """Asks for the embedding of the prompt instead of text."""
-
-    dimensions: int | None = None
-    """None: all."""
-
-
-@dataclass(frozen=True, slots=True)
 class RequestedSampling:
     """The sampling parameters that the client sent, not checked yet.
 
@@ -125,8 +117,6 @@ class RequestedSampling:
     beam: RequestedBeams | None = None
     structure: Structure | None = None
     """The form of the text; None: any."""
-    embedding: RequestedEmbedding | None = None
-    """Set: no other parameter but `max_tokens`, which is 1, has a meaning."""
 
     @property
     def width(self) -> int:
@@ -187,6 +177,34 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class EmbeddingRequest:
+    """What a client asks for that wants the embedding of a prompt. Its fields are as those of
+    `GenerationRequest`."""
+
+    prompt: Prompt
+    request_id: str = ""
+    model: str = ""
+    dimensions: int | None = None
+    """The number of values of the embedding; None: all."""
+    priority: int = 0
+    cache_salt: str = ""
+    timeout_s: float | None = None
+    received: ClassVar[None] = None
+    """An embedding is not resumed: its client asks again."""
+    resume_token: str = field(default_factory=new_resume_token, compare=False)
+    add_special_tokens: bool = True
+    is_further: bool = False
+    caller: Caller = field(default_factory=partial(current_caller, EVERYONE))
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    request_id: str
+    values: tuple[float, ...]
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """The logprobs at one position."""
 
@@ -237,8 +255,6 @@ class Delta:
     """Whether the message has a tool call so far."""
     num_reasoning_tokens: int = 0
     """Tokens of the sequence so far between the tags that begin and end reasoning."""
-    embedding: tuple[float, ...] = ()
-    """If the request asks for one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +311,9 @@ class Generator(Protocol):
         Opening and reading raise InvalidRequest, PromptTooLong, UnknownModel, DuplicateRequest,
         QueueFull, NoWorker, DeadlineExceeded or PoisonRequest (services.runtime.errors).
         """
+
+    async def embed(self, request: EmbeddingRequest) -> Embedding:
+        """The embedding of a prompt. Raises as `generate`."""
 
     async def tokenize(self, request: TokenizeRequest) -> Tokenized:
         """Raises InvalidRequest, PromptTooLong, UnknownModel, NoWorker or Overloaded."""

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from services.gateway.access.caller import EVERYONE, Caller
 from services.gateway.adapters import GatewayAdapters, ServedAdapter
 from services.gateway.api import (
+    Embedding,
+    EmbeddingRequest,
     GenerationRequest,
     ServedModel,
     Tokenized,
@@ -18,8 +20,9 @@ from services.gateway.api import (
 )
 from services.gateway.change_notifier import ChangeNotifier
 from services.gateway.config import GatewayOptions
-from services.gateway.identity import check_identity, scoped_id
+from services.gateway.identity import check_identity, client_id, scoped_id
 from services.gateway.intake.admission import admit, check_priority
+from services.gateway.intake.embeddings import admit_embedding
 from services.gateway.intake.outputs import open_output
 from services.gateway.intake.prompts import check_token_ids, tokenize_prompt
 from services.gateway.models.model_names import choose_model, parse_aliases, with_aliases
@@ -80,6 +83,22 @@ class Gateway:
         """See `Generator.generate`. Also raises Unavailable if the request lost its workers too
         often, Overloaded if the client reads too slowly, BlockStoreError if the block store does
         not answer."""
+        async with self._accepted(request) as (_, output):
+            yield output
+
+    async def embed(self, request: EmbeddingRequest) -> Embedding:
+        """See `Generator.embed`. Also raises as `generate`."""
+        async with self._accepted(request) as (accepted, output):
+            async for _ in output:
+                pass  # it has no sequences, and so no delta before its end
+            name, usage = client_id(accepted.id), output.stats.usage()
+            return Embedding(name, accepted.embedding, usage)
+
+    @asynccontextmanager
+    async def _accepted(
+        self, request: GenerationRequest | EmbeddingRequest
+    ) -> AsyncIterator[tuple[Request, Output]]:
+        """Admits a request, which runs until the block is left, and opens its output."""
         name = request.request_id or f"gen-{secrets.token_hex(12)}"
         trace = None if self._tracer is None else RequestTrace(self._tracer, request, name)
         try:
@@ -98,12 +117,15 @@ class Gateway:
                 trace.refuse(error, code_of(error))
             raise
         try:
-            yield output
+            yield running, output
         finally:
             running.end_call(output)
 
     async def _enqueue(
-        self, asked: GenerationRequest, name: str, trace: RequestTrace | None
+        self,
+        asked: GenerationRequest | EmbeddingRequest,
+        name: str,
+        trace: RequestTrace | None,
     ) -> tuple[Request, Output]:
         """Admit a request and put it into its model queue. Raises the error of the check that
         refuses it."""
@@ -119,7 +141,10 @@ class Gateway:
             try:
                 async with asyncio.timeout(asked.timeout_s):
                     model, served, adapter = await self._served(asked.model, caller)
-                    request = await admit(asked, request_id, model, served, adapter)
+                    if isinstance(asked, EmbeddingRequest):
+                        request = await admit_embedding(asked, request_id, model, served, adapter)
+                    else:
+                        request = await admit(asked, request_id, model, served, adapter)
                     caller.charge(len(request.prompt_token_ids))
                     open_output(
                         *(request, served.model, arrived_at),
@@ -130,7 +155,8 @@ class Gateway:
                     if trace is not None:
                         trace.admit(request)
                         request.trace = trace
-                    return await self._dispatcher.enqueue(request), request.output
+                    running = await self._dispatcher.enqueue(request, resumes=resumes)
+                    return running, request.output
             except TimeoutError as error:
                 raise DeadlineExceeded("the request's deadline has passed") from error
 

@@ -26,8 +26,9 @@ from blockstore.records import PrefixHash
 from quire.errors import ServerError
 from services.engine.pool import KVPool
 from services.engine.runner import Runner
-from services.gateway.api import GenerationRequest
+from services.gateway.api import Embedding, EmbeddingRequest, GenerationRequest
 from services.gateway.intake.admission import admit, check_priority, check_slots
+from services.gateway.intake.embeddings import admit_embedding
 from services.gateway.intake.outputs import open_output
 from services.gateway.models.catalog import load_model
 from services.gateway.models.model_names import choose_model
@@ -174,19 +175,37 @@ class OfflineEngine:
         arrived_at = asyncio.get_running_loop().time()
         admitted = await admit(request, request_id, name, self._served, adapter)
         check_slots(admitted.width, self._settings.max_num_seqs)
-        model = self._served.model
-        open_output(
-            *(admitted, model, arrived_at), meter=self._meter, rests=None, reports_cached=True
-        )
-        digest, arrival = adapter.digest if adapter else "", next(self._arrivals)
-        root = root_hash(self.spec.fingerprint, self._secret, admitted.cache_salt, digest)
-        fixed = queue_order(request.priority, arrival), self.spec.pool_id, root
-        running = _Request(admitted, fixed, self.role)
-        running.submit()
+        running = self._begin(admitted, arrived_at)
         try:
             yield admitted.output
         finally:
             running.abort()
+
+    def _begin(self, request: Request, arrived_at: float) -> "_Request":
+        """Submit a request to the worker."""
+        model, adapter = self._served.model, request.adapter
+        open_output(
+            *(request, model, arrived_at), meter=self._meter, rests=None, reports_cached=True
+        )
+        digest, arrival = adapter.digest if adapter else "", next(self._arrivals)
+        root = root_hash(self.spec.fingerprint, self._secret, request.cache_salt, digest)
+        fixed = queue_order(request.asked.priority, arrival), self.spec.pool_id, root
+        running = _Request(request, fixed, self.role)
+        running.submit()
+        return running
+
+    async def embed(self, request: EmbeddingRequest) -> Embedding:
+        """See `Generator.embed`."""
+        name, arrived_at = self.spec.model, asyncio.get_running_loop().time()
+        request_id = f"gen-{secrets.token_hex(12)}"
+        admitted = await admit_embedding(request, request_id, name, self._served)
+        running = self._begin(admitted, arrived_at)
+        try:
+            async for _ in admitted.output:
+                pass
+        finally:
+            running.abort()
+        return Embedding(request_id, admitted.embedding, admitted.output.stats.usage())
 
     async def add_adapter(self, name: str, directory: str) -> None:
         """Let requests name a LoRA adapter as their model. Raises InvalidRequest."""
@@ -220,12 +239,12 @@ class _Request:
         request, output = self._request, self._output
         sequences = tuple(TicketSequence(one.index, tuple(one.tokens)) for one in output.living)
         ticket = new_ticket(request, next(self._attempts), *self._fixed, sequences)
-        if request.sampling.beam is not None:
+        if request.sampling.beam is not None or not sequences:
             sequences = (TicketSequence(0),) if progress is None else progress.sequences
             beams = None if progress is None else progress.beams
             ticket = replace(ticket, sequences=sequences, beams=beams)
         self._key = ticket.key
-        self._role.submit(self, ticket, request.unsent_prompt_logprobs)
+        self._role.submit(self, ticket, request.unsent_prompt_logprobs, request.pooling)
 
     def abort(self) -> None:
         """End the request at the worker. No error if it has ended."""
@@ -257,5 +276,7 @@ class _Request:
                 output.write(one)
                 if output.is_over(one.index) and one.finish_reason is None:
                     self._role.abort(self, *self._key, one.index)  # a stop string ended it
-        if output.has_ended:
+        if event.embedding:
+            self._request.embedding = event.embedding
+        if event.embedding or output.has_ended:
             output.close(None)

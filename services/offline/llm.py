@@ -29,8 +29,8 @@ from quire.types import (
 )
 from services.gateway import api
 from services.gateway.api import GenerationRequest, RequestedSampling
-from services.gateway.frontend.embedding import embed, embedding_request, in_order
 from services.gateway.frontend.http.answering.formats import CHAT_FORMAT, Transcript
+from services.gateway.frontend.http.answering.in_order import in_order
 from services.gateway.frontend.http.bodies.reading import checked
 from services.gateway.frontend.http.bodies.schema import ChatBody
 from services.gateway.frontend.http.bodies.structured import StructuredOutputsBody
@@ -148,12 +148,12 @@ class LLM:
         states are pooled. `dimensions`: the first so many values, for models that are trained for
         it. Raises as `generate`."""
         requests = [
-            embedding_request(_api_prompt(prompt), "", "", dimensions)
+            api.EmbeddingRequest(_api_prompt(prompt), dimensions=dimensions)
             for prompt in _prompts(prompts)
         ]
 
-        async def one(request: GenerationRequest) -> Embedding:
-            found = await embed(self.engine.generate, request)
+        async def one(request: api.EmbeddingRequest) -> Embedding:
+            found = await self.engine.embed(request)
             return Embedding(found.values, found.usage.num_prompt_tokens)
 
         return self._answer_all(requests, one, "Embedding", use_tqdm)

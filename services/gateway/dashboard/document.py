@@ -164,7 +164,7 @@ def _request(request: Request) -> dict[str, Any]:
     view = {
         "id": client_id(request.id)[:_MAX_ID_CHARS],
         "model": request.model,
-        "sequences": request.asked.sampling.n,
+        "sequences": request.num_sequences_asked or 1,
         "prompt": stats.num_prompt_tokens,
         "cached": stats.num_cached_tokens,
         "tokens": stats.num_generated_tokens,

@@ -1,8 +1,14 @@
 """Access control: lets the requests of API keys through to the gateway, within the limits of each
 key."""
 
-from collections.abc import AsyncIterator
-from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator, Iterator
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+)
 from dataclasses import replace
 
 from quire.api_keys import ApiKey
@@ -11,6 +17,8 @@ from services.gateway.access.caller import LOCAL_OPERATOR, current_caller
 from services.gateway.access.keyring import Keyring
 from services.gateway.api import (
     Delta,
+    Embedding,
+    EmbeddingRequest,
     GenerationRequest,
     Generator,
     ServedModel,
@@ -32,14 +40,14 @@ class AccessControl:
     @asynccontextmanager
     async def generate(self, request: GenerationRequest) -> AsyncIterator[AsyncIterator[Delta]]:
         """See `Generator.generate`. Also raises RateLimited."""
-        with ExitStack() as admission:
-            try:
-                self._admit(request, admission)
-            except QuireError as error:
-                self.record_refusal(request.request_id, request.model, error.code, str(error))
-                raise
+        with self._admitted(request):
             async with self._generator.generate(request) as deltas:
                 yield deltas
+
+    async def embed(self, request: EmbeddingRequest) -> Embedding:
+        """See `Generator.embed`. Also raises RateLimited."""
+        with self._admitted(request):
+            return await self._generator.embed(request)
 
     async def tokenize(self, request: TokenizeRequest) -> Tokenized:
         """See `Generator.tokenize`. Also raises RateLimited."""
@@ -73,15 +81,23 @@ class AccessControl:
     def ready(self) -> bool:
         return self._generator.ready()
 
-    def _admit(self, request: GenerationRequest, admission: ExitStack) -> None:
-        """Check the request against the limits of its caller; `admission` holds its place in the
-        caller's account."""
-        account = self._account()
-        if account is not None:
-            check_cost(account.key, request)
-            # The gateway refuses a width below 1, but only after the request has waited.
-            width = max(1, request.sampling.width)
-            admission.enter_context(account.admitted(width, is_further=request.is_further))
+    @contextmanager
+    def _admitted(self, request: GenerationRequest | EmbeddingRequest) -> Iterator[None]:
+        """Wraps a request within the limits of its caller, in whose account it has its place."""
+        with ExitStack() as place:
+            try:
+                account = self._account()
+                if account is not None:
+                    width = 1
+                    if isinstance(request, GenerationRequest):
+                        check_cost(account.key, request)
+                        # The gateway refuses a width below 1, but after the request has waited.
+                        width = max(1, request.sampling.width)
+                    place.enter_context(account.admitted(width, is_further=request.is_further))
+            except QuireError as error:
+                self.record_refusal(request.request_id, request.model, error.code, str(error))
+                raise
+            yield
 
     def _place(self) -> AbstractContextManager[None]:
         """The place of a call for tokens, a request like any other, in its caller's account."""

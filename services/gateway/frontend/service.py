@@ -13,6 +13,7 @@ from quire.v1 import inference_pb2, inference_pb2_grpc, logprobs_pb2, sampling_p
 from services.gateway.api import (
     ChatMessage,
     Delta,
+    EmbeddingRequest,
     GenerationRequest,
     Generator,
     Prompt,
@@ -22,7 +23,6 @@ from services.gateway.api import (
     TokenLogprobs,
     new_resume_token,
 )
-from services.gateway.frontend.embedding import embed, embedding_request
 from services.gateway.intake.prompts import check_num_messages
 from services.protocol.codec import finish_reason_from_wire
 from services.protocol.fields import FINISH_REASONS
@@ -65,7 +65,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> inference_pb2.EmbedResponse:
         with self._recorded(request):
             asked = _embedding_from_wire(request, context.time_remaining())
-        found = await embed(self._generator.generate, asked)
+        found = await self._generator.embed(asked)
         return inference_pb2.EmbedResponse(
             request_id=found.request_id,
             embedding=found.values,
@@ -123,7 +123,7 @@ def request_from_wire(
 
 def _embedding_from_wire(
     message: inference_pb2.EmbedRequest, timeout_s: float | None
-) -> GenerationRequest:
+) -> EmbeddingRequest:
     match message.WhichOneof("input"):
         case "text":
             prompt: str | tuple[int, ...] = message.text
@@ -132,7 +132,7 @@ def _embedding_from_wire(
         case _:
             raise InvalidRequest("no input: one of text and token_ids is needed")
     dimensions = message.dimensions if message.HasField("dimensions") else None
-    return embedding_request(
+    return EmbeddingRequest(
         *(prompt, message.request_id, message.model, dimensions),
         priority=message.priority,
         cache_salt=message.cache_salt,

@@ -59,13 +59,11 @@ async def admit(
         add_generation_prompt=request.add_generation_prompt,
     )
     require(bool(prompt), "the prompt is empty", PROMPT)
-    most, context = served.model.config.generation.max_new_tokens, served.max_model_len
-    if asked.embedding is not None and len(prompt) == context:
-        context += 1  # its one token is never drawn
+    most = served.model.config.generation.max_new_tokens
     max_tokens = resolve_max_tokens(
         len(prompt),
         _at_most(most, asked.max_tokens) if asked.max_tokens else None,
-        *(context, served.specs, asked.width),
+        *(served.max_model_len, served.specs, asked.width),
         default=_at_most(most, asked.default_max_tokens),
     )
     check_logprobs_of_prompt(len(prompt), asked.prompt_logprobs)
@@ -78,7 +76,13 @@ async def admit(
     parsing = parsing_of(request, served.model, prompt)
     structure = await form_of(request, parsing, served.model)
     sampling = replace(sampling, max_tokens=max_tokens, structure=structure)
-    return Request(request, request_id, name, prompt, sampling, parsing, adapter)
+    return Request(
+        *(request, request_id, name, prompt, sampling),
+        num_sequences_asked=asked.n,
+        prompt_logprobs=asked.prompt_logprobs,
+        parsing=parsing,
+        adapter=adapter,
+    )
 
 
 def _at_most(limit: int | None, number: int | None) -> int | None:

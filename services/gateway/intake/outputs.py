@@ -2,6 +2,7 @@
 
 import asyncio
 
+from services.gateway.api import EmbeddingRequest, RequestedSampling
 from services.gateway.identity import client_id
 from services.gateway.models.catalog import Model
 from services.gateway.parsing.message import MessageParser
@@ -24,28 +25,29 @@ def open_output(
     rests: WriteRests | None,
     reports_cached: bool,
 ) -> None:
-    """Open the output, with what the client has received. `arrived_at`: a time of the event loop's
+    """Open the output, with what the client has received; an embedding has no sequences.
+    `arrived_at`: a time of the event loop's
     clock. `reports_cached`: also to clients without a cache salt, whose cached prefixes other
     clients may have sent. (Tenants have one.)"""
     asked, prompt = request.asked, request.prompt_token_ids
+    stats = RequestStats(len(prompt), arrived_at, reports_cached or bool(request.cache_salt))
+    name, clock = client_id(request.id), asyncio.get_running_loop().time
+    if isinstance(asked, EmbeddingRequest):
+        request.output = Output(name, stats, (), meter, clock)
+        return
     received = asked.received or ()
-    reports_prompt = asked.echo or asked.sampling.prompt_logprobs is not None
+    reports_prompt = asked.echo or request.prompt_logprobs is not None
     reports_prompt = reports_prompt and not any(each.token_ids for each in received)
-    output = request.output = Output(
-        client_id(request.id),
-        RequestStats(len(prompt), arrived_at, reports_cached or bool(request.cache_salt)),
-        [_sequence(index, request, model) for index in range(asked.sampling.n)],
-        meter,
-        asyncio.get_running_loop().time,
-        PromptReporter(asked.prompt, prompt, model.tokenizer) if reports_prompt else None,
-        rests,
-    )
+    reporter = PromptReporter(asked.prompt, prompt, model.tokenizer) if reports_prompt else None
+    sampling = asked.sampling
+    sequences = [_sequence(index, request, sampling, model) for index in range(sampling.n)]
+    output = request.output = Output(name, stats, sequences, meter, clock, reporter, rests)
     output.running_usage = asked.running_usage
     output.replay(received)
 
 
-def _sequence(index: int, request: Request, model: Model) -> Sequence:
-    asked, sampling, parsing = request.asked.sampling, request.sampling, request.parsing
+def _sequence(index: int, request: Request, asked: RequestedSampling, model: Model) -> Sequence:
+    sampling, parsing = request.sampling, request.parsing
     skips = asked.skip_special_tokens
     detokenizer = model.tokenizer.detokenizer(skip_special_tokens=skips)
     if parsing is not None and skips:

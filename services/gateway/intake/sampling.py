@@ -9,7 +9,6 @@ from services.gateway.checks import check_text, float32, require
 from services.gateway.intake.bad_words import MAX_CHARS as MAX_BAD_WORD_CHARS
 from services.gateway.intake.bad_words import token_sequences
 from services.gateway.intake.beams import resolve_beam, with_greedy_sampling
-from services.gateway.intake.embeddings import embedding_params
 from services.gateway.intake.prompts import check_token_ids
 from services.gateway.models.catalog import Model
 from services.gateway.models.structures import check_combination
@@ -36,8 +35,6 @@ async def resolve_sampling(asked: RequestedSampling, model: Model) -> SamplingPa
 
     Raises InvalidRequest.
     """
-    if asked.embedding is not None:
-        return embedding_params(asked.embedding, model)
     _check_stops(asked, model.config.vocab_size)
     _check_biases(asked, model.config.vocab_size)
     _check_allowed(asked, model.config.vocab_size)

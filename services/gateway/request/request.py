@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from blockstore.records import PoolSpec
-from services.gateway.api import GenerationRequest
+from services.gateway.api import EmbeddingRequest, GenerationRequest
 from services.gateway.identity import client_id
 from services.gateway.parsing.message import Parsing
 from services.gateway.request.attempt import Attempt
@@ -40,7 +40,7 @@ from services.gateway.request.trace import RequestTrace
 from services.gateway.streaming.output import Output
 from services.gateway.workers.lease import DetachedTicket, Lease
 from services.gateway.workers.worker import Worker
-from services.protocol.messages import Generated
+from services.protocol.messages import Generated, Pooling
 from services.protocol.ticket import Adapter, SamplingParams, Swapped, TicketState
 from services.runtime.errors import DuplicateRequest, Unavailable
 from services.runtime.logging import get_logger
@@ -71,19 +71,26 @@ class RequestHost(Protocol):
 class Request:
     """One request. Admission makes it, complete and checked; `begin` lets it wait for workers."""
 
-    asked: GenerationRequest
+    asked: GenerationRequest | EmbeddingRequest
     """What the client asked for. A call that resumes the request replaces it."""
     id: str
     """The scoped id (`services.gateway.identity`), which gateway and workers use."""
     model: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
+    num_sequences_asked: int = 0
+    """How many sequences the answer has; 0 for an embedding."""
+    prompt_logprobs: int | None = None
+    """How many of the likeliest tokens to report for each prompt token; None reports none."""
+    pooling: Pooling | None = None
+    """How to make the embedding; None: the request generates."""
     parsing: Parsing | None = None
     """How to parse the messages; None: the client gets text only."""
     adapter: Adapter | None = None
     """The LoRA adapter that the client names as its model; None: it names the model."""
     trace: RequestTrace | None = None
     """None: the request is not traced."""
+    embedding: tuple[float, ...] = ()
     output: Output = field(init=False)
     """What the client of the present call gets, and has received."""
 
@@ -121,31 +128,30 @@ class Request:
 
     @property
     def width(self) -> int:
-        """The number of sequences that run at the same time: `n`, or the beams."""
-        return self.asked.sampling.width
+        """The number of sequences that run at the same time: those of the answer, or the beams."""
+        return self.sampling.beam.width if self.sampling.beam else self.num_sequences_asked
 
     def capacity_problem(self, spec: PoolSpec) -> str:
         """Why the request can never fit a pool with this spec; "" if it can."""
-        num_prompt = len(self.prompt_token_ids)
-        return capacity_problem(num_prompt, self.sampling.max_tokens, spec, self.width)
+        num_prompt, width = len(self.prompt_token_ids), max(1, self.width)
+        return capacity_problem(num_prompt, self.sampling.max_tokens, spec, width)
 
     @property
     def _wants_logprobs(self) -> bool:
         """Whether tokens that the client has not received need logprobs."""
-        received = self.asked.received or ()
-        of_prompt = self.asked.sampling.prompt_logprobs is not None
-        has_prompt = any(each.token_ids for each in received)
-        return self.sampling.logprobs is not None or (of_prompt and not has_prompt)
+        return self.sampling.logprobs is not None or self.unsent_prompt_logprobs is not None
 
     def _continues(self, other: "Request") -> bool:
         """Whether `other` is the same request, so that this call can continue it."""
+        if isinstance(self.asked, EmbeddingRequest) or isinstance(other.asked, EmbeddingRequest):
+            return False
         ours, theirs = self.asked.sampling, other.asked.sampling
         return (
             (self.model, self.prompt_token_ids) == (other.model, other.prompt_token_ids)
             and self.sampling.samples_like(other.sampling)
             and (self.adapter, self.parsing) == (other.adapter, other.parsing)
-            and (self.cache_salt, ours.n) == (other.cache_salt, theirs.n)
-            and (ours.stop, ours.prompt_logprobs) == (theirs.stop, theirs.prompt_logprobs)
+            and (self.cache_salt, self.prompt_logprobs) == (other.cache_salt, other.prompt_logprobs)
+            and (ours.stop, ours.n) == (theirs.stop, theirs.n)
             and ours.include_stop_str_in_output == theirs.include_stop_str_in_output
             and ours.skip_special_tokens == theirs.skip_special_tokens
         )
@@ -165,7 +171,7 @@ class Request:
     def unsent_prompt_logprobs(self) -> int | None:
         """How many of the likeliest tokens the logprobs of the prompt include; None if the client
         did not ask for prompt logprobs, or has them."""
-        return None if self.output.has_begun else self.asked.sampling.prompt_logprobs
+        return None if self.output.has_begun else self.prompt_logprobs
 
     def timeout_ms(self) -> int:
         """Milliseconds until the deadline, at least 1; 0 if the client set no deadline."""
@@ -189,11 +195,6 @@ class Request:
     def has_run(self) -> bool:
         """Whether a worker has had the request."""
         return self.started_at is not None
-
-    @property
-    def num_slots(self) -> int:
-        """The decode slots to reserve; 0: the request ends with its prefill."""
-        return self.num_sequences if self.sampling.pooling is None else 0
 
     @property
     def num_sequences(self) -> int:

@@ -42,8 +42,8 @@ def submit(
     """Send the ticket to a prefill worker, with `load` to compute. The decode worker has
     granted the slots, if the request needs any. `source_pool_id`: a pool whose cached prefix is
     copied first; if that fails, it is computed."""
-    if not request.num_slots:
-        request.move_to(RequestStatus.RESERVING)  # nothing to reserve
+    if not request.num_sequences:
+        request.move_to(RequestStatus.RESERVING)  # there is nothing to reserve
     request.started_at = request.started_at or request.clock()
     ticket = request.tickets.submit(request.attempt.number, pool_id, root_hash, request.swapped)
     if not source_pool_id:
@@ -63,7 +63,7 @@ def submit(
 def _submit(request: Request, prefill: Worker, load: PrefillLoad, ticket: Ticket) -> None:
     request.move_to(RequestStatus.PREFILLING)
     request.crash_attribution.assign(prefill)
-    submit = Submit(ticket, request.unsent_prompt_logprobs)
+    submit = Submit(ticket, request.unsent_prompt_logprobs, request.pooling)
     request.attempt.prefill = PrefillLease(prefill, submit, load)
 
 

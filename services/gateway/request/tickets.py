@@ -74,7 +74,7 @@ class Tickets:
         sequences = tuple(
             TicketSequence(one.index, tuple(one.tokens)) for one in request.output.living
         )
-        if request.sampling.beam is not None:
+        if request.sampling.beam is not None or not sequences:  # of a search, or of an embedding
             sequences = (TicketSequence(0),) if search is None else search.sequences
         self._submitted = replace(
             new_ticket(request, attempt, self.position.order, pool_id, root_hash, sequences),

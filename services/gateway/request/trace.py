@@ -12,7 +12,7 @@ as far as it has any.
 
 from typing import TYPE_CHECKING
 
-from services.gateway.api import ChatMessage, GenerationRequest
+from services.gateway.api import ChatMessage, EmbeddingRequest, GenerationRequest
 from services.gateway.request.status import CANCELLED
 from services.gateway.request.timeline import Phase
 from services.runtime.rpc.error_table import INTERNAL_CODE
@@ -32,7 +32,9 @@ _QUEUED = frozenset({Phase.WAITING, Phase.PREEMPTED, Phase.LOST})
 class RequestTrace:
     """The spans of one request."""
 
-    def __init__(self, tracer: "Tracer", asked: GenerationRequest, name: str) -> None:
+    def __init__(
+        self, tracer: "Tracer", asked: GenerationRequest | EmbeddingRequest, name: str
+    ) -> None:
         """`name`: the request's id, as the client knows it."""
         prompt = asked.prompt
         is_chat = not isinstance(prompt, str) and isinstance(next(iter(prompt), None), ChatMessage)
@@ -64,7 +66,7 @@ class RequestTrace:
             {
                 "gen_ai.request.model": request.model,
                 "gen_ai.response.model": request.model,
-                "gen_ai.request.choice.count": request.asked.sampling.n,
+                "gen_ai.request.choice.count": request.num_sequences_asked,
                 "gen_ai.request.max_tokens": sampling.max_tokens,
                 "gen_ai.request.temperature": sampling.temperature,
                 "gen_ai.request.top_p": sampling.top_p,

@@ -17,7 +17,7 @@ from services.protocol.messages import (
     RequeueReason,
     Reserved,
 )
-from services.protocol.ticket import TicketState
+from services.protocol.ticket import FinishReason, TicketState
 from services.runtime.errors import InvalidRequest
 from services.runtime.logging import get_logger
 from services.runtime.rpc.error_table import error_of
@@ -100,6 +100,8 @@ def _on_prefilled(request: Request, lease: PrefillLease, event: Prefilled) -> No
     request.output.stats.note_prefill(event.ticket.num_cached_tokens)
     if event.prompt_logprobs:
         request.output.write_prompt(event.prompt_logprobs)
+    if event.embedding:
+        request.embedding, request.output.finish_reason = event.embedding, FinishReason.STOP
     request.tickets.save_search(event.ticket)
     if request.tickets.is_progress(event.outputs):
         request.num_retries = 0

@@ -165,7 +165,7 @@ class Dispatcher:
             f"{most} places while others wait; try again later"
         )
 
-    async def enqueue(self, request: Request) -> Request:
+    async def enqueue(self, request: Request, *, resumes: bool = False) -> Request:
         """Queue a request; within `admitting`. Returns the request that goes on: the one that runs
         here already, if the call resumes it. Raises BlockStoreError, Draining,
         DuplicateRequest."""
@@ -173,7 +173,6 @@ class Dispatcher:
             running.resume(request)
             return running
         position = QueuePosition(request.asked.priority, await self._registry.next_arrival())
-        resumes = request.asked.received is not None
         found = await self._find_parked(request) if resumes else None
         if self._closed:
             raise Draining(_STOPPING)

@@ -82,7 +82,7 @@ class Placement:
             request.close(PromptTooLong(problems[0]))
             return AT_ONCE
         fitting = [pool for pool, problem in zip(pools, problems, strict=True) if not problem]
-        open_pools = [pool for pool in fitting if pool.has_open(request.num_slots)]
+        open_pools = [pool for pool in fitting if pool.has_open(num_sequences)]
         if not open_pools:
             return RETRY_S
         for route in await self._routes(queue.model, request, open_pools):
@@ -122,7 +122,7 @@ class Placement:
         """Reserve slots at a decode worker of the route's pool, if the request needs any, and send
         it on. True: the request was placed, has ended or was requeued, so no other route is
         tried."""
-        num_slots = request.num_slots
+        num_slots = request.num_sequences
         if not num_slots:
             if request not in queue.waiting:
                 return True

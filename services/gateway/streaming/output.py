@@ -184,7 +184,7 @@ class Output:
     def write(self, new: Generated) -> None:
         """Add the next tokens of a sequence that has not ended."""
         sequence = self.sequences[new.index]
-        sequence.score, sequence.embedding = new.score, new.embedding
+        sequence.score = new.score
         num_taken = sequence.write(new.token_ids, new.finish_reason, new.logprobs)
         self._num_unread += num_taken
         self._count(sequence, num_taken)

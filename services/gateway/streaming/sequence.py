@@ -41,7 +41,6 @@ class Sequence:
         self.last_token_at: float | None = None
         self.score: float | None = None
         """The beam search's score; None for other requests."""
-        self.embedding: tuple[float, ...] = ()
         self._num_reasoning_tokens = 0
         self._text = text
         self._stop_token_ids = stop_token_ids
@@ -135,7 +134,6 @@ class Sequence:
             parts=None if self._parser is None else joined(self._unread_parts),
             has_calls=self._parser is not None and self._parser.has_calls,
             num_reasoning_tokens=self._num_reasoning_tokens,
-            embedding=self.embedding,
         )
         self._unread_ids.clear()
         self._unread_text.clear()

@@ -11,9 +11,9 @@ import pytest
 from quire.v1 import prefill_pb2
 from services.gateway.api import (
     ChatMessage,
+    EmbeddingRequest,
     GenerationRequest,
     RequestedBeams,
-    RequestedEmbedding,
     RequestedSampling,
 )
 from services.gateway.intake import admission
@@ -346,10 +346,8 @@ def test_request_beyond_the_pool_is_told_the_context_and_the_room() -> None:
 async def test_embedding_beyond_the_context_is_not_told_of_a_token_to_generate(
     harness: Any,
 ) -> None:
-    sampling = RequestedSampling(embedding=RequestedEmbedding())
-    request = GenerationRequest(prompt=(7,) * 4097, sampling=sampling)
     with pytest.raises(PromptTooLong) as refused:
-        await Call(harness.gateway, request).result()
+        await harness.gateway.embed(EmbeddingRequest((7,) * 4097))
     assert str(refused.value) == (
         "This model's maximum context length is 4096 tokens. However, the prompt has 4097 tokens"
     )

@@ -12,6 +12,8 @@ from prometheus_client import CollectorRegistry, Counter
 from quire.types import Usage
 from services.gateway.api import (
     Delta,
+    Embedding,
+    EmbeddingRequest,
     GenerationRequest,
     ServedModel,
     Tokenized,
@@ -37,6 +39,7 @@ class FakeGenerator:
         self.refusals: list[tuple[str, str]] = []
         self.error: Exception | None = None
         self.error_at = 0
+        self.embedding_requests: list[EmbeddingRequest] = []
         self.pause_at: int | None = None
         self.delay_s = 0.0
         self.is_endless = False
@@ -90,8 +93,21 @@ class FakeGenerator:
             FinishReason(self.finish_reason) if last else None,
             "END" if last else None,
             usage if is_end or request.running_usage else None,
-            embedding=(0.6, -0.8) if request.sampling.embedding else (),
         )
+
+    async def embed(self, request: EmbeddingRequest) -> Embedding:
+        self.embedding_requests.append(request)
+        self.has_workers = True
+        self.num_running += 1
+        self.most_at_once = max(self.most_at_once, self.num_running)
+        try:
+            await asyncio.sleep(self.delay_s)
+            if self.error is not None:
+                raise self.error
+            usage = Usage(7, self.num_cached_tokens, 0, 1.5, 0)
+            return Embedding(request.request_id, (0.6, -0.8), usage)
+        finally:
+            self.num_running -= 1
 
     async def tokenize(self, request: TokenizeRequest) -> Tokenized:
         if self.error is not None:

@@ -101,6 +101,7 @@ def text_of(token_ids: Seq[int]) -> str:
 
 def output_of(request: Request) -> Output:
     pieces = [b"%d," % token for token in range(256)]
+    assert isinstance(request.asked, GenerationRequest)
     asked = request.asked.sampling
     sequences = [
         Sequence(
@@ -129,9 +130,10 @@ class Walk:
         beams = None if beam is None else RequestedBeams(beam.width)
         asked = RequestedSampling(n=num_sequences, stop=stop, beam=beams)
         sampling = SamplingParams(*(0.0, 0, 1.0, 0.0, 7, MAX_TOKENS), beam=beam)
+        self.asked = GenerationRequest(PROMPT, sampling=asked, timeout_s=deadline)
         self.request = Request(
-            GenerationRequest(PROMPT, sampling=asked, timeout_s=deadline),
-            *("r1", "toy", PROMPT, sampling),
+            *(self.asked, "r1", "toy", PROMPT, sampling),
+            num_sequences_asked=num_sequences,
         )
         self.output = self.request.output = output_of(self.request)
         self.request.begin(self.host, QueuePosition(0, 1))
@@ -139,8 +141,8 @@ class Walk:
     def call(self, received: tuple[Received, ...], *, n: int | None = None) -> Request:
         """A call of the same client, with what it has received."""
         request = self.request
-        sampling = replace(request.asked.sampling, n=n or request.asked.sampling.n)
-        asked = replace(request.asked, received=received, sampling=sampling)
+        sampling = replace(self.asked.sampling, n=n or self.asked.sampling.n)
+        asked = replace(self.asked, received=received, sampling=sampling)
         call = Request(asked, *(request.id, request.model, PROMPT, request.sampling))
         call.output = output_of(call)
         call.output.replay(received)

@@ -4,7 +4,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from functools import cache, partial
+from functools import cache
 from http import HTTPStatus
 from importlib.metadata import version
 from typing import Any, TypeVar
@@ -20,14 +20,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from services.gateway.access.keyring import Keyring
-from services.gateway.api import GenerationRequest, Generator, ServedModel
-from services.gateway.frontend.embedding import AT_ONCE, embed, in_order
+from services.gateway.api import Generator, ServedModel
 from services.gateway.frontend.http.answering.answer import Answer
 from services.gateway.frontend.http.answering.formats import (
     CHAT_FORMAT,
     COMPLETION_FORMAT,
     AnswerFormat,
 )
+from services.gateway.frontend.http.answering.in_order import in_order
 from services.gateway.frontend.http.answering.logprobs import JSON
 from services.gateway.frontend.http.answering.merge import merged
 from services.gateway.frontend.http.answering.sending import (
@@ -39,7 +39,7 @@ from services.gateway.frontend.http.answering.sending import (
 )
 from services.gateway.frontend.http.bodies.reading import read_body
 from services.gateway.frontend.http.bodies.schema import ChatBody, CompletionBody
-from services.gateway.frontend.http.embeddings import EmbeddingBody
+from services.gateway.frontend.http.embeddings import AT_ONCE, EmbeddingBody
 from services.gateway.frontend.http.failures import (
     PARAM_NAMES,
     REQUEST_ID_HEADER,
@@ -157,9 +157,9 @@ class _Endpoints:
         return await self._answer(request, ChatBody, CHAT_FORMAT)
 
     async def responses(self, request: Request) -> Response:
-        body, requests = await self._read(request, ResponsesBody)
-        answer = ResponseAnswer(body, requests[0].request_id, self._model(body.model))
-        deltas = merged([self._generator.generate(each) for each in requests])
+        body, name, timeout_s = await self._read(request, ResponsesBody)
+        answer = ResponseAnswer(body, name, self._model(body.model))
+        deltas = merged(list(map(self._generator.generate, body.requests(name, timeout_s))))
         if body.stream:
             return EventStream(
                 answer.parts(deltas), answer.error_event, self._stream_ping_s, is_named=True
@@ -167,19 +167,17 @@ class _Endpoints:
         return await _whole(request, answer.whole(deltas))
 
     async def embeddings(self, request: Request) -> Response:
-        body, requests = await self._read(request, EmbeddingBody)
+        body, name, timeout_s = await self._read(request, EmbeddingBody)
+        requests = body.requests(name, timeout_s)
 
         async def answer() -> JSON:
-            embed_one = partial(embed, self._generator.generate)
-            found = await in_order(embed_one, requests, AT_ONCE)
+            found = await in_order(self._generator.embed, requests, AT_ONCE)
             return body.answer(found, self._model(body.model)())
 
         return await _whole(request, answer())
 
-    async def _read(
-        self, request: Request, kind: type[Body]
-    ) -> tuple[Body, list[GenerationRequest]]:
-        """The request's body, and what it asks the generator for."""
+    async def _read(self, request: Request, kind: type[Body]) -> tuple[Body, str, float | None]:
+        """The request's body, its id, and the seconds until its deadline."""
         try:
             body = await read_body(request, kind)
             timeout_s = _timeout_s(request)
@@ -187,7 +185,7 @@ class _Endpoints:
             self._generator.record_refusal(request.state.request_id, "", *refusal_of(error))
             raise
         request.scope["state"][PARAM_NAMES] = body.names
-        return body, body.requests(body.request_id or request.state.request_id, timeout_s)
+        return body, body.request_id or request.state.request_id, timeout_s
 
     def _model(self, name: str | None) -> Callable[[], str]:
         """Tells which model an answer names, once it has begun: a request without a model uses the
@@ -198,11 +196,11 @@ class _Endpoints:
     async def _answer(
         self, request: Request, kind: type[CompletionsBody], answer_format: AnswerFormat
     ) -> Response:
-        body, requests = await self._read(request, kind)
-        answer_id = f"{answer_format.id_prefix}-{body.request_id or request.state.request_id}"
+        body, name, timeout_s = await self._read(request, kind)
+        requests = body.requests(name, timeout_s)
         answer = Answer(
             answer_format,
-            *(answer_id, int(time.time()), self._model(body.model)),
+            *(f"{answer_format.id_prefix}-{name}", int(time.time()), self._model(body.model)),
             num_prompts=len(requests),
             body=body,
         )

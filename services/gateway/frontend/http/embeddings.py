@@ -6,11 +6,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from services.gateway.api import GenerationRequest
-from services.gateway.frontend.embedding import Embedding, embedding_request
+from services.gateway.api import Embedding, EmbeddingRequest
 from services.gateway.frontend.http.bodies.fields import Body, Inputs
 from services.gateway.frontend.http.bodies.unknown_fields import OF_PROMPTS
 from services.gateway.intake.prompts import PROMPT
+
+AT_ONCE = 64
+"""Inputs of one body that wait or run at a time: the rest does not fill the queue."""
 
 
 class EmbeddingBody(Body):
@@ -30,11 +32,11 @@ class EmbeddingBody(Body):
     def names(self) -> dict[str, str]:
         return {PROMPT: "input"}
 
-    def requests(self, request_id: str, timeout_s: float | None = None) -> list[GenerationRequest]:
+    def requests(self, request_id: str, timeout_s: float | None = None) -> list[EmbeddingRequest]:
         """One request for each input, in order."""
         is_one = len(self.input) == 1
         return [
-            embedding_request(
+            EmbeddingRequest(
                 prompt,
                 request_id if is_one else f"{request_id}-{index}",
                 self.model or "",
