@@ -11,11 +11,11 @@ from enum import StrEnum
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
-from quire.types import Candidate, Usage
+from quire.types import Usage
 from services.gateway.access.caller import EVERYONE, Caller, current_caller
-from services.gateway.parsing.parts import Part
+from services.gateway.output.delta import Delta, Received
 from services.model.structured.structure import Structure
-from services.protocol.ticket import EarlyStopping, FinishReason
+from services.protocol.ticket import EarlyStopping
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,16 +124,6 @@ class RequestedSampling:
         return self.n if self.beam is None else self.beam.width
 
 
-@dataclass(frozen=True, slots=True)
-class Received:
-    """The part of one sequence that the client received before its stream broke."""
-
-    index: int
-    token_ids: tuple[int, ...] = ()
-    finish_reason: FinishReason | None = None
-    """Set if the client received the whole sequence."""
-
-
 def new_resume_token() -> str:
     """256 random bits."""
     return secrets.token_urlsafe(32)
@@ -202,59 +192,6 @@ class Embedding:
     request_id: str
     values: tuple[float, ...]
     usage: Usage
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """The logprobs at one position."""
-
-    chosen: Candidate
-    """The token at that position."""
-    top: tuple[Candidate, ...]
-    """The likeliest tokens, likeliest first."""
-    text_offset: int
-    """Number of characters of the text before the token."""
-
-
-@dataclass(frozen=True, slots=True)
-class PromptReport:
-    """The prompt, as reported to a client that asked for an echo or for prompt logprobs."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    first_token: bytes
-    """See `Candidate.token`."""
-    logprobs: tuple[TokenLogprobs, ...]
-    """Of each token except the first; empty if the client asked for no prompt logprobs."""
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """The tokens and the text that a sequence gained since its previous delta."""
-
-    request_id: str
-    index: int
-    token_ids: tuple[int, ...]
-    text: str
-    """Whole characters only. No part of a stop string, unless the request asks to include it."""
-    finish_reason: FinishReason | None = None
-    """Set in the last delta of a sequence."""
-    stopped_by: str | int | None = None
-    """The stop string or stop token id that ended the sequence, in its last delta."""
-    usage: Usage | None = None
-    """In the last delta of the request; with `running_usage` in every delta."""
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    """One for each token, if the request asks for logprobs."""
-    prompt: PromptReport | None = None
-    """In the first delta of the request, if it asks for the prompt or its logprobs."""
-    score: float | None = None
-    """The sequence's score, if a beam search found it."""
-    parts: tuple[Part, ...] | None = None
-    """The parts of the message that `text` completes; None: the message is not parsed."""
-    has_calls: bool = False
-    """Whether the message has a tool call so far."""
-    num_reasoning_tokens: int = 0
-    """Tokens of the sequence so far between the tags that begin and end reasoning."""
 
 
 @dataclass(frozen=True, slots=True)

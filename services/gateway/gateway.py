@@ -9,7 +9,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from services.gateway.access.caller import EVERYONE, Caller
-from services.gateway.adapters import GatewayAdapters, ServedAdapter
 from services.gateway.api import (
     Embedding,
     EmbeddingRequest,
@@ -18,22 +17,23 @@ from services.gateway.api import (
     Tokenized,
     TokenizeRequest,
 )
-from services.gateway.change_notifier import ChangeNotifier
+from services.gateway.chat.admission import admit, check_priority
+from services.gateway.chat.embeddings import admit_embedding
+from services.gateway.chat.outputs import open_output
+from services.gateway.chat.prompts import check_token_ids, tokenize_prompt
 from services.gateway.config import GatewayOptions
 from services.gateway.identity import check_identity, client_id, scoped_id
-from services.gateway.intake.admission import admit, check_priority
-from services.gateway.intake.embeddings import admit_embedding
-from services.gateway.intake.outputs import open_output
-from services.gateway.intake.prompts import check_token_ids, tokenize_prompt
-from services.gateway.models.model_names import choose_model, parse_aliases, with_aliases
+from services.gateway.output.output import Output
+from services.gateway.output.rests import WriteRests
+from services.gateway.request.metrics import RequestMetrics
 from services.gateway.request.request import Request
 from services.gateway.request.status import CANCELLED
 from services.gateway.request.trace import RequestTrace
-from services.gateway.request_metrics import RequestMetrics
 from services.gateway.scheduling.dispatcher import Dispatcher
-from services.gateway.streaming.output import Output
-from services.gateway.streaming.rests import WriteRests
+from services.gateway.workers.adapters import GatewayAdapters, ServedAdapter
+from services.gateway.workers.change_notifier import ChangeNotifier
 from services.gateway.workers.directory import ModelPools, WorkerDirectory
+from services.gateway.workers.models.model_names import choose_model, parse_aliases, with_aliases
 from services.protocol.ticket import Adapter
 from services.runtime.errors import (
     DeadlineExceeded,

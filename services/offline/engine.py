@@ -27,16 +27,16 @@ from quire.errors import ServerError
 from services.engine.pool import KVPool
 from services.engine.runner import Runner
 from services.gateway.api import Embedding, EmbeddingRequest, GenerationRequest
-from services.gateway.intake.admission import admit, check_priority, check_slots
-from services.gateway.intake.embeddings import admit_embedding
-from services.gateway.intake.outputs import open_output
-from services.gateway.models.catalog import load_model
-from services.gateway.models.model_names import choose_model
+from services.gateway.chat.admission import admit, check_priority, check_slots
+from services.gateway.chat.embeddings import admit_embedding
+from services.gateway.chat.outputs import open_output
+from services.gateway.output.output import Output
+from services.gateway.request.metrics import RequestMetrics
 from services.gateway.request.request import Request
 from services.gateway.request.tickets import new_ticket
-from services.gateway.request_metrics import RequestMetrics
-from services.gateway.streaming.output import Output
 from services.gateway.workers.directory import ModelPools
+from services.gateway.workers.models.catalog import load_model
+from services.gateway.workers.models.model_names import choose_model
 from services.gateway.workers.pool import Pool
 from services.model.checkpoint.adapter import AdapterFiles
 from services.offline.role import Whole

@@ -29,11 +29,12 @@ from quire.types import (
 )
 from services.gateway import api
 from services.gateway.api import GenerationRequest, RequestedSampling
-from services.gateway.frontend.http.answering.formats import CHAT_FORMAT, Transcript
-from services.gateway.frontend.http.answering.in_order import in_order
-from services.gateway.frontend.http.bodies.reading import checked
-from services.gateway.frontend.http.bodies.schema import ChatBody
-from services.gateway.frontend.http.bodies.structured import StructuredOutputsBody
+from services.gateway.http.answering.formats import CHAT_FORMAT, Transcript
+from services.gateway.http.answering.in_order import in_order
+from services.gateway.http.bodies.reading import checked
+from services.gateway.http.bodies.schema import ChatBody
+from services.gateway.http.bodies.structured import StructuredOutputsBody
+from services.gateway.output.delta import TokenLogprobs as Reported
 from services.protocol.ticket import FinishReason
 from services.runtime.errors import InvalidRequest as InvalidDomainRequest
 from services.runtime.errors import QuireError as DomainError
@@ -360,5 +361,5 @@ def _choice(index: int, transcript: Transcript, has_message: bool) -> Choice:
     )
 
 
-def _logprobs(found: Sequence[api.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+def _logprobs(found: Sequence[Reported]) -> tuple[TokenLogprobs, ...]:
     return tuple(TokenLogprobs(one.chosen, one.top) for one in found)

@@ -6,7 +6,7 @@ from contextlib import aclosing
 
 import pytest
 
-from services.gateway.frontend.http.answering.merge import merged
+from services.gateway.http.answering.merge import merged
 from services.runtime.errors import InvalidRequest
 
 

@@ -15,8 +15,8 @@ from services.gateway.api import (
     RequestedTools,
     ToolChoice,
 )
-from services.gateway.frontend.http.bodies.reading import read_body
-from services.gateway.frontend.http.bodies.schema import ChatBody, CompletionBody
+from services.gateway.http.bodies.reading import read_body
+from services.gateway.http.bodies.schema import ChatBody, CompletionBody
 from services.runtime.errors import InvalidRequest
 
 USER = [{"role": "user", "content": "Hi"}]

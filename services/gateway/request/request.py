@@ -26,7 +26,8 @@ from typing import Protocol
 from blockstore.records import PoolSpec
 from services.gateway.api import EmbeddingRequest, GenerationRequest
 from services.gateway.identity import client_id
-from services.gateway.parsing.message import Parsing
+from services.gateway.output.output import Output
+from services.gateway.output.parsing.message import Parsing
 from services.gateway.request.attempt import Attempt
 from services.gateway.request.capacity import capacity_problem
 from services.gateway.request.crash_attribution import CrashAttribution
@@ -37,7 +38,6 @@ from services.gateway.request.status import RequestStatus
 from services.gateway.request.tickets import Tickets
 from services.gateway.request.timeline import Phase, Timeline
 from services.gateway.request.trace import RequestTrace
-from services.gateway.streaming.output import Output
 from services.gateway.workers.lease import DetachedTicket, Lease
 from services.gateway.workers.worker import Worker
 from services.protocol.messages import Generated, Pooling

@@ -21,8 +21,8 @@ from services.runtime.tracing.context import current_traceparent
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
+    from services.gateway.output.output import RequestStats
     from services.gateway.request.request import Request
-    from services.gateway.streaming.output import RequestStats
     from services.runtime.tracing.tracer import Tracer
 
 _QUEUED = frozenset({Phase.WAITING, Phase.PREEMPTED, Phase.LOST})

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 from blockstore.registry import Registry
-from services.gateway.change_notifier import ChangeNotifier
 from services.gateway.config import GatewayOptions
 from services.gateway.request import worker_events
 from services.gateway.request.pulling import Pull, no_pull
@@ -22,6 +21,7 @@ from services.gateway.scheduling.model_queue import ModelQueue
 from services.gateway.scheduling.parked_lookup import ParkedLookup
 from services.gateway.scheduling.placement import Placement
 from services.gateway.scheduling.router import Router
+from services.gateway.workers.change_notifier import ChangeNotifier
 from services.gateway.workers.directory import WorkerDirectory
 from services.gateway.workers.lease import DetachedTicket
 from services.gateway.workers.worker import Worker

@@ -12,11 +12,11 @@ import asyncio
 from collections.abc import Sequence
 from typing import NoReturn
 
-from services.gateway.change_notifier import ChangeNotifier
 from services.gateway.identity import client_id
 from services.gateway.request.request import Request
 from services.gateway.request.sending import request_move, reserve_target
 from services.gateway.scheduling.dispatcher import Dispatcher
+from services.gateway.workers.change_notifier import ChangeNotifier
 from services.gateway.workers.directory import WorkerDirectory
 from services.gateway.workers.lease import DecodeReservation
 from services.gateway.workers.worker import Worker

@@ -10,12 +10,12 @@ See ADR 30.
 import asyncio
 from typing import NoReturn
 
-from services.gateway.change_notifier import ChangeNotifier
 from services.gateway.config import GatewayOptions
 from services.gateway.request import sending
 from services.gateway.request.request import Request
 from services.gateway.scheduling.model_queue import ModelQueue
 from services.gateway.scheduling.router import Route, Router, choose_prefill
+from services.gateway.workers.change_notifier import ChangeNotifier
 from services.gateway.workers.directory import WorkerDirectory
 from services.gateway.workers.pool import Pool
 from services.runtime.errors import NoWorker, PromptTooLong

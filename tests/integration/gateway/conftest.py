@@ -17,11 +17,12 @@ from blockstore.memory_registry import MemoryRegistry
 from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolSpec
 from quire.v1 import inference_pb2_grpc
-from services.gateway.api import Delta, GenerationRequest, RequestedSampling
+from services.gateway.api import GenerationRequest, RequestedSampling
 from services.gateway.config import GatewayOptions
-from services.gateway.frontend.service import SERVICE_NAME, InferenceService
 from services.gateway.gateway import Gateway
-from services.gateway.request_metrics import RequestMetrics
+from services.gateway.grpc.service import SERVICE_NAME, InferenceService
+from services.gateway.output.delta import Delta
+from services.gateway.request.metrics import RequestMetrics
 from services.gateway.wiring import Wiring, start_gateway
 from services.gateway.workers import directory as worker_directory
 from services.runtime.rpc.transport import RpcServer, open_channel

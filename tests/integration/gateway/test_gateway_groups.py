@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from quire.v1 import decode_pb2, worker_pb2
-from services.gateway.api import Delta
-from services.gateway.streaming import output
+from services.gateway.output import output
+from services.gateway.output.delta import Delta
 from services.runtime.errors import InvalidRequest, NoWorker, PromptTooLong
 from tests.waiting import until
 

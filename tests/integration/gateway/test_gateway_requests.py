@@ -16,9 +16,9 @@ from services.gateway.api import (
     RequestedBeams,
     RequestedSampling,
 )
-from services.gateway.intake import admission
-from services.gateway.intake.admission import resolve_max_tokens
-from services.gateway.streaming import output
+from services.gateway.chat import admission
+from services.gateway.chat.admission import resolve_max_tokens
+from services.gateway.output import output
 from services.gateway.workers.directory import ModelPools
 from services.gateway.workers.pool import Pool
 from services.model.structured.structure import Structure, StructureKind

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.gateway.api import Delta
-from services.gateway.frontend.http.app import create_app
-from services.gateway.frontend.http.connections import ConnectionLimits
-from services.gateway.frontend.http.server import http_server
-from services.gateway.streaming import output
+from services.gateway.http.app import create_app
+from services.gateway.http.connections import ConnectionLimits
+from services.gateway.http.server import http_server
+from services.gateway.output import output
+from services.gateway.output.delta import Delta
 from services.runtime.errors import Overloaded
 from tests.waiting import until
 

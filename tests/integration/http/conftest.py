@@ -11,7 +11,6 @@ from prometheus_client import CollectorRegistry, Counter
 
 from quire.types import Usage
 from services.gateway.api import (
-    Delta,
     Embedding,
     EmbeddingRequest,
     GenerationRequest,
@@ -19,8 +18,9 @@ from services.gateway.api import (
     Tokenized,
     TokenizeRequest,
 )
-from services.gateway.frontend.http.app import create_app
-from services.gateway.frontend.http.server import http_server
+from services.gateway.http.app import create_app
+from services.gateway.http.server import http_server
+from services.gateway.output.delta import Delta
 from services.protocol.ticket import FinishReason
 
 LIMIT_S = 10

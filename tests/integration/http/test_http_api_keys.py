@@ -13,16 +13,16 @@ from starlette.routing import Route
 from structlog.testing import capture_logs
 
 from services.gateway.access.caller import bind_caller
+from services.gateway.access_control import AccessControl
 from services.gateway.api import GenerationRequest, RequestedSampling, TokenizeRequest
-from services.gateway.frontend.access_control import AccessControl
-from services.gateway.frontend.http.app import create_app
-from services.gateway.frontend.http.middleware.authentication import (
+from services.gateway.http.app import create_app
+from services.gateway.http.middleware.authentication import (
     OPEN_PATHS,
     OPERATION_PATHS,
     OPERATOR_PATHS,
 )
-from services.gateway.frontend.http.page import PAGE
-from services.gateway.frontend.http.server import http_server
+from services.gateway.http.page import PAGE
+from services.gateway.http.server import http_server
 from services.runtime.errors import RateLimited
 from tests.api_keys import ALICE, BOB, OPERATOR, keyring
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.gateway.api import Received
+from services.gateway.output.delta import Received
 from services.gateway.request import sending
 from services.gateway.request.status import RequestStatus
 from services.gateway.workers.lease import DetachedTicket

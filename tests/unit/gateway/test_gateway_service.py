@@ -9,13 +9,12 @@ from quire.progress import ACCEPTED_METADATA
 from quire.v1 import inference_pb2, sampling_pb2
 from services.gateway.api import (
     ChatMessage,
-    Delta,
     GenerationRequest,
-    Received,
     RequestedSampling,
     ServedModel,
 )
-from services.gateway.frontend.service import InferenceService
+from services.gateway.grpc.service import InferenceService
+from services.gateway.output.delta import Delta, Received
 from services.protocol.ticket import FinishReason
 from tests.grpc_context import FakeContext
 

@@ -9,19 +9,18 @@ from dataclasses import replace
 
 from blockstore.registry import Load, Member, Role
 from services.gateway.api import (
-    Delta,
     GenerationRequest,
-    Received,
     RequestedBeams,
     RequestedSampling,
 )
+from services.gateway.output.delta import Delta, Received
+from services.gateway.output.output import Output, RequestStats
+from services.gateway.output.sequence import Sequence
+from services.gateway.output.text import Text
 from services.gateway.request import sending, worker_events
 from services.gateway.request.pulling import Pull, no_pull
 from services.gateway.request.queue_position import QueuePosition
 from services.gateway.request.request import Request
-from services.gateway.streaming.output import Output, RequestStats
-from services.gateway.streaming.sequence import Sequence
-from services.gateway.streaming.text import Text
 from services.gateway.workers.worker import PrefillLoad, Worker
 from services.model.text.detokenizer import Detokenizer
 from services.model.text.pieces import Pieces
