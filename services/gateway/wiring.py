@@ -13,7 +13,7 @@ from blockstore.registry import Load, Member, Registry, State
 from blockstore.store import BlockStore
 from services.gateway.config import GatewayOptions
 from services.gateway.gateway import Gateway
-from services.gateway.output.parsing.choice import Parsers
+from services.gateway.output.parser.choice import Parsers
 from services.gateway.request.metrics import RequestMetrics, outcome_of
 from services.gateway.request.request import Request
 from services.gateway.scheduling.dispatcher import Dispatcher

@@ -20,11 +20,7 @@ from pydantic import BaseModel, Field, field_validator
 from tqdm import tqdm
 
 from services.gateway.http.answering.answer import Answer
-from services.gateway.http.answering.formats import (
-    CHAT_FORMAT,
-    COMPLETION_FORMAT,
-    AnswerFormat,
-)
+from services.gateway.http.answering.formats import CHAT_FORMAT, COMPLETION_FORMAT, AnswerFormat
 from services.gateway.http.answering.merge import merged
 from services.gateway.http.bodies.reading import checked
 from services.gateway.http.bodies.schema import ChatBody, CompletionBody

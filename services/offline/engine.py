@@ -10,8 +10,8 @@ import itertools
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, cast
@@ -175,37 +175,32 @@ class OfflineEngine:
         arrived_at = asyncio.get_running_loop().time()
         admitted = await admit(request, request_id, name, self._served, adapter)
         check_slots(admitted.width, self._settings.max_num_seqs)
-        running = self._begin(admitted, arrived_at)
-        try:
-            yield admitted.output
-        finally:
-            running.abort()
+        with self._running(admitted, arrived_at) as output:
+            yield output
 
-    def _begin(self, request: Request, arrived_at: float) -> "_Request":
-        """Submit a request to the worker."""
-        model, adapter = self._served.model, request.adapter
-        open_output(
-            *(request, model, arrived_at), meter=self._meter, rests=None, reports_cached=True
-        )
-        digest, arrival = adapter.digest if adapter else "", next(self._arrivals)
+    async def embed(self, request: EmbeddingRequest) -> Embedding:
+        """See `Generator.embed`."""
+        request_id, arrived_at = f"gen-{secrets.token_hex(12)}", asyncio.get_running_loop().time()
+        admitted = await admit_embedding(request, request_id, self.spec.model, self._served)
+        with self._running(admitted, arrived_at) as output:
+            async for _ in output:
+                pass
+        return Embedding(request_id, admitted.embedding, output.stats.usage())
+
+    @contextmanager
+    def _running(self, request: Request, arrived_at: float) -> Iterator[Output]:
+        """Runs a request at the worker until the block is left."""
+        model, meter = self._served.model, self._meter
+        open_output(request, model, arrived_at, meter=meter, rests=None, reports_cached=True)
+        digest, arrival = request.adapter.digest if request.adapter else "", next(self._arrivals)
         root = root_hash(self.spec.fingerprint, self._secret, request.cache_salt, digest)
         fixed = queue_order(request.asked.priority, arrival), self.spec.pool_id, root
         running = _Request(request, fixed, self.role)
         running.submit()
-        return running
-
-    async def embed(self, request: EmbeddingRequest) -> Embedding:
-        """See `Generator.embed`."""
-        name, arrived_at = self.spec.model, asyncio.get_running_loop().time()
-        request_id = f"gen-{secrets.token_hex(12)}"
-        admitted = await admit_embedding(request, request_id, name, self._served)
-        running = self._begin(admitted, arrived_at)
         try:
-            async for _ in admitted.output:
-                pass
+            yield request.output
         finally:
             running.abort()
-        return Embedding(request_id, admitted.embedding, admitted.output.stats.usage())
 
     async def add_adapter(self, name: str, directory: str) -> None:
         """Let requests name a LoRA adapter as their model. Raises InvalidRequest."""
@@ -222,17 +217,11 @@ class OfflineEngine:
 class _Request:
     """A request that runs: what the worker calls with its events (`events.Session`)."""
 
-    def __init__(
-        self,
-        request: Request,
-        fixed: tuple[int, str, PrefixHash],
-        role: Whole,
-    ) -> None:
+    def __init__(self, request: Request, fixed: tuple[int, str, PrefixHash], role: Whole) -> None:
         """`fixed`: order, pool and root hash of its tickets."""
         self._request, self._fixed, self._role = request, fixed, role
         self._output = request.output
-        self._attempts = itertools.count()
-        self._key = "", 0
+        self._attempts, self._key = itertools.count(), ("", 0)
 
     def submit(self, progress: TicketState | None = None) -> None:
         """Submit the request with the tokens that it has. `progress`: of a beam search."""
@@ -276,7 +265,6 @@ class _Request:
                 output.write(one)
                 if output.is_over(one.index) and one.finish_reason is None:
                     self._role.abort(self, *self._key, one.index)  # a stop string ended it
-        if event.embedding:
-            self._request.embedding = event.embedding
+        self._request.embedding = event.embedding
         if event.embedding or output.has_ended:
             output.close(None)

@@ -9,19 +9,9 @@ from dataclasses import fields
 
 from quire.v1 import sampling_pb2, ticket_pb2
 from services.model.structured.structure import MAX_STRUCTURE_BYTES, Structure
-from services.protocol.fields import (
-    EARLY_STOPPING,
-    STRUCTURE_KINDS,
-    require,
-    values,
-)
+from services.protocol.fields import EARLY_STOPPING, STRUCTURE_KINDS, require, values
 from services.protocol.logprobs import MAX_LOGPROBS
-from services.protocol.ticket import (
-    MAX_BEAM_WIDTH,
-    BeamParams,
-    EarlyStopping,
-    SamplingParams,
-)
+from services.protocol.ticket import MAX_BEAM_WIDTH, BeamParams, EarlyStopping, SamplingParams
 
 _CONVERTED = {
     *("logprobs", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words"),

@@ -31,9 +31,8 @@ class Rules:
     `stop_ids` and the model's EOS tokens, even if the request ignores EOS; `min_tokens` bans them.
     `root`: the hash before a prompt's first block. `prompt_logprobs`: report the logprobs of the
     prompt too, each with that many of the likeliest tokens; None: do not. All tokens of the prompt
-    are computed then, even those in adopted blocks. `pooling`: the prompt's embedding is made, and
-    no token drawn; None: tokens are drawn. `grammar`: of the text; None: any text.
-    `adapter`: what they are computed with; None: the model alone.
+    are computed then, even those in adopted blocks. `pooling`: make the prompt's embedding and draw
+    nothing. `grammar`: of the text; None: any. `adapter`: computes beside the model; None: none.
     """
 
     sampling: SamplingParams

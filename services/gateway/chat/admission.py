@@ -7,12 +7,7 @@ from dataclasses import replace
 
 from blockstore.records import PoolSpec
 from services.gateway.api import GenerationRequest
-from services.gateway.chat.prompts import (
-    PROMPT,
-    check_token_ids,
-    context_length,
-    tokenize_prompt,
-)
+from services.gateway.chat.prompts import PROMPT, check_token_ids, context_length, tokenize_prompt
 from services.gateway.chat.sampling import resolve_sampling
 from services.gateway.chat.tools import form_of, parsing_of
 from services.gateway.checks import check_text, require
@@ -20,11 +15,7 @@ from services.gateway.request.capacity import capacity_problem
 from services.gateway.request.request import Request
 from services.gateway.workers.directory import ModelPools
 from services.protocol.logprobs import MAX_LOGPROBS
-from services.protocol.ticket import (
-    MAX_SEQUENCES,
-    PRIORITIES,
-    Adapter,
-)
+from services.protocol.ticket import MAX_SEQUENCES, PRIORITIES, Adapter
 from services.runtime.errors import PromptTooLong
 
 MAX_SALT_CHARS = 1024

@@ -6,7 +6,7 @@ from services.gateway.api import EmbeddingRequest, RequestedSampling
 from services.gateway.identity import client_id
 from services.gateway.output.logprob_text import PromptReporter
 from services.gateway.output.output import Meter, Output, RequestStats
-from services.gateway.output.parsing.message import MessageParser
+from services.gateway.output.parser.message import MessageParser
 from services.gateway.output.rests import WriteRests
 from services.gateway.output.sequence import Sequence
 from services.gateway.output.text import Text

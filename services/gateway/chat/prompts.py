@@ -13,13 +13,7 @@ from typing import Any, cast
 
 from pydantic_core import to_json
 
-from services.gateway.api import (
-    ChatMessage,
-    Prompt,
-    RequestedTools,
-    TemplateArguments,
-    ToolChoice,
-)
+from services.gateway.api import ChatMessage, Prompt, RequestedTools, TemplateArguments, ToolChoice
 from services.gateway.chat.conversations import fitted
 from services.gateway.workers.models.catalog import Model
 from services.runtime.errors import InvalidRequest, PromptTooLong

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.gateway.api import RequestedTools
-from services.gateway.output.parsing.message import CallFormat, Parsing
+from services.gateway.output.parser.message import CallFormat, Parsing
 from services.model.structured.structural_tags import format_of
 from services.model.structured.structure import Structure, StructureKind
 from services.runtime.errors import InvalidRequest

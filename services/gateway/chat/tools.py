@@ -6,7 +6,7 @@ from dataclasses import replace
 from services.gateway.api import GenerationRequest, RequestedTools, ToolChoice
 from services.gateway.chat.sampling import check_combination
 from services.gateway.chat.tool_grammars import structure_after_reasoning, structure_of_calls
-from services.gateway.output.parsing.message import CallFormat, Parsing
+from services.gateway.output.parser.message import CallFormat, Parsing
 from services.gateway.workers.models.catalog import Model
 from services.gateway.workers.models.structures import STRUCTURE
 from services.model.structured.structure import Structure, StructureKind

@@ -18,7 +18,7 @@ from services.gateway.dashboard.feed import Feed
 from services.gateway.dashboard.history import History
 from services.gateway.grpc.relay import Relay
 from services.gateway.http.answering.sending import Json, unless_disconnected
-from services.gateway.http.page import PAGE
+from services.gateway.http.middleware.authentication import PAGE
 from services.gateway.identity import client_id
 from services.gateway.wiring import Wiring
 from services.runtime.errors import InvalidApiKey, InvalidRequest, PermissionDenied

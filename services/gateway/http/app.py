@@ -22,11 +22,7 @@ from starlette.routing import Route
 from services.gateway.access.keyring import Keyring
 from services.gateway.api import Generator, ServedModel
 from services.gateway.http.answering.answer import Answer
-from services.gateway.http.answering.formats import (
-    CHAT_FORMAT,
-    COMPLETION_FORMAT,
-    AnswerFormat,
-)
+from services.gateway.http.answering.formats import CHAT_FORMAT, COMPLETION_FORMAT, AnswerFormat
 from services.gateway.http.answering.in_order import in_order
 from services.gateway.http.answering.logprobs import JSON
 from services.gateway.http.answering.merge import merged

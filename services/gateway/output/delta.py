@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from quire.types import Candidate, Usage
-from services.gateway.output.parsing.parts import Part
+from services.gateway.output.parser.parts import Part
 from services.protocol.ticket import FinishReason
 
 

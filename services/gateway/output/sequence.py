@@ -3,8 +3,8 @@
 from quire.types import Usage
 from services.gateway.output.delta import Delta, PromptReport, Received, TokenLogprobs
 from services.gateway.output.logprob_text import with_text
-from services.gateway.output.parsing.message import MessageParser
-from services.gateway.output.parsing.parts import Part, joined
+from services.gateway.output.parser.message import MessageParser
+from services.gateway.output.parser.parts import Part, joined
 from services.gateway.output.text import Text
 from services.model.text.stop_strings import Scanned
 from services.model.text.tokenizer import Tokenizer

@@ -4,6 +4,7 @@
 |---|---|
 | `request.py` | what was asked, its state, the client's calls, retries and the end |
 | `sending.py` | sends the request to its workers |
+| `resuming.py` | continues the request for a client that lost its stream |
 | `worker_events.py` | applies the messages of workers to the request |
 | `status.py` | the statuses, and which may follow which |
 | `attempt.py`, `workers/lease.py` | the leases of the request at workers |
@@ -27,7 +28,7 @@ from blockstore.records import PoolSpec
 from services.gateway.api import EmbeddingRequest, GenerationRequest
 from services.gateway.identity import client_id
 from services.gateway.output.output import Output
-from services.gateway.output.parsing.message import Parsing
+from services.gateway.output.parser.message import Parsing
 from services.gateway.request.attempt import Attempt
 from services.gateway.request.capacity import capacity_problem
 from services.gateway.request.crash_attribution import CrashAttribution
@@ -38,11 +39,11 @@ from services.gateway.request.status import RequestStatus
 from services.gateway.request.tickets import Tickets
 from services.gateway.request.timeline import Phase, Timeline
 from services.gateway.request.trace import RequestTrace
-from services.gateway.workers.lease import DetachedTicket, Lease
+from services.gateway.workers.lease import Lease
 from services.gateway.workers.worker import Worker
 from services.protocol.messages import Generated, Pooling
 from services.protocol.ticket import Adapter, SamplingParams, Swapped, TicketState
-from services.runtime.errors import DuplicateRequest, Unavailable
+from services.runtime.errors import Unavailable
 from services.runtime.logging import get_logger
 
 log = get_logger(__name__)
@@ -110,8 +111,8 @@ class Request:
         self.crash_attribution = CrashAttribution()
         self.timeline = Timeline(self.trace)
         self.pulling = Pulling(host.pull)
-        self._reading = Reading(read_window_s, self._on_read, self.close)
-        self._reading.begin(self.output, self.deadline)
+        self.reading = Reading(read_window_s, self._on_read, self.close)
+        self.reading.begin(self.output, self.deadline)
 
     # ── what it needs ────────────────────────────────────────────────────────────────────────────
 
@@ -137,29 +138,14 @@ class Request:
         return capacity_problem(num_prompt, self.sampling.max_tokens, spec, width)
 
     @property
-    def _wants_logprobs(self) -> bool:
+    def wants_logprobs(self) -> bool:
         """Whether tokens that the client has not received need logprobs."""
         return self.sampling.logprobs is not None or self.unsent_prompt_logprobs is not None
-
-    def _continues(self, other: "Request") -> bool:
-        """Whether `other` is the same request, so that this call can continue it."""
-        if isinstance(self.asked, EmbeddingRequest) or isinstance(other.asked, EmbeddingRequest):
-            return False
-        ours, theirs = self.asked.sampling, other.asked.sampling
-        return (
-            (self.model, self.prompt_token_ids) == (other.model, other.prompt_token_ids)
-            and self.sampling.samples_like(other.sampling)
-            and (self.adapter, self.parsing) == (other.adapter, other.parsing)
-            and (self.cache_salt, self.prompt_logprobs) == (other.cache_salt, other.prompt_logprobs)
-            and (ours.stop, ours.n) == (theirs.stop, theirs.n)
-            and ours.include_stop_str_in_output == theirs.include_stop_str_in_output
-            and ours.skip_special_tokens == theirs.skip_special_tokens
-        )
 
     @property
     def is_paused(self) -> bool:
         """Whether backpressure is on: the client has not read everything yet."""
-        return self._reading.is_paused
+        return self.reading.is_paused
 
     @property
     def num_tokens(self) -> int:
@@ -177,6 +163,11 @@ class Request:
         """Milliseconds until the deadline, at least 1; 0 if the client set no deadline."""
         deadline = self.deadline
         return 0 if deadline is None else max(1, round((deadline - self.clock()) * 1000))
+
+    @property
+    def traceparent(self) -> str:
+        """The trace context for workers; "" if the request is not traced."""
+        return "" if self.trace is None else self.trace.traceparent
 
     @property
     def is_decoding(self) -> bool:
@@ -231,50 +222,6 @@ class Request:
 
     # ── the client ───────────────────────────────────────────────────────────────────────────────
 
-    def resume(self, call: "Request") -> None:
-        """Continue for a client that lost its stream, with another call, whose output holds what
-        the client has received and gets the rest; the deadline of the new call holds.
-        DuplicateRequest: the call is for another request."""
-        before, output = self.output, call.output
-        if not call._continues(self) or output.is_ahead_of(before):
-            raise DuplicateRequest("the running request is not the one to continue")
-        before.close(DuplicateRequest("another call continues this request"))
-        self.asked, self.sampling, self.output = call.asked, call.sampling, output
-        self._reading.begin(output, self.deadline)
-        # The gateway does not keep the logprobs of tokens that the client has not received.
-        must_recompute = self._wants_logprobs and before.is_ahead_of(output)
-        if not must_recompute:
-            output.catch_up(before)
-        self._reading.resume()
-        if must_recompute:
-            self._recompute()
-        elif output.has_ended:
-            self.close()
-        if call.trace is not None and self.trace is not None:
-            call.trace.join(self.trace)
-
-    def _recompute(self) -> None:
-        """Start again: sequences that run, or are detached, are ahead of the client's tokens."""
-        if detached := self.attempt.detached:
-            detached.abort()
-        if self.status is not RequestStatus.QUEUED:
-            self.requeue()
-
-    def adopt(self, detached: DetachedTicket) -> None:
-        """Continue a request of another gateway, with its queue position, its ticket, and the
-        tokens that the client has not received. The request may end with these tokens."""
-        ticket = detached.ticket
-        gained = self.tickets.adopt(ticket)
-        self.started_at = self.clock()
-        self.attempt = Attempt(self.id, self.attempt.number, detached)
-        if gained and self._wants_logprobs:
-            detached.abort()  # the logprobs of these tokens are lost: compute the tokens again
-        elif problem := self.tickets.problem(gained, ticket):
-            log.warning("parked_ticket_refused", request_id=client_id(self.id), reason=problem)
-            detached.abort()
-        else:
-            self.deliver(gained)
-
     def end_call(self, output: Output) -> None:
         """The call that reads `output` has ended: close the request, unless another call continues
         it."""
@@ -310,7 +257,7 @@ class Request:
         for new in outputs:
             if not self.output.is_over(new.index):
                 self.output.write(new)
-                self._reading.check(self.output)
+                self.reading.check(self.output)
                 self._abort_stopped(new)
         decode = self.attempt.decode
         if not (num_sequences := self.num_sequences):
@@ -338,7 +285,8 @@ class Request:
             attempt=self.attempt.number,
             why=reason,
         )
-        self.timeline.set_back(reason)
+        if self.trace is not None:
+            self.trace.set_back(reason)
         if self.num_retries > MAX_RETRIES:
             # The log has the reasons. They name workers and pools, which are no client's business.
             text = f"{self.num_retries} attempts of this request were set back; try again"
@@ -360,7 +308,7 @@ class Request:
             self.attempt.close()
         self.move_to(RequestStatus.ENDED)
         self.timeline.end()
-        self._reading.end()
+        self.reading.end()
         self.output.close(error)
         self._host.on_closed(self, error)
 

@@ -80,7 +80,7 @@ class Tickets:
             new_ticket(request, attempt, self.position.order, pool_id, root_hash, sequences),
             num_cached_tokens=request.output.stats.num_cached_tokens,
             timeout_ms=request.timeout_ms(),
-            traceparent=request.timeline.traceparent,
+            traceparent=request.traceparent,
             swapped=swapped,
             beams=None if search is None else search.beams,
         )
@@ -98,7 +98,7 @@ class Tickets:
             attempt=attempt,
             order=self.position.order,
             timeout_ms=self._request.timeout_ms(),
-            traceparent=self._request.timeline.traceparent,
+            traceparent=self._request.traceparent,
             sequences=sequences,
         )
 

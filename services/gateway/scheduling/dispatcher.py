@@ -16,6 +16,7 @@ from services.gateway.request import worker_events
 from services.gateway.request.pulling import Pull, no_pull
 from services.gateway.request.queue_position import QueuePosition
 from services.gateway.request.request import Request
+from services.gateway.request.resuming import adopt, resume
 from services.gateway.request.status import RequestStatus
 from services.gateway.scheduling.model_queue import ModelQueue
 from services.gateway.scheduling.parked_lookup import ParkedLookup
@@ -170,7 +171,7 @@ class Dispatcher:
         here already, if the call resumes it. Raises BlockStoreError, Draining,
         DuplicateRequest."""
         if (running := self._requests.get(request.id)) is not None:
-            running.resume(request)
+            resume(running, request)
             return running
         position = QueuePosition(request.asked.priority, await self._registry.next_arrival())
         found = await self._find_parked(request) if resumes else None
@@ -179,7 +180,7 @@ class Dispatcher:
         request.begin(self, position, self._options.read_window_s)
         self._requests[request.id] = request
         if found is not None:
-            request.adopt(found)
+            adopt(request, found)
         if request.status is not RequestStatus.ENDED:
             self.on_queued(request)
         return request

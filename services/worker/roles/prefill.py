@@ -77,12 +77,11 @@ class Prefill(Role[PrefillJob]):
         num_prompt_logprobs: int | None = None,
         pooling: Pooling | None = None,
     ) -> None:
-        """Queue a ticket without blocks; a draining worker sends it back. Raises InvalidRequest.
-        `num_prompt_logprobs`, `pooling`: see `PrefillJob`."""
+        """Queue a ticket without blocks; a draining worker sends it back. Raises InvalidRequest."""
         if self.worker.draining:
             report(session, ticket, DRAINED)
             return
-        self._check(ticket, num_drawn=1 if pooling is None else 0)
+        self._check(ticket, 1 if pooling is None else 0)
         if self.jobs.get(session, *ticket.key):
             raise InvalidRequest(f"attempt {ticket.attempt} of this request is here already")
         job = PrefillJob(

@@ -39,8 +39,8 @@ class PrefillJob(Job):
     @property
     def computes_all(self) -> bool:
         """Whether it computes all tokens, even those in adopted blocks: it needs their states."""
-        is_mean = self.pooling is not None and self.pooling.mode is PoolingMode.MEAN
-        return is_mean or self.num_prompt_logprobs is not None
+        is_mean = self.pooling and self.pooling.mode is PoolingMode.MEAN
+        return bool(is_mean) or self.num_prompt_logprobs is not None
 
     @property
     def hashes(self) -> Sequence[PrefixHash]:
@@ -66,5 +66,5 @@ class PrefillJob(Job):
 
     def prefilled(self) -> Prefilled:
         """The event that reports its ticket, detached or finished, with all results."""
-        outputs, logprobs = tuple(self.outputs), tuple(self.prompt_logprobs)
-        return Prefilled(self.ticket, outputs, logprobs, self.embedding)
+        logprobs = tuple(self.prompt_logprobs)
+        return Prefilled(self.ticket, tuple(self.outputs), logprobs, self.embedding)

@@ -97,17 +97,10 @@ class FakeGenerator:
 
     async def embed(self, request: EmbeddingRequest) -> Embedding:
         self.embedding_requests.append(request)
-        self.has_workers = True
-        self.num_running += 1
-        self.most_at_once = max(self.most_at_once, self.num_running)
-        try:
-            await asyncio.sleep(self.delay_s)
-            if self.error is not None:
-                raise self.error
-            usage = Usage(7, self.num_cached_tokens, 0, 1.5, 0)
-            return Embedding(request.request_id, (0.6, -0.8), usage)
-        finally:
-            self.num_running -= 1
+        async with self.generate(GenerationRequest(request.prompt)) as deltas:
+            *_, last = [delta async for delta in deltas]
+        assert last.usage is not None
+        return Embedding(request.request_id, (0.6, -0.8), last.usage)
 
     async def tokenize(self, request: TokenizeRequest) -> Tokenized:
         if self.error is not None:

@@ -5,11 +5,7 @@ from typing import Any
 
 import pytest
 
-from services.gateway.api import (
-    GenerationRequest,
-    RequestedBeams,
-    RequestedSampling,
-)
+from services.gateway.api import GenerationRequest, RequestedBeams, RequestedSampling
 from services.gateway.chat.admission import check_received
 from services.gateway.chat.beams import resolve_beam, with_greedy_sampling
 from services.gateway.output.delta import Delta, Received

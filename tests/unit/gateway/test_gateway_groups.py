@@ -3,7 +3,7 @@
 import pytest
 
 from services.gateway.output.delta import Received
-from services.gateway.request import sending
+from services.gateway.request import resuming, sending
 from services.gateway.request.status import RequestStatus
 from services.gateway.workers.lease import DetachedTicket
 from services.protocol.messages import Abort, Admit, HandOver, Reserve, Reserved
@@ -208,7 +208,7 @@ async def test_a_group_of_another_gateway_goes_on_from_its_tokens() -> None:
         sampling=sampling,
         sequences=sequences,
     )
-    walk.request.adopt(DetachedTicket(issuer, ticket))
+    resuming.adopt(walk.request, DetachedTicket(issuer, ticket))
     assert walk.request.is_computed
     assert await walk.reserve()
     sending.admit(walk.request)
@@ -239,10 +239,10 @@ async def test_a_resumed_call_goes_on_with_a_group() -> None:
         (Received(2, tuple(expected(2, 1))),),
     ):
         with pytest.raises(DuplicateRequest):
-            walk.request.resume(walk.call(wrong))
+            resuming.resume(walk.request, walk.call(wrong))
     with pytest.raises(DuplicateRequest):
-        walk.request.resume(walk.call((), n=3))
-    walk.request.resume(walk.call(received))
+        resuming.resume(walk.request, walk.call((), n=3))
+    resuming.resume(walk.request, walk.call(received))
     walk.output = walk.request.output
     for index in (1, 2):
         step(walk, index, MAX_TOKENS - len(walk.output.sequences[index].tokens))

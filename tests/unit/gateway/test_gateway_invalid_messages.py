@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from services.gateway.request import resuming
 from services.gateway.request.status import RequestStatus
 from services.protocol.messages import Abort, Failed
 from services.runtime.errors import DuplicateRequest, InvalidRequest
@@ -67,4 +68,4 @@ async def test_a_request_goes_on_only_for_the_same_model() -> None:
     call = walk.call(())
     call.model = "another"
     with pytest.raises(DuplicateRequest):
-        walk.request.resume(call)
+        resuming.resume(walk.request, call)

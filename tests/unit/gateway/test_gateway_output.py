@@ -9,12 +9,7 @@ import pytest
 from quire.types import Candidate
 from services.gateway.output.delta import Delta, Received
 from services.gateway.output.output import MAX_UNREAD_TOKENS, Output, RequestStats
-from services.gateway.output.parsing.message import (
-    CallFormat,
-    MessageFormat,
-    MessageParser,
-    Parsing,
-)
+from services.gateway.output.parser.message import CallFormat, MessageFormat, MessageParser, Parsing
 from services.gateway.output.sequence import Sequence
 from services.gateway.output.text import Text
 from services.model.text.detokenizer import Detokenizer

@@ -5,7 +5,7 @@ from typing import Any
 from quire.types import Candidate
 from services.gateway.http.responses_api.output import OutputItems
 from services.gateway.output.delta import Delta, TokenLogprobs
-from services.gateway.output.parsing.parts import CallStart, Content, Part
+from services.gateway.output.parser.parts import CallStart, Content, Part
 
 
 def delta(token: str, parts: tuple[Part, ...]) -> Delta:

@@ -1,18 +1,13 @@
 """The request that the gateway makes of a client's gRPC message."""
 
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
 from quire.progress import ACCEPTED_METADATA
 from quire.v1 import inference_pb2, sampling_pb2
-from services.gateway.api import (
-    ChatMessage,
-    GenerationRequest,
-    RequestedSampling,
-    ServedModel,
-)
+from services.gateway.api import ChatMessage, GenerationRequest, RequestedSampling, ServedModel
 from services.gateway.grpc.service import InferenceService
 from services.gateway.output.delta import Delta, Received
 from services.protocol.ticket import FinishReason
@@ -34,8 +29,7 @@ class Recorder:
     @asynccontextmanager
     async def generate(self, request: GenerationRequest) -> AsyncIterator[AsyncIterator[Delta]]:
         self.asked.append(request)
-        async with aclosing(_nothing()) as deltas:
-            yield deltas
+        yield _nothing()
 
     def record_refusal(self, request_id: str, model: str, code: str, reason: str) -> None:
         self.refusals.append((request_id, model, code))

@@ -8,11 +8,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 from blockstore.registry import Load, Member, Role
-from services.gateway.api import (
-    GenerationRequest,
-    RequestedBeams,
-    RequestedSampling,
-)
+from services.gateway.api import GenerationRequest, RequestedBeams, RequestedSampling
 from services.gateway.output.delta import Delta, Received
 from services.gateway.output.output import Output, RequestStats
 from services.gateway.output.sequence import Sequence

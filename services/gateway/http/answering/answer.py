@@ -20,7 +20,7 @@ from services.gateway.http.answering.logprobs import (
 )
 from services.gateway.http.bodies.schema import GenerationBody
 from services.gateway.output.delta import Delta, PromptReport, TokenLogprobs
-from services.gateway.output.parsing.parts import Part, Reasoning
+from services.gateway.output.parser.parts import Part, Reasoning
 from services.protocol.ticket import FinishReason
 
 Deltas = AsyncGenerator[tuple[int, Delta], None]

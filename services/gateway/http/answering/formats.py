@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from quire.types import Usage
 from services.gateway.http.answering.logprobs import JSON, chat_logprobs, text_logprobs
 from services.gateway.output.delta import Delta, PromptReport, TokenLogprobs
-from services.gateway.output.parsing.parts import CallArguments, CallStart, Content, Part, Reasoning
+from services.gateway.output.parser.parts import CallArguments, CallStart, Content, Part, Reasoning
 
 
 @dataclass(slots=True)

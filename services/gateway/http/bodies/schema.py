@@ -31,8 +31,8 @@ from services.gateway.http.bodies.fields import (
 from services.gateway.http.bodies.messages import Messages
 from services.gateway.http.bodies.structured import (
     ResponseFormat,
-    ResponsesFormat,
     StructuredOutputsBody,
+    one_structure,
 )
 from services.gateway.http.bodies.tools import Choice, Tools, requested_tools
 from services.gateway.http.bodies.unknown_fields import OF_REQUESTS
@@ -333,18 +333,6 @@ class ChatBody(GenerationBody):
 
     def requested_tools(self) -> RequestedTools | None:
         return requested_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
-
-
-def one_structure(
-    name: str, given: ResponseFormat | ResponsesFormat | None, other: Structure | None
-) -> Structure | None:
-    """The structure of the field `name`, or the `other` one, of `structured_outputs`. FieldError:
-    there are both."""
-    structure = None if given is None else given.to_structure()
-    if structure is not None and other is not None:
-        text = f"{name} and structured_outputs are both given; give one of them"
-        raise FieldError("structured_outputs", text)
-    return structure or other
 
 
 def template_arguments(

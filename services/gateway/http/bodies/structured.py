@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 from pydantic_core import from_json
 
-from services.gateway.http.bodies.fields import Body
+from services.gateway.http.bodies.fields import Body, FieldError
 from services.model.structured.json_schemas import OPTIONS
 from services.model.structured.structure import Structure, StructureKind
 
@@ -132,3 +132,15 @@ class StructuredOutputsBody(Body):
             schema = {**schema, OPTIONS: self._options}
         text = schema if isinstance(schema, str) else json.dumps(schema)
         return Structure(StructureKind.JSON, text)
+
+
+def one_structure(
+    name: str, given: ResponseFormat | ResponsesFormat | None, other: Structure | None
+) -> Structure | None:
+    """The structure of the field `name`, or the `other` one, of `structured_outputs`. FieldError:
+    there are both."""
+    structure = None if given is None else given.to_structure()
+    if structure is not None and other is not None:
+        text = f"{name} and structured_outputs are both given; give one of them"
+        raise FieldError("structured_outputs", text)
+    return structure or other

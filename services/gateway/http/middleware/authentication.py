@@ -4,24 +4,21 @@ Every path needs one, also a path that does not exist, except those of OPEN_PATH
 """
 
 from dataclasses import replace
+from pathlib import Path
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.sockets import join_host_port
-from services.gateway.access.caller import (
-    EVERYONE,
-    bind_caller,
-    current_caller,
-    require_operator,
-)
+from services.gateway.access.caller import EVERYONE, bind_caller, current_caller, require_operator
 from services.gateway.access.client_address import Address, client_address
 from services.gateway.access.guards import DENIED_EVENT, REFUSED_EVENT
 from services.gateway.access.keyring import Keyring
-from services.gateway.http.page import PAGE
 from services.runtime.errors import InvalidApiKey, PermissionDenied
 from services.runtime.rpc.refusal_log import RefusalLog
 
+PAGE = Path(__file__).parents[2] / "dashboard" / "page"
+"""The files of the dashboard's page."""
 OPEN_PATHS = frozenset({"/health", "/", *(f"/dashboard/{file.name}" for file in PAGE.iterdir())})
 """Paths that everybody may get: they tell nothing about the deployment's users. The dashboard's
 page asks for a key and sends it with its questions."""

@@ -15,20 +15,11 @@ from pydantic import (
     model_validator,
 )
 
-from services.gateway.api import (
-    ChatMessage,
-    GenerationRequest,
-    RequestedTools,
-)
+from services.gateway.api import ChatMessage, GenerationRequest, RequestedTools
 from services.gateway.chat.prompts import MAX_MESSAGES, PROMPT
 from services.gateway.http.bodies.fields import Body, Strings
-from services.gateway.http.bodies.schema import (
-    ReasoningEffort,
-    SampledBody,
-    one_structure,
-    template_arguments,
-)
-from services.gateway.http.bodies.structured import ResponsesFormat
+from services.gateway.http.bodies.schema import ReasoningEffort, SampledBody, template_arguments
+from services.gateway.http.bodies.structured import ResponsesFormat, one_structure
 from services.gateway.http.bodies.tools import (
     MAX_TOOLS,
     Choice,

@@ -5,7 +5,7 @@ from typing import Any
 
 from services.gateway.http.answering.logprobs import JSON, chat_logprobs
 from services.gateway.output.delta import Delta
-from services.gateway.output.parsing.parts import CallArguments, CallStart, Content, Part, Reasoning
+from services.gateway.output.parser.parts import CallArguments, CallStart, Content, Part, Reasoning
 
 
 class OutputItems:

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from services.gateway.output.parsing.choice import Parsers
-from services.gateway.output.parsing.message import MessageFormat
+from services.gateway.output.parser.choice import Parsers
+from services.gateway.output.parser.message import MessageFormat
 from services.gateway.workers.models.generation_config import GenerationConfig
 from services.gateway.workers.models.structures import StructureChecker
 from services.gateway.workers.models.template_traits import TemplateTraits

@@ -14,7 +14,7 @@ from services.gateway.api import ChatMessage, RequestedTools, TokenizeRequest
 from services.gateway.http.app import create_app
 from services.gateway.http.server import http_server
 from services.gateway.output.delta import Delta, Received
-from services.gateway.output.parsing.parts import Part, joined
+from services.gateway.output.parser.parts import Part, joined
 from tests.integration.gateway import fakes
 from tests.integration.gateway.conftest import Call, GatewayHarness, asked
 

@@ -6,9 +6,9 @@ to=functions.f <|constrain|>json<|message|>{...}<|call|>
 
 import re
 
-from services.gateway.output.parsing.json_calls import checked_name
-from services.gateway.output.parsing.parts import PartWriter
-from services.gateway.output.parsing.reader import Malformed, Reader, Reading, Sink
+from services.gateway.output.parser.json_calls import checked_name
+from services.gateway.output.parser.parts import PartWriter
+from services.gateway.output.parser.reader import Malformed, Reader, Reading, Sink
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")

@@ -4,8 +4,8 @@ from collections.abc import Collection
 
 from pydantic_core import from_json
 
-from services.gateway.output.parsing.parts import PartWriter
-from services.gateway.output.parsing.reader import Malformed, Reader, Reading, Sink
+from services.gateway.output.parser.parts import PartWriter
+from services.gateway.output.parser.reader import Malformed, Reader, Reading, Sink
 
 _ARGUMENTS = ("arguments", "parameters")
 

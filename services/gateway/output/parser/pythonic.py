@@ -8,9 +8,9 @@ import json
 import warnings
 from collections.abc import Collection
 
-from services.gateway.output.parsing.json_calls import checked_name
-from services.gateway.output.parsing.parts import PartWriter
-from services.gateway.output.parsing.reader import Malformed, Reader, Reading
+from services.gateway.output.parser.json_calls import checked_name
+from services.gateway.output.parser.parts import PartWriter
+from services.gateway.output.parser.reader import Malformed, Reader, Reading
 
 MAX_CALL_CHARS = 1 << 16
 """A longer call is content: to parse it would take the event loop too long."""

@@ -4,11 +4,11 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import StrEnum
 
-from services.gateway.output.parsing.harmony import MARKERS, read_harmony
-from services.gateway.output.parsing.json_calls import checked_name, read_call, read_calls
-from services.gateway.output.parsing.parts import CallIds, Part, PartWriter
-from services.gateway.output.parsing.pythonic import read_list
-from services.gateway.output.parsing.reader import Malformed, Reader, Reading
+from services.gateway.output.parser.harmony import MARKERS, read_harmony
+from services.gateway.output.parser.json_calls import checked_name, read_call, read_calls
+from services.gateway.output.parser.parts import CallIds, Part, PartWriter
+from services.gateway.output.parser.pythonic import read_list
+from services.gateway.output.parser.reader import Malformed, Reader, Reading
 
 
 class CallFormat(StrEnum):

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 
 from quire.choices import ReasoningParser, ToolCallParser
-from services.gateway.output.parsing.message import CallFormat, MessageFormat
+from services.gateway.output.parser.message import CallFormat, MessageFormat
 
 _TAGS = {"think": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]")}
 
